@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Trains a model: finds or makes the Python environment, checks the config, starts one process per rank with torchrun.
+set -euo pipefail
+
+print_help() {
+    cat <<'HELP'
+Usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key value]...
+
+  ./run_train.sh                                        configs/debug.toml on what this machine has
+  ./run_train.sh --config llama3_8b.toml                a bare name in configs/, or the path of a TOML file
+  ./run_train.sh --config debug --training.steps 20     every further argument overrides a key of the config
+  NGPU=8 ./run_train.sh --config debug_3d               8 ranks on this host, on GPUs or CPUs
+
+What it does: takes the Python on the PATH if that has the packages that pyproject.toml names, else makes .venv here
+once; runs `python -m torchtitan_lite check`, which refuses a config that cannot work; hands over to torchrun. The
+working directory stays the caller's. Exit status: 0 trained, 2 refused by check, 1 anything else.
+
+Environment:
+  CONFIG_FILE    the same as --config, which wins over it
+  NGPU           ranks on each host; default: all GPUs; on a CPU what the config's degrees multiply to, else 2
+  LOG_RANK       ranks of this host whose output is shown (default 0; 0,1 for two). The stderr of every rank is kept
+                 in a folder that is named at the start
+  MAX_RESTARTS   how often torchrun restarts all ranks after a failure (default 0). With --checkpoint.enable a
+                 restarted run resumes the newest whole checkpoint
+  PYTHON         the Python to begin with (default python3; 3.10 or newer)
+  OMP_NUM_THREADS, GLOO_SOCKET_IFNAME   default to 1 thread per rank, and on a single host to the loopback
+  PIP_*          settings of pip for the set-up. On Linux the default torch is NVIDIA's, of several GB: for a machine
+                 without a GPU set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds
+  PET_*          settings of torchrun that this script does not make. PET_LOCAL_ADDR=10.0.0.2, for instance, tells
+                 other hosts how to reach this one where they cannot resolve its name
+
+Several hosts: start the same command on each, with
+  NNODES         number of hosts
+  NODE_RANK      0 on the host that MASTER_ADDR names, another number on each of the others; torchrun numbers the
+                 ranks by host name
+  MASTER_ADDR    name or address of that host
+  MASTER_PORT    a free port there (default 29500)
+With Slurm: start it once in an allocation of several nodes (sbatch --nodes 4 --gpus-per-node 8 --wrap
+"./run_train.sh --config llama3_70b"); it starts itself on each node by srun. NNODES=1 keeps it on one.
+HELP
+}
+
+fail() {
+    echo "run_train.sh: $*" >&2
+    exit 1
+}
+
+for argument in "$@"; do
+    if [[ $argument == --help || $argument == -h ]]; then
+        print_help
+        exit 0
+    fi
+done
+
+repository=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+[[ -f $repository/train.py ]] || fail "$repository holds no train.py. Slurm runs a copy of a batch script: use --wrap."
+
+# The Python to train with. A node that srun starts below gets it by PYTHON, and finds nothing left to do.
+command -v "${PYTHON:=python3}" >/dev/null || fail "there is no $PYTHON here: set PYTHON=/path/to/python3"
+PYTHON=$("$PYTHON" "$repository/torchtitan_lite/environment.py")
+export PYTHON PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
+
+if [[ -z ${NNODES:-} ]]; then
+    if ((${SLURM_STEP_NUM_NODES:-1} > 1)); then # srun has started this on each node
+        ((${SLURM_STEP_NUM_TASKS:-0} == SLURM_STEP_NUM_NODES)) || fail "srun must start it once per node: --ntasks-per-node=1"
+        NNODES=$SLURM_STEP_NUM_NODES NODE_RANK=$SLURM_NODEID MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+        MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | sed -n 1p)
+    elif ((${SLURM_JOB_NUM_NODES:-1} > 1)); then
+        # No --cpus-per-task and no binding: a task here is a whole node, whose ranks torchrun starts.
+        exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
+            --kill-on-bad-exit=1 bash "$repository/run_train.sh" "$@"
+    fi
+fi
+export NNODES=${NNODES:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+[[ -z ${CONFIG_FILE:-} ]] || set -- --config "$CONFIG_FILE" "$@" # the last --config wins
+
+check() { "$PYTHON" -m torchtitan_lite check --launch "$@"; } # prints the ranks per host, and its report to stderr
+if [[ ${NODE_RANK:-0} == 0 ]]; then
+    ranks=$(check "$@")
+else # every host would report the same, so the others speak only where something is wrong
+    ranks=$(check "$@" 2>/dev/null) || check "$@"
+fi
+
+if [[ $NNODES == 1 ]]; then
+    rendezvous=(--rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1) # port 0: any free one
+    [[ ! -e /sys/class/net/lo ]] || export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+else
+    [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] || fail "NNODES=$NNODES needs NODE_RANK and MASTER_ADDR too"
+    [[ $NODE_RANK == 0 ]] && is_host=1 || is_host=0
+    # c10d and not torchrun's static rendezvous, in which hosts restart without waiting for one another and never meet.
+    rendezvous=(--rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv-conf "is_host=$is_host")
+fi
+
+# LOG_RANK's stdout goes straight to the terminal (with --tee 3 it would pass through a file, each line with a prefix);
+# what other ranks print there is dropped. The stderr of all goes to files, and LOG_RANK's from there to the terminal.
+log_folder=$(mktemp -d "${TMPDIR:-/tmp}/torchtitan_lite.XXXXXX")
+echo "The stderr of each of $ranks ranks on $(uname -n) is kept in $log_folder." >&2
+exec "$PYTHON" -m torch.distributed.run --nnodes "$NNODES" --nproc-per-node "$ranks" --rdzv-backend c10d \
+    "${rendezvous[@]}" --max-restarts "${MAX_RESTARTS:-0}" --role rank --local-ranks-filter "${LOG_RANK:-0}" --tee 2 \
+    --log-dir "$log_folder" "$repository/train.py" "$@"

@@ -1,0 +1,33 @@
+"""What many tests share: one pool of ranks, and the oracles' results, computed once."""
+
+import compare
+import pytest
+import torch
+
+from torchtitan_lite.tools.ranks import RankPool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool():
+    with RankPool(n_ranks=8) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory):
+    """Function: overrides of the table config -> file with one process's outcome on the same model."""
+    folder = tmp_path_factory.mktemp("oracle")
+
+    def path_for(overrides: dict[str, object]) -> str:
+        of_model = {key: value for key, value in overrides.items() if key.startswith("model.")}
+        path = folder / ("oracle-" + "-".join(f"{key}-{value}" for key, value in sorted(of_model.items())) + ".pt")
+        if not path.exists():
+            torch.save(compare.run_one_process(compare.override(compare.TABLE_CONFIG, of_model)), path)
+        return str(path)
+
+    return path_for

@@ -1,0 +1,512 @@
+"""Reading a config: what wins over what, every kind of mistake, TOML there and back, and torchtitan's own files."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from torchtitan_lite.config import Config, Count, Fraction
+from torchtitan_lite.config_reader import (
+    CONFIG_FOLDER,
+    KEYS,
+    REPOSITORY,
+    dump_config_toml,
+    is_torchtitan_key,
+    read_config,
+    resolve_alias,
+)
+from torchtitan_lite.config_values import WrongValue, convert, get_value
+from torchtitan_lite.torchtitan_keys import ABSENT, ALIASES
+
+ALL_CONFIGS = sorted(CONFIG_FOLDER.glob("*.toml"))
+
+
+@pytest.fixture
+def write_toml(tmp_path):
+    """Write TOML text to a file; returns the arguments that read it."""
+
+    def write(text: str, name: str = "some run.toml") -> list[str]:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return ["--config", str(path)]
+
+    return write
+
+
+def read_sound(args: list[str]) -> Config:
+    reading = read_config(args)
+    assert reading.problems == []
+    return reading.config
+
+
+def read_one_problem(args: list[str]):
+    problems = read_config(args).problems
+    assert len(problems) == 1, "\n".join(map(str, problems))
+    return problems[0]
+
+
+# --- what wins, and how it may be written ---
+
+
+def test_the_command_line_wins_over_toml_and_toml_over_the_default(write_toml):
+    args = write_toml("[training]\nsteps = 7\nseq_len = 64\n")
+    config = read_sound([*args, "--training.steps", "9"])
+    assert (config.training.steps, config.training.seq_len) == (9, 64)
+    assert config.training.gc_freq == Config().training.gc_freq
+    assert read_sound(["--training.steps", "9", *args]).training.steps == 9  # wherever --config stands
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        ["--training.local_batch_size", "3"],
+        ["--training.local-batch-size", "3"],
+        ["--training.local_batch_size=3"],
+        ["--training.local-batch-size=3"],
+        ["--training.local_batch_size", "5", "--training.local_batch_size", "3"],  # the last one counts
+    ],
+)
+def test_every_way_to_write_an_override_sets_the_same_key(written):
+    assert read_sound(written).training.local_batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (["--compile.enable"], True),
+        (["--compile.enable", "true"], True),
+        (["--compile.enable=True"], True),
+        (["--compile.enable", "false"], False),
+        (["--compile.no_enable"], False),
+        (["--compile.no-enable"], False),
+        (["--training.no_compile"], False),  # an old name
+        (["--compile.enable", "--training.steps", "3"], True),  # the next key is not its value
+    ],
+)
+def test_a_truth_value_is_set_by_a_bare_flag_a_no_flag_or_a_word(write_toml, written, expected):
+    args = write_toml(f"[compile]\nenable = {'false' if expected else 'true'}\n")
+    assert read_sound([*args, *written]).compile.enable is expected
+
+
+def test_negative_numbers_and_equals_signs_are_values():
+    config = read_sound(["--training.global_batch_size", "-1", "--job.description", "a=b", "--job.dump_folder=--x=y"])
+    assert (config.training.global_batch_size, config.job.description, config.job.dump_folder) == (-1, "a=b", "--x=y")
+
+
+def test_a_whole_number_is_taken_for_a_fraction_and_nothing_else_is_guessed(write_toml):
+    lr = read_sound(write_toml("[optimizer]\nlr = 1\n")).optimizer.lr
+    assert lr == 1.0 and isinstance(lr, float)
+    for value in ("true", '"1"', "1.0", "[1]", "{a = 1}", "1979-05-27"):
+        problem = read_one_problem(write_toml(f"[training]\nsteps = {value}\n"))
+        assert (problem.key, problem.why) == ("training.steps", "a whole number is needed")
+
+
+def test_none_on_the_command_line_takes_a_value_of_the_file_back(write_toml):
+    args = write_toml("[lr_scheduler]\ndecay_ratio = 0.5\n[model]\nrope_scaling = 'llama3'\n")
+    config = read_sound([*args, "--lr_scheduler.decay_ratio", "none", "--model.rope_scaling", "none"])
+    assert config.lr_scheduler.decay_ratio is None
+    assert config.model.rope_scaling == "none"  # where it is a choice, it is that
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "expected"),
+    [
+        (list[str], "a, b,,c", ["a", "b", "c"]),
+        (list[str], "", []),
+        (list[int], "1,2", [1, 2]),
+        (int | None, "none", None),
+        (int | None, "4", 4),
+        (Count | None, "4", 4),
+        (Fraction, "1e-3", 1e-3),
+        (Literal["x", "y"], "y", "y"),
+        (str, "7", "7"),
+    ],
+)
+def test_text_of_the_command_line_becomes_the_type_of_its_key(annotation, text, expected):
+    value = convert(annotation, text, is_text=True)
+    assert value == expected and type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text"),
+    [
+        (bool, "1"),
+        (bool, "yes"),
+        (int, "1.0"),
+        (int, "1e3"),
+        (int, ""),
+        (float, "nan"),
+        (float, "inf"),
+        (Fraction, "1.01"),
+        (Fraction, "-0.1"),
+        (Count | None, "0"),
+        (Literal["x"], "X"),
+        (list[int], "1,b"),
+        (str, None),
+    ],
+)
+def test_text_that_does_not_fit_its_key_is_refused(annotation, text):
+    with pytest.raises(WrongValue):
+        convert(annotation, text, is_text=True)
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "llama3_8b.toml", str(CONFIG_FOLDER / "llama3_8b.toml")])
+def test_a_config_is_found_by_bare_name_or_path_from_any_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for args in (["--config", name], [f"--config={name}"], ["--job.config_file", name]):
+        reading = read_config(args)
+        assert reading.problems == [] and reading.config_name == "llama3_8b"
+        assert reading.config.model.flavor == "8B"
+
+
+def test_a_file_of_the_working_directory_comes_before_one_of_the_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("debug.toml").write_text("[training]\nsteps = 3\n")
+    for name in ("debug", "debug.toml"):
+        assert read_sound(["--config", name]).training.steps == 3
+
+
+def test_without_a_config_the_debug_run_is_read():
+    assert read_config([]).config_name == "debug"
+    assert read_sound([]) == read_sound(["--config", "debug"])
+
+
+def test_a_missing_config_file_is_told_with_the_nearest_name():
+    problem = read_one_problem(["--config", "lama3_8b.toml"])
+    assert (problem.key, problem.value) == ("job.config_file", "lama3_8b.toml")
+    assert "llama3_8b" in problem.remedy
+
+
+def test_a_file_that_is_not_toml_is_told_with_the_line(write_toml):
+    problem = read_one_problem(write_toml("[training]\nsteps = 3\nseq_len = = 4\n"))
+    assert problem.key == "job.config_file" and "line 3" in problem.why
+
+
+def test_a_file_that_is_not_text_is_told(tmp_path):
+    (tmp_path / "x.toml").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read" in read_one_problem(["--config", str(tmp_path / "x.toml")]).why
+
+
+@pytest.mark.parametrize("path", ALL_CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_reads_without_a_problem_and_says_what_it_needs(path):
+    read_sound(["--config", path.stem])
+    first = path.read_text().splitlines()[:2]
+    assert all(line.startswith("# ") for line in first) and "eeds" in first[0] + first[1]
+
+
+@pytest.mark.parametrize("path", ALL_CONFIGS, ids=lambda path: path.stem)
+def test_a_config_written_as_toml_reads_back_as_the_same_config(path, write_toml):
+    config = read_sound(["--config", path.stem])
+    assert_round_trip(config, write_toml)
+
+
+def test_awkward_values_survive_the_way_through_toml(write_toml):
+    config = read_sound(
+        ["--optimizer.eps", "1e-30", "--optimizer.lr", "1e22", "--lr_scheduler.total_steps", "5"]
+        + ["--metrics.no_enable_tensorboard", "--comm.trace_buf_size", "0", "--checkpoint.folder="]
+    )
+    text = 'quotes " and \\ backslash, tab\t, newline\n, DEL\x7f, bell\x07, é, 😀, # no comment'
+    assert_round_trip(replace(config, job=replace(config.job, description=text)), write_toml)
+
+
+def assert_round_trip(config: Config, write_toml) -> None:
+    args = write_toml(dump_config_toml(config), "again.toml")
+    again = read_sound(args)
+    assert replace(again, job=replace(again.job, config_file=config.job.config_file)) == config
+
+
+def test_a_key_that_may_be_none_is_none_by_default_since_toml_cannot_say_it():
+    defaults = {key: get_value(Config(), key) for key in KEYS}
+    assert all(value is None for key, value in defaults.items() if type(None) in getattr(KEYS[key], "__args__", ()))
+    for key, value in defaults.items():
+        assert value is None or convert(KEYS[key], value, is_text=False) == value, key
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "value", "remedy"),
+    [
+        (["--training.step", "4"], "training.step", "4", "training.steps"),
+        (["--training.tensor_parallel_degree=2"], "training.tensor_parallel_degree", "2", "parallelism.tensor_par"),
+        (["--trainig.seq_len=2"], "trainig.seq_len", "2", "training.seq_len"),
+        (["--steps", "4"], "steps", "4", "training.steps"),
+        (["--zzz.qqq", "4"], "zzz.qqq", "4", "sections are job, profiling"),
+        (["--debug.qqqqqqq", "4"], "debug.qqqqqqq", "4", "[debug] has seed"),
+        (["--training.steps", "many"], "training.steps", "many", "digits"),
+        (["--training.steps"], "training.steps", None, "behind the key"),
+        (["--model.flavor"], "model.flavor", None, "behind the key"),
+        (["--config"], "job.config_file", None, "--config NAME_OR_PATH"),
+        (["--compile.enable", "maybe"], "compile.enable", "maybe", "true or false"),
+        (["--compile.no_enable", "true"], "compile.no_enable", "true", "compile.enable"),
+        (["--optimizer.lr", "fast"], "optimizer.lr", "fast", "3e-4"),
+        (["--optimizer.beta1", "2"], "optimizer.beta1", 2.0, "from 0 to 1"),
+        (["--parallelism.tensor_parallel_degree", "-2"], "parallelism.tensor_parallel_degree", -2, "1 or more"),
+        (["--parallelism.data_parallel_shard_degree=0"], "parallelism.data_parallel_shard_degree", 0, "or -1"),
+        (["--optimizer.name", "Adam"], "optimizer.name", "Adam", "'AdamW', 'SGD'"),
+        (["stray"], "argument", "stray", "--section.key value"),
+        (["-x"], "argument", "-x", "--section.key value"),
+        (["--"], "argument", "--", "--section.key value"),
+    ],
+)
+def test_a_mistake_on_the_command_line_names_key_value_and_remedy(args, key, value, remedy):
+    problem = read_one_problem(args)
+    assert (problem.key, problem.value) == (key, value)
+    assert remedy in problem.remedy
+    assert key in str(problem) and remedy in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "remedy"),
+    [
+        ("[paralelism]\ntensor_parallel_degree = 2\ncontext = 3", "paralelism.tensor_parallel_degree", "parallelism."),
+        ("[training]\nstepps = 2", "training.stepps", "training.steps"),
+        ("steps = 2", "steps", "training.steps"),
+        ("training = 2", "training", "training."),
+        ("[training.steps]\nn = 2", "training.steps", "digits"),
+        ("[training]\nsteps = '2'", "training.steps", "digits"),
+        ("[model]\nflavor = 8", "model.flavor", '"8"'),
+        ("[compile]\nenable = 1", "compile.enable", "true or false"),
+        ("[training]\nseed = 1\n[debug]\nseed = 2", "debug.seed", "debug.seed alone"),
+    ],
+)
+def test_a_mistake_in_toml_names_key_and_remedy(write_toml, text, key, remedy):
+    problem = read_one_problem(write_toml(text))
+    assert problem.key == key and remedy in problem.remedy
+
+
+def test_all_mistakes_are_told_at_once_and_bad_keys_keep_their_defaults(write_toml):
+    args = write_toml("[training]\nsteps = 'x'\nsteeps = 3\n[model]\nname = 'gpt'\n")
+    reading = read_config([*args, "--optimizer.lr=-1", "stray", "--compile.backend", "x"])
+    keys = {problem.key for problem in reading.problems}
+    assert keys == {"training.steps", "training.steeps", "model.name", "optimizer.lr", "argument", "compile.backend"}
+    assert reading.config.training.steps == Config().training.steps
+
+
+def test_a_bad_value_of_the_file_is_no_problem_where_the_command_line_overrides_it(write_toml):
+    args = write_toml("[training]\ndataset = 'c4'\nsteps = 'x'\n")
+    read_sound([*args, "--training.dataset", "python_stdlib", "--training.steps", "3"])
+
+
+# --- torchtitan's keys ---
+
+# Section -> keys of torchtitan v0.2; in brackets those of v0.1 that were renamed since.
+TORCHTITAN_KEYS = """
+job: config_file dump_folder description print_config [print_args] save_config_file custom_config_module
+profiling: enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup enable_memory_snapshot
+    save_memory_snapshot_folder
+metrics: log_freq enable_tensorboard disable_color_printing save_tb_folder save_for_all_ranks enable_wandb
+model: name flavor hf_assets_path [tokenizer_path] converters print_after_conversion
+optimizer: name lr beta1 beta2 eps weight_decay implementation early_step_in_backward
+lr_scheduler: warmup_steps total_steps decay_ratio decay_type min_lr_factor [lr_min]
+training: dataset dataset_path local_batch_size [batch_size] global_batch_size seq_len max_norm steps enable_cpu_offload
+    dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug [compile] [seed] [deterministic]
+parallelism: data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward tensor_parallel_degree
+    disable_loss_parallel enable_async_tensor_parallel pipeline_parallel_degree pipeline_parallel_schedule
+    pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size pipeline_parallel_layers_per_stage
+    pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers module_fqns_per_model_part
+    [pipeline_parallel_split_points] context_parallel_degree context_parallel_rotate_method
+    context_parallel_load_balancer expert_parallel_degree expert_tensor_parallel_degree [enable_compiled_autograd]
+checkpoint: enable [enable_checkpoint] folder interval initial_load_path initial_load_model_only
+    [initial_load_model_weights_only] initial_load_in_hf last_save_model_only [last_save_model_weights_only]
+    last_save_in_hf export_dtype async_mode keep_latest_k load_step exclude_from_loading enable_first_step_checkpoint
+    create_seed_checkpoint load_only [model_weights_only]
+activation_checkpoint: mode selective_ac_option memory_budget early_stop preserve_rng_state determinism_check debug
+compile: enable components backend
+quantize.linear.float8: enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name filter_fqns
+    emulate
+quantize.linear.mx: recipe_name filter_fqns
+float8: [enable_fsdp_float8_all_gather] [filter_fqns] [force_recompute_fp8_weight_in_bwd]
+mx: [recipe_name]
+comm: init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder mode
+validation: enable dataset local_batch_size seq_len freq steps
+memory_estimation: enable [enabled] disable_fake_mode
+debug: seed deterministic deterministic_warn_only
+fault_tolerance: enable process_group replica_id group_size min_replica_size
+experimental: custom_import
+"""
+
+
+def list_torchtitan_keys() -> list[str]:
+    keys, section = [], ""
+    for word in TORCHTITAN_KEYS.split():
+        if word.endswith(":"):
+            section = word[:-1]
+        else:
+            keys.append(f"{section}.{word}")
+    return keys
+
+
+def test_every_key_of_torchtitan_is_ours_an_old_name_or_known_to_be_absent():
+    for key in list_torchtitan_keys():
+        was_renamed = "[" in key
+        name = resolve_alias(key.replace("[", "").replace("]", ""))
+        assert name in KEYS or is_torchtitan_key(name), key
+        if was_renamed and name not in ABSENT:
+            assert name != key.replace("[", "").replace("]", ""), f"{key} has a new name"
+
+
+def test_no_absent_key_or_old_name_is_a_key_of_ours():
+    assert not set(ABSENT) & set(KEYS) and not set(ALIASES) & set(KEYS)
+    assert all(absent.only_if in KEYS for absent in ABSENT.values() if absent.only_if)
+
+
+def test_every_absent_key_is_accepted_where_it_is_off_and_refused_where_it_is_on():
+    for key, absent in ABSENT.items():
+        switch = [f"--{absent.only_if}"] if absent.only_if else []
+        for off in absent.off:
+            text = ",".join(off) if isinstance(off, list) else str(off).lower()
+            read_sound([*switch, f"--{key}={text}"])
+        on = "true" if absent.off == (False,) else "7"
+        problem = read_one_problem([*switch, f"--{key}={on}"])
+        assert (problem.key, problem.value) == (key, on) and absent.instead in problem.remedy
+        if absent.only_if:
+            read_sound([f"--{absent.only_if}=false", f"--{key}={on}"])
+
+
+def test_flags_of_absent_features_are_understood_too():
+    read_sound(["--validation.no_enable"])
+    problem = read_one_problem(["--validation.enable"])
+    assert (problem.key, problem.value) == ("validation.enable", True)
+
+
+def test_an_old_name_is_taken_as_its_new_one_with_one_line_of_notice(write_toml):
+    args = write_toml("[training]\nbatch_size = 3\ncompile = true\n[lr_scheduler]\nlr_min = 0.1\n")
+    reading = read_config([*args, "--training.seed", "5"])
+    assert reading.problems == []
+    config = reading.config
+    assert (config.training.local_batch_size, config.compile.enable, config.debug.seed) == (3, True, 5)
+    assert config.lr_scheduler.min_lr_factor == 0.1
+    assert sorted(reading.notices) == [
+        "lr_scheduler.lr_min is now lr_scheduler.min_lr_factor",
+        "training.batch_size is now training.local_batch_size",
+        "training.compile is now compile.enable",
+        "training.seed is now debug.seed",
+    ]
+
+
+def test_a_mistake_under_an_old_name_says_how_it_was_written():
+    problem = read_one_problem(["--training.batch_size", "0"])
+    assert problem.key == "training.local_batch_size" and "training.batch_size" in problem.why
+
+
+# Files as torchtitan v0.1 and v0.2 ship them for Llama 3 8B and 70B, by their keys and values.
+COMMON = """
+[job]
+dump_folder = "./outputs"
+description = "Llama 3 training"
+[profiling]
+enable_profiling = true
+save_traces_folder = "profile_trace"
+profile_freq = 100
+[metrics]
+log_freq = 10
+enable_tensorboard = true
+save_tb_folder = "tb"
+[optimizer]
+name = "AdamW"
+lr = {lr}
+eps = 1e-8
+[lr_scheduler]
+warmup_steps = 200
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+tensor_parallel_degree = {tp}
+pipeline_parallel_degree = 1
+context_parallel_degree = 1
+[activation_checkpoint]
+mode = "{recompute}"
+selective_ac_option = "op"
+"""
+V01 = """
+[model]
+name = "llama3"
+flavor = "{flavor}"
+tokenizer_path = "./assets/tokenizer/original/tokenizer.model"
+[training]
+batch_size = {batch}
+seq_len = 8192
+max_norm = 1.0
+steps = 1000
+compile = false
+dataset = "c4"
+[checkpoint]
+enable_checkpoint = false
+folder = "checkpoint"
+interval = 500
+model_weights_only = false
+export_dtype = "float32"
+async_mode = "disabled"
+[float8]
+enable_fsdp_float8_all_gather = false
+precompute_float8_dynamic_scale_for_fsdp = false
+filter_fqns = {filter}
+"""
+V02 = """
+[model]
+name = "llama3"
+flavor = "{flavor}"
+hf_assets_path = "./assets/hf/Llama-3.1-{flavor}"
+[training]
+local_batch_size = {batch}
+seq_len = 8192
+max_norm = 1.0
+steps = 1000
+dataset = "c4"
+[checkpoint]
+enable = false
+folder = "checkpoint"
+interval = 500
+last_save_model_only = true
+export_dtype = "float32"
+async_mode = "disabled"
+[compile]
+enable = false
+components = ["model", "loss"]
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = false
+precompute_float8_dynamic_scale_for_fsdp = false
+filter_fqns = ["output"]
+[validation]
+enable = false
+dataset = "c4_validation"
+freq = 500
+steps = -1
+"""
+SIZES = {
+    "8B": {"lr": "3e-4", "tp": 1, "recompute": "selective", "batch": 1, "filter": '"output"'},
+    "70B": {"lr": "1.5e-4", "tp": 8, "recompute": "full", "batch": 8, "filter": '["output"]'},
+}
+
+
+@pytest.mark.parametrize("flavor", SIZES)
+@pytest.mark.parametrize("version", [V01, V02], ids=["v0.1", "v0.2"])
+def test_torchtitans_own_files_load_once_dataset_and_tokenizer_are_named(write_toml, version, flavor):
+    args = write_toml((COMMON + version).format(flavor=flavor, **SIZES[flavor]))
+    args += ["--training.dataset", "python_stdlib", "--model.hf_assets_path", "assets/tokenizer"]
+    config = read_sound(args)
+    assert config.model.flavor == flavor and config.model.hf_assets_path == "assets/tokenizer"
+    assert config.training.local_batch_size == SIZES[flavor]["batch"]
+    assert config.parallelism.tensor_parallel_degree == SIZES[flavor]["tp"]
+    assert config.optimizer.lr == float(SIZES[flavor]["lr"])
+    ours = read_sound(["--config", f"llama3_{flavor.lower()}"])
+    assert (config.optimizer, config.parallelism, config.compile) == (ours.optimizer, ours.parallelism, ours.compile)
+    assert config.activation_checkpoint == ours.activation_checkpoint
+
+
+# --- keys and code ---
+
+
+def test_every_key_is_read_by_some_code():
+    files = [REPOSITORY / "train.py", *(REPOSITORY / "torchtitan_lite").rglob("*.py")]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files if path.name != "config.py"]
+    read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    unread = [key for key in KEYS if key.rpartition(".")[2] not in read]
+    assert not unread, f"no code reads {unread}: delete them from config.py"

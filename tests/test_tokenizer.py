@@ -1,0 +1,243 @@
+"""The tokenizer against tiktoken set up by hand, and the trainer against byte-pair encoding that recounts everything."""
+
+import base64
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import tiktoken
+
+from torchtitan_lite.components.data import DATASETS
+from torchtitan_lite.components.tokenizer import REPOSITORY, load_tokenizer
+from torchtitan_lite.config import ConfigError
+from torchtitan_lite.tools import tokenizer as tool
+
+SHIPPED = REPOSITORY / "assets" / "tokenizer"
+
+# as published with Llama 3, in one piece
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# of Llama 3.1, whose vocabulary has 128,000 ranks
+PUBLISHED_SPECIAL_IDS = {
+    "<|begin_of_text|>": 128000,
+    "<|end_of_text|>": 128001,
+    "<|reserved_special_token_0|>": 128002,
+    "<|finetune_right_pad_id|>": 128004,
+    "<|start_header_id|>": 128006,
+    "<|end_header_id|>": 128007,
+    "<|eom_id|>": 128008,
+    "<|eot_id|>": 128009,
+    "<|python_tag|>": 128010,
+}
+
+ODD_TEXTS = [
+    "",
+    "\x00\x01\x7f",
+    "a\r\nb\rc\n\n\n  d\t\te   ",
+    "naïve café, ﬁne, ＦＵＬＬ",
+    "日本語のテキスト、漢字と かな",
+    "مرحبا بالعالم",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 \u200b\u2028\ufeff",
+    "½ ⅷ 12345678 ١٢٣ x²",
+    "I'll WE'VE don't 'tis",
+    "\U0010ffff\ue000",
+]
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    return {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in path.read_text().splitlines()}
+
+
+def write_ranks(folder: Path, tokens: list[bytes]) -> Path:
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    (folder / "tokenizer.model").write_text("".join(lines))
+    return folder
+
+
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return load_tokenizer(str(SHIPPED))
+
+
+def list_some_stdlib_files() -> list[Path]:
+    return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[::5]
+
+
+def test_ids_are_those_of_tiktoken_with_llama3s_pattern(shipped):
+    ranks = read_ranks(SHIPPED / "tokenizer.model")
+    oracle = tiktoken.Encoding("oracle", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    for text in [path.read_text(encoding="utf-8") for path in list_some_stdlib_files()] + ODD_TEXTS:
+        assert shipped.encode(text) == oracle.encode_ordinary(text)
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_odd_text_comes_back_unchanged(shipped, text):
+    assert shipped.decode(shipped.encode(text)) == text
+
+
+def test_source_files_come_back_unchanged(shipped):
+    files = list_some_stdlib_files()
+    assert len(files) > 20
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        assert shipped.decode(shipped.encode(text)) == text, path
+
+
+def test_a_million_spaces_are_encoded(shipped):
+    text = " " * 1_000_000 + "x"
+    assert shipped.decode(shipped.encode(text)) == text
+
+
+def test_special_ids_follow_the_ranks_as_in_llama3(shipped):
+    n_ranks = len(read_ranks(SHIPPED / "tokenizer.model"))
+    for name, published_id in PUBLISHED_SPECIAL_IDS.items():
+        assert shipped.decode([n_ranks + published_id - 128000]) == name
+    assert shipped.decode([shipped.n_words - 1]) == "<|reserved_special_token_246|>"  # published as 128255
+    assert shipped.n_words == n_ranks + 256
+
+
+def test_bos_and_eos_are_added_only_where_asked_for(shipped):
+    plain = shipped.encode("x = 1\n")
+    assert shipped.encode("x = 1\n", bos=True) == [shipped.bos_id, *plain]
+    assert shipped.encode("x = 1\n", eos=True) == [*plain, shipped.eos_id]
+    assert shipped.decode([shipped.bos_id, shipped.eos_id]) == "<|begin_of_text|><|end_of_text|>"
+
+
+def test_special_tokens_spelled_in_text_are_plain_text(shipped):
+    text = "a<|end_of_text|><|begin_of_text|><|eot_id|>b"
+    ids = shipped.encode(text)
+    assert max(ids) < shipped.bos_id and shipped.decode(ids) == text
+
+
+def test_shipped_vocabulary_has_2304_words_and_begins_with_the_bytes(shipped):
+    assert shipped.n_words == 2304
+    assert list(read_ranks(SHIPPED / "tokenizer.model"))[:256] == BYTES
+
+
+def test_shipped_vocabulary_is_good_at_python(shipped):
+    text = "".join(path.read_text(encoding="utf-8") for path in list_some_stdlib_files())
+    assert len(text.encode()) / len(shipped.encode(text)) > 2.6  # 3.0 measured; bytes alone give 1
+
+
+def test_identity_is_that_of_the_file_and_not_of_its_place(shipped, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes((SHIPPED / "tokenizer.model").read_bytes())
+    assert load_tokenizer(str(tmp_path)).identity == shipped.identity
+    write_ranks(tmp_path, [*BYTES, b"ab"])
+    assert load_tokenizer(str(tmp_path)).identity != shipped.identity
+
+
+def test_relative_folder_is_looked_up_from_here_and_then_from_the_repository(tmp_path, monkeypatch, shipped):
+    monkeypatch.chdir(tmp_path)
+    assert load_tokenizer("assets/tokenizer").identity == shipped.identity
+    (tmp_path / "assets" / "tokenizer").mkdir(parents=True)
+    write_ranks(tmp_path / "assets" / "tokenizer", BYTES)
+    assert load_tokenizer("assets/tokenizer").n_words == 512
+
+
+def test_missing_tokenizer_names_key_folder_and_remedy(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(str(tmp_path / "nowhere"))
+    for part in ("model.hf_assets_path", str(tmp_path / "nowhere"), "assets/tokenizer"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"", "256 of the 256 single bytes"),
+        (b"<html>not found</html>", "line 1 "),
+        (b"AA== 0\nAQ==\n", "line 2 "),
+        (b"AA== 0\n*** 1\n", "line 2 "),
+        (b"AA== 0\nAQ== 2\n", "line 2 "),
+        (b"AA== 0\nAA== 1\n", "line 2 "),
+        (b"AA== 0\nAQ== 1\n", "254 of the 256 single bytes"),
+    ],
+)
+def test_file_that_is_no_vocabulary_is_refused_at_the_line(tmp_path, content, named):
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(str(tmp_path))
+    assert named in str(error.value) and "model.hf_assets_path" in str(error.value)
+
+
+# ---------------------------------------------------------------- the trainer
+
+
+def learn_tokens_by_recounting(words: dict[bytes, int], n_tokens: int) -> list[bytes]:
+    """Byte-pair encoding as its definition reads: all pairs of all words are counted anew for every token."""
+    tokens = list(BYTES)
+    spelled = [([bytes([byte]) for byte in word], n) for word, n in words.items()]
+    while len(tokens) < n_tokens:
+        counts: dict[bytes, int] = {}
+        for pieces, n in spelled:
+            for i in range(len(pieces) - 1):
+                pair = pieces[i] + pieces[i + 1]
+                counts[pair] = counts.get(pair, 0) + n
+        best = sorted(counts.items(), key=lambda item: (item[1], item[0]))[-1][0]
+        if best not in tokens:
+            tokens.append(best)
+        for pieces, _ in spelled:
+            i = 0
+            while i < len(pieces) - 1:
+                if pieces[i] + pieces[i + 1] == best:
+                    pieces[i : i + 2] = [best]
+                i += 1
+    return tokens
+
+
+def test_learned_tokens_are_those_of_recounting_everything():
+    text = (Path(sysconfig.get_path("stdlib")) / "bisect.py").read_text() + "aaaaaaa aaaaa banana bananas\n" * 30
+    words = tool.count_words([text])
+    assert tool.learn_tokens(words, 500) == learn_tokens_by_recounting(words, 500)
+
+
+def test_words_are_counted_as_llama3_splits_them():
+    counted = tool.count_words(["x = 12345  # don't\n", "x"])
+    expected = [b"x", b" =", b" ", b"123", b"45", b" ", b" #", b" don", b"'t", b"\n", b"x"]
+    assert counted == Counter(expected)
+
+
+def test_trained_vocabulary_encodes_a_frequent_word_as_one_token(tmp_path):
+    words = tool.count_words(["def parse(self): return self.parse_all(self)\n" * 9])
+    write_ranks(tmp_path, tool.learn_tokens(words, 285))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert len(tokenizer.encode("self")) == 1
+    assert tokenizer.decode(tokenizer.encode("unseen: wörld")) == "unseen: wörld"
+
+
+@pytest.fixture
+def small_corpus(tmp_path, monkeypatch):
+    files = []
+    for n, text in enumerate(["alpha beta gamma\n" * 20, "beta delta()\n" * 30]):
+        files.append(tmp_path / f"{n}.py")
+        files[-1].write_text(text)
+    monkeypatch.setitem(DATASETS, "python_stdlib", lambda: files)
+
+
+def test_tool_writes_a_vocabulary_that_loads_and_tells_its_bytes_per_token(small_corpus, tmp_path, capsys):
+    out = tmp_path / "deep" / "out"
+    assert tool.main(["--vocab", "270", "--out", str(out)]) == 0
+    tokenizer = load_tokenizer(str(out))
+    assert tokenizer.n_words == 270 + 256
+    n_tokens = len(tokenizer.encode("alpha beta gamma\n" * 20)) + len(tokenizer.encode("beta delta()\n" * 30))
+    assert f"730 bytes in {n_tokens} tokens, {730 / n_tokens:.2f} bytes per token" in capsys.readouterr().out
+    assert [path.name for path in out.iterdir()] == ["tokenizer.model"]
+
+
+def test_tool_refuses_more_tokens_than_the_text_has_pairs(small_corpus, tmp_path, capsys):
+    assert tool.main(["--vocab", "2000", "--out", str(tmp_path)]) == 2
+    assert "--vocab 2000" in capsys.readouterr().err
+    assert not (tmp_path / "tokenizer.model").exists()
+
+
+def test_tool_refuses_less_than_the_256_bytes(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        tool.main(["--vocab", "255", "--out", str(tmp_path)])
+    assert stopped.value.code == 2 and "--vocab 255" in capsys.readouterr().err

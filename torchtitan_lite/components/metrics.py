@@ -1,0 +1,255 @@
+"""The numbers of a run: measured over the steps since the last log line, then told to people, programs and plots.
+
+    console and log.txt   one line             step, loss, grad_norm, lr, throughput, MFU, memory, time
+    metrics.jsonl         one JSON object      the fields of StepMetrics
+    tb/                   TensorBoard events   the tags of torchtitan v0.2
+
+Two numbers are the same on every rank (loss, grad_norm); times and memory are those of the rank that writes, rank 0.
+MFU is the share of the hardware's peak that the model's own FLOPs reach (PaLM, app. B, arXiv:2204.02311).
+"""
+
+import json
+import logging
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from torchtitan_lite.config import Metrics
+from torchtitan_lite.log import paint
+from torchtitan_lite.sizes import FlopsPerToken
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Means over the steps since the last log line."""
+
+    step_time_s: float  # wall time from step to step, everything included
+    data_time_s: float  # the part of it in which the host waited for a batch
+
+
+class StepMeter:
+    """Measures wall time from log line to log line.
+
+    A CUDA step is only queued when its call returns, so no clock beside a single step tells the truth. The log line
+    reads the loss, which waits for the device: between two such points the host's clock is right.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self.clock = clock
+        self.start()
+
+    def start(self) -> None:
+        """Starts counting anew: at construction, which should be the last thing before the loop, and at each read."""
+        self.started_at = self.clock()
+        self.data_time_s = 0.0
+        self.n_steps = 0
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Stands around the fetching of a step's batch, once in every step."""
+        started_at = self.clock()
+        yield
+        self.data_time_s += self.clock() - started_at
+        self.n_steps += 1
+
+    def read(self) -> StepTimes:
+        """Call it after the loss was read. The next step counts from here."""
+        step_time_s = (self.clock() - self.started_at) / self.n_steps
+        times = StepTimes(step_time_s, self.data_time_s / self.n_steps)
+        self.start()
+        return times
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Of this rank. On CUDA since the last reading; on a CPU of the whole life of the process, and only the first."""
+
+    peak_gib: float  # CUDA: in live tensors; CPU: resident, with Python and torch (about 0.3 GiB) in it
+    peak_percent: float | None = None  # of the device's memory
+    reserved_gib: float | None = None  # held by torch's allocator, gaps included
+    reserved_percent: float | None = None
+    n_alloc_retries: int | None = None  # the allocator gave its cache back and asked again: memory is too tight
+    n_ooms: int | None = None
+
+
+def read_peak_memory(device: torch.device) -> PeakMemory:
+    """The peak so far. On CUDA the next peak counts from here."""
+    if device.type != "cuda":
+        unit_bytes = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+        return PeakMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / GIB)
+    stats = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    peak_bytes, reserved_bytes = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    return PeakMemory(
+        peak_gib=peak_bytes / GIB,
+        peak_percent=100 * peak_bytes / total_bytes,
+        reserved_gib=reserved_bytes / GIB,
+        reserved_percent=100 * reserved_bytes / total_bytes,
+        n_alloc_retries=stats["num_alloc_retries"],
+        n_ooms=stats["num_ooms"],
+    )
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What is logged of a step: one line of metrics.jsonl, with these names."""
+
+    step: int  # 1 = first
+    loss: float  # of the global batch
+    grad_norm: float  # before clipping
+    lr: float  # that this step used
+    tokens: int  # of all ranks, from the first step to this one
+    tokens_per_s_per_rank: float
+    mfu_full: float | None  # 0 to 1, attention counted in full; None where no peak is known
+    mfu_causal: float | None  # the same, with the half of attention that a causal mask leaves
+    peak_memory_gib: float
+    step_time_s: float
+    data_time_s: float
+
+
+def compute_metrics(
+    *,
+    step: int,
+    loss: float,
+    grad_norm: float,
+    lr: float,
+    times: StepTimes,
+    memory: PeakMemory,
+    tokens_per_step: int,  # of the global batch, padding included
+    world_size: int,  # all ranks: a pipeline or tensor parallel group shares one batch, and each counts
+    flops_per_token: FlopsPerToken,
+    peak_flops: float | None,  # of one device, FLOP/s
+) -> StepMetrics:
+    tokens_per_s_per_rank = tokens_per_step / times.step_time_s / world_size
+    return StepMetrics(
+        step=step,
+        loss=loss,
+        grad_norm=grad_norm,
+        lr=lr,
+        tokens=step * tokens_per_step,
+        tokens_per_s_per_rank=tokens_per_s_per_rank,
+        mfu_full=compute_mfu(flops_per_token.full, tokens_per_s_per_rank, peak_flops),
+        mfu_causal=compute_mfu(flops_per_token.causal, tokens_per_s_per_rank, peak_flops),
+        peak_memory_gib=memory.peak_gib,
+        step_time_s=times.step_time_s,
+        data_time_s=times.data_time_s,
+    )
+
+
+def compute_mfu(flops_per_token: int, tokens_per_s_per_rank: float, peak_flops: float | None) -> float | None:
+    """Share of the peak, 0 to 1. `peak_flops` is that of one device, for one rank has one."""
+    return None if peak_flops is None else flops_per_token * tokens_per_s_per_rank / peak_flops
+
+
+class MetricsWriter:
+    """Writes every logged step to the console, metrics.jsonl and TensorBoard. Rank 0 alone makes one.
+
+    A run that resumes leaves each step once: what an earlier attempt wrote beyond `resumed_step` is dropped.
+    """
+
+    def __init__(
+        self,
+        dump_folder: Path,
+        section: Metrics,
+        *,
+        n_steps: int,  # of the whole run
+        resumed_step: int,  # the last step that is already done; 0 at the start
+        flops_per_token: FlopsPerToken,
+    ):
+        self.n_steps = n_steps
+        self.flops_per_token = flops_per_token
+        dump_folder.mkdir(parents=True, exist_ok=True)
+        drop_later_steps(dump_folder / "metrics.jsonl", resumed_step)
+        # Line by line: a killed run leaves what it had logged.
+        self.jsonl = (dump_folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self.tensorboard = None
+        if section.enable_tensorboard:
+            folder = dump_folder / section.save_tb_folder
+            # TensorBoard's way of dropping them: events are never deleted, readers skip from purge_step on.
+            self.tensorboard = SummaryWriter(str(folder), purge_step=resumed_step + 1)
+
+    def write(self, metrics: StepMetrics, memory: PeakMemory) -> None:
+        logger.info(format_console_line(metrics, self.n_steps))
+        self.jsonl.write(format_json_line(metrics))
+        if self.tensorboard is not None:
+            for tag, value in list_scalars(metrics, memory, self.flops_per_token).items():
+                self.tensorboard.add_scalar(tag, value, metrics.step)
+            self.tensorboard.flush()  # half a millisecond: a thread of its own writes the file
+
+    def close(self) -> None:
+        self.jsonl.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+
+
+def format_console_line(metrics: StepMetrics, n_steps: int) -> str:
+    """For people, painted. The time is that of one step."""
+    mfu = ""
+    if metrics.mfu_full is not None:
+        mfu = f"  MFU {metrics.mfu_full:.1%} (causal {metrics.mfu_causal:.1%})"
+    return (
+        f"step {metrics.step:{len(str(n_steps))}}/{n_steps}  "
+        + paint(f"loss {metrics.loss:8.5f}", "green")
+        + f"  grad_norm {metrics.grad_norm:7.4f}  lr {metrics.lr:.2e}  "
+        + paint(f"{metrics.tokens_per_s_per_rank:,.0f} tokens/s/rank", "cyan")
+        + f"{mfu}  {metrics.peak_memory_gib:.2f} GiB  {metrics.step_time_s:.3f} s"
+    )
+
+
+def format_json_line(metrics: StepMetrics) -> str:
+    """For programs. JSON knows neither NaN nor infinity, so that a loss which is not finite becomes null."""
+    values = asdict(metrics).items()
+    finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def list_scalars(metrics: StepMetrics, memory: PeakMemory, flops_per_token: FlopsPerToken) -> dict[str, float]:
+    """For plots: tag -> value, with the tags and units of torchtitan v0.2. What is not known here is left out."""
+    scalars = {
+        "loss_metrics/global_avg_loss": metrics.loss,
+        "grad_norm": metrics.grad_norm,
+        "lr": metrics.lr,
+        "throughput(tps)": metrics.tokens_per_s_per_rank,
+        "tflops": metrics.tokens_per_s_per_rank * flops_per_token.full / 1e12,
+        "mfu(%)": None if metrics.mfu_full is None else 100 * metrics.mfu_full,
+        "time_metrics/end_to_end(s)": metrics.step_time_s,
+        "time_metrics/data_loading(s)": metrics.data_time_s,
+        "time_metrics/data_loading(%)": 100 * metrics.data_time_s / metrics.step_time_s,
+        "memory/max_active(GiB)": memory.peak_gib,
+        "memory/max_active(%)": memory.peak_percent,
+        "memory/max_reserved(GiB)": memory.reserved_gib,
+        "memory/max_reserved(%)": memory.reserved_percent,
+        "memory/num_alloc_retries": memory.n_alloc_retries,
+        "memory/num_ooms": memory.n_ooms,
+    }
+    return {tag: value for tag, value in scalars.items() if value is not None}
+
+
+def drop_later_steps(path: Path, last_step: int) -> None:
+    """Leaves in metrics.jsonl its whole lines up to `last_step`. One that a kill tore is none."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+        except json.JSONDecodeError:
+            continue
+    new = path.with_name(path.name + ".new")
+    new.write_text("".join(kept), encoding="utf-8")
+    os.replace(new, path)  # at once, so that a kill in between loses nothing

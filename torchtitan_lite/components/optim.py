@@ -1,0 +1,103 @@
+"""Optimizer, learning-rate schedule, and the norm of all gradients.
+
+Sources: AdamW arXiv:1711.05101; warm-up, stable, decay (WSD) arXiv:2404.06395.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import Optimizer as TorchOptimizer
+
+from torchtitan_lite.config import LRScheduler, Optimizer
+
+# TOML's optimizer.name -> the optimizer over the parameters of all parts of this rank
+OPTIMIZERS = {
+    "AdamW": lambda parameters, section, implementation: AdamW(
+        parameters,
+        lr=section.lr,
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        **implementation,
+    ),
+    "SGD": lambda parameters, section, implementation: SGD(
+        parameters, lr=section.lr, weight_decay=section.weight_decay, **implementation
+    ),
+}
+
+FUSED = ("AdamW",)  # one kernel for all parameters, DTensors included
+
+# TOML's lr_scheduler.decay_type -> share of the peak left (1 -> 0) at `progress` (0 -> 1) through the decay
+DECAYS = {
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+}
+
+
+def build_optimizer(section: Optimizer, parameters: Iterable[Tensor]) -> TorchOptimizer:
+    """One optimizer for all parameters of this rank. Each updates its own slice; no rank talks."""
+    # DTensor has no fused SGD (torch 2.13): there, `fused` means the next best.
+    fused = section.implementation == "fused" and section.name in FUSED
+    foreach = section.implementation != "for-loop" and not fused
+    return OPTIMIZERS[section.name](list(parameters), section, {"fused": fused, "foreach": foreach})
+
+
+def learning_rate_factor(section: LRScheduler, step: int) -> float:
+    """Share of the peak learning rate at `step` (0 = first): linear warm-up, a stable stretch, decay to min_lr_factor.
+
+    `total_steps` is resolved. Without decay_ratio there is no stable stretch. A run shorter than its warm-up
+    ends in it.
+    """
+    if step < section.warmup_steps:
+        return (step + 1) / section.warmup_steps
+    decay_ratio = 1.0 if section.decay_ratio is None else section.decay_ratio
+    decay_start = max(section.warmup_steps, section.total_steps - round(decay_ratio * section.total_steps))
+    if step < decay_start:
+        return 1.0
+    progress = min(1.0, (step - decay_start) / max(1, section.total_steps - decay_start))
+    left = DECAYS[section.decay_type](progress)
+    return section.min_lr_factor + (1 - section.min_lr_factor) * left
+
+
+def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: learning_rate_factor(section, step))
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, pp_mesh: DeviceMesh) -> Tensor:
+    """Scales all gradients of the model so that their 2-norm is at most `max_norm`. Returns the norm before, () fp32.
+
+    A norm that is not finite leaves the gradients as they are, so that the culprit can still be found.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # DTensor knows what is replicated and what is sharded: all-reduces one float over dp_shard x cp x tp.
+    norm = torch.nn.utils.get_total_norm(gradients).full_tensor()
+    # Stages hold different parameters: all-reduces one float over pp.
+    squared = norm**2
+    dist.all_reduce(squared, group=pp_mesh.get_group())
+    norm = squared.sqrt()
+    scaled_by = torch.where(norm.isfinite(), norm, 0.0)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, scaled_by)
+    return norm
+
+
+def step_if_finite(optimizer: TorchOptimizer, grad_norm: Tensor) -> Tensor:
+    """Steps the optimizer, unless the gradient norm is not finite: then weights and moments stay as they are.
+
+    Returns whether it was finite, () bool on the device. Fused kernels take that flag on the device (the protocol of
+    torch.amp.GradScaler) and nobody waits; for the others the host has to ask, one synchronisation per step.
+    """
+    finite = grad_norm.isfinite()
+    if optimizer.defaults["fused"]:
+        optimizer.found_inf = (~finite).float()
+        optimizer.step()
+    elif finite:
+        optimizer.step()
+    return finite

@@ -1,0 +1,193 @@
+"""Every key of a run: one frozen dataclass per TOML section. The comment beside a default is the key's documentation.
+
+The spelling is torchtitan's (v0.2); keys that only exist here are marked `new`. What a key may hold is its type:
+`Literal` for a choice, `Range` for a number. `config_reader.py` fills these classes from TOML and the command line;
+`layout.py` derives what follows from them. Neither imports torch, so that a mistake is told in milliseconds.
+"""
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import Annotated, Literal
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a key accepts: `low <= value <= high`, or the value `auto`, which is resolved later."""
+
+    low: float
+    high: float = inf
+    auto: int | None = None
+
+
+Count = Annotated[int, Range(1)]
+CountOrAuto = Annotated[int, Range(1, auto=-1)]
+NonNegativeInt = Annotated[int, Range(0)]
+NonNegative = Annotated[float, Range(0)]
+Fraction = Annotated[float, Range(0, 1)]
+
+
+@dataclass(frozen=True)
+class Job:
+    config_file: str = "debug"  # path of a TOML file, or a bare name in configs/; `--config` is short for it
+    dump_folder: str = "auto"  # where a run leaves its files; auto: ./outputs/<config name>
+    description: str = ""  # printed at the start
+    print_config: bool = False  # print the resolved config at the start
+    overwrite: bool = False  # new: start over in a dump folder that holds an earlier run, whose files are deleted
+
+
+@dataclass(frozen=True)
+class Profiling:
+    enable_profiling: bool = False  # write a Chrome trace of some steps of every rank
+    save_traces_folder: str = "traces"  # inside dump_folder
+    profile_freq: Count = 10  # steps from one trace to the next; at least warm-up + active
+    profiler_active: Count = 1  # steps recorded in each trace
+    profiler_warmup: NonNegativeInt = 3  # steps before it, during which the profiler runs and records nothing
+
+
+@dataclass(frozen=True)
+class Metrics:
+    log_freq: Count = 10  # steps between two log lines; the first step is always logged
+    enable_tensorboard: bool = True  # write TensorBoard events
+    save_tb_folder: str = "tb"  # inside dump_folder
+    disable_color_printing: bool = False  # never colour; without it, colour on a terminal only
+
+
+@dataclass(frozen=True)
+class Model:
+    name: Literal["llama3"] = "llama3"  # a row of MODELS in step.py
+    flavor: str = "debug"  # a row of sizes.py; the numbers below, where given, override that row
+    hf_assets_path: str = "assets/tokenizer"  # folder with tokenizer.model: from the working directory, else from here
+    dim: Count | None = None  # new: width of the residual stream
+    n_layers: Count | None = None  # new
+    n_heads: Count | None = None  # new: query heads
+    n_kv_heads: Count | None = None  # new: key/value heads, which groups of query heads share
+    head_dim: Count | None = None  # new: an even number; by default dim / n_heads
+    ffn_dim: Count | None = None  # new: inner width of the feed-forward
+    vocab_size: Count | None = None  # new
+    norm_eps: Annotated[float, Range(1e-12, 1)] | None = None  # new: inside the root of RMSNorm
+    rope_theta: Annotated[float, Range(1)] | None = None  # new: base of the rotary wavelengths
+    rope_scaling: Literal["none", "llama3"] | None = None  # new: "none" turns Llama 3.1 into Llama 3
+    tie_embeddings: bool | None = None  # new: one matrix for tok_embeddings and output
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    name: Literal["AdamW", "SGD"] = "AdamW"  # a row of OPTIMIZERS in components/optim.py; SGD is without momentum
+    lr: NonNegative = 8e-4  # peak learning rate
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.1  # decoupled, on every parameter
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # AdamW; SGD: foreach
+
+
+@dataclass(frozen=True)
+class LRScheduler:
+    warmup_steps: NonNegativeInt = 200  # linear from 0 to the peak
+    total_steps: Count | None = None  # length of the whole schedule; by default training.steps
+    decay_ratio: Fraction | None = None  # share of the steps that decays, at the end; none: decay right after warm-up
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"  # a row of DECAYS in components/optim.py
+    min_lr_factor: Fraction = 0.0  # the decay ends at this share of the peak
+
+
+@dataclass(frozen=True)
+class Training:
+    dataset: Literal["python_stdlib"] = "python_stdlib"  # a row of DATASETS in components/data.py
+    cache_folder: str = "outputs/cache"  # new: tokenised corpora, shared by all runs
+    local_batch_size: Count = 8  # sequences per data-parallel rank and forward (all microbatches together under PP)
+    global_batch_size: CountOrAuto = -1  # sequences per optimizer step; auto: local_batch_size x data-parallel ranks
+    seq_len: Count = 2048  # tokens per sequence
+    steps: Count = 10000
+    max_norm: Annotated[float, Range(1e-12)] = 1.0  # gradients are scaled down to this global 2-norm
+    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"  # of compute; auto: bfloat16 on CUDA
+    mixed_precision_reduce: Literal["float32"] = "float32"  # of gradient reduction
+    gc_freq: Count = 50  # steps between two collections of Python garbage, at the same step on every rank
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    data_parallel_replicate_degree: Count = 1  # copies of the sharded model (HSDP; alone: plain data parallel)
+    data_parallel_shard_degree: CountOrAuto = -1  # FSDP2: ranks that share one copy; auto: all ranks that remain
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # default: always, under PP never
+    tensor_parallel_degree: Count = 1
+    disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss
+    pipeline_parallel_degree: Count = 1
+    pipeline_parallel_schedule: Literal["GPipe", "1F1B", "Interleaved1F1B"] = "1F1B"
+    pipeline_parallel_microbatch_size: Count = 1  # sequences per microbatch
+    pipeline_parallel_layers_per_stage: Count | None = None  # default: one stage per rank, interleaved two
+    pipeline_parallel_first_stage_less_layers: NonNegativeInt = 1  # what the embedding weighs, in layers
+    pipeline_parallel_last_stage_less_layers: NonNegativeInt = 1  # what norm and head weigh, in layers
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    mode: Literal["selective", "full", "none"] = "selective"
+    selective_ac_option: str = "op"  # "op": save matmuls and attention only; "n": recompute every n-th layer
+
+
+@dataclass(frozen=True)
+class Compile:
+    enable: bool = False  # torch.compile each block
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    enable: bool = False  # save, and resume from the newest whole checkpoint of the dump folder
+    folder: str = "checkpoint"  # inside dump_folder
+    interval: Count = 500  # steps between two saves; the last step is always saved
+    keep_latest_k: NonNegativeInt = 10  # 0 keeps all
+    load_step: Annotated[int, Range(0, auto=-1)] = -1  # resume from this step; auto: the newest
+
+
+@dataclass(frozen=True)
+class Comm:
+    init_timeout_seconds: Count = 300  # of collectives until the first step is done
+    train_timeout_seconds: Count = 100  # of collectives after it
+    trace_buf_size: NonNegativeInt = 20000  # entries of NCCL's flight recorder, written on a time-out; 0: off
+    save_traces_folder: str = "comm_traces"  # inside dump_folder
+
+
+@dataclass(frozen=True)
+class Debug:
+    seed: NonNegativeInt = 0  # of the initial weights and the order of samples, on every layout
+    deterministic: bool = False  # torch's deterministic algorithms
+    deterministic_warn_only: bool = False  # warn where there is none instead of raising
+
+
+@dataclass(frozen=True)
+class Config:
+    job: Job = field(default_factory=Job)
+    profiling: Profiling = field(default_factory=Profiling)
+    metrics: Metrics = field(default_factory=Metrics)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    comm: Comm = field(default_factory=Comm)
+    debug: Debug = field(default_factory=Debug)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a config, said so that it can be repaired without reading code."""
+
+    key: str  # as in TOML: "parallelism.tensor_parallel_degree"
+    value: object  # as seen
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value!r}: {self.why}. {self.remedy}."
+
+
+class ConfigError(ValueError):
+    """A config that cannot run. Holds every problem that was found, not only the first."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        super().__init__("\n".join(f"  {n}. {problem}" for n, problem in enumerate(problems, 1)))

@@ -1,0 +1,105 @@
+"""What a key may hold: checks a value against the type that config.py gives its key, and writes values as TOML.
+
+`Literal` is a choice, `Annotated[..., Range]` a number within bounds, `X | None` may be left out. There is no guessing:
+1 is not true and "1" is not 1; only a whole number where a fraction may stand is taken as one (1 is 1.0).
+"""
+
+import json
+from math import inf, isfinite
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from torchtitan_lite.config import Config, Range
+
+
+class WrongValue(Exception):
+    """A value that a key cannot hold; `why` and `remedy` as in Problem, `value` as far as it could be parsed."""
+
+    def __init__(self, why: str, remedy: str, value: object):
+        super().__init__(why, remedy, value)
+        self.why, self.remedy, self.value = why, remedy, value
+
+
+def convert(annotation: Any, value: object, *, is_text: bool) -> Any:
+    """`value` as the type of its key. `is_text`: it comes from the command line and has yet to be parsed.
+
+    A bare flag of the command line is None. Raises WrongValue.
+    """
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if value is None and not accepts_flag(annotation):
+        raise WrongValue("the value is missing", "Write it behind the key, as in --section.key value", value)
+    if origin is Literal:
+        if value not in arguments:
+            raise WrongValue("there is no such choice", f"Choose from {', '.join(map(repr, arguments))}", value)
+        return value
+    if origin is Annotated:
+        number = convert(arguments[0], value, is_text=is_text)
+        allowed = next(extra for extra in arguments[1:] if isinstance(extra, Range))
+        if not allowed.low <= number <= allowed.high and number != allowed.auto:
+            raise WrongValue("it is out of range", f"Use {describe_range(allowed)}", number)
+        return number
+    if origin is list:
+        items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+        if not isinstance(items, list):
+            raise WrongValue("a list is needed", 'Write ["a", "b"] in TOML, a,b on the command line', value)
+        return [convert(arguments[0], item, is_text=is_text) for item in items]
+    if type(None) in arguments:  # `X | None`
+        (inner,) = [argument for argument in arguments if argument is not type(None)]
+        try:
+            return convert(inner, value, is_text=is_text)
+        except WrongValue:
+            if is_text and value == "none":  # TOML says the same by leaving the key out
+                return None
+            raise
+    if annotation is bool:
+        return convert_bool(value, is_text=is_text)
+    if annotation is str:
+        if not isinstance(value, str):
+            raise WrongValue("text is needed", f'Put it in quotes: "{value}"', value)
+        return value
+    return convert_number(annotation, value, is_text=is_text)
+
+
+def accepts_flag(annotation: Any) -> bool:
+    """Whether a key is a truth value, so that its bare name on the command line means true."""
+    return annotation is bool or bool in get_args(annotation)
+
+
+def convert_bool(value: object, *, is_text: bool) -> bool:
+    if is_text:
+        value = True if value is None else {"true": True, "false": False}.get(str(value).lower(), value)
+    if not isinstance(value, bool):
+        raise WrongValue("a truth value is needed", "Use true or false", value)
+    return value
+
+
+def convert_number(kind: type, value: object, *, is_text: bool) -> int | float:
+    if is_text:
+        try:
+            value = kind(value)
+        except ValueError:
+            pass  # still text, so it is refused below
+    is_whole = isinstance(value, int) and not isinstance(value, bool)  # Python counts True as an int
+    if kind is int and not is_whole:
+        raise WrongValue("a whole number is needed", "Write digits only, as in 8", value)
+    if kind is float and not (is_whole or (isinstance(value, float) and isfinite(value))):
+        raise WrongValue("a finite number is needed", "Write it as in 0.1 or 3e-4", value)
+    return kind(value)
+
+
+def describe_range(allowed: Range) -> str:
+    """What a number may be, in words."""
+    bounds = f"{allowed.low:g} or more" if allowed.high == inf else f"a value from {allowed.low:g} to {allowed.high:g}"
+    return bounds if allowed.auto is None else f"{bounds}, or {allowed.auto} to have it derived"
+
+
+def get_value(config: Config, key: str) -> Any:
+    """The value behind a dotted name."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def format_toml(value: object) -> str:
+    """A TOML literal. JSON writes strings, lists, numbers and truth values alike, but does not escape DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

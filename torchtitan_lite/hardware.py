@@ -1,0 +1,122 @@
+"""What this machine is, found out without torch, and how fast its GPUs are on paper: peaks stand nowhere else."""
+
+import csv
+import os
+import platform
+import re
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One host. On a CPU its ranks share one memory, so it counts as one device."""
+
+    device_type: Literal["cuda", "cpu"]
+    n_devices: int
+    memory_bytes_per_device: int
+    name: str  # as the driver spells it
+
+
+# Dense bfloat16 peak of one GPU in FLOP/s. Where NVIDIA's sheet counts 2:4 sparsity, half of its number stands here.
+# The first row whose words occur in the driver's name, whole and side by side, is taken.
+PEAK_BF16_FLOPS = {
+    "GB200": 2.5e15,  # nvidia.com, Blackwell architecture datasheet: 5 PFLOP/s sparse
+    "B200": 2.25e15,  # same sheet: 4.5 PFLOP/s sparse
+    "GH200": 989e12,  # nvidia.com, GH200 datasheet: 1,979 TFLOP/s sparse
+    "H200 NVL": 835e12,  # nvidia.com, H200 datasheet: 1,671 sparse
+    "H200": 989e12,  # same sheet: 1,979 sparse
+    "H100 NVL": 835e12,  # nvidia.com, H100 datasheet: 1,671 sparse
+    "H100 PCIe": 756e12,  # same sheet: 1,513 sparse
+    "H100": 989e12,  # same sheet, SXM: 1,979 sparse
+    "H800": 989e12,  # H100 with slower NVLink
+    "H20": 148e12,  # nvidia.com, H20 datasheet: dense
+    "A100": 312e12,  # nvidia.com, A100 datasheet: dense
+    "A800": 312e12,  # A100 with slower NVLink
+    "A40": 149.7e12,  # nvidia.com, A40 datasheet: dense
+    "A30": 165e12,  # nvidia.com, A30 datasheet: dense
+    "L40S": 362e12,  # nvidia.com, L40S datasheet: dense
+    "L4": 121e12,  # nvidia.com, L4 datasheet: 242 sparse
+}
+
+
+def peak_flops(name: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a GPU by its name, or None: unknown, without bfloat16 (V100, T4), or a MIG slice."""
+    if "MIG" in name.split():
+        return None  # a slice bears the name of the whole GPU and has a fraction of its cores
+    return next((peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+
+
+def detect_machine() -> Machine:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, as the driver reports them; without any, the CPU."""
+    gpus = select_visible(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if gpus:
+        # FSDP shards evenly, so that the smallest GPU decides what fits.
+        return Machine("cuda", len(gpus), min(gpu.memory_bytes for gpu in gpus), gpus[0].name)
+    return Machine("cpu", 1, measure_cpu_memory(), f"{platform.machine()} CPU")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: str
+    uuid: str
+    name: str
+    memory_bytes: int
+
+
+def list_gpus() -> list[Gpu]:
+    """All GPUs of this host by nvidia-smi, in its order. No nvidia-smi, or one that fails: none."""
+    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        rows = csv.reader(answer.splitlines(), skipinitialspace=True)
+        return [Gpu(index, uuid, name, int(mib) * MIB) for index, uuid, name, mib in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
+def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES names, by index or start of a UUID. As in CUDA, the first bad name ends it."""
+    if visible is None:
+        return gpus
+    selected = []
+    for name in visible.split(","):
+        name = name.strip()
+        named = [gpu for gpu in gpus if name == gpu.index or (name.startswith("GPU-") and gpu.uuid.startswith(name))]
+        if name.startswith("MIG-") and gpus:
+            # The query does not list slices. Each has less memory than its GPU, so that bounds computed from this hold.
+            named = [replace(gpus[0], uuid=name, name=f"{gpus[0].name} MIG")]
+        if len(named) != 1:
+            break
+        selected += named
+    return selected
+
+
+def measure_cpu_memory() -> int:
+    """Bytes that the processes of this host may use: its memory, or less where a control group limits it."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in list_memory_limit_files():
+        try:
+            limits.append(int(file.read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return min(limits)
+
+
+def list_memory_limit_files(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+    """Where Linux may limit the memory of this process: its control group (version 2) and every group around it.
+
+    Version 1 shows a container its own limit at one fixed place. Slurm and Docker use either.
+    """
+    files = [root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
+    try:
+        group = next(line[3:] for line in proc.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return files
+    inside = root / group.strip("/")
+    around = [folder for folder in inside.parents if folder.is_relative_to(root) and folder != root]
+    return files + [folder / "memory.max" for folder in (inside, *around) if folder != root]

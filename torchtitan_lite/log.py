@@ -1,0 +1,117 @@
+"""What a process says to people: log lines, and a progress line where somebody is watching.
+
+    rank 0         INFO and above      -> stdout, and dump_folder/log.txt: dated, never coloured
+    other ranks    WARNING and above   -> stderr, with the rank named
+
+Modules speak through `logging.getLogger(__name__)` and may `paint` words; the formatter takes the paint off wherever
+it is not wanted. On a terminal a progress line may stand below the last log line, so each log line erases it first.
+"""
+
+import logging
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TextIO
+
+COLORS = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "cyan": 36}  # ECMA-48 "select graphic rendition"
+ESCAPE_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+ERASE_LINE = "\r\x1b[K"  # to the start of the line, then clear to its end
+
+
+def paint(text: str, color: str) -> str:
+    """`text` between the escape codes of a row of COLORS."""
+    return f"\x1b[{COLORS[color]}m{text}\x1b[0m"
+
+
+class LineFormatter(logging.Formatter):
+    """`12:30:01 text`; what is worse than INFO also bears its level, and lines of other ranks than 0 their rank."""
+
+    def __init__(self, rank: int, *, date_format: str, color: bool, prefix: str = ""):
+        super().__init__("%(message)s", date_format)
+        self.rank, self.color, self.prefix = rank, color, prefix
+
+    def format(self, record: logging.LogRecord) -> str:
+        words = [self.formatTime(record, self.datefmt)]
+        if record.levelno > logging.INFO:
+            words.append(paint(record.levelname, "red"))
+        if self.rank > 0:
+            words.append(f"rank {self.rank}:")
+        line = " ".join([*words, super().format(record)])  # with the traceback, where there is one
+        return self.prefix + (line if self.color else ESCAPE_CODE.sub("", line))
+
+
+def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) -> None:
+    """Sets up the logger of this package in this process; a second call replaces the first. `rank` is the global one.
+
+    `color` allows colour, which is then used on a terminal only. Without `dump_folder` no log.txt is written.
+    """
+    stream = sys.stdout if rank == 0 else sys.stderr
+    console = logging.StreamHandler(stream)
+    prefix = ERASE_LINE if stream.isatty() else ""
+    console.setFormatter(LineFormatter(rank, date_format="%H:%M:%S", color=color and stream.isatty(), prefix=prefix))
+    handlers: list[logging.Handler] = [console]
+    if rank == 0 and dump_folder is not None:
+        dump_folder.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(dump_folder / "log.txt", encoding="utf-8")  # appends: a resumed run goes on in it
+        file.setFormatter(LineFormatter(rank, date_format="%Y-%m-%d %H:%M:%S", color=False))
+        handlers.append(file)
+
+    logger = logging.getLogger("torchtitan_lite")
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+        old.close()
+    for handler in handlers:
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False  # a library that sets up the root logger must not print our lines a second time
+
+
+class Progress:
+    """One line at the bottom of rank 0's terminal, rewritten in place. Writes nothing where there is no terminal.
+
+    step  137/2000 [#...................]   7%  ETA 0:12:34  waiting for data
+    """
+
+    BAR_WIDTH = 20
+
+    def __init__(self, rank: int, n_steps: int, *, stream: TextIO, clock: Callable[[], float] = time.monotonic):
+        self.visible = rank == 0 and stream.isatty()
+        self.n_steps, self.stream, self.clock = n_steps, stream, clock
+        self.steps_begun = 0
+        self.current_step = -1
+        self.origin = (0, 0.0)  # the step and the time from which the time of a step is reckoned
+
+    def show(self, step: int, state: str) -> None:
+        """Says that `step` (1 = first) is now in `state`: "loading", "computing", "saving", ..."""
+        if not self.visible:
+            return
+        if step != self.current_step:
+            self.current_step = step
+            self.steps_begun += 1
+            if self.steps_begun <= 2:  # reckoned from the second on: the first one also compiles and allocates
+                self.origin = (step, self.clock())
+        share_done = (step - 1) / self.n_steps
+        bar = "#" * int(share_done * self.BAR_WIDTH)
+        step_of_all = f"{step:{len(str(self.n_steps))}}/{self.n_steps}"
+        line = f"step {step_of_all} [{bar:.<{self.BAR_WIDTH}}] {share_done:4.0%}  ETA {self.estimate_end()}  {state}"
+        width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be erased
+        self.stream.write(ERASE_LINE + line[:width])
+        self.stream.flush()
+
+    def estimate_end(self) -> str:
+        """Time left, as h:mm:ss, from the mean of all steps since the second; unknown before the third begins."""
+        origin_step, origin_time = self.origin
+        if self.steps_begun <= 2:
+            return "?"
+        step_time_s = (self.clock() - origin_time) / (self.current_step - origin_step)
+        return str(timedelta(seconds=round(step_time_s * (self.n_steps - self.current_step + 1))))
+
+    def clear(self) -> None:
+        """Takes the line away, at the end of the run."""
+        if self.visible:
+            self.stream.write(ERASE_LINE)
+            self.stream.flush()

@@ -1,0 +1,159 @@
+"""Llama 3, 3.1 and 3.2 as plain single-device code: no ranks, no groups, no environment.
+
+    tokens -> tok_embeddings -> n_layers x (attention, feed-forward) -> norm -> output -> logits, or the loss
+
+Legend: B batch, S sequence, D model dim, H query heads, K key/value heads, E head dim, F ffn dim, V vocabulary.
+Sources: Llama 3, arXiv:2407.21783; RoPE 2104.09864; RMSNorm 1910.07467; SwiGLU 2002.05202; GQA 2305.13245.
+
+Names of modules and parameters are those of Meta's checkpoints (`layers.3.attention.wq.weight`), and so is the order
+of the rotary pairs: neighbouring numbers (2i, 2i+1) of a head turn together.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lite.model.head import Head
+from torchtitan_lite.sizes import Shape
+
+
+class Llama3(nn.Module):
+    """The whole model, or what a pipeline stage keeps of it: any of the four children may be None (layers: fewer)."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.shape = shape
+        self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
+        # A dict keyed by layer number, so that a stage that holds layers 3 and 4 still calls them that.
+        self.layers = nn.ModuleDict({str(layer): TransformerBlock(shape) for layer in range(shape.n_layers)})
+        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.output = Head(shape.dim, shape.vocab_size)
+        if shape.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(
+        self, x: Tensor, *, positions: Tensor, doc_ids: Tensor | None = None, targets: Tensor | None = None
+    ) -> Tensor:
+        """x: tokens (B, S) int64 for the part that embeds, hidden states (B, S, D) for later parts.
+
+        positions, doc_ids, targets: (B, S) int64. Returns logits (B, S, V), or with targets the sum of token losses,
+        () fp32; a part without head returns hidden states (B, S, D).
+        """
+        hidden = self.tok_embeddings(x) if self.tok_embeddings is not None else x
+        rotation = rotary_angles(positions, self.shape)
+        for block in self.layers.values():
+            hidden = block(hidden, rotation, doc_ids)
+        if self.output is None:
+            return hidden
+        return self.output(self.norm(hidden), targets)
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.attention = Attention(shape)
+        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        """x (B, S, D) -> (B, S, D)."""
+        x = x + self.attention(self.attention_norm(x), rotation, doc_ids)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: H query heads share K key/value heads."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.wq = nn.Linear(shape.dim, shape.n_heads * shape.head_dim, bias=False)
+        self.wk = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
+        self.wv = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
+        self.wo = nn.Linear(shape.n_heads * shape.head_dim, shape.dim, bias=False)
+        self.inner = CausalAttention()
+
+    def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        """x (B, S, D) -> (B, S, D)."""
+        # The number of heads is read off the projections (-1), so that code that splits the heads changes nothing here.
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H or K, S, E)
+            for projection in (self.wq, self.wk, self.wv)
+        )
+        heads = self.inner(rotate(query, rotation), rotate(key, rotation), value, doc_ids)  # (B, H, S, E)
+        return self.wo(heads.transpose(1, 2).flatten(2))
+
+
+class CausalAttention(nn.Module):
+    """The one seam of attention: context parallel and document attention put their own module here."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        """query (B, H, S, E), key and value (B, K, S, E) -> (B, H, S, E). Every token sees all before it."""
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.w1 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+        self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
+        self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, S, D) -> (B, S, D)."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def rotary_frequencies(shape: Shape, device: torch.device) -> Tensor:
+    """Radians per position of each rotary pair, (E/2,) fp32; slow ones stretched as Llama 3.1 does."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
+    frequencies = shape.rope_theta**-exponents
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return frequencies
+    # How often a pair turns within the context that the model was first trained on: often enough to tell positions
+    # apart (keep), hardly once (stretch by `factor`), or between (blend).
+    turns = scaling.original_length * frequencies / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+def rotary_angles(positions: Tensor, shape: Shape) -> Tensor:
+    """cos and sin of every position's angles, (2, B, 1, S, E/2) fp32, shared by all heads and layers.
+
+    fp32 whatever the model computes in: at position 8,191 a bf16 angle would be wrong by up to 16 radians.
+    """
+    angles = positions[:, None, :, None].float() * rotary_frequencies(shape, positions.device)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn the pairs (x[2i], x[2i+1]) by their angles. x (B, heads, S, E) -> same shape and dtype; computed in fp32."""
+    cos, sin = rotation
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, heads, S, E/2)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
+
+
+def init_parameter(fqn: str, full: Tensor, shape: Shape, generator: torch.Generator) -> None:
+    """Fill the full tensor of one parameter in place: normal, cut off at three standard deviations; norms are 1.
+
+    Matrices that write into the residual stream (wo, w2) start smaller, so that the stream's variance does not grow
+    with depth (GPT-2's rule). The cut-off is a clamp: `trunc_normal_` draws five times slower.
+    """
+    if full.dim() == 1:
+        full.fill_(1.0)
+        return
+    std = 0.02
+    if fqn.endswith(("wo.weight", "w2.weight")):
+        std /= math.sqrt(2 * shape.n_layers)
+    elif fqn == "tok_embeddings.weight" and not shape.tie_embeddings:
+        std = 1.0
+    elif fqn == "output.weight" or fqn == "tok_embeddings.weight":
+        std = shape.dim**-0.5
+    full.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)

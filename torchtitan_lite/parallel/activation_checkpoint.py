@@ -1,0 +1,67 @@
+"""Activation checkpointing: keep less of the forward pass and compute it again in backward. Memory for time.
+
+    mode        kept for backward, per block          recomputed
+    none        every intermediate                    nothing
+    selective   "op": outputs of matmuls, attention   norms, rotary embedding, SwiGLU's product: cheap
+                "n":  every n-th block as in full     those blocks
+    full        the block's input (B, S, D)           the block: a third more FLOPs
+
+No rank talks here; but what is recomputed includes TP's collectives unless they are kept, so "op" keeps those that
+reduce. Each block's bound `forward` is replaced in place: names of modules and parameters stay as they are.
+
+Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
+"""
+
+from collections.abc import Callable
+from functools import partial, wraps
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from torchtitan_lite.config import ActivationCheckpoint
+
+# Outputs worth their memory: expensive to compute, or fetched from other ranks. Looked up by name, for torch builds
+# differ in the attention kernels that they have.
+KEPT_OPS = {
+    getattr(namespace, name).default
+    for namespace, name in [
+        (torch.ops.aten, "mm"),
+        (torch.ops.aten, "_scaled_dot_product_flash_attention"),
+        (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
+        (torch.ops.aten, "_scaled_dot_product_efficient_attention"),
+        (torch.ops.aten, "_scaled_dot_product_cudnn_attention"),
+        (torch.ops._c10d_functional, "reduce_scatter_tensor"),
+    ]
+    if hasattr(namespace, name)
+}
+
+
+def plan_recompute(section: ActivationCheckpoint, layers: list[int]) -> dict[int, str]:
+    """Layer number -> "none", "op" or "full". Counted in the whole model, so a stage does what one device would."""
+    if section.mode != "selective":
+        return dict.fromkeys(layers, section.mode)
+    if section.selective_ac_option == "op":
+        return dict.fromkeys(layers, "op")
+    every = int(section.selective_ac_option)
+    return {layer: "full" if layer % every == 0 else "none" for layer in layers}
+
+
+def apply_recompute(block: nn.Module, *, keep_expensive_ops: bool) -> None:
+    """Replaces `block.forward` by one that computes itself again in backward, all of it or the cheap rest."""
+    context = {"context_fn": partial(create_selective_checkpoint_contexts, choose)} if keep_expensive_ops else {}
+    block.forward = recomputed(block.forward, **context)
+
+
+def recomputed(forward: Callable, **options) -> Callable:
+    """`forward` under torch's checkpoint. There is no dropout here, so no random state is kept."""
+
+    @wraps(forward)
+    def run(*args, **kwargs):
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+
+    return run
+
+
+def choose(context, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE

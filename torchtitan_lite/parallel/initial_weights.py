@@ -1,0 +1,44 @@
+"""Initial weights that depend on (seed, FQN) only: bit-equal on every mesh of the same device type.
+
+    every rank:  draw the full tensor with a generator seeded by hash(seed, "layers.3.attention.wq.weight")
+                 keep the slice that this rank holds            (drawn for dp_shard=2)
+                 rank 0: rows [:H*E/2]     rank 1: rows [H*E/2:]
+
+Nothing travels. The price is that each rank draws each tensor in full, one at a time; the peak is one tensor.
+Letting every rank draw its own slice is what goes wrong: with equal seeds all slices are copies of each other, with
+different seeds the model depends on the layout.
+
+Effect: parts are filled in place.
+"""
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+@torch.no_grad()
+def initialize_weights(part: nn.Module, init_parameter: Callable, seed: int) -> None:
+    """Fills the parameters of `part`. `init_parameter(fqn, full, shape, generator)` is the model's own rule."""
+    for fqn, parameter in part.named_parameters():
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        generator = torch.Generator(parameter.device).manual_seed(seed_of(seed, fqn))
+        init_parameter(fqn, full, part.shape, generator)
+        keep_own_slice(parameter, full)
+
+
+def keep_own_slice(parameter: Tensor, full: Tensor) -> None:
+    """Copies from `full` what this rank holds of `parameter`. No communication: every rank has the same `full`."""
+    if isinstance(parameter, DTensor):
+        own = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(own.to_local())
+    else:
+        parameter.copy_(full)
+
+
+def seed_of(seed: int, fqn: str) -> int:
+    """63 bits of a hash, so that neighbouring seeds and names have unrelated streams."""
+    digest = hashlib.sha256(f"{seed}:{fqn}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,104 @@
+"""From a layout to process groups: one device, one DeviceMesh of five dims, and the sub-meshes that serve a purpose.
+
+    dim            split                          talks
+    pp             layers                         send/recv of hidden states, per microbatch
+    dp_replicate   sequences                      all-reduce of gradients, per backward
+    dp_shard       sequences and parameters       all-gather and reduce-scatter of parameters, per block
+    cp             each sequence                  (of degree 1 so far)
+    tp             heads, ffn, vocabulary         all-gather and reduce-scatter of activations, four per block
+
+Every rank has one coordinate on each dim; a group is the ranks that differ in one coordinate only. Groups of one rank
+are made too: they cost nothing, and code that always has its group needs no special case.
+
+Effect: process groups exist; nothing is sharded yet. Sources: DeviceMesh; arXiv:2410.06511.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchtitan_lite.layout import MESH_DIMS, Layout
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The world and the views of it that code asks for. Each view holds the groups that this rank is in."""
+
+    world: DeviceMesh  # (pp, dp_replicate, dp_shard, cp, tp)
+    parameters: DeviceMesh  # what fully_shard gets: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
+    tokens: DeviceMesh  # 1-D: ranks whose tokens differ, dp_replicate x dp_shard x cp
+    losses: DeviceMesh  # 1-D: ranks whose share of the loss is added up, pp x tokens: all but tp
+    data_rank: int  # which share of each global batch this rank reads, 0 .. layout.dp - 1
+
+    @property
+    def pp(self) -> DeviceMesh:
+        return self.world["pp"]
+
+    @property
+    def tp(self) -> DeviceMesh:
+        return self.world["tp"]
+
+    def coordinates(self) -> dict[str, int]:
+        """Where this rank stands, by mesh dim."""
+        return dict(zip(MESH_DIMS, self.world.get_coordinate(), strict=True))
+
+
+def build_mesh(layout: Layout, device_type: str) -> Mesh:
+    """Makes the process groups of a layout. Collective: every rank of the world calls it."""
+    world = init_device_mesh(device_type, tuple(layout.degrees.values()), mesh_dim_names=MESH_DIMS)
+    shard = world["dp_shard", "cp"]._flatten("shard")
+    replicate = world["dp_replicate"]
+    # DTensor looks this one up by itself: the gradient norm then takes one all-reduce instead of one per dim.
+    world["dp_shard", "cp", "tp"]._flatten("shard_tp")
+    coordinates = dict(zip(MESH_DIMS, world.get_coordinate(), strict=True))
+    return Mesh(
+        world=world,
+        # A 1-D mesh shards; a second dim in front of it replicates, which costs FSDP an all-reduce: only where needed.
+        parameters=DeviceMesh._concatenate([replicate, shard]) if layout.dp_replicate > 1 else shard,
+        tokens=world["dp_replicate", "dp_shard", "cp"]._flatten("tokens"),
+        losses=world["pp", "dp_replicate", "dp_shard", "cp"]._flatten("losses"),
+        data_rank=coordinates["dp_replicate"] * layout.dp_shard + coordinates["dp_shard"],
+    )
+
+
+def choose_device(local_rank: int, device_type: str) -> torch.device:
+    """This process's GPU, or the CPU. `device_type` is what hardware.py found; the backend follows from it.
+
+    Raises RuntimeError where there are GPUs and this build of torch cannot use them.
+    """
+    if device_type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "nvidia-smi lists GPUs that this torch cannot use: install a CUDA build of torch, "
+            "or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def start_process_group(device: torch.device, timeout_s: int) -> None:
+    """Joins the job's process group (its address from torchrun's environment); NCCL on CUDA, gloo on CPU.
+
+    `timeout_s` is for the first steps, in which ranks compile and read at different speeds.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, timeout=timedelta(seconds=timeout_s), device_id=device if device.type == "cuda" else None
+    )
+
+
+def set_timeouts(mesh: Mesh, timeout_s: int) -> None:
+    """Shortens the timeout of every group, once all ranks run in step: a hung peer is then told soon.
+
+    Collective: no rank may wait with the short timeout for one that is still in its first step.
+    """
+    dist.barrier()
+    meshes = [mesh.world, mesh.parameters, mesh.tokens, mesh.losses]
+    groups = {group for one in meshes for group in one.get_all_groups()} | {dist.group.WORLD}
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

@@ -1,0 +1,68 @@
+"""Pipeline parallel: cut the model by layers; microbatches flow through the stages (drawn for pp=2, 4 microbatches).
+
+    stage 0  tok_embeddings, layers 0-1    F0 F1 F2 B0 F3 B1 .  B2 .  B3      1F1B: one forward, one backward
+    stage 1  layers 2-3, norm, output      .  F0 B0 F1 B1 F2 B2 F3 B3 .       dots: idle, the bubble
+
+Each rank holds its stages' parameters only. Per microbatch and stage border: one send/recv of hidden states
+(b, S/tp, D) forward and one of their gradients backward, b*S/tp*D*2 bytes in bf16. With p ranks, m microbatches and
+v stages a rank, the share of the step that is idle is (p-1)/(v*m+p-1). GPipe has 1F1B's bubble and keeps the
+activations of all m microbatches; 1F1B keeps those of at most p; Interleaved1F1B shrinks the bubble, talking v times
+as often.
+
+Gradient accumulation is more microbatches, never a second `schedule.step()`: torch's pipeline runtime gathers
+parameters and reduces gradients once per step, and a second one would double that and the bubble.
+
+Sources: GPipe arXiv:1811.06965; 1F1B, interleaved: arXiv:2104.04473.
+Effect: a rank's parts hold the modules of its stages; FQNs are those of the whole model.
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule, get_schedule_class
+
+from torchtitan_lite.layout import Layout
+
+
+def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
+    """Copy of `model` (on meta) with the modules in `fqns`: other layers are removed, other children None."""
+    part = copy.deepcopy(model)
+    for name, _ in list(part.named_children()):
+        if name != "layers" and name not in fqns:
+            setattr(part, name, None)
+    for layer in list(part.layers):
+        if f"layers.{layer}" not in fqns:
+            del part.layers[layer]
+    return part
+
+
+def build_schedule(
+    parts: list[nn.Module],
+    layout: Layout,
+    mesh: DeviceMesh,
+    *,
+    schedule_name: str,
+    device: torch.device,
+    loss_fn: Callable,
+) -> _PipelineSchedule:
+    """The schedule that runs this rank's parts (already parallelized) over mesh dim `pp`.
+
+    `loss_fn(output, target)` is applied on the last stage to each microbatch. Gradients are summed over microbatches.
+    """
+    indices = layout.stages_of(mesh.get_local_rank())
+    stages = [
+        PipelineStage(part, index, len(layout.stages), device, group=mesh.get_group())
+        for part, index in zip(parts, indices, strict=True)
+    ]
+    schedule_class = get_schedule_class(schedule_name)
+    one_stage = issubclass(schedule_class, PipelineScheduleSingle)
+    return schedule_class(
+        stages[0] if one_stage else stages,
+        n_microbatches=layout.n_microbatches,
+        loss_fn=loss_fn,
+        scale_grads=False,
+    )

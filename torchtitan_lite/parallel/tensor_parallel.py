@@ -1,0 +1,124 @@
+"""Tensor parallel with sequence parallel: split each matmul of a block over mesh dim `tp` (drawn for tp=2).
+
+    full tensor                 tp rank 0      tp rank 1       placement
+    wq, wk, wv   (H*E, D)       top half       bottom half     Shard(0)    colwise: half of the heads
+    wo           (D, H*E)       left half      right half      Shard(1)    rowwise: outputs are partial sums
+    w1, w3       (F, D)         top half       bottom half     Shard(0)    colwise
+    w2           (D, F)         left half      right half      Shard(1)    rowwise
+    embedding, output (V, D)    top half       bottom half     Shard(0)    half of the vocabulary
+    norm weights (D,)           all            all             Replicate
+    x            (B, S, D)      S[:S/2]        S[S/2:]         Shard(1)    between the matmuls: sequence parallel
+
+"Colwise" splits *output features*; nn.Linear stores (out, in), so that is `Shard(0)`. Rowwise splits input features.
+
+Traffic per block, forward: 2 all-gathers (before attention, before feed-forward) and 2 reduce-scatters (after them) of
+P = B*S*D*2 bytes in bf16; each moves P(n-1)/n per rank. Backward mirrors them and gathers the two inputs again.
+Embedding: one reduce-scatter; head: one all-gather of P, and with loss parallel only (B, S) numbers beside it.
+
+Sources: Megatron-LM arXiv:1909.08053; sequence parallel arXiv:2205.05198.
+Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and checkpoint do not change.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from torchtitan_lite.model.head import Head
+
+Plan = dict[str, ParallelStyle]
+
+
+def plan_tensor_parallel(part: nn.Module, *, shard_loss: bool) -> Plan:
+    """FQN -> style for every module of a Llama part that computes differently under TP."""
+    sequence, whole = Shard(1), Replicate()  # of activations (B, S, D)
+    block: Plan = {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(  # all-gathers x (B, S/tp, D) -> (B, S, D); rotation and doc_ids are whole
+            input_layouts=(sequence, None, None), desired_input_layouts=(whole, None, None)
+        ),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=sequence),  # reduce-scatters the partial sums
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=sequence, desired_input_layouts=whole),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w3": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=sequence),
+    }
+    plan: Plan = {f"layers.{layer}.{name}": style for layer in part.layers for name, style in block.items()}
+    if part.tok_embeddings is not None:
+        plan["tok_embeddings"] = RowwiseParallel(input_layouts=whole, output_layouts=sequence)
+    if part.output is not None:
+        plan["norm"] = SequenceParallel()
+        plan["output"] = VocabularyParallelHead()
+        if not shard_loss:  # all-gathers the logits: B*S*V*2 bytes, which is what loss parallel saves
+            plan["output.token_loss"] = PrepareModuleInput(
+                input_layouts=(Shard(-1), None), desired_input_layouts=(whole, None), use_local_output=True
+            )
+    return plan
+
+
+def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    """Shards the parameters of `part` (on meta) as `plan` says and hooks the collectives in."""
+    tied = part.output is not None and part.tok_embeddings is not None and part.shape.tie_embeddings
+    parallelize_module(part, mesh, plan)
+    if tied:  # each of the two modules got a DTensor of its own, with equal placements
+        part.output.weight = part.tok_embeddings.weight
+    if part.tok_embeddings is not None:
+        part.tok_embeddings.register_forward_hook(wait_for_collective)
+
+
+def wait_for_collective(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    """Makes the embedding's output an ordinary tensor.
+
+    It arrives as an AsyncCollectiveTensor, which waits when first used. If that first use is inside a compiled block,
+    gradients come out wrong without an error (of tok_embeddings by 100 %, torch 2.13). A copy is a use.
+    """
+    return output.clone()
+
+
+def loss_context(mesh: DeviceMesh, *, shard_loss: bool) -> AbstractContextManager:
+    """What forward and backward run under, so that cross entropy works on logits that are sharded by vocabulary.
+
+    Three all-reduces of (B, S) numbers over tp (maximum, sum of exponentials, the target's logit) replace an
+    all-gather of the logits (B, S, V).
+    """
+    return loss_parallel() if shard_loss and mesh.size() > 1 else nullcontext()
+
+
+class VocabularyParallelHead(ParallelStyle):
+    """The head's weight split by vocabulary: each rank computes the logits (B, S, V/tp) of its tokens.
+
+    A style of its own, because torch's ColwiseParallel lays out what a linear layer returns, and ours returns a loss.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self.shard_weight, self.gather_sequence, self.make_whole)
+
+    @staticmethod
+    def shard_weight(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        if isinstance(module, Head):
+            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
+
+    @staticmethod
+    def gather_sequence(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
+        """All-gathers the hidden states over tp: (B, S/tp, D) -> (B, S, D)."""
+        hidden, *targets = inputs
+        return hidden.redistribute(mesh, [Replicate()]), *targets
+
+    @staticmethod
+    def make_whole(module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
+        """An ordinary tensor: the loss, which is the same on every rank, or the logits, gathered."""
+        return output.full_tensor().clone() if isinstance(output, DTensor) else output  # FSDP wants no view

@@ -1,0 +1,219 @@
+"""Everything that can be wrong with a run, found before torch is imported: config, layout, files, memory.
+
+`check` and train.py both call this, so what `check` calls sound does start. Problems are collected, not raised one by
+one; a problem that only follows from another (a layout computed with the default of a bad key) is left out.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from pathlib import Path
+
+from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
+from torchtitan_lite.config_reader import REPOSITORY, read_config
+from torchtitan_lite.hardware import Machine
+from torchtitan_lite.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
+from torchtitan_lite.sizes import Shape, count_parameters, resolve_shape
+
+GIB = 2**30
+N_SPECIAL_TOKENS = 256  # Llama 3 appends them to the lines of tokenizer.model
+
+# Training state in fp32, without activations: weight and gradient of 4 bytes each, and two moments under AdamW.
+STATE_BYTES_PER_PARAMETER = {"AdamW": 16, "SGD": 8}
+
+
+@dataclass(frozen=True)
+class MemoryBound:
+    """What the training state alone takes of one memory: a GPU's, or a host's, which all its CPU ranks share."""
+
+    needed_bytes: int
+    available_bytes: int
+    n_ranks: int  # that share this memory
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can start."""
+
+    config: Config  # resolved: no automatic value is left
+    config_name: str
+    shape: Shape
+    layout: Layout
+    memory: MemoryBound
+    notices: list[str]
+    dump_folder: Path
+    cache_folder: Path
+    tokenizer_folder: Path
+
+
+def preflight(
+    args: list[str], *, machine: Machine, n_ranks: int | None = None, n_hosts: int = 1, restarted: bool = False
+) -> Prepared:
+    """Read a config and check it for `n_ranks` ranks on `n_hosts` hosts like `machine`.
+
+    Without n_ranks: see choose_n_ranks. A job that torchrun `restarted` finds its own files in the dump folder.
+    Writes nothing. Raises ConfigError with every problem.
+    """
+    reading = read_config(args)
+    config = reading.config
+    if config.job.dump_folder == "auto":
+        config = replace(config, job=replace(config.job, dump_folder=f"./outputs/{reading.config_name}"))
+    if n_ranks is None:
+        n_ranks = choose_n_ranks(config.parallelism, machine, n_hosts)
+
+    problems = []
+    shape = layout = memory = None
+    degrees, degree_problems = plan_degrees(config.parallelism, n_ranks)
+    try:
+        shape = resolve_shape(config.model)
+        if not degree_problems:
+            memory = bound_memory(config, shape, degrees, machine, n_hosts)
+            problems += check_memory(config, shape, memory, machine)
+        layout = plan_layout(config, shape, n_ranks)
+    except ConfigError as error:
+        problems += error.problems
+    if shape is None:  # what does not depend on the shape can still be told
+        problems += degree_problems + plan_batch(config, degrees, n_stages=degrees["pp"])[1]
+    tokenizer_folder = find_tokenizer_folder(config.model.hf_assets_path)
+    problems += check_tokenizer(config, tokenizer_folder, shape)
+    problems += check_dump_folder(config, restarted) + check_writable("training.cache_folder", config.training.cache_folder)
+    problems += check_profiling(config)
+
+    problems = reading.problems + drop_follow_ups(problems, reading.problems)
+    if problems:
+        raise ConfigError(problems)
+    assert shape and layout and memory, "without a problem there is a plan"
+    return Prepared(
+        config=resolve_config(config, layout, machine.device_type),
+        config_name=reading.config_name,
+        shape=shape,
+        layout=layout,
+        memory=memory,
+        notices=reading.notices,
+        dump_folder=Path(config.job.dump_folder),
+        cache_folder=Path(config.training.cache_folder),
+        tokenizer_folder=tokenizer_folder,
+    )
+
+
+def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> int:
+    """World size where nobody names one: all GPUs; on CPUs what the degrees multiply to, or two ranks per host."""
+    if machine.device_type == "cuda":
+        return machine.n_devices * n_hosts
+    degrees = [value for key, value in vars(parallelism).items() if key.endswith("_degree")]
+    return 2 * n_hosts if -1 in degrees else prod(degrees)
+
+
+def drop_follow_ups(problems: list[Problem], causes: list[Problem]) -> list[Problem]:
+    """Without the problems that a bad value, replaced by its default, may have brought about."""
+    follow = {"degrees": {"degrees", "batch"}, "batch": {"batch"}, "shape": {"shape"}}
+    families = {family for cause in causes for family in follow.get(name_family(cause.key), {cause.key})}
+    return [problem for problem in problems if name_family(problem.key) not in families]
+
+
+def name_family(key: str) -> str:
+    """Keys that are computed with one another bear one name."""
+    if "_degree" in key:
+        return "degrees"
+    if "batch_size" in key:
+        return "batch"
+    return "shape" if key.startswith("model.") and key != "model.hf_assets_path" else key
+
+
+# --- memory ---
+
+
+def bound_memory(config: Config, shape: Shape, degrees: dict[str, int], machine: Machine, n_hosts: int) -> MemoryBound:
+    """Lower bound: the state of all parameters, spread evenly over the ranks that share one copy of the model."""
+    n_shares = prod(degree for dim, degree in degrees.items() if dim != "dp_replicate")
+    state_bytes = count_parameters(shape) * STATE_BYTES_PER_PARAMETER[config.optimizer.name]
+    n_ranks = 1 if machine.device_type == "cuda" else ceil(prod(degrees.values()) / n_hosts)
+    return MemoryBound(ceil(state_bytes / n_shares) * n_ranks, machine.memory_bytes_per_device, n_ranks)
+
+
+def check_memory(config: Config, shape: Shape, memory: MemoryBound, machine: Machine) -> list[Problem]:
+    """Refuse what cannot fit even without activations; what fits for certain, only a run or a planner can tell."""
+    if memory.needed_bytes <= memory.available_bytes:
+        return []
+    n_parameters = count_parameters(shape)
+    bytes_each = STATE_BYTES_PER_PARAMETER[config.optimizer.name]
+    place = f"each {machine.name}" if machine.device_type == "cuda" else "this host"
+    why = (
+        f"{n_parameters / 1e9:.2f} billion parameters of {bytes_each} bytes (weight, gradient, optimizer state) need "
+        f"at least {memory.needed_bytes / GIB:.1f} GiB on {place}, which has {memory.available_bytes / GIB:.1f} GiB"
+    )
+    remedy = "Run `./run_train.sh --config debug` here"
+    if machine.device_type == "cuda":
+        n_gpus = ceil(n_parameters * bytes_each / machine.memory_bytes_per_device)
+        remedy += f", or share one copy of the model among at least {n_gpus} such GPUs"
+    else:
+        remedy += f", or this config on GPUs with more than {n_parameters * bytes_each / GIB:.0f} GiB among them"
+    return [Problem("model.flavor", config.model.flavor, why, remedy)]
+
+
+# --- files ---
+
+
+def find_tokenizer_folder(hf_assets_path: str) -> Path:
+    """The folder that model.hf_assets_path means: from the working directory, else from the repository.
+
+    The path of tokenizer.model itself is taken too: torchtitan v0.1 has it so.
+    """
+    candidates = [Path(hf_assets_path), REPOSITORY / hf_assets_path]
+    folders = [path.parent if path.name == "tokenizer.model" else path for path in candidates]
+    return next((folder for folder in folders if (folder / "tokenizer.model").is_file()), folders[0])
+
+
+def check_tokenizer(config: Config, folder: Path, shape: Shape | None) -> list[Problem]:
+    """A tokenizer must be there, in Llama 3's format, with no token that the model has no row for."""
+    key, value = "model.hf_assets_path", config.model.hf_assets_path
+    remedy = "Name a folder with Llama 3's tokenizer.model; assets/tokenizer holds a small one"
+    try:
+        lines = (folder / "tokenizer.model").read_bytes().splitlines()
+    except OSError as error:
+        why = f"it holds no readable tokenizer.model ({error.strerror})"
+        return [Problem(key, value, why, remedy)]
+    n_tokens = sum(1 for line in lines if line.strip())
+    if not n_tokens or not all(len(line.split()) == 2 and line.split()[1].isdigit() for line in lines[:1]):
+        return [Problem(key, value, "tokenizer.model does not hold one base64 token and its rank a line", remedy)]
+    n_words = n_tokens + N_SPECIAL_TOKENS
+    if shape is not None and n_words > shape.vocab_size:
+        why = f"the tokenizer in {value} has {n_words} tokens ({n_tokens} + {N_SPECIAL_TOKENS} special ones)"
+        remedy = f"Set model.vocab_size to {n_words} or more, or choose another model.hf_assets_path"
+        return [Problem("model.vocab_size", shape.vocab_size, why, remedy)]
+    return []
+
+
+def check_dump_folder(config: Config, restarted: bool) -> list[Problem]:
+    """A run must be able to write its files, and must not mix them with those of an earlier run."""
+    key, value = "job.dump_folder", config.job.dump_folder
+    if problems := check_writable(key, value):
+        return problems
+    earlier = [name for name in ("config.toml", "metrics.jsonl") if (Path(value) / name).exists()]
+    if not earlier or config.checkpoint.enable or config.job.overwrite or restarted:
+        return []
+    why = f"it holds an earlier run ({earlier[0]})"
+    remedy = "Resume that run with --checkpoint.enable, delete it with --job.overwrite, or name another folder"
+    return [Problem(key, value, why, remedy)]
+
+
+def check_writable(key: str, value: str) -> list[Problem]:
+    """A folder that can be written, or made below the nearest one that is there."""
+    folder = Path(value).absolute()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return []
+    why = f"{nearest} is not a folder" if not nearest.is_dir() else f"{nearest} is not writable"
+    return [Problem(key, value, why, "Name a folder that this user can write, or make")]
+
+
+def check_profiling(config: Config) -> list[Problem]:
+    """Warm-up and recording of one trace must be over before the next begins."""
+    profiling = config.profiling
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if not profiling.enable_profiling or profiling.profile_freq >= needed:
+        return []
+    why = (
+        f"profiler_warmup {profiling.profiler_warmup} + profiler_active {profiling.profiler_active} take {needed} steps"
+    )
+    return [Problem("profiling.profile_freq", profiling.profile_freq, why, f"Use {needed} or more")]

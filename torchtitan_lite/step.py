@@ -1,0 +1,154 @@
+"""Build a run, make a step: the one way in which train, verify, plan, explain and bench do it.
+
+    build_parts   meta model -> the parts of this rank's pipeline stages, parallelized, without storage
+    materialize   storage and initial weights, which depend on (seed, FQN) only
+    build_run     parts, optimizer, learning-rate schedule, pipeline schedule
+    train_step    one optimizer step over the global batch
+
+Loss everywhere is (sum of token losses) / (counted tokens of the *global* batch), whatever the accumulation,
+microbatches and data-parallel degree; so gradients are sums over microbatches and ranks, never means of means.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from torchtitan_lite.components.data import Batch
+from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, clip_grad_norm, step_if_finite
+from torchtitan_lite.config import Config
+from torchtitan_lite.layout import Layout
+from torchtitan_lite.model import llama3
+from torchtitan_lite.model.head import count_valid_tokens
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.parallel.mesh import Mesh
+from torchtitan_lite.parallel.parallelize import parallelize
+from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule
+from torchtitan_lite.parallel.tensor_parallel import loss_context
+from torchtitan_lite.sizes import Shape
+
+# TOML's model.name -> (class, rule for the initial weights of one parameter). A fork adds its row here.
+MODELS = {"llama3": (llama3.Llama3, llama3.init_parameter)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a step needs. Frozen: only the tensors inside change."""
+
+    config: Config
+    layout: Layout
+    mesh: Mesh
+    device: torch.device
+    parts: list[nn.Module]  # this rank's pipeline stages, first to last; one without PP
+    parameters: dict[str, Tensor]  # FQN -> parameter, of all parts
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler
+    schedule: object | None  # of torch.distributed.pipelining; None without PP
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Scalars on the device: reading one makes the host wait for the step."""
+
+    loss: Tensor  # of the global batch, the same on every rank
+    local_loss: Tensor  # what this rank's tokens and stages contribute to it
+    grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
+    finite: Tensor  # False: the gradient norm was not finite and no weight was changed
+
+
+def build_parts(config: Config, shape: Shape, layout: Layout, mesh: Mesh) -> list[nn.Module]:
+    """The model parts that this rank holds, parallelized and still on meta: no memory, no communication."""
+    model_class, _ = MODELS[config.model.name]
+    with torch.device("meta"):
+        model = model_class(shape)
+    stages = [layout.stages[index] for index in layout.stages_of(mesh.pp.get_local_rank())]
+    parts = [apply_stage(model, fqns) for fqns in stages]
+    for part in parts:
+        parallelize(part, config, layout, mesh)
+    return parts
+
+
+def materialize(parts: list[nn.Module], config: Config, device: torch.device) -> None:
+    """Gives the parts storage on `device` (each rank its slices only) and their initial weights."""
+    _, init_parameter = MODELS[config.model.name]
+    for part in parts:
+        part.to_empty(device=device)
+        if part.shape.tie_embeddings:  # to_empty made two tensors of the one
+            part.output.weight = part.tok_embeddings.weight
+        initialize_weights(part, init_parameter, config.debug.seed)
+        part.train()
+
+
+def build_run(config: Config, shape: Shape, layout: Layout, mesh: Mesh, device: torch.device) -> Run:
+    """A run at step 0. `config` is resolved. Collective."""
+    parts = build_parts(config, shape, layout, mesh)
+    materialize(parts, config, device)
+    parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
+    optimizer = build_optimizer(config.optimizer, parameters.values())
+    schedule = None
+    if layout.pp > 1:
+        schedule = build_schedule(
+            parts,
+            layout,
+            mesh.pp,
+            schedule_name=config.parallelism.pipeline_parallel_schedule,
+            device=device,
+            loss_fn=lambda loss_sum, n_tokens: loss_sum / n_tokens[0],
+        )
+    lr_scheduler = build_lr_scheduler(config.lr_scheduler, optimizer)
+    return Run(config, layout, mesh, device, parts, parameters, optimizer, lr_scheduler, schedule)
+
+
+def train_step(run: Run, batch: Batch) -> StepResult:
+    """One optimizer step. `batch` is this rank's share of the global batch, on its device. Nothing is read back."""
+    run.optimizer.zero_grad()
+    n_tokens = count_global_tokens(run, batch)  # all-reduces one integer over dp and cp
+    local_loss = forward_backward(run, batch, n_tokens)  # FSDP reduce-scatters gradients as they come
+    loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
+    grad_norm = clip_grad_norm(run.parameters.values(), run.config.training.max_norm, run.mesh.pp)
+    finite = step_if_finite(run.optimizer, grad_norm)
+    run.lr_scheduler.step()
+    return StepResult(loss, local_loss, grad_norm, finite)
+
+
+def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
+    """All microbatches of the step, forward and backward. Adds to the gradients; they are complete on return.
+
+    Returns this rank's share of the loss, () fp32: zero where no rank of this stage holds the head.
+    """
+    inputs = {"positions": batch.positions, "doc_ids": batch.doc_ids, "targets": batch.targets}  # (rows, S) each
+    loss = torch.zeros((), device=run.device)
+    with loss_context(run.mesh.tp, shard_loss=not run.config.parallelism.disable_loss_parallel):
+        if run.schedule is not None:
+            # Hidden states and their gradients go from stage to stage; the rest is given on every rank and cut into
+            # microbatches along the rows. The number of tokens travels as target, for that reaches the loss function.
+            tokens = [batch.tokens] if run.parts[0].tok_embeddings is not None else []
+            losses: list[Tensor] = []
+            target = n_tokens.expand(len(batch.tokens))
+            run.schedule.step(*tokens, target=target, losses=losses, return_outputs=False, **inputs)
+            return loss + sum(one.detach() for one in losses)
+
+        (part,) = run.parts
+        for micro in batch.split(run.layout.n_microbatches):
+            loss_sum = part(micro.tokens, positions=micro.positions, doc_ids=micro.doc_ids, targets=micro.targets)
+            micro_loss = loss_sum / n_tokens
+            micro_loss.backward()
+            loss += micro_loss.detach()
+    return loss
+
+
+def count_global_tokens(run: Run, batch: Batch) -> Tensor:
+    """Counted targets of the global batch, () int64. All-reduces 8 bytes over dp_replicate, dp_shard and cp."""
+    n_tokens = count_valid_tokens(batch.targets)
+    dist.all_reduce(n_tokens, group=run.mesh.tokens.get_group())
+    return n_tokens
+
+
+def sum_losses(run: Run, local_loss: Tensor) -> Tensor:
+    """The loss of the global batch, () fp32. All-reduces 4 bytes over pp, dp_replicate, dp_shard and cp."""
+    loss = local_loss.clone()
+    dist.all_reduce(loss, group=run.mesh.losses.get_group())
+    return loss

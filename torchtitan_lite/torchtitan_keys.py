@@ -1,0 +1,116 @@
+"""What torchtitan users write and we spell differently, or do not have: data only, read by config_reader.py.
+
+A TOML file of torchtitan v0.1 or v0.2 holds keys of three kinds that are not ours. An old name is taken as its new
+one. A switch of a feature that we do not have is accepted where it is off and refused where it is on, with the nearest
+thing that we do have. A setting of such a feature means nothing while its switch is off, so any value is accepted.
+"""
+
+from dataclasses import dataclass
+
+ALIASES = {  # written in v0.1 -> its name now; `section.*` renames a whole section
+    "job.print_args": "job.print_config",
+    "model.tokenizer_path": "model.hf_assets_path",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "training.batch_size": "training.local_batch_size",
+    "training.compile": "compile.enable",
+    "training.seed": "debug.seed",
+    "training.deterministic": "debug.deterministic",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
+    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
+    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
+    "memory_estimation.enabled": "memory_estimation.enable",
+    "validation.enabled": "validation.enable",
+    "float8.*": "quantize.linear.float8.*",
+    "mx.*": "quantize.linear.mx.*",
+}
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A switch of a feature that we do not have."""
+
+    off: tuple[object, ...]  # values that ask for nothing
+    instead: str  # the nearest thing that we have, as a sentence without its full stop
+    only_if: str = ""  # a boolean key of ours: while it is false, the switch is not looked at
+
+
+_CONVERTERS = "Linear layers compute in training.mixed_precision_param, with bfloat16 as the smallest type"
+_STAGES = "parallelism.pipeline_parallel_layers_per_stage and the two less_layers keys shape the stages"
+_WHOLE = "Every checkpoint is whole: weights in float32, optimizer and step, so that any of them can be resumed"
+_RESUME = "A run resumes from its own job.dump_folder: point that at a copy of the run to continue"
+_CUSTOM = "There are no plug-in modules: a new key goes into config.py, a new model into model/"
+
+ABSENT = {
+    "job.save_config_file": Absent(("", "none"), "The resolved config is always saved: config.toml in job.dump_folder"),
+    "job.custom_config_module": Absent(("", "none", "torchtitan.config"), _CUSTOM),
+    "profiling.enable_memory_snapshot": Absent((False,), "The peak memory of every logged step is in metrics.jsonl"),
+    "metrics.save_for_all_ranks": Absent((False,), "Logged numbers are those of the whole job, so rank 0 writes them"),
+    "metrics.enable_wandb": Absent((False,), "Use metrics.enable_tensorboard, or read metrics.jsonl"),
+    "model.converters": Absent(([],), _CONVERTERS),
+    "model.norm_type": Absent(("rmsnorm",), "Llama 3 has RMSNorm"),
+    "optimizer.early_step_in_backward": Absent(
+        (False,), "It rules out clipping by the global norm, which is always on"
+    ),
+    "training.dataset_path": Absent(("", "none"), "training.dataset names a corpus that needs no path"),
+    "training.enable_cpu_offload": Absent((False,), "Raise parallelism.data_parallel_shard_degree to save memory"),
+    "training.dtype": Absent(("float32",), "Use training.mixed_precision_param: weights themselves stay in float32"),
+    "training.gc_debug": Absent((False,), "training.gc_freq = 1 collects garbage after every step"),
+    "parallelism.enable_async_tensor_parallel": Absent((False,), "Tensor parallel here waits for its collectives"),
+    "parallelism.enable_compiled_autograd": Absent((False,), "compile.enable compiles each block, backward included"),
+    "parallelism.pipeline_parallel_split_points": Absent(([],), _STAGES),
+    "parallelism.module_fqns_per_model_part": Absent(([],), _STAGES),
+    "parallelism.pipeline_parallel_schedule_csv": Absent(("", "none"), "Use parallelism.pipeline_parallel_schedule"),
+    "parallelism.context_parallel_degree": Absent((1,), "parallelism.tensor_parallel_degree splits sequences as well"),
+    "parallelism.expert_parallel_degree": Absent((1,), "Llama 3 has no experts"),
+    "parallelism.expert_tensor_parallel_degree": Absent((1,), "Llama 3 has no experts"),
+    "activation_checkpoint.debug": Absent((False,), "Use debug.deterministic to make two runs comparable"),
+    "activation_checkpoint.determinism_check": Absent(("default", "none"), "Recomputed shapes are always compared"),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Absent(
+        ([], ["moe.router.gate"]), "Per-operator recompute keeps the result of every matmul"
+    ),
+    "compile.components": Absent((["model"],), "The blocks are compiled and the loss is not", only_if="compile.enable"),
+    "checkpoint.initial_load_path": Absent(("", "none"), _RESUME, only_if="checkpoint.enable"),
+    "checkpoint.initial_load_in_hf": Absent((False,), _RESUME, only_if="checkpoint.enable"),
+    "checkpoint.last_save_model_only": Absent((False,), _WHOLE, only_if="checkpoint.enable"),
+    "checkpoint.last_save_in_hf": Absent((False,), _WHOLE, only_if="checkpoint.enable"),
+    "checkpoint.export_dtype": Absent(("float32",), _WHOLE, only_if="checkpoint.enable"),
+    "checkpoint.exclude_from_loading": Absent(([],), _WHOLE, only_if="checkpoint.enable"),
+    "checkpoint.async_mode": Absent(
+        ("disabled",),
+        "Saving blocks the step: raise checkpoint.interval to pay it less often",
+        only_if="checkpoint.enable",
+    ),
+    "checkpoint.enable_first_step_checkpoint": Absent(
+        (False,), "A short run tries the storage: training.steps = 1 saves at its end", only_if="checkpoint.enable"
+    ),
+    "checkpoint.interval_type": Absent(("steps",), "checkpoint.interval counts steps", only_if="checkpoint.enable"),
+    "checkpoint.load_only": Absent((False,), _RESUME, only_if="checkpoint.enable"),
+    "checkpoint.create_seed_checkpoint": Absent((False,), "Initial weights are the same on every layout without one"),
+    "comm.mode": Absent(("default",), "Ranks always talk; `check` says what a layout needs without running it"),
+    "validation.enable": Absent((False,), "Training loss is what is measured: each sample is seen once per epoch"),
+    "memory_estimation.enable": Absent((False,), "`python -m torchtitan_lite check` prints a lower bound"),
+    "fault_tolerance.enable": Absent((False,), "MAX_RESTARTS with checkpoint.enable restarts a failed run"),
+    "experimental.custom_import": Absent(("", "none"), _CUSTOM),
+    "experimental.custom_args_module": Absent(("", "none"), _CUSTOM),
+    "debug.moe_force_load_balance": Absent((False,), "Llama 3 has no experts"),
+}
+
+# Keys that only say how a feature is to work. Any value is accepted: their switch, or the value of one of our own keys
+# that would call for them, is refused above.
+SETTINGS_OF_ABSENT = {
+    "job.use_for_integration_test": "torchtitan's own tests",
+    "profiling.save_memory_snapshot_folder": "profiling.enable_memory_snapshot",
+    "model.print_after_conversion": "model.converters",
+    "parallelism.context_parallel_rotate_method": "parallelism.context_parallel_degree",
+    "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_degree",
+    "parallelism.expert_parallel_comm_backend": "parallelism.expert_parallel_degree",
+    "activation_checkpoint.memory_budget": 'activation_checkpoint.mode = "memory_budget"',
+    "activation_checkpoint.early_stop": "recompute may stop early or run on: the numbers are the same",
+    "activation_checkpoint.preserve_rng_state": "the model draws no random numbers",
+    "checkpoint.initial_load_model_only": "checkpoint.initial_load_path",
+    "quantize.*": "model.converters",
+    "validation.*": "validation.enable",
+    "memory_estimation.*": "memory_estimation.enable",
+    "fault_tolerance.*": "fault_tolerance.enable",
+}

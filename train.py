@@ -1,0 +1,225 @@
+"""Trains a Llama: config, mesh, data, run, checkpoint, loop. run_train.sh starts it once per rank.
+
+Every rank runs this file from top to bottom. What a step does is in torchtitan_lite/step.py; what ranks exchange is
+said where they do it.
+"""
+
+import gc
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.components.checkpoint import find_steps, load_checkpoint, save_checkpoint
+from torchtitan_lite.components.data import SampleStream, open_corpus, prefetch, rows_of_rank
+from torchtitan_lite.components.diagnosis import find_non_finite
+from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, compute_metrics, read_peak_memory
+from torchtitan_lite.components.profiling import profile_steps
+from torchtitan_lite.components.tokenizer import load_tokenizer
+from torchtitan_lite.config import Comm, Config, ConfigError, Debug
+from torchtitan_lite.config_reader import dump_config_toml
+from torchtitan_lite.hardware import detect_machine, peak_flops
+from torchtitan_lite.log import Progress, start_logging
+from torchtitan_lite.parallel.mesh import build_mesh, choose_device, set_timeouts, start_process_group
+from torchtitan_lite.preflight import preflight
+from torchtitan_lite.sizes import count_flops_per_token, count_parameters
+from torchtitan_lite.step import build_run, train_step
+
+logger = logging.getLogger("torchtitan_lite.train")
+
+
+def main(args: list[str]) -> int:
+    """Exit status: 0 trained, 1 a step was not finite, 2 refused. torchrun turns every failure into 1."""
+    # ---- config: everything that can be wrong with it is told before any process group exists
+    rank, world_size, local_world_size, local_rank, restarts = read_torchrun_environment(os.environ)
+    machine = detect_machine()
+    n_hosts = world_size // local_world_size
+    prepared = preflight(args, machine=machine, n_ranks=world_size, n_hosts=n_hosts, restarted=restarts > 0)
+    config, shape, layout, dump_folder = prepared.config, prepared.shape, prepared.layout, prepared.dump_folder
+    n_steps = config.training.steps
+    flops_per_token = count_flops_per_token(shape, config.training.seq_len)
+
+    # ---- mesh: one process group for the world, and one for each mesh dim and view of it
+    device = choose_device(local_rank, machine.device_type)
+    make_deterministic(config.debug)
+    record_collectives(config.comm, dump_folder)
+    start_process_group(device, config.comm.init_timeout_seconds)
+    mesh = build_mesh(layout, device.type)
+    if rank == 0:
+        open_dump_folder(dump_folder, config, starting_over=config.job.overwrite and restarts == 0)
+    dist.barrier()  # nobody looks into the folder before it is ready
+    start_logging(rank, dump_folder, color=not config.metrics.disable_color_printing)
+    for notice in prepared.notices:
+        logger.info(notice)
+    logger.info(f"{config.job.description or prepared.config_name}: {count_parameters(shape):,} parameters, {layout}")
+    if config.job.print_config:
+        logger.info(dump_config_toml(config))
+
+    # ---- data: each data-parallel rank reads its rows of every global batch
+    tokenizer = load_tokenizer(prepared.tokenizer_folder)
+    corpus = open_corpus(config.training.dataset, tokenizer, str(prepared.cache_folder))
+    stream = SampleStream(
+        corpus,
+        seq_len=config.training.seq_len,
+        global_batch_size=layout.global_batch_size,
+        seed=config.debug.seed,
+    )
+    rows = rows_of_rank(mesh.data_rank, layout.dp, layout.global_batch_size)
+
+    # ---- run: model parts, optimizer, schedules
+    run = build_run(config, shape, layout, mesh, device)
+
+    # ---- checkpoint: go on where the newest one, or the one named, ends
+    checkpoints = dump_folder / config.checkpoint.folder
+    facts = {"data": stream.identity, "global_batch_size": layout.global_batch_size, "shape": asdict(shape)}
+    resumed_step = choose_resumed_step(config, checkpoints)
+    if resumed_step:
+        load_checkpoint(checkpoints, resumed_step, run.parameters, run.optimizer, run.lr_scheduler, facts=facts)
+
+    # ---- loop
+    gc.collect()
+    gc.disable()  # collected at set steps instead: a rank that collects alone makes all others wait
+    writer = None
+    if rank == 0:
+        writer = MetricsWriter(
+            dump_folder, config.metrics, n_steps=n_steps, resumed_step=resumed_step, flops_per_token=flops_per_token
+        )
+    progress = Progress(rank, n_steps, stream=sys.stdout)
+    batches = prefetch(stream, rows, first_step=resumed_step, device=device)
+    with (
+        told_by_rank(rank, mesh.coordinates()),
+        profile_steps(config.profiling, dump_folder, rank, resumed_step=resumed_step) as profiler,
+    ):
+        meter = StepMeter()
+        for step in range(resumed_step + 1, n_steps + 1):
+            progress.show(step, "loading")
+            with meter.loading():
+                batch = next(batches)
+            progress.show(step, "computing")
+            (lr,) = set(run.lr_scheduler.get_last_lr())
+            result = train_step(run, batch)
+            if not result.finite:  # the same on every rank; waits for the device
+                culprit = find_non_finite(result.local_loss, run.parameters, mesh.coordinates())
+                logger.log(
+                    logging.ERROR if rank == 0 else logging.INFO,
+                    f"step {step}: gradient norm {result.grad_norm.item()}, weights left as they were: {culprit}",
+                )
+                return 1
+
+            if step == resumed_step + 1:  # all ranks have compiled, connected and allocated
+                set_timeouts(mesh, config.comm.train_timeout_seconds)
+            if writer and (step % config.metrics.log_freq == 0 or step in (resumed_step + 1, n_steps)):
+                memory = read_peak_memory(device)
+                metrics = compute_metrics(
+                    step=step,
+                    loss=result.loss.item(),
+                    grad_norm=result.grad_norm.item(),
+                    lr=lr,
+                    times=meter.read(),
+                    memory=memory,
+                    tokens_per_step=layout.global_batch_size * config.training.seq_len,
+                    world_size=world_size,
+                    flops_per_token=flops_per_token,
+                    peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
+                )
+                writer.write(metrics, memory)
+            if config.checkpoint.enable and (step % config.checkpoint.interval == 0 or step == n_steps):
+                progress.show(step, "saving")
+                save_checkpoint(
+                    checkpoints,
+                    step,
+                    run.parameters,
+                    run.optimizer,
+                    facts=facts,
+                    keep_latest_k=config.checkpoint.keep_latest_k,
+                )
+            profiler.step()
+            if step % config.training.gc_freq == 0:
+                gc.collect(1)
+    progress.clear()
+    batches.close()
+    if writer:
+        writer.close()
+        logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
+    dist.barrier()  # no rank takes its end of a connection away while another still talks
+    dist.destroy_process_group()
+    return 0
+
+
+def read_torchrun_environment(environment: os._Environ) -> tuple[int, int, int, int, int]:
+    """rank, world size, ranks on this host, rank on this host, and how often the job was restarted."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+    if any(name not in environment for name in names):
+        sys.exit("train.py is one rank of many: start it with ./run_train.sh, or with torchrun")
+    rank, world_size, local_world_size, local_rank = (int(environment[name]) for name in names)
+    return rank, world_size, local_world_size, local_rank, int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def make_deterministic(section: Debug) -> None:
+    """torch's deterministic algorithms, where asked for. Weights and data are functions of the seed in any case."""
+    if section.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed one
+        torch.use_deterministic_algorithms(True, warn_only=section.deterministic_warn_only)
+
+
+def record_collectives(section: Comm, dump_folder: Path) -> None:
+    """Has NCCL remember its last collectives, and write them where one times out. Read when groups are made."""
+    traces = dump_folder / section.save_traces_folder
+    if section.trace_buf_size and torch.cuda.is_available():
+        traces.mkdir(parents=True, exist_ok=True)
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(section.trace_buf_size)
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = str(int(section.trace_buf_size > 0))
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces / "rank_")
+
+
+def open_dump_folder(dump_folder: Path, config: Config, *, starting_over: bool) -> None:
+    """Makes the folder and puts the resolved config there; first deletes an earlier run's files, if told to."""
+    if starting_over:
+        for name in ("config.toml", "metrics.jsonl", "log.txt"):
+            (dump_folder / name).unlink(missing_ok=True)
+        folders = (
+            config.metrics.save_tb_folder,
+            config.checkpoint.folder,
+            config.profiling.save_traces_folder,
+            config.comm.save_traces_folder,
+        )
+        for folder in folders:
+            shutil.rmtree(dump_folder / folder, ignore_errors=True)
+    dump_folder.mkdir(parents=True, exist_ok=True)
+    (dump_folder / "config.toml").write_text(dump_config_toml(config), encoding="utf-8")
+
+
+def choose_resumed_step(config: Config, checkpoints: Path) -> int:
+    """The step to go on from: checkpoint.load_step, else that of the newest checkpoint, else 0."""
+    if not config.checkpoint.enable:
+        return 0
+    if config.checkpoint.load_step > -1:
+        return config.checkpoint.load_step
+    return max(find_steps(checkpoints), default=0)
+
+
+@contextmanager
+def told_by_rank(rank: int, coordinates: dict[str, int]) -> Iterator[None]:
+    """Names rank and mesh coordinates beside whatever fails inside."""
+    try:
+        yield
+    except Exception as error:
+        place = ", ".join(f"{dim} {coordinate}" for dim, coordinate in coordinates.items())
+
+        logger.error(f"rank {rank} ({place}) failed: {type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        print(f"This run cannot start:\n{error}", file=sys.stderr)
+        sys.exit(2)
