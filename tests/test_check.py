@@ -72,6 +72,9 @@ BAD_INPUT = [  # what is wrong | arguments | ranks | key as far as told, value, 
     ("vocabulary", "--model.vocab_size 2303", 2, "model.vocab_size", 2303, "2304"),
     ("dump folder", "--job.dump_folder file/run", 2, "job.dump_folder", "file/run", "can write"),
     ("cache folder", "--training.cache_folder file", 2, "training.cache_folder", "file", "can write"),
+    ("outside", "--checkpoint.folder /", 2, "checkpoint.folder", "/", "traces"),
+    ("parent", "--metrics.save_tb_folder=a/../..", 2, "metrics.save_tb_folder", "a/../..", "traces"),
+    ("itself", "--comm.save_traces_folder=", 2, "comm.save_traces_folder", "", "traces"),
     ("tied", f"{PP}=2 --model.tie_embeddings", 2, "parallelism.pipeline", 2, "model.tie_embeddings = false"),
     ("memory", "--config llama3_8b.toml", 2, "model.flavor", "8B", "--config debug"),
     ("profiling", "--profiling.enable_profiling --profiling.profile_freq=3", 2, "profiling.profile_freq", 3, "4"),
@@ -245,6 +248,7 @@ def test_a_folder_with_an_earlier_run_is_resumed_or_deleted_only_when_asked():
         assert "--checkpoint.enable" in problem.remedy and "--job.overwrite" in problem.remedy
         assert preflight([*args, "--checkpoint.enable"], machine=LAPTOP)
         assert preflight([*args, "--job.overwrite"], machine=LAPTOP)
+        assert preflight(args, machine=LAPTOP, restarted=True)  # the files are this job's own
         assert preflight([*args, "--job.dump_folder", "runs/b"], machine=LAPTOP)
         Path("runs/a", name).unlink()
 

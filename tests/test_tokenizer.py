@@ -1,4 +1,4 @@
-"""The tokenizer against tiktoken set up by hand, and the trainer against byte-pair encoding that recounts everything."""
+"""The tokenizer against tiktoken set up by hand; the trainer against byte-pair encoding that recounts everything."""
 
 import base64
 import sysconfig
@@ -206,7 +206,7 @@ def test_words_are_counted_as_llama3_splits_them():
 
 def test_trained_vocabulary_encodes_a_frequent_word_as_one_token(tmp_path):
     words = tool.count_words(["def parse(self): return self.parse_all(self)\n" * 9])
-    write_ranks(tmp_path, tool.learn_tokens(words, 285))
+    write_ranks(tmp_path, tool.learn_tokens(words, 279))
     tokenizer = load_tokenizer(str(tmp_path))
     assert len(tokenizer.encode("self")) == 1
     assert tokenizer.decode(tokenizer.encode("unseen: wörld")) == "unseen: wörld"

@@ -55,7 +55,7 @@ def main() -> None:
         print(sys.executable)
     else:
         if not is_venv_finished() or list_missing_in_venv(options.extra):
-            has_torch = "torch" not in [requirement.name for requirement in missing]
+            has_torch = any(requirement.name == "torch" for requirement in set(requirements) - set(missing))
             prepare_venv(options.extra, share_packages=has_torch)
         print(VENV_PYTHON)
 
@@ -69,7 +69,7 @@ class Requirement:
 
     text: str  # as pip reads it
     name: str
-    bounds: list[tuple[str, str]]  # (">=", "2.11")
+    bounds: tuple[tuple[str, str], ...]  # (">=", "2.11")
     below_python: str | None  # not needed from this Python on
 
     def is_met(self) -> bool:
@@ -101,7 +101,7 @@ def parse_requirement(text: str) -> Requirement:
     if parts is None:
         sys.exit(f"pyproject.toml: environment.py does not understand {text!r}")
     name, bounds, below_python = parts.groups()
-    return Requirement(text, name, re.findall(r"([<>=]+)([\d.]+)", bounds), below_python)
+    return Requirement(text, name, tuple(re.findall(r"([<>=]+)([\d.]+)", bounds)), below_python)
 
 
 def parse_release(version: str) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ def make_venv(share_packages: bool) -> None:
     """Make .venv without packages. What an interrupted making has left is removed, anything else is left alone."""
     leftovers = [path for path in VENV.iterdir() if path != VENV_LOCK]
     if leftovers and not VENV_LOCK.read_text(encoding="utf-8"):
-        sys.exit(f"{VENV} holds no Python that works. Remove it to have it made anew.")
+        sys.exit(f"{VENV_PYTHON} does not work.\nRemove {VENV} to have it made anew.")
     VENV_LOCK.write_text(UNFINISHED, encoding="utf-8")
     for path in leftovers:
         if path.is_dir() and not path.is_symlink():

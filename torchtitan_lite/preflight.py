@@ -11,12 +11,20 @@ from pathlib import Path
 
 from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
 from torchtitan_lite.config_reader import REPOSITORY, read_config
+from torchtitan_lite.config_values import get_value
 from torchtitan_lite.hardware import Machine
 from torchtitan_lite.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
 from torchtitan_lite.sizes import Shape, count_parameters, resolve_shape
 
 GIB = 2**30
 N_SPECIAL_TOKENS = 256  # Llama 3 appends them to the lines of tokenizer.model
+
+SUBFOLDERS = (  # keys that name a folder inside job.dump_folder
+    "checkpoint.folder",
+    "metrics.save_tb_folder",
+    "profiling.save_traces_folder",
+    "comm.save_traces_folder",
+)
 
 # Training state in fp32, without activations: weight and gradient of 4 bytes each, and two moments under AdamW.
 STATE_BYTES_PER_PARAMETER = {"AdamW": 16, "SGD": 8}
@@ -76,7 +84,8 @@ def preflight(
         problems += degree_problems + plan_batch(config, degrees, n_stages=degrees["pp"])[1]
     tokenizer_folder = find_tokenizer_folder(config.model.hf_assets_path)
     problems += check_tokenizer(config, tokenizer_folder, shape)
-    problems += check_dump_folder(config, restarted) + check_writable("training.cache_folder", config.training.cache_folder)
+    problems += check_dump_folder(config, restarted) + check_subfolders(config)
+    problems += check_writable("training.cache_folder", config.training.cache_folder)
     problems += check_profiling(config)
 
     problems = reading.problems + drop_follow_ups(problems, reading.problems)
@@ -195,6 +204,16 @@ def check_dump_folder(config: Config, restarted: bool) -> list[Problem]:
     why = f"it holds an earlier run ({earlier[0]})"
     remedy = "Resume that run with --checkpoint.enable, delete it with --job.overwrite, or name another folder"
     return [Problem(key, value, why, remedy)]
+
+
+def check_subfolders(config: Config) -> list[Problem]:
+    """What lies inside the dump folder must stay there: job.overwrite deletes it whole."""
+    remedy = "Use a name such as traces, or sub/traces"
+    return [
+        Problem(key, get_value(config, key), "it is not a folder inside job.dump_folder", remedy)
+        for key in SUBFOLDERS
+        if (path := Path(get_value(config, key))).is_absolute() or ".." in path.parts or path == Path(".")
+    ]
 
 
 def check_writable(key: str, value: str) -> list[Problem]:

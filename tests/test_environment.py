@@ -1,0 +1,296 @@
+"""environment.py finds or makes a Python that has the packages, whatever happened before. No network is used.
+
+All but one test put stubs in the place of `python -m venv` and pip, which record what they are asked for.
+"""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement as PackagingRequirement
+
+from torchtitan_lite import environment
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+REPOSITORY = Path(environment.__file__).parent.parent
+PYPROJECT = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+
+# A stub of the venv module: the Python that it makes is a script, with a stub of pip that can be held and can fail.
+STUB_VENV = """
+import os, sys
+from pathlib import Path
+folder = Path(sys.argv[-1])
+with open(os.environ["CALLS"], "a") as calls:
+    print("venv", *sys.argv[1:-1], file=calls)
+if os.environ.get("VENV_FAILS"):
+    sys.exit(1)
+(folder / "bin").mkdir()
+(folder / "site").mkdir()
+python = folder / "bin" / "python"
+python.write_text(f'''#!/bin/sh
+if [ "$2" = pip ]; then
+    echo "$@" >> "$CALLS"
+    if [ -n "$HOLD" ]; then echo started > "$HOLD"; read go < "$HOLD.go"; fi
+    if [ -n "$PIP_FAILS" ]; then echo "no such package"; exit 1; fi
+    for package in alpha beta; do
+        mkdir -p "{folder}/site/$package-1.5.dist-info"
+        printf 'Name: %s\\nVersion: 1.5\\n' $package > "{folder}/site/$package-1.5.dist-info/METADATA"
+    done
+    exit 0
+fi
+PYTHONPATH="{folder}/site" exec "{sys.executable}" "$@"
+''')
+python.chmod(0o755)
+"""
+
+
+class Checkout:
+    """A repository that needs the package alpha, and beta with the extra `test`."""
+
+    def __init__(self, folder: Path):
+        self.root = folder / "check out"
+        self.calls_file = folder / "calls"
+        self.variables = {"PATH": os.environ["PATH"], "CALLS": str(self.calls_file), "HOME": str(folder)}
+        (self.root / "torchtitan_lite").mkdir(parents=True)
+        self.script = self.root / "torchtitan_lite" / "environment.py"
+        self.script.write_text(Path(environment.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+        arrays = 'dependencies = [\n    "alpha>=1,<2",\n]\ntest = [\n    "beta",\n]\n'
+        (self.root / "pyproject.toml").write_text(arrays, encoding="utf-8")
+        (self.root / "constraints.txt").write_text("alpha==1.5\n", encoding="utf-8")
+        self.venv = self.root / ".venv"
+        self.python = str(self.venv / "bin" / "python")
+        self.started = []
+
+    def add_stubs(self) -> None:
+        stub = self.calls_file.parent / "stubs" / "venv"
+        stub.mkdir(parents=True)
+        (stub / "__init__.py").touch()
+        (stub / "__main__.py").write_text(STUB_VENV, encoding="utf-8")
+        self.variables["PYTHONPATH"] = str(stub.parent)
+
+    def start(self, *args: str, **variables: str) -> subprocess.Popen:
+        command = [sys.executable, str(self.script), *args]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.started.append(subprocess.Popen(command, env=self.variables | variables, start_new_session=True, **pipes))
+        return self.started[-1]
+
+    def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess:
+        process = self.start(*args, **variables)
+        out, err = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, out.strip(), err)
+
+    def calls(self) -> list[str]:
+        return self.calls_file.read_text(encoding="utf-8").splitlines() if self.calls_file.exists() else []
+
+
+@pytest.fixture
+def bare_checkout(tmp_path):
+    checkout = Checkout(tmp_path)
+    yield checkout
+    for process in checkout.started:  # with a stub of pip that may still be held
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def checkout(bare_checkout):
+    bare_checkout.add_stubs()
+    return bare_checkout
+
+
+def add_package(folder: Path, name: str, version: str) -> str:
+    """What importlib.metadata finds of an installed package. Returns a PYTHONPATH that holds it."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n", encoding="utf-8")
+    return str(folder)
+
+
+# --- what is needed ---
+
+
+def test_every_requirement_of_pyproject_is_read_as_toml_has_it():
+    project = tomllib.loads(PYPROJECT)["project"]
+    requirements = environment.read_requirements(PYPROJECT, ["test"])
+    assert [r.text for r in requirements] == project["dependencies"] + project["optional-dependencies"]["test"]
+    assert [r.name for r in requirements] == [PackagingRequirement(r.text).name for r in requirements]
+    assert project["requires-python"] == ">=3.10"  # what the first lines of environment.py ask for
+
+
+def test_the_tested_versions_lie_within_the_bounds_and_none_is_missing():
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    tested = {r.name: r.specifier for r in map(PackagingRequirement, (line for line in lines if line[0] != "#"))}
+    for requirement in map(PackagingRequirement, (r.text for r in environment.read_requirements(PYPROJECT, ["test"]))):
+        (pin,) = tested.pop(requirement.name)
+        assert requirement.specifier.contains(pin.version), requirement
+    assert not tested, "constraints.txt pins only what pyproject.toml names"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_met"),
+    [
+        ("2.9.1", False),
+        ("2.10.99", False),
+        ("2.11.0", True),
+        ("2.11.0a0+f00d.nv26.04", True),  # so NVIDIA's containers name their 2.11
+        ("2.13.0+cpu", True),
+        ("2.13.1.dev20261120", True),
+        ("2.14.0", False),
+        ("2.14", False),
+        ("3.0", False),
+    ],
+)
+def test_a_package_counts_only_within_its_bounds(tmp_path, monkeypatch, version, is_met):
+    monkeypatch.syspath_prepend(add_package(tmp_path, "somepackage", version))
+    assert environment.parse_requirement("somepackage>=2.11,<2.14").is_met() == is_met
+    assert environment.parse_requirement("somepackage").is_met()
+
+
+@pytest.mark.parametrize(("below_python", "is_met"), [("3.10", True), ("3.99", False)])
+def test_a_package_that_only_older_pythons_need_is_not_missed(below_python, is_met):
+    assert environment.parse_requirement(f'not-installed; python_version < "{below_python}"').is_met() == is_met
+
+
+@pytest.mark.parametrize("text", ["alpha[extra]", "alpha~=1.0", 'alpha; sys_platform == "linux"', "alpha != 1"])
+def test_a_requirement_that_would_be_misread_is_refused(text):
+    with pytest.raises(SystemExit, match="does not understand"):
+        environment.parse_requirement(text)
+
+
+# --- which Python ---
+
+
+def test_this_python_is_taken_if_it_has_the_packages(checkout, tmp_path):
+    answer = checkout.run(PYTHONPATH=add_package(tmp_path / "site", "alpha", "1.9"))
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, sys.executable, "")
+    assert not checkout.venv.exists()
+
+
+def test_a_python_with_a_package_out_of_bounds_is_not_taken(checkout, tmp_path):
+    checkout.variables["PYTHONPATH"] += os.pathsep + add_package(tmp_path / "site", "alpha", "2.0")
+    assert checkout.run().stdout == checkout.python
+
+
+def test_a_venv_is_made_once_and_only_what_it_lacks_is_added(checkout):
+    install = f"-m pip --disable-pip-version-check install -c {checkout.root}/constraints.txt"
+    first, second = checkout.run(), checkout.run()
+    assert (first.returncode, first.stdout) == (second.returncode, second.stdout) == (0, checkout.python)
+    assert checkout.calls() == ["venv", f"{install} alpha>=1,<2"]
+    assert "Making" in first.stderr and second.stderr == ""
+    (checkout.venv / "site" / "beta-1.5.dist-info" / "METADATA").unlink()
+    (checkout.venv / "site" / "beta-1.5.dist-info").rmdir()
+    assert checkout.run("--extra", "test").stdout == checkout.python
+    assert checkout.calls()[2:] == [f"{install} beta"]
+
+
+def test_the_torch_that_a_machine_comes_with_is_shared_with_the_venv(checkout, tmp_path):
+    toml = checkout.root / "pyproject.toml"
+    toml.write_text('dependencies = [\n    "torch>=2.11,<2.14",\n    "alpha",\n]\n', encoding="utf-8")
+    checkout.variables["PYTHONPATH"] += os.pathsep + add_package(tmp_path / "site", "torch", "2.11.0")
+    checkout.run()
+    assert checkout.calls()[0] == "venv --system-site-packages"
+
+
+def test_a_real_venv_gets_the_tested_version_by_pip(bare_checkout, tmp_path):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for version in ("1.5", "1.6"):
+        info = f"alpha-{version}.dist-info"
+        with zipfile.ZipFile(wheels / f"alpha-{version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: alpha\nVersion: {version}\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": wheels.as_uri(), "PIP_CONFIG_FILE": os.devnull}
+    answer = bare_checkout.run(**offline)
+    assert answer.stdout == bare_checkout.python, answer.stderr
+    ask = "from importlib import metadata; print(metadata.version('alpha'))"
+    assert subprocess.check_output([answer.stdout, "-c", ask], text=True).strip() == "1.5"
+
+
+# --- what can go wrong ---
+
+
+def test_a_second_start_waits_for_the_one_that_makes_the_venv(checkout, tmp_path):
+    gate = hold_pip(tmp_path)
+    first = checkout.start(HOLD=str(gate))
+    gate.read_text()  # the first one is in the middle of pip
+    second = checkout.start()
+    assert "waiting" in second.stderr.readline()
+    Path(f"{gate}.go").write_text("go\n")
+    for process in (first, second):
+        out, err = process.communicate()
+        assert (process.returncode, out.strip()) == (0, checkout.python), err
+    assert len(checkout.calls()) == 2, "one venv, one pip"
+
+
+def test_an_interrupted_venv_is_made_anew(checkout, tmp_path):
+    gate = hold_pip(tmp_path)
+    first = checkout.start(HOLD=str(gate))
+    gate.read_text()
+    first.kill()  # and not its pip
+    first.wait()
+    (checkout.venv / "leftover").touch()
+    answer = checkout.run()
+    assert (answer.returncode, answer.stdout) == (0, checkout.python), answer.stderr
+    assert not (checkout.venv / "leftover").exists()
+    assert [call.split()[0] for call in checkout.calls()] == ["venv", "-m", "venv", "-m"]
+
+
+def hold_pip(folder: Path) -> Path:
+    """A named pipe that tells when pip has started; `.go` lets pip go on."""
+    gate = folder / "gate"
+    os.mkfifo(gate)
+    os.mkfifo(f"{gate}.go")
+    return gate
+
+
+def test_a_failing_pip_is_shown_and_the_next_start_tries_again(checkout):
+    answer = checkout.run(PIP_FAILS="1")
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert "no such package" in answer.stderr and "pip has failed" in answer.stderr
+    assert checkout.run().stdout == checkout.python
+
+
+def test_a_python_without_venv_is_told_which_package_to_install(checkout):
+    answer = checkout.run(VENV_FAILS="1")
+    assert answer.returncode == 1
+    assert "apt install python{}.{}-venv".format(*sys.version_info[:2]) in answer.stderr
+
+
+@pytest.mark.parametrize("has_python", [False, True])
+def test_a_venv_that_somebody_else_made_is_never_removed(checkout, has_python):
+    (checkout.venv / "bin").mkdir(parents=True)
+    (checkout.venv / "mine").touch()
+    if has_python:
+        Path(checkout.python).write_text("#!/bin/sh\necho broken >&2; exit 1\n")
+        Path(checkout.python).chmod(0o755)
+    answer = checkout.run()
+    assert answer.returncode == 1 and f"Remove {checkout.venv}" in answer.stderr
+    assert (checkout.venv / "mine").exists()
+
+
+def test_a_file_system_without_locks_is_no_obstacle(checkout, monkeypatch, capsys):
+    def refuse(file, operation):
+        raise OSError(errno.ENOSYS, "not implemented")
+
+    monkeypatch.setattr(environment.fcntl, "flock", refuse)
+    monkeypatch.setattr(environment, "VENV_LOCK", checkout.root / "lock")
+    with environment.lock_venv():
+        assert "cannot be locked" in capsys.readouterr().err
+
+
+def test_a_python_that_is_too_old_is_told_so(checkout):
+    pretend = "import sys; sys.version_info = (3, 9, 2); exec(open(sys.argv[1]).read())"
+    answer = subprocess.run([sys.executable, "-c", pretend, checkout.script], capture_output=True, text=True)
+    assert answer.returncode == 1
+    assert "needs Python 3.10 or newer" in answer.stderr and "is 3.9" in answer.stderr

@@ -1,0 +1,160 @@
+"""The single-device model against transformers' Llama: logits and every parameter's gradient."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.model.llama3 import Llama3, init_parameter, rotary_angles
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.sizes import RopeScaling, Shape
+
+PLAIN = Shape(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=128)
+SHAPES = {
+    "Llama 3": PLAIN,
+    "Llama 3.1, scaled RoPE": Shape(**{**vars(PLAIN), "rope_scaling": RopeScaling(factor=8.0, original_length=64)}),
+    "Llama 3.2, tied": Shape(
+        **{**vars(PLAIN), "rope_scaling": RopeScaling(factor=32.0, original_length=64), "tie_embeddings": True}
+    ),
+    "head dim of its own": Shape(**{**vars(PLAIN), "head_dim": 32}),
+    "one key/value head": Shape(**{**vars(PLAIN), "n_kv_heads": 1}),
+}
+
+
+def build_ours(shape: Shape) -> Llama3:
+    model = Llama3(shape)
+    initialize_weights(model, init_parameter, seed=1)
+    with torch.no_grad():  # norms of 1 would hide a norm that is left out
+        for index, parameter in enumerate(model.parameters()):
+            if parameter.dim() == 1:
+                parameter += torch.linspace(-0.3, 0.3, parameter.numel()).roll(index)
+    return model
+
+
+def build_theirs(shape: Shape, ours: Llama3) -> LlamaForCausalLM:
+    rope = {"rope_theta": shape.rope_theta, "rope_type": "default"}
+    if shape.rope_scaling:
+        rope = {
+            "rope_theta": shape.rope_theta,
+            "rope_type": "llama3",
+            "factor": shape.rope_scaling.factor,
+            "low_freq_factor": shape.rope_scaling.low_freq_factor,
+            "high_freq_factor": shape.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": shape.rope_scaling.original_length,
+        }
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.dim,
+        intermediate_size=shape.ffn_dim,
+        num_hidden_layers=shape.n_layers,
+        num_attention_heads=shape.n_heads,
+        num_key_value_heads=shape.n_kv_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=shape.norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=shape.tie_embeddings,
+        max_position_embeddings=4096,
+        attn_implementation="sdpa",
+    )
+    theirs = LlamaForCausalLM(config)
+    weights = {their_name(fqn): in_their_order(fqn, tensor, shape) for fqn, tensor in ours.state_dict().items()}
+    theirs.load_state_dict(weights, strict=True)
+    return theirs
+
+
+THEIR_NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+
+
+def their_name(fqn: str) -> str:
+    module = fqn.removesuffix(".weight")
+    if module.startswith("layers."):
+        _, layer, inside = module.split(".", 2)
+        return f"model.layers.{layer}.{THEIR_NAMES[inside]}.weight"
+    return f"{THEIR_NAMES[module]}.weight"
+
+
+def in_their_order(fqn: str, tensor: Tensor, shape: Shape) -> Tensor:
+    """They turn the pairs (i, i + E/2) of a head, we (2i, 2i + 1): the rows of wq and wk stand in another order."""
+    if not fqn.endswith(("wq.weight", "wk.weight")):
+        return tensor
+    return tensor.unflatten(0, (-1, shape.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_and_gradients_are_those_of_transformers(name):
+    shape = SHAPES[name]
+    ours = build_ours(shape)
+    theirs = build_theirs(shape, ours)
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(shape.vocab_size, (2, 300), generator=generator)  # longer than original_length
+    targets = torch.randint(shape.vocab_size, (2, 300), generator=generator)
+    targets[0, :100] = IGNORE_INDEX
+    positions = torch.arange(300).expand(2, -1)
+
+    logits, their_logits = ours(tokens, positions=positions), theirs(tokens).logits
+    assert (logits - their_logits).abs().max() < 2e-5
+
+    loss_sum = ours(tokens, positions=positions, targets=targets)
+    their_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1), targets.flatten())
+    assert loss_sum.item() / 500 == pytest.approx(their_loss.item(), rel=1e-6)
+    (loss_sum / 500).backward()
+    their_loss.backward()
+    their_parameters = dict(theirs.named_parameters())
+    for fqn, parameter in ours.named_parameters():
+        expected = their_parameters[their_name(fqn)].grad
+        difference = (in_their_order(fqn, parameter.grad, shape) - expected).norm() / expected.norm()
+        assert difference < 2e-5, f"gradient of {fqn} is off by {difference:.1e}"
+
+
+def test_positions_decide_the_rotation_not_the_place_in_the_row():
+    ours = build_ours(PLAIN)
+    tokens = torch.arange(20)[None] % PLAIN.vocab_size
+    from_zero = ours(tokens, positions=torch.arange(20)[None])
+    shifted = ours(tokens, positions=torch.arange(20)[None] + 7)  # rotation is relative: nothing may change
+    stretched = ours(tokens, positions=torch.arange(20)[None] * 2)
+    assert torch.allclose(from_zero, shifted, atol=1e-4)
+    assert not torch.allclose(from_zero, stretched, atol=1e-2)
+
+
+def test_rotary_angles_stay_exact_at_position_8191_under_bfloat16():
+    angles = rotary_angles(torch.tensor([[8191]]), PLAIN)
+    assert angles.dtype == torch.float32
+    fastest = torch.tensor(8191.0, dtype=torch.float64)  # the first pair turns by one radian per position
+    assert angles[0, 0, 0, 0, 0].item() == pytest.approx(fastest.cos().item(), abs=1e-5)
+
+
+def test_initial_weights_depend_on_seed_and_name_only():
+    models = {}
+    for name, seed, n_layers in (("a", 0, 2), ("b", 0, 4), ("c", 1, 2)):
+        model = Llama3(Shape(**{**vars(PLAIN), "n_layers": n_layers}))
+        initialize_weights(model, init_parameter, seed)
+        models[name] = dict(model.named_parameters())
+    wq = "layers.1.attention.wq.weight"
+    assert torch.equal(models["a"][wq], models["b"][wq])  # another depth, the same name
+    assert not torch.equal(models["a"][wq], models["c"][wq])  # another seed
+    assert not torch.equal(models["a"][wq], models["a"]["layers.0.attention.wq.weight"])  # another name
+
+
+def test_initial_weights_have_the_spread_that_the_rule_says():
+    model = Llama3(Shape(**{**vars(PLAIN), "dim": 256, "ffn_dim": 512}))
+    initialize_weights(model, init_parameter, seed=0)
+    spread = {fqn: parameter.std().item() for fqn, parameter in model.named_parameters() if parameter.dim() == 2}
+    cut = 0.9933  # of a normal distribution cut off (by clamping) at three standard deviations
+    assert spread["layers.0.attention.wq.weight"] == pytest.approx(0.02 * cut, rel=0.03)
+    assert spread["layers.0.attention.wo.weight"] == pytest.approx(0.02 / 4**0.5 * cut, rel=0.03)
+    assert spread["tok_embeddings.weight"] == pytest.approx(1.0 * cut, rel=0.03)
+    assert spread["output.weight"] == pytest.approx(256**-0.5 * cut, rel=0.03)

@@ -1,0 +1,256 @@
+"""run_train.sh: what it starts, with which arguments, and which exit status comes back.
+
+In a copy of the checkout, stubs stand for `check`, torchrun, srun and scontrol, and write down how they were called.
+One test starts the real torchrun.
+"""
+
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+VARIABLES = ["GLOO_SOCKET_IFNAME", "MASTER_ADDR", "NNODES", "NODE_RANK", "OMP_NUM_THREADS"]
+
+STUB = f"""
+import json, os, sys
+call = dict(name=NAME, pid=os.getpid(), folder=os.getcwd(), args=sys.argv[1:])
+call["variables"] = {{name: os.environ.get(name) for name in {VARIABLES}}}
+with open(os.environ["CALLS"], "a") as calls:
+    print(json.dumps(call), file=calls)
+"""
+STUB_CHECK = f"""{STUB.replace("NAME", "'check'", 1)}
+print("the report", file=sys.stderr)
+status = int(os.environ.get("CHECK_STATUS", "0"))
+if status == 0:
+    print(2)
+sys.exit(status)
+"""
+STUB_SRUN = """#!/bin/sh
+echo "$@" > "$SRUN_CALL"
+while [ "$1" != bash ]; do shift; done
+for SLURM_NODEID in 0 1; do
+    export SLURM_NODEID SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST="node[07-08]"
+    "$@" || exit
+done
+"""
+STUB_SCONTROL = """#!/bin/sh
+[ "$1 $2 $3" = "show hostnames node[07-08]" ] && printf 'node07\\nnode08\\n'
+"""
+
+
+class Checkout:
+    """A copy of the checkout with stubs, in a folder whose name has a space, and a working directory elsewhere."""
+
+    def __init__(self, folder: Path):
+        self.root = folder / "check out"
+        self.folder = folder / "work here"
+        self.calls_file = folder / "calls"
+        self.srun_file = folder / "srun"
+        self.folder.mkdir(parents=True)
+        self.write("run_train.sh", (REPOSITORY / "run_train.sh").read_text(encoding="utf-8"), executable=True)
+        script = "torchtitan_lite/environment.py"
+        self.write(script, (REPOSITORY / script).read_text(encoding="utf-8"))
+        self.write("pyproject.toml", "dependencies = [\n]\n")  # the Python of these tests will do
+        self.write("train.py", "")
+        self.write("torchtitan_lite/__init__.py", "")
+        self.write("torchtitan_lite/__main__.py", STUB_CHECK)
+        for package in ("torch", "torch/distributed"):
+            self.write(f"{package}/__init__.py", "")
+        self.write("torch/distributed/run.py", STUB.replace("NAME", "'torchrun'", 1))
+        self.write("bin/srun", STUB_SRUN, executable=True)
+        self.write("bin/scontrol", STUB_SCONTROL, executable=True)
+        self.variables = {
+            "PATH": f"{self.root}/bin{os.pathsep}{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "TMPDIR": str(folder),
+            "CALLS": str(self.calls_file),
+            "SRUN_CALL": str(self.srun_file),
+        }
+
+    def write(self, name: str, text: str, *, executable: bool = False) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755 if executable else 0o644)
+
+    def start(self, *args: str, stdout=subprocess.PIPE, **variables: str) -> subprocess.Popen:
+        command = [str(self.root / "run_train.sh"), *args]
+        options = {"cwd": self.folder, "env": self.variables | variables, "stdout": stdout}
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+
+    def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess:
+        process = self.start(*args, **variables)
+        out, err = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def calls(self) -> list[dict]:
+        """What ran, in this order: check and torchrun."""
+        return [json.loads(line) for line in self.calls_file.read_text(encoding="utf-8").splitlines()]
+
+    def torchrun(self) -> dict:
+        """The one call of torchrun, its options as a dict and the training script with its arguments as `script`."""
+        (call,) = [call for call in self.calls() if call["name"] == "torchrun"]
+        at = call["args"].index(str(self.root / "train.py"))
+        options = dict(zip(call["args"][:at:2], call["args"][1:at:2], strict=True))
+        return call | {"options": options, "script": call["args"][at:]}
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+def test_help_names_every_environment_variable_and_starts_nothing(checkout):
+    answer = checkout.run("--config", "debug", "--help")
+    assert answer.returncode == 0 and not checkout.calls_file.exists()
+    script = (REPOSITORY / "run_train.sh").read_text(encoding="utf-8")
+    read = set(re.findall(r"\$\{([A-Z_]+):[-=]", script)) - {"SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"}
+    for name in read - {"SLURM_JOB_NUM_NODES", "PYTHONPATH", "TMPDIR"} | {"NGPU", "MASTER_PORT", "srun", "--config"}:
+        assert name in answer.stdout, name
+
+
+@pytest.mark.parametrize("status", [1, 2])
+def test_what_check_refuses_is_not_started_and_its_status_comes_back(checkout, status):
+    answer = checkout.run("--training.stepz", "20", CHECK_STATUS=str(status))
+    assert answer.returncode == status
+    assert "the report" in answer.stderr
+    assert [call["name"] for call in checkout.calls()] == ["check"]
+
+
+def test_arguments_with_spaces_reach_check_and_train_unchanged_in_the_callers_folder(checkout):
+    args = ["--config", "my config.toml", "--job.description", "a  *", "--training.steps=20"]
+    assert checkout.run(*args).returncode == 0
+    check, torchrun = checkout.calls()
+    assert check["args"] == ["check", "--launch", *args]
+    assert checkout.torchrun()["script"] == [str(checkout.root / "train.py"), *args]
+    assert check["folder"] == torchrun["folder"] == str(checkout.folder)
+
+
+def test_config_file_from_the_environment_stands_before_the_arguments(checkout):
+    checkout.run("--config", "b", CONFIG_FILE="my a.toml")
+    assert [call["args"][-4:] for call in checkout.calls()] == [["--config", "my a.toml", "--config", "b"]] * 2
+
+
+def test_a_single_host_meets_on_the_loopback(checkout):
+    checkout.run()
+    torchrun = checkout.torchrun()
+    assert torchrun["options"]["--nnodes"] == "1"
+    assert torchrun["options"]["--nproc-per-node"] == "2", "what check printed"
+    assert torchrun["options"]["--rdzv-endpoint"] == "127.0.0.1:0"
+    assert torchrun["options"]["--max-restarts"] == torchrun["options"]["--local-ranks-filter"] == "0"
+    assert torchrun["variables"]["OMP_NUM_THREADS"] == "1"
+    assert torchrun["variables"]["GLOO_SOCKET_IFNAME"] == ("lo" if Path("/sys/class/net/lo").exists() else None)
+
+
+def test_what_the_user_sets_is_kept(checkout):
+    checkout.run(OMP_NUM_THREADS="4", GLOO_SOCKET_IFNAME="eth1", LOG_RANK="0,1", MAX_RESTARTS="3")
+    torchrun = checkout.torchrun()
+    assert torchrun["variables"]["OMP_NUM_THREADS"] == "4"
+    assert torchrun["variables"]["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert torchrun["options"]["--local-ranks-filter"] == "0,1"
+    assert torchrun["options"]["--max-restarts"] == "3"
+
+
+def test_torchrun_takes_the_place_of_the_script_so_that_signals_reach_it(checkout):
+    process = checkout.start()
+    process.communicate()
+    assert checkout.torchrun()["pid"] == process.pid
+
+
+@pytest.mark.parametrize("node_rank", ["0", "1"])
+def test_several_hosts_meet_at_the_master(checkout, node_rank):
+    answer = checkout.run(NNODES="2", NODE_RANK=node_rank, MASTER_ADDR="10.0.0.5", MASTER_PORT="1234")
+    torchrun = checkout.torchrun()
+    assert torchrun["options"]["--nnodes"] == "2"
+    assert torchrun["options"]["--rdzv-endpoint"] == "10.0.0.5:1234"
+    assert torchrun["options"]["--rdzv-conf"] == f"is_host={int(node_rank == '0')}"
+    assert torchrun["variables"]["GLOO_SOCKET_IFNAME"] is None
+    assert checkout.calls()[0]["variables"]["NNODES"] == "2", "check must know the number of hosts"
+    assert answer.stderr.count("the report") == int(node_rank == "0"), "once is enough"
+
+
+def test_a_host_other_than_the_first_says_what_check_refuses_there(checkout):
+    answer = checkout.run(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.5", CHECK_STATUS="2")
+    assert answer.returncode == 2 and "the report" in answer.stderr
+
+
+def test_several_hosts_without_a_master_are_refused(checkout):
+    answer = checkout.run(NNODES="2", NODE_RANK="0")
+    assert answer.returncode == 1 and "MASTER_ADDR" in answer.stderr
+    assert "torchrun" not in [call["name"] for call in checkout.calls()]
+
+
+# --- Slurm ---
+
+
+def test_in_a_slurm_allocation_it_starts_itself_once_on_each_node(checkout):
+    answer = checkout.run("--config", "my config", SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="34567")
+    assert answer.returncode == 0, answer.stderr
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1" in checkout.srun_file.read_text(encoding="utf-8")
+    calls = checkout.calls()
+    assert [call["name"] for call in calls] == ["check", "torchrun"] * 2
+    for node_rank, call in enumerate(calls[1::2]):
+        options = " ".join(call["args"])
+        assert "--nnodes 2" in options and f"is_host={1 - node_rank}" in options
+        assert "--rdzv-endpoint node07:24567" in options, "first host of the allocation, a port of this job"
+        assert call["args"][-2:] == ["--config", "my config"]
+
+
+def test_what_check_refuses_on_a_slurm_node_comes_back(checkout):
+    assert checkout.run(SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="1", CHECK_STATUS="2").returncode == 2
+
+
+def test_one_node_of_a_slurm_allocation_can_be_asked_for(checkout):
+    checkout.run(SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="1", NNODES="1")
+    assert not checkout.srun_file.exists()
+    assert checkout.torchrun()["options"]["--rdzv-endpoint"] == "127.0.0.1:0"
+
+
+def test_srun_with_several_tasks_per_node_is_refused(checkout):
+    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "16", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1"}
+    answer = checkout.run(SLURM_JOB_NUM_NODES="2", **step)
+    assert answer.returncode == 1 and "--ntasks-per-node=1" in answer.stderr
+
+
+def test_a_copy_of_the_script_alone_says_how_to_give_it_to_sbatch(checkout):
+    (checkout.root / "train.py").unlink()
+    answer = checkout.run()
+    assert answer.returncode == 1 and "--wrap" in answer.stderr
+
+
+# --- without stubs ---
+
+
+def test_a_bare_config_name_is_found_and_a_misspelt_key_refused_by_the_real_check(checkout):
+    shutil.rmtree(checkout.root / "torchtitan_lite")
+    for name in ("torchtitan_lite", "configs", "assets"):
+        shutil.copytree(REPOSITORY / name, checkout.root / name)
+    answer = checkout.run("--config", "debug.toml", "--training.step", "20")
+    assert answer.returncode == 2 and "training.steps" in answer.stderr
+    answer = checkout.run("--config", "debug.toml", NGPU="2")
+    assert answer.returncode == 0, answer.stderr
+    assert checkout.torchrun()["options"]["--nproc-per-node"] == "2"
+
+
+def test_the_terminal_shows_one_rank_plainly_and_no_stderr_is_lost(checkout):
+    shutil.rmtree(checkout.root / "torch")
+    say = "import os, sys; rank = os.environ['RANK']; print('out', rank, sys.stdout.isatty()); "
+    checkout.write("train.py", say + "print('err', rank, file=sys.stderr); sys.exit(int(rank))")
+    terminal, end_of_ranks = pty.openpty()
+    process = checkout.start(stdout=end_of_ranks)
+    err = process.communicate()[1]
+    assert process.returncode == 1, "rank 1 has failed"
+    assert os.read(terminal, 10_000).decode().splitlines() == ["out 0 True"]
+    os.close(terminal)
+    os.close(end_of_ranks)
+    assert "err 0" in err and "err 1" not in err
+    (log_folder,) = re.findall(r"is kept in (.+)\.\n", err)
+    kept = {path.parent.name: path.read_text().strip() for path in Path(log_folder).rglob("stderr.log")}
+    assert kept == {"0": "err 0", "1": "err 1"}
