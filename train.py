@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.components.checkpoint import find_steps, load_checkpoint, save_checkpoint
+from torchtitan_lite.components.checkpoint import load_checkpoint, save_checkpoint
 from torchtitan_lite.components.data import SampleStream, open_corpus, prefetch, rows_of_rank
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, compute_metrics, read_peak_memory
@@ -79,7 +79,7 @@ def main(args: list[str]) -> int:
     # ---- checkpoint: go on where the newest one, or the one named, ends
     checkpoints = dump_folder / config.checkpoint.folder
     facts = {"data": stream.identity, "global_batch_size": layout.global_batch_size, "shape": asdict(shape)}
-    resumed_step = choose_resumed_step(config, checkpoints)
+    resumed_step = prepared.resumed_step
     if resumed_step:
         load_checkpoint(checkpoints, resumed_step, run.parameters, run.optimizer, run.lr_scheduler, facts=facts)
 
@@ -194,15 +194,6 @@ def open_dump_folder(dump_folder: Path, config: Config, *, starting_over: bool) 
             shutil.rmtree(dump_folder / folder, ignore_errors=True)
     dump_folder.mkdir(parents=True, exist_ok=True)
     (dump_folder / "config.toml").write_text(dump_config_toml(config), encoding="utf-8")
-
-
-def choose_resumed_step(config: Config, checkpoints: Path) -> int:
-    """The step to go on from: checkpoint.load_step, else that of the newest checkpoint, else 0."""
-    if not config.checkpoint.enable:
-        return 0
-    if config.checkpoint.load_step > -1:
-        return config.checkpoint.load_step
-    return max(find_steps(checkpoints), default=0)
 
 
 @contextmanager

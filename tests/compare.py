@@ -250,3 +250,8 @@ def fail_on(rank: int, world_size: int, failing_rank: int) -> None:
     """Worker: dies without a word on one rank."""
     if rank == failing_rank:
         os._exit(3)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

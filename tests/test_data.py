@@ -42,7 +42,7 @@ def tokenizer():
 
 def write_files(folder: Path, n_files: int) -> list[Path]:
     folder.mkdir()
-    files = [folder / f"{n:03}.py" for n in range(n_files)]
+    files = [folder / f"{n:04}.py" for n in range(n_files)]
     for n, path in enumerate(files):
         lines = [f"def function_{n}_{line}(x):\n    return x * {line} + {n}  # é\n" for line in range(n % 7)]
         path.write_text("".join(lines), encoding="utf-8")

@@ -45,6 +45,18 @@ STUB_SCONTROL = """#!/bin/sh
 """
 
 
+SPEAK_AND_FAIL = """
+import os, sys
+rank = os.environ["RANK"]
+print("out", rank, sys.stdout.isatty())
+print("err", rank, file=sys.stderr)
+if rank == "1":
+    open("gate").read()  # torchrun stops all ranks when one fails: not before rank 0 has spoken
+    sys.exit(1)
+open("gate", "w").close()
+"""
+
+
 class Checkout:
     """A copy of the checkout with stubs, in a folder whose name has a space, and a working directory elsewhere."""
 
@@ -232,6 +244,7 @@ def test_a_bare_config_name_is_found_and_a_misspelt_key_refused_by_the_real_chec
     shutil.rmtree(checkout.root / "torchtitan_lite")
     for name in ("torchtitan_lite", "configs", "assets"):
         shutil.copytree(REPOSITORY / name, checkout.root / name)
+    checkout.variables["CUDA_VISIBLE_DEVICES"] = ""
     answer = checkout.run("--config", "debug.toml", "--training.step", "20")
     assert answer.returncode == 2 and "training.steps" in answer.stderr
     answer = checkout.run("--config", "debug.toml", NGPU="2")
@@ -241,8 +254,8 @@ def test_a_bare_config_name_is_found_and_a_misspelt_key_refused_by_the_real_chec
 
 def test_the_terminal_shows_one_rank_plainly_and_no_stderr_is_lost(checkout):
     shutil.rmtree(checkout.root / "torch")
-    say = "import os, sys; rank = os.environ['RANK']; print('out', rank, sys.stdout.isatty()); "
-    checkout.write("train.py", say + "print('err', rank, file=sys.stderr); sys.exit(int(rank))")
+    checkout.write("train.py", SPEAK_AND_FAIL)
+    os.mkfifo(checkout.folder / "gate")
     terminal, end_of_ranks = pty.openpty()
     process = checkout.start(stdout=end_of_ranks)
     err = process.communicate()[1]

@@ -104,15 +104,8 @@ def plan_degrees(parallelism: Parallelism, world_size: int) -> tuple[dict[str, i
         "tp": parallelism.tensor_parallel_degree,
     }
     others = prod(degree for dim, degree in degrees.items() if dim != "dp_shard")
-    product_of = " x ".join(f"{dim} {degree}" for dim, degree in degrees.items() if dim != "dp_shard" and degree > 1)
     if degrees["dp_shard"] == -1:
         degrees["dp_shard"] = max(1, world_size // others)
-        key = "parallelism.data_parallel_shard_degree"
-        value = -1
-    else:
-        key = "parallelism." + " x ".join(name for name in _degree_keys(parallelism))
-        value = others * degrees["dp_shard"]
-        product_of = " x ".join(f"{dim} {degree}" for dim, degree in degrees.items() if degree > 1)
     if prod(degrees.values()) == world_size:
         return degrees, []
 
@@ -124,14 +117,11 @@ def plan_degrees(parallelism: Parallelism, world_size: int) -> tuple[dict[str, i
         remedies += [f"NGPU={n}" for n in (below, above) if n]
     else:
         remedies.append(f"NGPU={prod(degrees.values())}")
-    why = f"the degrees ({product_of or 'all 1'}) do not multiply to the world size {world_size}"
-    return degrees, [Problem(key, value, why, "Use " + ", or ".join(remedies))]
-
-
-def _degree_keys(parallelism: Parallelism) -> list[str]:
-    """The degree keys that are above 1, to be named in a message; all of them are 1: the one that would grow."""
-    keys = [name for name in vars(parallelism) if name.endswith("_degree") and getattr(parallelism, name) > 1]
-    return keys or ["data_parallel_shard_degree"]
+    given = parallelism.data_parallel_shard_degree
+    product = " x ".join(f"{dim} {degree}" for dim, degree in {**degrees, "dp_shard": given}.items() if degree > 1)
+    why = f"the degrees ({product or 'all 1'}) do not multiply to the world size {world_size}"
+    key = "parallelism.data_parallel_shard_degree"
+    return degrees, [Problem(key, given, why, "Use " + ", or ".join(remedies))]
 
 
 def check_divisibility(config: Config, shape: Shape, degrees: dict[str, int]) -> list[Problem]:

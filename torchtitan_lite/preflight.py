@@ -50,6 +50,7 @@ class Prepared:
     memory: MemoryBound
     notices: list[str]
     dump_folder: Path
+    resumed_step: int  # the last step that is already done; 0: the run begins
     cache_folder: Path
     tokenizer_folder: Path
 
@@ -86,7 +87,7 @@ def preflight(
     problems += check_tokenizer(config, tokenizer_folder, shape)
     problems += check_dump_folder(config, restarted) + check_subfolders(config)
     problems += check_writable("training.cache_folder", config.training.cache_folder)
-    problems += check_profiling(config)
+    problems += check_profiling(config) + ([] if restarted else check_load_step(config))
 
     problems = reading.problems + drop_follow_ups(problems, reading.problems)
     if problems:
@@ -100,6 +101,7 @@ def preflight(
         memory=memory,
         notices=reading.notices,
         dump_folder=Path(config.job.dump_folder),
+        resumed_step=find_resumed_step(config, restarted),
         cache_folder=Path(config.training.cache_folder),
         tokenizer_folder=tokenizer_folder,
     )
@@ -214,6 +216,39 @@ def check_subfolders(config: Config) -> list[Problem]:
         for key in SUBFOLDERS
         if (path := Path(get_value(config, key))).is_absolute() or ".." in path.parts or path == Path(".")
     ]
+
+
+def check_load_step(config: Config) -> list[Problem]:
+    """A checkpoint that is named must be there, and be the newest: what is saved next must not meet a later one."""
+    key, value = "checkpoint.load_step", config.checkpoint.load_step
+    if not config.checkpoint.enable or value == -1:
+        return []
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    steps = find_steps(folder)
+    if config.job.overwrite:
+        why = "job.overwrite starts over, and deletes every checkpoint first"
+        return [Problem(key, value, why, "Keep one of the two keys")]
+    if value not in steps:
+        return [Problem(key, value, f"{folder} holds no whole checkpoint of it", f"There are steps {steps or 'none'}")]
+    if later := [step for step in steps if step > value]:
+        why = f"{folder} holds later checkpoints too ({later}), which the run would meet again"
+        return [Problem(key, value, why, "Move those away, or copy this one to another job.dump_folder")]
+    return []
+
+
+def find_resumed_step(config: Config, restarted: bool) -> int:
+    """The last step that is already done: of checkpoint.load_step, else of the newest checkpoint, else 0."""
+    if not config.checkpoint.enable or (config.job.overwrite and not restarted):
+        return 0
+    steps = find_steps(Path(config.job.dump_folder) / config.checkpoint.folder)
+    restored = config.checkpoint.load_step
+    return max(steps, default=0) if restored == -1 or restarted else restored
+
+
+def find_steps(folder: Path) -> list[int]:
+    """Steps of the whole checkpoints in `folder`, ascending: run.json is there, and the folder has its final name."""
+    names = [path.parent.name.removeprefix("step-") for path in folder.glob("step-*/run.json")]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def check_writable(key: str, value: str) -> list[Problem]:

@@ -23,17 +23,13 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
+from torchtitan_lite.preflight import find_steps
+
 logger = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be used, and why."""
-
-
-def find_steps(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints in `folder`, ascending. What was not committed is not a checkpoint."""
-    names = [path.name.removeprefix("step-") for path in folder.glob("step-*") if (path / "run.json").is_file()]
-    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def save_checkpoint(

@@ -102,6 +102,8 @@ def describe(prepared: Prepared, machine: Machine, n_hosts: int) -> str:
     }
     if layout.pp == 1:
         del rows["stages"]
+    if prepared.resumed_step:
+        rows["resumes"] = f"after step {prepared.resumed_step}"
     notices = "".join(f"\n  note    {notice}" for notice in prepared.notices)
     return (
         f"{prepared.config_name} is sound on {place}:\n" + "\n".join(f"  {k:7} {v}" for k, v in rows.items()) + notices
