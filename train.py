@@ -50,7 +50,7 @@ def main(args: list[str]) -> int:
     device = choose_device(local_rank, machine.device_type)
     make_deterministic(config.debug)
     record_collectives(config.comm, dump_folder)
-    start_process_group(device, config.comm.init_timeout_seconds)
+    start_process_group(device, config.comm.init_timeout_seconds, restarts)
     mesh = build_mesh(layout, device.type)
     if rank == 0:
         open_dump_folder(dump_folder, config, starting_over=config.job.overwrite and restarts == 0)

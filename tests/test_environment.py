@@ -156,6 +156,12 @@ def test_a_package_counts_only_within_its_bounds(tmp_path, monkeypatch, version,
     assert environment.parse_requirement("somepackage").is_met()
 
 
+@pytest.mark.parametrize("bound", ["==2.13", "<=2.13", ">=2.13", "==2.13.0.0"])
+def test_zeros_at_the_end_of_a_version_mean_nothing(tmp_path, monkeypatch, bound):
+    monkeypatch.syspath_prepend(add_package(tmp_path, "somepackage", "2.13.0"))
+    assert environment.parse_requirement(f"somepackage{bound}").is_met()
+
+
 @pytest.mark.parametrize(("below_python", "is_met"), [("3.10", True), ("3.99", False)])
 def test_a_package_that_only_older_pythons_need_is_not_missed(below_python, is_met):
     assert environment.parse_requirement(f'not-installed; python_version < "{below_python}"').is_met() == is_met
@@ -193,12 +199,13 @@ def test_a_venv_is_made_once_and_only_what_it_lacks_is_added(checkout):
     assert checkout.calls()[2:] == [f"{install} beta"]
 
 
-def test_the_torch_that_a_machine_comes_with_is_shared_with_the_venv(checkout, tmp_path):
+@pytest.mark.parametrize(("package", "flags"), [("torch", " --system-site-packages"), ("alpha", "")])
+def test_only_a_torch_that_the_machine_comes_with_is_shared_with_the_venv(checkout, tmp_path, package, flags):
     toml = checkout.root / "pyproject.toml"
-    toml.write_text('dependencies = [\n    "torch>=2.11,<2.14",\n    "alpha",\n]\n', encoding="utf-8")
-    checkout.variables["PYTHONPATH"] += os.pathsep + add_package(tmp_path / "site", "torch", "2.11.0")
+    toml.write_text('dependencies = [\n    "torch>=99",\n    "alpha",\n]\n', encoding="utf-8")
+    checkout.variables["PYTHONPATH"] += os.pathsep + add_package(tmp_path / "site", package, "99.0")
     checkout.run()
-    assert checkout.calls()[0] == "venv --system-site-packages"
+    assert checkout.calls()[0] == f"venv{flags}"
 
 
 def test_a_real_venv_gets_the_tested_version_by_pip(bare_checkout, tmp_path):

@@ -181,8 +181,7 @@ def learn_tokens_by_recounting(words: dict[bytes, int], n_tokens: int) -> list[b
                 pair = pieces[i] + pieces[i + 1]
                 counts[pair] = counts.get(pair, 0) + n
         best = sorted(counts.items(), key=lambda item: (item[1], item[0]))[-1][0]
-        if best not in tokens:
-            tokens.append(best)
+        tokens.append(best)
         for pieces, _ in spelled:
             i = 0
             while i < len(pieces) - 1:

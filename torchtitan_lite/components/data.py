@@ -3,11 +3,11 @@
 A corpus is one long row of tokens, `BOS text EOS BOS text EOS ...`, cut into samples of seq_len tokens. Each epoch puts
 the samples in another order, and step s takes the next global_batch_size of that order. Ranks share a step by rows:
 
-    global batch of step s, 8 rows     2 ranks           4 ranks       after a resume with 1 rank
-    row 0   sample 5121                rank 0            rank 0        rank 0
-    row 1   sample  907                rank 0            rank 0        rank 0
-    row 2   sample   33                rank 0            rank 1        rank 0
-    ...                                rows 4-7: rank 1  ...           ...
+    global batch of step s     4 ranks    2 ranks    1 rank
+    row 0   sample 5121        rank 0     rank 0     rank 0
+    row 1   sample  907        rank 1     rank 0     rank 0
+    row 2   sample   33        rank 2     rank 1     rank 0
+    row 3   sample 2460        rank 3     rank 1     rank 0
 
 Nothing else is remembered from step to step, so a resume needs the number of the step and no state of a loader. Ranks
 here are data-parallel ranks: all tp and pp ranks of one replica read the same rows. Traffic between ranks: none.
@@ -253,7 +253,7 @@ def prefetch(stream: SampleStream, rows: range, *, first_step: int, device: torc
     """Rows `rows` of the batches of first_step, first_step + 1, ... on `device`, without end.
 
     A thread reads the next batch while the caller computes with this one. What fails in the thread is raised here, at
-    the batch that it was reading; `close()` of the iterator ends the thread.
+    the batch that it was reading; `close()` of the iterator ends the thread. A CUDA `device` carries its index.
     """
     on_cuda = device.type == "cuda"
 

@@ -81,14 +81,22 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
     return device
 
 
-def start_process_group(device: torch.device, timeout_s: int) -> None:
+def start_process_group(device: torch.device, timeout_s: int, restarts: int) -> None:
     """Joins the job's process group (its address from torchrun's environment); NCCL on CUDA, gloo on CPU.
 
     `timeout_s` is for the first steps, in which ranks compile and read at different speeds.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     dist.init_process_group(
-        backend, timeout=timedelta(seconds=timeout_s), device_id=device if device.type == "cuda" else None
+        "nccl" if device.type == "cuda" else "gloo",
+        # torchrun keeps one store over all restarts, and in it the addresses of ranks that are dead: without a prefix
+        # of its own, a restarted rank may read those, and fail to connect or wait for ever (torch 2.13).
+        store=dist.PrefixStore(f"restart-{restarts}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
     )
 
 

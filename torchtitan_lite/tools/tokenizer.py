@@ -76,7 +76,7 @@ def learn_tokens(words: Counter[bytes], n_tokens: int) -> list[bytes]:
     A pair is known by the bytes that it joins to, as in tiktoken: "lo"+"w" and "l"+"ow" are counted together. Equal
     counts are decided by the bytes, so the result is the same on every machine. Raises ValueError if pairs run out.
     """
-    ranks = {bytes([byte]): byte for byte in range(256)}
+    tokens = [bytes([byte]) for byte in range(256)]
     spellings = {word: [bytes([byte]) for byte in word] for word in words}
     pair_counts: Counter[bytes] = Counter()
     words_with: defaultdict[bytes, set[bytes]] = defaultdict(set)  # where a pair stands, or once stood
@@ -86,11 +86,11 @@ def learn_tokens(words: Counter[bytes], n_tokens: int) -> list[bytes]:
             words_with[pair].add(word)
 
     started_s = time.monotonic()
-    while len(ranks) < n_tokens:
+    while len(tokens) < n_tokens:
         token = max(pair_counts, key=lambda pair: (pair_counts[pair], pair), default=b"")
         if pair_counts[token] == 0:
-            raise ValueError(f"the text has no more pairs after {len(ranks)} tokens. Ask for at most so many.")
-        ranks.setdefault(token, len(ranks))
+            raise ValueError(f"the text has no more pairs after {len(tokens)} tokens. Ask for at most so many.")
+        tokens.append(token)
         # Only words with this pair are counted anew; that makes 2,000 rounds a matter of seconds.
         for word in words_with[token]:
             for pair in join_neighbours(spellings[word]):
@@ -100,10 +100,10 @@ def learn_tokens(words: Counter[bytes], n_tokens: int) -> list[bytes]:
                 pair_counts[pair] += words[word]
                 words_with[pair].add(word)
         del pair_counts[token], words_with[token]
-        if len(ranks) % 256 == 0:
+        if len(tokens) % 256 == 0:
             elapsed_s = time.monotonic() - started_s
-            print(f"{len(ranks)} of {n_tokens} tokens after {elapsed_s:.0f} s, newest {token!r}", flush=True)
-    return list(ranks)
+            print(f"{len(tokens)} of {n_tokens} tokens after {elapsed_s:.0f} s, newest {token!r}", flush=True)
+    return tokens
 
 
 def join_neighbours(spelling: list[bytes]) -> list[bytes]:

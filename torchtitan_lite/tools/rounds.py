@@ -1,0 +1,125 @@
+"""Measuring in rounds: contenders take turns in one process, so that only neighbours in time are compared.
+
+    round 1    trainer       bare_loop     transformers  compiled        a turn: n_steps, one reading of the clock
+    round 2    bare_loop     transformers  compiled      trainer         another one goes first
+    ratio      the median, over the rounds, of (speed of one / speed of the other, both of that round)
+
+Speeds say more about the machine than about the code, and on a shared machine they drift while one looks. The ratio of
+neighbours does not, and a median forgets the round in which somebody else was busy.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a bench found out."""
+
+    setting: dict[str, object]  # what ran, on what, with which versions, when
+    unit: str  # of the work that is counted: "tokens"
+    units_per_step: int
+    step_times_s: dict[str, list[float]]  # contender -> seconds per step in each round
+    absent: dict[str, str]  # contender -> why it did not run
+    ratio_of: dict[str, tuple[str, str]]  # ratio -> (contender, the one it is divided by): above 1, the first is faster
+
+
+def measure_rounds(
+    contenders: dict[str, Callable[[], object]],
+    *,
+    n_rounds: int,
+    n_steps: int,
+    wait_for_device: Callable[[], None],
+    read_clock_s: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Name -> seconds per step of each round. In every round each contender makes n_steps."""
+    step_times_s: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for n_done in range(n_rounds):
+        first = n_done % len(names)
+        for name in names[first:] + names[:first]:
+            with collection_paused():
+                wait_for_device()
+                start_s = read_clock_s()
+                for _ in range(n_steps):
+                    contenders[name]()
+                wait_for_device()  # a GPU works on what it was told long after the call has returned
+                step_times_s[name].append((read_clock_s() - start_s) / n_steps)
+    return step_times_s
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Collects garbage before, and none inside: it would fall to whoever is at work just then."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def compare_rounds(report: Report) -> dict[str, list[float]]:
+    """Ratio -> its value in each round. A ratio with an absent contender is left out."""
+    times_s = report.step_times_s
+    return {
+        ratio: [other_s / one_s for one_s, other_s in zip(times_s[one], times_s[other], strict=True)]
+        for ratio, (one, other) in report.ratio_of.items()
+        if one in times_s and other in times_s
+    }
+
+
+def report_for_programs(report: Report) -> dict[str, object]:
+    """What --json prints."""
+    compared = compare_rounds(report)
+    speeds = list_speeds(report)
+    return {
+        **report.setting,
+        "ratios": {ratio: median(values) for ratio, values in compared.items()},
+        "ratio_of": {ratio: list(report.ratio_of[ratio]) for ratio in compared},
+        "contenders": {
+            name: {
+                f"{report.unit}_per_s": {
+                    "median": median(speeds[name]),
+                    "min": min(speeds[name]),
+                    "max": max(speeds[name]),
+                },
+                "step_time_s": {"median": median(times_s), "rounds": times_s},
+            }
+            for name, times_s in report.step_times_s.items()
+        },
+        "absent": report.absent,
+    }
+
+
+def describe(report: Report) -> str:
+    """For people: the setting, a table of contenders, a table of ratios."""
+    lines = [f"{name:16}{format_setting(value)}" for name, value in report.setting.items()]
+    lines += ["", f"{'contender':16}{f'{report.unit}/s':>10}  {'lowest - highest':18}{'s/step':>8}"]
+    for name, speeds in list_speeds(report).items():
+        spread = f"{min(speeds):.0f} - {max(speeds):.0f}"
+        lines.append(f"{name:16}{median(speeds):10.0f}  {spread:18}{median(report.step_times_s[name]):8.3f}")
+    lines += [f"{name:16}absent: {why}" for name, why in report.absent.items()]
+    lines += ["", f"{'ratio':20}{'':6}  {'lowest - highest':18}of {report.unit}/s: median of the ratios of each round"]
+    for ratio, values in compare_rounds(report).items():
+        spread = f"{min(values):.3f} - {max(values):.3f}"
+        lines.append(f"{ratio:20}{median(values):6.3f}  {spread:18}{' / '.join(report.ratio_of[ratio])}")
+    return "\n".join(lines)
+
+
+def list_speeds(report: Report) -> dict[str, list[float]]:
+    """Contender -> units per second in each round."""
+    return {
+        name: [report.units_per_step / seconds for seconds in times_s] for name, times_s in report.step_times_s.items()
+    }
+
+
+def format_setting(value: object) -> str:
+    """{"torch": "2.13.0", "transformers": None} as `torch 2.13.0`."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {one}" for name, one in value.items() if one is not None)
+    return str(value)
