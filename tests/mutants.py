@@ -138,12 +138,12 @@ def replicas_not_reduced():
     """The all-reduce over dp_replicate is left out: every replica learns from its own data and they drift apart. The
     logged loss is their mean and falls nicely; a checkpoint holds one of them."""
 
-    def apply_without_all_reduce(part, mesh, **options):
-        original(part, mesh, **options)
-        part.set_requires_all_reduce(False)
-
     original = parallelize.apply_fsdp
-    return patch.object(parallelize, "apply_fsdp", apply_without_all_reduce)
+
+    def shard_only(part, mesh, **options):
+        original(part, mesh["shard"], **options)
+
+    return patch.object(parallelize, "apply_fsdp", shard_only)
 
 
 @mutant(row="full recompute", noticed_by="gradient")

@@ -26,8 +26,9 @@ from torchtitan_lite.components.data import (
     rows_of_rank,
     shuffle,
 )
-from torchtitan_lite.components.tokenizer import REPOSITORY, SPLIT_PATTERN, load_tokenizer
+from torchtitan_lite.components.tokenizer import SPLIT_PATTERN, load_tokenizer
 from torchtitan_lite.config import ConfigError
+from torchtitan_lite.config_reader import REPOSITORY
 from torchtitan_lite.model.head import IGNORE_INDEX
 
 CPU = torch.device("cpu")

@@ -9,8 +9,9 @@ import pytest
 import tiktoken
 
 from torchtitan_lite.components.data import DATASETS
-from torchtitan_lite.components.tokenizer import REPOSITORY, load_tokenizer
+from torchtitan_lite.components.tokenizer import load_tokenizer
 from torchtitan_lite.config import ConfigError
+from torchtitan_lite.config_reader import REPOSITORY
 from torchtitan_lite.tools import tokenizer as tool
 
 SHIPPED = REPOSITORY / "assets" / "tokenizer"

@@ -14,13 +14,11 @@ vocabulary 2,048 of them are ids 2048 to 2303. Joining is tiktoken's work; `tool
 import hashlib
 from base64 import b64decode
 from dataclasses import dataclass
-from pathlib import Path
 
 import tiktoken
 
 from torchtitan_lite.config import ConfigError, Problem
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from torchtitan_lite.preflight import N_SPECIAL_TOKENS, find_tokenizer_folder
 
 # As published with Llama 3: the first alternative that matches takes the next word.
 SPLIT_PATTERN = "|".join(
@@ -49,7 +47,6 @@ NAMED_SPECIAL_TOKENS = [
     "<|eot_id|>",
     "<|python_tag|>",
 ]
-N_SPECIAL_TOKENS = 256
 SPECIAL_TOKENS = NAMED_SPECIAL_TOKENS + [
     f"<|reserved_special_token_{n - len(NAMED_SPECIAL_TOKENS) + 2}|>"
     for n in range(len(NAMED_SPECIAL_TOKENS), N_SPECIAL_TOKENS)
@@ -82,10 +79,9 @@ class Tokenizer:
 def load_tokenizer(folder: str) -> Tokenizer:
     """Reads `folder`/tokenizer.model; a relative folder is looked up from the working directory, then from this
     repository. Raises ConfigError when there is no such file or it is not a vocabulary."""
-    places = [Path(folder), REPOSITORY / folder]
-    path = next((place / "tokenizer.model" for place in places if (place / "tokenizer.model").is_file()), None)
-    if path is None:
-        why = f"there is no tokenizer.model in {' nor in '.join(dict.fromkeys(str(p.resolve()) for p in places))}"
+    path = find_tokenizer_folder(folder) / "tokenizer.model"
+    if not path.is_file():
+        why = f"there is no {path.resolve()}"
         remedy = "Name the folder of a Llama 3 tokenizer, or use the shipped one, assets/tokenizer"
         raise ConfigError([Problem("model.hf_assets_path", folder, why, remedy)])
     content = path.read_bytes()
