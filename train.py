@@ -92,6 +92,7 @@ def main(args: list[str]) -> int:
             dump_folder, config.metrics, n_steps=n_steps, resumed_step=resumed_step, flops_per_token=flops_per_token
         )
     progress = Progress(rank, n_steps, stream=sys.stdout)
+    trained = False
     batches = prefetch(stream, rows, first_step=resumed_step, device=device)
     with (
         told_by_rank(rank, mesh.coordinates()),
@@ -111,7 +112,7 @@ def main(args: list[str]) -> int:
                     logging.ERROR if rank == 0 else logging.INFO,
                     f"step {step}: gradient norm {result.grad_norm.item()}, weights left as they were: {culprit}",
                 )
-                return 1
+                break
 
             if step == resumed_step + 1:  # all ranks have compiled, connected and allocated
                 set_timeouts(mesh, config.comm.train_timeout_seconds)
@@ -143,14 +144,16 @@ def main(args: list[str]) -> int:
             profiler.step()
             if step % config.training.gc_freq == 0:
                 gc.collect(1)
+        else:
+            logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
+            trained = True
     progress.clear()
     batches.close()
     if writer:
         writer.close()
-        logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
     dist.barrier()  # no rank takes its end of a connection away while another still talks
     dist.destroy_process_group()
-    return 0
+    return 0 if trained else 1
 
 
 def read_torchrun_environment(environment: os._Environ) -> tuple[int, int, int, int, int]:

@@ -202,7 +202,7 @@ def warm_up(builders: dict[str, Callable[[], TrainStep]]) -> tuple[dict[str, Tra
     """Builds the contenders and makes their first steps. Returns those that run, and why the others do not.
 
     Raises UnequalContenders where the trainer, eager or compiled, has other losses than the bare loop. The second loss
-    tells about gradients, clipping and the optimizer: it follows from the first update.
+    follows from the first update, so it tells about gradients and optimizer too.
     """
     steps, losses, absent = {}, {}, {}
     for name, build in builders.items():

@@ -1,0 +1,196 @@
+"""bench: who is measured, in which order, and the arithmetic of the ratios. Never how fast anything is."""
+
+import gc
+import json
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite import __main__ as door
+from torchtitan_lite.components import optim
+from torchtitan_lite.config import Compile, Model, Training
+from torchtitan_lite.tools import bench, bench_step
+from torchtitan_lite.tools.rounds import Report, compare_rounds, describe, measure_rounds, report_for_programs
+
+TINY_CONFIG = replace(
+    bench_step.STEP_CONFIG,
+    model=Model(flavor="debug", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=128),
+    training=Training(local_batch_size=2, seq_len=16, mixed_precision_param="float32"),
+    compile=Compile(backend="eager"),  # inductor takes half a minute and a C++ compiler
+)
+
+
+def run_tiny() -> Report:
+    return bench_step.bench_step(n_rounds=3, n_steps=1, config=TINY_CONFIG)
+
+
+def make_report(step_times_s: dict[str, list[float]]) -> Report:
+    ratio_of = {"bare_loop": ("trainer", "bare_loop"), "compile_over_eager": ("compiled", "trainer")}
+    return Report({"device": "x"}, "tokens", 1000, step_times_s, {"compiled": "no compiler"}, ratio_of)
+
+
+# ---------------------------------------------------------------- rounds
+
+
+def test_contenders_take_turns_and_another_one_begins_each_round():
+    calls = []
+    contenders = {name: lambda name=name: calls.append(name) for name in "abc"}
+    measure_rounds(contenders, n_rounds=4, n_steps=2, wait_for_device=lambda: None)
+    assert "".join(calls) == "aabbcc" + "bbccaa" + "ccaabb" + "aabbcc"
+
+
+def test_a_turn_is_timed_from_an_idle_device_to_an_idle_device():
+    events = []
+    clock = count()
+
+    def read_clock_s() -> float:
+        events.append("clock")
+        return next(clock)
+
+    contenders = {"a": lambda: events.append("step")}
+    options = {"wait_for_device": lambda: events.append("wait"), "read_clock_s": read_clock_s}
+    measure_rounds(contenders, n_rounds=1, n_steps=3, **options)
+    assert events == ["wait", "clock", "step", "step", "step", "wait", "clock"]
+
+
+def test_times_are_per_step_and_belong_to_the_contender_that_took_them():
+    now_s = 0.0
+
+    def spend(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    contenders = {"fast": lambda: spend(0.25), "slow": lambda: spend(2.0)}
+    times_s = measure_rounds(
+        contenders, n_rounds=3, n_steps=4, wait_for_device=lambda: None, read_clock_s=lambda: now_s
+    )
+    assert times_s == {"fast": [0.25] * 3, "slow": [2.0] * 3}
+
+
+def test_no_garbage_is_collected_while_the_clock_runs_and_again_afterwards():
+    seen = []
+
+    def step() -> None:
+        seen.append(gc.isenabled())
+        if len(seen) == 2:
+            raise KeyError("a step may fail")
+
+    with pytest.raises(KeyError):
+        measure_rounds({"a": step}, n_rounds=1, n_steps=2, wait_for_device=lambda: None)
+    assert seen == [False, False]
+    assert gc.isenabled()
+
+
+def test_a_ratio_is_the_median_of_the_ratios_of_each_round():
+    # The machine slows down from round to round. Medians of the speeds alone would say 2.0 / 4.0 the wrong way round.
+    report = make_report({"trainer": [1.0, 2.0, 8.0], "bare_loop": [2.0, 1.0, 4.0]})
+    assert compare_rounds(report) == {"bare_loop": [2.0, 0.5, 0.5]}
+    assert report_for_programs(report)["ratios"] == {"bare_loop": 0.5}
+
+
+def test_speed_is_work_over_time():
+    told = report_for_programs(make_report({"trainer": [1.0, 2.0, 4.0], "bare_loop": [1.0, 1.0, 1.0]}))
+    trainer = told["contenders"]["trainer"]
+    assert trainer["tokens_per_s"] == {"median": 500.0, "min": 250.0, "max": 1000.0}
+    assert trainer["step_time_s"] == {"median": 2.0, "rounds": [1.0, 2.0, 4.0]}
+
+
+def test_the_table_names_each_ratio_and_what_is_absent():
+    table = describe(make_report({"trainer": [1.0, 1.0, 1.0], "bare_loop": [0.5, 0.5, 0.25]}))
+    rows = {line.split()[0]: line.split() for line in table.splitlines() if line}
+    assert rows["trainer"][1:] == ["1000", "1000", "-", "1000", "1.000"]
+    assert table.count("bare_loop") == 3  # contender, ratio, and what it divides
+    assert "0.500  0.250 - 0.500     trainer / bare_loop" in table
+    assert rows["compiled"][1:] == ["absent:", "no", "compiler"]
+    assert "compile_over_eager" not in table
+
+
+# ---------------------------------------------------------------- bench step
+
+
+def test_step_measures_all_contenders_and_leaves_no_process_group_behind():
+    report = run_tiny()
+    assert not dist.is_initialized()
+    assert {name: len(times_s) for name, times_s in report.step_times_s.items()} == dict.fromkeys(
+        bench_step.CONTENDERS, 3
+    )
+    told = json.loads(json.dumps(report_for_programs(report)))
+    assert told["ratios"].keys() == {"bare_loop", "transformers", "compile_over_eager"}
+    assert all(isinstance(ratio, float) and ratio > 0 for ratio in told["ratios"].values())
+    assert told["contenders"].keys() == bench_step.CONTENDERS.keys()
+    assert told["absent"] == {}
+    assert told["shape"]["dim"] == 32 and told["batch"] == {"sequences": 2, "seq_len": 16}
+    assert told["versions"]["torch"] == torch.__version__
+    assert {"bench", "device", "threads", "date", "parameters", "dtype", "rounds"} <= told.keys()
+
+
+def test_without_transformers_one_row_says_so_and_the_rest_is_measured(monkeypatch):
+    monkeypatch.setattr(bench_step, "transformers", None)
+    told = report_for_programs(run_tiny())
+    assert told["absent"] == {"transformers": "transformers is not installed"}
+    assert told["ratios"].keys() == {"bare_loop", "compile_over_eager"}
+
+
+def test_without_a_working_compiler_one_row_says_so(monkeypatch):
+    def refuse(graph, inputs):
+        raise RuntimeError("no C++ compiler here")
+
+    torch._dynamo.reset()  # what was compiled before needs no compiler
+    monkeypatch.setattr(
+        "torchtitan_lite.parallel.parallelize.compile_block",
+        lambda block, section: setattr(block, "forward", torch.compile(block.forward, backend=refuse)),
+    )
+    told = report_for_programs(run_tiny())
+    assert "no C++ compiler here" in told["absent"]["compiled"] and "\n" not in told["absent"]["compiled"]
+    assert told["ratios"].keys() == {"bare_loop", "transformers"}
+
+
+def test_contenders_that_compute_something_else_are_not_compared(monkeypatch, capsys):
+    build = optim.build_optimizer
+    monkeypatch.setattr(
+        "torchtitan_lite.step.build_optimizer",
+        lambda section, parameters: build(replace(section, lr=section.lr * 1.1), parameters),
+    )
+    monkeypatch.setattr(bench, "BENCHES", {"step": (lambda n_rounds, n_steps: run_tiny(), "")})
+    assert bench.main(["step", "--json"]) == 1
+    said = capsys.readouterr()
+    assert "trainer and bare_loop" in said.err and said.out == ""
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["speed"], "step"),
+        ([], "NAME"),
+        (["step", "--rounds", "2"], "3 or more"),
+        (["step", "--rounds", "many"], "'many'"),
+        (["step", "--steps", "0"], "1 or more"),
+        (["step", "--step", "3"], "--step"),
+    ],
+)
+def test_wrong_input_ends_with_status_2_and_says_what_is_right(args, named, capsys):
+    with pytest.raises(SystemExit) as ended:
+        door.main(["bench", *args])
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_command_hands_its_numbers_on_and_prints_one_report(as_json, monkeypatch, capsys):
+    asked = {}
+
+    def measure(**options) -> Report:
+        asked.update(options)
+        return make_report({"trainer": [1.0] * 3, "bare_loop": [1.0] * 3})
+
+    monkeypatch.setattr(bench, "BENCHES", {"step": (measure, "")})
+    assert door.main(["bench", "step", "--rounds", "7", "--steps", "2", *["--json"] * as_json]) == 0
+    assert asked == {"n_rounds": 7, "n_steps": 2}
+    printed = capsys.readouterr().out
+    assert json.loads(printed)["ratios"] == {"bare_loop": 1.0} if as_json else "trainer / bare_loop" in printed
