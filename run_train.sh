@@ -62,7 +62,7 @@ export PYTHON PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
 
 if [[ -z ${NNODES:-} ]]; then
     if ((${SLURM_STEP_NUM_NODES:-1} > 1)); then # srun has started this on each node
-        ((${SLURM_STEP_NUM_TASKS:-0} == SLURM_STEP_NUM_NODES)) || fail "srun must start it once per node: --ntasks-per-node=1"
+        ((${SLURM_STEP_NUM_TASKS:-0} == SLURM_STEP_NUM_NODES)) || fail "start one per node: --ntasks-per-node=1"
         NNODES=$SLURM_STEP_NUM_NODES NODE_RANK=$SLURM_NODEID MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
         MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | sed -n 1p)
     elif ((${SLURM_JOB_NUM_NODES:-1} > 1)); then
@@ -87,7 +87,6 @@ if [[ $NNODES == 1 ]]; then
 else
     [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] || fail "NNODES=$NNODES needs NODE_RANK and MASTER_ADDR too"
     [[ $NODE_RANK == 0 ]] && is_host=1 || is_host=0
-    # c10d and not torchrun's static rendezvous, in which hosts restart without waiting for one another and never meet.
     rendezvous=(--rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv-conf "is_host=$is_host")
 fi
 

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -162,11 +163,16 @@ def test_a_single_host_meets_on_the_loopback(checkout):
 
 
 def test_what_the_user_sets_is_kept(checkout):
-    checkout.run(OMP_NUM_THREADS="4", GLOO_SOCKET_IFNAME="eth1", LOG_RANK="0,1", MAX_RESTARTS="3")
+    checkout.run(OMP_NUM_THREADS="4", GLOO_SOCKET_IFNAME="eth1", LOG_RANK="0,1")
     torchrun = checkout.torchrun()
     assert torchrun["variables"]["OMP_NUM_THREADS"] == "4"
     assert torchrun["variables"]["GLOO_SOCKET_IFNAME"] == "eth1"
     assert torchrun["options"]["--local-ranks-filter"] == "0,1"
+
+
+def test_max_restarts_goes_to_torchrun(checkout):
+    checkout.run(MAX_RESTARTS="3")
+    torchrun = checkout.torchrun()
     assert torchrun["options"]["--max-restarts"] == "3"
 
 
@@ -258,12 +264,21 @@ def test_the_terminal_shows_one_rank_plainly_and_no_stderr_is_lost(checkout):
     os.mkfifo(checkout.folder / "gate")
     terminal, end_of_ranks = pty.openpty()
     process = checkout.start(stdout=end_of_ranks)
+    os.close(end_of_ranks)
     err = process.communicate()[1]
     assert process.returncode == 1, "rank 1 has failed"
-    assert os.read(terminal, 10_000).decode().splitlines() == ["out 0 True"]
-    os.close(terminal)
-    os.close(end_of_ranks)
+    assert read_all(terminal).splitlines() == ["out 0 True"]
     assert "err 0" in err and "err 1" not in err
     (log_folder,) = re.findall(r"is kept in (.+)\.\n", err)
     kept = {path.parent.name: path.read_text().strip() for path in Path(log_folder).rglob("stderr.log")}
     assert kept == {"0": "err 0", "1": "err 1"}
+
+
+def read_all(terminal: int) -> str:
+    """What was written at the other end, until nobody holds it any more: Linux reports that as an error."""
+    read = b""
+    with suppress(OSError):
+        while chunk := os.read(terminal, 1000):
+            read += chunk
+    os.close(terminal)
+    return read.decode()

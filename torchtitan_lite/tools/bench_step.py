@@ -210,8 +210,10 @@ def warm_up(builders: dict[str, Callable[[], TrainStep]]) -> tuple[dict[str, Tra
             step = build()
             losses[name] = torch.stack([step() for _ in range(N_WARM_UP_STEPS)])
             steps[name] = step
-        except (Absent, BackendCompilerFailed) as error:  # the latter names what is missing: a C++ compiler
-            absent[name] = str(error).partition("\n")[0]
+        except Absent as error:
+            absent[name] = str(error)
+        except BackendCompilerFailed as error:
+            absent[name] = str(error.inner_exception).partition("\n")[0]  # without a C++ compiler: that there is none
     expected = losses["bare_loop"]
     for name in ("trainer", "compiled"):
         if name in losses and not torch.allclose(losses[name], expected, rtol=LOSS_TOLERANCE, atol=0):
