@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.components.checkpoint import load_checkpoint, save_checkpoint
 from torchtitan_lite.components.data import SampleStream, open_corpus, prefetch, rows_of_rank
@@ -70,6 +71,7 @@ def main(args: list[str]) -> int:
         seq_len=config.training.seq_len,
         global_batch_size=layout.global_batch_size,
         seed=config.debug.seed,
+        restart_positions=config.model.attention == "document",
     )
     rows = rows_of_rank(mesh.data_rank, layout.dp, layout.global_batch_size)
 
@@ -213,7 +215,7 @@ def told_by_rank(rank: int, coordinates: dict[str, int]) -> Iterator[None]:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(record(main)(sys.argv[1:]))  # so that torchrun can name the first rank that failed, and why
     except ConfigError as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
         sys.exit(2)

@@ -6,15 +6,26 @@ shares of the batch are summed over ranks and microbatches, partial products ove
 
 from dataclasses import dataclass, field
 
+from torchtitan_lite.pipeline_plan import SCHEDULES
+
 FP32_TOLERANCE = 1e-5
 
 PP, TP = "parallelism.pipeline_parallel_degree", "parallelism.tensor_parallel_degree"
 REPLICATE = "parallelism.data_parallel_replicate_degree"
+ZERO = "parallelism.zero_stage"
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 RESHARD = "parallelism.fsdp_reshard_after_forward"
 MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+ACCUMULATION_4 = {"training.local_batch_size": 1, "training.global_batch_size": 8}
+CP = "parallelism.context_parallel_degree"
+ROTATIONS = {method: {"parallelism.context_parallel_rotate_method": method} for method in ("allgather", "ring")}
+RING, DOCUMENTS = ROTATIONS["ring"], {"model.attention": "document"}
 COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
+
+
+# A split backward and per-op recompute, which is the default, exclude each other.
+PLAIN_FOR = {name: {MODE: "full"} if schedule.splits_backward else {} for name, schedule in SCHEDULES.items()}
 
 
 @dataclass(frozen=True)
@@ -40,11 +51,8 @@ LAYOUTS = {
     "tp4": Row(4, {TP: 4}),
     "dp2 x tp2": Row(4, {TP: 2}),
     "hsdp2x2 x tp2": Row(8, {TP: 2, REPLICATE: 2}),
-    **{f"pp2 {name}": Row(2, {PP: 2, SCHEDULE: name}) for name in ("GPipe", "1F1B", "Interleaved1F1B")},
-    **{
-        f"pp4 {name}": Row(4, {PP: 4, SCHEDULE: name, "model.n_layers": 8})
-        for name in ("GPipe", "1F1B", "Interleaved1F1B")
-    },
+    **{f"pp2 {name}": Row(2, {PP: 2, SCHEDULE: name, **PLAIN_FOR[name]}) for name in SCHEDULES},
+    **{f"pp4 {name}": Row(4, {PP: 4, SCHEDULE: name, "model.n_layers": 8, **PLAIN_FOR[name]}) for name in SCHEDULES},
     "pp2 uneven": Row(2, {PP: 2, "parallelism.pipeline_parallel_first_stage_less_layers": 3}),
     "pp2 x dp2": Row(4, {PP: 2}),
     "pp2 x dp2 resharded": Row(4, {PP: 2, RESHARD: "always"}),
@@ -54,6 +62,14 @@ LAYOUTS = {
     "pp2 x ddp2 x tp2": Row(8, {PP: 2, TP: 2, REPLICATE: 2}),
     "pp2 accumulation 2": Row(2, {PP: 2, "training.local_batch_size": 4, "training.global_batch_size": 8}),
     "accumulation 2": Row(1, {"training.local_batch_size": 4, "training.global_batch_size": 8}),
+    **{
+        f"{name} accumulation 4 ZeRO-{stage}": Row(world_size, {**keys, ZERO: stage, **ACCUMULATION_4})
+        for name, world_size, keys in (("dp2", 2, {}), ("ddp2", 2, {REPLICATE: 2}))
+        for stage in (1, 2, 3)
+    },
+    "pp2 x dp2 ZeRO-3": Row(4, {PP: 2, ZERO: 3}),
+    "pp2 x dp2 ZBVZeroBubble": Row(4, {PP: 2, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"]}),
+    "pp2 x dp2 x tp2 DualPipeV": Row(8, {PP: 2, TP: 2, SCHEDULE: "DualPipeV", **PLAIN_FOR["DualPipeV"]}),
     "dp2 accumulation 2": Row(2, {"training.local_batch_size": 2, "training.global_batch_size": 8}),
     "no recompute": Row(1, {MODE: "none"}),
     "full recompute": Row(1, {MODE: "full"}),
@@ -63,6 +79,44 @@ LAYOUTS = {
     "dp2 x tp2 compile": Row(4, {TP: 2, MODE: "none", **COMPILED}),
     "dp2 x tp2 compile, per-op recompute": Row(4, {TP: 2, **COMPILED}),
     "dp2 x tp2 compile, full recompute": Row(4, {TP: 2, MODE: "full", **COMPILED}),
+    **{
+        f"{name} {method}": Row(world_size, {**degrees, **rotation})
+        for method, rotation in ROTATIONS.items()
+        for name, world_size, degrees in (
+            ("cp2", 2, {CP: 2}),
+            ("cp4", 4, {CP: 4}),
+            ("cp2 x tp2", 4, {CP: 2, TP: 2}),
+            ("cp4 x tp2", 8, {CP: 4, TP: 2}),
+            ("dp2 x cp2", 4, {CP: 2}),
+            ("dp2 x cp4", 8, {CP: 4}),
+            ("pp2 x cp2", 4, {CP: 2, PP: 2}),
+            ("pp2 x cp4", 8, {CP: 4, PP: 2}),
+            ("pp2 x cp2 x tp2", 8, {CP: 2, PP: 2, TP: 2}),
+            ("cp2 compile", 2, {CP: 2, **COMPILED}),
+        )
+    },
+    "cp2 ring, full recompute": Row(2, {CP: 2, **RING, MODE: "full"}),
+    "cp2 ring, no recompute": Row(2, {CP: 2, **RING, MODE: "none"}),
+    "cp2 x tp2 ring compile, full recompute": Row(4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED}),
+    "hsdp2 x cp2 x tp2 ring": Row(8, {REPLICATE: 2, CP: 2, TP: 2, **RING}),
+    "dp2 x cp2 accumulation 4": Row(4, {CP: 2, **ACCUMULATION_4}),
+    "pp2 x cp2 ring ZBVZeroBubble": Row(
+        4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"]}
+    ),
+    **{
+        f"{name} documents": Row(world_size, {**degrees, **DOCUMENTS})
+        for name, world_size, degrees in (
+            ("one rank", 1, {}),
+            ("tp2", 2, {TP: 2}),
+            ("pp2", 2, {PP: 2}),
+            ("cp2", 2, {CP: 2}),
+            ("cp4", 4, {CP: 4}),
+            ("cp2, no recompute", 2, {CP: 2, MODE: "none"}),
+            ("cp2 compile", 2, {CP: 2, **COMPILED}),
+            ("pp2 x cp2", 4, {PP: 2, CP: 2}),
+            ("pp2 x cp2 x tp2", 8, {PP: 2, CP: 2, TP: 2}),
+        )
+    },
 }
 
 BFLOAT16_LAYOUTS = {

@@ -1,4 +1,4 @@
-"""Small patches that break the code on purpose. The layout table must catch each of them, or it proves nothing.
+"""Small patches that break the code on purpose. `verify` must catch and name each of them, or it proves nothing.
 
 They are teaching material too: each says what its user would have seen, which is mostly nothing at all. A patch is in
 force inside one worker process, for one measurement.
@@ -6,17 +6,21 @@ force inside one worker process, for one measurement.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from layouts import LAYOUTS, MODE, PP, SCHEDULE, ZERO, Row
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite import step
+from torchtitan_lite import layout, step
 from torchtitan_lite.components import optim
+from torchtitan_lite.model import llama3
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel import (
     activation_checkpoint,
+    context_attention,
     fsdp,
     initial_weights,
     parallelize,
@@ -24,35 +28,44 @@ from torchtitan_lite.parallel import (
     tensor_parallel,
 )
 
+CP2 = {"parallelism.context_parallel_degree": 2}
+RING = {"parallelism.context_parallel_rotate_method": "ring"}
+DOCUMENTS = {"model.attention": "document"}
+
 
 @dataclass(frozen=True)
 class Mutant:
-    row: str  # of the layout table: the one that must notice
+    row: Row  # the layout that must notice
     noticed_by: str  # the measure that must fail
+    culprit: tuple[str, str]  # kind and name that must be found
+    mesh_dims: tuple[str, ...]  # along which ranks must be said to disagree
+    cause: str  # that must be named, or its beginning
     patch: Callable[[], AbstractContextManager]
-    seen: str  # by a user without the table
+    seen: str  # by a user without `verify`
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
-def mutant(row: str, noticed_by: str):
+def mutant(row: str | Row, noticed_by: str, culprit: tuple[str, str], *, dims: tuple = (), cause: str = "unknown"):
     """Adds a patch to MUTANTS; its docstring is what a user would have seen."""
 
     def add(function: Callable) -> Callable:
-        MUTANTS[function.__name__] = Mutant(row, noticed_by, function, " ".join(function.__doc__.split()))
+        where = LAYOUTS[row] if isinstance(row, str) else row
+        seen = " ".join(function.__doc__.split())
+        MUTANTS[function.__name__] = Mutant(where, noticed_by, culprit, dims, cause, function, seen)
         return function
 
     return add
 
 
-@mutant(row="pp2 1F1B", noticed_by="grad_norm")
+@mutant("pp2 1F1B", "grad_norm", ("gradient norm", "clip_grad_norm"), dims=("pp",))
 def clip_norm_forgets_pp():
     """Each stage clips by the norm of its own gradients. The loss falls; deep stages just learn at another rate."""
     return patch.object(optim.dist, "all_reduce", lambda tensor, group: None)
 
 
-@mutant(row="tp2", noticed_by="initial")
+@mutant("tp2", "initial", ("initial weights", "tok_embeddings.weight"), cause="the rule of the initial weights")
 def ranks_drawn_alike():
     """Every rank draws its own slice from the same seed, so the slices are copies: half of the heads are one
     head twice. Training works, and the model is worth one of half the width."""
@@ -67,7 +80,7 @@ def ranks_drawn_alike():
     return patch.object(initial_weights, "keep_own_slice", draw_slice)
 
 
-@mutant(row="dp2", noticed_by="gradient")
+@mutant("dp2", "gradient", ("counted tokens", "count_global_tokens"), dims=("dp_shard",))
 def loss_averaged_per_rank():
     """Each rank divides by its own number of tokens, and the ranks are averaged. Tokens on ranks with much padding
     count for more. The loss curve looks as always."""
@@ -78,21 +91,21 @@ def loss_averaged_per_rank():
     return patch.object(step, "count_global_tokens", mean_of_means)
 
 
-@mutant(row="dp4", noticed_by="gradient")
+@mutant("dp4", "gradient", ("gradient", "output.weight"))
 def gradients_averaged_instead_of_summed():
     """FSDP's default divides by the number of ranks, after the loss was already divided by all tokens. AdamW hides the
     constant factor; only the gradient norm, and so the clipping, depends on the number of ranks."""
     return patch.object(fsdp.FSDPModule, "set_gradient_divide_factor", lambda module, factor: None)
 
 
-@mutant(row="accumulation 2", noticed_by="gradient")
+@mutant("accumulation 2", "gradient", ("microbatches", "tok_embeddings"))
 def last_microbatch_dropped():
     """An off-by-one in the accumulation loop: a part of every batch is never learned from. Throughput looks better."""
     original = step.Batch.split
     return patch.object(step.Batch, "split", lambda batch, n: original(batch, n)[: n - 1] if n > 1 else [batch])
 
 
-@mutant(row="pp2 GPipe", noticed_by="gradient")
+@mutant("pp2 GPipe", "gradient", ("gradient", "output.weight"))
 def pipeline_divides_by_microbatches():
     """torch's schedules divide gradients by the number of microbatches by default, which is right for mean losses.
     Clipping hides most of it."""
@@ -114,26 +127,31 @@ def pipeline_divides_by_microbatches():
     return applied()
 
 
-@mutant(row="pp2 1F1B", noticed_by="loss")
+@mutant("pp2 1F1B", "loss", ("loss", "sum_losses"), dims=("pp",))
 def loss_not_summed_over_pp():
     """Rank 0 holds no head and logs a loss of zero, or each stage logs its own idea of it."""
     return patch.object(step, "sum_losses", lambda run, local_loss: local_loss.clone())
 
 
-@mutant(row="one rank", noticed_by="gradient")
+@mutant("one rank", "gradient", ("counted tokens", "count_global_tokens"))
 def masked_targets_counted():
     """Padding counts in the denominator: batches with much padding weigh too little, on every layout alike."""
     return patch.object(step, "count_valid_tokens", lambda targets: torch.tensor(targets.numel()))
 
 
-@mutant(row="dp2 x tp2 compile", noticed_by="gradient")
+@mutant(
+    "dp2 x tp2 compile",
+    "gradient",
+    ("gradient", "tok_embeddings.weight"),
+    cause="the embedding's AsyncCollectiveTensor",
+)
 def collective_enters_compiled_block():
     """The embedding's AsyncCollectiveTensor goes into a compiled block unwaited: the gradient of tok_embeddings is
     wrong by 100 % while loss and all other gradients are right."""
     return patch.object(tensor_parallel, "wait_for_collective", lambda module, args, output: None)
 
 
-@mutant(row="ddp2", noticed_by="gradient")
+@mutant("ddp2", "gradient", ("gradient", "output.weight"), dims=("dp_replicate",))
 def replicas_not_reduced():
     """The all-reduce over dp_replicate is left out: every replica learns from its own data and they drift apart. The
     logged loss is their mean and falls nicely; a checkpoint holds one of them."""
@@ -146,7 +164,7 @@ def replicas_not_reduced():
     return patch.object(parallelize, "apply_fsdp", shard_only)
 
 
-@mutant(row="full recompute", noticed_by="gradient")
+@mutant("full recompute", "gradient", ("gradient", "layers.3.feed_forward.w2.weight"))
 def recompute_forgets_an_input():
     """The recomputed block sees positions that start elsewhere: forward and loss are right, gradients are not."""
     original = activation_checkpoint.recomputed
@@ -160,3 +178,146 @@ def recompute_forgets_an_input():
         return original(drifting, **options)
 
     return patch.object(activation_checkpoint, "recomputed", with_other_rotation)
+
+
+@mutant(Row(2, {**CP2, **RING}), "gradient", ("module output", "layers.0.attention.inner"))
+def zig_zag_forgotten():
+    """The ring reckons as if all that an earlier rank holds came earlier, while the pieces lie head and tail. Some
+    tokens see their future: the loss is a little too good, and generation is poor."""
+    original = context_attention.visible_of_one
+
+    def as_if_contiguous(rank, source, half):
+        return (slice(None), slice(None)) if source < rank else original(rank, source, half)
+
+    return patch.object(context_attention, "visible_of_one", as_if_contiguous)
+
+
+@mutant(Row(2, CP2), "gradient", ("module output", "layers.0.attention.inner"))
+def positions_not_sharded():
+    """Each context-parallel rank counts the positions of its tokens from 0. The model learns to read the folded
+    sequence, with a slightly higher loss, and fails at inference, where sequences are not folded."""
+    original = step.take_pieces
+
+    def restarted(run, batch):
+        pieces = original(run, batch)
+        return replace(pieces, positions=batch.positions[:, : pieces.tokens.shape[1]])
+
+    return patch.object(step, "take_pieces", restarted)
+
+
+@mutant(Row(2, CP2), "gradient", ("gradient", "output.weight"))
+def gradients_averaged_over_cp():
+    """Context-parallel ranks share a sequence, so their gradients are shares of a sum; averaging them halves all.
+    AdamW hides it, but for clipping, which then comes too late."""
+
+    def averaged(module, factor):
+        original(module, 2.0)
+
+    original = fsdp.FSDPModule.set_gradient_divide_factor
+    return patch.object(fsdp.FSDPModule, "set_gradient_divide_factor", averaged)
+
+
+@mutant(Row(2, {PP: 2, **DOCUMENTS}), "loss", ("module output", "layers.2.attention.inner"))
+def documents_lost_after_the_first_stage():
+    """Later stages are not told where documents begin, so that half of the layers attend across borders. The loss is a
+    little lower or higher; answers leak from one document into the next."""
+    original = llama3.Llama3.forward
+
+    def forgetful(part, x, *, positions, doc_ids=None, targets=None):
+        if part.tok_embeddings is None:
+            doc_ids = torch.zeros_like(doc_ids)
+        return original(part, x, positions=positions, doc_ids=doc_ids, targets=targets)
+
+    return patch.object(llama3.Llama3, "forward", forgetful)
+
+
+@mutant("dp2 tied", "gradient", ("gradient", "tok_embeddings.weight"))
+def tied_gradient_counted_twice():
+    """The shared matrix is listed as embedding and as head, and each adds the whole gradient. Loss and all other
+    gradients are right; the embedding just learns twice as fast."""
+    original = step.forward_backward
+
+    def doubled(run, batch, n_tokens):
+        loss = original(run, batch, n_tokens)
+        run.parameters["tok_embeddings.weight"].grad.mul_(2)
+        return loss
+
+    return patch.object(step, "forward_backward", doubled)
+
+
+@mutant("tp2", "replicas", ("replicas", "layers.0.attention_norm.weight"), dims=("tp",))
+def norm_updated_on_one_rank_only():
+    """Norm weights are copied on each tensor-parallel rank, and one rank forgets to step them. Every gradient of the
+    first step is right. The copies drift apart, and a checkpoint holds whichever is saved."""
+    original = step.step_if_finite
+
+    def forgetful(optimizer, grad_norm):
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.dim() == 1]
+        before = [parameter.to_local().detach().clone() for parameter in parameters]
+        finite = original(optimizer, grad_norm)
+        if dist.get_rank() == 1:
+            for parameter, old in zip(parameters, before, strict=True):
+                parameter.to_local().detach().copy_(old)
+        return finite
+
+    return patch.object(step, "step_if_finite", forgetful)
+
+
+@mutant("tp2", "loss", ("module output", "output"))
+def loss_counted_by_every_tp_rank():
+    """All tensor-parallel ranks hold the same loss and it is added up over them. The logged loss is twice what it is,
+    which looks like a bad start; gradients are too."""
+    original = tensor_parallel.VocabularyParallelHead.make_whole
+
+    def added_up(module, output, mesh):
+        return original(module, output, mesh) * mesh.size()
+
+    return patch.object(tensor_parallel.VocabularyParallelHead, "make_whole", staticmethod(added_up))
+
+
+@mutant("tp2", "loss", ("module output", "layers.0.attention.inner"))
+def causal_mask_lost_on_one_rank():
+    """Half of the heads, those of one rank, see the future. The loss falls wonderfully, to near zero in the end."""
+    original = llama3.F.scaled_dot_product_attention
+
+    def blind(query, key, value, *, is_causal, enable_gqa):
+        return original(query, key, value, is_causal=is_causal and dist.get_rank() == 0, enable_gqa=enable_gqa)
+
+    return patch.object(llama3.F, "scaled_dot_product_attention", blind)
+
+
+@mutant("pp2 1F1B", "loss", ("module output", "layers.2.attention_norm"))
+def hidden_states_rounded_between_stages():
+    """Hidden states travel in bf16 while the model computes in fp32. Every curve looks right, one digit too coarse."""
+    original = llama3.Llama3.forward
+
+    def rounded(part, x, **inputs):
+        hidden = original(part, x, **inputs)
+        return hidden if part.output is not None else hidden.bfloat16().float()
+
+    return patch.object(llama3.Llama3, "forward", rounded)
+
+
+@mutant("pp2 1F1B", "initial", ("initial weights", "layers.2.attention.wq.weight"), cause="the rule of the initial")
+def stages_number_their_layers_from_zero():
+    """Each stage draws its layers by their place in the stage, so that layer 2 is born a copy of layer 0. The run
+    trains; it only differs from the same run on other layouts, which nobody compares."""
+    original = initial_weights.seed_of
+    later = {"layers.2.": "layers.0.", "layers.3.": "layers.1."}
+
+    def local_seed(seed, fqn):
+        return original(seed, later.get(fqn[:9], fqn[:9]) + fqn[9:])
+
+    return patch.object(initial_weights, "seed_of", local_seed)
+
+
+@mutant(
+    Row(4, {PP: 2, SCHEDULE: "DualPipeV", ZERO: 3, MODE: "none"}),
+    "gradient",
+    ("gradient", "layers.3.feed_forward.w2.weight"),
+    cause="a split backward with resharding",
+)
+def refused_combination_run():
+    """A fork takes a row out of the table of refused combinations. Loss and gradient norm look plausible; gradients of
+    weights are computed after their parameters were freed."""
+    return patch.object(layout, "find_refused", lambda *args: [])

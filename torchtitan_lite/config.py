@@ -66,6 +66,7 @@ class Model:
     vocab_size: Count | None = None  # new
     norm_eps: Annotated[float, Range(1e-12, 1)] | None = None  # new: inside the root of RMSNorm
     rope_theta: Annotated[float, Range(1)] | None = None  # new: base of the rotary wavelengths
+    attention: Literal["causal", "document"] = "causal"  # new: document: no token sees another document's
     rope_scaling: Literal["none", "llama3"] | None = None  # new: "none" turns Llama 3.1 into Llama 3
     tie_embeddings: bool | None = None  # new: one matrix for tok_embeddings and output
 
@@ -108,15 +109,24 @@ class Training:
 class Parallelism:
     data_parallel_replicate_degree: Count = 1  # copies of the sharded model (HSDP; alone: plain data parallel)
     data_parallel_shard_degree: CountOrAuto = -1  # FSDP2: ranks that share one copy; auto: all ranks that remain
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # default: always, under PP never
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # always: zero_stage 3, never: 2
+    zero_stage: Literal["auto", 1, 2, 3] = (
+        "auto"  # new: what dp_shard shards, see parallel/fsdp.py; auto: 3, under PP 1
+    )
     tensor_parallel_degree: Count = 1
     disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss
     pipeline_parallel_degree: Count = 1
-    pipeline_parallel_schedule: Literal["GPipe", "1F1B", "Interleaved1F1B"] = "1F1B"
+    pipeline_parallel_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"  # a row of SCHEDULES in pipeline_plan.py
+    pipeline_parallel_schedule_csv: str = ""  # a file with the schedule instead: one row a pp rank, cells like 0F3
     pipeline_parallel_microbatch_size: Count = 1  # sequences per microbatch
     pipeline_parallel_layers_per_stage: Count | None = None  # default: one stage per rank, interleaved two
     pipeline_parallel_first_stage_less_layers: NonNegativeInt = 1  # what the embedding weighs, in layers
     pipeline_parallel_last_stage_less_layers: NonNegativeInt = 1  # what norm and head weigh, in layers
+    module_fqns_per_model_part: list[list[str]] = field(default_factory=list)  # the stages, module by module
+    context_parallel_degree: Count = 1  # ranks that share each sequence
+    context_parallel_rotate_method: Literal["allgather", "ring"] = "allgather"  # how keys and values get around
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,10 @@ def convert(annotation: Any, value: object, *, is_text: bool) -> Any:
     if value is None and not accepts_flag(annotation):
         raise WrongValue("the value is missing", "Write it behind the key, as in --section.key value", value)
     if origin is Literal:
-        if value not in arguments:
+        named = {str(argument): argument for argument in arguments} if is_text else {arg: arg for arg in arguments}
+        if type(value) not in {type(argument) for argument in named} or value not in named:
             raise WrongValue("there is no such choice", f"Choose from {', '.join(map(repr, arguments))}", value)
-        return value
+        return named[value]
     if origin is Annotated:
         number = convert(arguments[0], value, is_text=is_text)
         allowed = next(extra for extra in arguments[1:] if isinstance(extra, Range))
@@ -38,9 +39,11 @@ def convert(annotation: Any, value: object, *, is_text: bool) -> Any:
             raise WrongValue("it is out of range", f"Use {describe_range(allowed)}", number)
         return number
     if origin is list:
-        items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+        separator = ";" if get_origin(arguments[0]) is list else ","
+        items = [item.strip() for item in value.split(separator) if item.strip()] if isinstance(value, str) else value
         if not isinstance(items, list):
-            raise WrongValue("a list is needed", 'Write ["a", "b"] in TOML, a,b on the command line', value)
+            remedy = f'Write ["a", "b"] in TOML, a{separator}b on the command line'
+            raise WrongValue("a list is needed", remedy, value)
         return [convert(arguments[0], item, is_text=is_text) for item in items]
     if type(None) in arguments:  # `X | None`
         (inner,) = [argument for argument in arguments if argument is not type(None)]

@@ -1,4 +1,4 @@
-"""What follows from config, shape and world size alone: degrees, pipeline stages, microbatches, batch arithmetic.
+"""What follows from config, shape and world size alone: degrees, stages, microbatches, batch arithmetic.
 
     rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t        outermost: pp, innermost: tp
 
@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
+from torchtitan_lite.pipeline_plan import Stages, check_microbatches, place_stages, plan_stages
+from torchtitan_lite.refused import find_refused
+from torchtitan_lite.schedule_csv import check_csv
 from torchtitan_lite.sizes import Shape
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
-INTERLEAVED_SCHEDULES = ("Interleaved1F1B",)  # several stages on each pp rank
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,12 @@ class Layout:
     dp_shard: int
     cp: int
     tp: int
-    stages: tuple[tuple[str, ...], ...]  # FQNs of the modules of each pipeline stage, first to last
+    stages: Stages  # FQNs of the modules of each pipeline stage, first to last
+    stage_ranks: tuple[int, ...]  # the pp rank of each stage
     global_batch_size: int  # sequences per optimizer step
     microbatch_size: int  # sequences per rank that go through a model part at once
     n_microbatches: int  # per rank and step: accumulation, and under PP what fills the pipeline
-    reshard_after_forward: bool
+    zero_stage: int  # 1, 2 or 3: what is sharded over dp_shard x cp; fsdp.py says how
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -49,8 +52,8 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     def stages_of(self, pp_rank: int) -> list[int]:
-        """Stages held by one pp rank: every pp-th, so that the virtual stages of a rank lie evenly along the model."""
-        return list(range(pp_rank, len(self.stages), self.pp))
+        """Stages held by one pp rank, first to last."""
+        return [stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank]
 
     def __str__(self) -> str:
         used = [f"{dim}{degree}" for dim, degree in self.degrees.items() if degree > 1]
@@ -61,20 +64,17 @@ def plan_layout(config: Config, shape: Shape, world_size: int) -> Layout:
     """The layout of a run on `world_size` ranks. Raises ConfigError with every problem, not only the first."""
     degrees, problems = plan_degrees(config.parallelism, world_size)
     problems += check_divisibility(config, shape, degrees)
-    stages, stage_problems = plan_stages(config.parallelism, shape.n_layers, degrees["pp"])
+    problems += (csv_problems := check_csv(config.parallelism))
+    if csv_problems:  # what follows would read the file again
+        raise ConfigError(problems)
+    stages, stage_problems = plan_stages(config.parallelism, shape.n_layers)
     batch, batch_problems = plan_batch(config, degrees, n_stages=len(stages))
-    problems += stage_problems + batch_problems
-    problems += [row.problem(config) for row in REFUSED if row.applies(config, shape)]
+    zero_stage, zero_problems = plan_zero_stage(config.parallelism)
+    problems += stage_problems + batch_problems + zero_problems + find_refused(config, shape, zero_stage)
     if problems:
         raise ConfigError(problems)
-    reshard = config.parallelism.fsdp_reshard_after_forward
-    return Layout(
-        **degrees,
-        stages=stages,
-        **batch,
-        # Under PP each parameter would be gathered anew for every microbatch, so there `default` keeps them gathered.
-        reshard_after_forward=reshard == "always" or (reshard == "default" and degrees["pp"] == 1),
-    )
+    stage_ranks = place_stages(config.parallelism, len(stages))
+    return Layout(**degrees, stages=stages, stage_ranks=stage_ranks, **batch, zero_stage=zero_stage)
 
 
 def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
@@ -87,7 +87,8 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
         parallelism=replace(
             config.parallelism,
             data_parallel_shard_degree=layout.dp_shard,
-            fsdp_reshard_after_forward="always" if layout.reshard_after_forward else "never",
+            fsdp_reshard_after_forward="default",  # zero_stage says it
+            zero_stage=layout.zero_stage,
         ),
         training=replace(config.training, global_batch_size=layout.global_batch_size, mixed_precision_param=param),
         lr_scheduler=replace(config.lr_scheduler, total_steps=config.lr_scheduler.total_steps or config.training.steps),
@@ -100,7 +101,7 @@ def plan_degrees(parallelism: Parallelism, world_size: int) -> tuple[dict[str, i
         "pp": parallelism.pipeline_parallel_degree,
         "dp_replicate": parallelism.data_parallel_replicate_degree,
         "dp_shard": parallelism.data_parallel_shard_degree,
-        "cp": 1,
+        "cp": parallelism.context_parallel_degree,
         "tp": parallelism.tensor_parallel_degree,
     }
     others = prod(degree for dim, degree in degrees.items() if dim != "dp_shard")
@@ -125,69 +126,47 @@ def plan_degrees(parallelism: Parallelism, world_size: int) -> tuple[dict[str, i
 
 
 def check_divisibility(config: Config, shape: Shape, degrees: dict[str, int]) -> list[Problem]:
-    """What tp must divide: it splits heads, feed-forward, vocabulary, and the sequence between the matmuls."""
-    tp = degrees["tp"]
+    """What tp must divide: it splits heads, feed-forward, vocabulary, and the sequence between the matmuls.
+
+    cp cuts a sequence into 2*cp pieces, of which each rank takes an early and a late one; tp shares those again.
+    """
+    tp, cp = degrees["tp"], degrees["cp"]
     sizes = {
         "model.n_heads": (shape.n_heads, "every tp rank needs whole query heads"),
         "model.n_kv_heads": (shape.n_kv_heads, "every tp rank needs whole key/value heads"),
         "model.ffn_dim": (shape.ffn_dim, "every tp rank holds an equal share of the feed-forward"),
         "model.vocab_size": (shape.vocab_size, "every tp rank holds an equal share of embedding and head"),
-        "training.seq_len": (config.training.seq_len, "sequence parallel shares each sequence among the tp ranks"),
     }
     remedy = "Use a parallelism.tensor_parallel_degree that divides {}"
-    return [
+    problems = [
         Problem(key, size, f"parallelism.tensor_parallel_degree = {tp} does not divide it: {why}", remedy.format(size))
         for key, (size, why) in sizes.items()
         if size % tp
     ]
+    pieces = (2 * cp if cp > 1 else 1) * tp
+    if config.training.seq_len % pieces:
+        why = f"it does not divide into {pieces} equal pieces ({'2 x cp ' + str(cp) + ' x ' if cp > 1 else ''}tp {tp})"
+        problems.append(Problem("training.seq_len", config.training.seq_len, why, f"Use a multiple of {pieces}"))
+    return problems
 
 
-def plan_stages(parallelism: Parallelism, n_layers: int, pp: int) -> tuple[tuple[tuple[str, ...], ...], list[Problem]]:
-    """FQNs of each stage, first to last. Embedding and head weigh as much as the two `less_layers` keys say.
+def plan_zero_stage(parallelism: Parallelism) -> tuple[int, list[Problem]]:
+    """ZeRO stage 1, 2 or 3 from zero_stage and torchtitan's fsdp_reshard_after_forward (always: 3, never: 2).
 
-    Every stage gets one layer; each further layer goes to the stage that carries least, the earliest of equals.
-    Llama 3 8B on pp4 with the default weights of 1: 8, 9, 8, 7 layers.
+    Under PP torch's runtime gathers parameters once per step (never: 1) or for every microbatch (always: 3), and
+    reduces gradients once in both cases: there is no 2, and 3 shards parameters but not gradients.
     """
-    schedule = parallelism.pipeline_parallel_schedule
-    if pp == 1:
-        return (stage_fqns(range(n_layers), first=True, last=True),), []
-    first, last = (
-        parallelism.pipeline_parallel_first_stage_less_layers,
-        parallelism.pipeline_parallel_last_stage_less_layers,
-    )
-    per_rank = 2 if schedule in INTERLEAVED_SCHEDULES else 1
-    layers_per_stage = parallelism.pipeline_parallel_layers_per_stage
-    n_stages = -(-(n_layers + first + last) // layers_per_stage) if layers_per_stage else pp * per_rank
-
-    key = "parallelism.pipeline_parallel_layers_per_stage"
-    if n_stages % pp or (n_stages > pp) != (per_rank > 1):
-        needs = "at least two stages" if per_rank > 1 else "exactly one stage"
-        why = f"it makes {n_stages} stages on {pp} pp ranks, and {schedule} needs {needs} on every rank"
-        remedy = f"Remove the key, for {pp * per_rank} stages, or choose another schedule"
-        return (), [Problem(key, layers_per_stage, why, remedy)]
-    if n_layers < n_stages:
-        why = f"{n_stages} pipeline stages ({pp} pp ranks, {schedule}) need a layer each"
-        remedy = f"Use a parallelism.pipeline_parallel_degree of at most {max(1, n_layers // per_rank)}"
-        return (), [Problem("model.n_layers", n_layers, why, remedy)]
-
-    n_layers_of = [1] * n_stages
-    load = [1] * n_stages
-    load[0] += first
-    load[-1] += last
-    for _ in range(n_layers - n_stages):
-        lightest = load.index(min(load))
-        n_layers_of[lightest] += 1
-        load[lightest] += 1
-    starts = [sum(n_layers_of[:stage]) for stage in range(n_stages + 1)]
-    return tuple(
-        stage_fqns(range(starts[i], starts[i + 1]), first=i == 0, last=i == n_stages - 1) for i in range(n_stages)
-    ), []
-
-
-def stage_fqns(layers: range, *, first: bool, last: bool) -> tuple[str, ...]:
-    """Names of the modules that a stage with these layers holds."""
-    middle = tuple(f"layers.{layer}" for layer in layers)
-    return ("tok_embeddings",) * first + middle + ("norm", "output") * last
+    pipelined = parallelism.pipeline_parallel_degree > 1
+    of_key = {"always": 3, "never": 1 if pipelined else 2, "default": None}[parallelism.fsdp_reshard_after_forward]
+    asked = None if parallelism.zero_stage == "auto" else parallelism.zero_stage
+    key = "parallelism.zero_stage"
+    if asked and of_key and asked != of_key:
+        why = f"fsdp_reshard_after_forward = {parallelism.fsdp_reshard_after_forward!r} means {of_key}"
+        return asked, [Problem(key, asked, why, "Keep one of the two keys")]
+    if pipelined and asked == 2:
+        why = "torch's pipeline runtime reduces gradients once per step, so that they are whole until then"
+        return asked, [Problem(key, asked, why, "Use 1, or 3 to shard the parameters too")]
+    return asked or of_key or (1 if pipelined else 3), []
 
 
 def plan_batch(config: Config, degrees: dict[str, int], n_stages: int) -> tuple[dict[str, int], list[Problem]]:
@@ -213,55 +192,6 @@ def plan_batch(config: Config, degrees: dict[str, int], n_stages: int) -> tuple[
         problems.append(Problem(key, microbatch_size, why, "Use a divisor of it, 1 for instance"))
     n_microbatches = global_batch_size // dp // microbatch_size
     if pp > 1 and not problems:
-        problems += check_microbatches(config, n_microbatches, n_stages, pp)
+        problems += check_microbatches(parallelism, training.local_batch_size, n_microbatches, n_stages)
     plan = {"global_batch_size": global_batch_size, "microbatch_size": microbatch_size}
     return {**plan, "n_microbatches": n_microbatches}, problems
-
-
-def check_microbatches(config: Config, n_microbatches: int, n_stages: int, pp: int) -> list[Problem]:
-    """What each schedule asks of the number of microbatches."""
-    schedule = config.parallelism.pipeline_parallel_schedule
-    value = config.training.local_batch_size
-    if schedule == "1F1B" and n_microbatches < n_stages:
-        why = f"it makes {n_microbatches} microbatches, and 1F1B needs one for each of the {n_stages} stages"
-        remedy = "Raise it (or global_batch_size), lower pipeline_parallel_microbatch_size, or use GPipe"
-        return [Problem("training.local_batch_size", value, why, remedy)]
-    rounds = max(1, n_microbatches // pp)
-    if schedule in INTERLEAVED_SCHEDULES and n_microbatches % rounds:
-        why = f"it makes {n_microbatches} microbatches, and {schedule} runs them in {rounds} equal rounds"
-        return [Problem("training.local_batch_size", value, why, f"Use a number of microbatches that {pp} divides")]
-    return []
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A combination that is known to give wrong numbers or to crash."""
-
-    key: str
-    applies: object  # (config, shape) -> bool
-    why: str
-    remedy: str
-
-    def problem(self, config: Config) -> Problem:
-        section, name = self.key.split(".")
-        return Problem(self.key, getattr(getattr(config, section), name), self.why, self.remedy)
-
-
-REFUSED = [
-    Refusal(
-        "parallelism.pipeline_parallel_degree",
-        lambda config, shape: config.parallelism.pipeline_parallel_degree > 1 and shape.tie_embeddings,
-        "the tied matrix would live on the first and on the last stage, and each would train its own copy",
-        "Set model.tie_embeddings = false, or use pipeline_parallel_degree = 1",
-    ),
-    Refusal(
-        "activation_checkpoint.selective_ac_option",
-        lambda config, shape: not is_selective_option(config.activation_checkpoint.selective_ac_option),
-        "it is neither an operator policy nor a count of layers",
-        'Use "op", or "n" to recompute every n-th layer, "2" for instance',
-    ),
-]
-
-
-def is_selective_option(option: str) -> bool:
-    return option == "op" or (option.isdecimal() and int(option) > 0)

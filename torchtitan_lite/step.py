@@ -9,7 +9,8 @@ Loss everywhere is (sum of token losses) / (counted tokens of the *global* batch
 microbatches and data-parallel degree; so gradients are sums over microbatches and ranks, never means of means.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.layout import Layout
 from torchtitan_lite.model import llama3
 from torchtitan_lite.model.head import count_valid_tokens
+from torchtitan_lite.parallel.context_parallel import shard_sequence
+from torchtitan_lite.parallel.fsdp import free_gathered, prepare_microbatch
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.parallelize import parallelize
@@ -63,7 +66,7 @@ def build_parts(config: Config, shape: Shape, layout: Layout, mesh: Mesh) -> lis
     """The model parts that this rank holds, parallelized and still on meta: no memory, no communication."""
     model_class, _ = MODELS[config.model.name]
     with torch.device("meta"):
-        model = model_class(shape)
+        model = model_class(shape, attention=config.model.attention)
     stages = [layout.stages[index] for index in layout.stages_of(mesh.pp.get_local_rank())]
     parts = [apply_stage(model, fqns) for fqns in stages]
     for part in parts:
@@ -94,7 +97,7 @@ def build_run(config: Config, shape: Shape, layout: Layout, mesh: Mesh, device: 
             parts,
             layout,
             mesh.pp,
-            schedule_name=config.parallelism.pipeline_parallel_schedule,
+            section=config.parallelism,
             device=device,
             loss_fn=lambda loss_sum, n_tokens: loss_sum / n_tokens[0],
         )
@@ -105,6 +108,7 @@ def build_run(config: Config, shape: Shape, layout: Layout, mesh: Mesh, device: 
 def train_step(run: Run, batch: Batch) -> StepResult:
     """One optimizer step. `batch` is this rank's share of the global batch, on its device. Nothing is read back."""
     run.optimizer.zero_grad()
+    batch = take_pieces(run, batch)
     n_tokens = count_global_tokens(run, batch)  # all-reduces one integer over dp and cp
     local_loss = forward_backward(run, batch, n_tokens)  # FSDP reduce-scatters gradients as they come
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
@@ -114,30 +118,66 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     return StepResult(loss, local_loss, grad_norm, finite)
 
 
+def take_pieces(run: Run, batch: Batch) -> Batch:
+    """What this cp rank computes of its rows: (B, S) -> (B, S/cp); doc_ids stay whole. Nothing travels."""
+    if run.layout.cp == 1:
+        return batch
+    own = {name: shard_sequence(getattr(batch, name), run.mesh.cp) for name in ("tokens", "targets", "positions")}
+    return replace(batch, **own)
+
+
 def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     """All microbatches of the step, forward and backward. Adds to the gradients; they are complete on return.
 
+    `batch` is what `take_pieces` leaves of the rank's rows, here and in all that follows.
+
     Returns this rank's share of the loss, () fp32: zero where no rank of this stage holds the head.
     """
-    inputs = {"positions": batch.positions, "doc_ids": batch.doc_ids, "targets": batch.targets}  # (rows, S) each
-    loss = torch.zeros((), device=run.device)
     with loss_context(run.mesh.tp, shard_loss=not run.config.parallelism.disable_loss_parallel):
         if run.schedule is not None:
-            # Hidden states and their gradients go from stage to stage; the rest is given on every rank and cut into
-            # microbatches along the rows. The number of tokens travels as target, for that reaches the loss function.
-            tokens = [batch.tokens] if run.parts[0].tok_embeddings is not None else []
-            losses: list[Tensor] = []
-            target = n_tokens.expand(len(batch.tokens))
-            run.schedule.step(*tokens, target=target, losses=losses, return_outputs=False, **inputs)
-            return loss + sum(one.detach() for one in losses)
-
+            return run_schedule(run, run.schedule.step, batch, n_tokens)
         (part,) = run.parts
-        for micro in batch.split(run.layout.n_microbatches):
-            loss_sum = part(micro.tokens, positions=micro.positions, doc_ids=micro.doc_ids, targets=micro.targets)
-            micro_loss = loss_sum / n_tokens
+        loss = torch.zeros((), device=run.device)
+        for index, micro in enumerate(batch.split(run.layout.n_microbatches), 1):
+            is_last = index == run.layout.n_microbatches
+            prepare_microbatch(part, zero_stage=run.layout.zero_stage, is_last=is_last)
+            micro_loss = part(micro.tokens, **further_inputs(micro)) / n_tokens
             micro_loss.backward()
             loss += micro_loss.detach()
     return loss
+
+
+@torch.no_grad()
+def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
+    """The same loss without gradients, for validation. Weights and gradients stay as they are."""
+    with loss_context(run.mesh.tp, shard_loss=not run.config.parallelism.disable_loss_parallel):
+        if run.schedule is not None:
+            loss = run_schedule(run, run.schedule.eval, batch, n_tokens)
+        else:
+            (part,) = run.parts
+            micros = batch.split(run.layout.n_microbatches)
+            loss = sum(part(micro.tokens, **further_inputs(micro)) / n_tokens for micro in micros)
+    for part in run.parts:
+        free_gathered(part)
+    return loss
+
+
+def run_schedule(run: Run, walk: Callable, batch: Batch, n_tokens: Tensor) -> Tensor:
+    """The pipeline schedule once over all microbatches; `walk` is its method `step` or `eval`.
+
+    Hidden states and their gradients go from stage to stage; the rest is given on every rank and cut into microbatches
+    along the rows. The number of tokens travels as target, for that reaches the loss function.
+    """
+    tokens = [batch.tokens] if run.parts[0].tok_embeddings is not None else []
+    losses: list[Tensor] = []  # of the microbatches, on the rank that has the head
+    target = n_tokens.expand(len(batch.tokens))
+    walk(*tokens, target=target, losses=losses, return_outputs=False, **further_inputs(batch))
+    return torch.zeros((), device=run.device) + sum(loss.detach() for loss in losses)
+
+
+def further_inputs(batch: Batch) -> dict[str, Tensor]:
+    """What every part is given beside tokens or hidden states, (rows, S) each."""
+    return {"positions": batch.positions, "doc_ids": batch.doc_ids, "targets": batch.targets}
 
 
 def count_global_tokens(run: Run, batch: Batch) -> Tensor:

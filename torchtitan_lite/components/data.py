@@ -49,7 +49,7 @@ class Batch:
 
     tokens: Tensor
     targets: Tensor  # the token after each one; IGNORE_INDEX where it is not to be predicted
-    positions: Tensor  # of a token in its row
+    positions: Tensor  # of a token in its row, or in its document
     doc_ids: Tensor  # number of a token's document in its row, from 0
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "Batch":
@@ -205,7 +205,11 @@ def hash_32_bits(x: Tensor) -> Tensor:
 class SampleStream:
     """The global batches of a run. `batch` keeps no state: any step, any rows, in any order, from any thread."""
 
-    def __init__(self, corpus: Corpus, *, seq_len: int, global_batch_size: int, seed: int):
+    def __init__(
+        self, corpus: Corpus, *, seq_len: int, global_batch_size: int, seed: int, restart_positions: bool = False
+    ):
+        """With `restart_positions` they count from the start of a token's document, else from that of its row."""
+        self.restart_positions = restart_positions
         self.corpus, self.seq_len, self.global_batch_size, self.seed = corpus, seq_len, global_batch_size, seed
         self.n_samples = (len(corpus.tokens) - 1) // seq_len  # the last token of a sample needs a target
         if self.n_samples < 1:
@@ -225,8 +229,11 @@ class SampleStream:
         tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:]
         # What the next document is about cannot be known from this one: its BOS is not to be predicted.
         targets = targets.masked_fill(targets == self.corpus.bos_id, IGNORE_INDEX)
-        documents_begun = (tokens == self.corpus.bos_id).cumsum(dim=1)
+        begins = tokens == self.corpus.bos_id
+        documents_begun = begins.cumsum(dim=1)
         positions = torch.arange(self.seq_len).repeat(len(rows), 1)
+        if self.restart_positions:  # a document that began before the row counts from the row's start
+            positions -= torch.where(begins, positions, 0).cummax(dim=1).values
         return Batch(tokens, targets, positions, doc_ids=documents_begun - documents_begun[:, :1])
 
     def _choose_samples(self, drawn: Tensor) -> Tensor:

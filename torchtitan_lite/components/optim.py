@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer as TorchOptimizer
@@ -77,8 +78,9 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, pp_mesh: Devic
     A norm that is not finite leaves the gradients as they are, so that the culprit can still be found.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # DTensor knows what is replicated and what is sharded: all-reduces one float over dp_shard x cp x tp.
-    norm = torch.nn.utils.get_total_norm(gradients).full_tensor()
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if isinstance(norm, DTensor):  # it knows what is replicated and what sharded
+        norm = norm.full_tensor()  # all-reduces one float over dp_shard x cp x tp
     # Stages hold different parameters: all-reduces one float over pp.
     squared = norm**2
     dist.all_reduce(squared, group=pp_mesh.get_group())

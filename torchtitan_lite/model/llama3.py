@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_lite.model.document_attention import DocumentAttention
 from torchtitan_lite.model.head import Head
 from torchtitan_lite.sizes import Shape
 
@@ -22,12 +23,15 @@ from torchtitan_lite.sizes import Shape
 class Llama3(nn.Module):
     """The whole model, or what a pipeline stage keeps of it: any of the four children may be None (layers: fewer)."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, *, attention: str = "causal"):
+        """`attention` is a row of ATTENTIONS."""
         super().__init__()
         self.shape = shape
         self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
         # A dict keyed by layer number, so that a stage that holds layers 3 and 4 still calls them that.
-        self.layers = nn.ModuleDict({str(layer): TransformerBlock(shape) for layer in range(shape.n_layers)})
+        self.layers = nn.ModuleDict(
+            {str(layer): TransformerBlock(shape, ATTENTIONS[attention]()) for layer in range(shape.n_layers)}
+        )
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.output = Head(shape.dim, shape.vocab_size)
         if shape.tie_embeddings:
@@ -38,8 +42,8 @@ class Llama3(nn.Module):
     ) -> Tensor:
         """x: tokens (B, S) int64 for the part that embeds, hidden states (B, S, D) for later parts.
 
-        positions, doc_ids, targets: (B, S) int64. Returns logits (B, S, V), or with targets the sum of token losses,
-        () fp32; a part without head returns hidden states (B, S, D).
+        positions, doc_ids, targets: (B, S) int64; only document attention reads doc_ids. Returns logits (B, S, V), or
+        with targets the sum of token losses, () fp32; a part without head returns hidden states (B, S, D).
         """
         hidden = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         rotation = rotary_angles(positions, self.shape)
@@ -51,10 +55,10 @@ class Llama3(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, inner_attention: nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.attention = Attention(shape)
+        self.attention = Attention(shape, inner_attention)
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.feed_forward = FeedForward(shape)
 
@@ -67,14 +71,14 @@ class TransformerBlock(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention: H query heads share K key/value heads."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, inner: nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         self.wq = nn.Linear(shape.dim, shape.n_heads * shape.head_dim, bias=False)
         self.wk = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
         self.wv = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
         self.wo = nn.Linear(shape.n_heads * shape.head_dim, shape.dim, bias=False)
-        self.inner = CausalAttention()
+        self.inner = inner
 
     def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
@@ -93,6 +97,9 @@ class CausalAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         """query (B, H, S, E), key and value (B, K, S, E) -> (B, H, S, E). Every token sees all before it."""
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+ATTENTIONS = {"causal": CausalAttention, "document": DocumentAttention}  # model.attention
 
 
 class FeedForward(nn.Module):

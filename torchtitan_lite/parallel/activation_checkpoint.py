@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_lite.config import ActivationCheckpoint
+from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 
 # Outputs worth their memory: expensive to compute, or fetched from other ranks. Looked up by name, for torch builds
 # differ in the attention kernels that they have.
@@ -34,7 +35,7 @@ KEPT_OPS = {
         (torch.ops._c10d_functional, "reduce_scatter_tensor"),
     ]
     if hasattr(namespace, name)
-}
+}.union(CONTEXT_ATTENTION, [torch.ops.higher_order.flex_attention])
 
 
 def plan_recompute(section: ActivationCheckpoint, layers: list[int]) -> dict[int, str]:

@@ -5,17 +5,26 @@
     while its block runs  all rows, compute dtype (bf16)             all-gather just before, freed just after
     its gradient          of rank 0's tokens   of rank 1's tokens    reduce-scatter: sums, keeps the own rows, fp32
 
-Traffic per block, P = bytes of its parameters in compute dtype: one all-gather in forward, one in backward (none with
-reshard_after_forward off), one reduce-scatter of the gradients in backward, each P(n-1)/n per rank. All three are
-prefetched and hide behind the neighbouring block's compute if that takes longer. A 2-D mesh (replicate, shard) adds an
-all-reduce of the own rows' gradients over `replicate` (HSDP); with a shard dim of 1 that is plain data parallel.
+Traffic per block, P = bytes of its parameters in compute dtype; each gather or reduce-scatter moves P(n-1)/n per rank.
+They are prefetched and hide behind the neighbouring block's compute if that takes longer. What stays sharded between
+the microbatches of a step is the ZeRO stage; with m microbatches, per block and step:
+
+    zero_stage   parameters        gradients         all-gathers   reduce-scatters   under PP
+    3            sharded           sharded           2m            m                 about m and 1: see below
+    2            whole in a step   sharded           1             m                 refused
+    1            whole in a step   whole in a step   1             1                 1 and 1
+
+The optimizer state is always sharded. Under PP torch's runtime reduces gradients once per step; with 3 it frees the
+parameters after each forward, not after each backward. The head is kept from its forward to its backward.
+A 2-D mesh (replicate, shard) adds one all-reduce of the own rows' gradients over `replicate` per block and step (HSDP);
+with a shard dim of 1 that is plain data parallel.
 
 With TP below, rows are split twice: tp rank t holds block t of the rows, and of that dp rank s holds slice s. DTensor
 prints the data-parallel dim as `_StridedShard`: in the order of the mesh (shard, tp) the rows of a rank are strided.
 
 Sources: ZeRO arXiv:1910.02054; FSDP arXiv:2304.11277; HSDP: MiCS arXiv:2205.00119.
-Effect: parameters are DTensors over `parameters` (x tp); FQNs do not change. Applied on one rank too, so that mixed
-precision means the same everywhere.
+Effect: parameters are DTensors over `parameters` (x tp); FQNs do not change. Applied where nothing is sharded too, so
+that mixed precision means the same everywhere; left out only where a rank has its stage alone and computes in fp32.
 """
 
 import torch
@@ -40,7 +49,7 @@ def apply_fsdp(
     *,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-    reshard_after_forward: bool,
+    zero_stage: int,
 ) -> None:
     """Shards `part` (on meta) over `mesh`, group by group.
 
@@ -51,10 +60,26 @@ def apply_fsdp(
     groups = plan_fsdp_groups(part)
     for group in groups:
         # The head's backward follows its forward at once: freeing it between would gather it twice in a row.
-        reshard = reshard_after_forward and part.output not in group
+        reshard = zero_stage == 3 and part.output not in group
         fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=zero_stage == 3)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum; gloo has no other way to a factor of 1
+
+
+def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> None:
+    """Says before a microbatch what its backward leaves sharded. Not under PP: torch's runtime has its own rule."""
+    if not isinstance(part, FSDPModule):
+        return  # one rank, which has everything at hand
+    part.set_reshard_after_backward(is_last or zero_stage == 3)
+    part.set_requires_gradient_sync(is_last or zero_stage > 1)
+    part.set_requires_all_reduce(is_last)  # over replicas once per step, also where the shards are reduced each time
+
+
+def free_gathered(part: nn.Module) -> None:
+    """Frees parameters that a forward without backward left whole; the next forward gathers them again."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

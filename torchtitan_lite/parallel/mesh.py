@@ -4,7 +4,7 @@
     pp             layers                         send/recv of hidden states, per microbatch
     dp_replicate   sequences                      all-reduce of gradients, per backward
     dp_shard       sequences and parameters       all-gather and reduce-scatter of parameters, per block
-    cp             each sequence                  (of degree 1 so far)
+    cp             each sequence                  all-gather or send/recv of keys and values, per block
     tp             heads, ffn, vocabulary         all-gather and reduce-scatter of activations, four per block
 
 Every rank has one coordinate on each dim; a group is the ranks that differ in one coordinate only. Groups of one rank
@@ -36,6 +36,10 @@ class Mesh:
     @property
     def pp(self) -> DeviceMesh:
         return self.world["pp"]
+
+    @property
+    def cp(self) -> DeviceMesh:
+        return self.world["cp"]
 
     @property
     def tp(self) -> DeviceMesh:

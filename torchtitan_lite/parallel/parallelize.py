@@ -1,15 +1,17 @@
 """All parallelisms applied to one model part, in the one right order, with the reason for each place.
 
     on meta   1. tensor parallel        looks modules up by FQN and replaces their parameters
-              2. per-op recompute       inside compile: the partitioner honours the policy
-              3. compile                each block's forward; all blocks share one graph
-              4. full recompute         outside compile: inside, TP's hooks break it ("tensors_saved ... DeviceMesh")
-              5. FSDP2                  last: its hooks gather parameters outside the compiled graph
-    then      6. allocate, initialise or load, optimizer: parameters are final now   (step.py)
-              7. PipelineStage, schedule: they take the parts as they are            (step.py)
+              2. context parallel       replaces attention.inner, which has none: 1 and 2 could change places, but
+                                        what follows must see it
+              3. per-op recompute       inside compile: the partitioner honours the policy
+              4. compile                each block's forward; all blocks share one graph
+              5. full recompute         outside compile: inside, TP's hooks break it ("tensors_saved ... DeviceMesh")
+              6. FSDP2                  last: its hooks gather parameters outside the compiled graph
+    then      7. allocate, initialise or load, optimizer: parameters are final now   (step.py)
+              8. PipelineStage, schedule: they take the parts as they are            (step.py)
 
 Before all of it the model is cut into parts (pipeline.py), so that no stage ever allocates what it does not hold.
-2 to 4 replace the bound `forward` of a block in place: it was right in every combination that was tried (recompute x
+3 to 5 replace the bound `forward` of a block in place: it was right in every combination that was tried (recompute x
 compile x TP x FSDP x PP), keeps FQNs clean, and nothing is recompiled.
 """
 
@@ -19,6 +21,7 @@ from torch import nn
 from torchtitan_lite.config import Compile, Config
 from torchtitan_lite.layout import Layout
 from torchtitan_lite.parallel.activation_checkpoint import apply_recompute, plan_recompute
+from torchtitan_lite.parallel.context_parallel import apply_context_parallel
 from torchtitan_lite.parallel.fsdp import apply_fsdp
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.tensor_parallel import apply_tensor_parallel, plan_tensor_parallel
@@ -29,6 +32,9 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
     if layout.tp > 1:
         plan = plan_tensor_parallel(part, shard_loss=not config.parallelism.disable_loss_parallel)
         apply_tensor_parallel(part, mesh.tp, plan)
+    if layout.cp > 1:
+        method = config.parallelism.context_parallel_rotate_method
+        apply_context_parallel(part, mesh.cp, attention=config.model.attention, method=method)
 
     recompute = plan_recompute(config.activation_checkpoint, [int(layer) for layer in part.layers])
     for layer, block in part.layers.items():
@@ -39,12 +45,15 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
         if recompute[int(layer)] == "full":
             apply_recompute(block, keep_expensive_ops=False)
 
+    whole_on_one_rank = layout.dp * layout.cp * layout.tp == 1
+    if whole_on_one_rank and config.training.mixed_precision_param == "float32":
+        return  # nothing to shard, gather, cast or reduce; the hooks alone would cost 5 % on a CPU
     apply_fsdp(
         part,
         mesh.parameters,
         param_dtype=getattr(torch, config.training.mixed_precision_param),
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
-        reshard_after_forward=layout.reshard_after_forward,
+        zero_stage=layout.zero_stage,
     )
 
 

@@ -23,8 +23,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
 
+from torchtitan_lite.config import Parallelism
 from torchtitan_lite.layout import Layout
 
 
@@ -45,7 +51,7 @@ def build_schedule(
     layout: Layout,
     mesh: DeviceMesh,
     *,
-    schedule_name: str,
+    section: Parallelism,
     device: torch.device,
     loss_fn: Callable,
 ) -> _PipelineSchedule:
@@ -55,14 +61,29 @@ def build_schedule(
     """
     indices = layout.stages_of(mesh.get_local_rank())
     stages = [
-        PipelineStage(part, index, len(layout.stages), device, group=mesh.get_group())
+        Stage(part, index, len(layout.stages), device, group=mesh.get_group())
         for part, index in zip(parts, indices, strict=True)
     ]
-    schedule_class = get_schedule_class(schedule_name)
+    options = {"n_microbatches": layout.n_microbatches, "loss_fn": loss_fn, "scale_grads": False}
+    if section.pipeline_parallel_schedule_csv:
+        schedule = _PipelineScheduleRuntime(stages, **options)
+        schedule._load_csv(section.pipeline_parallel_schedule_csv)  # torch has no public name for it yet
+        return schedule
+    schedule_class = get_schedule_class(section.pipeline_parallel_schedule)
     one_stage = issubclass(schedule_class, PipelineScheduleSingle)
-    return schedule_class(
-        stages[0] if one_stage else stages,
-        n_microbatches=layout.n_microbatches,
-        loss_fn=loss_fn,
-        scale_grads=False,
-    )
+    return schedule_class(stages[0] if one_stage else stages, **options)
+
+
+class Stage(PipelineStage):
+    """A stage that also runs forward only.
+
+    Two neighbouring stages on one rank (V schedules) hand gradients to each other directly; torch 2.13 does so even
+    where there is no backward and so no gradient.
+    """
+
+    def get_local_bwd_output(self, mb_index: int):
+        return super().get_local_bwd_output(mb_index) if self.has_backward else None
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import _redistribute, debug
 
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 SECONDS_AFTER_A_FAILURE = 3  # how long the other ranks may go on once one has failed
@@ -124,6 +125,16 @@ def serve(rank: int, connection: Connection) -> None:
                 result = function(rank, world_size, *args, **kwargs)
             finally:
                 dist.destroy_process_group()
+                forget_groups()
             connection.send((True, result))
         except BaseException:  # a worker must answer, whatever happened
             connection.send((False, traceback.format_exc()))
+
+
+def forget_groups() -> None:
+    """Clears what torch remembers by mesh. Meshes of two jobs may be equal, and the groups of the first are gone."""
+    torch._dynamo.reset()
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # not in every torch
+        _redistribute.clear_redistribute_planner_cache()

@@ -1,0 +1,141 @@
+"""Documents packed into one sequence: attention stops at their borders, positions restart with each."""
+
+import array
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from torchtitan_lite.components.data import Corpus, SampleStream
+from torchtitan_lite.model import document_attention
+from torchtitan_lite.model.document_attention import BLOCK, DocumentAttention, attend_in_blocks, plan_blocks
+
+BOS = 9
+
+
+def make_documents(n_rows: int, seq_len: int) -> torch.Tensor:
+    """doc_ids (B, S), borders anywhere: the first row is one document, the others about one per 40 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    begins = torch.rand(n_rows, seq_len, generator=generator) < 1 / 40
+    begins[0] = False
+    return begins.cumsum(1)
+
+
+def make_heads(n_rows: int, n_heads: int, seq_len: int, *, seed: int) -> torch.Tensor:
+    return torch.randn(n_rows, n_heads, seq_len, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def attend_document_by_document(query, key, value, doc_ids):
+    """Each document as if it were alone: plain causal attention over its tokens, softmax written out."""
+    group = query.shape[1] // key.shape[1]
+    out = torch.empty_like(query)
+    for row, ids in enumerate(doc_ids):
+        for doc_id in ids.unique():
+            own = ids == doc_id
+            q, k, v = query[row][:, own], *(t[row].repeat_interleave(group, 0)[:, own] for t in (key, value))
+            scores = q @ k.mT / q.shape[-1] ** 0.5
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+            out[row][:, own] = scores.softmax(-1) @ v
+    return out
+
+
+@pytest.mark.parametrize("n_kv_heads", [4, 2])
+def test_each_document_is_attended_to_as_if_it_were_alone(n_kv_heads):
+    doc_ids = make_documents(3, 200)
+    query, key, value = (make_heads(3, n, 200, seed=n + i) for i, n in enumerate((4, n_kv_heads, n_kv_heads)))
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    gradients = []
+    for out in (DocumentAttention()(*leaves, doc_ids), attend_document_by_document(*leaves, doc_ids)):
+        gradients.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_without_doc_ids_document_attention_says_what_is_missing():
+    heads = make_heads(1, 2, 8, seed=0)
+    with pytest.raises(ValueError, match="doc_ids"):
+        DocumentAttention()(heads, heads, heads)
+
+
+# ---------------------------------------------------------------- flex attention, as far as a CPU runs it
+
+SEQ_LEN = 3 * BLOCK + 50
+
+
+def make_part(n_rows: int):
+    """Some queries of a sequence, and its keys in another order, as a rank of context parallel has them."""
+    query_places = torch.cat((torch.arange(20, 200), torch.arange(300, SEQ_LEN)))
+    key_places = torch.arange(SEQ_LEN).roll(-100)
+    doc_ids = make_documents(n_rows, SEQ_LEN)
+    query, key, value = (make_heads(n_rows, n, SEQ_LEN, seed=i) for i, n in enumerate((4, 2, 2)))
+    expected = attend_document_by_document(query, key, value, doc_ids)[:, :, query_places]
+    part = query[:, :, query_places], key[:, :, key_places], value[:, :, key_places]
+    return (*part, doc_ids, query_places, key_places), expected
+
+
+def test_every_pair_that_sees_each_other_is_in_a_block_that_is_looked_into():
+    (*_, doc_ids, query_places, key_places), _ = make_part(3)
+    same = doc_ids[:, query_places, None] == doc_ids[:, None, key_places]
+    sees = same & (query_places[:, None] >= key_places)
+    blocks = plan_blocks(doc_ids, query_places, key_places).to_dense()[:, 0]  # (B, query blocks, key blocks)
+    row, query, key = sees.nonzero().T
+    assert blocks[row, query // BLOCK, key // BLOCK].all()
+
+
+def test_blocks_that_no_document_reaches_into_are_left_out():
+    doc_ids = (torch.arange(4 * BLOCK) // BLOCK)[None]  # each document is one block
+    places = torch.arange(4 * BLOCK)
+    assert plan_blocks(doc_ids, places, places).to_dense()[0, 0].tolist() == torch.eye(4).tolist()
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Flex attention as plain torch operators. It has no backward on a CPU."""
+    monkeypatch.setattr(document_attention, "compiled_flex_attention", flex_attention)
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_attention_in_blocks_gives_the_numbers_of_attention_document_by_document(uncompiled):
+    part, expected = make_part(2)
+    torch.testing.assert_close(attend_in_blocks(*part), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_in_blocks_compiles_without_a_break(uncompiled):
+    part, expected = make_part(2)
+    torch._dynamo.reset()
+    out = torch.compile(attend_in_blocks, backend="aot_eager", fullgraph=True)(*part)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
+    part, _ = make_part(2)
+    found = []
+    for device in ("cpu", "cuda"):
+        *heads, doc_ids, query_places, key_places = (tensor.detach().to(device) for tensor in part)
+        heads = [tensor.requires_grad_() for tensor in heads]
+        out = document_attention.attend_within_documents(
+            *heads, doc_ids, query_places=query_places, key_places=key_places
+        )
+        found.append([out, *torch.autograd.grad(out.square().sum(), heads)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other.cpu(), one, rtol=1e-3, atol=1e-3)
+
+
+# ---------------------------------------------------------------- positions
+
+
+def stream_of(tokens: list[int], **options) -> SampleStream:
+    corpus = Corpus("letters", torch.frombuffer(array.array("i", tokens), dtype=torch.int32), BOS, "")
+    return SampleStream(corpus, seq_len=len(tokens) - 1, global_batch_size=1, seed=0, **options)
+
+
+def test_positions_restart_with_each_document_where_asked_for():
+    tokens = [4, 5, BOS, 1, 2, BOS, BOS, 3, 0]
+    plain, restarted = (stream_of(tokens, restart_positions=on).batch(0, range(1)) for on in (False, True))
+    assert plain.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert restarted.positions.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1]]
+    assert restarted.doc_ids.tolist() == plain.doc_ids.tolist() == [[0, 0, 1, 1, 1, 2, 3, 3]]

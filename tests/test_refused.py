@@ -1,0 +1,64 @@
+"""Each refused combination really is broken: the day a torch release repairs one, a test here fails and says so."""
+
+from unittest.mock import patch
+
+import compare
+import pytest
+import torch
+
+from torchtitan_lite import layout
+from torchtitan_lite.config import ConfigError
+from torchtitan_lite.refused import REFUSED
+from torchtitan_lite.sizes import resolve_shape
+from torchtitan_lite.tools.ranks import RankFailure
+
+PP, SCHEDULE = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_schedule"
+ZERO, MODE = "parallelism.zero_stage", "activation_checkpoint.mode"
+CP, METHOD = "parallelism.context_parallel_degree", "parallelism.context_parallel_rotate_method"
+
+COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
+
+# Row of REFUSED -> runs that it refuses: ranks, keys, and how it fails: words of the crash, or the wrong measure
+REFUSED_RUNS = {
+    "tied embeddings over stages": [(2, {PP: 2, "model.tie_embeddings": True}, "has no attribute 'weight'")],
+    "split backward with resharding": [
+        (4, {PP: 2, SCHEDULE: "InterleavedZeroBubble", ZERO: 3, MODE: "none"}, "no gradient for"),
+        (4, {PP: 2, SCHEDULE: "ZBVZeroBubble", ZERO: 3, MODE: "none"}, "no gradient for"),
+        (4, {PP: 2, SCHEDULE: "DualPipeV", ZERO: 3, MODE: "none"}, "gradient"),
+    ],
+    "split backward with per-op recompute": [
+        (2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "selective"}, "backward an extra time")
+    ],
+    "split backward with compile": [
+        (2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **COMPILED}, "Output gradient: None")
+    ],
+    "ring with documents": [(2, {CP: 2, METHOD: "ring", "model.attention": "document"}, "gradient")],
+}
+RUNS = [(row, *run) for row, runs in REFUSED_RUNS.items() for run in runs]
+
+
+def measure_refused(rank: int, world_size: int, overrides: dict, oracle_path: str) -> compare.Difference:
+    """Worker: runs the layout as if nothing were refused."""
+    with patch.object(layout, "find_refused", lambda *args: []):
+        return compare.measure_layout(rank, world_size, overrides, oracle_path)
+
+
+def test_every_refused_row_has_a_run():
+    assert REFUSED_RUNS.keys() == REFUSED.keys()
+
+
+@pytest.mark.parametrize(("row", "world_size", "keys", "symptom"), RUNS)
+def test_refused_combination_is_refused_and_really_fails(pool, oracle, row, world_size, keys, symptom):
+    config = compare.override(compare.TABLE_CONFIG, keys)
+    with pytest.raises(ConfigError) as refusal:
+        layout.plan_layout(config, resolve_shape(config.model), world_size)
+    assert REFUSED[row].why in str(refusal.value)
+
+    path = oracle(keys)
+    try:
+        shares = pool.run(measure_refused, world_size, keys, path)
+    except RankFailure as crash:
+        assert symptom in str(crash)
+        return
+    faults = compare.find_faults(compare.merge(shares, set(torch.load(path, weights_only=False).gradients)), 1e-5)
+    assert symptom in faults, f"{row}: it works now, or fails in another way ({faults}); look at REFUSED again"

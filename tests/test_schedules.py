@@ -1,0 +1,204 @@
+"""Pipeline plans as numbers, schedules from files, and validation forward through every schedule."""
+
+from pathlib import Path
+
+import compare
+import pytest
+import torch
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config import Parallelism
+from torchtitan_lite.pipeline_plan import SCHEDULES, check_microbatches, name_modules, place_stages, plan_stages
+from torchtitan_lite.schedule_csv import check_csv
+
+PP, SCHEDULE = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_schedule"
+CSV = "parallelism.pipeline_parallel_schedule_csv"
+
+
+def pipeline(pp: int, schedule: str = "1F1B", **keys) -> Parallelism:
+    keys = {f"pipeline_parallel_{key}": value for key, value in keys.items()}
+    return Parallelism(pipeline_parallel_degree=pp, pipeline_parallel_schedule=schedule, **keys)
+
+
+def count_layers(parallelism: Parallelism, n_layers: int) -> list[int]:
+    stages, problems = plan_stages(parallelism, n_layers)
+    assert not problems
+    assert [fqn for stage in stages for fqn in stage] == list(name_modules(range(n_layers), first=True, last=True))
+    return [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]
+
+
+# ---------------------------------------------------------------- stages
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "n_layers", "layers"),
+    [
+        (pipeline(4), 32, [8, 9, 8, 7]),  # embedding and head weigh one layer each
+        (pipeline(4, first_stage_less_layers=0, last_stage_less_layers=0), 32, [8, 8, 8, 8]),
+        (pipeline(2, first_stage_less_layers=3), 8, [3, 5]),
+        (pipeline(2, first_stage_less_layers=5), 8, [2, 6]),
+        (pipeline(4, "Interleaved1F1B"), 8, [1, 1, 1, 1, 1, 1, 1, 1]),
+        (pipeline(2, "Interleaved1F1B", layers_per_stage=2), 10, [1, 2, 2, 2, 2, 1]),
+        (pipeline(2, "LoopedBFS", layers_per_stage=3), 10, [2, 3, 3, 2]),
+        (pipeline(16, "1F1B"), 126, [7, *[8] * 14, 7]),  # Llama 3 405B
+    ],
+)
+def test_layers_are_spread_evenly_with_embedding_and_head_counted(parallelism, n_layers, layers):
+    assert count_layers(parallelism, n_layers) == layers
+
+
+def test_stages_are_placed_round_robin_or_in_a_v():
+    assert place_stages(pipeline(2, "Interleaved1F1B"), 6) == (0, 1, 0, 1, 0, 1)
+    assert place_stages(pipeline(4, "ZBVZeroBubble"), 8) == (0, 1, 2, 3, 3, 2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "n_layers", "key"),
+    [
+        (pipeline(4), 3, "model.n_layers"),
+        (pipeline(2, "1F1B", layers_per_stage=1), 8, "parallelism.pipeline_parallel_layers_per_stage"),
+        (pipeline(2, "Interleaved1F1B", layers_per_stage=4), 8, "parallelism.pipeline_parallel_layers_per_stage"),
+        (pipeline(2, "ZBVZeroBubble", layers_per_stage=1), 8, "parallelism.pipeline_parallel_layers_per_stage"),
+    ],
+)
+def test_impossible_stages_are_refused_by_key(parallelism, n_layers, key):
+    _, (problem,) = plan_stages(parallelism, n_layers)
+    assert problem.key == key
+
+
+GIVEN = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
+
+
+def test_stages_can_be_listed_module_by_module():
+    stages, problems = plan_stages(Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=GIVEN), 4)
+    assert problems == []
+    assert stages == tuple(map(tuple, GIVEN))
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ([GIVEN[0], GIVEN[1][1:]], "there is layers.2 for layers.1"),
+        ([GIVEN[0], GIVEN[1][:-1]], "there is nothing for output"),
+        ([[*GIVEN[0], *GIVEN[1][:-2]], ["norm", "output"]], "a stage has no layer"),
+        ([[*GIVEN[0], *GIVEN[1]]], "lists 1 stages for 2 pp ranks"),
+    ],
+)
+def test_unequal_or_incomplete_stage_lists_are_refused(given, why):
+    _, problems = plan_stages(Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=given), 4)
+    assert any(why in str(problem) for problem in problems)
+    assert {problem.key for problem in problems} == {"parallelism.module_fqns_per_model_part"}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_microbatch_numbers_that_torch_refuses_are_refused_before_launch(name):
+    """Torch's schedule classes are the oracle: they count in their constructors."""
+    for n_microbatches in range(1, 14):
+        parallelism = pipeline(4, name)
+        n_stages = 4 * SCHEDULES[name].least_stages_per_rank
+        refused = bool(check_microbatches(parallelism, n_microbatches, n_microbatches, n_stages))
+        assert refused == torch_refuses(name, 4, n_stages, n_microbatches), n_microbatches
+
+
+def torch_refuses(name: str, pp: int, n_stages: int, n_microbatches: int) -> bool:
+    """Whether torch's class raises ValueError, with stages that hold nothing."""
+    schedule_class = torch.distributed.pipelining.schedules.get_schedule_class(name)
+    single = issubclass(schedule_class, torch.distributed.pipelining.schedules.PipelineScheduleSingle)
+
+    class EmptyStage:
+        def __init__(self, index: int):
+            self.stage_index, self.num_stages, self.group_size, self.group_rank = index, n_stages, pp, 0
+            self.is_first, self.is_last, self.submod, self.has_backward = index == 0, index == n_stages - 1, None, True
+
+    stages = [EmptyStage(index) for index in range(0, n_stages, pp)]
+    try:
+        schedule_class(stages[0] if single else stages, n_microbatches, loss_fn=lambda output, target: output)
+    except ValueError:
+        return True
+    return False
+
+
+# ---------------------------------------------------------------- schedules from files
+
+# GPipe on two ranks and two microbatches, and the same with split backwards
+GPIPE = "0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1,\n"
+SPLIT = "0F0,0F1,,,0I0,0I1,0W0,0W1\n,1F0,1F1,1I0,1I1,1W0,1W1,\n"
+
+
+def write_csv(tmp_path: Path, text: str) -> Parallelism:
+    (tmp_path / "schedule.csv").write_text(text)
+    return pipeline(2, schedule_csv=str(tmp_path / "schedule.csv"))
+
+
+@pytest.mark.parametrize("text", [GPIPE, SPLIT])
+def test_a_sound_schedule_file_is_accepted(tmp_path, text):
+    assert check_csv(write_csv(tmp_path, text)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("0F0,0G0\n1F0,1B0\n", "'0G0', which is no action"),
+        ("", "no actions"),
+        ("0F0,0B0\n", "1 rows for 2 pp ranks"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0\n", "stage 1 has nothing for microbatch 1"),
+        ("0F0,0B0,0B0\n1F0,1B0\n", "stage 0 has BBF for microbatch 0"),
+        ("0F0,0I0\n1F0,1B0\n", "stage 0 has FI for microbatch 0"),
+        ("0F0,1F0\n0B0,1B0\n", "stage 0 stands on rows [1, 2]"),
+        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "deadlocks: row 1 at 0B0, row 2 at 1F1"),
+        ("0B0,0F0\n1F0,1B0\n", "deadlocks"),
+    ],
+)
+def test_a_schedule_file_that_cannot_run_is_refused_with_the_reason(tmp_path, text, why):
+    (problem,) = check_csv(write_csv(tmp_path, text))
+    assert problem.key == CSV
+    assert why in problem.why
+
+
+def test_a_missing_schedule_file_is_refused():
+    (problem,) = check_csv(pipeline(2, schedule_csv="nowhere.csv"))
+    assert "cannot be read" in problem.why
+
+
+@pytest.mark.parametrize("text", [GPIPE, SPLIT])
+def test_a_schedule_file_computes_the_single_device_model(pool, oracle, tmp_path, text):
+    parallelism = write_csv(tmp_path, text)
+    overrides = {PP: 2, CSV: parallelism.pipeline_parallel_schedule_csv, "activation_checkpoint.mode": "none"}
+    overrides["parallelism.pipeline_parallel_microbatch_size"] = 4
+    shares = pool.run(compare.measure_layout, 2, overrides, oracle({}))
+    fqns = set(torch.load(oracle({}), weights_only=False).gradients)
+    assert compare.find_faults(compare.merge(shares, fqns), 1e-5) == {}
+
+
+# ---------------------------------------------------------------- forward only
+
+
+def validate_then_train(rank: int, world_size: int, overrides: dict[str, object]) -> tuple[float, float, bool]:
+    """Worker: the loss forward only, the loss of training on the same batch, and whether validation left a gradient."""
+    run = compare.build_table_run(world_size, overrides)
+    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    n_tokens = stepping.count_global_tokens(run, batch)
+    validated = stepping.sum_losses(run, stepping.forward_only(run, batch, n_tokens)).item()
+    left = any(parameter.grad is not None for parameter in run.parameters.values())
+    trained = stepping.sum_losses(run, stepping.forward_backward(run, batch, n_tokens)).item()
+    again = stepping.sum_losses(run, stepping.forward_only(run, batch, n_tokens)).item()
+    return validated, trained, left or again != validated
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_validation_runs_forward_through_every_schedule(pool, oracle, name):
+    overrides = {PP: 2, SCHEDULE: name, "activation_checkpoint.mode": "none"}
+    expected = torch.load(oracle({}), weights_only=False).losses[0]
+    for validated, trained, disturbed in pool.run(validate_then_train, 4, overrides):
+        assert validated == pytest.approx(expected, rel=1e-6)
+        assert trained == pytest.approx(expected, rel=1e-6)
+        assert not disturbed
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_validation_runs_forward_without_a_pipeline(pool, oracle, zero_stage):
+    overrides = {"parallelism.tensor_parallel_degree": 2, "parallelism.zero_stage": zero_stage}
+    expected = torch.load(oracle({}), weights_only=False).losses[0]
+    for validated, _, disturbed in pool.run(validate_then_train, 4, overrides):
+        assert validated == pytest.approx(expected, rel=1e-6)
+        assert not disturbed

@@ -1,0 +1,118 @@
+"""Dispatch modes that watch every operator, inside the operators of context parallel too."""
+
+import weakref
+from collections import Counter
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS
+
+aten = torch.ops.aten
+
+
+class Watch(TorchDispatchMode):
+    """Calls `note(func, args, outputs)` after each operator on ordinary tensors."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(one, Tensor) and one not in (Tensor, torch.nn.Parameter) for one in types):
+            return NotImplemented  # a DTensor: its operators on local tensors come next
+        if func in IMPLEMENTATIONS:
+            with self:
+                return IMPLEMENTATIONS[func](*args, **(kwargs or {}))
+        outputs = func(*args, **(kwargs or {}))
+        self.note(func, args, [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)])
+        return outputs
+
+    def know(self, tensors: list[Tensor]) -> None:
+        """These were there before."""
+
+    def note(self, func, args: tuple, outputs: list[Tensor]) -> None:
+        raise NotImplementedError
+
+    def result(self) -> object:
+        raise NotImplementedError
+
+
+class PeakMemory(Watch):
+    """Bytes of the storages that were made while it watches and are alive together."""
+
+    def __init__(self):
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self.known = weakref.WeakSet()
+
+    def know(self, tensors):
+        self.known.update(tensor.untyped_storage() for tensor in tensors)
+
+    def note(self, func, args, outputs):
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            if storage not in self.known:
+                self.known.add(storage)
+                self.live_bytes += storage.nbytes()
+                weakref.finalize(storage, self.free, storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def free(self, n_bytes: int) -> None:
+        self.live_bytes -= n_bytes
+
+    def result(self) -> int:
+        return self.peak_bytes
+
+
+class LargestTensor(Watch):
+    def __init__(self):
+        super().__init__()
+        self.n_elements = 0
+
+    def note(self, func, args, outputs):
+        self.n_elements = max([self.n_elements, *(tensor.numel() for tensor in outputs)])
+
+    def result(self) -> int:
+        return self.n_elements
+
+
+class AttentionWork(Watch):
+    """Pairs of a query and a key that attention kernels look at, in forward and in backward."""
+
+    FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+    BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    def __init__(self):
+        super().__init__()
+        self.n_pairs = {self.FORWARD: 0, self.BACKWARD: 0}
+
+    def note(self, func, args, outputs):
+        if func == self.FORWARD:
+            self.add(func, *args[:2], causal=args[4:5] == (True,))  # defaults are left out
+        elif func == self.BACKWARD:
+            self.add(func, *args[1:3], causal=args[7])
+
+    def add(self, func, query: Tensor, key: Tensor, *, causal: bool) -> None:
+        n_queries, n_keys = query.shape[2], key.shape[2]
+        assert not causal or n_queries == n_keys
+        pairs = n_queries * (n_queries + 1) // 2 if causal else n_queries * n_keys
+        self.n_pairs[func] += pairs * query.shape[0] * query.shape[1]
+
+    def result(self) -> list[int]:
+        return list(self.n_pairs.values())
+
+
+class Collectives(Watch):
+    """How often ranks exchange keys and values, or their gradients, by name of the operator."""
+
+    NAMESPACE = "_c10d_functional"
+
+    def __init__(self):
+        super().__init__()
+        self.n_calls = Counter()
+
+    def note(self, func, args, outputs):
+        if func.namespace == self.NAMESPACE and func != torch.ops._c10d_functional.wait_tensor.default:
+            self.n_calls[func._opname] += 1
+
+    def result(self) -> dict[str, int]:
+        return dict(self.n_calls)

@@ -1,0 +1,126 @@
+"""Attention of some queries to some of their keys, so that shares of one attention can be computed apart and merged.
+
+    softmax over all keys      = merge of (out, lse) of any parts that the keys are cut into
+    lse (B, H, S)              = log of the sum of exp(scores) over the keys of the part: its weight in the merge
+    gradients of a part        = what the same kernel's backward gives for the *merged* out and lse
+
+A part is causal (as many queries as keys, which start at the same position) or not masked at all, so no S x S mask is
+ever made. A kernel's scores never leave it; what it returns and needs besides is of size (B, H, S).
+
+    device   dtype       kernel
+    cpu      any         torch's CPU flash attention
+    cuda     bf16, fp16  FlashAttention 2; head_dim must be a multiple of 8
+    cuda     fp32        memory-efficient attention, which takes no fewer key heads than query heads: they are repeated
+
+The CUDA kernels were not run by the authors of this file: their arguments are checked on meta tensors, their numbers by
+tests that need a GPU. cuDNN's kernel, which SDPA prefers on Hopper, is left out: the shape in which it returns lse is
+not the same in all torch versions.
+
+Legend: B batch, S sequence, H query heads, K key/value heads, E head dim.
+Sources: online softmax arXiv:1805.02867; FlashAttention arXiv:2205.14135, 2307.08691.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Two functions that agree on how lse looks: (B, H, S) fp32, contiguous."""
+
+    attend: Callable[..., tuple[Tensor, Tensor]]  # (query, key, value, causal) -> out (B, H, S, E), lse
+    # (grad_out, query, key, value, out, lse, causal) -> gradients of query, key, value
+    attend_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def choose_kernel(query: Tensor) -> Kernel:
+    if query.device.type == "cpu":
+        return KERNELS["cpu"]
+    return KERNELS["flash"] if query.dtype in (torch.bfloat16, torch.float16) else KERNELS["efficient"]
+
+
+def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Adds the attention to other keys to (out, lse), both fp32, in place."""
+    share = torch.sigmoid(new_lse - lse)  # of the new keys in the softmax over both: never overflows
+    out.lerp_(new_out.float(), share.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, new_lse))
+
+
+def attend_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+
+
+def attend_cpu_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad_out, query, key, value, out, lse, 0.0, causal)
+
+
+def attend_flash(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
+    return out, lse
+
+
+def attend_flash_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_backward(
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        None,  # no cumulative lengths: the sequences of a batch are equally long
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        causal,
+        *no_random_state(query),
+    )
+
+
+def attend_efficient(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    n = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(n, 1), value.repeat_interleave(n, 1)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, causal)
+    return out, lse[..., : query.shape[2]].contiguous()  # it comes padded to a multiple of 32
+
+
+def attend_efficient_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    n = query.shape[1] // key.shape[1]
+    grad_query, grad_key, grad_value, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad_out,
+        query,
+        key.repeat_interleave(n, 1),
+        value.repeat_interleave(n, 1),
+        None,
+        out,
+        F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf")),
+        *no_random_state(query),
+        0.0,
+        [True, True, True, False],
+        causal,
+    )
+    return grad_query, grad_key.unflatten(1, (-1, n)).sum(2), grad_value.unflatten(1, (-1, n)).sum(2)
+
+
+def no_random_state(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Seed and offset of a dropout that there is not."""
+    return tuple(torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
+
+
+KERNELS = {
+    "cpu": Kernel(attend_cpu, attend_cpu_backward),
+    "flash": Kernel(attend_flash, attend_flash_backward),
+    "efficient": Kernel(attend_efficient, attend_efficient_backward),
+}

@@ -1,0 +1,149 @@
+"""What `verify` says: the certificate for people, and the same for programs."""
+
+import re
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+
+from torchtitan_lite.tools.comparison import N_STEPS, Difference, total_update_error
+from torchtitan_lite.tools.reduction import Reduction
+from torchtitan_lite.tools.trial import FP32_TOLERANCE, Trial
+
+LEGEND = "S(0): rows sharded, S(1): columns, _S: rows, in the strides that two sharded dims leave; R: copies, bit-equal"
+ALWAYS = "kernels of CUDA, NCCL, sizes, speed and memory: this ran on CPUs, in float32"
+
+
+@dataclass(frozen=True)
+class InBfloat16:
+    """Largest gradient error and update error against the float32 oracle, of the layout and of one rank."""
+
+    gradient: float
+    gradient_of_one_rank: float
+    update: float
+    update_of_one_rank: float
+    faults: dict[str, str]
+
+
+def describe(
+    config_name: str, reduction: Reduction, trial: Trial, in_bfloat16: InBfloat16 | None, *, verbose: bool
+) -> str:
+    """The certificate, or what stands in its way."""
+    layout = reduction.layout
+    lines = [f"{config_name} on {layout.world_size} ranks ({layout}) beside one process, {trial.seconds:.0f} s", ""]
+    lines += ["not certified, because it was replaced:"]
+    lines += [f"  {change}" for change in reduction.changes]
+    lines += [f"  {ALWAYS}", ""]
+    if trial.difference is not None:
+        lines += describe_measures(trial.difference)
+        lines += describe_gradients(trial.difference, verbose=verbose)
+    if in_bfloat16 is not None:
+        lines += describe_bfloat16(in_bfloat16)
+    return "\n".join([*lines, *describe_verdict(trial, in_bfloat16)])
+
+
+def describe_measures(difference: Difference) -> list[str]:
+    n = len(difference.initial_equal)
+    n_equal = sum(difference.initial_equal.values())
+    worst_gradient = max(difference.gradient.values())
+    worst_weight = max(difference.weight.values())
+    n_unequal = len({fqn for fqn, _ in difference.unequal_replicas})
+    rows = [
+        ("initial weights", f"{n_equal} of {n}", "bit-equal", n_equal == n),
+        ("counted tokens", f"{difference.n_tokens:.1e}", "equal", difference.n_tokens == 0),
+        ("loss", f"{difference.loss:.1e}", f"{N_STEPS} steps, masked unequally", difference.loss <= FP32_TOLERANCE),
+        ("gradients", f"{worst_gradient:.1e}", f"worst of {n} parameters", worst_gradient <= FP32_TOLERANCE),
+        ("gradient norm", f"{difference.grad_norm:.1e}", f"{N_STEPS} steps", difference.grad_norm <= FP32_TOLERANCE),
+        ("weights", f"{worst_weight:.1e}", f"after {N_STEPS} steps of SGD, clipped", worst_weight <= FP32_TOLERANCE),
+        (
+            "updates",
+            f"{total_update_error(difference):.1e}",
+            "all of them together",
+            total_update_error(difference) <= FP32_TOLERANCE,
+        ),
+        ("copies", f"{n - n_unequal} of {n}", "bit-equal on all ranks that hold one", n_unequal == 0),
+    ]
+    header = f"relative error, at most {FP32_TOLERANCE:.0e}:"
+    return [header, *(f"  {'ok ' if good else 'BAD'} {what:16} {value:>9}  {of}" for what, value, of, good in rows), ""]
+
+
+def describe_gradients(difference: Difference, *, verbose: bool) -> list[str]:
+    """Per kind of parameter, `layers.*.attention.wq.weight`, the worst one; with `verbose` each parameter."""
+    kinds = defaultdict(list)
+    for fqn in difference.gradient:
+        kinds[fqn if verbose else re.sub(r"\.\d+\.", ".*.", fqn)].append(fqn)
+    lines = []
+    for kind, fqns in kinds.items():
+        worst = max(fqns, key=difference.gradient.get)
+        count = f"x{len(fqns)}" if len(fqns) > 1 else ""
+        mark = "ok " if difference.gradient[worst] <= FP32_TOLERANCE else "BAD"
+        error = f"{difference.gradient[worst]:.1e}"
+        lines.append(f"  {mark} {kind:34} {count:>4} {error:>9}  {difference.placements[worst]}")
+    return ["gradient of each parameter:", *lines, f"  {LEGEND}", ""]
+
+
+def describe_bfloat16(measured: InBfloat16) -> list[str]:
+    return [
+        "computing in bfloat16, against float32; at most twice the error of one rank:",
+        f"      gradients  {measured.gradient:.1e}, of one rank {measured.gradient_of_one_rank:.1e}",
+        f"      updates    {measured.update:.1e}, of one rank {measured.update_of_one_rank:.1e}",
+        "",
+    ]
+
+
+def describe_verdict(trial: Trial, in_bfloat16: InBfloat16 | None) -> list[str]:
+    if trial.faults:
+        lines = ["NOT certified: this layout does not compute the one-process model"]
+        lines += [f"  {fault}" for fault in trial.faults.values()]
+        if trial.culprit is not None:
+            lines += [f"first to differ: {trial.culprit}", f"cause: {trial.culprit.cause}"]
+        return lines
+    if in_bfloat16 is not None and in_bfloat16.faults:
+        return ["NOT certified in bfloat16 (in float32 it is)", *(f"  {f}" for f in in_bfloat16.faults.values())]
+    return ["certified: this layout computes the one-process model"]
+
+
+def report_for_programs(
+    config_name: str, reduction: Reduction, trial: Trial, in_bfloat16: InBfloat16 | None
+) -> dict[str, object]:
+    """The same as plain types. Errors are relative; what is not finite is null."""
+    difference = trial.difference
+    return {
+        "config": config_name,
+        "certified": not trial.faults and not (in_bfloat16 and in_bfloat16.faults),
+        "world_size": reduction.layout.world_size,
+        "degrees": reduction.layout.degrees,
+        "reduced": [asdict(change) for change in reduction.changes],
+        "tolerance": FP32_TOLERANCE,
+        "faults": trial.faults,
+        "culprit": asdict(trial.culprit) if trial.culprit else None,
+        "measures": None if difference is None else report_measures(difference),
+        "parameters": None if difference is None else report_parameters(difference),
+        "bfloat16": asdict(in_bfloat16) if in_bfloat16 else None,
+        "seconds": round(trial.seconds, 1),
+    }
+
+
+def report_measures(difference: Difference) -> dict[str, object]:
+    return {
+        "n_tokens": finite(difference.n_tokens),
+        "loss": finite(difference.loss),
+        "grad_norm": finite(difference.grad_norm),
+        "update": finite(total_update_error(difference)),
+    }
+
+
+def report_parameters(difference: Difference) -> dict[str, dict[str, object]]:
+    return {
+        fqn: {
+            "initial_equal": equal,
+            "gradient": finite(difference.gradient[fqn]),
+            "weight": finite(difference.weight[fqn]),
+            "placement": difference.placements[fqn],
+            "copies_unequal_over": sorted(dim for name, dim in difference.unequal_replicas if name == fqn),
+        }
+        for fqn, equal in difference.initial_equal.items()
+    }
+
+
+def finite(number: float) -> float | None:
+    """JSON knows no infinity."""
+    return number if number < float("inf") else None

@@ -1,0 +1,379 @@
+"""Runs a layout beside one process and measures the difference, parameter by parameter. `verify` and the tests use it.
+
+    one process     the model file, plain torch: one backward over the whole batch, torch's clipping, torch's SGD
+    each rank       builds the run as train.py does, steps it, gathers what it holds, compares     -> Share
+    all together    the worst of all ranks; every parameter must have been seen                    -> Difference
+
+The two share the model file, the rule of the initial weights and the batch, nothing else. Loss and gradient norm hide
+broken gradients, so each parameter is compared by itself; with SGD, for AdamW hides gradients of the wrong scale.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
+from torchtitan_lite.components.data import Batch, rows_of_rank
+from torchtitan_lite.config import Config
+from torchtitan_lite.layout import plan_layout, resolve_config
+from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.sizes import resolve_shape
+
+N_STEPS = 2
+Coordinates = dict[str, int]  # mesh dim -> where a rank stands on it
+Prepare = Callable[[stepping.Run, "Outcome"], None]
+
+
+# ---------------------------------------------------------------- the data
+
+
+def make_batch(step: int, *, n_rows: int, seq_len: int, vocab_size: int, documents: bool) -> Batch:
+    """Random tokens. From row to row 0 to 90 % of the targets are not counted, in one row none is.
+
+    With `documents`, a new one begins at every eighth token or so, at other places in each row.
+    """
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(vocab_size, (n_rows, seq_len + 1), generator=generator)
+    masked_share = torch.linspace(0, 0.9, n_rows)[:, None]
+    masked = torch.rand(n_rows, seq_len, generator=generator) < masked_share
+    if n_rows > 1:
+        masked[1] = True
+    targets = tokens[:, 1:].masked_fill(masked, IGNORE_INDEX)
+    positions = torch.arange(seq_len).expand(n_rows, -1).contiguous()
+    doc_ids = torch.zeros_like(targets)
+    if documents:
+        begins = torch.rand(n_rows, seq_len, generator=generator) < 1 / 8
+        begins[:, 0] = False
+        doc_ids = begins.long().cumsum(1)
+        positions = positions - (positions * begins).cummax(1).values
+    return Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids)
+
+
+def make_batch_of(config: Config, step: int) -> Batch:
+    """The global batch that a config asks for."""
+    return make_batch(
+        step,
+        n_rows=config.training.global_batch_size,
+        seq_len=config.training.seq_len,
+        vocab_size=resolve_shape(config.model).vocab_size,
+        documents=config.model.attention == "document",
+    )
+
+
+# ---------------------------------------------------------------- one process
+
+
+@dataclass
+class Outcome:
+    """What one process computed."""
+
+    initial: dict[str, Tensor]  # in the order of the model
+    outputs: dict[str, Tensor]  # of modules, first batch, in forward order; of the head: the loss of each token (B, S)
+    n_tokens: int  # counted in the first batch
+    gradients: dict[str, Tensor]  # of the first batch, before clipping, in backward order
+    weights: dict[str, Tensor]  # after N_STEPS
+    losses: list[float]
+    grad_norms: list[float]
+
+
+def run_one_process(config: Config) -> Outcome:
+    """The oracle. `config` gives model, batch, seed, clipping and SGD; its layout is not looked at."""
+    model_class, init_parameter = stepping.MODELS[config.model.name]
+    model = model_class(resolve_shape(config.model), attention=config.model.attention)
+    if config.model.attention == "document":
+        for name, module in model.named_modules():
+            if name.endswith("attention"):
+                module.inner = PlainDocumentAttention()
+    initialize_weights(model, init_parameter, config.debug.seed)
+    parameters = dict(model.named_parameters())
+    initial = {fqn: parameter.detach().clone() for fqn, parameter in parameters.items()}
+    section = config.optimizer
+    optimizer = torch.optim.SGD(model.parameters(), lr=section.lr, weight_decay=section.weight_decay)
+    outcome = Outcome(initial, {}, 0, {}, {}, [], [])
+    hooks = record_first_backward(model, outcome)
+    for step in range(N_STEPS):
+        batch = make_batch_of(config, step)
+        optimizer.zero_grad()
+        logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())  # the mean over counted tokens
+        loss.backward()
+        if step == 0:
+            outcome.n_tokens = int((batch.targets != IGNORE_INDEX).sum())
+            token_losses = F.cross_entropy(logits.detach().flatten(0, 1), batch.targets.flatten(), reduction="none")
+            heads = [name for name, output in outcome.outputs.items() if output.data_ptr() == logits.data_ptr()]
+            outcome.outputs |= dict.fromkeys(heads, token_losses.view_as(batch.targets))
+            for hook in hooks:
+                hook.remove()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+        optimizer.step()
+        outcome.losses.append(loss.item())
+        outcome.grad_norms.append(norm.item())
+    outcome.weights = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
+    return outcome
+
+
+def record_first_backward(model: nn.Module, outcome: Outcome) -> list:
+    """Has a model note its modules' outputs in forward order and its gradients in backward order; hooks to remove."""
+    hooks = []
+    for name, module in model.named_modules():
+
+        def note_output(module, args, output, *, name=name):
+            if name and isinstance(output, Tensor):
+                outcome.outputs[name] = output.detach()
+
+        hooks.append(module.register_forward_hook(note_output))
+    for fqn, parameter in model.named_parameters():
+
+        def note_gradient(parameter, *, fqn=fqn):
+            outcome.gradients[fqn] = parameter.grad.clone()
+
+        hooks.append(parameter.register_post_accumulate_grad_hook(note_gradient))
+    return hooks
+
+
+class PlainDocumentAttention(nn.Module):
+    """Causal attention within documents, by the one explicit mask that leaves no room for mistakes."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor) -> Tensor:
+        seq_len = query.shape[2]
+        causal = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
+        mask = causal & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+# ---------------------------------------------------------------- one rank of many
+
+
+@dataclass
+class Share:
+    """How far from the oracle one rank is, with all that it can see."""
+
+    coordinates: Coordinates
+    initial_equal: dict[str, bool]
+    gradient: dict[str, float]  # FQN -> ||g - ref|| / ||ref||
+    gradient_scale: dict[str, float]  # FQN -> <g, ref> / <ref, ref>: 1, or by how much all of it is too large
+    weight: dict[str, float]  # FQN -> ||w - ref|| / ||ref||
+    update: dict[str, tuple[float, float]]  # FQN -> squared norms of the difference and of the oracle's update
+    placements: dict[str, str]  # FQN -> how it lies on its mesh
+    unequal_replicas: set[tuple[str, str]]  # FQN and mesh dim of weights that are to be equal along it, and are not
+    n_tokens: int  # of the first batch
+    losses: list[float]
+    grad_norms: list[float]
+    errors: dict[str, float]  # n_tokens, loss, grad_norm -> relative error, of the worst step
+
+
+def build_small_run(config: Config, world_size: int) -> stepping.Run:
+    """The run that train.py would build, on CPUs. Collective."""
+    # DTensor warns that gathering over two dims takes two steps: it is right, and here it does not matter.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    shape = resolve_shape(config.model)
+    layout = plan_layout(config, shape, world_size)
+    mesh = build_mesh(layout, "cpu")
+    return stepping.build_run(resolve_config(config, layout, "cpu"), shape, layout, mesh, torch.device("cpu"))
+
+
+def own_rows(run: stepping.Run, batch: Batch) -> Batch:
+    """This rank's share of a global batch."""
+    rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, len(batch.tokens))
+    return Batch(*(field[rows.start : rows.stop] for field in vars(batch).values()))
+
+
+def measure_layout(
+    rank: int, world_size: int, config: Config, oracle_path: str, prepare: Prepare | None = None
+) -> Share:
+    """Worker: builds the layout, makes N_STEPS, and compares all that this rank can see. Collective.
+
+    `prepare(run, oracle)` may change the run before its first step: a probe.
+    """
+    oracle: Outcome = torch.load(oracle_path, weights_only=False, mmap=True)
+    run = build_small_run(config, world_size)
+    initial = gather(run, lambda parameter: parameter)
+    if prepare is not None:
+        prepare(run, oracle)
+    batch = stepping.take_pieces(run, own_rows(run, make_batch_of(run.config, 0)))
+    n_tokens = stepping.count_global_tokens(run, batch)
+    stepping.forward_backward(run, batch, n_tokens)
+    gradients = gather(run, lambda parameter: parameter.grad)
+    losses, grad_norms = [], []
+    for step in range(N_STEPS):
+        result = stepping.train_step(run, own_rows(run, make_batch_of(run.config, step)))
+        losses.append(result.loss.item())
+        grad_norms.append(result.grad_norm.item())
+    weights = gather(run, lambda parameter: parameter)
+    return Share(
+        coordinates=run.mesh.coordinates(),
+        initial_equal={fqn: torch.equal(full, oracle.initial[fqn]) for fqn, full in initial.items()},
+        gradient={fqn: relative_error(full, oracle.gradients[fqn]) for fqn, full in gradients.items()},
+        gradient_scale={fqn: measure_scale(full, oracle.gradients[fqn]) for fqn, full in gradients.items()},
+        weight={fqn: relative_error(full, oracle.weights[fqn]) for fqn, full in weights.items()},
+        update={
+            fqn: (
+                (full - oracle.weights[fqn]).square().sum().item(),
+                (oracle.weights[fqn] - oracle.initial[fqn]).square().sum().item(),
+            )
+            for fqn, full in weights.items()
+        },
+        placements={fqn: describe_placement(parameter) for fqn, parameter in run.parameters.items()},
+        unequal_replicas=find_unequal_replicas(run),
+        n_tokens=int(n_tokens),
+        losses=losses,
+        grad_norms=grad_norms,
+        errors={
+            "n_tokens": largest_relative([int(n_tokens)], [oracle.n_tokens]),
+            "loss": largest_relative(losses, oracle.losses),
+            "grad_norm": largest_relative(grad_norms, oracle.grad_norms),
+        },
+    )
+
+
+@torch.no_grad()
+def gather(run: stepping.Run, choose: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
+    """Full copies of one tensor per parameter. Collective over the ranks that share them."""
+    chosen = {fqn: choose(parameter) for fqn, parameter in run.parameters.items()}
+    missing = [fqn for fqn, tensor in chosen.items() if tensor is None]
+    assert not missing, f"no gradient for {missing}"
+    return {fqn: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for fqn, t in chosen.items()}
+
+
+def describe_placement(parameter: Tensor) -> str:
+    """`Shard(0) over shard, Replicate() over tp`."""
+    if not isinstance(parameter, DTensor):
+        return "whole on every rank"
+    names = parameter.device_mesh.mesh_dim_names
+    return ", ".join(f"{placement} over {name}" for name, placement in zip(names, parameter.placements, strict=True))
+
+
+@torch.no_grad()
+def find_unequal_replicas(run: stepping.Run) -> set[tuple[str, str]]:
+    """Parameters whose copies are not bit-equal, with the mesh dim. One broadcast per dim that replicates anything."""
+    copies: dict[str, dict[str, DTensor]] = {}
+    sharded = {fqn: parameter for fqn, parameter in run.parameters.items() if isinstance(parameter, DTensor)}
+    for fqn, parameter in sharded.items():
+        for name, placement in zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True):
+            if placement.is_replicate() and parameter.device_mesh[name].size() > 1:
+                copies.setdefault(name, {})[fqn] = parameter
+    unequal = set()
+    for name, parameters in copies.items():
+        own = [parameter.to_local() for parameter in parameters.values()]
+        of_first = torch.cat([tensor.flatten() for tensor in own])
+        dist.broadcast(of_first, group=next(iter(parameters.values())).device_mesh[name].get_group(), group_src=0)
+        pieces = of_first.split([tensor.numel() for tensor in own])
+        pairs = zip(parameters, own, pieces, strict=True)
+        unequal |= {(fqn, name) for fqn, tensor, piece in pairs if not torch.equal(tensor.flatten(), piece)}
+    return unequal
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """||value - reference|| / ||reference||; a zero reference demands zero. What is not finite is infinitely wrong."""
+    difference, scale = (value.double() - reference.double()).norm().item(), reference.double().norm().item()
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale and math.isfinite(difference) else math.inf
+
+
+def measure_scale(value: Tensor, reference: Tensor) -> float:
+    """The factor of `reference` that is nearest to `value`."""
+    squared = reference.double().square().sum().item()
+    return (value.double() * reference.double()).sum().item() / squared if squared else 1.0
+
+
+# ---------------------------------------------------------------- all ranks together
+
+
+@dataclass
+class Difference:
+    """How far from the oracle a layout is: for each measure the worst of all ranks."""
+
+    initial_equal: dict[str, bool]  # by FQN, as in Share
+    gradient: dict[str, float]
+    weight: dict[str, float]
+    update: dict[str, tuple[float, float]]
+    placements: dict[str, str]
+    unequal_replicas: set[tuple[str, str]]
+    n_tokens: float  # relative errors
+    loss: float  # the larger one of N_STEPS
+    grad_norm: float
+    shares: list[Share]  # what it was merged from
+
+
+def merge(shares: list[Share], fqns: Collection[str]) -> Difference:
+    """The worst of all ranks. Every parameter of the model, `fqns`, must have been seen by some rank."""
+
+    def worst(name: str, choose: Callable) -> dict:
+        merged: dict = {}
+        for share in shares:
+            for fqn, value in getattr(share, name).items():
+                merged[fqn] = choose(merged[fqn], value) if fqn in merged else value
+        missing = sorted(merged.keys() ^ set(fqns))
+        assert not missing, f"parameters not compared: {missing}"
+        return {fqn: merged[fqn] for fqn in fqns}
+
+    return Difference(
+        initial_equal=worst("initial_equal", lambda one, other: one and other),
+        gradient=worst("gradient", max),
+        weight=worst("weight", max),
+        update=worst("update", max),
+        placements=worst("placements", max),
+        unequal_replicas=set().union(*(share.unequal_replicas for share in shares)),
+        **{name: max(share.errors[name] for share in shares) for name in shares[0].errors},
+        shares=shares,
+    )
+
+
+def largest_relative(values: list[float], references: list[float]) -> float:
+    pairs = zip(values, references, strict=True)
+    return max(relative_error(torch.tensor(value), torch.tensor(reference)) for value, reference in pairs)
+
+
+def find_faults(difference: Difference, tolerance: float) -> dict[str, str]:
+    """Which measures exceed `tolerance` (relative), each with what is worst. Empty: the layout computes the model."""
+    faults = {}
+    unequal = [fqn for fqn, equal in difference.initial_equal.items() if not equal]
+    if unequal:
+        faults["initial"] = (
+            f"{len(unequal)} of {len(difference.initial_equal)} initial weights differ, {unequal[0]} first"
+        )
+    for measure_name in ("n_tokens", "loss"):
+        if getattr(difference, measure_name) > tolerance:
+            faults[measure_name] = f"{measure_name} is off by {getattr(difference, measure_name):.1e}"
+    for measure_name in ("gradient", "weight"):
+        errors = getattr(difference, measure_name)
+        worst = max(errors, key=errors.get)
+        if errors[worst] > tolerance:
+            faults[measure_name] = f"{measure_name} of {worst} is off by {errors[worst]:.1e}"
+    if difference.grad_norm > tolerance:
+        faults["grad_norm"] = f"grad_norm is off by {difference.grad_norm:.1e}"
+    update = total_update_error(difference)
+    if update > tolerance:
+        faults["update"] = f"the update of all weights together is off by {update:.1e}"
+    if difference.unequal_replicas:
+        fqn, dim = min(difference.unequal_replicas)
+        faults["replicas"] = f"{len(difference.unequal_replicas)} replicas differ, {fqn} over {dim} for one"
+    return faults
+
+
+def total_update_error(difference: Difference) -> float:
+    """||all (w - ref)|| / ||all (ref - initial)||: per parameter, a norm weight near 1 would only show its rounding."""
+    wrong, whole = (sum(pair[i] for pair in difference.update.values()) for i in (0, 1))
+    return math.sqrt(wrong / whole) if math.isfinite(wrong) else math.inf
+
+
+def find_disagreement(values: list[tuple[Coordinates, float]], tolerance: float) -> list[str]:
+    """Mesh dims along which ranks hold different values: neighbours on that dim alone already disagree."""
+    dims = set()
+    for (here, one), (there, other) in combinations(values, 2):
+        apart = [dim for dim in here if here[dim] != there[dim]]
+        close = math.isclose(one, other, rel_tol=tolerance)
+        if len(apart) == 1 and not close:
+            dims.add(apart[0])
+    return [dim for dim in (values[0][0] if values else ()) if dim in dims]

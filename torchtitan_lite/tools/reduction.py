@@ -1,0 +1,259 @@
+"""Makes a real config small enough for a laptop and keeps what layouts go wrong over.
+
+    degrees         each above 1 becomes 2; then, outermost mesh dim first, each grows through the divisors of the real
+                    degree as long as the ranks suffice. An automatic dp_shard counts as 2. Where 2 each is already too
+                    many, dp_replicate is given up first, then dp_shard, cp, tp
+    kept relations  query heads per key/value head; one or several key/value heads per tp rank; which sizes tp x
+                    dp_shard divides; one or several stages per rank; even or uneven stages; more, as many, or fewer
+                    microbatches than stages, and whether the stages divide them; accumulation or none
+    kept as is      schedule, ZeRO stage, recompute, documents, ring, tied embeddings, rotary scaling, loss parallel
+    replaced        what would hide a fault or cannot be had on a CPU: AdamW, bf16, inductor
+
+Whatever differs from the real config is listed, because it is not certified. No torch here: numbers only.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from math import prod
+
+from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
+from torchtitan_lite.config_reader import KEYS
+from torchtitan_lite.config_values import get_value
+from torchtitan_lite.layout import MESH_DIMS, Layout, plan_degrees, plan_layout
+from torchtitan_lite.pipeline_plan import SCHEDULES, check_microbatches, name_modules, plan_stages
+from torchtitan_lite.sizes import Shape, resolve_shape
+
+DEGREE_KEYS = {  # mesh dim -> key
+    "pp": "parallelism.pipeline_parallel_degree",
+    "dp_replicate": "parallelism.data_parallel_replicate_degree",
+    "dp_shard": "parallelism.data_parallel_shard_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+}
+GIVEN_UP_FIRST = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+
+REPLACED = {  # values under which a fault shows, and the CPU can follow
+    "optimizer.name": "SGD",  # AdamW's first steps amplify rounding, and it hides gradients of the wrong scale
+    "optimizer.lr": 0.5,
+    "optimizer.weight_decay": 0.01,
+    "lr_scheduler.warmup_steps": 0,  # a rate of nearly zero would show nothing
+    "lr_scheduler.decay_ratio": 0.0,
+    "training.max_norm": 0.1,  # so that gradients are clipped
+    "training.mixed_precision_param": "float32",
+    "compile.backend": "aot_eager",  # traces, partitions and differentiates as inductor does, without its kernels
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One value that verification replaces."""
+
+    key: str
+    real: object
+    reduced: object
+
+    def __str__(self) -> str:
+        return f"{self.key:52} {self.real} -> {self.reduced}"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    config: Config
+    shape: Shape
+    layout: Layout
+    changes: list[Change]  # in the order of config.py
+
+
+def reduce_config(config: Config, max_ranks: int) -> Reduction:
+    """The small run that stands for a real one. Raises ConfigError where the real one could not start."""
+    shape = resolve_shape(config.model)
+    real = plan_layout(config, shape, prod(plan_degrees(config.parallelism, 1)[0].values()))
+    automatic = config.parallelism.data_parallel_shard_degree == -1
+    wanted = {**real.degrees, "dp_shard": 2} if automatic else real.degrees
+    has_csv = real.pp > 1 and bool(config.parallelism.pipeline_parallel_schedule_csv)
+    degrees = reduce_degrees(wanted, max_ranks, pinned=("pp",) if has_csv else ())
+    if prod(degrees.values()) > max_ranks:
+        path = config.parallelism.pipeline_parallel_schedule_csv
+        why = f"a schedule file cannot be made smaller: its {real.pp} pp ranks are more than the {max_ranks} there are"
+        remedy = "Give verify a larger --ranks, or a file for fewer ranks"
+        raise ConfigError([Problem("parallelism.pipeline_parallel_schedule_csv", path, why, remedy)])
+
+    small = override(config, {**REPLACED, **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()}})
+    small = override(small, reduce_stages(config.parallelism, shape.n_layers, real, degrees["pp"]))
+    sizes = reduce_sizes(shape, real, degrees, n_shards_known=not automatic)
+    small = override(small, {f"model.{name}": size for name, size in sizes.items()})
+    option = config.activation_checkpoint.selective_ac_option
+    if option.isdecimal() and int(option) > 2:
+        small = override(small, {"activation_checkpoint.selective_ac_option": "2"})
+    small = override(small, reduce_batch(small, config, real, degrees, sizes))
+    small_shape = resolve_shape(small.model)
+    layout = plan_layout(small, small_shape, prod(degrees.values()))
+    return Reduction(small, small_shape, layout, list_changes(config, shape, small, small_shape))
+
+
+def override(config: Config, overrides: dict[str, object]) -> Config:
+    """The config with some keys ("section.key") set."""
+    for key, value in overrides.items():
+        section, name = key.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
+
+
+def list_changes(config: Config, shape: Shape, small: Config, small_shape: Shape) -> list[Change]:
+    """Every key whose value differs; for sizes that a flavor gives, that size."""
+    of_shape = {f"model.{field.name}": field.name for field in fields(Shape)}
+
+    def look_up(key: str, of: Config, its_shape: Shape) -> object:
+        if key in of_shape and key != "model.rope_scaling":
+            return getattr(its_shape, of_shape[key])
+        return get_value(of, key)
+
+    pairs = {key: (look_up(key, config, shape), look_up(key, small, small_shape)) for key in KEYS}
+    if config.training.mixed_precision_param == "auto":
+        pairs["training.mixed_precision_param"] = ("auto (bfloat16 on CUDA)", "float32")
+    if not config.compile.enable:
+        del pairs["compile.backend"]
+    return [Change(key, *values) for key, values in pairs.items() if values[0] != values[1]]
+
+
+# ---------------------------------------------------------------- degrees and sizes
+
+
+def reduce_degrees(real: dict[str, int], max_ranks: int, pinned: Iterable[str] = ()) -> dict[str, int]:
+    """2 for each degree above 1, then toward the real one, outermost dim first. A `pinned` one is kept."""
+    degrees = {dim: real[dim] if dim in pinned else min(real[dim], 2) for dim in MESH_DIMS}
+    for dim in GIVEN_UP_FIRST:
+        if prod(degrees.values()) > max_ranks and dim not in pinned:
+            degrees[dim] = 1
+    for dim in MESH_DIMS:
+        others = prod(degrees.values()) // degrees[dim]
+        larger = [n for n in range(degrees[dim] + 1, real[dim] + 1) if real[dim] % n == 0 and n * others <= max_ranks]
+        if degrees[dim] > 1 and larger:
+            degrees[dim] = max(larger)
+    return degrees
+
+
+def reduce_sizes(shape: Shape, real: Layout, degrees: dict[str, int], *, n_shards_known: bool) -> dict[str, int]:
+    """Sizes of a model of about dim 64 to 128."""
+    tp = degrees["tp"]
+    kv_heads_per_rank = min(2, shape.n_kv_heads // real.tp)
+    n_kv_heads = tp * kv_heads_per_rank
+    n_heads = n_kv_heads * (shape.n_heads // shape.n_kv_heads)
+    head_dim = min(8, shape.head_dim)
+    dim = n_heads * head_dim
+    if shape.dim != shape.n_heads * shape.head_dim:
+        dim += 16  # so that what mistakes one for the other fails here too
+    n_shards = degrees["dp_shard"] * degrees["cp"]
+    split = (real.tp * real.dp_shard * real.cp, tp * n_shards) if n_shards_known and n_shards > 1 else (1, 1)
+    return {
+        "dim": dim,
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "head_dim": head_dim,
+        "ffn_dim": reduce_size(shape.ffn_dim, dim * 3 // 2, tp, split),
+        "vocab_size": reduce_size(shape.vocab_size, 256, tp, split),
+    }
+
+
+def reduce_size(real: int, wanted: int, tp: int, split: tuple[int, int]) -> int:
+    """About `wanted`: a multiple of tp, and of the second of `split` exactly where `real` is one of the first."""
+    real_split, small_split = split
+    for size in range(min(real, wanted), wanted + 2 * tp * small_split):
+        same_relation = (real % real_split == 0) == (size % small_split == 0)
+        if size % tp == 0 and (same_relation or small_split == tp):
+            return size
+    raise AssertionError("a multiple of tp lies within one tp, with either relation within two splits")
+
+
+# ---------------------------------------------------------------- stages and batch
+
+
+def reduce_stages(section: Parallelism, n_layers: int, real: Layout, pp: int) -> dict[str, object]:
+    """Layers and stages: as many stages per rank as before, two at most where more are possible, even or uneven."""
+    key = "parallelism."
+    if pp == 1:
+        return {
+            "model.n_layers": min(4, n_layers),
+            f"{key}pipeline_parallel_schedule_csv": "",
+            f"{key}pipeline_parallel_layers_per_stage": None,
+            f"{key}module_fqns_per_model_part": [],
+        }
+    n_real_stages = len(real.stages)
+    if section.pipeline_parallel_schedule_csv:
+        n_stages = n_real_stages
+    else:
+        least = SCHEDULES[section.pipeline_parallel_schedule].least_stages_per_rank
+        n_stages = pp * max(least, min(2, n_real_stages // real.pp))
+    if section.module_fqns_per_model_part:
+        return reduce_given_stages(section.module_fqns_per_model_part, n_stages)
+
+    per_stage = 2 if n_stages > 2 else 3  # what is left of the fewest is a layer for each stage
+    first = min(1, section.pipeline_parallel_first_stage_less_layers)
+    last = min(1, section.pipeline_parallel_last_stage_less_layers)
+    weights = section.pipeline_parallel_first_stage_less_layers + section.pipeline_parallel_last_stage_less_layers
+    is_uneven = (n_layers + weights) % n_real_stages != 0
+    reduced = {
+        "model.n_layers": per_stage * n_stages - first - last - is_uneven,
+        f"{key}pipeline_parallel_first_stage_less_layers": first,
+        f"{key}pipeline_parallel_last_stage_less_layers": last,
+    }
+    if section.pipeline_parallel_layers_per_stage is not None:
+        reduced[f"{key}pipeline_parallel_layers_per_stage"] = per_stage
+    return reduced
+
+
+def reduce_given_stages(given: list[list[str]], n_stages: int) -> dict[str, object]:
+    """Explicit lists: the first stages and the last one, with one layer each, or two where one has more than others."""
+    counts = [sum(fqn.startswith("layers.") for fqn in stage) for stage in given]
+    kept = [*counts[: n_stages - 1], counts[-1]]
+    sizes = [1 if count == min(counts) else 2 for count in kept]
+    stages, start = [], 0
+    for index, size in enumerate(sizes):
+        layers = range(start, start + size)
+        stages.append(list(name_modules(layers, first=index == 0, last=index == n_stages - 1)))
+        start += size
+    return {"model.n_layers": start, "parallelism.module_fqns_per_model_part": stages}
+
+
+def reduce_batch(
+    small: Config, config: Config, real: Layout, degrees: dict[str, int], sizes: dict[str, int]
+) -> dict[str, object]:
+    """Rows and microbatches in the same relation to the stages, and a short sequence that still divides."""
+    dp, pp = degrees["dp_replicate"] * degrees["dp_shard"], degrees["pp"]
+    accumulates = real.global_batch_size > config.training.local_batch_size * real.dp
+    if pp == 1:
+        microbatch_size, n_microbatches = 2, 1 + accumulates
+        local_batch_size = microbatch_size
+    else:
+        microbatch_size = min(2, config.parallelism.pipeline_parallel_microbatch_size)
+        stages, _ = plan_stages(small.parallelism, small.model.n_layers)
+        n_microbatches = reduce_microbatches(small.parallelism, real, len(stages))
+        local_batch_size = microbatch_size * (1 if accumulates else n_microbatches)
+    return {
+        "training.local_batch_size": local_batch_size,
+        "training.global_batch_size": microbatch_size * n_microbatches * dp,
+        "training.seq_len": reduce_sequence(degrees, sizes),
+        "parallelism.pipeline_parallel_microbatch_size": microbatch_size if pp > 1 else 1,
+    }
+
+
+def reduce_microbatches(section: Parallelism, real: Layout, n_stages: int) -> int:
+    """As many as there are stages, more, fewer, or a number that they do not divide: as in the real run."""
+    if section.pipeline_parallel_schedule_csv:
+        return real.n_microbatches
+    n_real_stages = len(real.stages)
+    if real.n_microbatches < n_real_stages:
+        wanted = n_stages - 1
+    elif real.n_microbatches == n_real_stages:
+        wanted = n_stages
+    else:
+        wanted = 2 * n_stages if real.n_microbatches % n_real_stages == 0 else n_stages + 1
+    candidates = [wanted, n_stages, 2 * n_stages]
+    return next(n for n in candidates if not check_microbatches(section, n, n, n_stages))
+
+
+def reduce_sequence(degrees: dict[str, int], sizes: dict[str, int]) -> int:
+    """Tokens per sequence: a length that no other size of the model has, so that a sequence dim is known by it."""
+    pieces = (2 * degrees["cp"] if degrees["cp"] > 1 else 1) * degrees["tp"]
+    widths = [*sizes.values(), sizes["n_heads"] * sizes["head_dim"], sizes["n_kv_heads"] * sizes["head_dim"]]
+    return next(n for n in range(pieces, 100 * pieces, pieces) if n >= 40 and n not in widths)

@@ -1,0 +1,162 @@
+"""`python -m torchtitan_lite verify --config NAME`: does this layout compute the single-device model?
+
+Runs the config, reduced to laptop size, on processes of this CPU beside one process with the same model file, and
+prints a certificate: initial weights, loss, gradient of every parameter, gradient norm, updated weights, copies. Where
+something differs, it names the first thing that does.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from torchtitan_lite.config import Config, ConfigError
+from torchtitan_lite.config_reader import read_config
+from torchtitan_lite.tools.bisection import Step, bisect, find_smallest, list_features
+from torchtitan_lite.tools.certificate import InBfloat16, describe, report_for_programs
+from torchtitan_lite.tools.comparison import Difference, total_update_error
+from torchtitan_lite.tools.matrix import COLUMNS, ROWS, Cell, describe_grid, try_cell
+from torchtitan_lite.tools.ranks import RankPool
+from torchtitan_lite.tools.reduction import DEGREE_KEYS, Reduction, override, reduce_config
+from torchtitan_lite.tools.trial import RunRanks, measure_faults, save_oracle, try_layout
+
+HELP = """Any further argument is the config's: --config NAME_OR_PATH, --section.key value.
+Exit status: 0 certified, 1 not, 2 wrong input."""
+MOST_RANKS = 16
+SECONDS_FOR_A_RUN = 300  # after which ranks that wait for each other are given up; a busy laptop compiles slowly
+
+
+def main(args: list[str]) -> int:
+    """Exit status: 0 certified, 1 not, 2 wrong input."""
+    options, config_args = parse(args)
+    reading = read_config(config_args)
+    try:
+        if reading.problems:
+            raise ConfigError(reading.problems)
+        reduction = reduce_config(reading.config, options.ranks)
+    except ConfigError as error:
+        if options.json:
+            print(json.dumps({"certified": False, "problems": [asdict(p) for p in error.problems]}, default=str))
+        print(f"This run could not start:\n{error}", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)
+    n_ranks = options.ranks if options.matrix else reduction.layout.world_size
+    print(f"starting {n_ranks} processes ...", file=sys.stderr)
+    with RankPool(n_ranks) as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        run_ranks = partial(pool.run, timeout_s=SECONDS_FOR_A_RUN)
+        if options.matrix:
+            return verify_matrix(reading.config, options, run_ranks, Path(folder))
+        return verify(reading.config_name, reduction, options, run_ranks, Path(folder))
+
+
+def parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and the arguments that are the config's."""
+    parser = argparse.ArgumentParser("verify", description=__doc__, epilog=HELP, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=8,
+        choices=range(1, MOST_RANKS + 1),
+        metavar="N",
+        help=f"processes at most, up to {MOST_RANKS}; default: 8. The more, the nearer to the real mesh",
+    )
+    parser.add_argument("--bf16", action="store_true", help="also compute in bfloat16: at most twice one rank's error")
+    parser.add_argument("--bisect", action="store_true", help="on failure, find the smallest combination that fails")
+    parser.add_argument("--matrix", action="store_true", help="thirty layouts of this model instead of its own")
+    parser.add_argument("--verbose", action="store_true", help="every parameter instead of the worst of each kind")
+    parser.add_argument("--json", action="store_true", help="print for programs, every parameter included")
+    return parser.parse_known_args(args)
+
+
+def verify(
+    config_name: str, reduction: Reduction, options: argparse.Namespace, run_ranks: RunRanks, folder: Path
+) -> int:
+    """One layout: print its certificate, or what is wrong with it."""
+    config, layout = reduction.config, reduction.layout
+    trial = try_layout(config, layout.world_size, run_ranks, folder)
+    in_bfloat16 = measure_bfloat16(reduction, run_ranks, folder) if options.bf16 and not trial.faults else None
+    steps: list[Step] = []
+    if options.bisect and trial.faults:
+        for step in bisect(config, layout, lambda *run: fails(*run, run_ranks, folder)):
+            said = {True: "still fails", False: "passes", None: "cannot be tried"}[step.fails]
+            print(f"  without {', '.join(sorted(step.off))}: {said}", file=sys.stderr)
+            steps.append(step)
+    smallest = find_smallest(list_features(config, layout), steps) if steps else None
+    report = report_for_programs(config_name, reduction, trial, in_bfloat16)
+    if options.json:
+        print(json.dumps({**report, "smallest_failing_combination": smallest}, default=str))
+    else:
+        print(describe(config_name, reduction, trial, in_bfloat16, verbose=options.verbose))
+        if smallest is not None:
+            print(f"smallest combination that fails: {' + '.join(smallest) or 'one rank without any option'}")
+    return 0 if report["certified"] else 1
+
+
+def fails(config: Config, layout, run_ranks: RunRanks, folder: Path) -> bool:
+    return bool(try_layout(config, layout.world_size, run_ranks, folder, find_culprit=False).faults)
+
+
+def measure_bfloat16(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> InBfloat16:
+    """The layout and one rank, both computing in bfloat16, against the float32 oracle."""
+    oracle_path = save_oracle(reduction.config, folder)
+    config = override(reduction.config, {"training.mixed_precision_param": "bfloat16"})
+    alone = override(config, {key: 1 for key in DEGREE_KEYS.values()})
+    alone = override(alone, {"training.local_batch_size": config.training.global_batch_size})
+    layout_difference, crash, _ = measure_faults(
+        config, reduction.layout.world_size, run_ranks, oracle_path, float("inf")
+    )
+    difference_of_one, crash_of_one, _ = measure_faults(alone, 1, run_ranks, oracle_path, float("inf"))
+    if layout_difference is None or difference_of_one is None:
+        nan = float("nan")
+        return InBfloat16(nan, nan, nan, nan, crash or crash_of_one)
+    return judge_bfloat16(layout_difference, difference_of_one)
+
+
+def judge_bfloat16(difference: Difference, alone: Difference) -> InBfloat16:
+    """At most twice the error of one rank: rounding, and no more."""
+    errors = {
+        "gradient": (max(difference.gradient.values()), max(alone.gradient.values())),
+        "update": (total_update_error(difference), total_update_error(alone)),
+    }
+    faults = {
+        f"{name} in bfloat16": f"{name} is off by {error:.1e} in bfloat16, that of one rank by {of_one:.1e}"
+        for name, (error, of_one) in errors.items()
+        if not error <= 2 * of_one
+    }
+    return InBfloat16(*errors["gradient"], *errors["update"], faults)
+
+
+def verify_matrix(config: Config, options: argparse.Namespace, run_ranks: RunRanks, folder: Path) -> int:
+    """Many layouts: print the grid."""
+
+    def try_reduced(reduction: Reduction):
+        return try_layout(reduction.config, reduction.layout.world_size, run_ranks, folder)
+
+    cells: list[Cell] = []
+    for row in ROWS:
+        for column in COLUMNS:
+            cells.append(try_cell(config, row, column, options.ranks, try_reduced))
+            print(f"  {row}, {column}: {cells[-1].text}", file=sys.stderr)
+    certified = not any(cell.trial and cell.trial.faults for cell in cells)
+    if options.json:
+        rows = [
+            {
+                "row": cell.row,
+                "column": cell.column,
+                "result": cell.text,
+                "refused": cell.why_not or None,
+                "faults": cell.trial.faults if cell.trial else None,
+                "culprit": asdict(cell.trial.culprit) if cell.trial and cell.trial.culprit else None,
+            }
+            for cell in cells
+        ]
+        print(json.dumps({"certified": certified, "cells": rows}, default=str))
+    else:
+        print(describe_grid(cells))
+    return 0 if certified else 1
