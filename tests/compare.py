@@ -12,7 +12,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.components.data import Batch
 from torchtitan_lite.config import Config, LRScheduler, Model, Optimizer, Training
 from torchtitan_lite.sizes import resolve_shape
-from torchtitan_lite.tools import comparison
+from torchtitan_lite.tools import comparison, oracle
 from torchtitan_lite.tools.comparison import (
     Difference,
     Share,
@@ -21,9 +21,9 @@ from torchtitan_lite.tools.comparison import (
     merge,
     own_rows,
     relative_error,
-    run_one_process,
     total_update_error,
 )
+from torchtitan_lite.tools.oracle import run_one_process
 from torchtitan_lite.tools.reduction import override
 
 __all__ = [
@@ -55,7 +55,7 @@ TABLE_CONFIG = Config(
 
 
 def make_batch(step: int, vocab_size: int, n_rows: int = GLOBAL_BATCH_SIZE, *, documents: bool = False) -> Batch:
-    return comparison.make_batch(step, n_rows=n_rows, seq_len=SEQ_LEN, vocab_size=vocab_size, documents=documents)
+    return oracle.make_batch(step, n_rows=n_rows, seq_len=SEQ_LEN, vocab_size=vocab_size, documents=documents)
 
 
 def complete(overrides: dict[str, object], world_size: int, base: Config = TABLE_CONFIG) -> Config:

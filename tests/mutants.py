@@ -7,6 +7,7 @@ force inside one worker process, for one measurement.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -62,7 +63,7 @@ def mutant(row: str | Row, noticed_by: str, culprit: tuple[str, str], *, dims: t
 @mutant("pp2 1F1B", "grad_norm", ("gradient norm", "clip_grad_norm"), dims=("pp",))
 def clip_norm_forgets_pp():
     """Each stage clips by the norm of its own gradients. The loss falls; deep stages just learn at another rate."""
-    return patch.object(optim.dist, "all_reduce", lambda tensor, group: None)
+    return patch.object(optim, "dist", SimpleNamespace(all_reduce=lambda tensor, group: None))
 
 
 @mutant("tp2", "initial", ("initial weights", "tok_embeddings.weight"), cause="the rule of the initial weights")

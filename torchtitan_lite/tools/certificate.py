@@ -4,7 +4,8 @@ import re
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 
-from torchtitan_lite.tools.comparison import N_STEPS, Difference, total_update_error
+from torchtitan_lite.tools.comparison import Difference, total_update_error
+from torchtitan_lite.tools.oracle import N_STEPS
 from torchtitan_lite.tools.reduction import Reduction
 from torchtitan_lite.tools.trial import FP32_TOLERANCE, Trial
 

@@ -22,6 +22,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import _redistribute, debug
 
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+# Gloo groups that torch's caches still refer to keep their threads, hundreds after some tens of jobs, and all of them
+# want the cores. A new worker is a fork of a process that has torch already.
+JOBS_PER_WORKER = 8
 SECONDS_AFTER_A_FAILURE = 3  # how long the other ranks may go on once one has failed
 
 
@@ -36,6 +39,7 @@ class RankPool:
         self.n_ranks = n_ranks
         self._processes: list = []
         self._connections: list[Connection] = []
+        self._n_jobs = 0  # since the workers were started
 
     def __enter__(self) -> "RankPool":
         return self
@@ -43,7 +47,7 @@ class RankPool:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def run(self, function: Callable, world_size: int, *args, timeout_s: float = 120, **kwargs) -> list:
+    def run(self, function: Callable, world_size: int, *args, timeout_s: float = 300, **kwargs) -> list:
         """Calls `function(rank, world_size, *args, **kwargs)` on each of `world_size` ranks; results by rank.
 
         Function, arguments and results must be picklable. Raises RankFailure when a rank raises, dies or takes longer
@@ -51,8 +55,11 @@ class RankPool:
         """
         if world_size > self.n_ranks:
             raise ValueError(f"world_size {world_size} is larger than the pool of {self.n_ranks} ranks")
+        if self._n_jobs == JOBS_PER_WORKER:
+            self.close()
         if not self._processes:
             self._start()
+        self._n_jobs += 1
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             job = (function, world_size, str(Path(folder) / "store"), timeout_s, args, kwargs)
             for connection in self._connections[:world_size]:
@@ -65,7 +72,7 @@ class RankPool:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._connections = [], []
+        self._processes, self._connections, self._n_jobs = [], [], 0
 
     def _start(self) -> None:
         os.environ.update(WORKER_ENVIRONMENT)  # read by libraries when the workers import them

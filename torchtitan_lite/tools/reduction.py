@@ -139,7 +139,7 @@ def reduce_sizes(shape: Shape, real: Layout, degrees: dict[str, int], *, n_shard
     kv_heads_per_rank = min(2, shape.n_kv_heads // real.tp)
     n_kv_heads = tp * kv_heads_per_rank
     n_heads = n_kv_heads * (shape.n_heads // shape.n_kv_heads)
-    head_dim = min(8, shape.head_dim)
+    head_dim = min(8 if n_heads <= 32 else 4, shape.head_dim)
     dim = n_heads * head_dim
     if shape.dim != shape.n_heads * shape.head_dim:
         dim += 16  # so that what mistakes one for the other fails here too

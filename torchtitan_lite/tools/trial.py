@@ -9,10 +9,13 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config import Config, ConfigError
-from torchtitan_lite.tools.comparison import Difference, Outcome, find_faults, measure_layout, merge, run_one_process
-from torchtitan_lite.tools.culprit import TRAPS, Culprit, OutputShare, name_crash, name_culprit, observe_outputs
+from torchtitan_lite.tools.comparison import Difference, find_faults, measure_layout, merge
+from torchtitan_lite.tools.culprit import Culprit, name_crash, name_culprit
+from torchtitan_lite.tools.module_outputs import OutputShare, observe_outputs
+from torchtitan_lite.tools.oracle import Outcome, run_one_process
 from torchtitan_lite.tools.ranks import RankFailure
 from torchtitan_lite.tools.reduction import override
+from torchtitan_lite.tools.traps import TRAPS
 
 FP32_TOLERANCE = 1e-5  # what is right stays below 1e-6: sums are taken in another order. What is wrong is above 1e-3
 

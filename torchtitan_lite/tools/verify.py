@@ -11,6 +11,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import torch
@@ -108,14 +109,12 @@ def measure_bfloat16(reduction: Reduction, run_ranks: RunRanks, folder: Path) ->
     config = override(reduction.config, {"training.mixed_precision_param": "bfloat16"})
     alone = override(config, {key: 1 for key in DEGREE_KEYS.values()})
     alone = override(alone, {"training.local_batch_size": config.training.global_batch_size})
-    layout_difference, crash, _ = measure_faults(
-        config, reduction.layout.world_size, run_ranks, oracle_path, float("inf")
-    )
-    difference_of_one, crash_of_one, _ = measure_faults(alone, 1, run_ranks, oracle_path, float("inf"))
-    if layout_difference is None or difference_of_one is None:
-        nan = float("nan")
-        return InBfloat16(nan, nan, nan, nan, crash or crash_of_one)
-    return judge_bfloat16(layout_difference, difference_of_one)
+    n_ranks = reduction.layout.world_size
+    difference, crash, _ = measure_faults(config, n_ranks, run_ranks, oracle_path, tolerance=inf)
+    difference_of_one, crash_of_one, _ = measure_faults(alone, 1, run_ranks, oracle_path, tolerance=inf)
+    if difference is None or difference_of_one is None:
+        return InBfloat16(inf, inf, inf, inf, crash or crash_of_one)
+    return judge_bfloat16(difference, difference_of_one)
 
 
 def judge_bfloat16(difference: Difference, alone: Difference) -> InBfloat16:
