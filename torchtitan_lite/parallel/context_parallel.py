@@ -43,7 +43,9 @@ def shard_sequence(whole: Tensor, mesh: DeviceMesh) -> Tensor:
 def apply_context_parallel(part: nn.Module, mesh: DeviceMesh, *, attention: str, method: str) -> None:
     """Puts the attention that fetches keys and values into each block. `attention` is model.attention."""
     for block in part.layers.values():
-        block.attention.inner = DocumentContext(mesh) if attention == "document" else CausalContext(mesh, method)
+        # The ring has no masks: with documents it is refused (refused.py).
+        masked = attention == "document" and method == "allgather"
+        block.attention.inner = DocumentContext(mesh) if masked else CausalContext(mesh, method)
 
 
 class CausalContext(nn.Module):
