@@ -85,7 +85,8 @@ def test_an_overflow_of_the_norm_alone_is_told_apart():
 
 def wait_for_an_absent_rank(rank: int, world_size: int) -> str:
     """Worker: rank 1 does not join a collective until rank 0 has given up on it."""
-    layout = plan_layout(compare.TABLE_CONFIG, resolve_shape(compare.TABLE_CONFIG.model), world_size)
+    config = compare.override(compare.TABLE_CONFIG, {"training.local_batch_size": 1, "training.global_batch_size": -1})
+    layout = plan_layout(config, resolve_shape(config.model), world_size)
     mesh = build_mesh(layout, "cpu")
     set_timeouts(mesh, timeout_s=1)
     store = dist.distributed_c10d._get_default_store()
