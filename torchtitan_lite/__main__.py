@@ -9,6 +9,7 @@ from difflib import get_close_matches
 
 TOOLS = {  # module in torchtitan_lite/tools/, with `main(args) -> exit status` -> what it answers
     "check": "is this config sound on this many ranks? (without torch, under a second)",
+    "prepare": "text, JSONL and folders of these to a corpus to train on",
     "tokenizer": "trains the small BPE of assets/tokenizer",
     "verify": "does this layout compute the single-device model? a certificate, or the culprit",
     "bench": "how fast, as ratios against references measured in the same run",

@@ -1,0 +1,138 @@
+"""Writes the shards of a corpus, and finds those that were damaged. Their layout is said in torchtitan_lite/corpora.py.
+
+Files are hashed while they are written, and are on the disk when their writer is closed. Whether a file counts is
+decided elsewhere: by the manifest for a corpus, by the record of its unit for one in the making.
+"""
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from torchtitan_lite.corpora import MANIFEST, SPLITS, Manifest, Shard
+
+BLOCK_BYTES = 2**20
+SOURCES = "sources.jsonl"
+CODES = {"uint16": "H", "uint32": "I", "uint64": "Q"}  # of the module struct
+
+
+class HashedFile:
+    """A file of numbers, little-endian, that knows its SHA-256.
+
+    It has a buffer of its own: one of Python's would write again when it is thrown away after the disk was full.
+    """
+
+    def __init__(self, path: Path, dtype: str):
+        self.code = CODES[dtype]
+        self.file = open(path, "wb", buffering=0)
+        self.buffer = bytearray()
+        self.digest = hashlib.sha256()
+
+    def write(self, numbers: list[int]) -> None:
+        self.buffer += struct.pack(f"<{len(numbers)}{self.code}", *numbers)  # half the time of array("H", numbers)
+        if len(self.buffer) >= BLOCK_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        self.digest.update(self.buffer)
+        while self.buffer:  # a disk that is nearly full takes a part
+            del self.buffer[: self.file.write(self.buffer)]
+
+    def finish(self) -> str:
+        """Everything is on the disk. The SHA-256 of it."""
+        self.flush()
+        os.fsync(self.file.fileno())
+        self.close()
+        return self.digest.hexdigest()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class ShardWriter:
+    """Writes NAME.tokens and NAME.documents into `folder`; documents are not held."""
+
+    def __init__(self, folder: Path, name: str, dtype: str):
+        self.name = name
+        self.tokens = HashedFile(folder / f"{name}.tokens", dtype)
+        self.documents = HashedFile(folder / f"{name}.documents", "uint64")
+        self.n_tokens = self.n_documents = self.n_text_bytes = 0
+
+    def begin_document(self) -> None:
+        self.documents.write([self.n_tokens])
+        self.n_documents += 1
+
+    def write(self, ids: list[int], *, n_text_bytes: int = 0) -> None:
+        """Goes on with the document that was begun last. The ids stand for `n_text_bytes` of its text in UTF-8."""
+        self.tokens.write(ids)
+        self.n_tokens += len(ids)
+        self.n_text_bytes += n_text_bytes
+
+    def finish(self) -> Shard:
+        """The shard, which is whole and on the disk."""
+        self.documents.write([self.n_tokens])
+        return Shard(
+            name=self.name,
+            n_tokens=self.n_tokens,
+            n_documents=self.n_documents,
+            n_text_bytes=self.n_text_bytes,
+            tokens_sha256=self.tokens.finish(),
+            documents_sha256=self.documents.finish(),
+        )
+
+    def close(self) -> None:
+        """Without effect on a shard that is whole."""
+        self.tokens.close()
+        self.documents.close()
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that appears at `path` when it is whole and on the disk; before that, `path` is untouched."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    with open(unfinished, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in `folder` are on the disk: a file that was made or renamed there survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find_damage(folder: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with each file of the corpus that is not as the manifest says, after reading all of them."""
+    expected = {SOURCES: manifest.sources_sha256}
+    for shard in (shard for name in SPLITS for shard in manifest.splits[name]):
+        expected[f"{shard.name}.tokens"] = shard.tokens_sha256
+        expected[f"{shard.name}.documents"] = shard.documents_sha256
+
+    def describe(name: str) -> str | None:
+        try:
+            found = hash_file(folder / name)
+        except OSError as error:
+            return f"{folder / name} cannot be read ({error.strerror})"
+        changed = f"{folder / name} has SHA-256 {found}, and {MANIFEST} says {expected[name]}"
+        return changed if found != expected[name] else None
+
+    with ThreadPoolExecutor() as threads:  # hashing leaves the interpreter free
+        return [problem for problem in threads.map(describe, expected) if problem]
+
+
+def hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

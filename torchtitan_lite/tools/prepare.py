@@ -1,0 +1,176 @@
+"""`python -m torchtitan_lite prepare FILES_AND_FOLDERS --out FOLDER`: text to a corpus that `--training.dataset FOLDER`
+names.
+
+It reads .txt, .md and source files, one document each, and .jsonl, one document a line; .gz of all these; and folders.
+Of a folder, files whose suffix is not known as text are left out and counted; hidden ones are left out. A file that is
+named itself is read, unless it looks binary.
+
+It may be killed at any time: the same command goes on, and ends with the same bytes. OUT is whole or absent.
+`prepare --check FOLDER` reads a corpus again and compares every file with its manifest.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from torchtitan_lite.components.corpus_units import Recipe
+from torchtitan_lite.components.preparation import commit, finish_unit, make_plan
+from torchtitan_lite.components.shards import find_damage
+from torchtitan_lite.components.sources import PreparationError, find_sources
+from torchtitan_lite.components.tokenizer import load_tokenizer
+from torchtitan_lite.components.work_folder import Unfinished, count_bytes, open_work
+from torchtitan_lite.config import ConfigError
+from torchtitan_lite.corpora import MANIFEST, CorpusError, parse_manifest
+from torchtitan_lite.tools.prepare_report import Progress, count, describe, describe_left_out
+from torchtitan_lite.tools.prepare_workers import make_units_in_parallel
+
+EXIT_STATUS = "exit status: 0 fine, 1 it could not be finished or --check found damage, 2 wrong input"
+
+
+def main(args: list[str]) -> int:
+    parser = make_parser()
+    options = parser.parse_args(args)
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
+    if options.check:
+        return check(Path(options.check))
+    if not options.inputs or not options.out:
+        parser.error("name the files and folders to read, and the folder to make: prepare data/ --out data.corpus")
+    try:
+        print(prepare(options))
+    except PreparationError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except Unfinished as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Stopped. What is finished is kept, and the same command goes on with it.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m torchtitan_lite prepare", description=__doc__, epilog=EXIT_STATUS)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.allow_abbrev = False
+    parser.add_argument("inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER", help="in the order of the corpus")
+    parser.add_argument("--out", metavar="FOLDER", help="where the corpus will be")
+    parser.add_argument("--tokenizer", default="assets/tokenizer", metavar="FOLDER", help="(%(default)s)")
+    parser.add_argument(
+        "--held-out",
+        type=read_share,
+        default=0.01,
+        metavar="SHARE",
+        help="of the documents, kept for validation (%(default)s)",
+    )
+    parser.add_argument("--field", default="text", help="of a line of .jsonl, which holds the text (%(default)s)")
+    parser.add_argument(
+        "--suffix", action="append", default=[], metavar=".X", help="also read files *.X of folders, one document each"
+    )
+    parser.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="count lines that are not JSON or have no text, instead of stopping at the first",
+    )
+    parser.add_argument(
+        "--processes",
+        type=read_count,
+        default=count_cores(),
+        metavar="N",
+        help="(%(default)s, the cores that this process may use)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the corpus that is there, once the new one is whole"
+    )
+    parser.add_argument(
+        "--start-over", action="store_true", help="delete what another command left unfinished for the same --out"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result for programs")
+    parser.add_argument("--check", metavar="FOLDER", help="compare a corpus with its manifest, and do nothing else")
+    return parser
+
+
+def read_share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return share
+
+
+def read_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def count_cores() -> int:
+    """The cores that this process may use, where the system tells that."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def prepare(options: argparse.Namespace) -> str:
+    """Does it, and returns what to print. Raises PreparationError, Unfinished."""
+    try:
+        tokenizer = load_tokenizer(options.tokenizer)
+    except ConfigError as error:
+        problem = error.problems[0]
+        raise PreparationError(f"--tokenizer {options.tokenizer}: {problem.why}. {problem.remedy}.") from None
+    refuse_out_inside(options.inputs, Path(options.out))
+    sources, left_out = find_sources(options.inputs, more_suffixes=[suffix.lower() for suffix in options.suffix])
+    if not sources:
+        raise PreparationError(f"No file was found to read.{describe_left_out(left_out)}")
+    recipe = Recipe(options.held_out, options.field, options.skip_bad)
+    plan = make_plan(sources, Path(options.out), recipe, tokenizer)
+    with open_work(plan, overwrite=options.overwrite, start_over=options.start_over) as missing:
+        n_left = sum(count_bytes(plan.units[number]) for number in missing)
+        n_processes = max(1, min(options.processes, len(missing)))
+        done = f", of which {(plan.n_bytes - n_left) / 1e6:,.1f} MB are done already" if n_left < plan.n_bytes else ""
+        print(
+            f"Reading {plan.n_bytes / 1e6:,.1f} MB in {len(sources):,} files{done}. "
+            f"Processes: {n_processes}; parts of work: {len(missing)}",
+            file=sys.stderr,
+        )
+        progress = Progress(plan.n_bytes, plan.n_bytes - n_left, stream=sys.stderr)
+        try:
+            if n_processes > 1:
+                make_units_in_parallel(
+                    plan, missing, n_processes=n_processes, tokenizer_folder=options.tokenizer, report=progress.add
+                )
+            else:
+                for number in missing:
+                    finish_unit(
+                        plan.work, number, plan.units[number], recipe=recipe, tokenizer=tokenizer, report=progress.add
+                    )
+        finally:
+            progress.clear()
+        corpus = commit(plan)
+    if options.json:
+        return json.dumps(count(corpus, left_out))
+    return describe(corpus, left_out, options.out, n_files=len(sources))
+
+
+def refuse_out_inside(inputs: list[Path], out: Path) -> None:
+    """A folder that is read must not grow while it is read, nor have corpora among its files."""
+    for given in inputs:
+        if given.is_dir() and out.resolve().is_relative_to(given.resolve()):
+            raise PreparationError(f"--out {out} lies inside {given}, which is read. Give a folder elsewhere.")
+    if not out.name:
+        raise PreparationError(f"--out {str(out)!r} names no new folder.")
+
+
+def check(folder: Path) -> int:
+    """0 where every file is as the manifest says, 1 with the names of those that are not."""
+    try:
+        problems = find_damage(folder, parse_manifest(folder))
+    except CorpusError as error:
+        problems = [str(error)]
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
+        return 1
+    print(f"{folder} is whole: every file has the SHA-256 that {MANIFEST} says")
+    return 0
