@@ -22,10 +22,13 @@ ROTATIONS = {method: {"parallelism.context_parallel_rotate_method": method} for 
 RING, DOCUMENTS = ROTATIONS["ring"], {"model.attention": "document"}
 COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
+# On a mesh of replicas, shards and tp, DTensor plans one operation on the list of all parameters for half a minute.
+ONE_BY_ONE = {"optimizer.implementation": "for-loop"}
 
 
 # A split backward and per-op recompute, which is the default, exclude each other.
 PLAIN_FOR = {name: {MODE: "full"} if schedule.splits_backward else {} for name, schedule in SCHEDULES.items()}
+RECOMPUTE = {"no": {MODE: "none"}, "full": {MODE: "full"}, "every-second-layer": {MODE: "selective", OPTION: "2"}}
 
 
 @dataclass(frozen=True)
@@ -44,22 +47,29 @@ LAYOUTS = {
     "hsdp2x2": Row(4, {REPLICATE: 2}),
     "ddp2": Row(2, {REPLICATE: 2}),
     "ddp2 accumulation 2": Row(2, {REPLICATE: 2, "training.local_batch_size": 2, "training.global_batch_size": 8}),
+    "hsdp2x2 accumulation 2": Row(4, {REPLICATE: 2, "training.local_batch_size": 1, "training.global_batch_size": 8}),
     "tp2": Row(2, {TP: 2}),
     "tp2 whole logits": Row(2, {TP: 2, "parallelism.disable_loss_parallel": True}),
     "tp2 tied": Row(2, {TP: 2, "model.tie_embeddings": True}),
     "dp2 tied": Row(2, {"model.tie_embeddings": True}),
     "tp4": Row(4, {TP: 4}),
     "dp2 x tp2": Row(4, {TP: 2}),
-    "hsdp2x2 x tp2": Row(8, {TP: 2, REPLICATE: 2}),
+    "hsdp2x2 x tp2": Row(8, {TP: 2, REPLICATE: 2, **ONE_BY_ONE}),
     **{f"pp2 {name}": Row(2, {PP: 2, SCHEDULE: name, **PLAIN_FOR[name]}) for name in SCHEDULES},
     **{f"pp4 {name}": Row(4, {PP: 4, SCHEDULE: name, "model.n_layers": 8, **PLAIN_FOR[name]}) for name in SCHEDULES},
+    **{
+        f"pp2 {name}, {mode} recompute": Row(2, {PP: 2, SCHEDULE: name, **keys})
+        for name in SCHEDULES
+        for mode, keys in RECOMPUTE.items()
+        if keys != PLAIN_FOR[name]
+    },
     "pp2 uneven": Row(2, {PP: 2, "parallelism.pipeline_parallel_first_stage_less_layers": 3}),
     "pp2 x dp2": Row(4, {PP: 2}),
     "pp2 x dp2 resharded": Row(4, {PP: 2, RESHARD: "always"}),
     "pp2 x tp2": Row(4, {PP: 2, TP: 2}),
     "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2}),
     "pp2 x dp2 x tp2 Interleaved1F1B": Row(8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
-    "pp2 x ddp2 x tp2": Row(8, {PP: 2, TP: 2, REPLICATE: 2}),
+    "pp2 x ddp2 x tp2": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **ONE_BY_ONE}),
     "pp2 accumulation 2": Row(2, {PP: 2, "training.local_batch_size": 4, "training.global_batch_size": 8}),
     "accumulation 2": Row(1, {"training.local_batch_size": 4, "training.global_batch_size": 8}),
     **{
@@ -98,7 +108,7 @@ LAYOUTS = {
     "cp2 ring, full recompute": Row(2, {CP: 2, **RING, MODE: "full"}),
     "cp2 ring, no recompute": Row(2, {CP: 2, **RING, MODE: "none"}),
     "cp2 x tp2 ring compile, full recompute": Row(4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED}),
-    "hsdp2 x cp2 x tp2 ring": Row(8, {REPLICATE: 2, CP: 2, TP: 2, **RING}),
+    "hsdp2 x cp2 x tp2 ring": Row(8, {REPLICATE: 2, CP: 2, TP: 2, **RING, **ONE_BY_ONE}),
     "dp2 x cp2 accumulation 4": Row(4, {CP: 2, **ACCUMULATION_4}),
     "pp2 x cp2 ring ZBVZeroBubble": Row(
         4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"]}

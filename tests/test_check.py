@@ -53,6 +53,7 @@ def find_one_problem(args: list[str], **options):
 # --- bad input ---
 
 TP, PP = "--parallelism.tensor_parallel_degree", "--parallelism.pipeline_parallel_degree"
+CP = "--parallelism.context_parallel_degree"
 BAD_INPUT = [  # what is wrong | arguments | ranks | key as far as told, value, part of the remedy
     ("misspelt key", "--training.stepz 4", 2, "training.stepz", "4", "training.steps"),
     ("wrong type", "--training.steps x", 2, "training.steps", "x", "digits"),
@@ -65,6 +66,7 @@ BAD_INPUT = [  # what is wrong | arguments | ranks | key as far as told, value, 
     ("layers", f"{PP} 8", 8, "model.n_layers", 4, "at most 4"),
     ("batch", "--training.global_batch_size 12", 2, "training.global_batch_size", 12, "8 or 16"),
     ("sequence", f"{TP}=2 --training.seq_len=31", 2, "training.seq_len", 31, "multiple of 2"),
+    ("zig-zag", f"{TP}=2 {CP}=2 --training.seq_len=36", 4, "training.seq_len", 36, "multiple of 8"),
     ("flavor", "--model.flavor 9B", 2, "model.flavor", "9B", "8B"),
     ("schedule", "--parallelism.pipeline_parallel_schedule=2F", 2, "parallelism.pipeline", "2F", "'1F1B'"),
     ("dataset", "--training.dataset c4", 2, "training.dataset", "c4", "python_stdlib"),

@@ -1,0 +1,40 @@
+"""`python tests/show_mutant.py NAME`: what a user of broken code sees, and what `verify` says to it.
+
+Without a name: the list of mutants.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import compare
+from mutants import MUTANTS
+
+from torchtitan_lite.tools.certificate import describe_measures, describe_verdict
+from torchtitan_lite.tools.ranks import RankPool
+from torchtitan_lite.tools.trial import try_layout
+
+
+def main(names: list[str]) -> int:
+    if len(names) != 1 or names[0] not in MUTANTS:
+        print("\n".join(MUTANTS))
+        return 2
+    (name,) = names
+    mutant = MUTANTS[name]
+    config = compare.complete(mutant.row.overrides, mutant.row.world_size)
+    with RankPool(mutant.row.world_size) as pool, tempfile.TemporaryDirectory() as folder:
+
+        def run_ranks(worker, world_size, *args, **options):
+            return pool.run(compare.run_mutant, world_size, name, worker, *args, **options)
+
+        trial = try_layout(config, mutant.row.world_size, run_ranks, Path(folder))
+    print(f"{name}: {mutant.seen}\n")
+    measures = [] if trial.difference is None else describe_measures(trial.difference)
+    print("\n".join([*measures, *describe_verdict(trial, None)]))
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
