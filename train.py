@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,19 +20,21 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.components.checkpoint import load_checkpoint, save_checkpoint
-from torchtitan_lite.components.data import SampleStream, open_corpus, prefetch, rows_of_rank
+from torchtitan_lite.components.corpus import open_corpus
+from torchtitan_lite.components.data import HeldOutBatches, SampleReader, SampleStream, prefetch, rows_of_rank
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, compute_metrics, read_peak_memory
 from torchtitan_lite.components.profiling import profile_steps
-from torchtitan_lite.components.tokenizer import load_tokenizer
+from torchtitan_lite.components.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.config import Comm, Config, ConfigError, Debug
 from torchtitan_lite.config_reader import dump_config_toml
 from torchtitan_lite.hardware import detect_machine, peak_flops
 from torchtitan_lite.log import Progress, start_logging
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, set_timeouts, start_process_group
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.sizes import count_flops_per_token, count_parameters
+from torchtitan_lite.sizes import Shape, count_flops_per_token, count_parameters
 from torchtitan_lite.step import build_run, train_step
+from torchtitan_lite.validation import is_validated, validate
 
 logger = logging.getLogger("torchtitan_lite.train")
 
@@ -65,22 +68,28 @@ def main(args: list[str]) -> int:
 
     # ---- data: each data-parallel rank reads its rows of every global batch
     tokenizer = load_tokenizer(prepared.tokenizer_folder)
-    corpus = open_corpus(config.training.dataset, tokenizer, str(prepared.cache_folder))
+    read_split = partial(open_samples, config, shape, tokenizer)
     stream = SampleStream(
-        corpus,
-        seq_len=config.training.seq_len,
+        read_split(config.training.dataset, "train"),
         global_batch_size=layout.global_batch_size,
+        weights=config.training.dataset_weights,
         seed=config.debug.seed,
-        restart_positions=config.model.attention == "document",
     )
     rows = rows_of_rank(mesh.data_rank, layout.dp, layout.global_batch_size)
+    if config.validation.enable:
+        held_out = HeldOutBatches(
+            read_split(config.validation.dataset or config.training.dataset, "held_out"),
+            global_batch_size=layout.global_batch_size,
+            most_batches=config.validation.steps,
+        )
+        bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
 
     # ---- run: model parts, optimizer, schedules
     run = build_run(config, shape, layout, mesh, device)
 
     # ---- checkpoint: go on where the newest one, or the one named, ends
     checkpoints = dump_folder / config.checkpoint.folder
-    facts = {"data": stream.identity, "global_batch_size": layout.global_batch_size, "shape": asdict(shape)}
+    facts = {**stream.facts, "global_batch_size": layout.global_batch_size, "shape": asdict(shape)}
     resumed_step = prepared.resumed_step
     if resumed_step:
         load_checkpoint(checkpoints, resumed_step, run.parameters, run.optimizer, run.lr_scheduler, facts=facts)
@@ -95,7 +104,7 @@ def main(args: list[str]) -> int:
         )
     progress = Progress(rank, n_steps, stream=sys.stdout)
     trained = False
-    batches = prefetch(stream, rows, first_step=resumed_step, device=device)
+    batches = prefetch(stream, rows, steps=range(resumed_step, n_steps), device=device)
     with (
         told_by_rank(rank, mesh.coordinates()),
         profile_steps(config.profiling, dump_folder, rank, resumed_step=resumed_step) as profiler,
@@ -118,7 +127,13 @@ def main(args: list[str]) -> int:
 
             if step == resumed_step + 1:  # all ranks have compiled, connected and allocated
                 set_timeouts(mesh, config.comm.train_timeout_seconds)
-            if writer and (step % config.metrics.log_freq == 0 or step in (resumed_step + 1, n_steps)):
+            validation = {}
+            if is_validated(step, config.validation, n_steps):
+                progress.show(step, "validating")
+                with meter.paused():
+                    held_out_batches = prefetch(held_out, rows, steps=range(held_out.n_batches), device=device)
+                    validation = validate(run, held_out_batches, bytes_of_tokens)
+            if writer and (validation or step % config.metrics.log_freq == 0 or step in (resumed_step + 1, n_steps)):
                 memory = read_peak_memory(device)
                 metrics = compute_metrics(
                     step=step,
@@ -131,6 +146,7 @@ def main(args: list[str]) -> int:
                     world_size=world_size,
                     flops_per_token=flops_per_token,
                     peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
+                    validation=validation,
                 )
                 writer.write(metrics, memory)
             if config.checkpoint.enable and (step % config.checkpoint.interval == 0 or step == n_steps):
@@ -156,6 +172,17 @@ def main(args: list[str]) -> int:
     dist.barrier()  # no rank takes its end of a connection away while another still talks
     dist.destroy_process_group()
     return 0 if trained else 1
+
+
+def open_samples(config: Config, shape: Shape, tokenizer: Tokenizer, names: list[str], split: str) -> SampleReader:
+    """One split of these corpora, cut into samples."""
+    cache_folder = Path(config.training.cache_folder)
+    return SampleReader(
+        [open_corpus(name, tokenizer, cache_folder, split=split) for name in names],
+        seq_len=config.training.seq_len,
+        vocab_size=shape.vocab_size,
+        restart_positions=config.model.attention == "document",
+    )
 
 
 def read_torchrun_environment(environment: os._Environ) -> tuple[int, int, int, int, int]:

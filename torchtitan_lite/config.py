@@ -93,8 +93,10 @@ class LRScheduler:
 
 @dataclass(frozen=True)
 class Training:
-    dataset: Literal["python_stdlib"] = "python_stdlib"  # a row of DATASETS in components/data.py
-    cache_folder: str = "outputs/cache"  # new: tokenised corpora, shared by all runs
+    # corpora: names of NAMED in corpora.py, folders made by `prepare`, .bin files of token ids
+    dataset: list[str] = field(default_factory=lambda: ["python_stdlib"])
+    dataset_weights: list[float] = field(default_factory=list)  # new: share of the samples of each; none: by their size
+    cache_folder: str = "outputs/cache"  # new: named corpora as tokens, shared by all runs
     local_batch_size: Count = 8  # sequences per data-parallel rank and forward (all microbatches together under PP)
     global_batch_size: CountOrAuto = -1  # sequences per optimizer step; auto: local_batch_size x data-parallel ranks
     seq_len: Count = 2048  # tokens per sequence
@@ -151,6 +153,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Validation:
+    enable: bool = False  # the loss on held-out documents, the same ones on every layout
+    dataset: list[str] = field(default_factory=list)  # as training.dataset; none: what those corpora have held out
+    freq: Count = 10  # steps from one validation to the next; the first and the last step are validated too
+    steps: Annotated[int, Range(1, auto=-1)] = -1  # batches of training.global_batch_size; auto: all there are
+
+
+@dataclass(frozen=True)
 class Comm:
     init_timeout_seconds: Count = 300  # of collectives until the first step is done
     train_timeout_seconds: Count = 100  # of collectives after it
@@ -178,6 +188,7 @@ class Config:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    validation: Validation = field(default_factory=Validation)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
 

@@ -209,7 +209,8 @@ def refuse_absent(setting: Setting, config: Config) -> Problem | None:
         return None
     value = True if setting.value is None else setting.value  # a bare flag
     why = f"torchtitan_lite does not have this feature{note_old_name(setting)}"
-    return Problem(setting.key, value, why, f"Leave it out or at {format_toml(absent.off[0])}. {absent.instead}")
+    off = f" or at {format_toml(absent.off[0])}" if absent.off else ""
+    return Problem(setting.key, value, why, f"Leave it out{off}. {absent.instead}")
 
 
 def is_off(setting: Setting, absent: Absent) -> bool:

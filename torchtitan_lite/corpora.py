@@ -18,10 +18,13 @@ A document never lies in two shards.
 import hashlib
 import json
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from torchtitan_lite.config import Problem
+from torchtitan_lite.vocabulary import Vocabulary
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -116,6 +119,79 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 def choose_dtype(n_words: int) -> Literal["uint16", "uint32"]:
     """The smallest type that holds every id."""
     return "uint16" if n_words <= 2**16 else "uint32"
+
+
+# ---------------------------------------------------------------- several corpora
+
+DRAWS_PER_ROUND = 10_000
+
+
+def split_round(weights: Sequence[float]) -> list[int]:
+    """How many of DRAWS_PER_ROUND draws each source gets: its share, the fractions that are left to the largest ones.
+
+    Raises ValueError where a weight is not positive, or so small that its source would never be drawn.
+    """
+    if any(weight <= 0 for weight in weights):
+        raise ValueError("every weight must be above 0")
+    shares = [weight / sum(weights) * DRAWS_PER_ROUND for weight in weights]
+    counts = [int(share) for share in shares]
+    by_fraction = sorted(range(len(shares)), key=lambda source: counts[source] - shares[source])
+    for source in by_fraction[: DRAWS_PER_ROUND - sum(counts)] if weights else []:
+        counts[source] += 1
+    if not all(counts):
+        raise ValueError(f"a weight below 1/{DRAWS_PER_ROUND} of their sum means never")
+    return counts
+
+
+def check_weights(weights: Sequence[float], n_corpora: int) -> list[Problem]:
+    """What is wrong with training.dataset_weights."""
+    key, value = "training.dataset_weights", list(weights)
+    if weights and len(weights) != n_corpora:
+        why = f"training.dataset names {n_corpora} corpora"
+        return [Problem(key, value, why, "Give one weight for each, or none: all samples are then drawn alike")]
+    try:
+        split_round(weights)
+    except ValueError as error:
+        return [Problem(key, value, str(error), "Leave that corpus out, or raise its weight")]
+    return []
+
+
+# ---------------------------------------------------------------- before a run
+
+
+def check_corpora(key: str, names: Sequence[str], *, split: str, vocabulary: Vocabulary) -> list[Problem]:
+    """Corpora that cannot be read, or whose ids `vocabulary` did not make. Nothing is opened but manifests."""
+    problems = []
+    for name in names:
+        try:
+            check_corpus(Path(name), split, vocabulary) if name not in NAMED else None
+        except CorpusError as error:
+            why, _, remedy = str(error).partition(". ")
+            named = ", ".join(NAMED)
+            remedy = remedy or f"Name a folder made by `prepare`, a .bin file of token ids, or one of {named}"
+            problems.append(Problem(key, name, why, remedy))
+    if not names:
+        problems.append(Problem(key, [], "it names no corpus", f"Name one, {', '.join(NAMED)} for instance"))
+    return problems
+
+
+def check_corpus(path: Path, split: str, vocabulary: Vocabulary) -> None:
+    """Raises CorpusError: what is wrong and, after a full stop, what to do if that is special."""
+    if path.is_dir():
+        manifest = read_manifest(path)
+        if manifest.tokenizer_identity != vocabulary.identity:
+            raise CorpusError(
+                f"{path} was made with another tokenizer than {vocabulary.path}. "
+                "Set model.hf_assets_path to the one that made it, or prepare it again with --tokenizer"
+            )
+        if not manifest.splits[split]:
+            raise CorpusError(f"{path} has no {split} documents. Prepare it again with a larger --held-out")
+    elif path.suffix == ".bin" and path.is_file():
+        n_bytes, bytes_each = path.stat().st_size, BYTES_OF[choose_dtype(vocabulary.n_words)]
+        if n_bytes % bytes_each or n_bytes < 2 * bytes_each:
+            raise CorpusError(f"{path} has {n_bytes} bytes, which are not two or more ids of {bytes_each} bytes")
+    else:
+        raise CorpusError(f"there is no corpus {path}")
 
 
 # ---------------------------------------------------------------- named corpora

@@ -30,7 +30,7 @@ ALIASES = {  # written in v0.1 -> its name now; `section.*` renames a whole sect
 class Absent:
     """A switch of a feature that we do not have."""
 
-    off: tuple[object, ...]  # values that ask for nothing
+    off: tuple[object, ...]  # values that ask for nothing, if any
     instead: str  # the nearest thing that we have, as a sentence without its full stop
     only_if: str = ""  # a boolean key of ours: while it is false, the switch is not looked at
 
@@ -39,6 +39,7 @@ _CONVERTERS = "Linear layers compute in training.mixed_precision_param, with bfl
 _STAGES = "parallelism.pipeline_parallel_layers_per_stage and the two less_layers keys shape the stages"
 _WHOLE = "Every checkpoint is whole: weights in float32, optimizer and step, so that any of them can be resumed"
 _RESUME = "A run resumes from its own job.dump_folder: point that at a copy of the run to continue"
+_SHAPES = "Validation batches have the shape of training's, so that they pass through the same schedule and graphs"
 _CUSTOM = "There are no plug-in modules: a new key goes into config.py, a new model into model/"
 
 ABSENT = {
@@ -52,7 +53,7 @@ ABSENT = {
     "optimizer.early_step_in_backward": Absent(
         (False,), "It rules out clipping by the global norm, which is always on"
     ),
-    "training.dataset_path": Absent(("", "none"), "training.dataset names a corpus that needs no path"),
+    "training.dataset_path": Absent(("", "none"), "training.dataset takes the path itself"),
     "training.enable_cpu_offload": Absent((False,), "Raise parallelism.data_parallel_shard_degree to save memory"),
     "training.dtype": Absent(("float32",), "Use training.mixed_precision_param: weights themselves stay in float32"),
     "training.gc_debug": Absent((False,), "training.gc_freq = 1 collects garbage after every step"),
@@ -85,7 +86,9 @@ ABSENT = {
     "checkpoint.load_only": Absent((False,), _RESUME, only_if="checkpoint.enable"),
     "checkpoint.create_seed_checkpoint": Absent((False,), "Initial weights are the same on every layout without one"),
     "comm.mode": Absent(("default",), "Ranks always talk; `check` says what a layout needs without running it"),
-    "validation.enable": Absent((False,), "Training loss is what is measured: each sample is seen once per epoch"),
+    "validation.dataset_path": Absent(("", "none"), "validation.dataset takes the path itself"),
+    "validation.seq_len": Absent((), _SHAPES, only_if="validation.enable"),
+    "validation.local_batch_size": Absent((), _SHAPES, only_if="validation.enable"),
     "memory_estimation.enable": Absent((False,), "`python -m torchtitan_lite check` prints a lower bound"),
     "fault_tolerance.enable": Absent((False,), "MAX_RESTARTS with checkpoint.enable restarts a failed run"),
     "experimental.custom_import": Absent(("", "none"), _CUSTOM),
@@ -106,7 +109,6 @@ SETTINGS_OF_ABSENT = {
     "activation_checkpoint.preserve_rng_state": "the model draws no random numbers",
     "checkpoint.initial_load_model_only": "checkpoint.initial_load_path",
     "quantize.*": "model.converters",
-    "validation.*": "validation.enable",
     "memory_estimation.*": "memory_estimation.enable",
     "fault_tolerance.*": "fault_tolerance.enable",
 }

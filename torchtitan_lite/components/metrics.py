@@ -65,6 +65,13 @@ class StepMeter:
         self.data_time_s += self.clock() - started_at
         self.n_steps += 1
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stands around what is no part of a step, validation for instance, while the device has nothing else to do."""
+        paused_at = self.clock()
+        yield
+        self.started_at += self.clock() - paused_at
+
     def read(self) -> StepTimes:
         """Call it after the loss was read. The next step counts from here."""
         step_time_s = (self.clock() - self.started_at) / self.n_steps
@@ -119,6 +126,9 @@ class StepMetrics:
     peak_memory_gib: float
     step_time_s: float
     data_time_s: float
+    val_loss: float | None = None  # on held-out documents, nats per token; None where the step was not validated
+    val_perplexity: float | None = None
+    val_bits_per_byte: float | None = None
 
 
 def compute_metrics(
@@ -133,6 +143,7 @@ def compute_metrics(
     world_size: int,  # all ranks: a pipeline or tensor parallel group shares one batch, and each counts
     flops_per_token: FlopsPerToken,
     peak_flops: float | None,  # of one device, FLOP/s
+    validation: dict[str, float],  # val_loss and so on; empty where the step was not validated
 ) -> StepMetrics:
     tokens_per_s_per_rank = tokens_per_step / times.step_time_s / world_size
     return StepMetrics(
@@ -147,6 +158,7 @@ def compute_metrics(
         peak_memory_gib=memory.peak_gib,
         step_time_s=times.step_time_s,
         data_time_s=times.data_time_s,
+        **validation,
     )
 
 
@@ -207,6 +219,17 @@ def format_console_line(metrics: StepMetrics, n_steps: int) -> str:
         + f"  grad_norm {metrics.grad_norm:7.4f}  lr {metrics.lr:.2e}  "
         + paint(f"{metrics.tokens_per_s_per_rank:,.0f} tokens/s/rank", "cyan")
         + f"{mfu}  {metrics.peak_memory_gib:.2f} GiB  {metrics.step_time_s:.3f} s"
+        + format_validation(metrics)
+    )
+
+
+def format_validation(metrics: StepMetrics) -> str:
+    if metrics.val_loss is None:
+        return ""
+    return (
+        "  "
+        + paint(f"val_loss {metrics.val_loss:.5f}", "green")
+        + f"  perplexity {metrics.val_perplexity:.4g}  {metrics.val_bits_per_byte:.4f} bits/byte"
     )
 
 
@@ -235,6 +258,9 @@ def list_scalars(metrics: StepMetrics, memory: PeakMemory, flops_per_token: Flop
         "memory/max_reserved(%)": memory.reserved_percent,
         "memory/num_alloc_retries": memory.n_alloc_retries,
         "memory/num_ooms": memory.n_ooms,
+        "validation_metrics/global_avg_loss": metrics.val_loss,
+        "validation_metrics/perplexity": metrics.val_perplexity,  # this and the next are ours
+        "validation_metrics/bits_per_byte": metrics.val_bits_per_byte,
     }
     return {tag: value for tag, value in scalars.items() if value is not None}
 
