@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from torchtitan_lite.components.sources import BLOCK_BYTES, PreparationError, Source, open_source
+from torchtitan_lite.components.sources import BLOCK_BYTES, PreparationError, Source, errors_named, open_source
 from torchtitan_lite.components.tokenizer import MAX_CHARACTERS
 
 MAX_LINE_BYTES = 2**26  # a line of JSON is held whole; without a bound, one bad file could take all memory
@@ -72,18 +72,19 @@ def read_documents(
                 count_bytes()
                 yield (text[start : start + MAX_CHARACTERS] for start in range(0, len(text), MAX_CHARACTERS))
         else:
-            yield read_pieces(file, tally, count_bytes)
+            yield read_pieces(file, part.source, tally, count_bytes)
     report(part.stop - position)
 
 
-def read_pieces(file: BinaryIO, tally: Tally, count_bytes: Callable[[], None]) -> Iterator[str]:
+def read_pieces(file: BinaryIO, source: Source, tally: Tally, count_bytes: Callable[[], None]) -> Iterator[str]:
     """The text of a whole file in pieces of MAX_CHARACTERS; the last may be shorter. A byte order mark is dropped."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     encoded = REPLACEMENT.encode()
     text, seam, at_start = "", b"", True
     block = None
     while block != b"":
-        block = file.read(BLOCK_BYTES)
+        with errors_named(source):  # here too: this runs in the place that draws the pieces
+            block = file.read(BLOCK_BYTES)
         count_bytes()
         decoded = decoder.decode(block, final=not block)
         # U+FFFD that stands in the file itself is not counted, also where two blocks meet in it

@@ -122,11 +122,18 @@ def open_source(source: Source) -> Iterator[tuple[BinaryIO, io.FileIO]]:
 
     Raises PreparationError where it cannot be read, or is no longer as it was found.
     """
-    try:
+    with errors_named(source):
         with open(source.path, "rb", buffering=0) as raw, io.BufferedReader(raw, BLOCK_BYTES) as plain:
             yield gzip.GzipFile(fileobj=plain) if source.is_packed else plain, raw
             status = os.fstat(raw.fileno())
-    except (OSError, EOFError, zlib.error) as error:
-        raise PreparationError(f"{source.path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if (status.st_size, status.st_mtime_ns) != (source.n_bytes, source.modified_ns):
         raise PreparationError(f"{source.path} was changed while the corpus was prepared. Try again when it stays.")
+
+
+@contextmanager
+def errors_named(source: Source) -> Iterator[None]:
+    """Errors of reading, as PreparationError with the name of the file."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        raise PreparationError(f"{source.path} cannot be read ({getattr(error, 'strerror', None) or error})") from None

@@ -78,7 +78,12 @@ def open_work(plan: Plan, *, overwrite: bool, start_over: bool) -> Iterator[list
                 refuse_existing(plan, overwrite)
                 if left != described:
                     clear_work(plan, left, described, start_over)
-            yield [] if is_committed(plan) else find_missing(plan)
+            try:
+                yield [] if is_committed(plan) else find_missing(plan)
+            except PreparationError:  # to be repaired by the user, which makes it another plan
+                if len(find_missing(plan)) == len(plan.units):
+                    discard(plan.work)
+                raise
     except OSError as error:
         raise Unfinished(explain(error, plan)) from error
 
@@ -120,8 +125,8 @@ def hold(work: Path) -> Iterator[None]:
         finally:
             if not (work / "plan.json").exists():
                 (work / "lock").unlink()  # nothing is left to go on with
-    with suppress(OSError):  # only an empty folder can go, so nothing is taken from one who begins here now
-        work.rmdir()
+                with suppress(OSError):  # not empty: another process begins here already
+                    work.rmdir()
 
 
 @contextmanager

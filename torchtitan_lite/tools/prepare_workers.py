@@ -12,10 +12,12 @@ the lock of the work folder until then.
 import multiprocessing
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from torchtitan_lite.components.corpus_units import Recipe
+from torchtitan_lite.components.documents import Part
 from torchtitan_lite.components.preparation import finish_unit
 from torchtitan_lite.components.sources import PreparationError
 from torchtitan_lite.components.tokenizer import load_tokenizer
@@ -32,7 +34,7 @@ def make_units_in_parallel(
     plan: Plan, numbers: list[int], *, n_processes: int, tokenizer_folder: str, report: Callable[[int], None]
 ) -> None:
     """Finishes the units `numbers`. Raises what a worker met: PreparationError, OSError; Unfinished if one died."""
-    waiting = sorted(numbers, key=lambda number: count_bytes(plan.units[number]))  # the largest, taken first, are last
+    waiting = sorted(numbers, key=lambda number: count_bytes(plan.units[number]))  # the largest is taken first
     workers = start_workers(min(n_processes, len(numbers)), plan.work, plan.recipe, tokenizer_folder)
     try:
         for connection in workers:
@@ -76,7 +78,8 @@ def start_workers(
 
 
 def send_unit(connection: Connection, plan: Plan, number: int) -> None:
-    connection.send((number, plan.units[number]))
+    with suppress(ConnectionError):  # of a worker that died: `receive` says so
+        connection.send((number, plan.units[number]))
 
 
 def receive(connection: Connection, process: multiprocessing.Process) -> tuple[str, object]:
@@ -107,14 +110,19 @@ def work(connection: Connection, folder: Path, recipe: Recipe, tokenizer_folder:
             tell("read", n_unreported)
             n_unreported = 0
 
-    try:
-        with share(folder):
-            tokenizer = load_tokenizer(tokenizer_folder)
-            while True:
-                number, parts = connection.recv()
+    def ask() -> tuple[int, list[Part]]:
+        try:
+            return connection.recv()
+        except (EOFError, ConnectionError):
+            raise ParentGone from None
+
+    with suppress(ParentGone), share(folder):
+        tokenizer = load_tokenizer(tokenizer_folder)
+        while True:
+            number, parts = ask()
+            try:
                 finish_unit(folder, number, parts, recipe=recipe, tokenizer=tokenizer, report=report)
+            except (PreparationError, OSError) as error:
+                tell("failed", error)
+            else:
                 tell("finished", number)
-    except (PreparationError, OSError) as error:
-        tell("failed", error)
-    except (ParentGone, EOFError):
-        pass
