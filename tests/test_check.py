@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,11 @@ EIGHT_H100 = Machine("cuda", 8, 80 * GIB, "NVIDIA H100 80GB HBM3")
 
 
 def write_tokenizer(folder: Path, n_tokens: int = 2048) -> Path:
+    """A vocabulary of the 256 bytes and some pairs of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.model").write_text("".join(f"YQ== {rank}\n" for rank in range(n_tokens)))
+    tokens = [bytes([n]) if n < 256 else n.to_bytes(2, "big") for n in range(n_tokens)]
+    lines = [f"{b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    (folder / "tokenizer.model").write_text("".join(lines))
     return folder
 
 
@@ -269,23 +273,40 @@ def test_nothing_is_written_by_a_check(empty_folder):
 
 
 def test_a_tokenizer_is_looked_up_here_first_then_in_the_repository(empty_folder, monkeypatch):
-    here = preflight([], machine=LAPTOP).tokenizer_folder
-    assert here.resolve() == empty_folder / "assets" / "tokenizer"
+    def find_vocabulary(args: list[str]) -> Path:
+        return preflight(args, machine=LAPTOP).vocabulary.path.resolve()
+
+    assert find_vocabulary([]) == empty_folder / "assets" / "tokenizer" / "tokenizer.model"
     elsewhere = empty_folder / "repository"
-    monkeypatch.setattr("torchtitan_lite.preflight.REPOSITORY", elsewhere)
+    monkeypatch.setattr("torchtitan_lite.tokenizer_files.REPOSITORY", elsewhere)
     args = ["--model.hf_assets_path", "mine"]
     assert find_one_problem(args).key == "model.hf_assets_path"
     write_tokenizer(elsewhere / "mine")
-    assert preflight(args, machine=LAPTOP).tokenizer_folder == elsewhere / "mine"
-    write_tokenizer(empty_folder / "mine", n_tokens=9)
-    assert preflight(args, machine=LAPTOP).tokenizer_folder == Path("mine")
-    assert preflight([f"{args[0]}=mine/tokenizer.model"], machine=LAPTOP).tokenizer_folder == Path("mine")
+    assert find_vocabulary(args) == elsewhere / "mine" / "tokenizer.model"
+    write_tokenizer(empty_folder / "mine", n_tokens=300)
+    assert find_vocabulary(args) == empty_folder / "mine" / "tokenizer.model"
+    assert find_vocabulary([f"{args[0]}=mine/tokenizer.model"]) == empty_folder / "mine" / "tokenizer.model"
 
 
 def test_a_tokenizer_file_that_is_something_else_is_told():
-    for content in (b"", b"version https://git-lfs.github.com/spec/v1\n", b"\x00\x01"):
+    for content in (b"version https://git-lfs.github.com/spec/v1\n", b"\x00\x01"):
         Path("assets/tokenizer/tokenizer.model").write_bytes(content)
         assert "base64" in find_one_problem([]).why
+    Path("assets/tokenizer/tokenizer.model").write_bytes(b"")
+    assert "256 single bytes" in find_one_problem([]).why
+
+
+def test_what_cannot_be_done_of_a_tokenizer_json_is_told_before_the_run_starts():
+    Path("hf").mkdir()
+    Path("hf/tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram"}}))
+    problem = find_one_problem(["--model.hf_assets_path=hf"])
+    assert problem.value == "hf" and "'Unigram'" in problem.why and "hf/tokenizer.json" in problem.why
+
+
+def test_plain_bytes_need_no_file_and_258_rows():
+    args = ["--model.hf_assets_path=bytes", "--model.vocab_size=258"]
+    assert preflight(args, machine=LAPTOP).vocabulary.n_words == 258
+    assert "0 to 257" in find_one_problem([args[0], "--model.vocab_size=257"]).why
 
 
 def test_the_resolved_config_has_no_automatic_value_left():

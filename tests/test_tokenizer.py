@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import tiktoken
 
-from torchtitan_lite.components.data import DATASETS
 from torchtitan_lite.components.tokenizer import load_tokenizer
 from torchtitan_lite.config import ConfigError
 from torchtitan_lite.config_reader import REPOSITORY
+from torchtitan_lite.corpora import NAMED
 from torchtitan_lite.tools import tokenizer as tool
 
 SHIPPED = REPOSITORY / "assets" / "tokenizer"
@@ -218,7 +218,7 @@ def small_corpus(tmp_path, monkeypatch):
     for n, text in enumerate(["alpha beta gamma\n" * 20, "beta delta()\n" * 30]):
         files.append(tmp_path / f"{n}.py")
         files[-1].write_text(text)
-    monkeypatch.setitem(DATASETS, "python_stdlib", lambda: files)
+    monkeypatch.setitem(NAMED, "python_stdlib", lambda: files)
 
 
 def test_tool_writes_a_vocabulary_that_loads_and_tells_its_bytes_per_token(small_corpus, tmp_path, capsys):

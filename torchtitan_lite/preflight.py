@@ -10,14 +10,16 @@ from math import ceil, prod
 from pathlib import Path
 
 from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
-from torchtitan_lite.config_reader import REPOSITORY, read_config
+from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.config_values import get_value
+from torchtitan_lite.corpora import NAMED, check_corpora, check_weights
 from torchtitan_lite.hardware import Machine
 from torchtitan_lite.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
 from torchtitan_lite.sizes import Shape, count_parameters, resolve_shape
+from torchtitan_lite.tokenizer_files import read_vocabulary
+from torchtitan_lite.vocabulary import Vocabulary
 
 GIB = 2**30
-N_SPECIAL_TOKENS = 256  # Llama 3 appends them to the lines of tokenizer.model
 
 SUBFOLDERS = (  # keys that name a folder inside job.dump_folder
     "checkpoint.folder",
@@ -52,7 +54,8 @@ class Prepared:
     dump_folder: Path
     resumed_step: int  # the last step that is already done; 0: the run begins
     cache_folder: Path
-    tokenizer_folder: Path
+    vocabulary: Vocabulary
+    tokenizer_folder: Path  # or the file in it
 
 
 def preflight(
@@ -83,8 +86,12 @@ def preflight(
         problems += error.problems
     if shape is None:  # what does not depend on the shape can still be told
         problems += degree_problems + plan_batch(config, degrees, n_stages=degrees["pp"])[1]
-    tokenizer_folder = find_tokenizer_folder(config.model.hf_assets_path)
-    problems += check_tokenizer(config, tokenizer_folder, shape)
+    vocabulary = None
+    try:
+        vocabulary = read_vocabulary(config.model.hf_assets_path)
+        problems += check_vocabulary(config, vocabulary, shape) + check_data(config, vocabulary)
+    except ConfigError as error:
+        problems += error.problems
     problems += check_dump_folder(config, restarted) + check_subfolders(config)
     problems += check_writable("training.cache_folder", config.training.cache_folder)
     problems += check_profiling(config) + ([] if restarted else check_load_step(config))
@@ -92,7 +99,7 @@ def preflight(
     problems = reading.problems + drop_follow_ups(problems, reading.problems)
     if problems:
         raise ConfigError(problems)
-    assert shape and layout and memory, "without a problem there is a plan"
+    assert shape and layout and memory and vocabulary, "without a problem there is a plan"
     return Prepared(
         config=resolve_config(config, layout, machine.device_type),
         config_name=reading.config_name,
@@ -103,7 +110,8 @@ def preflight(
         dump_folder=Path(config.job.dump_folder),
         resumed_step=find_resumed_step(config, restarted),
         cache_folder=Path(config.training.cache_folder),
-        tokenizer_folder=tokenizer_folder,
+        vocabulary=vocabulary,
+        tokenizer_folder=vocabulary.path,
     )
 
 
@@ -165,34 +173,31 @@ def check_memory(config: Config, shape: Shape, memory: MemoryBound, machine: Mac
 # --- files ---
 
 
-def find_tokenizer_folder(hf_assets_path: str) -> Path:
-    """The folder that model.hf_assets_path means: from the working directory, else from the repository.
+def check_vocabulary(config: Config, vocabulary: Vocabulary, shape: Shape | None) -> list[Problem]:
+    """No token may be without a row in the embedding of the model."""
+    n_words = vocabulary.n_words
+    if shape is None or n_words <= shape.vocab_size:
+        return []
+    why = f"the ids of the tokenizer {config.model.hf_assets_path} go from 0 to {n_words - 1}"
+    remedy = f"Set model.vocab_size to {n_words} or more, or choose another model.hf_assets_path"
+    return [Problem("model.vocab_size", shape.vocab_size, why, remedy)]
 
-    The path of tokenizer.model itself is taken too: torchtitan v0.1 has it so.
-    """
-    candidates = [Path(hf_assets_path), REPOSITORY / hf_assets_path]
-    folders = [path.parent if path.name == "tokenizer.model" else path for path in candidates]
-    return next((folder for folder in folders if (folder / "tokenizer.model").is_file()), folders[0])
 
-
-def check_tokenizer(config: Config, folder: Path, shape: Shape | None) -> list[Problem]:
-    """A tokenizer must be there, in Llama 3's format, with no token that the model has no row for."""
-    key, value = "model.hf_assets_path", config.model.hf_assets_path
-    remedy = "Name a folder with Llama 3's tokenizer.model; assets/tokenizer holds a small one"
-    try:
-        lines = (folder / "tokenizer.model").read_bytes().splitlines()
-    except OSError as error:
-        why = f"it holds no readable tokenizer.model ({error.strerror})"
-        return [Problem(key, value, why, remedy)]
-    n_tokens = sum(1 for line in lines if line.strip())
-    if not n_tokens or not all(len(line.split()) == 2 and line.split()[1].isdigit() for line in lines[:1]):
-        return [Problem(key, value, "tokenizer.model does not hold one base64 token and its rank a line", remedy)]
-    n_words = n_tokens + N_SPECIAL_TOKENS
-    if shape is not None and n_words > shape.vocab_size:
-        why = f"the tokenizer in {value} has {n_words} tokens ({n_tokens} + {N_SPECIAL_TOKENS} special ones)"
-        remedy = f"Set model.vocab_size to {n_words} or more, or choose another model.hf_assets_path"
-        return [Problem("model.vocab_size", shape.vocab_size, why, remedy)]
-    return []
+def check_data(config: Config, vocabulary: Vocabulary) -> list[Problem]:
+    """Corpora that are there, whole, and made with this tokenizer."""
+    trained, validation = config.training.dataset, config.validation
+    problems = check_corpora("training.dataset", trained, split="train", vocabulary=vocabulary)
+    problems += check_weights(config.training.dataset_weights, len(trained))
+    if validation.enable and validation.dataset:
+        problems += check_corpora("validation.dataset", validation.dataset, split="held_out", vocabulary=vocabulary)
+    elif validation.enable and not problems:
+        # A flat file of tokens holds nothing out, so that validating on it would measure what was trained on.
+        if flat := [name for name in trained if name not in NAMED and not Path(name).is_dir()]:
+            remedy = "Name the corpora to validate on"
+            problems.append(Problem("validation.dataset", [], f"{', '.join(flat)} has nothing held out", remedy))
+        else:
+            problems += check_corpora("training.dataset", trained, split="held_out", vocabulary=vocabulary)
+    return problems
 
 
 def check_dump_folder(config: Config, restarted: bool) -> list[Problem]:

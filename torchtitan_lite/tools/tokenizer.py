@@ -21,8 +21,10 @@ from pathlib import Path
 
 import regex  # comes with tiktoken; the standard library's re does not know \p{L}
 
-from torchtitan_lite.components.data import DATASETS, read_document, replace_file
-from torchtitan_lite.components.tokenizer import N_SPECIAL_TOKENS, SPLIT_PATTERN, load_tokenizer
+from torchtitan_lite.components.shards import replace_file
+from torchtitan_lite.components.tokenizer import load_tokenizer
+from torchtitan_lite.corpora import NAMED
+from torchtitan_lite.vocabulary import N_SPECIAL_TOKENS, SPLIT_PATTERN
 
 TRAINING_TEXT_BYTES = 2_000_000
 
@@ -37,7 +39,7 @@ def main(args: list[str]) -> int:
     if options.vocab < 256:
         parser.error(f"--vocab {options.vocab}: the 256 single bytes are always tokens. Give 256 or more.")
 
-    files = DATASETS["python_stdlib"]()
+    files = NAMED["python_stdlib"]()
     # Every n-th file and not the first 2 MB: neighbours in the alphabet are about the same thing.
     spread = max(1, sum(path.stat().st_size for path in files) // TRAINING_TEXT_BYTES)
     words = count_words(read_document(path) for path in files[::spread])
@@ -54,11 +56,15 @@ def main(args: list[str]) -> int:
         file.writelines(b"%s %d\n" % (b64encode(token), rank) for rank, token in enumerate(tokens))
     print(f"Wrote {path}: {len(tokens)} tokens, and {N_SPECIAL_TOKENS} special ones that follow them")
 
-    tokenizer = load_tokenizer(str(path.parent.resolve()))
+    tokenizer = load_tokenizer(path.resolve())
     texts = [read_document(path) for path in files]
     n_bytes, n_tokens = sum(len(text.encode()) for text in texts), sum(len(tokenizer.encode(text)) for text in texts)
     print(f"On all {len(files)} files: {n_bytes} bytes in {n_tokens} tokens, {n_bytes / n_tokens:.2f} bytes per token")
     return 0
+
+
+def read_document(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def count_words(texts: Iterable[str]) -> Counter[bytes]:

@@ -1,0 +1,547 @@
+"""tokenizer.json through tiktoken against the `tokenizers` package: the same ids, or a refusal that says why."""
+
+import itertools
+import json
+import random
+import sysconfig
+from pathlib import Path
+
+import pytest
+import tiktoken
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as HuggingFace
+
+from torchtitan_lite.components.nfc import compose
+from torchtitan_lite.components.tokenizer import MAX_CHARACTERS, Tokenizer, load_tokenizer
+from torchtitan_lite.config import ConfigError
+from torchtitan_lite.merges import choose_mergeable
+from torchtitan_lite.tokenizer_files import read_vocabulary
+from torchtitan_lite.tokenizer_json import spell_bytes
+from torchtitan_lite.vocabulary import VocabularyError
+
+EOS, IM_END = "<|endoftext|>", "<|im_end|>"
+
+# ---------------------------------------------------------------- vocabularies, as the published ones are made
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN = LLAMA3.replace("{1,3}", "")
+GPT4O_CAPITALS, GPT4O_SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{GPT4O_CAPITALS}*{GPT4O_SMALL}+{CONTRACTION}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{GPT4O_CAPITALS}+{GPT4O_SMALL}*{CONTRACTION}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+POSSESSIVE = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++"
+CLASSES = r"[A-Za-z_]+|[\[\](){}&~#\"/\-^]| ?[一-龥ぁ-ゖ]{2}|\d+?|[ \t-]|(?:\.\.)+"
+
+
+def split(pattern: str, behavior: str = "isolated", invert: bool = False):
+    cut = pre_tokenizers.Split(Regex(pattern), behavior, invert)
+    return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def byte_level(use_regex: bool = True):
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+
+
+RUNS_OF_SPACES = [AddedToken(" " * n, normalized=True) for n in (2, 4, 8)]
+THINKING = [AddedToken(text, normalized=False) for text in ("<think>", "</think>", "<think>now", "end")]
+STYLES = {  # pre-tokenizer | normalizer | added tokens that texts may hold | ignore_merges
+    "GPT-2": (byte_level(), None, [], False),
+    "Llama 3": (split(LLAMA3), None, [], True),
+    "Qwen": (split(QWEN), normalizers.NFC(), THINKING, False),
+    "GPT-NeoX": (byte_level(), normalizers.Sequence([normalizers.NFC()]), RUNS_OF_SPACES, False),
+    "both kinds": (split(QWEN), None, THINKING + RUNS_OF_SPACES, True),
+    "GPT-4o": (split(GPT4O, "removed", True), None, [], False),
+    "possessive": (split(POSSESSIVE, "isolated", True), None, [], False),
+    "SmolLM": (pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level()]), None, [], False),
+    "digits": (pre_tokenizers.Sequence([pre_tokenizers.Digits(False), byte_level()]), None, [], False),
+    "no words": (byte_level(use_regex=False), None, [], True),
+    "gaps": (split(CLASSES), None, [], False),
+}
+
+SCRIPTS = [
+    "The quick brown fox doesn't jump; she'll, we'VE, I'M, it'ſ, 'Tis.\n\n  def f(x):\r\n\treturn x  # 12345678\r",
+    "Fünf schöne Straßen, ÆØÅ, naïve ﬁne ＦＵＬＬ, Ꙗко",
+    "Привет мир, Ελληνικά γράμματα, Հայերեն, ქართული",
+    "日本語のテキスト、漢字と かな。한국어 문장 中文、標點符號！",
+    "مرحبا بالعالم ١٢٣ שלום עולם हिन्दी में १२३ ไทยภาษา",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 e\u0301 A\u030a q\u0307\u0323 \u0344 Å ½ ⅷ x² \u200b\u2028\u2029\ufeff\x85\xa0\u3000",
+    "".join(map(chr, range(0x250))),
+    "\U0010ffff\ue000\ufffe\U000e0001 \x00\x01\x7f",
+    f"{EOS}{IM_END} a{EOS}b <think>nowhere</think> <think> <|im_<think>end|> end<|im_end|>end        x",
+    "  \n \t\n\n\n   a   \r\r\n  ....    [a-b] {c} ~~&&",
+]
+BLOCKS = [(0x20, 0x7E)] * 6 + [(0x30, 0x3F), (0, 0x20), (0xA0, 0x24F), (0x300, 0x36F), (0x370, 0x5FF), (0x600, 0x7FF)]
+BLOCKS += [(0x900, 0xE7F), (0x1E00, 0x20CF), (0x3040, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0xE000, 0xFFFF)]
+BLOCKS += [(0x10000, 0x1FFFF), (0x1F300, 0x1F64F), (0x10FF00, 0x10FFFF)]
+BITS = [" ", "  ", "\n", "\r\n", "'ll", "'S", " the", "return", "self.", EOS, IM_END, "<think>", "now", "end", "\u0301"]
+
+
+def draw_texts(n: int, seed: int) -> list[str]:
+    """Random texts of 0 to 40 parts: characters of one block or another, and bits that a tokenizer knows."""
+    rng = random.Random(seed)
+
+    def draw_part() -> str:
+        return rng.choice(BITS) if rng.random() < 0.3 else chr(rng.randint(*rng.choice(BLOCKS)))
+
+    return ["".join(draw_part() for _ in range(rng.randrange(40))) for _ in range(n)]
+
+
+def read_training_text() -> list[str]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    return [(folder / name).read_text(encoding="utf-8") for name in ("argparse.py", "random.py")] + SCRIPTS * 3
+
+
+def write_json(folder: Path, content: dict) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    return folder
+
+
+def train(style: str) -> dict:
+    """The content of a tokenizer.json: 800 tokens, two of them special, and what the style adds."""
+    pre_tokenizer, normalizer, added, ignore_merges = STYLES[style]
+    tokenizer = HuggingFace(models.BPE(ignore_merges=ignore_merges))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = [EOS] if style == "GPT-NeoX" else []  # which has it before the bytes, others after the last token
+    trainer = trainers.BpeTrainer(
+        vocab_size=800, initial_alphabet=alphabet, special_tokens=special, show_progress=False, max_token_length=12
+    )
+    tokenizer.train_from_iterator(read_training_text(), trainer)
+    tokenizer.add_special_tokens([EOS, IM_END])
+    tokenizer.add_tokens(added)
+    content = json.loads(tokenizer.to_str())
+    if style == "Llama 3":
+        imitate_llama3(content)
+    if style == "GPT-2":  # the older way to write them
+        content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+    return content
+
+
+def imitate_llama3(content: dict) -> None:
+    """Lists every way to split a token as a merge, in order of the tokens, and adds a word that no merge makes.
+
+    So transformers makes tokenizer.json from ranks. Many of these merges come before those that make their parts.
+    """
+    vocab = content["model"]["vocab"]
+    content["model"]["merges"] = [
+        [token[:cut], token[cut:]]
+        for token in sorted(vocab, key=vocab.get)
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    vocab["Ġqzxqzx"] = content["added_tokens"][0]["id"]
+    for token in content["added_tokens"]:
+        token["id"] += 1
+    special = {"id": EOS, "ids": [vocab["Ġqzxqzx"] + 1], "tokens": [EOS]}
+    pieces = [{"SpecialToken": {"id": EOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    template = {"type": "TemplateProcessing", "single": pieces, "pair": [], "special_tokens": {EOS: special}}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    content["post_processor"] = {"type": "Sequence", "processors": [byte_level, template]}
+
+
+@pytest.fixture(scope="module")
+def contents():
+    return {style: train(style) for style in STYLES}
+
+
+def load_both(folder: Path, content: dict) -> tuple[Tokenizer, HuggingFace]:
+    oracle = HuggingFace.from_str(json.dumps(content))
+    oracle.encode_special_tokens = True  # a special token that is spelled out is plain text
+    return load_tokenizer(write_json(folder, content)), oracle
+
+
+def encode_with(oracle: HuggingFace, text: str) -> list[int]:
+    return oracle.encode(text, add_special_tokens=False).ids
+
+
+# ---------------------------------------------------------------- ids
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_ids_are_those_of_hugging_face(style, contents, tmp_path):
+    ours, oracle = load_both(tmp_path, contents[style])
+    texts = ["", *SCRIPTS, *draw_texts(2500, seed=1), read_training_text()[0]]
+    texts += [" qzxqzx qzxqzxa", "<think>now" * 3, "a\u0301\u0323" * 9]
+    for text in texts:
+        assert ours.encode(text) == encode_with(oracle, text), repr(text)
+    assert max(max(ours.encode(text), default=0) for text in texts) < ours.n_words
+
+
+@pytest.mark.parametrize("style", ["GPT-2", "Llama 3", "Qwen", "no words", "gaps"])
+def test_very_long_words_have_the_ids_of_hugging_face(style, contents, tmp_path):
+    ours, oracle = load_both(tmp_path, contents[style])
+    letters = "".join(random.Random(2).choices("abcdeinorst", k=100_000))
+    for text in (
+        letters,
+        "x" * 100_000,
+        " " * 100_000 + "x",
+        "漢" * 30_000,
+        "7" * 100_000,
+        "\n" * 50_000,
+        "!" * 100_000,
+    ):
+        assert ours.encode(text) == encode_with(oracle, text), text[:9]
+
+
+def test_text_comes_back_and_every_token_tells_its_bytes(contents, tmp_path):
+    for style in ("Llama 3", "both kinds", "gaps"):  # without a normalizer nothing changes
+        ours, _ = load_both(tmp_path, contents[style])
+        n_bytes = ours.bytes_of_tokens()
+        assert len(n_bytes) == ours.n_words and n_bytes[ours.eos_id] == 0
+        for text in SCRIPTS + draw_texts(300, seed=3):
+            ids = ours.encode(text)
+            assert ours.decode(ids) == text
+            assert sum(n_bytes[token_id] for token_id in ids) == len(text.encode())
+        assert ours.decode([ours.eos_id]) == EOS
+
+
+def test_lone_surrogates_become_the_replacement_character(contents, tmp_path):
+    for style in ("GPT-2", "Qwen"):
+        ours, _ = load_both(tmp_path, contents[style])
+        assert ours.decode(ours.encode("a\ud800b")) == "a\ufffdb"
+
+
+def test_every_piece_of_a_very_long_text_is_encoded_by_itself(contents, tmp_path):
+    ours, oracle = load_both(tmp_path, contents["Qwen"])
+    text = "<think>\u0301 e" * 60_000
+    assert len(text) > MAX_CHARACTERS
+    assert ours.encode(text) == sum(
+        (encode_with(oracle, text[at : at + MAX_CHARACTERS]) for at in range(0, len(text), MAX_CHARACTERS)), []
+    )
+
+
+CHARACTERS = [chr(c) for c in [*range(0xD800), *range(0xE000, 0x32400), *range(0xE0000, 0xE0200)]]
+
+
+@pytest.mark.parametrize(
+    "kind", [r"\p{L}", r"\p{N}", r"\s", r"\p{M}", r"[^\s\p{L}\p{N}]", "(?i:'s|'t|'re|'ve|'m|'ll|'d)"]
+)
+def test_every_character_is_of_the_same_kind_in_both_engines(kind, contents, tmp_path):
+    content = json.loads(json.dumps(contents["GPT-4o"]))
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = kind  # what does not match is removed
+    ours, oracle = load_both(tmp_path, content)
+    text = "".join(f"'{character}" for character in CHARACTERS)
+    assert ours.encode(text[: MAX_CHARACTERS - 1]) == encode_with(oracle, text[: MAX_CHARACTERS - 1])
+    assert ours.encode(text[MAX_CHARACTERS - 1 :]) == encode_with(oracle, text[MAX_CHARACTERS - 1 :])
+
+
+def test_composing_is_that_of_hugging_face_for_every_character_and_its_parts():
+    texts = [f"◌\u0327{character}\u0323\u0301 e{character}\u0301 e\u0301{character}" for character in CHARACTERS]
+    for form in (str, normalizers.NFC().normalize_str, normalizers.NFD().normalize_str):
+        text = "\n".join(map(form, texts))
+        for line, expected in zip(text.split("\n"), normalizers.NFC().normalize_str(text).split("\n"), strict=True):
+            assert compose(line) == expected, [hex(ord(c)) for c in line]
+
+
+def test_composing_texts_is_that_of_hugging_face():
+    rng = random.Random(4)
+    marks = [
+        chr(c) for c in (*range(0x300, 0x370), 0x7FD, 0x898, 0x1AC0, 0x16D67, 0x11935, 0x11930, 0x11938, 0x323, 0x1161)
+    ]
+    for _ in range(5000):
+        text = "".join(rng.choice(marks) if rng.random() < 0.7 else rng.choice("aeK가ᄀ अ") for _ in range(9))
+        assert compose(text) == normalizers.NFC().normalize_str(text), [hex(ord(c)) for c in text]
+
+
+# ---------------------------------------------------------------- merges and ranks
+
+SPELLINGS = spell_bytes()
+WORDS = ["".join(letters) for n in range(1, 7) for letters in itertools.product("abc", repeat=n)]
+
+
+def draw_merges(rng: random.Random) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """A small vocabulary over a, b, c: trained order, or disturbed in one of the ways that files are."""
+    tokens, pairs = list("abc"), []
+    for _ in range(rng.randint(2, 12)):
+        pair = (rng.choice(tokens), rng.choice(tokens))
+        if len("".join(pair)) < 7 and pair not in pairs:
+            pairs.append(pair)
+            tokens += ["".join(pair)] if "".join(pair) not in tokens else []
+    disturbance = rng.choice(["none", "swap", "shuffle", "every split", "repeat"])
+    if disturbance == "swap" and len(pairs) > 1:
+        at = rng.randrange(len(pairs) - 1)
+        pairs[at : at + 2] = pairs[at + 1], pairs[at]
+    elif disturbance == "shuffle":
+        rng.shuffle(pairs)
+    elif disturbance == "every split":
+        pairs = [(t[:cut], t[cut:]) for t in tokens for cut in range(1, len(t)) if {t[:cut], t[cut:]} <= set(tokens)]
+    elif disturbance == "repeat":
+        pairs += rng.sample(pairs, k=min(1, len(pairs)))
+    words = ["".join(pair) for pair in pairs] + ["".join(rng.choices("abc", k=5)) for _ in range(rng.choice([0, 0, 2]))]
+    return {token: n for n, token in enumerate([*SPELLINGS, *dict.fromkeys(words)])}, pairs
+
+
+def encode_all(vocab: dict[str, int], tokens: set[str]) -> list[list[int]]:
+    ranks = {bytes(SPELLINGS[c] for c in token): vocab[token] for token in tokens}
+    encoding = tiktoken.Encoding("abc", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={})
+    return [encoding.encode_ordinary(word) for word in WORDS]
+
+
+def encode_all_with_merges(vocab: dict[str, int], pairs: list[tuple[str, str]], whole: bool) -> list[list[int]]:
+    oracle = HuggingFace(models.BPE(vocab=vocab, merges=pairs, ignore_merges=whole))
+    return [oracle.encode(word).ids for word in WORDS]
+
+
+def test_merges_that_are_taken_give_the_same_ids_for_every_word():
+    rng = random.Random(5)
+    n_taken = n_refused = n_unlike = n_unmade = 0
+    for _ in range(200):
+        vocab, pairs = draw_merges(rng)
+        whole = rng.random() < 0.5
+        expected = encode_all_with_merges(vocab, pairs, whole)
+        try:
+            tokens = choose_mergeable(vocab, pairs, SPELLINGS, whole=whole)
+        except VocabularyError:
+            n_refused += 1
+            n_unlike += encode_all(vocab, vocab.keys()) != expected
+            continue
+        n_taken += 1
+        n_unmade += len(tokens) < len(vocab)
+        assert encode_all(vocab, tokens) == expected, (pairs, vocab)
+    assert n_taken > 50 and n_unmade > 10 and n_refused > 10
+    assert n_unlike > n_refused / 2, "most of what is refused would be wrong"
+
+
+BAD_MERGES = [  # merges | tokens after the bytes | ignore_merges | reason
+    ("b c, a b", "ab bc", False, "not in the order of its merges: token 257 'bc' is merged .* token 256 'ab'|order"),
+    ("ab c, a b", "ab abc", False, "'ab c' comes before"),
+    ("b c", "bc abc", True, "no merge joins 'a' and 'bc'"),
+    ("a b", "", False, "needs 'ab'"),
+    ("a bc", "abc", False, "needs 'bc'"),
+]
+
+
+@pytest.mark.parametrize(("merges", "tokens", "whole", "reason"), BAD_MERGES)
+def test_merges_that_ranks_cannot_stand_for_are_refused(merges, tokens, whole, reason):
+    pairs = [tuple(merge.split(" ")) for merge in merges.split(", ")]
+    vocab = {token: n for n, token in enumerate([*SPELLINGS, *tokens.split()])}
+    with pytest.raises(VocabularyError, match=reason):
+        choose_mergeable(vocab, pairs, SPELLINGS, whole=whole)
+
+
+def test_ids_may_have_gaps_and_the_bytes_may_stand_anywhere(contents, tmp_path):
+    content = json.loads(json.dumps(contents["GPT-2"]))
+    vocab, numbers = content["model"]["vocab"], list(range(256))
+    random.Random(6).shuffle(numbers)
+    for n, token in zip(numbers, SPELLINGS, strict=True):
+        vocab[token] = n + 5000
+    for token in vocab.keys() - SPELLINGS.keys():
+        vocab[token] = 3 * vocab[token] + 1
+    content["added_tokens"] = []
+    vocab[EOS] = 9000
+    ours, oracle = load_both(tmp_path, content)
+    for text in SCRIPTS:
+        assert ours.encode(text) == encode_with(oracle, text)
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.n_words == 9001 and ours.eos_id == 9000 and len(ours.bytes_of_tokens()) == 9001
+    assert ours.bytes_of_tokens()[8999] == 0
+    with pytest.raises(KeyError):
+        ours.decode([8999])
+
+
+# ---------------------------------------------------------------- what is refused
+
+MODEL = ("model",)
+PRE = ("pre_tokenizer",)
+SPLIT = ("pre_tokenizer", "pretokenizers", 0)
+DIFFERENT = [r"\w", "^a", "$", r"\b", "(?i:ss)", "(?<=x)a", "(?=x)a", "[a&&b]", "[a--b]", "[[:alpha:]]", "[^]"]
+DIFFERENT += [r"\p{Alpha}", r"\x41", r"\<a", r"\1", "{1,3}+", "(?>a)", "(?m:a)", "(?!a*)"]
+REFUSED = [  # what is changed in Qwen's style, to what | part of the reason
+    ((*MODEL, "type"), "Unigram", "of type 'Unigram'"),
+    ((*MODEL, "type"), "WordPiece", "of type 'WordPiece'"),
+    ((*MODEL, "dropout"), 0.1, "dropout = 0.1"),
+    ((*MODEL, "byte_fallback"), True, "byte_fallback = True"),
+    ((*MODEL, "continuing_subword_prefix"), "##", "continuing_subword_prefix = '##'"),
+    ((*MODEL, "end_of_word_suffix"), "</w>", "end_of_word_suffix = '</w>'"),
+    ((*MODEL, "vocab"), {"a": 0}, "255 of the 256 single bytes"),
+    ((*MODEL, "vocab", "a"), 0, "two tokens in the vocab"),
+    ((*MODEL, "vocab", "a"), -1, "does not give each token an id"),
+    ((*MODEL, "merges", 0), ["a"], "not two tokens"),
+    ((*MODEL, "merges", 0), "a b c", "not two tokens"),
+    (("normalizer",), {"type": "NFKC"}, "normalizer 'NFKC'"),
+    (("normalizer",), {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}, "Lowercase"),
+    (PRE, None, "(none) does not end with ByteLevel"),
+    (PRE, {"type": "Metaspace", "replacement": "▁"}, "(Metaspace) does not end with ByteLevel"),
+    ((*PRE, "pretokenizers", 1, "add_prefix_space"), True, "add_prefix_space"),
+    ((*PRE, "pretokenizers", 1, "use_regex"), True, "(Split, ByteLevel with use_regex)"),
+    ((*PRE, "pretokenizers", 0), {"type": "Punctuation", "behavior": "Isolated"}, "(Punctuation, ByteLevel)"),
+    ((*PRE, "pretokenizers", 0), {"type": "Sequence", "pretokenizers": [{"type": "Digits"}] * 2}, "(Digits, Digits,"),
+    ((*SPLIT, "behavior"), "MergedWithPrevious", "'MergedWithPrevious'"),
+    ((*SPLIT, "behavior"), "Removed", "'Removed'"),
+    ((*SPLIT, "pattern"), {"String": " "}, "not by a Regex"),
+    ((*SPLIT, "pattern", "Regex"), r"\s*", "matches where nothing is"),
+    ((*SPLIT, "pattern", "Regex"), r"a|(?!\S)", "matches where nothing is"),
+    ((*SPLIT, "pattern", "Regex"), r"a|[b", r"'[b'"),
+    ((*SPLIT, "pattern", "Regex"), r"(a", "no regular expression"),
+    *(((*SPLIT, "pattern", "Regex"), f"a|{part}", f"from {part!r} on") for part in DIFFERENT),
+    (("added_tokens", 0, "lstrip"), True, "'end' has lstrip"),
+    (("added_tokens", 0, "rstrip"), True, "'end' has rstrip"),
+    (("added_tokens", 0, "single_word"), True, "'end' has single_word"),
+    (("added_tokens", -1, "id"), 4000, "would give it 804"),
+    (("added_tokens", -1, "content"), "", "'' is empty"),
+    (("added_tokens", -1, "content"), EOS, "there twice"),
+    (("added_tokens", -1), {"content": "x"}, "not laid out as Hugging Face does: KeyError 'id'"),
+    (("post_processor",), {"type": "RobertaProcessing"}, "'RobertaProcessing' is not known"),
+    (("model",), None, "has no model"),
+]
+
+
+def change(content: dict, path: tuple, value: object) -> dict:
+    content = json.loads(json.dumps(content))
+    place = content
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return content
+
+
+@pytest.mark.parametrize(("path", "value", "reason"), REFUSED)
+def test_what_tiktoken_cannot_do_exactly_is_refused_by_name(path, value, reason, contents, tmp_path):
+    folder = write_json(tmp_path, change(contents["Qwen"], path, value))
+    with pytest.raises(ConfigError) as error:
+        read_vocabulary(str(folder))
+    (problem,) = error.value.problems
+    assert reason in problem.why and problem.key == "model.hf_assets_path" and problem.value == str(folder)
+    assert str(folder / "tokenizer.json") in problem.why and "'bytes'" in problem.remedy
+
+
+HARMLESS = [
+    ((*MODEL, "unk_token"), "<unk>"),
+    ((*MODEL, "fuse_unk"), True),
+    ((*MODEL, "dropout"), 0.0),
+    (("added_tokens", 1, "lstrip"), True),  # of a special token, which no text gives
+    (("truncation",), {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), HARMLESS)
+def test_what_changes_no_id_is_taken(path, value, contents, tmp_path):
+    plain = load_tokenizer(write_json(tmp_path / "plain", contents["Qwen"]))
+    changed = load_tokenizer(write_json(tmp_path / "changed", change(contents["Qwen"], path, value)))
+    for text in SCRIPTS:
+        assert changed.encode(text) == plain.encode(text)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[1]", b"{", b"version https://git-lfs.github.com/spec/v1\n", b"\xff\xfe", b"{}"]
+)
+def test_a_file_that_is_something_else_is_refused(content, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="JSON|no model"):
+        read_vocabulary(str(tmp_path))
+
+
+# ---------------------------------------------------------------- BOS, EOS, identity, files
+
+
+def write_neighbours(folder: Path, **files: dict) -> str:
+    (folder / "tokenizer_config.json").unlink()
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+EOS_CASES = [  # files beside it | token that is EOS
+    ({"tokenizer_config": {"eos_token": IM_END}, "config": {"eos_token_id": 1}}, IM_END),
+    ({"tokenizer_config": {"eos_token": {"content": IM_END, "special": True}}}, IM_END),
+    ({"tokenizer_config": {"eos_token": None}, "special_tokens_map": {"eos_token": EOS}}, EOS),
+    ({"special_tokens_map": {"eos_token": {"content": IM_END}}}, IM_END),
+    ({"config": {"eos_token_id": 800}}, EOS),
+    ({"config": {"eos_token_id": [801, 800]}}, IM_END),
+    ({"config": {"eos_token_id": 0}}, "!"),  # 0 is an id like any other
+]
+
+
+@pytest.mark.parametrize(("files", "eos"), EOS_CASES)
+def test_eos_is_what_the_files_beside_it_call_so(files, eos, contents, tmp_path):
+    folder = write_neighbours(write_json(tmp_path, contents["Qwen"]), **files)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode([tokenizer.eos_id]) == eos and tokenizer.bos_id is None
+    assert tokenizer.encode("x", bos=True, eos=True) == [*tokenizer.encode("x"), tokenizer.eos_id]
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({}, "no tokenizer_config.json, special_tokens_map.json, config.json beside it has eos_token"),
+        ({"tokenizer_config": {"eos_token": "</s>"}}, "EOS token '</s>' is not in its vocabulary"),
+        ({"config": {"eos_token_id": 4000}}, "EOS token 4000 is not in its vocabulary"),
+        ({"config": ["eos_token_id"]}, "config.json beside it cannot be used"),
+        ({"tokenizer_config": {"eos_token": EOS, "add_bos_token": True, "bos_token": "<s>"}}, "BOS token '<s>'"),
+    ],
+)
+def test_without_an_eos_token_the_tokenizer_is_refused(files, reason, contents, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(write_neighbours(write_json(tmp_path, contents["Qwen"]), **files))
+    assert reason in str(error.value)
+
+
+def test_bos_is_what_the_tokenizer_itself_puts_before_a_text(contents, tmp_path):
+    ours, oracle = load_both(tmp_path / "llama", contents["Llama 3"])
+    assert ours.encode("a b", bos=True) == oracle.encode("a b").ids and ours.bos_id == oracle.token_to_id(EOS)
+    oracle = HuggingFace.from_str(json.dumps(contents["GPT-2"]))
+    template = f"{IM_END} $A {EOS}"
+    special = [(text, oracle.token_to_id(text)) for text in (IM_END, EOS)]
+    oracle.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    folder = write_json(tmp_path / "template", json.loads(oracle.to_str()))
+    ours = load_tokenizer(write_neighbours(folder))  # nothing beside it: the template names both
+    assert ours.encode("a b", bos=True, eos=True) == oracle.encode("a b").ids
+    folder = write_json(tmp_path / "config", contents["Qwen"])
+    named = {"eos_token": EOS, "bos_token": IM_END}
+    assert load_tokenizer(write_neighbours(folder, tokenizer_config=named)).bos_id is None
+    named = {"eos_token": EOS, "bos_token": IM_END, "add_bos_token": True}
+    assert load_tokenizer(write_neighbours(folder, tokenizer_config=named)).bos_id == 801
+
+
+def test_a_template_with_two_tokens_before_the_text_is_refused(contents, tmp_path):
+    oracle = HuggingFace.from_str(json.dumps(contents["GPT-2"]))
+    special = [(EOS, oracle.token_to_id(EOS))]
+    oracle.post_processor = processors.TemplateProcessing(single=f"{EOS} {EOS} $A", special_tokens=special)
+    with pytest.raises(ConfigError, match="before a text"):
+        load_tokenizer(write_json(tmp_path, json.loads(oracle.to_str())))
+
+
+def test_identity_changes_with_the_file_and_with_bos_and_eos(contents, tmp_path):
+    folders = [write_json(tmp_path / name, contents["Qwen"]) for name in "ab"]
+    first, second = (load_tokenizer(folder).identity for folder in folders)
+    assert first == second
+    write_neighbours(folders[1], tokenizer_config={"eos_token": IM_END})
+    assert load_tokenizer(folders[1]).identity != first
+    write_json(folders[0], contents["GPT-2"])
+    assert load_tokenizer(folders[0]).identity != first
+
+
+def test_of_both_files_in_a_folder_tokenizer_json_is_read_unless_the_other_is_named(contents, tmp_path):
+    folder = write_json(tmp_path, contents["Qwen"])
+    shipped = Path(load_tokenizer("assets/tokenizer").vocabulary.path)
+    (folder / "tokenizer.model").write_bytes(shipped.read_bytes())
+    assert load_tokenizer(folder).n_words == 805
+    assert load_tokenizer(folder / "tokenizer.json").n_words == 805
+    assert load_tokenizer(folder / "tokenizer.model").n_words == 2304
+
+
+def test_plain_bytes_are_the_bytes_of_the_text():
+    ours = load_tokenizer("bytes")
+    for text in ["", *SCRIPTS, *draw_texts(200, seed=7), "x\n" * 300_000]:
+        assert ours.encode(text) == list(text.encode())
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.encode("a", bos=True, eos=True) == [256, 97, 257] and ours.n_words == 258
+    assert ours.bytes_of_tokens() == [1] * 256 + [0, 0]
+    assert ours.identity == load_tokenizer("bytes").identity
+
+
+def test_a_folder_that_is_called_bytes_can_be_named_too(contents, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_json(tmp_path / "bytes", contents["Qwen"])
+    assert load_tokenizer("./bytes").n_words == 805
+    assert load_tokenizer("bytes").n_words == 258

@@ -1,0 +1,51 @@
+"""From `model.hf_assets_path` to a vocabulary: which file is meant, and what of it is wrong.
+
+    bytes                        the word: plain bytes, no file
+    assets/tokenizer             a folder: its tokenizer.json, else its tokenizer.model
+    some/where/tokenizer.json    either file itself; torchtitan v0.1 names its tokenizer.model so
+
+Where a folder holds both, tokenizer.json is read, as torchtitan v0.2 does: it says itself which kind of encoding it
+is, while a tokenizer.model beside it is often one for SentencePiece.
+"""
+
+from pathlib import Path
+
+from torchtitan_lite.config import ConfigError, Problem
+from torchtitan_lite.config_reader import REPOSITORY
+from torchtitan_lite.tokenizer_json import read_tokenizer_json
+from torchtitan_lite.vocabulary import BYTES, Vocabulary, VocabularyError, make_byte_vocabulary, read_tokenizer_model
+
+KEY = "model.hf_assets_path"
+READERS = {"tokenizer.json": read_tokenizer_json, "tokenizer.model": read_tokenizer_model}
+REMEDY = (
+    "Name a folder with Hugging Face's tokenizer.json (byte-level BPE, as of Llama 3, Qwen or GPT-2) or Llama 3's "
+    f"tokenizer.model, or the word {BYTES!r}; assets/tokenizer holds a small one"
+)
+
+
+def read_vocabulary(hf_assets_path: str) -> Vocabulary:
+    """Raises ConfigError where there is no tokenizer, or one that tiktoken cannot do exactly."""
+    if hf_assets_path == BYTES:
+        return make_byte_vocabulary()
+    path = find_tokenizer(hf_assets_path)
+    if path is None:
+        why = f"{Path(hf_assets_path).absolute()} holds no {' and no '.join(READERS)}"
+        raise ConfigError([Problem(KEY, hf_assets_path, why, REMEDY)])
+    try:
+        return READERS[path.name](path)
+    except OSError as error:
+        why = f"{path} cannot be read ({error.strerror})"
+    except VocabularyError as error:
+        why = f"{path}: {error}"
+    raise ConfigError([Problem(KEY, hf_assets_path, why, REMEDY)])
+
+
+def find_tokenizer(hf_assets_path: str) -> Path | None:
+    """The file that is meant: from the working directory, else from the repository."""
+    for folder in (Path.cwd(), REPOSITORY):
+        place = folder / hf_assets_path
+        candidates = [place] if place.name in READERS else [place / name for name in READERS]
+        for path in candidates:
+            if path.is_file():
+                return path
+    return None
