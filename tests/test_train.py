@@ -17,19 +17,29 @@ STEPS = 28
 KEYS = [
     f"--training.steps={STEPS}",
     "--training.seq_len=32",
+    "--training.global_batch_size=12",
+    "--validation.enable",
+    "--validation.freq=10",
+    "--validation.steps=3",
     "--metrics.log_freq=1",
     "--checkpoint.enable",
     "--checkpoint.interval=8",
     "--job.no_overwrite",
 ]
-ON_TP2 = ["--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=8"]
+RANKS = 4
+OTHER_LAYOUTS = {  # ranks, keys: three data-parallel degrees with other microbatches, and tp
+    "one rank": (1, ["--training.local_batch_size=6"]),
+    "dp2": (2, ["--training.local_batch_size=3"]),
+    "dp3": (3, ["--training.local_batch_size=4"]),
+    "tp2": (2, ["--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=12"]),
+}
 
 
 def start(dump_folder: Path, cache: Path, *more_keys: str, **environment: str) -> subprocess.Popen:
-    """./run_train.sh on two ranks. torchrun takes the shell's place, so its pid is the one returned."""
+    """./run_train.sh on four ranks. torchrun takes the shell's place, so its pid is the one returned."""
     command = [str(REPOSITORY / "run_train.sh"), "--config", "debug", *KEYS, "--job.dump_folder", str(dump_folder)]
-    command += ["--training.cache_folder", str(cache), *more_keys]
-    environment = {**os.environ, "NGPU": "2", "PYTHON": sys.executable, **environment}
+    command += ["--training.cache_folder", str(cache), "--training.local_batch_size=3", *more_keys]
+    environment = {**os.environ, "NGPU": str(RANKS), "PYTHON": sys.executable, **environment}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -44,11 +54,11 @@ def finish(process: subprocess.Popen) -> str:
     return output
 
 
-def read_losses(dump_folder: Path) -> dict[int, float]:
+def read_losses(dump_folder: Path, name: str = "loss") -> dict[int, float]:
+    """Step -> its loss, or another number that was measured."""
     lines = [json.loads(line) for line in (dump_folder / "metrics.jsonl").read_text().splitlines()]
-    losses = {line["step"]: line["loss"] for line in lines}
-    assert len(losses) == len(lines), "a step was logged twice"
-    return losses
+    assert len({line["step"] for line in lines}) == len(lines), "a step was logged twice"
+    return {line["step"]: line[name] for line in lines if line[name] is not None}
 
 
 def read_checkpoint(dump_folder: Path, step: int, tmp_path: Path) -> dict[str, torch.Tensor]:
@@ -93,9 +103,15 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
     assert [name for name in expected if not torch.equal(state[name], expected[name])] == []
 
 
-def test_a_run_resumed_on_another_layout_has_the_losses_of_the_unbroken_one(unbroken, tmp_path):
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+def test_a_run_resumed_on_another_layout_has_the_losses_of_the_unbroken_one(unbroken, tmp_path, name):
+    n_ranks, keys = OTHER_LAYOUTS[name]
     shutil.copytree(unbroken[0] / "checkpoint" / "step-8", tmp_path / "resumed" / "checkpoint" / "step-8")
-    finish(start(tmp_path / "resumed", unbroken[1], *ON_TP2))
+    finish(start(tmp_path / "resumed", unbroken[1], *keys, NGPU=str(n_ranks)))
     losses, expected = read_losses(tmp_path / "resumed"), read_losses(unbroken[0])
     assert list(losses) == list(range(9, STEPS + 1))  # 20 of them
     assert losses == pytest.approx({step: expected[step] for step in losses}, rel=1e-4)
+    validated = read_losses(tmp_path / "resumed", "val_loss")
+    expected = read_losses(unbroken[0], "val_loss")
+    assert list(validated) == [10, 20, STEPS] and list(expected) == [1, *validated]
+    assert validated == pytest.approx({step: expected[step] for step in validated}, rel=1e-4)

@@ -1,0 +1,135 @@
+"""The loss on held-out documents: of exactly those, and the same on every layout."""
+
+import math
+from pathlib import Path
+
+import compare
+import pytest
+import torch
+import torch.nn.functional as F
+from layouts import CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO
+
+from torchtitan_lite import validation
+from torchtitan_lite.components.corpus import Corpus, open_corpus
+from torchtitan_lite.components.data import HeldOutBatches, SampleReader, prefetch, rows_of_rank
+from torchtitan_lite.components.preparation import prepare_files
+from torchtitan_lite.components.tokenizer import load_tokenizer
+from torchtitan_lite.config import Validation
+from torchtitan_lite.model.llama3 import Llama3, init_parameter
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.sizes import resolve_shape
+from torchtitan_lite.validation import is_validated
+
+SEQ_LEN = compare.SEQ_LEN
+BYTES = {"model.vocab_size": 264}  # of the byte tokenizer 258, and a multiple of tp
+FULL = {MODE: "full"}  # a schedule that splits its backward allows no recompute by operator
+
+LAYOUTS = {  # name -> ranks, keys
+    "one rank": (1, {}),
+    "accumulation 4": (1, {"training.local_batch_size": 2}),
+    "dp2": (2, {}),
+    "dp4 ZeRO-1": (4, {ZERO: 1}),
+    "dp8": (8, {}),
+    "tp2": (2, {TP: 2}),
+    "cp2": (2, {CP: 2}),
+    "dp2 x cp2 ring": (4, {CP: 2, **RING}),
+    "pp2 x dp2 x tp2 ZBVZeroBubble": (8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", **FULL}),
+    "pp2 x dp2 x tp2 Interleaved1F1B": (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A corpus of documents with all sorts of lengths and letters, about half of them held out."""
+    root = tmp_path_factory.mktemp("corpus")
+    files = [root / f"{number:02}.txt" for number in range(27)]
+    for number, path in enumerate(files):
+        path.write_text(f"{number} Grüße, 世界! " * (1 + number * 7 % 5), encoding="utf-8")
+    prepare_files(files, root / "prepared", load_tokenizer("bytes"), held_out_share=0.5)
+    return root / "prepared"
+
+
+def open_held_out(folder: Path) -> Corpus:
+    return open_corpus(str(folder), load_tokenizer("bytes"), Path("nowhere"), split="held_out")
+
+
+def make_batches(folder: Path, most_batches: int, attention: str) -> HeldOutBatches:
+    reader = SampleReader(
+        [open_held_out(folder)], SEQ_LEN, BYTES["model.vocab_size"], restart_positions=attention == "document"
+    )
+    return HeldOutBatches(reader, global_batch_size=compare.GLOBAL_BATCH_SIZE, most_batches=most_batches)
+
+
+def validate_layout(rank: int, world_size: int, overrides: dict, folder: Path, most_batches: int) -> dict[str, float]:
+    """Worker: the validation of a run before its first step."""
+    run = compare.build_table_run(world_size, {**BYTES, **overrides})
+    held_out = make_batches(folder, most_batches, run.config.model.attention)
+    rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
+    batches = prefetch(held_out, rows, steps=range(held_out.n_batches), device=run.device)
+    return validation.validate(run, batches, torch.tensor(load_tokenizer("bytes").bytes_of_tokens()))
+
+
+def validate_in_one_process(folder: Path, n_tokens: int) -> dict[str, float]:
+    """The same by a plain loop over the first tokens of the held-out row, one sample at a time."""
+    config = compare.override(compare.TABLE_CONFIG, BYTES)
+    model = Llama3(resolve_shape(config.model))
+    initialize_weights(model, init_parameter, config.debug.seed)
+    tokens, begins = open_held_out(folder).read(0, n_tokens)
+    loss = n_counted = n_bytes = 0
+    for start in range(0, n_tokens - 1, SEQ_LEN):
+        row = tokens[start : start + SEQ_LEN + 1]
+        with torch.no_grad():
+            logits = model(row[None, :-1], positions=torch.arange(len(row) - 1)[None])
+        counted = ~begins[start + 1 : start + len(row)]
+        losses = F.cross_entropy(logits[0].double(), row[1:], reduction="none")
+        loss += losses[counted].sum().item()
+        n_counted += counted.sum().item()
+        n_bytes += (counted & (row[1:] < 256)).sum().item()  # each byte of text is a token
+    mean = loss / n_counted
+    return {
+        "val_loss": mean,
+        "val_perplexity": math.exp(mean),
+        "val_bits_per_byte": loss / math.log(2) / n_bytes,
+    }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_has_the_loss_of_one_process_on_all_held_out_documents(pool, folder, name):
+    n_tokens = open_held_out(folder).n_tokens
+    n_samples = math.ceil((n_tokens - 1) / SEQ_LEN)
+    assert 0 < n_samples % compare.GLOBAL_BATCH_SIZE < 4, "most ranks should have only padding in the last batch"
+    expected = validate_in_one_process(folder, n_tokens)
+    world_size, overrides = LAYOUTS[name]
+    for found in pool.run(validate_layout, world_size, overrides, folder, -1):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_number_of_batches_means_the_first_samples_on_every_layout(pool, folder):
+    n_tokens = 2 * compare.GLOBAL_BATCH_SIZE * SEQ_LEN + 1
+    expected = validate_in_one_process(folder, n_tokens)
+    for found in pool.run(validate_layout, 4, {TP: 2}, folder, 2):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_documents_that_do_not_see_each_other_have_one_loss_on_every_layout(pool, folder):
+    (alone,) = pool.run(validate_layout, 1, DOCUMENTS, folder, -1)
+    for found in pool.run(validate_layout, 4, {PP: 2, CP: 2, **DOCUMENTS}, folder, -1):
+        assert found == pytest.approx(alone, rel=1e-6)
+    (causal,) = pool.run(validate_layout, 1, {}, folder, -1)
+    assert alone != pytest.approx(causal, rel=5e-6)
+
+
+def test_all_text_of_the_held_out_documents_is_counted_once(folder):
+    held_out = make_batches(folder, -1, "causal")
+    rows = range(compare.GLOBAL_BATCH_SIZE)
+    counted = [
+        batch.targets[batch.targets >= 0] for batch in map(held_out.batch, range(held_out.n_batches), [rows] * 99)
+    ]
+    tokens, begins = open_held_out(folder).read(0, open_held_out(folder).n_tokens)
+    assert torch.equal(torch.cat(counted), tokens[~begins])
+
+
+def test_steps_that_are_validated():
+    section = Validation(enable=True, freq=10)
+    assert [step for step in range(1, 36) if is_validated(step, section, 35)] == [1, 10, 20, 30, 35]
+    assert not any(is_validated(step, Validation(), 35) for step in range(1, 36))
