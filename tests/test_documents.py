@@ -7,8 +7,9 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from torchtitan_lite.components.data import Corpus, SampleStream
-from torchtitan_lite.model import document_attention
-from torchtitan_lite.model.document_attention import BLOCK, DocumentAttention, attend_in_blocks, plan_blocks
+from torchtitan_lite.model import document_blocks
+from torchtitan_lite.model.document_attention import DocumentAttention, attend_within_documents, visibility
+from torchtitan_lite.model.document_blocks import BLOCK, attend_in_blocks, plan_blocks
 
 BOS = 9
 
@@ -73,11 +74,21 @@ def make_part(n_rows: int):
     return (*part, doc_ids, query_places, key_places), expected
 
 
+def nothing(row, head, query, key):
+    """A rule of visibility that is not asked for: blocks are planned without it."""
+    raise AssertionError
+
+
+def attend_part(query, key, value, doc_ids, query_places, key_places):
+    places = {"query_places": query_places, "key_places": key_places}
+    return attend_in_blocks(query, key, value, doc_ids, **places, sees=visibility(doc_ids, *places.values()))
+
+
 def test_every_pair_that_sees_each_other_is_in_a_block_that_is_looked_into():
     (*_, doc_ids, query_places, key_places), _ = make_part(3)
     same = doc_ids[:, query_places, None] == doc_ids[:, None, key_places]
     sees = same & (query_places[:, None] >= key_places)
-    blocks = plan_blocks(doc_ids, query_places, key_places).to_dense()[:, 0]  # (B, query blocks, key blocks)
+    blocks = plan_blocks(doc_ids, query_places, key_places, nothing).to_dense()[:, 0]  # (B, query blocks, key blocks)
     row, query, key = sees.nonzero().T
     assert blocks[row, query // BLOCK, key // BLOCK].all()
 
@@ -85,13 +96,13 @@ def test_every_pair_that_sees_each_other_is_in_a_block_that_is_looked_into():
 def test_blocks_that_no_document_reaches_into_are_left_out():
     doc_ids = (torch.arange(4 * BLOCK) // BLOCK)[None]  # each document is one block
     places = torch.arange(4 * BLOCK)
-    assert plan_blocks(doc_ids, places, places).to_dense()[0, 0].tolist() == torch.eye(4).tolist()
+    assert plan_blocks(doc_ids, places, places, nothing).to_dense()[0, 0].tolist() == torch.eye(4).tolist()
 
 
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Flex attention as plain torch operators. It has no backward on a CPU."""
-    monkeypatch.setattr(document_attention, "compiled_flex_attention", flex_attention)
+    monkeypatch.setattr(document_blocks, "compiled_flex_attention", flex_attention)
     with torch.no_grad():
         yield
 
@@ -99,13 +110,13 @@ def uncompiled(monkeypatch):
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_attention_in_blocks_gives_the_numbers_of_attention_document_by_document(uncompiled):
     part, expected = make_part(2)
-    torch.testing.assert_close(attend_in_blocks(*part), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(attend_part(*part), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_attention_in_blocks_compiles_without_a_break(uncompiled):
     part, expected = make_part(2)
     torch._dynamo.reset()
-    out = torch.compile(attend_in_blocks, backend="aot_eager", fullgraph=True)(*part)
+    out = torch.compile(attend_part, backend="aot_eager", fullgraph=True)(*part)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -117,9 +128,7 @@ def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
     for device in ("cpu", "cuda"):
         *heads, doc_ids, query_places, key_places = (tensor.detach().to(device) for tensor in part)
         heads = [tensor.requires_grad_() for tensor in heads]
-        out = document_attention.attend_within_documents(
-            *heads, doc_ids, query_places=query_places, key_places=key_places
-        )
+        out = attend_within_documents(*heads, doc_ids, query_places=query_places, key_places=key_places)
         found.append([out, *torch.autograd.grad(out.square().sum(), heads)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other.cpu(), one, rtol=1e-3, atol=1e-3)

@@ -16,9 +16,10 @@ FLOORS = {
     "torchtitan_lite.parallel": 2,
     "torchtitan_lite.components": 2,
     "torchtitan_lite.step": 3,
-    "torchtitan_lite.tools": 4,
-    "torchtitan_lite.__main__": 4,
-    "train": 4,
+    "torchtitan_lite.validation": 4,
+    "torchtitan_lite.tools": 5,
+    "torchtitan_lite.__main__": 5,
+    "train": 5,
 }
 
 
