@@ -1,39 +1,31 @@
-"""Preparing a corpus: the bytes against an oracle that reads everything at once, and every way of being stopped.
-
-KILLS=30 makes the test with random kills as long as one likes.
-"""
+"""Preparing a corpus: the bytes against an oracle that reads everything at once; what is refused, and what is told."""
 
 import gzip
 import io
 import json
 import os
 import random
-import resource
-import signal
 import subprocess
 import sys
 from array import array
-from collections.abc import Iterator
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from small_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_corpus, write_inputs
 
 from torchtitan_lite.components import corpus_units, work_folder
 from torchtitan_lite.components.corpus_units import choose_split, plan_units
 from torchtitan_lite.components.preparation import prepare_files
 from torchtitan_lite.components.sources import PreparationError, Source
 from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.components.work_folder import Unfinished, hold
+from torchtitan_lite.components.work_folder import hold
 from torchtitan_lite.config_reader import REPOSITORY
 from torchtitan_lite.corpora import SPLITS, CorpusError, Manifest, read_manifest
 from torchtitan_lite.tools import prepare as tool
 from torchtitan_lite.tools import prepare_report
 from torchtitan_lite.tools.prepare_report import Progress
-
-N_KILLS = int(os.environ.get("KILLS", 3))
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +38,6 @@ def small_units(monkeypatch):
     monkeypatch.setattr(corpus_units, "SMALLEST_UNIT_BYTES", 200)
 
 
-def read_folder(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def read_split(folder: Path, manifest: Manifest, split: str) -> list[list[int]]:
     """The ids of each document, by the files alone."""
     documents = []
@@ -59,46 +47,6 @@ def read_split(folder: Path, manifest: Manifest, split: str) -> list[list[int]]:
         assert begins[0] == 0 and begins[-1] == len(ids) == shard.n_tokens and len(begins) == shard.n_documents + 1
         documents += [list(ids[begins[n] : begins[n + 1]]) for n in range(shard.n_documents)]
     return documents
-
-
-WORDS = [
-    "alpha",
-    "def",
-    "return",
-    "日本語",
-    "naïve",
-    "😀",
-    "\n",
-    "\n    ",
-    "x = 1",
-    "(",
-    "<|end_of_text|>",
-    "ﬁ",
-    "1234",
-]
-
-
-def make_text(draw: random.Random, n_words: int) -> str:
-    return " ".join(draw.choices(WORDS, k=n_words))
-
-
-def write_corpus(folder: Path, draw: random.Random, *, n_files: int) -> tuple[list[Path], list[str]]:
-    """Files of all kinds, and the texts of their documents in order."""
-    folder.mkdir()
-    files, texts = [], []
-    for number in range(n_files):
-        inside = [make_text(draw, draw.randrange(0, 60)) for _ in range(draw.randrange(1, 12))]
-        suffix = draw.choice([".txt", ".md", ".py", ".txt.gz", ".jsonl", ".jsonl.gz"])
-        if "jsonl" in suffix:
-            content = "".join(json.dumps({"text": text}) + "\n" for text in inside)
-        else:
-            inside = inside[:1]
-            content = inside[0]
-        path = folder / f"{number}{suffix}"
-        path.write_bytes(gzip.compress(content.encode()) if suffix.endswith(".gz") else content.encode())
-        files.append(path)
-        texts += inside
-    return files, texts
 
 
 # ---------------------------------------------------------------- what is made
@@ -151,11 +99,12 @@ def spell(text: str) -> list[int]:
 
 
 def test_a_large_vocabulary_takes_four_bytes_and_bos_may_be_missing(tmp_path):
-    tokenizer = SimpleNamespace(bos_id=None, eos_id=0x110000, n_words=0x110001, identity="points", encode=spell)
+    n_words = 2**32  # and the last id has all bits set
+    tokenizer = SimpleNamespace(bos_id=None, eos_id=n_words - 1, n_words=n_words, identity="points", encode=spell)
     (tmp_path / "a.txt").write_text("a😀")
     manifest = prepare_files([tmp_path / "a.txt"], tmp_path / "out", tokenizer, held_out_share=0).manifest
     assert manifest.dtype == "uint32"
-    assert (tmp_path / "out" / "train-00000.tokens").read_bytes() == bytes.fromhex("61000000 00f60100 00001100")
+    assert (tmp_path / "out" / "train-00000.tokens").read_bytes() == bytes.fromhex("61000000 00f60100 ffffffff")
     assert (tmp_path / "out" / "train-00000.documents").read_bytes() == bytes.fromhex("00" * 8 + "03" + "00" * 7)
 
 
@@ -203,233 +152,6 @@ def test_held_out_is_a_share_by_the_text_alone():
     assert [text for text in "abcdefgh" if choose_split(text, 0.5) == "held_out"] == list("acefgh")
 
 
-# ---------------------------------------------------------------- being stopped
-
-
-@pytest.fixture(scope="module")
-def megabytes(tmp_path_factory) -> Path:
-    """A folder with some MB of text: enough units for two processes to be killed in the middle of."""
-    folder = tmp_path_factory.mktemp("megabytes")
-    draw = random.Random(0)
-    lines = [make_text(draw, 300) for _ in range(400)]
-    with open(folder / "lines.jsonl", "w") as file:
-        file.writelines(json.dumps({"text": draw.choice(lines) + str(n)}) + "\n" for n in range(2000))
-    for n in range(30):
-        (folder / f"{n}.txt").write_text("\n".join(draw.choices(lines, k=20)))
-    (folder / "long.txt.gz").write_bytes(gzip.compress("\n".join(draw.choices(lines, k=400)).encode(), 1))
-    return folder
-
-
-def run_prepare(*args: object, **options) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torchtitan_lite", "prepare", *map(str, args)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=REPOSITORY, **pipes, **options)
-
-
-@pytest.fixture(scope="module")
-def reference(megabytes, tmp_path_factory, tokenizer) -> dict[str, bytes]:
-    """What an unbroken run makes of them."""
-    out = tmp_path_factory.mktemp("reference") / "out"
-    assert tool.main([str(megabytes), "--out", str(out), "--processes", "1", "--held-out", "0.1"]) == 0
-    return read_folder(out)
-
-
-def test_killed_at_random_instants_it_goes_on_and_ends_with_the_same_bytes(megabytes, reference, tmp_path):
-    draw = random.Random(os.environ.get("KILLS"))
-    n_kills, n_runs, longest_s = 0, 0, 2.0
-    while n_kills < N_KILLS:
-        out = tmp_path / f"out{n_runs}"
-        n_runs += 1
-        while not out.exists():
-            process = run_prepare(megabytes, "--out", out, "--processes", 2, "--held-out", 0.1)
-            try:
-                message = process.communicate(timeout=draw.uniform(0.2, longest_s))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
-                n_kills += 1
-            else:
-                assert process.returncode == 0, message
-        if process.returncode == -signal.SIGKILL and out.with_name(out.name + ".unfinished").exists():
-            process = run_prepare(megabytes, "--out", out, "--processes", 2, "--held-out", 0.1)
-            message = process.communicate()
-            assert process.returncode == 0 or "exists. Give another" in message[1]
-        assert read_folder(out) == reference
-
-
-def wait_for(path_pattern: str, folder: Path, process: subprocess.Popen) -> None:
-    """Until there is such a file, while the process runs."""
-    while not list(folder.glob(path_pattern)):
-        try:
-            process.wait(timeout=0.02)
-        except subprocess.TimeoutExpired:
-            continue
-        raise AssertionError(f"ended too early: {process.communicate()}")
-
-
-def list_children(process: subprocess.Popen) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-
-
-def test_workers_of_a_killed_parent_end_and_keep_the_lock_until_then(megabytes, reference, tmp_path, capsys):
-    out = tmp_path / "out"
-    process = run_prepare(megabytes, "--out", out, "--processes", 2, "--held-out", 0.1)
-    wait_for("units/*.json", tmp_path / "out.unfinished", process)
-    workers = list_children(process)
-    assert len(workers) >= 2
-    process.kill()
-    process.communicate()  # ends when nobody holds the other end of its pipes: the workers are gone
-    with hold(tmp_path / "out.unfinished"):
-        n_finished = len(list((tmp_path / "out.unfinished" / "units").glob("*.json")))
-        assert n_finished >= 1
-    assert tool.main([str(megabytes), "--out", str(out), "--processes", "1", "--held-out", "0.1"]) == 0
-    assert "done already" in capsys.readouterr().err
-    assert read_folder(out) == reference
-
-
-@pytest.mark.parametrize("whom", ["group", "worker"])
-def test_ctrl_c_or_the_loss_of_a_worker_stops_it_with_one_line_and_it_goes_on(megabytes, reference, tmp_path, whom):
-    command = [megabytes, "--out", tmp_path / "out", "--processes", 2, "--held-out", 0.1]
-    process = run_prepare(*command, start_new_session=True)
-    wait_for("units/*.json", tmp_path / "out.unfinished", process)
-    if whom == "group":  # as a terminal does
-        os.killpg(process.pid, signal.SIGINT)
-    else:
-        for pid in list_children(process):
-            if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text():
-                os.kill(pid, signal.SIGKILL)
-                break
-    _, stderr = process.communicate()
-    assert process.returncode == 1, stderr
-    last = stderr.strip().splitlines()[-1]
-    assert "goes on with it" in last and "Traceback" not in stderr, stderr
-    assert ("status -9" in last) == (whom == "worker")
-    assert not (tmp_path / "out").exists()
-    process = run_prepare(*command)
-    assert "done already" in process.communicate()[1] and process.returncode == 0
-    assert read_folder(tmp_path / "out") == reference
-
-
-class Killed(BaseException):
-    """No handler of errors sees it, as none sees SIGKILL."""
-
-
-def kill_at(operation: int, monkeypatch) -> None:
-    """Ends this process, as it were, before file-system operation number `operation`: nothing more is done to files."""
-    n_done = 0
-
-    def replace_one(name: str) -> None:
-        real = getattr(os, name)
-
-        def counted(*args, **kwargs):
-            nonlocal n_done
-            n_done += 1
-            if n_done > operation:
-                raise Killed(name)
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(os, name, counted)
-
-    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
-        replace_one(name)
-
-
-def prepare_some(folder: Path, *more: str) -> int:
-    return tool.main([str(folder / "in"), "--out", str(folder / "out"), "--processes", "1", "--held-out", "0.3", *more])
-
-
-@pytest.mark.parametrize("more", [(), ("--overwrite",)])
-def test_killed_between_any_two_operations_it_goes_on_and_ends_with_the_same_bytes(
-    tmp_path, small_units, monkeypatch, tokenizer, capsys, more
-):
-    monkeypatch.setattr(tool, "load_tokenizer", lambda folder: tokenizer)  # so that hundreds of runs take no time
-    write_inputs(tmp_path, {f"{name}.txt": f"{name} " * 99 for name in "abc"})
-    assert prepare_some(tmp_path) == 0
-    new = read_folder(tmp_path / "out")
-    old = {}
-    operation = 0
-    while True:
-        for path in tmp_path.glob("out*"):
-            tool_rmtree(path)
-        if more:
-            (tmp_path / "old.txt").write_text("something else")
-            assert tool.main([str(tmp_path / "old.txt"), "--out", str(tmp_path / "out"), "--held-out", "0"]) == 0
-            old = read_folder(tmp_path / "out")
-        with monkeypatch.context() as patches:
-            kill_at(operation, patches)
-            try:
-                assert prepare_some(tmp_path, *more) == 0
-                break
-            except Killed:
-                pass
-        # whole or absent; the old one is never lost
-        replaced = tmp_path / "out.unfinished" / "replaced"
-        found = [read_folder(folder) for folder in (tmp_path / "out", replaced) if folder.exists()]
-        assert found[:1] in ([old], [new]) if more else found in ([], [new])
-        status = prepare_some(tmp_path, *more)
-        assert status == 0 or (found == [new] and "exists. Give another" in capsys.readouterr().err), operation
-        assert read_folder(tmp_path / "out") == new
-        operation += 1
-    assert operation > 30
-
-
-def tool_rmtree(path: Path) -> None:
-    for inner in path.iterdir():
-        tool_rmtree(inner) if inner.is_dir() else inner.unlink()
-    path.rmdir()
-
-
-def test_nothing_is_left_beside_a_corpus_that_is_whole(tmp_path, small_units, capsys):
-    write_corpus(tmp_path / "in", random.Random(3), n_files=8)
-    assert prepare_some(tmp_path) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
-
-
-# ---------------------------------------------------------------- a full disk
-
-
-def limit_files(n_bytes: int):
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, n_bytes))
-
-
-@pytest.mark.parametrize("n_processes", [1, 2])
-def test_a_full_disk_is_told_and_when_there_is_room_it_goes_on(megabytes, reference, tmp_path, n_processes):
-    command = [megabytes, "--out", tmp_path / "out", "--processes", n_processes, "--held-out", 0.1]
-    largest = max(len(content) for name, content in reference.items() if name.endswith(".tokens"))
-    process = run_prepare(*command, preexec_fn=limit_files(largest - 1))
-    _, stderr = process.communicate()
-    assert process.returncode == 1 and "Traceback" not in stderr and "Exception ignored" not in stderr, stderr
-    for words in ("out.unfinished cannot be written (File too large)", "MB more are needed", "MB free", "Make room"):
-        assert words in stderr
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(CorpusError):
-        read_manifest(tmp_path / "out")
-    process = run_prepare(*command)
-    assert process.communicate() and process.returncode == 0
-    assert read_folder(tmp_path / "out") == reference
-
-
-@pytest.mark.parametrize("suffix", [".tokens", ".documents", ".json.unfinished", "manifest.json.unfinished"])
-def test_a_disk_that_is_full_at_any_file_leaves_nothing_that_counts(tmp_path, small_units, monkeypatch, capsys, suffix):
-    write_corpus(tmp_path / "in", random.Random(3), n_files=8)
-    assert prepare_some(tmp_path) == 0
-    new = read_folder(tmp_path / "out")
-    tool_rmtree(tmp_path / "out")
-    real = os.fsync
-
-    def fail(descriptor: int) -> None:
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(suffix):
-            raise OSError(28, "No space left on device")
-        real(descriptor)
-
-    with monkeypatch.context() as patches:
-        patches.setattr(os, "fsync", fail)
-        assert prepare_some(tmp_path) == 1
-    assert "No space left on device" in capsys.readouterr().err and not (tmp_path / "out").exists()
-    assert prepare_some(tmp_path) == 0
-    assert read_folder(tmp_path / "out") == new
-
-
 # ---------------------------------------------------------------- refusals
 
 
@@ -451,7 +173,7 @@ def test_what_another_command_left_is_refused_unless_it_starts_over(tmp_path, sm
     assert "(other: field, files)" in message and "--start-over" in message
     assert prepare_some(tmp_path, "--start-over") == 0
     found = read_folder(tmp_path / "out")
-    tool_rmtree(tmp_path / "out")
+    delete(tmp_path / "out")
     assert prepare_some(tmp_path) == 0 and read_folder(tmp_path / "out") == found
 
 
@@ -510,12 +232,6 @@ def test_a_folder_that_is_no_corpus_is_never_replaced(tmp_path, capsys):
     assert read_folder(tmp_path / "out") == {"thesis.tex": b"years of work"}
     (tmp_path / "out" / "thesis.tex").unlink()  # an empty folder holds nothing that could be lost
     assert prepare_some(tmp_path, "--held-out", "0") == 0
-
-
-def write_inputs(folder: Path, contents: dict[str, str]) -> None:
-    (folder / "in").mkdir()
-    for name, content in contents.items():
-        (folder / "in" / name).write_text(content)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from torchtitan_lite.components.sources import PreparationError, Source
 from torchtitan_lite.components.tokenizer import Tokenizer
 from torchtitan_lite.corpora import BYTES_OF, FORMAT, MANIFEST, Shard, choose_dtype
 
-PATIENCE_S = 5  # for the workers of a killed process: they notice within a second or so
+PATIENCE_S = 10  # for the workers of a killed process: they notice within a second or so
 
 
 class Unfinished(RuntimeError):

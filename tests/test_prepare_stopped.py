@@ -1,0 +1,238 @@
+"""Every way in which preparing a corpus can be stopped, and that it goes on and ends with the same bytes.
+
+KILLS=30 makes the test with random kills as long as one likes.
+"""
+
+import gzip
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from small_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_corpus, write_inputs
+
+from torchtitan_lite.components import corpus_units, work_folder
+from torchtitan_lite.components.tokenizer import load_tokenizer
+from torchtitan_lite.components.work_folder import Unfinished, hold
+from torchtitan_lite.config_reader import REPOSITORY
+from torchtitan_lite.corpora import CorpusError, read_manifest
+from torchtitan_lite.tools import prepare as tool
+
+N_KILLS = int(os.environ.get("KILLS", 3))
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    monkeypatch.setattr(corpus_units, "SMALLEST_UNIT_BYTES", 200)
+
+
+# ---------------------------------------------------------------- kills
+
+
+@pytest.fixture(scope="module")
+def megabytes(tmp_path_factory) -> Path:
+    """A folder with some MB of text: enough units for two processes to be killed in the middle of."""
+    folder = tmp_path_factory.mktemp("megabytes")
+    draw = random.Random(0)
+    lines = [make_text(draw, 300) for _ in range(400)]
+    with open(folder / "lines.jsonl", "w") as file:
+        file.writelines(json.dumps({"text": draw.choice(lines) + str(n)}) + "\n" for n in range(2000))
+    for n in range(30):
+        (folder / f"{n}.txt").write_text("\n".join(draw.choices(lines, k=20)))
+    (folder / "long.txt.gz").write_bytes(gzip.compress("\n".join(draw.choices(lines, k=400)).encode(), 1))
+    return folder
+
+
+def run_prepare(*args: object, **options) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torchtitan_lite", "prepare", *map(str, args)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=REPOSITORY, **pipes, **options)
+
+
+@pytest.fixture(scope="module")
+def reference(megabytes, tmp_path_factory) -> dict[str, bytes]:
+    """What an unbroken run makes of them."""
+    out = tmp_path_factory.mktemp("reference") / "out"
+    assert tool.main([str(megabytes), "--out", str(out), "--processes", "1", "--held-out", "0.1"]) == 0
+    return read_folder(out)
+
+
+def test_killed_at_random_instants_it_goes_on_and_ends_with_the_same_bytes(megabytes, reference, tmp_path):
+    draw = random.Random(os.environ.get("KILLS"))
+    n_kills, n_runs, longest_s = 0, 0, 2.0
+    while n_kills < N_KILLS:
+        out = tmp_path / f"out{n_runs}"
+        n_runs += 1
+        while not out.exists():
+            process = run_prepare(megabytes, "--out", out, "--processes", 2, "--held-out", 0.1)
+            try:
+                message = process.communicate(timeout=draw.uniform(0.2, longest_s))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                n_kills, longest_s = n_kills + 1, longest_s + 0.1  # so that it ends on a slow machine too
+            else:
+                assert process.returncode == 0, message
+        if process.returncode == -signal.SIGKILL and out.with_name(out.name + ".unfinished").exists():
+            process = run_prepare(megabytes, "--out", out, "--processes", 2, "--held-out", 0.1)
+            message = process.communicate()
+            assert process.returncode == 0 or "exists. Give another" in message[1]
+        assert read_folder(out) == reference
+
+
+def stop_in_the_middle(command: list[object], out: Path, reference: dict[str, bytes]) -> subprocess.Popen:
+    """A run that stands still, with its workers, where some units are finished and others are not."""
+    n_units = sum(name.startswith("train") and name.endswith(".tokens") for name in reference)
+    records = out.with_name(out.name + ".unfinished") / "units"
+    while True:
+        process = run_prepare(*command, start_new_session=True)
+        while not list(records.glob("*.json")) and process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.01)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGSTOP)
+            if 1 <= len(list(records.glob("*.json"))) <= n_units - 3:
+                return process
+            os.killpg(process.pid, signal.SIGCONT)
+        process.communicate()  # it was too quick: once more
+        delete(out)
+
+
+def list_workers(process: subprocess.Popen) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def test_workers_of_a_killed_parent_keep_the_lock_until_they_end_by_themselves(
+    megabytes, reference, tmp_path, monkeypatch, capsys
+):
+    out, work = tmp_path / "out", tmp_path / "out.unfinished"
+    process = stop_in_the_middle([megabytes, "--out", out, "--processes", 2, "--held-out", 0.1], out, reference)
+    assert len(list_workers(process)) == 2
+    process.kill()
+    process.wait()
+    with monkeypatch.context() as patches:
+        patches.setattr(work_folder, "PATIENCE_S", 0)
+        with pytest.raises(Unfinished, match="Another process prepares"), hold(work):
+            pass
+    os.killpg(process.pid, signal.SIGCONT)
+    process.communicate()  # returns when nobody holds the other end of its pipes: the workers are gone
+    assert tool.main([str(megabytes), "--out", str(out), "--processes", "1", "--held-out", "0.1"]) == 0
+    assert "done already" in capsys.readouterr().err
+    assert read_folder(out) == reference
+
+
+@pytest.mark.parametrize("whom", ["group", "worker"])
+def test_ctrl_c_or_the_loss_of_a_worker_stops_it_with_one_line_and_it_goes_on(megabytes, reference, tmp_path, whom):
+    out = tmp_path / "out"
+    command = [megabytes, "--out", out, "--processes", 2, "--held-out", 0.1]
+    process = stop_in_the_middle(command, out, reference)
+    if whom == "group":  # as a terminal does
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        os.kill(list_workers(process)[0], signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGCONT)
+    _, stderr = process.communicate()
+    assert process.returncode == 1, stderr
+    last = stderr.strip().splitlines()[-1]
+    assert "goes on with it" in last and "Traceback" not in stderr, stderr
+    assert ("status -9" in last) == (whom == "worker")
+    assert not out.exists()
+    process = run_prepare(*command)
+    assert "done already" in process.communicate()[1] and process.returncode == 0
+    assert read_folder(out) == reference
+
+
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+def test_killed_between_any_two_operations_it_goes_on_and_ends_with_the_same_bytes(
+    tmp_path, small_units, monkeypatch, capsys, more
+):
+    tokenizer = load_tokenizer(str(REPOSITORY / "assets" / "tokenizer"))
+    # hundreds of runs that must take no time
+    monkeypatch.setattr(tool, "load_tokenizer", lambda folder: tokenizer)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    write_inputs(tmp_path, {f"{name}.txt": f"{name} " * 99 for name in "abc"})
+    assert prepare_some(tmp_path) == 0
+    new = read_folder(tmp_path / "out")
+    old = {}
+    operation = 0
+    while True:
+        for path in tmp_path.glob("out*"):
+            delete(path)
+        if more:
+            (tmp_path / "old.txt").write_text("something else")
+            assert tool.main([str(tmp_path / "old.txt"), "--out", str(tmp_path / "out"), "--held-out", "0"]) == 0
+            old = read_folder(tmp_path / "out")
+        with monkeypatch.context() as patches:
+            kill_at(operation, patches)
+            try:
+                assert prepare_some(tmp_path, *more) == 0
+                break
+            except Killed:
+                pass
+        # whole or absent; the old one is never lost
+        replaced = tmp_path / "out.unfinished" / "replaced"
+        found = [read_folder(folder) for folder in (tmp_path / "out", replaced) if folder.exists()]
+        assert found[:1] in ([old], [new]) if more else found in ([], [new])
+        status = prepare_some(tmp_path, *more)
+        assert status == 0 or (found == [new] and "exists. Give another" in capsys.readouterr().err), operation
+        assert read_folder(tmp_path / "out") == new
+        operation += 1
+    assert operation > 30
+
+
+def test_nothing_is_left_beside_a_corpus_that_is_whole(tmp_path, small_units, capsys):
+    write_corpus(tmp_path / "in", random.Random(3), n_files=8)
+    assert prepare_some(tmp_path) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+def limit_files(n_bytes: int):
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, n_bytes))
+
+
+@pytest.mark.parametrize("n_processes", [1, 2])
+def test_a_full_disk_is_told_and_when_there_is_room_it_goes_on(megabytes, reference, tmp_path, n_processes):
+    command = [megabytes, "--out", tmp_path / "out", "--processes", n_processes, "--held-out", 0.1]
+    largest = max(len(content) for name, content in reference.items() if name.endswith(".tokens"))
+    process = run_prepare(*command, preexec_fn=limit_files(largest - 1))
+    _, stderr = process.communicate()
+    assert process.returncode == 1 and "Traceback" not in stderr and "Exception ignored" not in stderr, stderr
+    for words in ("out.unfinished cannot be written (File too large)", "MB more are needed", "MB free", "Make room"):
+        assert words in stderr
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(CorpusError):
+        read_manifest(tmp_path / "out")
+    process = run_prepare(*command)
+    assert process.communicate() and process.returncode == 0
+    assert read_folder(tmp_path / "out") == reference
+
+
+@pytest.mark.parametrize("suffix", [".tokens", ".documents", ".json.unfinished", "manifest.json.unfinished"])
+def test_a_disk_that_is_full_at_any_file_leaves_nothing_that_counts(tmp_path, small_units, monkeypatch, capsys, suffix):
+    write_corpus(tmp_path / "in", random.Random(3), n_files=8)
+    assert prepare_some(tmp_path) == 0
+    new = read_folder(tmp_path / "out")
+    delete(tmp_path / "out")
+    real = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(suffix):
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "fsync", fail)
+        assert prepare_some(tmp_path) == 1
+    assert "No space left on device" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert prepare_some(tmp_path) == 0
+    assert read_folder(tmp_path / "out") == new
