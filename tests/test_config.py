@@ -103,6 +103,22 @@ def test_a_whole_number_is_taken_for_a_fraction_and_nothing_else_is_guessed(writ
         assert (problem.key, problem.why) == ("training.steps", "a whole number is needed")
 
 
+def test_corpora_are_named_by_one_name_or_by_a_list_and_weighted_by_numbers(write_toml):
+    assert read_sound([]).training.dataset == ["python_stdlib"]
+    assert read_sound(write_toml("[training]\ndataset = 'data/wiki'\n")).training.dataset == ["data/wiki"]
+    args = write_toml("[training]\ndataset = ['data/wiki', 'code.bin']\ndataset_weights = [3, 0.5]\n")
+    training = read_sound(args).training
+    assert (training.dataset, training.dataset_weights) == (["data/wiki", "code.bin"], [3.0, 0.5])
+    training = read_sound([*args, "--training.dataset", "a,b", "--training.dataset_weights=1,2.5"]).training
+    assert (training.dataset, training.dataset_weights) == (["a", "b"], [1.0, 2.5])
+
+
+@pytest.mark.parametrize("weight", ["nan", "inf", "'x'", "true"])
+def test_a_weight_that_is_no_finite_number_is_refused(write_toml, weight):
+    problem = read_one_problem(write_toml(f"[training]\ndataset_weights = [1, {weight}]\n"))
+    assert problem.key == "training.dataset_weights" and "finite number" in problem.why
+
+
 def test_none_on_the_command_line_takes_a_value_of_the_file_back(write_toml):
     args = write_toml("[lr_scheduler]\ndecay_ratio = 0.5\n[model]\nrope_scaling = 'llama3'\n")
     config = read_sound([*args, "--lr_scheduler.decay_ratio", "none", "--model.rope_scaling", "none"])
@@ -290,7 +306,7 @@ def test_all_mistakes_are_told_at_once_and_bad_keys_keep_their_defaults(write_to
 
 
 def test_a_bad_value_of_the_file_is_no_problem_where_the_command_line_overrides_it(write_toml):
-    args = write_toml("[training]\ndataset = 'c4'\nsteps = 'x'\n")
+    args = write_toml("[training]\ndataset = 4\nsteps = 'x'\n")
     read_sound([*args, "--training.dataset", "python_stdlib", "--training.steps", "3"])
 
 
@@ -371,9 +387,9 @@ def test_every_absent_key_is_accepted_where_it_is_off_and_refused_where_it_is_on
 
 
 def test_flags_of_absent_features_are_understood_too():
-    read_sound(["--validation.no_enable"])
-    problem = read_one_problem(["--validation.enable"])
-    assert (problem.key, problem.value) == ("validation.enable", True)
+    read_sound(["--fault_tolerance.no_enable"])
+    problem = read_one_problem(["--fault_tolerance.enable"])
+    assert (problem.key, problem.value) == ("fault_tolerance.enable", True)
 
 
 def test_an_old_name_is_taken_as_its_new_one_with_one_line_of_notice(write_toml):

@@ -1,473 +1,410 @@
-"""Text to batches: the order of samples, who reads which rows, and the cache of tokens that ranks share."""
+"""Corpora to batches: the same global batch on every layout, each token a target once per epoch, read ahead."""
 
-import base64
-import dataclasses
-import json
-import logging
-import os
-import signal
-import subprocess
-import sys
+import itertools
+import random
 import threading
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import tiktoken
 import torch
+from made_corpora import BYTES, write_corpus, write_flat
 
 from torchtitan_lite.components import data
+from torchtitan_lite.components.corpus import open_corpus
 from torchtitan_lite.components.data import (
-    DATASETS,
-    Corpus,
+    Batch,
+    HeldOutBatches,
+    SampleReader,
     SampleStream,
-    open_corpus,
     prefetch,
-    read_header,
     rows_of_rank,
-    shuffle,
 )
-from torchtitan_lite.components.tokenizer import SPLIT_PATTERN, load_tokenizer
-from torchtitan_lite.config import ConfigError
-from torchtitan_lite.config_reader import REPOSITORY
+from torchtitan_lite.corpora import DRAWS_PER_ROUND, CorpusError, split_round
 from torchtitan_lite.model.head import IGNORE_INDEX
 
 CPU = torch.device("cpu")
 FIELDS = ("tokens", "targets", "positions", "doc_ids")
-NO_BOS = 10**6
+NO_CACHE = Path("nowhere")
+X = IGNORE_INDEX
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(str(REPOSITORY / "assets" / "tokenizer"))
+def open_folders(folders: list[Path], *, split: str = "train") -> list:
+    return [open_corpus(str(folder), BYTES, NO_CACHE, split=split) for folder in folders]
 
 
-def write_files(folder: Path, n_files: int) -> list[Path]:
-    folder.mkdir()
-    files = [folder / f"{n:04}.py" for n in range(n_files)]
-    for n, path in enumerate(files):
-        lines = [f"def function_{n}_{line}(x):\n    return x * {line} + {n}  # é\n" for line in range(n % 7)]
-        path.write_text("".join(lines), encoding="utf-8")
-    return files
+def list_rows(batch: Batch) -> list[tuple[list[int], ...]]:
+    assert all(getattr(batch, name).dtype == torch.int64 for name in FIELDS)
+    return list(zip(*(getattr(batch, name).tolist() for name in FIELDS), strict=True))
 
 
-@pytest.fixture
-def files(tmp_path, monkeypatch):
-    """A small data set "tiny" of 30 files, some of them empty."""
-    files = write_files(tmp_path / "texts", 30)
-    monkeypatch.setitem(DATASETS, "tiny", lambda: files)
-    return files
+# ---------------------------------------------------------------- the promise, on random corpora
 
 
-def encode_by_hand(files: list[Path]) -> list[int]:
-    """The corpus as it should be, made with tiktoken and nothing of components/."""
-    lines = (REPOSITORY / "assets" / "tokenizer" / "tokenizer.model").read_bytes().splitlines()
-    ranks = {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in lines}
-    encoding = tiktoken.Encoding("oracle", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={})
-    bos, eos = 2048, 2049
-    return [id for path in files for id in [bos, *encoding.encode_ordinary(path.read_text("utf-8")), eos]]
+@dataclass(frozen=True)
+class Case:
+    """Some corpora on disk, and their documents. No two tokens of them have the same id, so an id tells its place."""
+
+    folders: list[Path]
+    documents: list[list[list[int]]]  # of each corpus
+    seq_len: int
+    weights: list[float]
+    seed: int
+
+    def open_stream(self, global_batch_size: int, *, restart_positions: bool = False) -> SampleStream:
+        reader = SampleReader(open_folders(self.folders), self.seq_len, 2**16, restart_positions)
+        return SampleStream(reader, global_batch_size=global_batch_size, weights=self.weights, seed=self.seed)
 
 
-def make_stream(n_samples: int, *, seq_len: int = 4, global_batch_size: int = 4, seed: int = 0) -> SampleStream:
-    """Token i of the corpus is i, so the first token of a row tells which sample it is."""
-    tokens = torch.arange(n_samples * seq_len + 1, dtype=torch.int32)
-    corpus = Corpus(name="numbers", tokens=tokens, bos_id=NO_BOS, identity="numbers")
-    return SampleStream(corpus, seq_len=seq_len, global_batch_size=global_batch_size, seed=seed)
+def make_case(folder: Path, seed: int) -> Case:
+    draw, next_id = random.Random(seed), itertools.count()
+    folders, documents = [], []
+    for number in range(draw.randrange(1, 4)):
+        shards = []
+        for _ in range(draw.randrange(1, 5)):
+            longest = draw.choice([1, 3, 30])
+            lengths = [draw.randrange(1, longest + 1) for _ in range(draw.randrange(1, 20))]
+            shards.append([[next(next_id) for _ in range(length)] for length in lengths])
+        shards[0].append([next(next_id), next(next_id)])  # a token to predict
+        folders.append(write_corpus(folder / f"{seed} {number}", shards))
+        documents.append([document for shard in shards for document in shard])
+    weights = [draw.uniform(0.1, 1) for _ in folders] if draw.random() < 0.5 else []
+    return Case(folders, documents, draw.randrange(1, 18), weights, draw.randrange(1000))
 
 
-def list_samples(stream: SampleStream, steps: range) -> list[int]:
-    rows = range(stream.global_batch_size)
-    return [int(first) // stream.seq_len for step in steps for first in stream.batch(step, rows).tokens[:, 0]]
+def cut_by_hand(documents: list[list[int]], seq_len: int, *, restart: bool) -> list[tuple[list[int], ...]]:
+    """Rows (tokens, targets, positions, doc_ids) of all samples in their order, token by token."""
+    placed = [(token, place) for document in documents for place, token in enumerate(document)]
+    rows = []
+    for start in range(0, len(placed) - 1, seq_len):
+        tokens, targets, positions, doc_ids = [], [], [], []
+        for column in range(seq_len):
+            here, following = start + column, start + column + 1
+            is_first = column > 0 and (here == len(placed) or (here < len(placed) and placed[here][1] == 0))
+            position = positions[-1] + 1 if column else 0
+            tokens.append(placed[here][0] if here < len(placed) else 0)
+            predicted = following < len(placed) and placed[following][1] > 0
+            targets.append(placed[following][0] if predicted else X)
+            positions.append(0 if is_first and restart else position)
+            doc_ids.append((doc_ids[-1] if column else 0) + is_first)
+        rows.append((tokens, targets, positions, doc_ids))
+    return rows
 
 
-# ---------------------------------------------------------------- the order of samples
+@pytest.mark.parametrize("seed", range(12))
+def test_every_row_is_a_sample_as_cut_by_hand(tmp_path, seed):
+    case = make_case(tmp_path, seed)
+    for restart in (False, True):
+        by_hand = [row for of_one in case.documents for row in cut_by_hand(of_one, case.seq_len, restart=restart)]
+        stream = case.open_stream(9, restart_positions=restart)
+        for step in range(20):
+            for row in list_rows(stream.batch(step, range(9))):
+                assert row in by_hand
 
 
-@pytest.mark.parametrize("seed", [0, 1, 123456789])
-def test_shuffle_is_one_to_one(seed):
-    for n in [*range(1, 130), 1023, 1024, 1025, 99_991]:
-        shuffled = shuffle(torch.arange(n), n, seed=seed, epoch=3)
-        assert torch.equal(shuffled.sort().values, torch.arange(n)), n
+WORLD_SIZES = range(1, 17)
+BATCH_SIZES = (16, 60, 72, 84, 22, 26, 45)
 
 
-def test_shuffle_of_one_index_does_not_depend_on_the_others():
-    n = 1000
-    whole = shuffle(torch.arange(n), n, seed=5, epoch=0)
-    for index in (0, 17, 999):
-        assert shuffle(torch.tensor([index]), n, seed=5, epoch=0).item() == whole[index]
+def test_the_batch_sizes_of_the_next_test_are_divided_by_all_world_sizes():
+    assert all(any(size % n_ranks == 0 for size in BATCH_SIZES) for n_ranks in WORLD_SIZES)
 
 
-def test_shuffle_sends_an_index_everywhere_equally_often():
-    n, n_seeds = 20, 2000
-    places = torch.cat([shuffle(torch.tensor([7]), n, seed=seed, epoch=0) for seed in range(n_seeds)])
-    chi_square = ((places.bincount(minlength=n) - n_seeds / n) ** 2 / (n_seeds / n)).sum()
-    assert (
-        chi_square < 43.8
-    )  # of 19 degrees of freedom: one in a thousand fair shuffles exceeds it; the seeds are fixed
+@pytest.mark.parametrize("global_batch_size", BATCH_SIZES)
+def test_all_ranks_together_read_one_global_batch_whatever_their_number_and_where_they_resume(
+    tmp_path, global_batch_size
+):
+    for seed in range(3):
+        case = make_case(tmp_path, 100 * global_batch_size + seed)
+        draw = random.Random(seed)
+        whole = case.open_stream(global_batch_size)
+        unbroken = [list_rows(whole.batch(step, range(global_batch_size))) for step in range(8)]
+        for n_ranks in (n for n in WORLD_SIZES if global_batch_size % n == 0):
+            resumed = draw.randrange(8)
+            found = [[] for _ in range(resumed, 8)]
+            for rank in range(n_ranks):
+                batches = prefetch(
+                    case.open_stream(global_batch_size),
+                    rows_of_rank(rank, n_ranks, global_batch_size),
+                    steps=range(resumed, 8),
+                    device=CPU,
+                )
+                for rows, batch in zip(found, batches, strict=True):
+                    rows += list_rows(batch)
+            assert found == unbroken[resumed:], (seed, n_ranks, resumed)
 
 
-def test_shuffle_separates_neighbours():
-    n = 10_000
-    shuffled = shuffle(torch.arange(n), n, seed=1, epoch=0)
-    distances = (shuffled[1:] - shuffled[:-1]).abs()
-    assert (distances == 1).sum() < 20  # about 2 in a fair shuffle, 9,999 without
-    assert 0.3 < distances.double().mean() / n < 0.37  # 1/3 in a fair shuffle
+def test_a_batch_does_not_depend_on_what_was_read_before(tmp_path):
+    case = make_case(tmp_path, 7)
+    stream = case.open_stream(12)
+    for step in random.Random(0).sample(range(100_000), 20):
+        rows = range(3, 9)
+        assert list_rows(stream.batch(step, rows)) == list_rows(case.open_stream(12).batch(step, rows))
+        assert list_rows(stream.batch(step, range(12)))[3:9] == list_rows(stream.batch(step, rows))
 
 
-@pytest.mark.parametrize("global_batch_size", [1, 4, 7, 50])
-def test_every_sample_is_read_once_per_epoch(global_batch_size):
-    n_samples = 21  # steps straddle epochs, and 50 rows hold more than two of them
-    stream = make_stream(n_samples, global_batch_size=global_batch_size)
-    samples = list_samples(stream, range(3 * n_samples))
-    for epoch in range(3):
-        assert sorted(samples[epoch * n_samples : (epoch + 1) * n_samples]) == list(range(n_samples))
-
-
-def test_epochs_and_seeds_have_different_orders():
-    n_samples = 40
-    both = list_samples(make_stream(n_samples), range(2 * n_samples // 4))
-    first, second = both[:n_samples], both[n_samples:]
-    other_seed = list_samples(make_stream(n_samples, seed=1), range(n_samples // 4))
-    assert first != second and first != other_seed and second != other_seed
-    assert first == list_samples(make_stream(n_samples), range(n_samples // 4))
-
-
-def test_order_of_samples_is_that_of_earlier_versions():
-    """A resumed run must read on where it stopped, also after an update of this code."""
-    stream = make_stream(1000, seed=42)
-    assert list_samples(stream, range(2)) == [690, 221, 164, 382, 150, 137, 605, 190]
-    assert list_samples(stream, range(250, 251)) == [339, 847, 557, 850]  # the second epoch
-
-
-# ---------------------------------------------------------------- who reads which rows
-
-
-@pytest.mark.parametrize("n_ranks", [1, 2, 4, 6, 8, 16])
-def test_ranks_together_read_the_same_global_batch_whatever_their_number(n_ranks):
-    stream = make_stream(100, global_batch_size=48)
-    for step in (0, 1, 7):
-        whole = stream.batch(step, range(48))
-        shares = [stream.batch(step, rows_of_rank(rank, n_ranks, 48)) for rank in range(n_ranks)]
-        for name in FIELDS:
-            assert torch.equal(torch.cat([getattr(share, name) for share in shares]), getattr(whole, name)), name
-
-
-def test_microbatches_are_the_rows_in_order():
-    batch = make_stream(100, global_batch_size=12).batch(3, range(12))
+def test_microbatches_are_the_rows_in_order(tmp_path):
+    batch = make_case(tmp_path, 3).open_stream(12).batch(3, range(12))
     microbatches = batch.split(4)
     assert [len(microbatch.tokens) for microbatch in microbatches] == [3, 3, 3, 3]
-    for name in FIELDS:
-        assert torch.equal(torch.cat([getattr(m, name) for m in microbatches]), getattr(batch, name)), name
+    assert [row for microbatch in microbatches for row in list_rows(microbatch)] == list_rows(batch)
 
 
-# ---------------------------------------------------------------- what a batch says
+def list_targets_to_be(documents: list[list[int]]) -> list[int]:
+    return sorted(token for document in documents for token in document[1:])
 
 
-def test_batches_hold_the_text_as_tiktoken_encodes_it(files, tokenizer, tmp_path):
-    raw = encode_by_hand(files)
-    seq_len = 32
-    corpus = open_corpus("tiny", tokenizer, str(tmp_path / "cache"))
-    assert corpus.tokens.to(torch.int64).tolist() == raw
-    stream = SampleStream(corpus, seq_len=seq_len, global_batch_size=(len(raw) - 1) // seq_len, seed=0)
-    batch = stream.batch(0, range(stream.global_batch_size))  # one epoch
-    slices = {tuple(raw[i : i + seq_len + 1]) for i in range(0, len(raw) - seq_len, seq_len)}
-    assert len(slices) == stream.n_samples > 20
-    for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
-        last = tokenizer.bos_id if targets[-1] == IGNORE_INDEX else targets[-1]
-        slices.remove((*tokens, last))  # KeyError: not a slice of the text, or read twice
-        following = [*tokens[1:], last]
-        assert targets == [IGNORE_INDEX if token == tokenizer.bos_id else token for token in following]
+def list_targets(rows: list[tuple[list[int], ...]]) -> list[int]:
+    return sorted(target for _, targets, *_ in rows for target in targets if target != X)
 
 
-def test_targets_documents_and_positions_of_a_row_written_out():
-    bos, eos = 1, 2
-    tokens = torch.tensor([7, 8, eos, bos, 9, eos, bos, eos, bos, 6, 5], dtype=torch.int32)
-    corpus = Corpus(name="written out", tokens=tokens, bos_id=bos, identity="")
-    batch = SampleStream(corpus, seq_len=10, global_batch_size=1, seed=0).batch(0, range(1))
-    x = IGNORE_INDEX
-    assert batch.tokens.tolist() == [[7, 8, eos, bos, 9, eos, bos, eos, bos, 6]]
-    assert batch.targets.tolist() == [[8, eos, x, 9, eos, x, eos, x, 6, 5]]
-    assert batch.doc_ids.tolist() == [[0, 0, 0, 1, 1, 1, 2, 2, 3, 3]]
-    assert batch.positions.tolist() == [list(range(10))]
-    assert all(getattr(batch, name).dtype == torch.int64 for name in FIELDS)
+def draw_rows(stream: SampleStream, n: int) -> list[tuple[list[int], ...]]:
+    """The first n rows of a run, whatever the size of its batches."""
+    batches = (stream.batch(step, range(stream.global_batch_size)) for step in itertools.count())
+    return list(itertools.islice(itertools.chain.from_iterable(map(list_rows, batches)), n))
 
 
-def test_documents_are_counted_from_0_where_a_row_begins_with_one():
-    bos = 1
-    corpus = Corpus(name="", tokens=torch.tensor([bos, 5, bos, 6, 7], dtype=torch.int32), bos_id=bos, identity="")
-    batch = SampleStream(corpus, seq_len=4, global_batch_size=1, seed=0).batch(0, range(1))
-    assert batch.doc_ids.tolist() == [[0, 0, 1, 1]]
+@pytest.mark.parametrize("seed", range(12))
+def test_every_token_but_a_documents_first_is_a_target_once_per_epoch(tmp_path, seed):
+    case = make_case(tmp_path, seed)
+    stream = SampleStream(SampleReader(open_folders(case.folders), case.seq_len, 2**16), global_batch_size=7, seed=seed)
+    n = sum(stream.reader.n_samples)  # steps straddle epochs
+    rows = draw_rows(stream, 3 * n)
+    expected = list_targets_to_be([document for of_one in case.documents for document in of_one])
+    for epoch in range(3):
+        assert list_targets(rows[epoch * n : (epoch + 1) * n]) == expected
 
 
-def test_corpus_of_exactly_one_sample_suffices_and_one_token_less_is_refused():
-    tokens = torch.arange(9, dtype=torch.int32)
-    enough = Corpus(name="short", tokens=tokens, bos_id=NO_BOS, identity="")
-    stream = SampleStream(enough, seq_len=8, global_batch_size=2, seed=0)
-    assert stream.batch(5, range(2)).targets.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]] * 2
-    with pytest.raises(ConfigError) as error:
-        SampleStream(dataclasses.replace(enough, tokens=tokens[:8]), seq_len=8, global_batch_size=2, seed=0)
-    for part in ("training.seq_len = 8", "dataset short has 8 tokens", "Lower training.seq_len", "training.dataset"):
-        assert part in str(error.value)
+def test_with_weights_every_source_has_its_share_and_every_token_is_a_target_once_in_its_own_epochs(tmp_path):
+    sizes, weights = [150, 4001, 900], [1, 3, 2]
+    next_id = itertools.count()
+    documents = [[[next(next_id) for _ in range(3)] for _ in range(size)] for size in sizes]
+    folders = [write_corpus(tmp_path / str(n), [own]) for n, own in enumerate(documents)]
+    case = Case(folders, documents, 8, weights, seed=5)
+    stream = case.open_stream(500)
+    rows = draw_rows(stream, DRAWS_PER_ROUND)
+    source_of = {token: n for n, own in enumerate(documents) for document in own for token in document}
+    assert [Counter(source_of[tokens[0]] for tokens, *_ in rows)[n] for n in range(3)] == split_round(weights)
+    for source, (own, n) in enumerate(zip(documents, stream.reader.n_samples, strict=True)):
+        own_rows = [row for row in rows if source_of[row[0][0]] == source]
+        assert len(own_rows) >= n
+        for start in range(0, len(own_rows) - n + 1, n):
+            assert list_targets(own_rows[start : start + n]) == list_targets_to_be(own)
 
 
-def test_stream_identity_tells_corpus_length_and_seed_apart():
-    streams = [make_stream(10), make_stream(10, seed=1), make_stream(10, seq_len=5)]
-    other = Corpus(name="numbers", tokens=streams[0].corpus.tokens, bos_id=NO_BOS, identity="other")
-    streams.append(SampleStream(other, seq_len=4, global_batch_size=4, seed=0))
-    assert len({stream.identity for stream in streams}) == 4
-    assert make_stream(10).identity == streams[0].identity
+def test_one_source_is_covered_alike_with_a_weight_and_without(tmp_path):
+    folder = write_corpus(tmp_path / "one", [[[*range(100)]]])
+    reader = SampleReader(open_folders([folder]), 6, 2**16)
+    for weights in ([], [0.3]):
+        stream = SampleStream(reader, global_batch_size=4, weights=weights, seed=0)
+        n = reader.n_samples[0]
+        rows = draw_rows(stream, 2 * n)
+        assert list_targets(rows[:n]) == list_targets(rows[n:]) == [*range(1, 100)]
 
 
-# ---------------------------------------------------------------- the cache
+# ---------------------------------------------------------------- rows written out
 
 
-def test_second_start_finds_the_cache_and_does_not_tokenise(files, tokenizer, tmp_path, monkeypatch):
-    first = open_corpus("tiny", tokenizer, str(tmp_path / "cache"))
-    monkeypatch.setattr(data, "build_cache", lambda *_: pytest.fail("tokenised again"))
-    second = open_corpus("tiny", tokenizer, str(tmp_path / "cache"))
-    assert torch.equal(first.tokens, second.tokens) and first.identity == second.identity
+def read_samples(folder: Path, seq_len: int, n: int, **options) -> Batch:
+    return SampleReader(open_folders([folder]), seq_len, 2**16, **options).read([(0, sample) for sample in range(n)])
 
 
-def test_changed_text_and_changed_tokenizer_are_tokenised_anew(files, tokenizer, tmp_path):
-    cache = str(tmp_path / "cache")
-    before = open_corpus("tiny", tokenizer, cache)
-    files[3].write_text("changed = True\n")
-    after = open_corpus("tiny", tokenizer, cache)
-    assert after.tokens.to(torch.int64).tolist() == encode_by_hand(files)
-    assert after.identity != before.identity
-    other = dataclasses.replace(tokenizer, identity="other", eos_id=2050)
-    assert (open_corpus("tiny", other, cache).tokens.to(torch.int64) == 2050).sum() == len(files)
+def test_the_picture_at_the_top_of_the_file_is_what_is_read(tmp_path):
+    a, b, c, d, e, f, g, h, i, j, k, l, m, n = range(1, 15)  # noqa: E741
+    folder = write_corpus(tmp_path / "letters", [[[a, b, c, d, e], [f, g, h, i, j, k, l]], [[m, n]]])
+    batch = read_samples(folder, 4, 4)
+    assert batch.tokens.tolist() == [[a, b, c, d], [e, f, g, h], [i, j, k, l], [m, n, 0, 0]]
+    assert batch.targets.tolist() == [[b, c, d, e], [X, g, h, i], [j, k, l, X], [n, X, X, X]]
+    assert batch.doc_ids.tolist() == [[0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [0, 0, 1, 1]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3]] * 4
 
 
-def test_identity_of_equal_tokens_is_equal_wherever_they_are(files, tokenizer, tmp_path, monkeypatch):
-    here = open_corpus("tiny", tokenizer, str(tmp_path / "cache"))
-    moved = write_files(tmp_path / "elsewhere", 30)
-    monkeypatch.setitem(DATASETS, "tiny", lambda: moved)
-    assert open_corpus("tiny", tokenizer, str(tmp_path / "other_cache")).identity == here.identity
+def test_a_last_token_without_one_to_follow_makes_no_sample_of_its_own(tmp_path):
+    nine = write_corpus(tmp_path / "nine", [[[*range(1, 10)]]])
+    assert SampleReader(open_folders([nine]), 8, 2**16).n_samples == [1]
+    ten = write_corpus(tmp_path / "ten", [[[*range(1, 11)]]])
+    assert read_samples(ten, 8, 2).targets.tolist() == [[2, 3, 4, 5, 6, 7, 8, 9], [10, X, X, X, X, X, X, X]]
 
 
-def test_large_vocabulary_is_stored_in_32_bits(files, tokenizer, tmp_path):
-    large = dataclasses.replace(tokenizer, n_words=128_256, bos_id=128_000, identity="large")
-    corpus = open_corpus("tiny", large, str(tmp_path / "cache"))
-    assert corpus.tokens.dtype == torch.int32 and corpus.tokens[0] == 128_000
-    assert open_corpus("tiny", tokenizer, str(tmp_path / "cache")).tokens.dtype == torch.uint16
+def test_documents_of_a_flat_file_end_with_eos_which_is_a_target_itself(tmp_path):
+    eos = BYTES.eos_id
+    path = write_flat(tmp_path / "train.bin", [1, 2, eos, 3, eos, 4, 5, 6])
+    batch = read_samples(path, 4, 2)
+    assert batch.tokens.tolist() == [[1, 2, eos, 3], [eos, 4, 5, 6]]
+    assert batch.targets.tolist() == [[2, eos, X, eos], [X, 5, 6, X]]
+    assert batch.doc_ids.tolist() == [[0, 0, 0, 1], [0, 1, 1, 1]]
 
 
-def damage_by_truncation(tokens_path: Path) -> None:
-    os.truncate(tokens_path, tokens_path.stat().st_size - 2)
+def test_an_id_that_the_model_does_not_know_is_named_with_its_place(tmp_path):
+    folder = write_corpus(tmp_path / "made", [[[5, 6, 7]], [[8, 299, 300, 9]]])
+    reader = SampleReader(open_folders([folder]), 3, vocab_size=300)
+    assert reader.read([(0, 0)]).tokens.tolist() == [[5, 6, 7]]
+    with pytest.raises(CorpusError, match=r"token 5 of .*made is 300, .* below 300 \(model.vocab_size\)"):
+        reader.read([(0, 0), (0, 1)])
 
 
-def damage_by_empty_file(tokens_path: Path) -> None:
-    tokens_path.write_bytes(b"")
+# ---------------------------------------------------------------- what must not have changed when a run is resumed
 
 
-def damage_by_missing_tokens(tokens_path: Path) -> None:
-    tokens_path.unlink()
+def read_facts(names: list[Path], *, seq_len: int = 4, weights: tuple = (), seed: int = 0) -> dict[str, object]:
+    reader = SampleReader(open_folders(names), seq_len, 2**16)
+    return SampleStream(reader, global_batch_size=2, weights=weights, seed=seed).facts
 
 
-def damage_by_missing_header(tokens_path: Path) -> None:
-    tokens_path.with_suffix(".json").unlink()
+def test_facts_tell_apart_whatever_changes_the_samples(tmp_path):
+    one, two = (write_corpus(tmp_path / name, [[[1, 2, n], [3, 4]]]) for n, name in enumerate(("one", "two")))
+    variants = [
+        read_facts([one]),
+        read_facts([two]),
+        read_facts([one, two]),
+        read_facts([two, one]),
+        read_facts([one, two], weights=(1.0, 2.0)),
+        read_facts([one, two], weights=(2.0, 1.0)),
+        read_facts([one], seq_len=5),
+        read_facts([one], seed=1),
+    ]
+    assert all(a != b for a, b in itertools.combinations(variants, 2))
+    assert variants[0] == read_facts([one])
 
 
-def damage_by_torn_header(tokens_path: Path) -> None:
-    header = tokens_path.with_suffix(".json")
-    header.write_bytes(header.read_bytes()[:-20])
+def test_facts_know_a_corpus_by_its_name_and_tokens_and_not_by_its_folder(tmp_path):
+    here, there = (write_corpus(tmp_path / place / "wiki", [[[1, 2, 3]]]) for place in ("here", "there"))
+    assert read_facts([here]) == read_facts([there])
+    assert read_facts([Path(f"{here}/")]) == read_facts([there])
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        damage_by_truncation,
-        damage_by_empty_file,
-        damage_by_missing_tokens,
-        damage_by_missing_header,
-        damage_by_torn_header,
-    ],
-)
-def test_damaged_cache_is_built_again(files, tokenizer, tmp_path, damage):
-    open_corpus("tiny", tokenizer, str(tmp_path / "cache"))
-    (tokens_path,) = (tmp_path / "cache").glob("*.tokens")
-    damage(tokens_path)
-    again = open_corpus("tiny", tokenizer, str(tmp_path / "cache"))
-    assert again.tokens.to(torch.int64).tolist() == encode_by_hand(files)
-    assert read_header(tokens_path)["n_bytes"] == 2 * len(again.tokens)
+def test_facts_tell_which_of_two_corpora_of_one_name_has_changed(tmp_path):
+    folders = [write_corpus(tmp_path / str(n) / "wiki", [[[1, 2, n]]]) for n in range(3)]
+    before, after = read_facts([folders[0], folders[1]]), read_facts([folders[2], folders[1]])
+    assert [name for name in before if before[name] != after[name]] == ["data of corpus 1 (wiki)"]
 
 
-def test_cache_whose_second_build_fails_at_the_header_is_not_taken_for_finished(
-    files, tokenizer, tmp_path, monkeypatch
-):
-    open_corpus("tiny", tokenizer, str(tmp_path / "cache"))
-    (tokens_path,) = (tmp_path / "cache").glob("*.tokens")
-    n_bytes = tokens_path.stat().st_size
-    damage_by_truncation(tokens_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(json, "dumps", lambda _: (_ for _ in ()).throw(OSError("disk full")))
-        with pytest.raises(OSError, match="disk full"):
-            open_corpus("tiny", tokenizer, str(tmp_path / "cache"))
-    # the header of the first build would fit these tokens, and its hash need not
-    assert tokens_path.stat().st_size == n_bytes and read_header(tokens_path) is None
-    assert len(open_corpus("tiny", tokenizer, str(tmp_path / "cache")).tokens) == n_bytes // 2
+# ---------------------------------------------------------------- held out
 
 
-def test_writing_to_the_tokens_leaves_the_cache_file_alone(files, tokenizer, tmp_path):
-    corpus = open_corpus("tiny", tokenizer, str(tmp_path / "cache"))
-    (tokens_path,) = (tmp_path / "cache").glob("*.tokens")
-    before = tokens_path.read_bytes()
-    corpus.tokens[0] = 9
-    assert tokens_path.read_bytes() == before
+@pytest.mark.parametrize("seed", range(6))
+def test_held_out_batches_are_all_samples_once_in_order_on_any_number_of_ranks(tmp_path, seed):
+    case = make_case(tmp_path, seed)
+    by_hand = [row for of_one in case.documents for row in cut_by_hand(of_one, case.seq_len, restart=False)]
+    columns = [*range(case.seq_len)]
+    padding = ([0] * case.seq_len, [X] * case.seq_len, columns, [0] * case.seq_len)
+    for global_batch_size, n_ranks in ((1, 1), (4, 1), (4, 2), (12, 3), (12, 12)):
+        found = {}
+        for rank in range(n_ranks):
+            reader = SampleReader(open_folders(case.folders), case.seq_len, 2**16)
+            batches = HeldOutBatches(reader, global_batch_size=global_batch_size)
+            rows = rows_of_rank(rank, n_ranks, global_batch_size)
+            for step in range(batches.n_batches):
+                numbers = [step * global_batch_size + row for row in rows]
+                found |= dict(zip(numbers, list_rows(batches.batch(step, rows)), strict=True))
+        in_order = [found[number] for number in sorted(found)]
+        n_padded = len(in_order) - len(by_hand)
+        assert 0 <= n_padded < global_batch_size
+        assert in_order == by_hand + [padding] * n_padded
 
 
-def test_data_set_without_files_is_refused(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setitem(DATASETS, "tiny", lambda: [])
-    with pytest.raises(ConfigError, match="training.dataset = 'tiny'"):
-        open_corpus("tiny", tokenizer, str(tmp_path))
-
-
-def test_tokenising_tells_its_progress(files, tokenizer, tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger="torchtitan_lite"):
-        open_corpus("tiny", tokenizer, str(tmp_path / "cache"))
-    assert "30 of 30 files" in caplog.messages[-1]
-
-
-# A process that opens the data set of a folder. It says "ready", waits for a line, and tells whether it tokenised.
-# With `die_after` above 0 it is killed while it tokenises, after so many documents.
-OPEN_IN_PROCESS = """
-import os, signal, sys
-from pathlib import Path
-from torchtitan_lite.components import data
-from torchtitan_lite.components.tokenizer import load_tokenizer
-
-texts, cache, tokenizer_folder, die_after = sys.argv[1:]
-data.DATASETS["tiny"] = lambda: sorted(Path(texts).iterdir())
-read_document, documents = data.read_document, []
-
-def count_and_read(path):
-    documents.append(path)
-    if len(documents) == int(die_after) + 1 > 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return read_document(path)
-
-data.read_document = count_and_read
-tokenizer = load_tokenizer(tokenizer_folder)
-print("ready", flush=True)
-sys.stdin.readline()
-corpus = data.open_corpus("tiny", tokenizer, cache)
-print(len(documents), corpus.identity, flush=True)
-"""
-
-
-def start_process(texts: Path, cache: Path, *, die_after: int = 0) -> subprocess.Popen:
-    arguments = [str(texts), str(cache), str(REPOSITORY / "assets" / "tokenizer"), str(die_after)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", OPEN_IN_PROCESS, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-
-
-def test_four_processes_that_arrive_together_tokenise_once(tokenizer, tmp_path, monkeypatch):
-    texts = tmp_path / "texts"
-    files = write_files(texts, 2000)
-    processes = [start_process(texts, tmp_path / "cache") for _ in range(4)]
-    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 4
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    answers = [process.communicate(timeout=120)[0].split() for process in processes]
-    assert sorted(int(n_documents) for n_documents, _ in answers) == [0, 0, 0, len(files)]
-    monkeypatch.setitem(DATASETS, "tiny", lambda: files)
-    assert {identity for _, identity in answers} == {open_corpus("tiny", tokenizer, str(tmp_path / "cache")).identity}
-
-
-def test_process_killed_while_tokenising_leaves_nothing_that_counts(files, tokenizer, tmp_path):
-    process = start_process(files[0].parent, tmp_path / "cache", die_after=20)
-    process.communicate("go\n", timeout=120)
-    assert process.returncode == -signal.SIGKILL
-    assert list((tmp_path / "cache").glob("*.tokens")) == list((tmp_path / "cache").glob("*.json")) == []
-    corpus = open_corpus("tiny", tokenizer, str(tmp_path / "cache"))  # does not wait for the dead one's lock either
-    assert corpus.tokens.to(torch.int64).tolist() == encode_by_hand(files)
-    assert not list((tmp_path / "cache").glob("*.unfinished"))
-
-
-# ---------------------------------------------------------------- the standard library
-
-
-def test_python_stdlib_is_sources_without_tests_or_installed_packages():
-    files = DATASETS["python_stdlib"]()
-    assert files == sorted(files) and len(files) > 300
-    assert sum(path.stat().st_size for path in files) > 5e6
-    names = {f"{path.parent.name}/{path.name}" for path in files}
-    assert {"json/decoder.py", "asyncio/events.py"} <= names
-    folders = {part for path in files for part in path.parts}
-    assert not folders & {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+def test_at_most_so_many_held_out_batches_are_read(tmp_path):
+    reader = SampleReader(open_folders([write_corpus(tmp_path / "made", [[[*range(41)]]])]), 4, 2**16)
+    assert reader.n_samples == [10]
+    counts = [HeldOutBatches(reader, global_batch_size=4, most_batches=most).n_batches for most in (-1, 1, 3, 4)]
+    assert counts == [3, 1, 3, 3]
 
 
 # ---------------------------------------------------------------- prefetching
 
 
 class SpyStream:
-    """Stands in for a SampleStream: notes which steps were read, and may fail at one."""
+    """Stands in for a SampleStream: notes which steps were read, and by whom, and may fail at one."""
 
-    def __init__(self, fail_at: int | None = None):
-        self.stream = make_stream(10)
-        self.fail_at = fail_at
+    def __init__(self, stream: SampleStream, fail_at: int | None = None):
+        self.stream, self.fail_at = stream, fail_at
         self.steps: list[int] = []
+        self.threads: set[str] = set()
         self.read_second = threading.Event()
 
-    def batch(self, step: int, rows: range) -> data.Batch:
+    def batch(self, step: int, rows: range) -> Batch:
+        self.threads.add(threading.current_thread().name)
         if step == self.fail_at:
             raise OSError(f"disk gone at step {step}")
-        batch = self.stream.batch(step, rows)
         self.steps.append(step)
         if len(self.steps) == 2:
             self.read_second.set()
-        return batch
+        return self.stream.batch(step, rows)
 
 
-def test_prefetched_batches_are_those_of_the_stream():
-    stream = make_stream(10)
-    batches = prefetch(stream, range(1, 3), first_step=5, device=CPU)
+@pytest.fixture
+def stream(tmp_path) -> SampleStream:
+    return make_case(tmp_path, 1).open_stream(4)
+
+
+def test_prefetched_batches_are_those_of_the_stream_in_order(stream):
+    batches = prefetch(stream, range(1, 3), steps=itertools.count(5), device=CPU)
     for step in range(5, 12):
-        batch, expected = next(batches), stream.batch(step, range(1, 3))
-        for name in FIELDS:
-            assert torch.equal(getattr(batch, name), getattr(expected, name)), (step, name)
+        assert list_rows(next(batches)) == list_rows(stream.batch(step, range(1, 3)))
     batches.close()
 
 
-def test_next_batch_is_read_while_the_caller_computes_and_only_that_one():
-    spy = SpyStream()
-    batches = prefetch(spy, range(4), first_step=5, device=CPU)
+@pytest.mark.parametrize("n_steps", [0, 1, 2, 5])
+def test_prefetching_ends_with_the_steps(stream, n_steps):
+    spy = SpyStream(stream)
+    batches = list(prefetch(spy, range(4), steps=range(3, 3 + n_steps), device=CPU))
+    assert len(batches) == n_steps and spy.steps == [*range(3, 3 + n_steps)]
+    assert not any(thread.name.startswith("prefetch") for thread in threading.enumerate())
+
+
+def test_next_batch_is_read_by_a_thread_while_the_caller_computes_and_only_that_one(stream):
+    spy = SpyStream(stream)
+    batches = prefetch(spy, range(4), steps=itertools.count(5), device=CPU)
     next(batches)
     assert spy.read_second.wait(timeout=60), "the second batch is not read before it is asked for"
     batches.close()
     assert spy.steps == [5, 6]
+    assert all(name.startswith("prefetch") for name in spy.threads)
 
 
-def test_failure_in_the_thread_is_raised_at_its_batch():
-    batches = prefetch(SpyStream(fail_at=2), range(4), first_step=0, device=CPU)
-    next(batches), next(batches)
-    with pytest.raises(OSError, match="disk gone at step 2"):
+@pytest.mark.parametrize("fail_at", [0, 1, 2, 4])
+def test_failure_in_the_thread_is_raised_at_its_batch_and_ends_the_thread(stream, fail_at):
+    batches = prefetch(SpyStream(stream, fail_at), range(4), steps=range(5), device=CPU)
+    for step in range(fail_at):
+        assert list_rows(next(batches)) == list_rows(stream.batch(step, range(4)))
+    with pytest.raises(OSError, match=f"disk gone at step {fail_at}"):
         next(batches)
+    assert not any(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
-def test_closing_ends_the_thread():
-    batches = prefetch(make_stream(10), range(4), first_step=0, device=CPU)
+def test_closing_ends_the_thread(stream):
+    batches = prefetch(stream, range(4), steps=itertools.count(), device=CPU)
     next(batches)
     assert any(thread.name.startswith("prefetch") for thread in threading.enumerate())
     batches.close()
     assert not any(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
+def test_on_cuda_the_thread_pins_batches_after_choosing_its_device(stream, monkeypatch):
+    events, main = [], threading.current_thread().name[:8]
+
+    class NotedBatch(Batch):
+        def pin_memory(self):
+            events.append(("pin", threading.current_thread().name[:8]))
+            return self
+
+        def to(self, device, *, non_blocking=False):
+            events.append(("copy", threading.current_thread().name[:8], device, non_blocking))
+            return self
+
+    cuda = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: events.append(("set", "prefetch", device)))
+    monkeypatch.setattr(data, "Batch", NotedBatch)
+    list(prefetch(stream, range(4), steps=range(2), device=cuda))
+    assert events[0] == ("set", "prefetch", cuda)
+    assert Counter(events[1:]) == {("pin", "prefetch"): 2, ("copy", main, cuda, True): 2}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a GPU need a GPU")
-def test_batches_arrive_on_the_gpu():
-    stream = make_stream(10)
-    batches = prefetch(stream, range(4), first_step=0, device=torch.device("cuda", 0))
-    for step in range(3):
-        batch, expected = next(batches), stream.batch(step, range(4))
-        for name in FIELDS:
-            assert getattr(batch, name).device.type == "cuda"
-            assert torch.equal(getattr(batch, name).cpu(), getattr(expected, name)), (step, name)
-    batches.close()
+def test_batches_arrive_on_the_gpu(stream):
+    batches = prefetch(stream, range(4), steps=range(3), device=torch.device("cuda", 0))
+    for step, batch in enumerate(batches):
+        assert all(getattr(batch, name).device.type == "cuda" for name in FIELDS)
+        assert list_rows(batch) == list_rows(stream.batch(step, range(4)))

@@ -1,17 +1,17 @@
 """Documents packed into one sequence: attention stops at their borders, positions restart with each."""
 
-import array
+from pathlib import Path
 
 import pytest
 import torch
+from made_corpora import BYTES, write_corpus
 from torch.nn.attention.flex_attention import flex_attention
 
-from torchtitan_lite.components.data import Corpus, SampleStream
+from torchtitan_lite.components.corpus import open_corpus
+from torchtitan_lite.components.data import SampleReader
 from torchtitan_lite.model import document_blocks
 from torchtitan_lite.model.document_attention import DocumentAttention, attend_within_documents, visibility
 from torchtitan_lite.model.document_blocks import BLOCK, attend_in_blocks, plan_blocks
-
-BOS = 9
 
 
 def make_documents(n_rows: int, seq_len: int) -> torch.Tensor:
@@ -137,14 +137,15 @@ def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
 # ---------------------------------------------------------------- positions
 
 
-def stream_of(tokens: list[int], **options) -> SampleStream:
-    corpus = Corpus("letters", torch.frombuffer(array.array("i", tokens), dtype=torch.int32), BOS, "")
-    return SampleStream(corpus, seq_len=len(tokens) - 1, global_batch_size=1, seed=0, **options)
-
-
-def test_positions_restart_with_each_document_where_asked_for():
-    tokens = [4, 5, BOS, 1, 2, BOS, BOS, 3, 0]
-    plain, restarted = (stream_of(tokens, restart_positions=on).batch(0, range(1)) for on in (False, True))
-    assert plain.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
-    assert restarted.positions.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1]]
-    assert restarted.doc_ids.tolist() == plain.doc_ids.tolist() == [[0, 0, 1, 1, 1, 2, 3, 3]]
+def test_positions_restart_with_each_document_where_asked_for(tmp_path):
+    folder = write_corpus(tmp_path / "made", [[[7, 4, 5, 6], [9, 1, 2], [9], [9, 3, 0]]])
+    corpus = open_corpus(str(folder), BYTES, Path("nowhere"))
+    plain, restarted = (
+        SampleReader([corpus], seq_len=9, vocab_size=10, restart_positions=on).read([(0, 0), (0, 1)])
+        for on in (False, True)
+    )
+    assert plain.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8]] * 2
+    # the second row goes on with a document, and ends with padding, which is one of its own
+    assert restarted.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 0], [0, 1, 0, 1, 2, 3, 4, 5, 6]]
+    for batch in (plain, restarted):
+        assert batch.doc_ids.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2, 3], [0, 0, 1, 1, 1, 1, 1, 1, 1]]

@@ -17,6 +17,7 @@ A document never lies in two shards.
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -30,10 +31,15 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 SPLITS = ("train", "held_out")
 BYTES_OF = {"uint16": 2, "uint32": 4}
+AGAIN = "Copy the folder again, or prepare it again"
 
 
 class CorpusError(ValueError):
-    """A corpus that cannot be used: what is wrong, with the file."""
+    """A corpus that cannot be used: what is wrong, with the file; and what to do, where that is special."""
+
+    def __init__(self, why: str, remedy: str = ""):
+        super().__init__(why)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,9 @@ def parse_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CorpusError(f"{path} cannot be read ({error.strerror}), so this is no prepared corpus") from None
     except ValueError as error:
-        raise CorpusError(f"{path} is not JSON: {error}") from None
+        raise CorpusError(f"{path} is not JSON: {error}", AGAIN) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CorpusError(f"{path} is not of format {FORMAT}, the only one known here")
+        raise CorpusError(f"{path} is not of format {FORMAT}, the only one known here", AGAIN)
     try:
         fields = {name: content[name] for name in Manifest.__dataclass_fields__}
         fields["splits"] = {name: [Shard(**shard) for shard in content["splits"][name]] for name in SPLITS}
@@ -94,9 +100,9 @@ def parse_manifest(folder: Path) -> Manifest:
         identical = manifest.identity == content["identity"]
         sound = manifest.dtype in BYTES_OF and all(name == Path(name).name for name in names)
     except (KeyError, TypeError, AttributeError) as error:
-        raise CorpusError(f"{path} is not what prepare writes: {type(error).__name__} {error}") from None
+        raise CorpusError(f"{path} is not what prepare writes: {type(error).__name__} {error}", AGAIN) from None
     if not (identical and sound):
-        raise CorpusError(f"{path} was changed: its hashes do not add up to its identity")
+        raise CorpusError(f"{path} was changed: its hashes do not add up to its identity", AGAIN)
     return manifest
 
 
@@ -111,9 +117,15 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             try:
                 found = (folder / name).stat().st_size
             except OSError as error:
-                raise CorpusError(f"{folder / name} cannot be read ({error.strerror})") from None
+                raise CorpusError(f"{folder / name} cannot be read ({error.strerror})", AGAIN) from None
+            check_readable(folder / name)
             if found != size:
-                raise CorpusError(f"{folder / name} has {found} bytes, and the manifest says {size}")
+                raise CorpusError(f"{folder / name} has {found} bytes, and the manifest says {size}", AGAIN)
+
+
+def check_readable(path: Path) -> None:
+    if not os.access(path, os.R_OK):
+        raise CorpusError(f"{path} may not be read by this user", f"Allow it: chmod a+r {path}")
 
 
 def choose_dtype(n_words: int) -> Literal["uint16", "uint32"]:
@@ -161,37 +173,54 @@ def check_weights(weights: Sequence[float], n_corpora: int) -> list[Problem]:
 
 def check_corpora(key: str, names: Sequence[str], *, split: str, vocabulary: Vocabulary) -> list[Problem]:
     """Corpora that cannot be read, or whose ids `vocabulary` did not make. Nothing is opened but manifests."""
+    named = ", ".join(NAMED)
     problems = []
     for name in names:
         try:
-            check_corpus(Path(name), split, vocabulary) if name not in NAMED else None
+            check_corpus(name, split, vocabulary)
         except CorpusError as error:
-            why, _, remedy = str(error).partition(". ")
-            named = ", ".join(NAMED)
-            remedy = remedy or f"Name a folder made by `prepare`, a .bin file of token ids, or one of {named}"
-            problems.append(Problem(key, name, why, remedy))
+            remedy = error.remedy or f"Name a folder made by `prepare`, a .bin file of token ids, or one of {named}"
+            problems.append(Problem(key, name, str(error), remedy))
     if not names:
-        problems.append(Problem(key, [], "it names no corpus", f"Name one, {', '.join(NAMED)} for instance"))
+        problems.append(Problem(key, [], "it names no corpus", f"Name one, {named} for instance"))
     return problems
 
 
-def check_corpus(path: Path, split: str, vocabulary: Vocabulary) -> None:
-    """Raises CorpusError: what is wrong and, after a full stop, what to do if that is special."""
-    if path.is_dir():
-        manifest = read_manifest(path)
-        if manifest.tokenizer_identity != vocabulary.identity:
-            raise CorpusError(
-                f"{path} was made with another tokenizer than {vocabulary.path}. "
-                "Set model.hf_assets_path to the one that made it, or prepare it again with --tokenizer"
-            )
-        if not manifest.splits[split]:
-            raise CorpusError(f"{path} has no {split} documents. Prepare it again with a larger --held-out")
-    elif path.suffix == ".bin" and path.is_file():
-        n_bytes, bytes_each = path.stat().st_size, BYTES_OF[choose_dtype(vocabulary.n_words)]
-        if n_bytes % bytes_each or n_bytes < 2 * bytes_each:
-            raise CorpusError(f"{path} has {n_bytes} bytes, which are not two or more ids of {bytes_each} bytes")
-    else:
+def check_corpus(name: str, split: str, vocabulary: Vocabulary) -> None:
+    """Raises CorpusError."""
+    path = Path(name)
+    if name in NAMED:
+        return
+    if not path.is_dir():
+        measure_flat(path, vocabulary.n_words)
+        return
+    manifest = read_manifest(path)
+    if manifest.tokenizer_identity != vocabulary.identity:
+        raise CorpusError(
+            f"{path} was made with another tokenizer than {vocabulary.path}",
+            "Set model.hf_assets_path to the one that made it, or prepare it again with --tokenizer",
+        )
+    if not manifest.splits[split]:
+        remedy = "Prepare it again with a larger --held-out, or name other corpora" if split == "held_out" else ""
+        raise CorpusError(f"{path} has no {split} documents", remedy)
+
+
+def measure_flat(path: Path, n_words: int) -> tuple[str, int]:
+    """Type and number of the ids in a flat file. Raises CorpusError."""
+    if not path.is_file():
         raise CorpusError(f"there is no corpus {path}")
+    if path.suffix != ".bin":
+        raise CorpusError(
+            f"{path} is no .bin file of token ids", "Make token ids of text with `prepare`, and name those"
+        )
+    check_readable(path)
+    dtype, n_bytes = choose_dtype(n_words), path.stat().st_size
+    if n_bytes % BYTES_OF[dtype] or n_bytes < 2 * BYTES_OF[dtype]:
+        raise CorpusError(
+            f"{path} has {n_bytes} bytes, which are not two or more ids of {BYTES_OF[dtype]} bytes",
+            f"Write it again as {dtype}, which is what ids below {n_words} have",
+        )
+    return dtype, n_bytes // BYTES_OF[dtype]
 
 
 # ---------------------------------------------------------------- named corpora

@@ -77,15 +77,14 @@ class SampleReader:
         return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
 
     def read(self, samples: Sequence[tuple[int, int] | None]) -> Batch:
-        """A row for each (corpus, sample). None is a row of padding."""
+        """A row for each (corpus, sample). None is a row of padding. Raises CorpusError."""
         shape = (len(samples), self.seq_len + 1)
-        tokens, n_real = torch.zeros(shape, dtype=torch.int64), torch.zeros(len(samples), 1, dtype=torch.int64)
-        begins = torch.zeros(shape, dtype=torch.bool)
-        for row, chosen in enumerate(samples):
-            if chosen is not None:
-                n_real[row] = n = self._fill(tokens[row], begins[row], *chosen)
-                begins[row, n:] = torch.arange(shape[1] - n) == 0  # padding is a document of its own
-        is_target = ~begins & (torch.arange(shape[1]) < n_real)
+        tokens, begins = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+        n_real = [
+            0 if chosen is None else self._fill(tokens[row], begins[row], *chosen) for row, chosen in enumerate(samples)
+        ]
+        self._check_ids(tokens, samples)
+        is_target = ~begins & (torch.arange(shape[1]) < torch.tensor(n_real)[:, None])
         targets = tokens[:, 1:].masked_fill(~is_target[:, 1:], IGNORE_INDEX)
         begins = begins[:, :-1]
         positions = torch.arange(self.seq_len).repeat(len(samples), 1)
@@ -95,16 +94,24 @@ class SampleReader:
         return Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=documents_begun - documents_begun[:, :1])
 
     def _fill(self, tokens: Tensor, begins: Tensor, source: int, sample: int) -> int:
-        """Writes one sample into its row, (S + 1,) each; returns how many tokens it has. Raises CorpusError."""
-        corpus, start = self.corpora[source], sample * self.seq_len
-        stop = min(start + self.seq_len + 1, corpus.n_tokens)
-        tokens[: stop - start], begins[: stop - start] = corpus.read(start, stop)
-        if (largest := tokens.max().item()) >= self.vocab_size:
+        """Writes one sample into its row, (S + 1,) each; returns how many tokens it has."""
+        start = sample * self.seq_len
+        n = min(len(tokens), self.corpora[source].n_tokens - start)
+        tokens[:n], begins[:n] = self.corpora[source].read(start, start + n)
+        if n < len(tokens):
+            begins[n] = True  # padding is a document of its own
+        return n
+
+    def _check_ids(self, tokens: Tensor, samples: Sequence[tuple[int, int] | None]) -> None:
+        """Raises CorpusError for the first token (B, S + 1) that the model has no row for."""
+        if tokens.max().item() >= self.vocab_size:
+            row, column = (tokens >= self.vocab_size).nonzero()[0].tolist()
+            source, sample = samples[row]
+            place = sample * self.seq_len + column
             raise CorpusError(
-                f"{corpus.name} has token id {largest} between tokens {start} and {stop}, "
-                f"and the model has {self.vocab_size} (model.vocab_size)"
+                f"token {place} of {self.corpora[source].name} is {tokens[row, column]}, and the model knows ids below "
+                f"{self.vocab_size} (model.vocab_size). Use the tokenizer that made this corpus (model.hf_assets_path)"
             )
-        return stop - start
 
 
 class SampleStream:
@@ -114,13 +121,16 @@ class SampleStream:
         self.reader, self.global_batch_size = reader, global_batch_size
         self.draws = Draws(reader.n_samples, weights=weights, seed=seed)
         names = [Path(corpus.name).name for corpus in reader.corpora]  # a corpus may move to another folder
-        identities = [corpus.identity for corpus in reader.corpora]
-        self.facts = {f"data of {name}": identity for name, identity in zip(names, identities, strict=True)} | {
+        # Two streams with equal facts have the same samples in the same order; checkpoints keep them.
+        self.facts = {
             "dataset": names,
             "dataset_weights": list(weights),
             "seq_len": reader.seq_len,
             "seed": seed,
-        }  # two streams with equal facts have the same samples in the same order; checkpoints keep them
+        } | {
+            f"data of corpus {number} ({name})": corpus.identity
+            for number, (name, corpus) in enumerate(zip(names, reader.corpora, strict=True), 1)
+        }
 
     def batch(self, step: int, rows: range) -> Batch:
         """Rows `rows` of the global batch of `step`, counted from 0."""

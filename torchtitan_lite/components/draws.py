@@ -1,15 +1,17 @@
-"""Which sample is drawn when: a pure function of the seed and the number of the draw, without a table or a state.
+"""Which sample is drawn when: a pure function of the seed and the number of the draw, without a table of samples.
 
     draw      0, 1, 2, ... over the whole run; step s draws s*B .. s*B + B-1 (B sequences of the global batch)
     source    one corpus of n samples; its k-th draw is a permutation of 0 .. n-1 in every epoch k // n
 
 Without weights all sources are one row of samples, and an epoch is each sample of each source once. With weights every
-round of 10,000 draws takes from each source its share, spread by a permutation, and each source has epochs of its own.
+round of 10,000 draws takes from each source its share, in an order that a permutation spreads over the round, and each
+source has epochs of its own: its next draw is the next of its epoch.
 """
 
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -24,21 +26,19 @@ class Draws:
     def __init__(self, n_samples: Sequence[int], *, weights: Sequence[float] = (), seed: int):
         """`n_samples` of each source; `weights`, one for each, need not add up to 1."""
         self.n_samples, self.seed = list(n_samples), seed
-        self.counts = split_round(weights)  # draws from each source in a round; empty without weights
+        self.round = plan_round(split_round(weights), key=f"{seed} round") if weights else None
 
     def choose(self, draws: Tensor) -> list[tuple[int, int]]:
         """(source, sample) of each of `draws`, (n,) int64."""
-        if not self.counts:
+        if self.round is None:
             places = self._permute(draws, sum(self.n_samples), name="all")
-            sources, rests = place_in_parts(places, self.n_samples)
-            return list(zip(sources.tolist(), rests.tolist(), strict=True))
-        n_per_round = sum(self.counts)
-        sources, rests = place_in_parts(self._permute(draws, n_per_round, name="round"), self.counts)
-        turns = draws // n_per_round * torch.tensor(self.counts)[sources] + rests  # how often the source had its turn
-        samples = torch.empty_like(draws)
-        for source in sources.unique().tolist():
-            own = sources == source
-            samples[own] = self._permute(turns[own], self.n_samples[source], name=f"source {source}")
+            sources, samples = place_in_parts(places, self.n_samples)
+        else:
+            sources, turns = self.round.find_turns(draws)
+            samples = torch.empty_like(draws)
+            for source in sources.unique().tolist():
+                own = sources == source
+                samples[own] = self._permute(turns[own], self.n_samples[source], name=f"source {source}")
         return list(zip(sources.tolist(), samples.tolist(), strict=True))
 
     def _permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
@@ -48,6 +48,30 @@ class Draws:
             in_epoch = draws // n == epoch
             places[in_epoch] = shuffle(draws[in_epoch] % n, n, key=f"{self.seed} {name} {epoch}")
         return places
+
+
+@dataclass(frozen=True)
+class Round:
+    """Which sources a round draws from, in what order; every round is the same. All fields int64."""
+
+    sources: Tensor  # (draws per round,)
+    turns: Tensor  # (draws per round,) the draw is its source's turn number so-and-so in this round
+    counts: Tensor  # (sources,) turns per round
+
+    def find_turns(self, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """The source of each draw, and how often it was drawn from before in the whole run."""
+        rounds, places = draws // len(self.sources), draws % len(self.sources)
+        sources = self.sources[places]
+        return sources, rounds * self.counts[sources] + self.turns[places]
+
+
+def plan_round(counts: Sequence[int], *, key: str) -> Round:
+    n = sum(counts)
+    sources, _ = place_in_parts(shuffle(torch.arange(n), n, key=key), counts)
+    turns = torch.empty_like(sources)
+    for source, count in enumerate(counts):
+        turns[sources == source] = torch.arange(count)
+    return Round(sources, turns, torch.tensor(counts))
 
 
 def place_in_parts(places: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
