@@ -1,4 +1,4 @@
-"""Opens a corpus and reads stretches of it. Files are mapped, so all ranks of a host share their pages.
+"""Opens a corpus and reads stretches of it, in place.
 
     corpus     one row of tokens, document after document: "a b c" "d e" "f g h i"
     read       any stretch [start, stop), with a mark on the first token of each document
@@ -7,18 +7,24 @@
     shard 0   a b c d e    | shard 1   f g h i   |
               ^     ^                  ^              begins
 
-A shard is mapped when it is first read, and its pages leave the process as soon as the stretch is copied: neither the
-start nor the memory of a process grows with the corpus. What may be opened, and how it lies on disk, corpora.py says.
+Neither the start nor the memory of a process grows with the corpus. A shard is opened when it is first read. Its index
+of documents is mapped, so all ranks of a host share it; its tokens are read by position (pread), for a new stretch each
+time: Linux maps as much as 2 MB around each page that is touched, which takes longer, adds up to gigabytes, and has to
+be given back. What may be opened, and how it lies on disk, corpora.py says.
 """
 
 import fcntl
 import hashlib
 import logging
 import mmap
+import os
 import platform
 import shutil
+import weakref
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -32,114 +38,113 @@ from torchtitan_lite.corpora import NAMED, CorpusError, Shard, measure_flat, rea
 logger = logging.getLogger(__name__)
 
 HELD_OUT_SHARE_OF_NAMED = 0.02
-MOST_MAPPED_SHARDS = 64  # each keeps two files open, and a process may often have no more than 1,024
+MOST_OPEN_SHARDS = 64  # two files each, and a process may often have no more than 1,024
+SMALL_INDEX_BYTES = 2**20
+
+
+class FlatShard:
+    """Token ids and nothing else. `separator_id` ends a document."""
+
+    def __init__(self, tokens: Path, n_tokens: int, dtype: torch.dtype, separator_id: int):
+        self.tokens = NumberFile(tokens, n_tokens, dtype.itemsize)
+        self.dtype, self.separator_id = dtype, separator_id
+
+    def find_documents(self, start: int, stop: int) -> list[int]:
+        """Where documents begin in this stretch."""
+        first = max(start - 1, 0)
+        ids = torch.frombuffer(bytearray(self.tokens.read(first, stop)), dtype=self.dtype).long()
+        behind = (ids[: stop - first - 1] == self.separator_id).nonzero().flatten() + first + 1
+        return [0] * (start == 0) + behind.tolist()
+
+
+class IndexedShard:
+    """Token ids, and an index of where documents begin, which ends with the number of tokens."""
+
+    def __init__(self, tokens: Path, n_tokens: int, dtype: torch.dtype, index: Path, n_documents: int):
+        self.tokens = NumberFile(tokens, n_tokens, dtype.itemsize)
+        file = NumberFile(index, n_documents + 1, 8)
+        # Read-only: memory that may be written is promised to a process, and no system promises more than it has.
+        self.mapped = mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_READ)
+        self.mapped.madvise(mmap.MADV_RANDOM)  # else megabytes around each page may be read from the disk
+        self.begins = memoryview(self.mapped).cast("Q")
+
+    def find_documents(self, start: int, stop: int) -> list[int]:
+        """Where documents begin in this stretch."""
+        first = bisect_left(self.begins, start)
+        last = bisect_left(
+            self.begins, stop, first, min(first + stop - start, len(self.begins))
+        )  # no document is empty
+        found = self.begins[first:last].tolist()
+        if len(self.mapped) > SMALL_INDEX_BYTES:  # the two searches have touched it all over
+            self.mapped.madvise(mmap.MADV_DONTNEED)
+        return found
+
+
+class NumberFile:
+    """`n` numbers of `width` bytes, in a file that is open for as long as this object lives. Raises CorpusError."""
+
+    def __init__(self, path: Path, n: int, width: int):
+        self.path, self.n, self.width = path, n, width
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise CorpusError(f"{path} cannot be read ({error.strerror})") from None
+        weakref.finalize(self, os.close, self.descriptor)
+        self._check_size(os.fstat(self.descriptor).st_size)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Numbers start .. stop-1."""
+        n_bytes = (stop - start) * self.width
+        content = os.pread(self.descriptor, n_bytes, start * self.width)
+        if len(content) != n_bytes:
+            self._check_size(os.fstat(self.descriptor).st_size)
+            raise CorpusError(f"{self.path} could not be read at {start * self.width}")
+        return content
+
+    def _check_size(self, n_bytes: int) -> None:
+        if n_bytes != self.n * self.width:
+            raise CorpusError(f"{self.path} has {n_bytes} bytes, and had {self.n * self.width} before")
 
 
 @dataclass(frozen=True)
-class ShardFiles:
-    """Where a shard lies, and how to tell its documents apart."""
-
-    tokens: Path
+class ShardPlace:
     n_tokens: int
-    dtype: torch.dtype  # uint16 or uint32
-    documents: Path | None  # uint64: where each begins, and the end; None: nobody has written it down
-    n_documents: int = 0
-    separator_id: int | None = None  # without `documents`: the token that ends one
-
-
-class MappedFile:
-    """A file, mapped for as long as this object lives. Raises CorpusError where it is not there, or of another size.
-
-    Read-only: memory that may be written is promised to the process, and no system promises more than it has. So no
-    tensor can lie directly on it.
-    """
-
-    def __init__(self, path: Path, n_bytes: int):
-        try:
-            with open(path, "rb") as file:
-                self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise CorpusError(f"{path} cannot be read ({error.strerror})") from None
-        except ValueError:
-            raise CorpusError(f"{path} is empty") from None
-        if len(self.memory) != n_bytes:
-            raise CorpusError(f"{path} has {len(self.memory)} bytes, and had {n_bytes} before")
-        self.memory.madvise(mmap.MADV_RANDOM)  # else megabytes around each page may be read from the disk
-
-    def copy(self, start: int, stop: int) -> bytearray:
-        first_page = start // mmap.PAGESIZE * mmap.PAGESIZE
-        self.memory.madvise(mmap.MADV_WILLNEED, first_page, stop - first_page)  # from the disk in one go
-        copied = bytearray(self.memory[start:stop])
-        self.release()
-        return copied
-
-    def release(self) -> None:
-        """Pages leave this process. The system keeps them as long as it likes, and they come back when read."""
-        self.memory.madvise(mmap.MADV_DONTNEED)
-
-
-class MappedShard:
-    def __init__(self, files: ShardFiles):
-        self.files = files
-        self.tokens = MappedFile(files.tokens, files.n_tokens * files.dtype.itemsize)
-        self.documents = MappedFile(files.documents, (files.n_documents + 1) * 8) if files.documents else None
-
-    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """As Corpus.read."""
-        tokens = self._read_tokens(start, stop)
-        begins = torch.zeros(stop - start, dtype=torch.bool)
-        if self.documents is not None:
-            begins[self._find_documents(start, stop) - start] = True
-        else:
-            begins[0] = start == 0 or self._read_tokens(start - 1, start).item() == self.files.separator_id
-            begins[1:] = tokens[:-1] == self.files.separator_id
-        return tokens, begins
-
-    def _read_tokens(self, start: int, stop: int) -> Tensor:
-        width = self.files.dtype.itemsize
-        return torch.frombuffer(self.tokens.copy(start * width, stop * width), dtype=self.files.dtype).long()
-
-    def _find_documents(self, start: int, stop: int) -> Tensor:
-        """Where documents begin in this stretch."""
-        places = memoryview(self.documents.memory).cast("Q")
-        first = bisect_left(places, start)
-        last = bisect_left(places, stop, first, min(first + stop - start, len(places)))  # none of them is empty
-        found = torch.tensor(places[first:last].tolist(), dtype=torch.int64)
-        self.documents.release()  # bisect may have touched as many megabytes as it took steps
-        return found
+    open: Callable[[], IndexedShard | FlatShard]
 
 
 class Corpus:
     """One row of tokens in shards."""
 
-    def __init__(self, name: str, identity: str, shards: list[ShardFiles]):
+    def __init__(self, name: str, identity: str, dtype: torch.dtype, shards: list[ShardPlace]):
         self.name = name  # as in training.dataset
         self.identity = identity  # equal for two corpora only if all their tokens and borders are
-        self.shards = shards
+        self.dtype, self.shards = dtype, shards  # uint16 or uint32
         self.starts = [0, *accumulate(shard.n_tokens for shard in shards)]
         self.n_tokens = self.starts.pop()
-        self.mapped: dict[int, MappedShard] = {}
+        self.opened: dict[int, IndexedShard | FlatShard] = {}
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Tokens start .. stop-1, int64, and whether each is its document's first, bool; both (stop - start,)."""
         assert 0 <= start < stop <= self.n_tokens, f"{start} to {stop} of {self.n_tokens} tokens"
-        stretches = []
+        ids, begins = bytearray(), bytearray(stop - start)
         index = bisect_right(self.starts, start) - 1
-        while start < stop:
-            shard, offset = self._map(index), self.starts[index]
-            end = min(stop, offset + shard.files.n_tokens)
-            stretches.append(shard.read(start - offset, end - offset))
-            start, index = end, index + 1
-        tokens, begins = zip(*stretches, strict=True)
-        return torch.cat(tokens), torch.cat(begins)
+        place = start
+        while place < stop:
+            shard, offset = self._open(index), self.starts[index]
+            end = min(stop, offset + self.shards[index].n_tokens)
+            ids += shard.tokens.read(place - offset, end - offset)
+            for document in shard.find_documents(place - offset, end - offset):
+                begins[offset + document - start] = True
+            place, index = end, index + 1
+        return torch.frombuffer(ids, dtype=self.dtype).long(), torch.frombuffer(begins, dtype=torch.bool)
 
-    def _map(self, index: int) -> MappedShard:
-        mapped = self.mapped
-        if len(mapped) >= MOST_MAPPED_SHARDS:
-            mapped = self.mapped = {}  # another thread keeps the shard that it reads just now
-        if index not in mapped:
-            mapped[index] = MappedShard(self.shards[index])
-        return mapped[index]
+    def _open(self, index: int) -> IndexedShard | FlatShard:
+        opened = self.opened
+        if index not in opened:
+            if len(opened) >= MOST_OPEN_SHARDS:
+                opened = self.opened = {}  # another thread keeps the shard that it reads just now
+            opened[index] = self.shards[index].open()
+        return opened[index]
 
 
 def open_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, *, split: str = "train") -> Corpus:
@@ -164,16 +169,15 @@ def open_prepared(name: str, folder: Path, split: str) -> Corpus:
     if not shards:
         raise CorpusError(f"{folder} has no {split} documents")
 
-    def locate(shard: Shard) -> ShardFiles:
-        return ShardFiles(
-            tokens=folder / f"{shard.name}.tokens",
-            n_tokens=shard.n_tokens,
-            dtype=getattr(torch, manifest.dtype),
-            documents=folder / f"{shard.name}.documents",
-            n_documents=shard.n_documents,
+    dtype = getattr(torch, manifest.dtype)
+
+    def place(shard: Shard) -> ShardPlace:
+        tokens, index = folder / f"{shard.name}.tokens", folder / f"{shard.name}.documents"
+        return ShardPlace(
+            shard.n_tokens, partial(IndexedShard, tokens, shard.n_tokens, dtype, index, shard.n_documents)
         )
 
-    return Corpus(name, f"{manifest.identity} {split}", [locate(shard) for shard in shards])
+    return Corpus(name, f"{manifest.identity} {split}", dtype, [place(shard) for shard in shards])
 
 
 def prepare_named(name: str, tokenizer: Tokenizer, cache_folder: Path) -> Path:
@@ -213,10 +217,11 @@ PIECE_BYTES, N_PIECES = 2**18, 64
 def open_flat(name: str, tokenizer: Tokenizer) -> Corpus:
     """Token ids and nothing else. Documents end with the tokenizer's EOS."""
     path = Path(name)
-    dtype, n_tokens = measure_flat(path, tokenizer.n_words)
-    identity = f"{n_tokens} tokens of {dtype}, documents end with {tokenizer.eos_id}, SHA-256 {hash_pieces(path)}"
-    files = ShardFiles(path, n_tokens, getattr(torch, dtype), documents=None, separator_id=tokenizer.eos_id)
-    return Corpus(name, identity, [files])
+    type_name, n_tokens = measure_flat(path, tokenizer.n_words)
+    dtype = getattr(torch, type_name)
+    identity = f"{n_tokens} tokens of {type_name}, documents end with {tokenizer.eos_id}, SHA-256 {hash_pieces(path)}"
+    shard = ShardPlace(n_tokens, partial(FlatShard, path, n_tokens, dtype, tokenizer.eos_id))
+    return Corpus(name, identity, dtype, [shard])
 
 
 def hash_pieces(path: Path) -> str:
