@@ -5,12 +5,14 @@ KILLS=30 makes the test with random kills as long as one likes.
 
 import gzip
 import json
+import multiprocessing
 import os
 import random
 import resource
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,13 +20,23 @@ import pytest
 from small_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_corpus, write_inputs
 
 from torchtitan_lite.components import corpus_units, work_folder
+from torchtitan_lite.components.corpus_units import Recipe
+from torchtitan_lite.components.preparation import make_plan
+from torchtitan_lite.components.sources import find_sources
 from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.components.work_folder import Unfinished, hold
+from torchtitan_lite.components.work_folder import Unfinished, find_missing, hold, open_work
 from torchtitan_lite.config_reader import REPOSITORY
 from torchtitan_lite.corpora import CorpusError, read_manifest
 from torchtitan_lite.tools import prepare as tool
+from torchtitan_lite.tools.prepare_workers import send_unit, work
 
+TOKENIZER = REPOSITORY / "assets" / "tokenizer"
 N_KILLS = int(os.environ.get("KILLS", 3))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(TOKENIZER))
 
 
 @pytest.fixture
@@ -151,9 +163,8 @@ def test_ctrl_c_or_the_loss_of_a_worker_stops_it_with_one_line_and_it_goes_on(me
 
 @pytest.mark.parametrize("more", [(), ("--overwrite",)])
 def test_killed_between_any_two_operations_it_goes_on_and_ends_with_the_same_bytes(
-    tmp_path, small_units, monkeypatch, capsys, more
+    tmp_path, small_units, monkeypatch, tokenizer, capsys, more
 ):
-    tokenizer = load_tokenizer(str(REPOSITORY / "assets" / "tokenizer"))
     # hundreds of runs that must take no time
     monkeypatch.setattr(tool, "load_tokenizer", lambda folder: tokenizer)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
@@ -180,11 +191,50 @@ def test_killed_between_any_two_operations_it_goes_on_and_ends_with_the_same_byt
         replaced = tmp_path / "out.unfinished" / "replaced"
         found = [read_folder(folder) for folder in (tmp_path / "out", replaced) if folder.exists()]
         assert found[:1] in ([old], [new]) if more else found in ([], [new])
-        status = prepare_some(tmp_path, *more)
-        assert status == 0 or (found == [new] and "exists. Give another" in capsys.readouterr().err), operation
+        is_over = not more and found == [new] and not (tmp_path / "out.unfinished" / "plan.json").exists()
+        assert prepare_some(tmp_path, *more) == (2 if is_over else 0), operation
         assert read_folder(tmp_path / "out") == new
         operation += 1
     assert operation > 30
+
+
+def test_a_corpus_that_was_about_to_be_replaced_comes_back_for_another_command(tmp_path, monkeypatch, capsys):
+    write_inputs(tmp_path, {"a.txt": "first"})
+    assert prepare_some(tmp_path, "--held-out", "0") == 0
+    first = read_folder(tmp_path / "out")
+    (tmp_path / "in" / "a.txt").write_text("second")
+    real = os.rename
+
+    def rename_once(source, target):
+        if Path(target).name == "out":
+            raise Killed
+        real(source, target)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "rename", rename_once)
+        with pytest.raises(Killed):
+            prepare_some(tmp_path, "--held-out", "0", "--overwrite")
+    assert not (tmp_path / "out").exists()
+    assert prepare_some(tmp_path, "--held-out", "0", "--field", "body", "--overwrite") == 2
+    assert "--start-over" in capsys.readouterr().err and read_folder(tmp_path / "out") == first
+
+
+def test_a_worker_without_a_parent_leaves_its_unit(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("text " * 400_000)
+    plan = make_plan(find_sources([tmp_path / "a.txt"])[0], tmp_path / "out", Recipe(0, "text", False), tokenizer)
+    with open_work(plan, overwrite=False, start_over=False) as missing:
+        for parent_lives in (False, True):
+            ours, theirs = multiprocessing.Pipe()
+            send_unit(ours, plan, missing[0])
+            worker = threading.Thread(target=work, args=(theirs, plan.work, plan.recipe, str(TOKENIZER)))
+            if not parent_lives:
+                ours.close()
+            worker.start()
+            while parent_lives and ours.recv() != ("finished", 0):
+                pass
+            ours.close()
+            worker.join()
+            assert (find_missing(plan) == []) == parent_lives
 
 
 def test_nothing_is_left_beside_a_corpus_that_is_whole(tmp_path, small_units, capsys):

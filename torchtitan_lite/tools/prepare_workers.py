@@ -64,7 +64,8 @@ def start_workers(
     """`n` processes by the connections to them. Ctrl-C reaches them too, but is for the parent alone to act on."""
     context = multiprocessing.get_context("spawn")  # a fork would hold the pipes of its siblings open
     workers = {}
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited
+    # A signal that is ignored stays so in the processes that are started; one that is blocked, multiprocessing unblocks.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         for _ in range(n):
             ours, theirs = context.Pipe()
@@ -73,7 +74,7 @@ def start_workers(
             theirs.close()  # so that the death of the worker closes the pipe
             workers[ours] = process
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, handler)
     return workers
 
 
