@@ -7,9 +7,12 @@ from pathlib import Path
 import compare
 import pytest
 import torch
+from made_corpora import BYTES, write_corpus
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.components.checkpoint import load_checkpoint, save_checkpoint
+from torchtitan_lite.components.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from torchtitan_lite.components.corpus import open_corpus
+from torchtitan_lite.components.data import SampleReader, SampleStream
 from torchtitan_lite.preflight import find_steps
 from torchtitan_lite.tools.ranks import RankFailure
 
@@ -132,6 +135,28 @@ def test_changed_data_are_refused_by_name(pool, saved):
     folder, *_ = saved
     with pytest.raises(RankFailure, match="was saved with data = 'of this test', this run has 'other'"):
         pool.run(load_and_train, 1, ADAMW, str(folder), 2, {"data": "other"})
+
+
+def test_changed_corpora_are_refused_by_name_before_a_tensor_is_read(tmp_path):
+    def read_facts(*folders: Path, seed: int = 0) -> dict[str, object]:
+        reader = SampleReader([open_corpus(str(folder), BYTES, tmp_path) for folder in folders], 4, 258)
+        return SampleStream(reader, global_batch_size=2, weights=[0.1] * len(folders), seed=seed).facts
+
+    wiki, code, other_wiki = (
+        write_corpus(tmp_path / str(n) / name, [[[1, 2, n]]]) for n, name in enumerate(("wiki", "code", "wiki"))
+    )
+    saved = read_facts(wiki, code)
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / "run.json").write_text(json.dumps({"step": 2, **saved}))
+    assert json.loads(json.dumps(saved)) == saved
+    for facts, named in [
+        (read_facts(other_wiki, code), r"data of corpus 1 \(wiki\) = '\w+ train', this run has '\w+ train'"),
+        (read_facts(code, wiki), r"dataset = \['wiki', 'code'\], this run has \['code', 'wiki'\]"),
+        (read_facts(wiki), r"dataset = \['wiki', 'code'\], this run has \['wiki'\]"),
+        (read_facts(wiki, code, seed=1), "seed = 0, this run has 1"),
+    ]:
+        with pytest.raises(CheckpointError, match=f"step-2 was saved with {named}"):
+            load_checkpoint(tmp_path, 2, {}, None, None, facts=facts)
 
 
 def test_a_missing_step_is_refused_with_those_that_exist(pool, saved):

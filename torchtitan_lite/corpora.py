@@ -201,8 +201,8 @@ def check_corpus(name: str, split: str, vocabulary: Vocabulary) -> None:
             "Set model.hf_assets_path to the one that made it, or prepare it again with --tokenizer",
         )
     if not manifest.splits[split]:
-        remedy = "Prepare it again with a larger --held-out, or name other corpora" if split == "held_out" else ""
-        raise CorpusError(f"{path} has no {split} documents", remedy)
+        remedy = "Prepare it again with a larger --held-out, name others in validation.dataset, or do not validate"
+        raise CorpusError(f"{path} has no {split} documents", remedy if split == "held_out" else "")
 
 
 def measure_flat(path: Path, n_words: int) -> tuple[str, int]:

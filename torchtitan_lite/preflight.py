@@ -193,7 +193,7 @@ def check_data(config: Config, vocabulary: Vocabulary) -> list[Problem]:
     elif validation.enable and not problems:
         # A flat file of tokens holds nothing out, so that validating on it would measure what was trained on.
         if flat := [name for name in trained if name not in NAMED and not Path(name).is_dir()]:
-            remedy = "Name the corpora to validate on"
+            remedy = "Name corpora to validate on, or set validation.enable = false"
             problems.append(Problem("validation.dataset", [], f"{', '.join(flat)} has nothing held out", remedy))
         else:
             problems += check_corpora("training.dataset", trained, split="held_out", vocabulary=vocabulary)
