@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import sysconfig
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torchtitan_lite.components.nfc import compose
 from torchtitan_lite.components.tokenizer import MAX_CHARACTERS, Tokenizer, load_tokenizer
 from torchtitan_lite.config import ConfigError
 from torchtitan_lite.merges import choose_mergeable
+from torchtitan_lite.split_pattern import read_split
 from torchtitan_lite.tokenizer_files import read_vocabulary
 from torchtitan_lite.tokenizer_json import spell_bytes
 from torchtitan_lite.vocabulary import VocabularyError
@@ -48,8 +50,8 @@ def byte_level(use_regex: bool = True):
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
-RUNS_OF_SPACES = [AddedToken(" " * n, normalized=True) for n in (2, 4, 8)]
-THINKING = [AddedToken(text, normalized=False) for text in ("<think>", "</think>", "<think>now", "end")]
+RUNS_OF_SPACES = [AddedToken(text, normalized=True) for text in ("  ", "    ", "        ", "  end", "né")]
+THINKING = [AddedToken(text, normalized=False) for text in ("<think>", "</think>", "<think>now", "<|endo", "end")]
 STYLES = {  # pre-tokenizer | normalizer | added tokens that texts may hold | ignore_merges
     "GPT-2": (byte_level(), None, [], False),
     "Llama 3": (split(LLAMA3), None, [], True),
@@ -73,7 +75,7 @@ SCRIPTS = [
     "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 e\u0301 A\u030a q\u0307\u0323 \u0344 Å ½ ⅷ x² \u200b\u2028\u2029\ufeff\x85\xa0\u3000",
     "".join(map(chr, range(0x250))),
     "\U0010ffff\ue000\ufffe\U000e0001 \x00\x01\x7f",
-    f"{EOS}{IM_END} a{EOS}b <think>nowhere</think> <think> <|im_<think>end|> end<|im_end|>end        x",
+    f"{EOS}{IM_END} a{EOS}b <think>nowhere</think> <think> <|im_<think>end|> end<|im_end|>end        x <|endo",
     "  \n \t\n\n\n   a   \r\r\n  ....    [a-b] {c} ~~&&",
 ]
 BLOCKS = [(0x20, 0x7E)] * 6 + [(0x30, 0x3F), (0, 0x20), (0xA0, 0x24F), (0x300, 0x36F), (0x370, 0x5FF), (0x600, 0x7FF)]
@@ -92,9 +94,12 @@ def draw_texts(n: int, seed: int) -> list[str]:
     return ["".join(draw_part() for _ in range(rng.randrange(40))) for _ in range(n)]
 
 
+NUMBERS = [" ".join(map(str, range(1900, 2300)))]
+
+
 def read_training_text() -> list[str]:
     folder = Path(sysconfig.get_path("stdlib"))
-    return [(folder / name).read_text(encoding="utf-8") for name in ("argparse.py", "random.py")] + SCRIPTS * 3
+    return [(folder / name).read_text(encoding="utf-8") for name in ("random.py", "bisect.py")] + SCRIPTS * 3 + NUMBERS
 
 
 def write_json(folder: Path, content: dict) -> Path:
@@ -171,7 +176,7 @@ def encode_with(oracle: HuggingFace, text: str) -> list[int]:
 def test_ids_are_those_of_hugging_face(style, contents, tmp_path):
     ours, oracle = load_both(tmp_path, contents[style])
     texts = ["", *SCRIPTS, *draw_texts(2500, seed=1), read_training_text()[0]]
-    texts += [" qzxqzx qzxqzxa", "<think>now" * 3, "a\u0301\u0323" * 9]
+    texts += [" qzxqzx qzxqzxa", "x  end   end", "né ne\u0301", *NUMBERS, "<think>now" * 3, "a\u0301\u0323" * 9]
     for text in texts:
         assert ours.encode(text) == encode_with(oracle, text), repr(text)
     assert max(max(ours.encode(text), default=0) for text in texts) < ours.n_words
@@ -237,7 +242,7 @@ def test_every_character_is_of_the_same_kind_in_both_engines(kind, contents, tmp
 
 def test_composing_is_that_of_hugging_face_for_every_character_and_its_parts():
     texts = [f"◌\u0327{character}\u0323\u0301 e{character}\u0301 e\u0301{character}" for character in CHARACTERS]
-    for form in (str, normalizers.NFC().normalize_str, normalizers.NFD().normalize_str):
+    for form in (str, normalizers.NFD().normalize_str, lambda text: unicodedata.normalize("NFD", text)):
         text = "\n".join(map(form, texts))
         for line, expected in zip(text.split("\n"), normalizers.NFC().normalize_str(text).split("\n"), strict=True):
             assert compose(line) == expected, [hex(ord(c)) for c in line]
@@ -251,6 +256,54 @@ def test_composing_texts_is_that_of_hugging_face():
     for _ in range(5000):
         text = "".join(rng.choice(marks) if rng.random() < 0.7 else rng.choice("aeK가ᄀ अ") for _ in range(9))
         assert compose(text) == normalizers.NFC().normalize_str(text), [hex(ord(c)) for c in text]
+
+
+ATOMS = r"\p{L} \P{L} \p{Lu} \p{M} \P{P} \p{S} \p{Han} \s \S \d \D \n . a b X ' é 漢 \. \- \" [a-c]".split()
+ATOMS += [r"[^\s\p{L}]", r"[\r\n/]"]
+ATOMS += [r"[^^x&~-]", "(?:ab|a)", "(a|b)", "(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"'(?i:[sdmt]|ll|ve|re)", r"(?!\S)", " "]
+REPEATED = ["", "", "", "?", "*", "+", "+?", "*?", "??", "++", "*+", "?+", "{1,3}", "{2}", "{2,}"]
+PARTS = [
+    "a",
+    "b",
+    "X",
+    " ",
+    "  ",
+    "\n",
+    "\r",
+    "1",
+    "23",
+    "é",
+    "漢",
+    "'s",
+    "'LL",
+    ".",
+    "/",
+    "\t",
+    "\u0301",
+    "😀",
+    "abab",
+    "$",
+    "^",
+]
+
+
+def test_patterns_that_are_taken_cut_as_hugging_face_does():
+    rng = random.Random(8)
+    n_taken = 0
+    while n_taken < 300:
+        words = ("".join(rng.choice(ATOMS) + rng.choice(REPEATED) for _ in range(rng.randint(1, 4))) for _ in range(3))
+        pattern, text = "|".join(words), "".join(rng.choices(PARTS, k=25))
+        try:
+            taken = read_split({"pattern": {"Regex": pattern}, "behavior": "Isolated"})
+        except VocabularyError:
+            continue  # it repeats what is repeated, or matches where nothing is
+        n_taken += 1
+        expected = [word for word, _ in pre_tokenizers.Split(Regex(pattern), "isolated").pre_tokenize_str(text)]
+        parts = {text[start:end] for start in range(len(text)) for end in range(start + 1, len(text) + 1)}
+        tokens = dict.fromkeys([bytes([n]) for n in range(256)] + sorted(part.encode() for part in parts))  # any word
+        ranks = {token: n for n, token in enumerate(tokens)}
+        encoding = tiktoken.Encoding("any", pat_str=taken, mergeable_ranks=ranks, special_tokens={})
+        assert encoding.decode_tokens_bytes(encoding.encode_ordinary(text)) == [w.encode() for w in expected], pattern
 
 
 # ---------------------------------------------------------------- merges and ranks
@@ -349,6 +402,16 @@ def test_ids_may_have_gaps_and_the_bytes_may_stand_anywhere(contents, tmp_path):
         ours.decode([8999])
 
 
+def test_a_token_that_no_merge_makes_is_decoded_and_never_encoded(contents, tmp_path):
+    content = json.loads(json.dumps(contents["GPT-2"]))
+    content["model"]["vocab"] |= {"Ġqzxqzx": 900, "▁x": 901}
+    content["added_tokens"] = []
+    content["model"]["vocab"][EOS] = 902
+    ours, oracle = load_both(tmp_path, content)
+    assert ours.encode(" qzxqzx ▁x") == encode_with(oracle, " qzxqzx ▁x") != [900, 901]
+    assert ours.decode([900, 901]) == " qzxqzx▁x" and ours.bytes_of_tokens()[900:902] == [7, 4]
+
+
 # ---------------------------------------------------------------- what is refused
 
 MODEL = ("model",)
@@ -387,7 +450,7 @@ REFUSED = [  # what is changed in Qwen's style, to what | part of the reason
     (("added_tokens", 0, "lstrip"), True, "'end' has lstrip"),
     (("added_tokens", 0, "rstrip"), True, "'end' has rstrip"),
     (("added_tokens", 0, "single_word"), True, "'end' has single_word"),
-    (("added_tokens", -1, "id"), 4000, "would give it 804"),
+    (("added_tokens", -1, "id"), 4000, "would give it 805"),
     (("added_tokens", -1, "content"), "", "'' is empty"),
     (("added_tokens", -1, "content"), EOS, "there twice"),
     (("added_tokens", -1), {"content": "x"}, "not laid out as Hugging Face does: KeyError 'id'"),
@@ -525,8 +588,8 @@ def test_of_both_files_in_a_folder_tokenizer_json_is_read_unless_the_other_is_na
     folder = write_json(tmp_path, contents["Qwen"])
     shipped = Path(load_tokenizer("assets/tokenizer").vocabulary.path)
     (folder / "tokenizer.model").write_bytes(shipped.read_bytes())
-    assert load_tokenizer(folder).n_words == 805
-    assert load_tokenizer(folder / "tokenizer.json").n_words == 805
+    assert load_tokenizer(folder).n_words == 806
+    assert load_tokenizer(folder / "tokenizer.json").n_words == 806
     assert load_tokenizer(folder / "tokenizer.model").n_words == 2304
 
 
@@ -543,5 +606,5 @@ def test_plain_bytes_are_the_bytes_of_the_text():
 def test_a_folder_that_is_called_bytes_can_be_named_too(contents, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_json(tmp_path / "bytes", contents["Qwen"])
-    assert load_tokenizer("./bytes").n_words == 805
+    assert load_tokenizer("./bytes").n_words == 806
     assert load_tokenizer("bytes").n_words == 258

@@ -55,7 +55,7 @@ class Merges:
         while self.index[left] >= 0 or self.index[right] >= 0:
             if self.index[left] > self.index[right]:
                 left_until, left = self.index[left], self.last[left][1]
-            else:  # of two equal tokens the right one was made later: joining goes from left to right
+            else:
                 right_until, right = self.index[right], self.last[right][0]
             joined = self.place.get((left, right))
             if joined is not None and joined < left_until and joined <= right_until:

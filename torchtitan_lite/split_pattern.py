@@ -86,7 +86,7 @@ def read_split(entry: dict) -> str:
     regex = pattern["Regex"]
     check_pattern(regex)
     if behavior == "Isolated":
-        return rf"{regex}|(?s:(?:(?!{regex}).)+)"  # tiktoken alone would lose what lies between
+        return rf"{regex}|(?:(?!{regex})(?s:.))+"  # tiktoken alone would lose what lies between
     if behavior == "Removed" and entry.get("invert"):
         return regex
     inverted = ", inverted" if entry.get("invert") else ""
