@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite import __main__ as door
-from torchtitan_lite.components import optim
+from torchtitan_lite.components import optim, work_folder
 from torchtitan_lite.config import Compile, Model, Training
 from torchtitan_lite.tools import bench, bench_step
 from torchtitan_lite.tools.rounds import Report, compare_rounds, describe, measure_rounds, report_for_programs
@@ -29,7 +29,8 @@ def run_tiny() -> Report:
 
 def make_report(step_times_s: dict[str, list[float]]) -> Report:
     ratio_of = {"bare_loop": ("trainer", "bare_loop"), "compile_over_eager": ("compiled", "trainer")}
-    return Report({"device": "x"}, "tokens", 1000, step_times_s, {"compiled": "no compiler"}, ratio_of)
+    n_tokens = dict.fromkeys(step_times_s, 1000)
+    return Report({"device": "x"}, "tokens", n_tokens, step_times_s, {"compiled": "no compiler"}, ratio_of)
 
 
 # ---------------------------------------------------------------- rounds
@@ -98,6 +99,19 @@ def test_speed_is_work_over_time():
     assert trainer["step_time_s"] == {"median": 2.0, "rounds": [1.0, 2.0, 4.0]}
 
 
+def test_contenders_with_unequal_work_are_compared_by_their_speeds():
+    report = make_report({"trainer": [1.0, 2.0, 4.0], "bare_loop": [1.0, 1.0, 1.0]})
+    report.units_per_step["bare_loop"] = 250
+    assert compare_rounds(report) == {"bare_loop": [4.0, 2.0, 1.0]}
+    assert report_for_programs(report)["contenders"]["bare_loop"]["tokens_per_s"]["median"] == 250.0
+
+
+def test_what_has_no_contenders_is_told_too():
+    report = replace(make_report({"trainer": [1.0] * 3}), figures={"memory_mib": [30.0, 10.0, 20.0]})
+    assert report_for_programs(report)["figures"] == {"memory_mib": {"median": 20.0, "rounds": [30.0, 10.0, 20.0]}}
+    assert describe(report).splitlines()[-1].split() == ["memory_mib", "20.00", "10.00", "-", "30.00"]
+
+
 def test_the_table_names_each_ratio_and_what_is_absent():
     table = describe(make_report({"trainer": [1.0, 1.0, 1.0], "bare_loop": [0.5, 0.5, 0.25]}))
     rows = {line.split()[0]: line.split() for line in table.splitlines() if line}
@@ -154,7 +168,7 @@ def test_contenders_that_compute_something_else_are_not_compared(monkeypatch, ca
         "torchtitan_lite.step.build_optimizer",
         lambda section, parameters: build(replace(section, lr=section.lr * 1.1), parameters),
     )
-    monkeypatch.setattr(bench, "BENCHES", {"step": (lambda n_rounds, n_steps: run_tiny(), "")})
+    monkeypatch.setattr(bench, "BENCHES", {"step": (run_tiny, "")})
     assert bench.main(["step", "--json"]) == 1
     said = capsys.readouterr()
     assert "trainer and bare_loop" in said.err and said.out == ""
@@ -179,6 +193,35 @@ def test_wrong_input_ends_with_status_2_and_says_what_is_right(args, named, caps
         door.main(["bench", *args])
     assert ended.value.code == 2
     assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_is_not_given_the_bench_decides(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(
+        bench,
+        "BENCHES",
+        {"data": (lambda **options: asked.append(options) or make_report({"trainer": [1.0] * 3}), "")},
+    )
+    assert door.main(["bench", "data"]) == 0
+    assert door.main(["bench", "data", "--rounds", "3"]) == 0
+    assert asked == [{}, {"n_rounds": 3}]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "TMPDIR"),
+        (work_folder.Unfinished("A worker ended with exit status -9."), "status -9"),
+    ],
+)
+def test_what_cannot_be_measured_ends_with_status_1_and_prints_no_report(error, said, monkeypatch, capsys):
+    def fail() -> Report:
+        raise error
+
+    monkeypatch.setattr(bench, "BENCHES", {"data": (fail, "")})
+    assert bench.main(["data"]) == 1
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.out == ""
 
 
 @pytest.mark.parametrize("as_json", [True, False])

@@ -8,7 +8,10 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from tempfile import gettempdir
 
+from torchtitan_lite.components.work_folder import Unfinished
+from torchtitan_lite.tools.bench_data import bench_data
 from torchtitan_lite.tools.bench_step import UnequalContenders, bench_step
 from torchtitan_lite.tools.rounds import Report, describe, report_for_programs
 
@@ -16,26 +19,34 @@ BENCHES: dict[
     str, tuple[Callable[..., Report], str]
 ] = {  # name -> (function of n_rounds and n_steps, what it compares)
     "step": (bench_step, "a training step with a hand-written loop, with transformers' Llama, and compiled with eager"),
+    "data": (bench_data, "tokenising with tiktoken, reading with plain mapped files, and a batch with a debug step"),
 }
 
 
 def main(args: list[str]) -> int:
-    """Exit status: 0 measured, 1 the contenders do not compute the same, 2 wrong input."""
+    """Exit status: 0 measured, 1 it failed or the contenders do not compute the same, 2 wrong input."""
     parser = argparse.ArgumentParser("python -m torchtitan_lite bench", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(["benches:", *(f"  {name:10} {compares}" for name, (_, compares) in BENCHES.items())])
     parser.add_argument("bench", choices=BENCHES, metavar="NAME", help="one of " + ", ".join(BENCHES))
-    parser.add_argument("--rounds", type=at_least(3), default=5, help="turns of each contender (%(default)s)")
-    parser.add_argument("--steps", type=at_least(1), default=5, help="steps of a turn (%(default)s)")
+    # what is not given, the bench decides
+    parser.add_argument(
+        "--rounds", dest="n_rounds", type=at_least(3), default=argparse.SUPPRESS, help="turns of each contender"
+    )
+    parser.add_argument("--steps", dest="n_steps", type=at_least(1), default=argparse.SUPPRESS, help="steps of a turn")
     parser.add_argument("--json", action="store_true", help="print for programs")
-    options = parser.parse_args(args)
-    measure, _ = BENCHES[options.bench]
+    options = vars(parser.parse_args(args))
+    measure, _ = BENCHES[options.pop("bench")]
+    as_json = options.pop("json")
     try:
-        report = measure(n_rounds=options.rounds, n_steps=options.steps)
-    except UnequalContenders as error:
+        report = measure(**options)
+    except (UnequalContenders, Unfinished) as error:
         print(error, file=sys.stderr)
         return 1
-    print(json.dumps(report_for_programs(report)) if options.json else describe(report))
+    except OSError as error:
+        print(f"{error}: what a bench writes lies in {gettempdir()}, and TMPDIR names another folder", file=sys.stderr)
+        return 1
+    print(json.dumps(report_for_programs(report)) if as_json else describe(report))
     return 0
 
 

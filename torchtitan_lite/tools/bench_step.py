@@ -68,7 +68,7 @@ class UnequalContenders(Exception):
     """Contenders that do not compute the same, so that their speeds cannot be compared."""
 
 
-def bench_step(*, n_rounds: int, n_steps: int, config: Config = STEP_CONFIG) -> Report:
+def bench_step(*, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CONFIG) -> Report:
     """Measures all contenders on one thread, or one GPU: what is compared is code, not how it shares a machine."""
     machine = detect_machine()
     device = choose_device(0, machine.device_type)
@@ -100,7 +100,8 @@ def bench_step(*, n_rounds: int, n_steps: int, config: Config = STEP_CONFIG) -> 
         "dtype": config.training.mixed_precision_param,
         "rounds": {"n_rounds": n_rounds, "n_steps": n_steps},
     }
-    return Report(setting, "tokens", batch.tokens.numel(), step_times_s, absent, RATIO_OF)
+    n_tokens = dict.fromkeys(step_times_s, batch.tokens.numel())
+    return Report(setting, "tokens", n_tokens, step_times_s, absent, RATIO_OF)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 
@@ -22,10 +22,11 @@ class Report:
 
     setting: dict[str, object]  # what ran, on what, with which versions, when
     unit: str  # of the work that is counted: "tokens"
-    units_per_step: int
+    units_per_step: dict[str, int]  # contender -> work of its step
     step_times_s: dict[str, list[float]]  # contender -> seconds per step in each round
     absent: dict[str, str]  # contender -> why it did not run
     ratio_of: dict[str, tuple[str, str]]  # ratio -> (contender, the one it is divided by): above 1, the first is faster
+    figures: dict[str, list[float]] = field(default_factory=dict)  # what has no contenders -> its value in each round
 
 
 def measure_rounds(
@@ -65,11 +66,11 @@ def collection_paused() -> Iterator[None]:
 
 def compare_rounds(report: Report) -> dict[str, list[float]]:
     """Ratio -> its value in each round. A ratio with an absent contender is left out."""
-    times_s = report.step_times_s
+    speeds = list_speeds(report)
     return {
-        ratio: [other_s / one_s for one_s, other_s in zip(times_s[one], times_s[other], strict=True)]
+        ratio: [one_speed / other_speed for one_speed, other_speed in zip(speeds[one], speeds[other], strict=True)]
         for ratio, (one, other) in report.ratio_of.items()
-        if one in times_s and other in times_s
+        if one in speeds and other in speeds
     }
 
 
@@ -93,28 +94,34 @@ def report_for_programs(report: Report) -> dict[str, object]:
             for name, times_s in report.step_times_s.items()
         },
         "absent": report.absent,
+        "figures": {name: {"median": median(values), "rounds": values} for name, values in report.figures.items()},
     }
 
 
 def describe(report: Report) -> str:
     """For people: the setting, a table of contenders, a table of ratios."""
     lines = [f"{name:16}{format_setting(value)}" for name, value in report.setting.items()]
-    lines += ["", f"{'contender':16}{f'{report.unit}/s':>10}  {'lowest - highest':18}{'s/step':>8}"]
+    lines += ["", f"{'contender':20}{f'{report.unit}/s':>10}  {'lowest - highest':24}{'s/step':>8}"]
     for name, speeds in list_speeds(report).items():
         spread = f"{min(speeds):.0f} - {max(speeds):.0f}"
-        lines.append(f"{name:16}{median(speeds):10.0f}  {spread:18}{median(report.step_times_s[name]):8.3f}")
-    lines += [f"{name:16}absent: {why}" for name, why in report.absent.items()]
+        lines.append(f"{name:20}{median(speeds):10.0f}  {spread:24}{median(report.step_times_s[name]):8.3f}")
+    lines += [f"{name:20}absent: {why}" for name, why in report.absent.items()]
     lines += ["", f"{'ratio':20}{'':6}  {'lowest - highest':18}of {report.unit}/s: median of the ratios of each round"]
     for ratio, values in compare_rounds(report).items():
         spread = f"{min(values):.3f} - {max(values):.3f}"
         lines.append(f"{ratio:20}{median(values):6.3f}  {spread:18}{' / '.join(report.ratio_of[ratio])}")
+    if report.figures:
+        lines += ["", f"{'figure':24}{'':8}  lowest - highest"]
+    for name, values in report.figures.items():
+        lines.append(f"{name:24}{median(values):8.2f}  {min(values):.2f} - {max(values):.2f}")
     return "\n".join(lines)
 
 
 def list_speeds(report: Report) -> dict[str, list[float]]:
     """Contender -> units per second in each round."""
     return {
-        name: [report.units_per_step / seconds for seconds in times_s] for name, times_s in report.step_times_s.items()
+        name: [report.units_per_step[name] / seconds for seconds in times_s]
+        for name, times_s in report.step_times_s.items()
     }
 
 
