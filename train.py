@@ -25,7 +25,7 @@ from torchtitan_lite.components.data import HeldOutBatches, SampleReader, Sample
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, compute_metrics, read_peak_memory
 from torchtitan_lite.components.profiling import profile_steps
-from torchtitan_lite.components.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.components.tokenizer import Tokenizer, make_tokenizer
 from torchtitan_lite.config import Comm, Config, ConfigError, Debug
 from torchtitan_lite.config_reader import dump_config_toml
 from torchtitan_lite.hardware import detect_machine, peak_flops
@@ -67,7 +67,7 @@ def main(args: list[str]) -> int:
         logger.info(dump_config_toml(config))
 
     # ---- data: each data-parallel rank reads its rows of every global batch
-    tokenizer = load_tokenizer(prepared.tokenizer_folder)
+    tokenizer = make_tokenizer(prepared.vocabulary)
     read_split = partial(open_samples, config, shape, tokenizer)
     stream = SampleStream(
         read_split(config.training.dataset, "train"),

@@ -55,7 +55,6 @@ class Prepared:
     resumed_step: int  # the last step that is already done; 0: the run begins
     cache_folder: Path
     vocabulary: Vocabulary
-    tokenizer_folder: Path  # or the file in it
 
 
 def preflight(
@@ -111,7 +110,6 @@ def preflight(
         resumed_step=find_resumed_step(config, restarted),
         cache_folder=Path(config.training.cache_folder),
         vocabulary=vocabulary,
-        tokenizer_folder=vocabulary.path,
     )
 
 
