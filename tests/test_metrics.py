@@ -89,6 +89,18 @@ def test_meter_starts_anew_at_each_reading():
     assert meter.read() == StepTimes(step_time_s=3.5, data_time_s=1.0)
 
 
+def test_what_is_paused_counts_for_no_step():
+    clock = FakeClock()
+    meter = StepMeter(clock)
+    with meter.loading():
+        clock.advance(1.0)
+    clock.advance(2.0)
+    with meter.paused():
+        clock.advance(100.0)
+    clock.advance(0.5)
+    assert meter.read() == StepTimes(step_time_s=3.5, data_time_s=1.0)
+
+
 def compute_8b_metrics(peak: float | None) -> StepMetrics:
     """torchtitan's published 8B row: 8 H100, one sequence of 8,192 tokens each, 5,762 tokens/s per GPU."""
     return compute_metrics(
@@ -102,6 +114,7 @@ def compute_8b_metrics(peak: float | None) -> StepMetrics:
         world_size=8,
         flops_per_token=count_flops_per_token(SHAPES["8B"], seq_len=8192),
         peak_flops=peak,
+        validation={},
     )
 
 
@@ -141,6 +154,19 @@ def test_console_line_of_a_step_says_all_in_one_line():
         "step   10/2000  loss  6.12346  grad_norm  1.2346  lr 8.00e-04  5,762 tokens/s/rank"
         "  MFU 33.7% (causal 30.0%)  1.50 GiB  0.250 s"
     )
+
+
+def test_a_validated_step_says_so_behind_the_rest_and_to_tensorboard():
+    validated = replace(SOME_STEP, val_loss=5.5, val_perplexity=244.69, val_bits_per_byte=2.25)
+    line = ESCAPE_CODE.sub("", format_console_line(validated, n_steps=2000))
+    plain = ESCAPE_CODE.sub("", format_console_line(SOME_STEP, n_steps=2000))
+    assert line == plain + "  val_loss 5.50000  perplexity 244.7  2.2500 bits/byte"
+    scalars, others = (list_scalars(metrics, SOME_MEMORY, SOME_FLOPS) for metrics in (validated, SOME_STEP))
+    assert {tag: scalars[tag] for tag in scalars.keys() - others.keys()} == {
+        "validation_metrics/global_avg_loss": 5.5,
+        "validation_metrics/perplexity": 244.69,
+        "validation_metrics/bits_per_byte": 2.25,
+    }
 
 
 def test_each_logged_step_is_one_console_line_and_one_json_object(tmp_path, monkeypatch):
