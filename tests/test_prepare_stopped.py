@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -145,6 +146,9 @@ def test_ctrl_c_or_the_loss_of_a_worker_stops_it_with_one_line_and_it_goes_on(me
     out = tmp_path / "out"
     command = [megabytes, "--out", out, "--processes", 2, "--held-out", 0.1]
     process = stop_in_the_middle(command, out, reference)
+    for pid in list_workers(process):  # what a terminal sends to all is for the parent alone
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        assert int(status["SigIgn"], 16) & 1 << signal.SIGINT - 1
     if whom == "group":  # as a terminal does
         os.killpg(process.pid, signal.SIGINT)
     else:
@@ -259,6 +263,12 @@ def test_a_full_disk_is_told_and_when_there_is_room_it_goes_on(megabytes, refere
     assert process.returncode == 1 and "Traceback" not in stderr and "Exception ignored" not in stderr, stderr
     for words in ("out.unfinished cannot be written (File too large)", "MB more are needed", "MB free", "Make room"):
         assert words in stderr
+    records = [json.loads(path.read_bytes()) for path in (tmp_path / "out.unfinished" / "units").iterdir()]
+    finished = 2 * sum(shard["n_tokens"] for record in records for shard in record["shards"].values())
+    total = sum(len(content) for name, content in reference.items() if name.endswith(".tokens"))
+    said, needed = re.search(r"(About|At most) ([\d.]+) MB", stderr).groups()
+    error = float(needed) * 1e6 - (total - finished)
+    assert said == "About" and abs(error) < total / 4 if records else said == "At most" and error > 0
     assert not (tmp_path / "out").exists()
     with pytest.raises(CorpusError):
         read_manifest(tmp_path / "out")

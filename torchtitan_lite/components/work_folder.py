@@ -220,11 +220,11 @@ def explain(error: OSError, plan: Plan) -> str:
     units = {number: unit for number in range(len(plan.units)) if (unit := read_unit(plan, number))}
     n_tokens = sum(shard.n_tokens for unit in units.values() for shard in unit.shards.values())
     n_bytes_read = sum(count_bytes(plan.units[number]) for number in units)
-    tokens_per_byte = n_tokens / n_bytes_read if n_bytes_read else 1  # there are never many more tokens than bytes
+    tokens_per_byte = n_tokens / n_bytes_read if n_bytes_read else 1  # at most
     width = BYTES_OF[choose_dtype(plan.tokenizer.n_words)]
     needed = (plan.n_bytes - n_bytes_read) * tokens_per_byte * width
     free = shutil.disk_usage(plan.work.parent).free
     return (
-        f"{said} About {needed / 1e6:,.1f} MB more are needed, and the disk has {free / 1e6:,.1f} MB free. "
+        f"{said} {'About' if units else 'At most'} {needed / 1e6:,.1f} MB more are needed, and the disk has {free / 1e6:,.1f} MB free. "
         f"Make room there (or lift the limit: quota, ulimit -f), and give the same command again: it goes on from here."
     )

@@ -64,7 +64,7 @@ def start_workers(
     """`n` processes by the connections to them. Ctrl-C reaches them too, but is for the parent alone to act on."""
     context = multiprocessing.get_context("spawn")  # a fork would hold the pipes of its siblings open
     workers = {}
-    # A signal that is ignored stays so in the processes that are started; one that is blocked, multiprocessing unblocks.
+    # What is ignored here stays so in the processes that are started; what is blocked, multiprocessing unblocks.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         for _ in range(n):
