@@ -224,7 +224,8 @@ def explain(error: OSError, plan: Plan) -> str:
     width = BYTES_OF[choose_dtype(plan.tokenizer.n_words)]
     needed = (plan.n_bytes - n_bytes_read) * tokens_per_byte * width
     free = shutil.disk_usage(plan.work.parent).free
+    guess = "About" if units else "At most"
     return (
-        f"{said} {'About' if units else 'At most'} {needed / 1e6:,.1f} MB more are needed, and the disk has {free / 1e6:,.1f} MB free. "
+        f"{said} {guess} {needed / 1e6:,.1f} MB more are needed, and the disk has {free / 1e6:,.1f} MB free. "
         f"Make room there (or lift the limit: quota, ulimit -f), and give the same command again: it goes on from here."
     )
