@@ -99,12 +99,25 @@ def test_killed_at_random_instants_it_goes_on_and_ends_with_the_same_bytes(megab
         assert read_folder(out) == reference
 
 
-def stop_in_the_middle(command: list[object], out: Path, reference: dict[str, bytes]) -> subprocess.Popen:
+@pytest.fixture
+def groups():
+    """Process groups that the test may have left standing still."""
+    started = []
+    yield started
+    for group in started:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def stop_in_the_middle(
+    command: list[object], out: Path, reference: dict[str, bytes], groups: list[int]
+) -> subprocess.Popen:
     """A run that stands still, with its workers, where some units are finished and others are not."""
     n_units = sum(name.startswith("train") and name.endswith(".tokens") for name in reference)
     records = out.with_name(out.name + ".unfinished") / "units"
     while True:
         process = run_prepare(*command, start_new_session=True)
+        groups.append(process.pid)
         while not list(records.glob("*.json")) and process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=0.01)
@@ -123,10 +136,10 @@ def list_workers(process: subprocess.Popen) -> list[int]:
 
 
 def test_workers_of_a_killed_parent_keep_the_lock_until_they_end_by_themselves(
-    megabytes, reference, tmp_path, monkeypatch, capsys
+    megabytes, reference, groups, tmp_path, monkeypatch, capsys
 ):
     out, work = tmp_path / "out", tmp_path / "out.unfinished"
-    process = stop_in_the_middle([megabytes, "--out", out, "--processes", 2, "--held-out", 0.1], out, reference)
+    process = stop_in_the_middle([megabytes, "--out", out, "--processes", 2, "--held-out", 0.1], out, reference, groups)
     assert len(list_workers(process)) == 2
     process.kill()
     process.wait()
@@ -142,10 +155,12 @@ def test_workers_of_a_killed_parent_keep_the_lock_until_they_end_by_themselves(
 
 
 @pytest.mark.parametrize("whom", ["group", "worker"])
-def test_ctrl_c_or_the_loss_of_a_worker_stops_it_with_one_line_and_it_goes_on(megabytes, reference, tmp_path, whom):
+def test_ctrl_c_or_the_loss_of_a_worker_stops_it_with_one_line_and_it_goes_on(
+    megabytes, reference, groups, tmp_path, whom
+):
     out = tmp_path / "out"
     command = [megabytes, "--out", out, "--processes", 2, "--held-out", 0.1]
-    process = stop_in_the_middle(command, out, reference)
+    process = stop_in_the_middle(command, out, reference, groups)
     for pid in list_workers(process):  # what a terminal sends to all is for the parent alone
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         assert int(status["SigIgn"], 16) & 1 << signal.SIGINT - 1
