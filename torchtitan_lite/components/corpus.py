@@ -9,7 +9,7 @@
 
 Neither the start nor the memory of a process grows with the corpus. A shard is opened when it is first read. Its index
 of documents is mapped, for searching; its tokens are read by position (pread), a new stretch each time. Mapped, they
-would fill the memory of the process, for Linux maps what lies around a page too (half a megabyte measured, on 6.18), and
+would fill the memory of the process, for Linux maps what lies around a page too (half a megabyte measured on 6.18), and
 giving that back took longer: 11 to 16 microseconds for 2,049 tokens, against 9. Either way all ranks of a host share
 what the system has read. What may be opened, and how it lies on disk, corpora.py says.
 """
