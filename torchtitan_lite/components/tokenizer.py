@@ -38,15 +38,28 @@ class Tokenizer:
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Ids of `text`. A special token spelled out in it is plain text: a document cannot end itself."""
-        ids = [self.bos_id] if bos and self.bos_id is not None else []
-        for start in range(0, len(text), MAX_CHARACTERS):
-            for outer in self._found_first.cut(text[start : start + MAX_CHARACTERS]):
-                if isinstance(outer, int):
-                    ids.append(outer)
-                    continue
-                for inner in self._found_normalized.cut(compose(outer) if self.vocabulary.nfc else outer):
-                    ids += [inner] if isinstance(inner, int) else self.encoding.encode_ordinary(inner)
-        return ids + [self.eos_id] if eos else ids
+        if len(text) <= MAX_CHARACTERS:
+            ids = self._encode_piece(text)
+        else:
+            pieces = (text[start : start + MAX_CHARACTERS] for start in range(0, len(text), MAX_CHARACTERS))
+            ids = [token_id for piece in pieces for token_id in self._encode_piece(piece)]
+        if bos and self.bos_id is not None:
+            ids.insert(0, self.bos_id)
+        if eos:
+            ids.append(self.eos_id)
+        return ids
+
+    def _encode_piece(self, text: str) -> list[int]:
+        if self._is_plain:
+            return self.encoding.encode_ordinary(text)
+        ids = []
+        for outer in self._found_first.cut(text):
+            if isinstance(outer, int):
+                ids.append(outer)
+                continue
+            for inner in self._found_normalized.cut(compose(outer) if self.vocabulary.nfc else outer):
+                ids += [inner] if isinstance(inner, int) else self.encoding.encode_ordinary(inner)
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`, special tokens by name. Bytes that are not UTF-8, as a cut can leave them, become U+FFFD.
@@ -62,6 +75,11 @@ class Tokenizer:
             if token.special:
                 counts[token.id] = 0
         return counts
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether nothing is to be done to a text before it is cut into words."""
+        return not self.vocabulary.nfc and all(token.special for token in self.vocabulary.added)
 
     @cached_property
     def _found_first(self) -> TokenFinder:
