@@ -68,7 +68,7 @@ class Amounts:
     """How much there is to read, and to do in one step of a contender."""
 
     n_texts: int | None = None  # documents, of the standard library's; None: all of them, about 11 MB
-    n_copies: int = 4  # of them, for each core: to start processes takes a second, and a real `prepare` runs for long
+    n_copies: int = 4  # of them, for each process of `prepare`: its start takes a while, and a real one runs for long
     shard_tokens: int = 50_000_000  # about as in large corpora
     n_shards: int = 4  # 400 MB
     n_sparse_shards: int = 1000  # 100 GB
@@ -132,7 +132,7 @@ def bench_data(*, n_rounds: int = 5, n_steps: int = 1, amounts: Amounts = AMOUNT
         "text": {
             "files": len(files),
             "megabytes": round(sum(file.stat().st_size for file in files) / 1e6, 1),
-            "copies for prepare_per_core (start of processes included)": n_cores * amounts.n_copies,
+            "copies for each process of prepare (whose start is included)": amounts.n_copies,
         },
         "corpus": {"tokens": corpus.n_tokens, "shards": amounts.n_shards},
         "batch": {"sequences": Training.local_batch_size, "seq_len": Training.seq_len},
@@ -150,8 +150,8 @@ def build_tokenising(
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     encode = tokenizer.encoding.encode_ordinary
     n_tokens = sum(len(encode(text)) for text in texts)
-    n_copies = n_cores * amounts.n_copies
-    one_copy, all_copies = (link_copies(folder / f"texts-{n}", files, n) for n in (1, n_copies))
+    copies = {n: link_copies(folder / f"texts-{n}", files, n * amounts.n_copies) for n in sorted({1, n_cores})}
+    corpora = (folder / f"corpus-{number}" for number in count())  # a new one each time: deleting takes time too
 
     def encode_in_turn() -> None:
         for text in texts:
@@ -160,11 +160,14 @@ def build_tokenising(
     def encode_in_threads() -> None:
         tokenizer.encoding.encode_ordinary_batch(texts * n_cores, num_threads=n_cores)
 
+    def prepare_in_processes(n: int) -> None:
+        prepare_corpus(copies[n], next(corpora), n_processes=n)
+
     return {
         "tiktoken": Contender(encode_in_turn, n_tokens),
         "tiktoken_per_core": Contender(encode_in_threads, n_tokens),
-        "prepare": Contender(partial(prepare_corpus, one_copy, 1), n_tokens),
-        "prepare_per_core": Contender(partial(prepare_corpus, all_copies, n_cores), n_tokens * amounts.n_copies),
+        "prepare": Contender(partial(prepare_in_processes, 1), n_tokens * amounts.n_copies),
+        "prepare_per_core": Contender(partial(prepare_in_processes, n_cores), n_tokens * amounts.n_copies),
     }
 
 
@@ -177,11 +180,11 @@ def link_copies(folder: Path, files: list[Path], n: int) -> Path:
     return folder
 
 
-def prepare_corpus(texts: Path, n_processes: int) -> None:
+def prepare_corpus(texts: Path, out: Path, *, n_processes: int) -> None:
     """What the command does after its imports."""
-    args = [str(texts), "--out", f"{texts}.corpus", "--overwrite", "--processes", str(n_processes)]
+    args = [str(texts), "--out", str(out), "--processes", str(n_processes), "--tokenizer", TOKENIZER]
     with redirect_stderr(StringIO()):  # its progress
-        prepare(make_parser().parse_args([*args, "--tokenizer", TOKENIZER]))
+        prepare(make_parser().parse_args(args))
 
 
 # ---------------------------------------------------------------- reading
