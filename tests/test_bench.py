@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite import __main__ as door
-from torchtitan_lite.components import optim, work_folder
+from torchtitan_lite.components import optim
+from torchtitan_lite.components.preparation import work_folder
 from torchtitan_lite.config import Compile, Model, Training
 from torchtitan_lite.tools import bench, bench_step
 from torchtitan_lite.tools.rounds import Report, compare_rounds, describe, measure_rounds, report_for_programs

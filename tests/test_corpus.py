@@ -16,8 +16,8 @@ import torch
 from made_corpora import BYTES, write_corpus, write_flat
 
 from torchtitan_lite.components import corpus as corpora_code
-from torchtitan_lite.components import corpus_units
 from torchtitan_lite.components.corpus import Corpus, open_corpus
+from torchtitan_lite.components.preparation import units
 from torchtitan_lite.components.tokenizer import load_tokenizer
 from torchtitan_lite.config_reader import REPOSITORY
 from torchtitan_lite.corpora import NAMED, CorpusError
@@ -396,14 +396,15 @@ UNIT_BYTES = 2000
 OPEN_IN_PROCESS = """
 import json, os, signal, sys
 from pathlib import Path
-from torchtitan_lite.components import corpus, corpus_units
+from torchtitan_lite.components import corpus
+from torchtitan_lite.components.preparation import units
 from torchtitan_lite.components.tokenizer import load_tokenizer
 from torchtitan_lite.corpora import NAMED
 
 texts, cache, die_after, unit_bytes = sys.argv[1:]
 NAMED["tiny"] = lambda: sorted(Path(texts).iterdir())
-corpus_units.SMALLEST_UNIT_BYTES = int(unit_bytes)
-write_document, written = corpus_units.write_document, []
+units.SMALLEST_UNIT_BYTES = int(unit_bytes)
+write_document, written = units.write_document, []
 
 def count_and_write(*arguments):
     written.append(arguments)
@@ -411,7 +412,7 @@ def count_and_write(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     write_document(*arguments)
 
-corpus_units.write_document = count_and_write
+units.write_document = count_and_write
 tokenizer = load_tokenizer("assets/tokenizer")
 print("ready", flush=True)
 sys.stdin.readline()
@@ -456,5 +457,5 @@ def test_a_process_killed_while_preparing_leaves_nothing_that_counts_and_its_wor
     found = json.loads(following.communicate("go\n", timeout=120)[0].split("\n")[1])
     assert 0 < found["n_encoded"] < len(encode_by_hand(files, tokenizer))
     assert not list(cache.glob("*.unfinished"))
-    monkeypatch.setattr(corpus_units, "SMALLEST_UNIT_BYTES", UNIT_BYTES)
+    monkeypatch.setattr(units, "SMALLEST_UNIT_BYTES", UNIT_BYTES)
     assert open_corpus("tiny", tokenizer, tmp_path / "other").identity == found["identity"]

@@ -15,12 +15,12 @@ from types import SimpleNamespace
 import pytest
 from small_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_corpus, write_inputs
 
-from torchtitan_lite.components import corpus_units, work_folder
-from torchtitan_lite.components.corpus_units import choose_split, plan_units
-from torchtitan_lite.components.preparation import prepare_files
-from torchtitan_lite.components.sources import PreparationError, Source
+from torchtitan_lite.components.preparation import units, work_folder
+from torchtitan_lite.components.preparation.prepare import prepare_files
+from torchtitan_lite.components.preparation.sources import PreparationError, Source
+from torchtitan_lite.components.preparation.units import choose_split, plan_units
+from torchtitan_lite.components.preparation.work_folder import hold
 from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.components.work_folder import hold
 from torchtitan_lite.config_reader import REPOSITORY
 from torchtitan_lite.corpora import SPLITS, CorpusError, Manifest, read_manifest
 from torchtitan_lite.tools import prepare as tool
@@ -35,7 +35,7 @@ def tokenizer():
 
 @pytest.fixture
 def small_units(monkeypatch):
-    monkeypatch.setattr(corpus_units, "SMALLEST_UNIT_BYTES", 200)
+    monkeypatch.setattr(units, "SMALLEST_UNIT_BYTES", 200)
 
 
 def read_split(folder: Path, manifest: Manifest, split: str) -> list[list[int]]:
@@ -384,7 +384,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from torchtitan_lite.components.preparation import prepare_files
+from torchtitan_lite.components.preparation.prepare import prepare_files
 tokenizer = SimpleNamespace(
     bos_id=0, eos_id=1, n_words=300, identity="quick", encode=lambda text: [2] * (len(text) // 3)
 )

@@ -20,12 +20,12 @@ from pathlib import Path
 import pytest
 from small_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_corpus, write_inputs
 
-from torchtitan_lite.components import corpus_units, work_folder
-from torchtitan_lite.components.corpus_units import Recipe
-from torchtitan_lite.components.preparation import make_plan
-from torchtitan_lite.components.sources import find_sources
+from torchtitan_lite.components.preparation import units, work_folder
+from torchtitan_lite.components.preparation.prepare import make_plan
+from torchtitan_lite.components.preparation.sources import find_sources
+from torchtitan_lite.components.preparation.units import Recipe
+from torchtitan_lite.components.preparation.work_folder import Unfinished, find_missing, hold, open_work
 from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.components.work_folder import Unfinished, find_missing, hold, open_work
 from torchtitan_lite.config_reader import REPOSITORY
 from torchtitan_lite.corpora import CorpusError, read_manifest
 from torchtitan_lite.tools import prepare as tool
@@ -42,7 +42,7 @@ def tokenizer():
 
 @pytest.fixture
 def small_units(monkeypatch):
-    monkeypatch.setattr(corpus_units, "SMALLEST_UNIT_BYTES", 200)
+    monkeypatch.setattr(units, "SMALLEST_UNIT_BYTES", 200)
 
 
 # ---------------------------------------------------------------- kills

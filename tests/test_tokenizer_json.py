@@ -15,11 +15,11 @@ from tokenizers import Tokenizer as HuggingFace
 from torchtitan_lite.components.nfc import compose
 from torchtitan_lite.components.tokenizer import MAX_CHARACTERS, Tokenizer, load_tokenizer
 from torchtitan_lite.config import ConfigError
-from torchtitan_lite.merges import choose_mergeable
-from torchtitan_lite.split_pattern import read_split
-from torchtitan_lite.tokenizer_files import read_vocabulary
-from torchtitan_lite.tokenizer_json import spell_bytes
-from torchtitan_lite.vocabulary import VocabularyError
+from torchtitan_lite.vocabulary.find_vocabulary import read_vocabulary
+from torchtitan_lite.vocabulary.merges import choose_mergeable
+from torchtitan_lite.vocabulary.split_pattern import read_split
+from torchtitan_lite.vocabulary.tokenizer_json import spell_bytes
+from torchtitan_lite.vocabulary.vocabulary import VocabularyError
 
 EOS, IM_END = "<|endoftext|>", "<|im_end|>"
 

@@ -12,7 +12,7 @@ from layouts import CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO
 from torchtitan_lite import validation
 from torchtitan_lite.components.corpus import Corpus, open_corpus
 from torchtitan_lite.components.data import HeldOutBatches, SampleReader, prefetch, rows_of_rank
-from torchtitan_lite.components.preparation import prepare_files
+from torchtitan_lite.components.preparation.prepare import prepare_files
 from torchtitan_lite.components.tokenizer import load_tokenizer
 from torchtitan_lite.config import Validation
 from torchtitan_lite.model.llama3 import Llama3, init_parameter

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_lite.config import Problem
-from torchtitan_lite.vocabulary import Vocabulary
+from torchtitan_lite.vocabulary.vocabulary import Vocabulary
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -16,8 +16,8 @@ from torchtitan_lite.corpora import NAMED, check_corpora, check_weights
 from torchtitan_lite.hardware import Machine
 from torchtitan_lite.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
 from torchtitan_lite.sizes import Shape, count_parameters, resolve_shape
-from torchtitan_lite.tokenizer_files import read_vocabulary
-from torchtitan_lite.vocabulary import Vocabulary
+from torchtitan_lite.vocabulary.find_vocabulary import read_vocabulary
+from torchtitan_lite.vocabulary.vocabulary import Vocabulary
 
 GIB = 2**30
 

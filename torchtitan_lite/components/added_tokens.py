@@ -9,7 +9,7 @@ is found inside it: that is how Hugging Face's library looks for them.
 import re
 from collections.abc import Iterable, Iterator
 
-from torchtitan_lite.vocabulary import AddedToken
+from torchtitan_lite.vocabulary.vocabulary import AddedToken
 
 
 class TokenFinder:

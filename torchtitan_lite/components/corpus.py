@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_lite.components.preparation import prepare_files
+from torchtitan_lite.components.preparation.prepare import prepare_files
 from torchtitan_lite.components.tokenizer import Tokenizer
 from torchtitan_lite.corpora import NAMED, CorpusError, Shard, measure_flat, read_manifest
 

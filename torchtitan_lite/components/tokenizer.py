@@ -19,8 +19,8 @@ import tiktoken
 
 from torchtitan_lite.components.added_tokens import TokenFinder
 from torchtitan_lite.components.nfc import compose
-from torchtitan_lite.tokenizer_files import read_vocabulary
-from torchtitan_lite.vocabulary import Vocabulary
+from torchtitan_lite.vocabulary.find_vocabulary import read_vocabulary
+from torchtitan_lite.vocabulary.vocabulary import Vocabulary
 
 # A longer text is encoded in pieces of this size: a longer run of spaces overflows the stack of the regular expression.
 # Llama 3's own code cuts at the same length.

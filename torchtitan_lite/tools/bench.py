@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from tempfile import gettempdir
 
-from torchtitan_lite.components.work_folder import Unfinished
+from torchtitan_lite.components.preparation.work_folder import Unfinished
 from torchtitan_lite.tools.bench_data import bench_data
 from torchtitan_lite.tools.bench_step import UnequalContenders, bench_step
 from torchtitan_lite.tools.rounds import Report, describe, report_for_programs

@@ -15,12 +15,12 @@ import os
 import sys
 from pathlib import Path
 
-from torchtitan_lite.components.corpus_units import Recipe
-from torchtitan_lite.components.preparation import commit, finish_unit, make_plan
-from torchtitan_lite.components.shards import find_damage
-from torchtitan_lite.components.sources import PreparationError, find_sources
+from torchtitan_lite.components.preparation.prepare import commit, finish_unit, make_plan
+from torchtitan_lite.components.preparation.shards import find_damage
+from torchtitan_lite.components.preparation.sources import PreparationError, find_sources
+from torchtitan_lite.components.preparation.units import Recipe
+from torchtitan_lite.components.preparation.work_folder import Unfinished, count_bytes, open_work
 from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.components.work_folder import Unfinished, count_bytes, open_work
 from torchtitan_lite.config import ConfigError
 from torchtitan_lite.corpora import MANIFEST, CorpusError, parse_manifest
 from torchtitan_lite.tools.prepare_report import Progress, count, describe, describe_left_out

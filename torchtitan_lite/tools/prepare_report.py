@@ -8,7 +8,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TextIO
 
-from torchtitan_lite.components.preparation import PreparedCorpus
+from torchtitan_lite.components.preparation.prepare import PreparedCorpus
 from torchtitan_lite.log import ERASE_LINE
 
 

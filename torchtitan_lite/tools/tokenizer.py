@@ -21,10 +21,10 @@ from pathlib import Path
 
 import regex  # comes with tiktoken; the standard library's re does not know \p{L}
 
-from torchtitan_lite.components.shards import replace_file
+from torchtitan_lite.components.preparation.shards import replace_file
 from torchtitan_lite.components.tokenizer import load_tokenizer
 from torchtitan_lite.corpora import NAMED
-from torchtitan_lite.vocabulary import N_SPECIAL_TOKENS, SPLIT_PATTERN
+from torchtitan_lite.vocabulary.vocabulary import N_SPECIAL_TOKENS, SPLIT_PATTERN
 
 TRAINING_TEXT_BYTES = 2_000_000
 

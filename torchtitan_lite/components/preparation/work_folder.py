@@ -23,10 +23,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torchtitan_lite.components.corpus_units import FinishedUnit, Recipe
-from torchtitan_lite.components.documents import Part, Tally
-from torchtitan_lite.components.shards import replace_file, sync_folder
-from torchtitan_lite.components.sources import PreparationError, Source
+from torchtitan_lite.components.preparation.documents import Part, Tally
+from torchtitan_lite.components.preparation.shards import replace_file, sync_folder
+from torchtitan_lite.components.preparation.sources import PreparationError, Source
+from torchtitan_lite.components.preparation.units import FinishedUnit, Recipe
 from torchtitan_lite.components.tokenizer import Tokenizer
 from torchtitan_lite.corpora import BYTES_OF, FORMAT, MANIFEST, Shard, choose_dtype
 

@@ -18,7 +18,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from torchtitan_lite.components.sources import BLOCK_BYTES, PreparationError, Source, errors_named, open_source
+from torchtitan_lite.components.preparation.sources import (
+    BLOCK_BYTES,
+    PreparationError,
+    Source,
+    errors_named,
+    open_source,
+)
 from torchtitan_lite.components.tokenizer import MAX_CHARACTERS
 
 MAX_LINE_BYTES = 2**26  # a line of JSON is held whole; without a bound, one bad file could take all memory

@@ -15,7 +15,7 @@ characters.
 import re
 from typing import Any
 
-from torchtitan_lite.vocabulary import VocabularyError
+from torchtitan_lite.vocabulary.vocabulary import VocabularyError
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Digits cuts first, so that GPT-2's pattern then sees the end of the text before every digit.

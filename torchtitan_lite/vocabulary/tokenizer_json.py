@@ -17,9 +17,9 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.merges import choose_mergeable
-from torchtitan_lite.split_pattern import read_pre_tokenizer
-from torchtitan_lite.vocabulary import AddedToken, Vocabulary, VocabularyError, check_bytes
+from torchtitan_lite.vocabulary.merges import choose_mergeable
+from torchtitan_lite.vocabulary.split_pattern import read_pre_tokenizer
+from torchtitan_lite.vocabulary.vocabulary import AddedToken, Vocabulary, VocabularyError, check_bytes
 
 EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")  # the first that names it counts
 

@@ -1,6 +1,6 @@
 """Text files to a prepared corpus, which is whole or absent.
 
-    plan      which files, in which units           sources.py, corpus_units.py
+    plan      which files, in which units           sources.py, units.py
     make      the units, in any order               here, or in the processes of tools/prepare.py
     commit    the corpus appears under its name
 
@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.components.corpus_units import Recipe, make_unit, plan_units
-from torchtitan_lite.components.documents import Part, Tally
-from torchtitan_lite.components.shards import SOURCES, replace_file, sync_folder
-from torchtitan_lite.components.sources import PreparationError, Source, find_sources
-from torchtitan_lite.components.tokenizer import Tokenizer
-from torchtitan_lite.components.work_folder import (
+from torchtitan_lite.components.preparation.documents import Part, Tally
+from torchtitan_lite.components.preparation.shards import SOURCES, replace_file, sync_folder
+from torchtitan_lite.components.preparation.sources import PreparationError, Source, find_sources
+from torchtitan_lite.components.preparation.units import Recipe, make_unit, plan_units
+from torchtitan_lite.components.preparation.work_folder import (
     Plan,
     Unfinished,
     count_bytes,
@@ -29,6 +28,7 @@ from torchtitan_lite.components.work_folder import (
     read_unit,
     save_unit,
 )
+from torchtitan_lite.components.tokenizer import Tokenizer
 from torchtitan_lite.corpora import MANIFEST, SPLITS, CorpusError, Manifest, check_sizes, choose_dtype, dump_manifest
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from torchtitan_lite.components.documents import Part, Tally, read_documents
-from torchtitan_lite.components.shards import ShardWriter
-from torchtitan_lite.components.sources import Source
+from torchtitan_lite.components.preparation.documents import Part, Tally, read_documents
+from torchtitan_lite.components.preparation.shards import ShardWriter
+from torchtitan_lite.components.preparation.sources import Source
 from torchtitan_lite.components.tokenizer import Tokenizer
 from torchtitan_lite.corpora import Shard, choose_dtype
 

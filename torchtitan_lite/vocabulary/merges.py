@@ -20,7 +20,7 @@ never appears. What this needs is checked here, token by token, and a list of me
 from collections.abc import Iterable
 from itertools import pairwise
 
-from torchtitan_lite.vocabulary import VocabularyError
+from torchtitan_lite.vocabulary.vocabulary import VocabularyError
 
 Pair = tuple[str, str]
 

@@ -12,8 +12,14 @@ from pathlib import Path
 
 from torchtitan_lite.config import ConfigError, Problem
 from torchtitan_lite.config_reader import REPOSITORY
-from torchtitan_lite.tokenizer_json import read_tokenizer_json
-from torchtitan_lite.vocabulary import BYTES, Vocabulary, VocabularyError, make_byte_vocabulary, read_tokenizer_model
+from torchtitan_lite.vocabulary.tokenizer_json import read_tokenizer_json
+from torchtitan_lite.vocabulary.vocabulary import (
+    BYTES,
+    Vocabulary,
+    VocabularyError,
+    make_byte_vocabulary,
+    read_tokenizer_model,
+)
 
 KEY = "model.hf_assets_path"
 READERS = {"tokenizer.json": read_tokenizer_json, "tokenizer.model": read_tokenizer_model}

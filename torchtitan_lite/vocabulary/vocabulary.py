@@ -5,7 +5,7 @@
                         ranks, and 256 special tokens follow them
     tokenizer.json      Hugging Face's file: read by tokenizer_json.py
 
-`tokenizer_files.py` finds the file that a run names; components/tokenizer.py gives what it holds to tiktoken.
+`find_vocabulary.py` finds the file that a run names; components/tokenizer.py gives what it holds to tiktoken.
 """
 
 import hashlib
