@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
 
+from torchtitan_lite.certificates import find_certificate
 from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
 from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.config_values import get_value
 from torchtitan_lite.corpora import NAMED, check_corpora, check_weights
 from torchtitan_lite.hardware import Machine
 from torchtitan_lite.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
+from torchtitan_lite.manifest import CheckpointError, find_steps, read_manifest
 from torchtitan_lite.sizes import Shape, count_parameters, resolve_shape
 from torchtitan_lite.tokenizer_files import read_vocabulary
 from torchtitan_lite.vocabulary import Vocabulary
@@ -53,6 +55,7 @@ class Prepared:
     notices: list[str]
     dump_folder: Path
     resumed_step: int  # the last step that is already done; 0: the run begins
+    certificate: dict[str, object] | None  # what `verify` has left for this config and this code
     cache_folder: Path
     vocabulary: Vocabulary
     tokenizer_folder: Path  # or the file in it
@@ -109,6 +112,7 @@ def preflight(
         notices=reading.notices,
         dump_folder=Path(config.job.dump_folder),
         resumed_step=find_resumed_step(config, restarted),
+        certificate=find_certificate(config),
         cache_folder=Path(config.training.cache_folder),
         vocabulary=vocabulary,
         tokenizer_folder=vocabulary.path,
@@ -235,9 +239,14 @@ def check_load_step(config: Config) -> list[Problem]:
         return [Problem(key, value, why, "Keep one of the two keys")]
     if value not in steps:
         return [Problem(key, value, f"{folder} holds no whole checkpoint of it", f"There are steps {steps or 'none'}")]
-    if later := [step for step in steps if step > value]:
+    later = [step for step in steps if step > value]
+    if later and not config.checkpoint.load_only:
         why = f"{folder} holds later checkpoints too ({later}), which the run would meet again"
         return [Problem(key, value, why, "Move those away, or copy this one to another job.dump_folder")]
+    try:
+        read_manifest(folder / f"step-{value}")
+    except CheckpointError as error:
+        return [Problem(key, value, str(error), f"Resume from another step: there are {steps}")]
     return []
 
 
@@ -248,12 +257,6 @@ def find_resumed_step(config: Config, restarted: bool) -> int:
     steps = find_steps(Path(config.job.dump_folder) / config.checkpoint.folder)
     restored = config.checkpoint.load_step
     return max(steps, default=0) if restored == -1 or restarted else restored
-
-
-def find_steps(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints in `folder`, ascending: run.json is there, and the folder has its final name."""
-    names = [path.parent.name.removeprefix("step-") for path in folder.glob("step-*/run.json")]
-    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def check_writable(key: str, value: str) -> list[Problem]:

@@ -11,13 +11,11 @@ another name, so that nothing is lost and its step can be saved anew.
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 from torchtitan_lite.components.shards import sync_folder
-from torchtitan_lite.manifest import MANIFEST, UNFINISHED, CheckpointError, FileRecord, Manifest, encode, find_steps
+from torchtitan_lite.manifest import MANIFEST, UNFINISHED, CheckpointError, Manifest, encode, find_steps
 
 
 def begin(final: Path) -> Path:
@@ -44,12 +42,12 @@ def name_unfinished(final: Path) -> Path:
     return final.with_name(final.name + UNFINISHED)
 
 
-def commit(final: Path, manifest: Manifest, files: dict[str, FileRecord]) -> None:
+def commit(final: Path, manifest: Manifest) -> None:
     """Files of tensors are on the disk already; here their manifest, and then the name of the whole."""
     unfinished = name_unfinished(final)
     try:
         with open(unfinished / MANIFEST, "xb") as file:
-            file.write(encode(replace(manifest, files=files)))
+            file.write(encode(manifest))
             file.flush()
             os.fsync(file.fileno())
         sync_folder(unfinished)
@@ -77,18 +75,18 @@ def set_aside(final: Path) -> Path:
     return final.rename(aside)
 
 
-@contextmanager
-def hold(folder: Path) -> Iterator[None]:
-    """The lock of a dump folder, for this process. Raises CheckpointError where another run has it.
+def hold(folder: Path) -> BinaryIO:
+    """Takes the lock of a dump folder, for as long as the returned file is open. The system closes it for the dead.
 
-    The system takes the lock from a process that dies, however it dies.
+    Raises CheckpointError where another run has it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"another run is at work in {folder}: wait until it has ended, or name another job.dump_folder"
-            ) from None
-        yield
+    file = open(folder / "lock", "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise CheckpointError(
+            f"another run is at work in {folder}: wait until it has ended, or name another job.dump_folder"
+        ) from None
+    return file

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -129,7 +130,7 @@ class CheckpointWriter:
 
     def commit(self) -> None:
         """After the last tensor: from here on there is a checkpoint."""
-        folders.commit(self.folder, self.manifest, {ONLY_FILE: self.file.finish()})
+        folders.commit(self.folder, replace(self.manifest, files={ONLY_FILE: self.file.finish()}))
 
     def __enter__(self) -> "CheckpointWriter":
         return self
