@@ -75,7 +75,8 @@ def load_newest(
         try:
             manifest = load_checkpoint(path, tensors, facts=facts, verify=verify, group=group)
         except DamagedCheckpoint as error:
-            logger.error(f"DAMAGED CHECKPOINT, so an older one is tried: {error}")
+            if dist.get_rank(group) == 0:
+                logger.error(f"DAMAGED CHECKPOINT, so an older one is tried: {error}")
             damaged.append(path)
             continue
         do_on_rank_0(group, lambda: set_aside(damaged))

@@ -11,6 +11,7 @@ Ranks talk over a group of their own, so that nothing gets between the collectiv
 
 import logging
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -82,14 +83,15 @@ class CheckpointSaver:
             in_flight, self.in_flight = self.in_flight, None
             self.tell(in_flight.result)
 
-    def tell(self, result) -> None:
+    def tell(self, result: Callable[[], None]) -> None:
         """Calls `result`; an error stops the run, or is logged."""
         try:
             result()
         except CheckpointError as error:
             if self.section.on_save_error == "stop":
                 raise
-            logger.error(f"NOT SAVED, and the run goes on (checkpoint.on_save_error): {error}")
+            if dist.get_rank(self.group) == 0:
+                logger.error(f"NOT SAVED, and the run goes on (checkpoint.on_save_error): {error}")
 
     def write(self, step: int, tensors: dict[str, Tensor], staged: dict[str, Tensor] | None) -> None:
         final = self.folder / f"step-{step}"
