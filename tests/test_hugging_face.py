@@ -10,9 +10,10 @@ from test_model import PLAIN, SHAPES, build_ours, build_theirs
 from transformers import LlamaForCausalLM
 
 from torchtitan_lite.components.hugging_face import load_weights, read_tensor
-from torchtitan_lite.components.hugging_face_export import Export, ExportError, plan_files, write_folder
+from torchtitan_lite.components.hugging_face_export import Export, plan_files, write_folder
 from torchtitan_lite.hugging_face_config import compare_shapes
 from torchtitan_lite.hugging_face_folder import list_tensors, open_folder
+from torchtitan_lite.manifest import CheckpointError
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.sizes import Shape
 from torchtitan_lite.vocabulary import Vocabulary
@@ -38,7 +39,6 @@ def logits_of_theirs(folder: Path) -> torch.Tensor:
 
 
 def write_ours(model: Llama3, folder: Path, **options) -> None:
-    folder.mkdir()
     write_folder(folder, model.state_dict().__getitem__, Export(model.shape, **{"dtype": "float32", **options}))
 
 
@@ -123,7 +123,7 @@ def test_numbers_too_large_for_float16_stop_the_export_by_name(tmp_path):
     ours = build_ours(PLAIN)
     with torch.no_grad():
         ours.layers["1"].attention.wo.weight[3, 5] = 70_000
-    with pytest.raises(ExportError, match="layers.1.attention.wo.weight has numbers beyond 65,504"):
+    with pytest.raises(CheckpointError, match="layers.1.attention.wo.weight has numbers beyond 65,504"):
         write_ours(ours, tmp_path / "out", dtype="float16")
 
 
@@ -150,7 +150,7 @@ def test_the_listed_tensors_are_the_parameters_of_the_model_in_their_order(name)
 
 def test_files_are_as_full_as_allowed_and_a_larger_tensor_has_one_of_its_own():
     export = Export(PLAIN, "bfloat16", most_file_bytes=2 * 64 * (64 + 64) + 2 * 64)  # wk, wv and wo; not wq besides
-    planned = [file for _, file in plan_files(export, {0: list(list_tensors(PLAIN))})]
+    planned = plan_files(export, {0: list(list_tensors(PLAIN))})
     sizes = {fqn: 2 * torch.Size(size).numel() for fqn, size in list_tensors(PLAIN).items()}
     n_bytes = [sum(sizes[fqn] for fqn in file.fqns) for file in planned]
     assert [fqn for file in planned for fqn in file.fqns] == list(list_tensors(PLAIN))

@@ -175,6 +175,13 @@ def describe_shape(
     return config
 
 
+def find_unwritable(shape: Shape) -> list[str]:
+    """What transformers refuses of a shape that is a model here."""
+    if shape.dim % shape.n_heads:
+        return [f"transformers wants hidden_size ({shape.dim}) to be a multiple of {shape.n_heads} heads"]
+    return []
+
+
 def compare_shapes(theirs: Shape, ours: Shape, folder: Path) -> list[Problem]:
     """What keeps the weights of `folder` out of a run with the shape `ours`, by key of the run's config.
 

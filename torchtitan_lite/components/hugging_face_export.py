@@ -19,7 +19,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.components.checkpoint.agreement import do_on_rank_0, do_together
 from torchtitan_lite.components.hugging_face import IN_ROTARY_ORDER, to_their_order
 from torchtitan_lite.components.shards import sync_folder
 from torchtitan_lite.hugging_face_config import CONFIG, describe_shape
 from torchtitan_lite.hugging_face_folder import INDEX, SINGLE_FILE, list_tensors, their_name
+from torchtitan_lite.manifest import UNFINISHED, CheckpointError
 from torchtitan_lite.safetensors_header import DTYPE_BYTES, make_header
 from torchtitan_lite.sizes import Shape
 from torchtitan_lite.vocabulary import Vocabulary
@@ -48,10 +51,6 @@ TOKENIZER_FILES = (
 )
 
 
-class ExportError(RuntimeError):
-    """A model that could not be written, and why."""
-
-
 @dataclass(frozen=True)
 class Export:
     """What is written, but for the numbers."""
@@ -65,39 +64,72 @@ class Export:
 @dataclass(frozen=True)
 class PlannedFile:
     name: str
+    writer: int  # rank
     fqns: list[str]
 
 
-def export_weights(out: Path, parameters: dict[str, Tensor], export: Export) -> None:
-    """Writes all parameters of a run as the folder `out`. Collective. Raises ExportError where it exists."""
-    rank, unfinished = dist.get_rank(), out.with_name(out.name + ".tmp")
-    if out.exists():
-        raise ExportError(f"{out} exists already, and an export is never overwritten")
-    if rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that died while exporting
+def begin_folder(out: Path, unfinished: Path) -> None:
+    """Makes the folder in which `out` is written. Raises CheckpointError where one of them is there."""
+    if out.exists() or out.is_symlink():
+        raise CheckpointError(f"{out} exists already, and an export is never overwritten")
+    try:
         unfinished.mkdir(parents=True)
-    held: list = [None] * dist.get_world_size()
-    dist.all_gather_object(held, list(parameters))  # names only; and nobody writes before the folder is there
+    except FileExistsError:
+        why = "another export is at work there, or one was killed"
+        raise CheckpointError(f"{unfinished} exists: {why}. Where none is at work, delete it.") from None
+    except OSError as error:
+        raise CheckpointError(f"{unfinished} cannot be made ({error.strerror})") from None
+
+
+def export_weights(out: Path, parameters: dict[str, Tensor], export: Export, *, group: dist.ProcessGroup) -> None:
+    """Writes all parameters of a run as the folder `out`. Collective; `group` is of all ranks, with gloo.
+
+    Raises CheckpointError, on every rank, where `out` exists or cannot be written; then nothing of it is left.
+    """
+    rank, unfinished = dist.get_rank(group), out.with_name(out.name + UNFINISHED)
+    do_on_rank_0(group, lambda: begin_folder(out, unfinished))
+    held: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(held, list(parameters), group=group)  # names only
     files = plan_files(export, assign_writers(export.shape, held))
-    for writer, planned in files:
-        if writer == rank:
-            write_file(unfinished / planned.name, planned.fqns, export, lambda fqn: gather(parameters[fqn]))
-        elif planned.fqns[0] in parameters:  # this rank is of the same stage, and holds a share of each of them
-            for fqn in planned.fqns:
-                gather(parameters[fqn])
-    dist.barrier()
-    if rank == 0:
-        finish_folder(unfinished, [planned for _, planned in files], export)
-        commit_folder(unfinished, out)
-    dist.barrier()
+    try:
+        do_together(group, lambda: write_own_files(unfinished, parameters, files, export, rank))
+        do_on_rank_0(group, lambda: finish_folder(unfinished, out, files, export))
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
-def write_folder(unfinished: Path, read: Callable[[str], Tensor], export: Export) -> None:
-    """Fills an empty folder in one process; `read(fqn)` gives each tensor when its turn has come."""
-    files = [planned for _, planned in plan_files(export, {0: list(list_tensors(export.shape))})]
+def write_own_files(
+    folder: Path, parameters: dict[str, Tensor], files: list[PlannedFile], export: Export, rank: int
+) -> None:
+    """Gathers this stage's tensors, in the order of all its ranks, and writes those files that are this rank's."""
+    failure = None
     for planned in files:
-        write_file(unfinished / planned.name, planned.fqns, export, read)
-    finish_folder(unfinished, files, export)
+        gathered = (gather(parameters[fqn]) for fqn in planned.fqns if fqn in parameters)
+        if planned.writer == rank and failure is None:
+            try:
+                write_file(folder / planned.name, planned.fqns, gathered, export)
+            except CheckpointError as error:
+                failure = error  # raised later: until then the other ranks of the stage count on this one
+        for _ in gathered:
+            pass
+    if failure:
+        raise failure
+
+
+def write_folder(out: Path, read: Callable[[str], Tensor], export: Export) -> None:
+    """Writes the folder `out` in one process; `read(fqn)` gives each tensor when its turn has come."""
+    unfinished = out.with_name(out.name + UNFINISHED)
+    begin_folder(out, unfinished)
+    try:
+        files = plan_files(export, {0: list(list_tensors(export.shape))})
+        for planned in files:
+            write_file(unfinished / planned.name, planned.fqns, map(read, planned.fqns), export)
+        finish_folder(unfinished, out, files, export)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
 def assign_writers(shape: Shape, held: list[list[str]]) -> dict[int, list[str]]:
@@ -109,8 +141,8 @@ def assign_writers(shape: Shape, held: list[list[str]]) -> dict[int, list[str]]:
     return writers
 
 
-def plan_files(export: Export, writers: dict[int, list[str]]) -> list[tuple[int, PlannedFile]]:
-    """Every file with its writer. A file has one writer, and more than `most_file_bytes` in one tensor only."""
+def plan_files(export: Export, writers: dict[int, list[str]]) -> list[PlannedFile]:
+    """Every file. It has one writer, and more than `most_file_bytes` in one tensor only."""
     sizes = list_tensors(export.shape)
     bytes_of = {fqn: math.prod(size) * DTYPE_BYTES[TYPES[export.dtype]] for fqn, size in sizes.items()}
     cut: list[tuple[int, list[str]]] = []
@@ -122,10 +154,10 @@ def plan_files(export: Export, writers: dict[int, list[str]]) -> list[tuple[int,
                 n_bytes = 0
             cut[-1][1].append(fqn)
             n_bytes += bytes_of[fqn]
-    if len(cut) == 1:
-        return [(cut[0][0], PlannedFile(SINGLE_FILE, cut[0][1]))]
     names = [f"model-{number:05}-of-{len(cut):05}.safetensors" for number in range(1, len(cut) + 1)]
-    return [(writer, PlannedFile(name, fqns)) for name, (writer, fqns) in zip(names, cut, strict=True)]
+    if len(cut) == 1:
+        names = [SINGLE_FILE]
+    return [PlannedFile(name, writer, fqns) for name, (writer, fqns) in zip(names, cut, strict=True)]
 
 
 def gather(parameter: Tensor) -> Tensor:
@@ -133,25 +165,45 @@ def gather(parameter: Tensor) -> Tensor:
     return parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def write_file(path: Path, fqns: list[str], export: Export, read: Callable[[str], Tensor]) -> None:
+def write_file(path: Path, fqns: list[str], tensors: Iterator[Tensor], export: Export) -> None:
     """One safetensors file, on the disk when this returns. Holds one tensor at a time."""
     sizes = list_tensors(export.shape)
-    with open(path, "wb") as file:
-        file.write(make_header({their_name(fqn): (TYPES[export.dtype], sizes[fqn]) for fqn in fqns}))
-        for fqn in fqns:
-            file.write(view_bytes(to_theirs(fqn, read(fqn), export)))
+    header = make_header({their_name(fqn): (TYPES[export.dtype], sizes[fqn]) for fqn in fqns})
+    with told_by_size(path), open(path, "wb") as file:
+        file.write(header)
+        for fqn in fqns:  # no name is given to the tensor: it is gone before the next one comes
+            file.write(view_bytes(to_theirs(fqn, next(tensors), export)))
         file.flush()
         os.fsync(file.fileno())
 
 
+@contextmanager
+def told_by_size(path: Path) -> Iterator[None]:
+    """Names the file, and the room that there is, where one cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        written, disk = path.stat().st_size if path.exists() else 0, os.statvfs(path.parent)
+        raise CheckpointError(
+            f"{path} cannot be written ({error.strerror}): {written:,} bytes were, "
+            f"and the disk has {disk.f_bavail * disk.f_frsize:,} free"
+        ) from error
+
+
 def to_theirs(fqn: str, tensor: Tensor, export: Export) -> Tensor:
     """One parameter as their file has it: dtype, order of rows, and in the memory of the host."""
-    converted = tensor.to(getattr(torch, export.dtype))
-    if export.dtype == "float16" and not converted.isfinite().all():
-        raise ExportError(f"{fqn} has numbers beyond 65,504, the largest of float16: export bfloat16 or float32")
+    converted = convert_dtype(fqn, tensor, getattr(torch, export.dtype))
     if fqn.endswith(IN_ROTARY_ORDER):
         converted = to_their_order(converted, export.shape.head_dim)
     return converted.cpu().contiguous()
+
+
+def convert_dtype(fqn: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Raises CheckpointError where float16 makes an infinity of a number."""
+    converted = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
+        raise CheckpointError(f"{fqn} has numbers beyond 65,504, the largest of float16: choose bfloat16 or float32")
+    return converted
 
 
 def view_bytes(tensor: Tensor) -> ctypes.Array:
@@ -161,15 +213,9 @@ def view_bytes(tensor: Tensor) -> ctypes.Array:
     return view
 
 
-def finish_folder(folder: Path, files: list[PlannedFile], export: Export) -> None:
-    """Adds all that is no tensor: the index where there are several files, config.json, the tokenizer's files."""
+def finish_folder(unfinished: Path, out: Path, files: list[PlannedFile], export: Export) -> None:
+    """Adds all that is no tensor, and gives the folder its name: from now on, and not before, it is there."""
     vocabulary = export.vocabulary
-    if len(files) > 1:
-        n_bytes = sum(math.prod(size) for size in list_tensors(export.shape).values())
-        n_bytes *= DTYPE_BYTES[TYPES[export.dtype]]
-        weight_map = {their_name(fqn): planned.name for planned in files for fqn in planned.fqns}
-        index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
-        write_durably(folder / INDEX, make_json(index))
     config = describe_shape(
         export.shape,
         dtype=export.dtype,
@@ -177,9 +223,27 @@ def finish_folder(folder: Path, files: list[PlannedFile], export: Export) -> Non
         bos_id=vocabulary.bos_id if vocabulary else None,
         eos_id=vocabulary.eos_id if vocabulary else None,
     )
-    write_durably(folder / CONFIG, make_json(config))
-    for source in find_tokenizer_files(vocabulary):
-        write_durably(folder / source.name, source.read_bytes())
+    contents = {CONFIG: make_json(config)}
+    if len(files) > 1:
+        contents[INDEX] = make_json(make_index(files, export))
+    contents |= {source.name: source.read_bytes() for source in find_tokenizer_files(vocabulary)}
+    for name, content in contents.items():
+        with told_by_size(unfinished / name), open(unfinished / name, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    with told_by_size(out):
+        sync_folder(unfinished)
+        unfinished.rename(out)
+        sync_folder(out.parent)
+
+
+def make_index(files: list[PlannedFile], export: Export) -> dict[str, object]:
+    """Which file holds which tensor, as transformers has it."""
+    n_values = sum(math.prod(size) for size in list_tensors(export.shape).values())
+    n_bytes = n_values * DTYPE_BYTES[TYPES[export.dtype]]
+    weight_map = {their_name(fqn): planned.name for planned in files for fqn in planned.fqns}
+    return {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
 
 
 def choose_max_length(shape: Shape) -> int:
@@ -196,17 +260,3 @@ def find_tokenizer_files(vocabulary: Vocabulary | None) -> list[Path]:
 
 def make_json(value: dict) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def commit_folder(unfinished: Path, out: Path) -> None:
-    """Gives a finished folder its name: from now on, and not before, it is there."""
-    sync_folder(unfinished)
-    unfinished.rename(out)
-    sync_folder(out.parent)

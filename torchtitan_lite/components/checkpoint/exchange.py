@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from torchtitan_lite.components.checkpoint.agreement import do_together
+from torchtitan_lite.components.checkpoint.agreement import do_on_rank_0, do_together
 from torchtitan_lite.components.checkpoint.loading import load_checkpoint, resume
 from torchtitan_lite.components.checkpoint.state import name_tensors, name_weights
 from torchtitan_lite.components.hugging_face import load_weights
@@ -51,7 +51,8 @@ def load_initial(
         of_model = {"shape": asdict(shape)}
         load_checkpoint(path, name_weights(parameters), facts=of_model, verify=section.verify, group=group)
     else:
-        return resume(path, parameters, optimizer, lr_scheduler)
+        step = int(path.name.removeprefix("step-"))
+        return resume(path.parent, step, parameters, optimizer, lr_scheduler, section=section, facts=facts, group=group)
     logger.info(f"the run begins with the weights of {path}")
     return 0
 
@@ -65,3 +66,18 @@ def choose_tensors(
     dtype = getattr(torch, section.export_dtype)
     weights = name_weights(parameters)
     return do_together(group, lambda: {name: convert_dtype(name, tensor, dtype) for name, tensor in weights.items()})
+
+
+def leave_export(
+    out: Path,
+    parameters: dict[str, Tensor],
+    *,
+    section: Checkpoint,
+    shape: Shape,
+    vocabulary: Vocabulary,
+    group: dist.ProcessGroup,
+) -> None:
+    """Writes the Hugging Face folder `out`, unless an earlier attempt has. Collective. Raises CheckpointError."""
+    if not do_on_rank_0(group, out.exists):
+        export_weights(out, parameters, Export(shape, section.export_dtype, vocabulary), group=group)
+        logger.info(f"exported {out}")
