@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.components.checkpoint import folders
+from torchtitan_lite.components.checkpoint.exchange import choose_tensors, leave_export, load_initial
 from torchtitan_lite.components.checkpoint.loading import resume
 from torchtitan_lite.components.checkpoint.saving import CheckpointSaver, is_saved
-from torchtitan_lite.components.checkpoint.state import name_tensors
 from torchtitan_lite.components.corpus import open_corpus
 from torchtitan_lite.components.data import HeldOutBatches, SampleReader, SampleStream, prefetch, rows_of_rank
 from torchtitan_lite.components.diagnosis import find_non_finite
@@ -114,6 +114,16 @@ def main(args: list[str]) -> int:
             facts=facts,
             group=checkpoint_group,
         )
+    elif config.checkpoint.initial_load_path:
+        resumed_step = load_initial(
+            run.parameters,
+            run.optimizer,
+            run.lr_scheduler,
+            section=config.checkpoint,
+            shape=shape,
+            facts=facts,
+            group=checkpoint_group,
+        )
     saver = CheckpointSaver(
         checkpoints,
         config.checkpoint,
@@ -183,12 +193,30 @@ def main(args: list[str]) -> int:
             saver.check()  # raises what went wrong while earlier steps ran
             if is_saved(step, config.checkpoint, n_steps):
                 progress.show(step, "saving")
-                saver.save(step, name_tensors(run.parameters, run.optimizer))
+                saver.wait()  # one save at a time, and the last one converts together
+                tensors = choose_tensors(
+                    run.parameters,
+                    run.optimizer,
+                    section=config.checkpoint,
+                    is_last=step == n_steps,
+                    group=checkpoint_group,
+                )
+                saver.save(step, tensors)
             profiler.step()
             if step % config.training.gc_freq == 0:
                 gc.collect(1)
         else:
             saver.wait()
+            if config.checkpoint.last_save_in_hf and is_saved(n_steps, config.checkpoint, n_steps):
+                progress.show(n_steps, "exporting")
+                leave_export(
+                    checkpoints / f"step-{n_steps}-hf",
+                    run.parameters,
+                    section=config.checkpoint,
+                    shape=shape,
+                    vocabulary=prepared.vocabulary,
+                    group=checkpoint_group,
+                )
             logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
             trained = True
     progress.clear()

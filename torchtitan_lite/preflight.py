@@ -17,6 +17,7 @@ from torchtitan_lite.corpora import NAMED, check_corpora, check_weights
 from torchtitan_lite.hardware import Machine
 from torchtitan_lite.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
 from torchtitan_lite.manifest import CheckpointError, find_steps, read_manifest
+from torchtitan_lite.other_models import check_export, check_initial_load
 from torchtitan_lite.sizes import Shape, count_parameters, resolve_shape
 from torchtitan_lite.tokenizer_files import read_vocabulary
 from torchtitan_lite.vocabulary import Vocabulary
@@ -98,6 +99,10 @@ def preflight(
     problems += check_dump_folder(config, restarted) + check_subfolders(config)
     problems += check_writable("training.cache_folder", config.training.cache_folder)
     problems += check_profiling(config) + ([] if restarted else check_load_step(config))
+    if shape is not None:
+        problems += check_export(config, shape)
+        if not find_resumed_step(config, restarted):
+            problems += check_initial_load(config, shape)
 
     problems = reading.problems + drop_follow_ups(problems, reading.problems)
     if problems:
