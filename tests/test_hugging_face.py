@@ -1,5 +1,6 @@
 """Hugging Face folders: transformers loads what we wrote and gives our logits; we load what it wrote and give its."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -7,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_model import PLAIN, SHAPES, build_ours, build_theirs
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from torchtitan_lite.components.hugging_face import load_weights, read_tensor
+from torchtitan_lite.components.hugging_face import load_weights, read_slice, read_tensor
 from torchtitan_lite.components.hugging_face_export import Export, plan_files, write_folder
-from torchtitan_lite.hugging_face_config import compare_shapes
+from torchtitan_lite.hugging_face_config import compare_shapes, read_shape
 from torchtitan_lite.hugging_face_folder import list_tensors, open_folder
 from torchtitan_lite.manifest import CheckpointError
 from torchtitan_lite.model.llama3 import Llama3
@@ -77,6 +78,17 @@ def test_we_load_what_transformers_saved_and_give_its_logits(name, spelling, tmp
     assert open_folder(tmp_path).shape == SHAPES[name]
     with torch.no_grad():
         assert (logits_of_ours(tmp_path) - theirs(TOKENS).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("left_out", ["num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters"])
+def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(left_out, tmp_path):
+    build_theirs(PLAIN, build_ours(PLAIN)).save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", **{left_out: None})
+    shape, config = read_shape(tmp_path), LlamaConfig.from_pretrained(tmp_path)
+    seen = (shape.n_kv_heads, shape.head_dim, shape.norm_eps, shape.rope_theta)
+    theta = config.rope_parameters["rope_theta"]
+    assert seen == (config.num_key_value_heads, config.head_dim, config.rms_norm_eps, theta)
+    assert shape.rope_scaling is None
 
 
 def test_a_shape_survives_transformers_reading_and_saving_our_config(tmp_path):
@@ -145,7 +157,32 @@ def test_the_listed_tensors_are_the_parameters_of_the_model_in_their_order(name)
     assert list(list_tensors(SHAPES[name])) == [fqn for fqn, _ in model.named_parameters()]
 
 
+@pytest.mark.parametrize("fqn", ["layers.1.attention.wk.weight", "layers.0.attention.wo.weight", "norm.weight"])
+def test_any_box_of_a_tensor_is_what_is_cut_out_of_the_whole(fqn, tmp_path):
+    ours = build_ours(PLAIN)
+    write_ours(ours, tmp_path / "out")
+    folder, whole = open_folder(tmp_path / "out"), ours.state_dict()[fqn]
+    for first, last in itertools.combinations(range(0, whole.shape[0] + 1, 5), 2):  # heads have 16 rows
+        box, offsets = whole[first:last], [first]
+        if whole.dim() == 2:
+            box, offsets = box[:, 3:10], [first, 3]
+        assert torch.equal(read_slice(folder, fqn, offsets, box.shape), box)
+
+
 # ---------------------------------------------------------------- files of an export
+
+
+def test_the_index_is_the_one_that_transformers_writes(tmp_path):
+    ours = build_ours(PLAIN)
+    write_ours(ours, tmp_path / "ours", most_file_bytes=100_000)
+    build_theirs(PLAIN, ours).save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
+    index, expected = (
+        json.loads((tmp_path / name / "model.safetensors.index.json").read_text()) for name in ("ours", "theirs")
+    )
+    assert index["metadata"]["total_size"] == expected["metadata"]["total_size"]
+    assert index["weight_map"].keys() == expected["weight_map"].keys()
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "ours" / file)
 
 
 def test_files_are_as_full_as_allowed_and_a_larger_tensor_has_one_of_its_own():

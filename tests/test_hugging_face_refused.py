@@ -108,6 +108,24 @@ def corrupt_header(folder: Path, **changes) -> None:
     first_file(folder).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + n_bytes :])
 
 
+def put_bytes_between(folder: Path, *, header_says: bool) -> None:
+    """Eight more bytes of data: a gap before the last tensor, or behind all of them."""
+    content = first_file(folder).read_bytes()
+    n_bytes = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + n_bytes])
+    last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"])
+    if header_says:
+        header[last]["data_offsets"] = [offset + 8 for offset in header[last]["data_offsets"]]
+    text = json.dumps(header).encode()
+    first_file(folder).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + n_bytes :] + bytes(8))
+
+
+def lengthen_header(folder: Path, n_bytes: int) -> None:
+    """A file with room for so long a header; nothing of it takes place on the disk."""
+    first_file(folder).write_bytes(n_bytes.to_bytes(8, "little"))
+    os.truncate(first_file(folder), n_bytes + 100)
+
+
 WRONG_FILES = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON object"),
@@ -160,6 +178,10 @@ WRONG_FILES = {
     "an endless shape": (lambda f: corrupt_header(f, shape=[2**60, 2**60]), "no possible shape"),
     "a negative shape": (lambda f: corrupt_header(f, shape=[-1, 64]), "no possible shape"),
     "tensors that overlap": (lambda f: corrupt_header(f, data_offsets=[16, 16 + 4 * 128 * 64]), "begins at byte"),
+    "an offset before the data": (lambda f: corrupt_header(f, data_offsets=[-16, 4 * 128 * 64 - 16]), "begins at byte"),
+    "tensors with a gap": (lambda f: put_bytes_between(f, header_says=True), "begins at byte"),
+    "bytes behind the last tensor": (lambda f: put_bytes_between(f, header_says=False), "its header speaks of"),
+    "a header beyond the limit": (lambda f: lengthen_header(f, MOST_HEADER_BYTES + 1), "cannot hold a header"),
     "an offset that is text": (lambda f: corrupt_header(f, data_offsets=["0", 8]), "not as the format has it"),
 }
 

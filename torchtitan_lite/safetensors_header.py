@@ -74,7 +74,7 @@ def parse_entry(path: Path, name: str, value: object, data_start: int) -> Entry:
     if len(shape) > MOST_DIMS or not all(type(size) is int and 0 <= size < 2**48 for size in shape):
         raise TensorFileError(f"{path}: {name} has no possible shape")
     entry = Entry(path, dtype, tuple(shape), data_start + start)
-    if stop - start != entry.n_bytes or start < 0:
+    if stop - start != entry.n_bytes:
         raise TensorFileError(f"{path}: {name} of shape {shape} needs {entry.n_bytes} bytes and has {stop - start}")
     return entry
 
