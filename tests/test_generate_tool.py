@@ -143,6 +143,30 @@ def test_each_sample_depends_on_its_own_seed_alone(checkpoint, generate):
         assert alone["tokens"] == sample["tokens"]
 
 
+def test_limits_on_what_is_drawn_reach_the_model(checkpoint, generate):
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", 20, "--temperature")
+    (greedy,) = generate(checkpoint, *arguments, 0)["samples"]
+    for limits in (("--top-k", 1), ("--top-p", 0), ("--top-p", 1e-9)):
+        (sample,) = generate(checkpoint, *arguments, 2, *limits)["samples"]
+        assert sample["tokens"] == greedy["tokens"]
+    (free,) = generate(checkpoint, *arguments, 2)["samples"]
+    assert free["tokens"] != greedy["tokens"]
+
+
+def test_tied_model_has_its_embedding_as_head(tokenizer, generate, tmp_path):
+    shape = replace(SHAPE, tie_embeddings=True)
+    model = Llama3(shape)
+    initialize_weights(model, init_parameter, seed=1)
+    write_folder(tmp_path / "llama", model.state_dict().__getitem__, Export(shape, "float32"))
+    path = save(tmp_path, dict(model.named_parameters()), shape=asdict(shape))
+    with torch.no_grad():
+        tokens = torch.tensor([tokenizer.encode(PROMPT, bos=True)])
+        expected = int(model(tokens, positions=torch.arange(tokens.shape[1])[None])[0, -1].argmax())
+    for source in (path, tmp_path / "llama"):
+        arguments = ("--prompt", PROMPT, "--temperature", 0, "--max-new-tokens", 1, "--tokenizer", SHIPPED)
+        assert generate(source, *arguments)["samples"][0]["tokens"] == [expected]
+
+
 def test_prompt_and_text_go_to_standard_output_and_the_rest_to_standard_error(checkpoint, generate, capsys):
     arguments = ["--prompt", PROMPT, "--max-new-tokens", "12", "--n", "2"]
     texts = [sample["text"] for sample in generate(checkpoint, *arguments)["samples"]]
@@ -274,8 +298,9 @@ def test_prompt_that_leaves_no_room_is_refused_by_name(checkpoint, export, refus
         assert part in said
     status, said = refuse(export, "--tokenizer", SHIPPED, "--prompt", "x " * 5000)
     assert status == 2 and "max_position_embeddings = " in said
-    status, said = refuse(checkpoint, "--prompt", PROMPT, "--context", 2)
-    assert status == 2 and "--context = 2 leaves no room" in said
+    n_tokens = 1 + len(load_tokenizer(SHIPPED).encode(PROMPT))
+    status, said = refuse(checkpoint, "--prompt", PROMPT, "--context", n_tokens)
+    assert status == 2 and f"--context = {n_tokens} leaves no room" in said
 
 
 def test_prompt_that_is_no_text_is_refused(checkpoint, refuse, tmp_path, monkeypatch):
