@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 
+from torchtitan_lite.tools.bench_checkpoint import bench_checkpoint
 from torchtitan_lite.tools.bench_step import UnequalContenders, bench_step
 from torchtitan_lite.tools.rounds import Report, describe, report_for_programs
 
@@ -16,6 +17,7 @@ BENCHES: dict[
     str, tuple[Callable[..., Report], str]
 ] = {  # name -> (function of n_rounds and n_steps, what it compares)
     "step": (bench_step, "a training step with a hand-written loop, with transformers' Llama, and compiled with eager"),
+    "checkpoint": (bench_checkpoint, "saving and loading with the speeds of disk and hash; how long a save blocks"),
 }
 
 
