@@ -34,6 +34,7 @@ from torchtitan_lite.config import Comm, Config, ConfigError, Debug
 from torchtitan_lite.config_reader import dump_config_toml
 from torchtitan_lite.hardware import detect_machine, peak_flops
 from torchtitan_lite.log import Progress, start_logging
+from torchtitan_lite.manifest import CheckpointError
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, set_timeouts, start_process_group
 from torchtitan_lite.preflight import Prepared, preflight
 from torchtitan_lite.sizes import Shape, count_flops_per_token, count_parameters
@@ -44,7 +45,7 @@ logger = logging.getLogger("torchtitan_lite.train")
 
 
 def main(args: list[str]) -> int:
-    """Exit status: 0 trained, 1 a step was not finite, 2 refused. torchrun turns every failure into 1."""
+    """Exit status: 0 trained, 1 a step was not finite or a checkpoint not sound, 2 refused. torchrun turns every failure into 1."""
     # ---- config: everything that can be wrong with it is told before any process group exists
     rank, world_size, local_world_size, local_rank, restarts = read_torchrun_environment(os.environ)
     machine = detect_machine()
@@ -313,3 +314,6 @@ if __name__ == "__main__":
     except ConfigError as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
         sys.exit(2)
+    except CheckpointError as error:
+        print(f"This run stops: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -156,8 +156,15 @@ def test_a_death_while_deleting_leaves_no_half_checkpoint_under_a_good_name(tmp_
         with pytest.raises(Death):
             folders.retire(tmp_path, keep_latest_k=1, keep_every_m=0)
     assert find_steps(tmp_path) == [2] and (tmp_path / "step-1.tmp").exists()
-    write_steps(tmp_path, 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
+    folders.sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_a_writer_sweeps_up_nothing_but_its_own_left_overs(tmp_path):
+    for name in ("step-1.tmp", "step-2.tmp"):  # the second may belong to a run that is saving
+        (tmp_path / name).mkdir()
+    write_steps(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2.tmp"]
 
 
 # ---------------------------------------------------------------- two runs

@@ -19,21 +19,21 @@ from torchtitan_lite.manifest import MANIFEST, UNFINISHED, CheckpointError, Mani
 
 
 def begin(final: Path) -> Path:
-    """Makes the empty folder in which the checkpoint `final` is written, and sweeps up what deaths have left."""
+    """Makes the empty folder in which the checkpoint `final` is written, in place of one that a death has left."""
     if final.exists() or final.is_symlink():
         raise CheckpointError(f"{final} exists already, and a checkpoint is never overwritten")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    sweep(final.parent)
     unfinished = name_unfinished(final)
     try:
-        unfinished.mkdir()
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
+        unfinished.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(f"{unfinished} cannot be made ({error.strerror})") from error
     return unfinished
 
 
 def sweep(folder: Path) -> None:
-    """Deletes saves and deletions that were not finished."""
+    """Deletes saves and deletions that were not finished. For the run that holds the dump folder, and nobody else."""
     for left_over in folder.glob(f"step-*{UNFINISHED}"):
         shutil.rmtree(left_over)
 

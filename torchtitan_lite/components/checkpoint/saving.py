@@ -67,10 +67,10 @@ class CheckpointSaver:
         """
         self.wait()
         if self.staging is None:
-            self.tell(lambda: self.write(step, tensors, None))
+            self.tell(lambda: self.write(step, tensors))
         else:
             self.staging.begin(tensors)
-            self.in_flight = self.thread.submit(lambda: self.write(step, tensors, self.staging.finish()))
+            self.in_flight = self.thread.submit(self.write, step, tensors)
 
     def check(self) -> None:
         """Raises what went wrong beside the last steps, as `save` does."""
@@ -93,12 +93,13 @@ class CheckpointSaver:
             if dist.get_rank(self.group) == 0:
                 logger.error(f"NOT SAVED, and the run goes on (checkpoint.on_save_error): {error}")
 
-    def write(self, step: int, tensors: dict[str, Tensor], staged: dict[str, Tensor] | None) -> None:
+    def write(self, step: int, tensors: dict[str, Tensor]) -> None:
         final = self.folder / f"step-{step}"
         rank = dist.get_rank(self.group)
         writer = StorageWriter(final, Manifest(step, self.facts, self.run, {}, {}), rank)
+        planner = StagedPlanner(self.staging.finish if self.staging else None)
         try:
-            dcp.save(tensors, storage_writer=writer, planner=StagedPlanner(staged), process_group=self.group)
+            dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as error:  # the same on every rank, and none of them is writing any more
             if rank == 0:
                 shutil.rmtree(folders.name_unfinished(final), ignore_errors=True)

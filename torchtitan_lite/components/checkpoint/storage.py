@@ -9,6 +9,7 @@ bit loads silently. These two classes write and read safetensors files and one J
     load   every rank reads the manifest, and then the boxes that it needs, block by block: never more than its share
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,11 +33,20 @@ from torchtitan_lite.manifest import Chunk, FileRecord, Manifest, TensorRecord, 
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Plans with the tensors of the run, and takes what is written from this rank's copies of them, where given."""
+    """Plans with the tensors of the run; what is written comes from this rank's copies of them, where there are any.
 
-    def __init__(self, staged: dict[str, Tensor] | None):
+    `finish_copies` is called where DCP shares errors: a rank that has no memory for them is not waited for in vain.
+    """
+
+    def __init__(self, finish_copies: Callable[[], dict[str, Tensor]] | None):
         super().__init__(flatten_state_dict=False)
-        self.staged = staged
+        self.finish_copies = finish_copies
+        self.staged: dict[str, Tensor] | None = None
+
+    def create_local_plan(self) -> SavePlan:
+        if self.finish_copies is not None:
+            self.staged = self.finish_copies()
+        return super().create_local_plan()
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return super().lookup_object(index) if self.staged is None else self.staged[index.fqn]
@@ -54,6 +64,7 @@ class StorageWriter(Writer):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0, before anybody writes."""
+        folders.sweep(self.final.parent)
         folders.begin(self.final)
         return plans
 
