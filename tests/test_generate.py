@@ -1,4 +1,4 @@
-"""Generation against transformers: logits with a cache, limits on what is drawn, greedy text; and the tool itself."""
+"""Generation against transformers: logits with a cache, limits on what is drawn, greedy tokens."""
 
 import pytest
 import torch

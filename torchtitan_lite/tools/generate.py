@@ -112,7 +112,7 @@ def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], in
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (low <= value <= high and math.isfinite(value)):
+        if not (low <= value <= high and value != math.inf):
             whole = "whole " if kind is int else ""
             raise argparse.ArgumentTypeError(f"{text!r} is not a {whole}number {bounds}")
         return value
