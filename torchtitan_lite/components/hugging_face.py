@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.components.checkpoint.tensor_files import DTYPES
 from torchtitan_lite.hugging_face_folder import HuggingFaceFolder
 from torchtitan_lite.safetensors_header import DTYPE_BYTES, Entry
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 IN_ROTARY_ORDER = ("attention.wq.weight", "attention.wk.weight")
 
 
