@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.components.checkpoint import load_checkpoint, save_checkpoint
+from torchtitan_lite.components.checkpoint import folders
+from torchtitan_lite.components.checkpoint.exchange import choose_tensors, leave_export, load_initial
+from torchtitan_lite.components.checkpoint.loading import resume
+from torchtitan_lite.components.checkpoint.saving import CheckpointSaver, is_saved
 from torchtitan_lite.components.corpus import open_corpus
 from torchtitan_lite.components.data import HeldOutBatches, SampleReader, SampleStream, prefetch, rows_of_rank
 from torchtitan_lite.components.diagnosis import find_non_finite
@@ -28,10 +32,11 @@ from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.components.tokenizer import Tokenizer, make_tokenizer
 from torchtitan_lite.config import Comm, Config, ConfigError, Debug
 from torchtitan_lite.config_reader import dump_config_toml
+from torchtitan_lite.formats.manifest import CheckpointError
 from torchtitan_lite.hardware import detect_machine, peak_flops
 from torchtitan_lite.log import Progress, start_logging
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, set_timeouts, start_process_group
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.preflight import Prepared, preflight
 from torchtitan_lite.sizes import Shape, count_flops_per_token, count_parameters
 from torchtitan_lite.step import build_run, train_step
 from torchtitan_lite.validation import is_validated, validate
@@ -40,7 +45,7 @@ logger = logging.getLogger("torchtitan_lite.train")
 
 
 def main(args: list[str]) -> int:
-    """Exit status: 0 trained, 1 a step was not finite, 2 refused. torchrun turns every failure into 1."""
+    """Exit status: 0 trained, 1 a step not finite or a checkpoint not sound, 2 refused. torchrun makes 1 of failures."""
     # ---- config: everything that can be wrong with it is told before any process group exists
     rank, world_size, local_world_size, local_rank, restarts = read_torchrun_environment(os.environ)
     machine = detect_machine()
@@ -56,6 +61,7 @@ def main(args: list[str]) -> int:
     record_collectives(config.comm, dump_folder)
     start_process_group(device, config.comm.init_timeout_seconds, restarts)
     mesh = build_mesh(layout, device.type)
+    lock = folders.hold(dump_folder) if rank == 0 else None  # two runs do not share a folder
     if rank == 0:
         open_dump_folder(dump_folder, config, starting_over=config.job.overwrite and restarts == 0)
     dist.barrier()  # nobody looks into the folder before it is ready
@@ -89,10 +95,45 @@ def main(args: list[str]) -> int:
 
     # ---- checkpoint: go on where the newest one, or the one named, ends
     checkpoints = dump_folder / config.checkpoint.folder
-    facts = {**stream.facts, "global_batch_size": layout.global_batch_size, "shape": asdict(shape)}
+    checkpoint_group = dist.new_group(backend="gloo")  # all ranks: a save talks beside the collectives of a step
+    facts = {
+        **stream.facts,
+        "tokenizer": tokenizer.identity,
+        "global_batch_size": layout.global_batch_size,
+        "shape": asdict(shape),
+    }
     resumed_step = prepared.resumed_step
     if resumed_step:
-        load_checkpoint(checkpoints, resumed_step, run.parameters, run.optimizer, run.lr_scheduler, facts=facts)
+        is_named = config.checkpoint.load_step != -1 and restarts == 0
+        resumed_step = resume(
+            checkpoints,
+            resumed_step if is_named else None,
+            run.parameters,
+            run.optimizer,
+            run.lr_scheduler,
+            section=config.checkpoint,
+            facts=facts,
+            group=checkpoint_group,
+        )
+    elif config.checkpoint.initial_load_path:
+        resumed_step = load_initial(
+            run.parameters,
+            run.optimizer,
+            run.lr_scheduler,
+            section=config.checkpoint,
+            shape=shape,
+            facts=facts,
+            group=checkpoint_group,
+        )
+    saver = CheckpointSaver(
+        checkpoints,
+        config.checkpoint,
+        run.optimizer,
+        facts=facts,
+        run=describe_run(prepared),
+        group=checkpoint_group,
+        device=device,
+    )
 
     # ---- loop
     gc.collect()
@@ -108,6 +149,7 @@ def main(args: list[str]) -> int:
     with (
         told_by_rank(rank, mesh.coordinates()),
         profile_steps(config.profiling, dump_folder, rank, resumed_step=resumed_step) as profiler,
+        saver,  # on the way out, waits for what is being written
     ):
         meter = StepMeter()
         for step in range(resumed_step + 1, n_steps + 1):
@@ -149,26 +191,41 @@ def main(args: list[str]) -> int:
                     validation=validation,
                 )
                 writer.write(metrics, memory)
-            if config.checkpoint.enable and (step % config.checkpoint.interval == 0 or step == n_steps):
+            saver.check()  # raises what went wrong while earlier steps ran
+            if is_saved(step, config.checkpoint, n_steps):
                 progress.show(step, "saving")
-                save_checkpoint(
-                    checkpoints,
-                    step,
+                saver.wait()  # one save at a time, and the last one converts together
+                tensors = choose_tensors(
                     run.parameters,
                     run.optimizer,
-                    facts=facts,
-                    keep_latest_k=config.checkpoint.keep_latest_k,
+                    section=config.checkpoint,
+                    is_last=step == n_steps,
+                    group=checkpoint_group,
                 )
+                saver.save(step, tensors)
             profiler.step()
             if step % config.training.gc_freq == 0:
                 gc.collect(1)
         else:
+            saver.wait()
+            if config.checkpoint.last_save_in_hf and is_saved(n_steps, config.checkpoint, n_steps):
+                progress.show(n_steps, "exporting")
+                leave_export(
+                    checkpoints / f"step-{n_steps}-hf",
+                    run.parameters,
+                    section=config.checkpoint,
+                    shape=shape,
+                    vocabulary=prepared.vocabulary,
+                    group=checkpoint_group,
+                )
             logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
             trained = True
     progress.clear()
     batches.close()
     if writer:
         writer.close()
+    if lock:
+        lock.close()
     dist.barrier()  # no rank takes its end of a connection away while another still talks
     dist.destroy_process_group()
     return 0 if trained else 1
@@ -183,6 +240,17 @@ def open_samples(config: Config, shape: Shape, tokenizer: Tokenizer, names: list
         vocab_size=shape.vocab_size,
         restart_positions=config.model.attention == "document",
     )
+
+
+def describe_run(prepared: Prepared) -> dict[str, object]:
+    """What a checkpoint tells its reader about the run."""
+    return {
+        "config": asdict(prepared.config),
+        "layout": prepared.layout.degrees,
+        "certificate": prepared.certificate,
+        "torch": torch.__version__,
+        "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
 
 
 def read_torchrun_environment(environment: os._Environ) -> tuple[int, int, int, int, int]:
@@ -246,3 +314,6 @@ if __name__ == "__main__":
     except ConfigError as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
         sys.exit(2)
+    except CheckpointError as error:
+        print(f"This run stops: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,19 +1,36 @@
-"""Checkpoints: whole or absent, the same state on every layout, and a resumed run that is the unbroken one."""
+"""Checkpoints: the same state on every layout, a resumed run that is the unbroken one, and which of them are kept."""
 
 import json
-from dataclasses import asdict
+import subprocess
+import threading
 from pathlib import Path
 
 import compare
 import pytest
 import torch
+from checkpoints import (
+    FACTS,
+    assemble,
+    list_differing,
+    load_and_train,
+    make_saver,
+    merge_states,
+    train,
+    train_and_save,
+    whole_state,
+)
+from layouts import CP, ONE_BY_ONE, PP, REPLICATE, SCHEDULE, TP, ZERO
 from made_corpora import BYTES, write_corpus
 
-from torchtitan_lite import step as stepping
-from torchtitan_lite.components.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from torchtitan_lite import certificates
+from torchtitan_lite.certificates import describe_certificate, find_certificate, write_certificate
+from torchtitan_lite.components.checkpoint.loading import read_fitting_manifest
+from torchtitan_lite.components.checkpoint.one_process import CheckpointWriter
+from torchtitan_lite.components.checkpoint.state import name_tensors
 from torchtitan_lite.components.corpus import open_corpus
 from torchtitan_lite.components.data import SampleReader, SampleStream
-from torchtitan_lite.preflight import find_steps
+from torchtitan_lite.config import Checkpoint
+from torchtitan_lite.formats.manifest import CheckpointError, find_steps
 from torchtitan_lite.tools.ranks import RankFailure
 
 ADAMW = {
@@ -23,118 +40,120 @@ ADAMW = {
     "lr_scheduler.warmup_steps": 4,
     "lr_scheduler.total_steps": 10,
 }
-PP, TP = "parallelism.pipeline_parallel_degree", "parallelism.tensor_parallel_degree"
-SAVED_ON = (8, {PP: 2, TP: 2, **ADAMW})
+TIED = {"model.tie_embeddings": True}
+IN_3D = (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B", **ADAMW})
+KEEP_ALL = Checkpoint(enable=True, keep_latest_k=0)
+
 OPENED_ON = {
     "one rank": (1, ADAMW),
     "dp4": (4, ADAMW),
     "tp4": (4, {TP: 4, **ADAMW}),
-    "hsdp2x2": (4, {"parallelism.data_parallel_replicate_degree": 2, **ADAMW}),
-    "pp2 Interleaved1F1B": (2, {PP: 2, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B", **ADAMW}),
+    "pp4": (4, {PP: 4, **ADAMW}),
+    "dp2 x tp2": (4, {TP: 2, **ADAMW}),
+    "hsdp2x2": (4, {REPLICATE: 2, **ADAMW, **ONE_BY_ONE}),
+    "pp2, one stage a rank": (2, {PP: 2, **ADAMW}),
+    "cp2": (2, {CP: 2, **ADAMW}),
+    "dp2, ZeRO 1": (2, {ZERO: 1, **ADAMW}),
 }
-FACTS = {"data": "of this test"}
-
-
-def train(run: stepping.Run, steps: range) -> list[float]:
-    vocab_size = run.config.model.vocab_size
-    batches = (compare.own_rows(run, compare.make_batch(step, vocab_size)) for step in steps)
-    return [stepping.train_step(run, batch).loss.item() for batch in batches]
-
-
-def whole_state(run: stepping.Run) -> dict[str, torch.Tensor]:
-    """Full copies of weights and optimizer states, by name. Collective."""
-    state = compare.gather(run, lambda parameter: parameter)
-    for name in sorted(run.optimizer.state[next(iter(run.parameters.values()))]):
-        moments = compare.gather(run, lambda parameter, name=name: run.optimizer.state[parameter][name])
-        state |= {f"{fqn} {name}": tensor for fqn, tensor in moments.items()}
-    return state
-
-
-def train_and_save(rank: int, world_size: int, overrides: dict, folder: str, n_steps: int, keep: int = 0) -> tuple:
-    """Worker: trains, saving after each step. Returns the whole state and the losses of three more steps."""
-    run = compare.build_table_run(world_size, overrides)
-    for step in range(n_steps):
-        train(run, range(step, step + 1))
-        parameters, optimizer = run.parameters, run.optimizer
-        save_checkpoint(Path(folder), step + 1, parameters, optimizer, facts=FACTS, keep_latest_k=keep)
-    state = whole_state(run)
-    return state, train(run, range(n_steps, n_steps + 3)), whole_state(run)
-
-
-def load_and_train(rank: int, world_size: int, overrides: dict, folder: str, step: int, facts: dict) -> tuple:
-    """Worker: the same from a checkpoint."""
-    run = compare.build_table_run(world_size, overrides)
-    load_checkpoint(Path(folder), step, run.parameters, run.optimizer, run.lr_scheduler, facts=facts)
-    state = whole_state(run)
-    return state, train(run, range(step, step + 3)), whole_state(run)
-
-
-def merge_states(states: list[dict]) -> dict[str, torch.Tensor]:
-    """Of all ranks: each pipeline stage knows its own parameters."""
-    return {name: tensor for state in states for name, tensor in state.items()}
 
 
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory):
     """A checkpoint of step 2 of a 3-D run, and what that run did afterwards."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    world_size, overrides = SAVED_ON
-    shares = pool.run(train_and_save, world_size, overrides, str(folder), 2)
+    world_size, overrides = IN_3D
+    shares = pool.run(train_and_save, world_size, overrides, str(folder), 2, KEEP_ALL)
     return folder, merge_states([share[0] for share in shares]), shares[0][1], merge_states([s[2] for s in shares])
 
 
+def open_on(pool, world_size: int, overrides: dict, folder, step: int | None = 2, section=KEEP_ALL, **more):
+    """The whole state after loading, the losses of three more steps, the last state, the step."""
+    shares = pool.run(load_and_train, world_size, overrides, str(folder), step, section, **more)
+    return merge_states([s[0] for s in shares]), shares[0][1], merge_states([s[2] for s in shares]), shares[0][3]
+
+
 @pytest.mark.parametrize("name", OPENED_ON)
-def test_a_checkpoint_opens_on_another_layout_with_every_element_equal(pool, saved, name):
+def test_a_checkpoint_of_3d_opens_on_another_layout_with_every_element_equal(pool, saved, name):
     folder, state, losses, _ = saved
-    world_size, overrides = OPENED_ON[name]
-    shares = pool.run(load_and_train, world_size, overrides, str(folder), 2, FACTS)
-    opened = merge_states([share[0] for share in shares])
-    assert opened.keys() == state.keys()
-    assert len(opened) == 4 * len([key for key in opened if " " not in key])  # weight, step and two moments each
-    assert [key for key in state if not torch.equal(opened[key], state[key])] == []
-    assert shares[0][1] == pytest.approx(losses, rel=1e-4)
+    opened, opened_losses, *_ = open_on(pool, *OPENED_ON[name], folder)
+    assert len(state) == 4 * 39 and list_differing(opened, state) == []  # weight, step and two moments each
+    assert opened_losses == pytest.approx(losses, rel=1e-4)
+
+
+def test_a_checkpoint_of_another_layout_opens_on_3d_with_every_element_equal(pool, tmp_path):
+    world_size, overrides = OPENED_ON["dp2 x tp2"]
+    shares = pool.run(train_and_save, world_size, overrides, str(tmp_path), 2, KEEP_ALL)
+    opened, losses, *_ = open_on(pool, *IN_3D, tmp_path)
+    assert list_differing(opened, shares[0][0]) == []
+    assert losses == pytest.approx(shares[0][1], rel=1e-4)
+
+
+def test_tied_embeddings_are_one_tensor_on_every_layout(pool, tmp_path):
+    shares = pool.run(train_and_save, 2, {**TIED, **ADAMW}, str(tmp_path), 2, KEEP_ALL)
+    opened, losses, *_ = open_on(pool, 2, {TP: 2, **TIED, **ADAMW}, tmp_path)
+    assert "model.output.weight" not in opened and list_differing(opened, shares[0][0]) == []
+    assert losses == pytest.approx(shares[0][1], rel=1e-4)
 
 
 def test_a_resumed_run_is_bit_equal_to_the_unbroken_one(pool, saved):
     folder, _, losses, last_state = saved
-    world_size, overrides = SAVED_ON
-    shares = pool.run(load_and_train, world_size, overrides, str(folder), 2, FACTS)
-    resumed = merge_states([share[2] for share in shares])
-    assert shares[0][1] == losses
-    assert [key for key in last_state if not torch.equal(resumed[key], last_state[key])] == []
+    _, resumed_losses, resumed, _ = open_on(pool, *IN_3D, folder)
+    assert resumed_losses == losses
+    assert list_differing(resumed, last_state) == []
 
 
-def test_only_the_newest_checkpoints_are_kept(pool, tmp_path):
-    pool.run(train_and_save, 1, ADAMW, str(tmp_path), 4, keep=2)
-    assert find_steps(tmp_path) == [3, 4]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4"]
+def test_files_are_plain_safetensors_with_readable_names_and_hashes_of_coreutils(saved):
+    folder, state, *_ = saved
+    assert list_differing(assemble(folder / "step-2"), state) == []
+    manifest = json.loads((folder / "step-2" / "manifest.json").read_text())
+    assert {path.name for path in (folder / "step-2").iterdir()} == {"manifest.json", *manifest["files"]}
+    for name, record in manifest["files"].items():
+        command = ["b2sum", "-l", "256", folder / "step-2" / name]
+        assert subprocess.run(command, capture_output=True, text=True).stdout.split()[0] == record["blake2b"]
+    assert manifest["step"] == 2 and manifest["facts"] == FACTS
+
+
+def test_each_element_is_written_once(saved):
+    folder, state, *_ = saved
+    manifest = json.loads((folder / "step-2" / "manifest.json").read_text())
+    n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    assert n_bytes < sum(record["size"] for record in manifest["files"].values()) < n_bytes + 8 * 30_000
+
+
+def test_only_the_newest_checkpoints_are_kept_and_those_of_every_mth_step(pool, tmp_path):
+    section = Checkpoint(enable=True, keep_latest_k=2, keep_every_m=3)
+    pool.run(train_and_save, 1, ADAMW, str(tmp_path), 7, section)
+    assert find_steps(tmp_path) == [3, 6, 7]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-6", "step-7"]
 
 
 def test_what_was_not_committed_is_not_a_checkpoint(tmp_path):
-    (tmp_path / "step-7.tmp").mkdir()
-    (tmp_path / "step-7.tmp" / "run.json").write_text("{}")
+    for name in ("step-7.tmp", "step-8.damaged", "step-09", "step-x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
     (tmp_path / "step-8").mkdir()
     assert find_steps(tmp_path) == []
 
 
-def test_left_overs_of_a_death_while_saving_do_not_disturb_the_next_save(pool, tmp_path):
-    (tmp_path / "step-1.tmp").mkdir()
-    (tmp_path / "step-1.tmp" / "torn.distcp").write_bytes(b"half")
-    pool.run(train_and_save, 1, ADAMW, str(tmp_path), 1)
-    assert find_steps(tmp_path) == [1]
-    assert not (tmp_path / "step-1" / "torn.distcp").exists()
+def test_left_overs_of_deaths_are_swept_up_by_the_next_save(pool, tmp_path):
+    for name in ("step-1.tmp", "step-9.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-00007.safetensors").write_bytes(b"half")
+    pool.run(train_and_save, 1, ADAMW, str(tmp_path), 1, KEEP_ALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert not (tmp_path / "step-1" / "rank-00007.safetensors").exists()
 
 
 def test_a_checkpoint_is_never_overwritten(pool, tmp_path):
     (tmp_path / "step-1").mkdir()
     with pytest.raises(RankFailure, match="step-1 exists already"):
-        pool.run(train_and_save, 1, ADAMW, str(tmp_path), 1)
+        pool.run(train_and_save, 1, ADAMW, str(tmp_path), 1, KEEP_ALL)
+    assert list((tmp_path / "step-1").iterdir()) == []
 
 
-def test_changed_data_are_refused_by_name(pool, saved):
-    folder, *_ = saved
+def test_changed_data_are_refused_by_name_on_every_rank(pool, saved):
     with pytest.raises(RankFailure, match="was saved with data = 'of this test', this run has 'other'"):
-        pool.run(load_and_train, 1, ADAMW, str(folder), 2, {"data": "other"})
+        open_on(pool, 2, ADAMW, saved[0], facts={**FACTS, "data": "other"})
 
 
 def test_changed_corpora_are_refused_by_name_before_a_tensor_is_read(tmp_path):
@@ -146,9 +165,10 @@ def test_changed_corpora_are_refused_by_name_before_a_tensor_is_read(tmp_path):
         write_corpus(tmp_path / str(n) / name, [[[1, 2, n]]]) for n, name in enumerate(("wiki", "code", "wiki"))
     )
     saved = read_facts(wiki, code)
-    (tmp_path / "step-2").mkdir()
-    (tmp_path / "step-2" / "run.json").write_text(json.dumps({"step": 2, **saved}))
-    assert json.loads(json.dumps(saved)) == saved
+    with CheckpointWriter(tmp_path / "step-2", 2, {"model.w": (torch.float32, (1,))}, facts=saved) as writer:
+        writer.write("model.w", torch.zeros(1))
+        writer.commit()
+    read_fitting_manifest(tmp_path / "step-2", {}, saved)
     for facts, named in [
         (read_facts(other_wiki, code), r"data of corpus 1 \(wiki\) = '\w+ train', this run has '\w+ train'"),
         (read_facts(code, wiki), r"dataset = \['wiki', 'code'\], this run has \['code', 'wiki'\]"),
@@ -156,17 +176,118 @@ def test_changed_corpora_are_refused_by_name_before_a_tensor_is_read(tmp_path):
         (read_facts(wiki, code, seed=1), "seed = 0, this run has 1"),
     ]:
         with pytest.raises(CheckpointError, match=f"step-2 was saved with {named}"):
-            load_checkpoint(tmp_path, 2, {}, None, None, facts=facts)
+            read_fitting_manifest(tmp_path / "step-2", {}, facts)
 
 
-def test_a_missing_step_is_refused_with_those_that_exist(pool, saved):
-    folder, *_ = saved
-    with pytest.raises(RankFailure, match=r"whole ones: steps \[1, 2\]"):
-        pool.run(load_and_train, 1, ADAMW, str(folder), 5, FACTS)
+def test_another_model_is_refused_by_the_tensor_that_differs(pool, saved):
+    with pytest.raises(RankFailure, match=r"another model: it has no model.layers.4.attention_norm.weight"):
+        open_on(pool, 1, {**ADAMW, "model.n_layers": 5}, saved[0])
+    with pytest.raises(RankFailure, match=r"feed_forward.w1.weight is \[96, 64\] there and \[128, 64\] here"):
+        open_on(pool, 1, {**ADAMW, "model.ffn_dim": 128}, saved[0])
 
 
-def test_facts_survive_json(saved):
-    folder, *_ = saved
-    assert json.loads((folder / "step-2" / "run.json").read_text()) == {"step": 2, **FACTS}
-    shape = asdict(compare.resolve_shape(compare.TABLE_CONFIG.model))
-    assert json.loads(json.dumps(shape)) == shape
+def test_a_step_that_is_not_there_is_refused(pool, saved):
+    with pytest.raises(RankFailure, match="step-5 is no checkpoint"):
+        open_on(pool, 1, ADAMW, saved[0], step=5)
+
+
+def test_moments_begin_anew_where_the_optimizer_is_excluded(pool, saved):
+    folder, state, *_ = saved
+    section = Checkpoint(enable=True, exclude_from_loading=["optimizer"])
+    opened, *_ = open_on(pool, 1, ADAMW, folder, section=section)
+    assert opened.keys() == {name for name in state if name.startswith("model.")}  # none until the first step
+    assert list_differing(opened, {name: state[name] for name in opened}) == []
+
+
+# ---------------------------------------------------------------- asynchronous
+
+
+def save_beside(rank: int, world_size: int, folder: str, mode: str, n_saves: int) -> list[dict[str, torch.Tensor]]:
+    """Worker: saves after every step. The whole states at those steps."""
+    run = compare.build_table_run(world_size, ADAMW)
+    states = []
+    with make_saver(run, folder, Checkpoint(enable=True, async_mode=mode, keep_latest_k=0)) as saver:
+        for step in range(n_saves):
+            train(run, range(step, step + 1))
+            states.append(whole_state(run))
+            saver.save(step + 1, name_tensors(run.parameters, run.optimizer))
+    return states
+
+
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
+def test_an_asynchronous_save_holds_the_step_it_was_asked_for_while_training_goes_on(pool, tmp_path, mode):
+    states, _ = pool.run(save_beside, 2, str(tmp_path), mode, 5)
+    for step, state in enumerate(states, 1):
+        assert list_differing(assemble(tmp_path / f"step-{step}"), state) == []
+
+
+def delay_the_copy(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+    """Worker: the copy is made when the next step is about to change the weights, or after it if nobody waits."""
+    run = compare.build_table_run(world_size, ADAMW)
+    train(run, range(1))
+    state = whole_state(run)
+    begun, changed = threading.Event(), threading.Event()
+    run.optimizer.register_step_pre_hook(lambda *_: begun.set())
+    run.optimizer.register_step_post_hook(lambda *_: changed.set())
+    with make_saver(run, folder, Checkpoint(enable=True, async_mode="async")) as saver:
+        copy = saver.staging.copy
+
+        def copy_late() -> None:
+            begun.wait()
+            changed.wait(timeout=0.5)
+            copy()
+
+        saver.staging.copy = copy_late
+        saver.save(1, name_tensors(run.parameters, run.optimizer))
+        train(run, range(1, 2))
+    return state
+
+
+def test_no_weight_changes_before_it_is_copied(pool, tmp_path):
+    state, _ = pool.run(delay_the_copy, 2, str(tmp_path))
+    assert list_differing(assemble(tmp_path / "step-1"), state) == []
+
+
+def count_buffers(rank: int, world_size: int, folder: str, n_saves: int) -> tuple[set[int], int]:
+    """Worker: where the copies of all saves lay, and how many tensors there are."""
+    run = compare.build_table_run(world_size, ADAMW)
+    places = set()
+    with make_saver(run, folder, Checkpoint(enable=True, async_mode="async", keep_latest_k=1)) as saver:
+        for step in range(n_saves):
+            train(run, range(step, step + 1))
+            tensors = name_tensors(run.parameters, run.optimizer)
+            saver.save(step + 1, tensors)
+            places |= {buffer.data_ptr() for buffer in saver.staging.buffers.values()}
+    return places, len(tensors)
+
+
+def test_buffers_of_asynchronous_saves_are_used_again(pool, tmp_path):
+    places, n_tensors = pool.run(count_buffers, 1, str(tmp_path), 4)[0]
+    assert len(places) == n_tensors
+
+
+# ---------------------------------------------------------------- seen by the reader of a log
+
+
+@pytest.mark.parametrize(
+    ("certificate", "said"),
+    [
+        (None, "layout not proven"),
+        ({"layout": "tp 2", "largest_error": 2e-7, "date": "2026-11-21"}, "trained on a proven layout: tp 2, worst"),
+    ],
+)
+def test_a_certificate_is_shown_in_one_line(certificate, said):
+    assert said in describe_certificate(certificate)
+
+
+def test_a_certificate_is_found_by_the_same_config_and_by_no_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = compare.complete({TP: 2}, 2)
+    assert find_certificate(config) is None
+    write_certificate(config, {"layout": "tp 2"})
+    assert find_certificate(config)["layout"] == "tp 2"
+    assert find_certificate(compare.override(config, {"optimizer.lr": 1.0, "training.steps": 3}))
+    for key, value in {TP: 4, "model.dim": 128, "compile.enable": True, "activation_checkpoint.mode": "none"}.items():
+        assert find_certificate(compare.override(config, {key: value})) is None, key
+    monkeypatch.setattr(certificates, "hash_code", lambda: "of other code")
+    assert find_certificate(config) is None

@@ -357,7 +357,7 @@ def verify(pool, folder, args: list[str], mutant: str | None = None) -> int:
     def run_ranks(worker, world_size, *args, **options):
         return pool.run(compare.run_mutant, world_size, mutant, worker, *args, **options)
 
-    return tool.verify("debug", reduction, options, run_ranks, folder)
+    return 0 if tool.verify("debug", reduction, options, run_ranks, folder)["certified"] else 1
 
 
 def test_json_holds_every_parameter_and_what_was_replaced(pool, folder, capsys):
@@ -427,3 +427,4 @@ def test_the_command_verifies_a_config_from_a_cold_start():
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "certified: this layout computes the one-process model" in done.stdout
+    assert "kept for runs of this config" in done.stderr

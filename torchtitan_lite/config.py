@@ -146,11 +146,24 @@ class Compile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    enable: bool = False  # save, and resume from the newest whole checkpoint of the dump folder
+    enable: bool = False  # save, and resume from the newest sound checkpoint of the dump folder
     folder: str = "checkpoint"  # inside dump_folder
     interval: Count = 500  # steps between two saves; the last step is always saved
+    enable_first_step_checkpoint: bool = False  # save after the first step too: storage that fails is told at once
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"  # copy, then write beside the steps
+    on_save_error: Literal["stop", "continue"] = "stop"  # new: what the run does when a checkpoint cannot be written
     keep_latest_k: NonNegativeInt = 10  # 0 keeps all
-    load_step: Annotated[int, Range(0, auto=-1)] = -1  # resume from this step; auto: the newest
+    keep_every_m: NonNegativeInt = 0  # new: checkpoints of steps that m divides are kept too; 0: none
+    load_step: Annotated[int, Range(0, auto=-1)] = -1  # resume from this step; auto: the newest that is sound
+    load_only: bool = False  # resume, and save nothing
+    verify: bool = True  # new: hash every file of a checkpoint before it is loaded, each rank some of them
+    exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)  # begin with new moments
+    initial_load_path: str = ""  # weights to begin with where the dump folder holds no checkpoint
+    initial_load_model_only: bool = True  # of initial_load_path: without optimizer and step
+    initial_load_in_hf: bool = False  # initial_load_path is a Hugging Face folder
+    last_save_model_only: bool = False  # the last step is saved as weights alone, which no run can resume
+    last_save_in_hf: bool = False  # and as a Hugging Face folder
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights in those two
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
 
+from torchtitan_lite.certificates import find_certificate
 from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
 from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.config_values import get_value
 from torchtitan_lite.corpora import NAMED, check_corpora, check_weights
+from torchtitan_lite.formats.manifest import CheckpointError, find_steps, read_manifest
 from torchtitan_lite.hardware import Machine
 from torchtitan_lite.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
+from torchtitan_lite.other_models import check_export, check_initial_load
 from torchtitan_lite.sizes import Shape, count_parameters, resolve_shape
 from torchtitan_lite.vocabulary.find_vocabulary import read_vocabulary
 from torchtitan_lite.vocabulary.vocabulary import Vocabulary
@@ -53,6 +56,7 @@ class Prepared:
     notices: list[str]
     dump_folder: Path
     resumed_step: int  # the last step that is already done; 0: the run begins
+    certificate: dict[str, object] | None  # what `verify` has left for this config and this code
     cache_folder: Path
     vocabulary: Vocabulary
 
@@ -94,6 +98,10 @@ def preflight(
     problems += check_dump_folder(config, restarted) + check_subfolders(config)
     problems += check_writable("training.cache_folder", config.training.cache_folder)
     problems += check_profiling(config) + ([] if restarted else check_load_step(config))
+    if shape is not None:
+        problems += check_export(config, shape)
+        if not find_resumed_step(config, restarted):
+            problems += check_initial_load(config, shape)
 
     problems = reading.problems + drop_follow_ups(problems, reading.problems)
     if problems:
@@ -108,6 +116,7 @@ def preflight(
         notices=reading.notices,
         dump_folder=Path(config.job.dump_folder),
         resumed_step=find_resumed_step(config, restarted),
+        certificate=find_certificate(config),
         cache_folder=Path(config.training.cache_folder),
         vocabulary=vocabulary,
     )
@@ -233,9 +242,14 @@ def check_load_step(config: Config) -> list[Problem]:
         return [Problem(key, value, why, "Keep one of the two keys")]
     if value not in steps:
         return [Problem(key, value, f"{folder} holds no whole checkpoint of it", f"There are steps {steps or 'none'}")]
-    if later := [step for step in steps if step > value]:
+    later = [step for step in steps if step > value]
+    if later and not config.checkpoint.load_only:
         why = f"{folder} holds later checkpoints too ({later}), which the run would meet again"
         return [Problem(key, value, why, "Move those away, or copy this one to another job.dump_folder")]
+    try:
+        read_manifest(folder / f"step-{value}")
+    except CheckpointError as error:
+        return [Problem(key, value, str(error), f"Resume from another step: there are {steps}")]
     return []
 
 
@@ -246,12 +260,6 @@ def find_resumed_step(config: Config, restarted: bool) -> int:
     steps = find_steps(Path(config.job.dump_folder) / config.checkpoint.folder)
     restored = config.checkpoint.load_step
     return max(steps, default=0) if restored == -1 or restarted else restored
-
-
-def find_steps(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints in `folder`, ascending: run.json is there, and the folder has its final name."""
-    names = [path.parent.name.removeprefix("step-") for path in folder.glob("step-*/run.json")]
-    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def check_writable(key: str, value: str) -> list[Problem]:

@@ -37,8 +37,6 @@ class Absent:
 
 _CONVERTERS = "Linear layers compute in training.mixed_precision_param, with bfloat16 as the smallest type"
 _STAGES = "parallelism.pipeline_parallel_layers_per_stage and the two less_layers keys shape the stages"
-_WHOLE = "Every checkpoint is whole: weights in float32, optimizer and step, so that any of them can be resumed"
-_RESUME = "A run resumes from its own job.dump_folder: point that at a copy of the run to continue"
 _SHAPES = "Validation batches have the shape of training's, so that they pass through the same schedule and graphs"
 _CUSTOM = "There are no plug-in modules: a new key goes into config.py, a new model into model/"
 
@@ -68,22 +66,7 @@ ABSENT = {
         ([], ["moe.router.gate"]), "Per-operator recompute keeps the result of every matmul"
     ),
     "compile.components": Absent((["model"],), "The blocks are compiled and the loss is not", only_if="compile.enable"),
-    "checkpoint.initial_load_path": Absent(("", "none"), _RESUME, only_if="checkpoint.enable"),
-    "checkpoint.initial_load_in_hf": Absent((False,), _RESUME, only_if="checkpoint.enable"),
-    "checkpoint.last_save_model_only": Absent((False,), _WHOLE, only_if="checkpoint.enable"),
-    "checkpoint.last_save_in_hf": Absent((False,), _WHOLE, only_if="checkpoint.enable"),
-    "checkpoint.export_dtype": Absent(("float32",), _WHOLE, only_if="checkpoint.enable"),
-    "checkpoint.exclude_from_loading": Absent(([],), _WHOLE, only_if="checkpoint.enable"),
-    "checkpoint.async_mode": Absent(
-        ("disabled",),
-        "Saving blocks the step: raise checkpoint.interval to pay it less often",
-        only_if="checkpoint.enable",
-    ),
-    "checkpoint.enable_first_step_checkpoint": Absent(
-        (False,), "A short run tries the storage: training.steps = 1 saves at its end", only_if="checkpoint.enable"
-    ),
     "checkpoint.interval_type": Absent(("steps",), "checkpoint.interval counts steps", only_if="checkpoint.enable"),
-    "checkpoint.load_only": Absent((False,), _RESUME, only_if="checkpoint.enable"),
     "checkpoint.create_seed_checkpoint": Absent((False,), "Initial weights are the same on every layout without one"),
     "comm.mode": Absent(("default",), "Ranks always talk; `check` says what a layout needs without running it"),
     "validation.dataset_path": Absent(("", "none"), "validation.dataset takes the path itself"),
@@ -107,7 +90,6 @@ SETTINGS_OF_ABSENT = {
     "activation_checkpoint.memory_budget": 'activation_checkpoint.mode = "memory_budget"',
     "activation_checkpoint.early_stop": "recompute may stop early or run on: the numbers are the same",
     "activation_checkpoint.preserve_rng_state": "the model draws no random numbers",
-    "checkpoint.initial_load_model_only": "checkpoint.initial_load_path",
     "quantize.*": "model.converters",
     "memory_estimation.*": "memory_estimation.enable",
     "fault_tolerance.*": "fault_tolerance.enable",

@@ -66,11 +66,11 @@ class Tokenizer:
 
         Raises KeyError for an id without a token.
         """
-        return b"".join(self._bytes_of_id[token_id] for token_id in ids).decode("utf-8", errors="replace")
+        return b"".join(self.bytes_of_id[token_id] for token_id in ids).decode("utf-8", errors="replace")
 
     def bytes_of_tokens(self) -> list[int]:
         """For each id, how many bytes of a text in UTF-8 it stands for: none for special tokens and unused ids."""
-        counts = [len(self._bytes_of_id.get(token_id, b"")) for token_id in range(self.n_words)]
+        counts = [len(self.bytes_of_id.get(token_id, b"")) for token_id in range(self.n_words)]
         for token in self.vocabulary.added:
             if token.special:
                 counts[token.id] = 0
@@ -90,7 +90,8 @@ class Tokenizer:
         return TokenFinder([token for token in self.vocabulary.added if token.normalized])
 
     @cached_property
-    def _bytes_of_id(self) -> dict[int, bytes]:
+    def bytes_of_id(self) -> dict[int, bytes]:
+        """What each token stands for, special ones by name. It may end, or begin, inside a character."""
         of_id = {token_id: token for token, token_id in self.vocabulary.ranks.items()} | dict(self.vocabulary.unmade)
         return of_id | {token.id: token.text.encode() for token in self.vocabulary.added}
 

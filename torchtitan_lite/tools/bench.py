@@ -11,6 +11,7 @@ from collections.abc import Callable
 from tempfile import gettempdir
 
 from torchtitan_lite.components.preparation.work_folder import Unfinished
+from torchtitan_lite.tools.bench_checkpoint import bench_checkpoint
 from torchtitan_lite.tools.bench_data import bench_data
 from torchtitan_lite.tools.bench_step import UnequalContenders, bench_step
 from torchtitan_lite.tools.rounds import Report, describe, report_for_programs
@@ -20,6 +21,7 @@ BENCHES: dict[
 ] = {  # name -> (function of n_rounds and n_steps, what it compares)
     "step": (bench_step, "a training step with a hand-written loop, with transformers' Llama, and compiled with eager"),
     "data": (bench_data, "tokenising with tiktoken, reading with plain mapped files, and a batch with a debug step"),
+    "checkpoint": (bench_checkpoint, "saving and loading with the speeds of disk and hash; how long a save blocks"),
 }
 
 

@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 
 from torchtitan_lite.tools.comparison import Difference, total_update_error
 from torchtitan_lite.tools.oracle import N_STEPS
@@ -120,6 +121,17 @@ def report_for_programs(
         "parameters": None if difference is None else report_parameters(difference),
         "bfloat16": asdict(in_bfloat16) if in_bfloat16 else None,
         "seconds": round(trial.seconds, 1),
+    }
+
+
+def record_for_runs(report: dict[str, object]) -> dict[str, object]:
+    """What a run of this config may say of itself: the short form of a certificate, from the report for programs."""
+    degrees = {dim: degree for dim, degree in report["degrees"].items() if degree > 1}
+    return {
+        "layout": " x ".join(f"{dim} {degree}" for dim, degree in degrees.items()) or "one rank",
+        "largest_error": max(parameter["gradient"] for parameter in report["parameters"].values()),
+        "reduced": [change["key"] for change in report["reduced"]],
+        "date": datetime.now(timezone.utc).date().isoformat(),
     }
 
 

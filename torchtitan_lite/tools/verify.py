@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_lite.certificates import write_certificate
 from torchtitan_lite.config import Config, ConfigError
 from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.tools.bisection import Step, bisect, find_smallest, list_features
-from torchtitan_lite.tools.certificate import InBfloat16, describe, report_for_programs
+from torchtitan_lite.tools.certificate import InBfloat16, describe, record_for_runs, report_for_programs
 from torchtitan_lite.tools.comparison import Difference, total_update_error
 from torchtitan_lite.tools.matrix import COLUMNS, ROWS, Cell, describe_grid, try_cell
 from torchtitan_lite.tools.ranks import RankPool
@@ -52,7 +53,10 @@ def main(args: list[str]) -> int:
         run_ranks = partial(pool.run, timeout_s=SECONDS_FOR_A_RUN)
         if options.matrix:
             return verify_matrix(reading.config, options, run_ranks, Path(folder))
-        return verify(reading.config_name, reduction, options, run_ranks, Path(folder))
+        report = verify(reading.config_name, reduction, options, run_ranks, Path(folder))
+    if report["certified"]:
+        keep_certificate(reading.config, report)
+    return 0 if report["certified"] else 1
 
 
 def parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -77,8 +81,8 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def verify(
     config_name: str, reduction: Reduction, options: argparse.Namespace, run_ranks: RunRanks, folder: Path
-) -> int:
-    """One layout: print its certificate, or what is wrong with it."""
+) -> dict[str, object]:
+    """One layout: print its certificate, or what is wrong with it. Returns the report for programs."""
     config, layout = reduction.config, reduction.layout
     trial = try_layout(config, layout.world_size, run_ranks, folder)
     in_bfloat16 = measure_bfloat16(reduction, run_ranks, folder) if options.bf16 and not trial.faults else None
@@ -96,7 +100,17 @@ def verify(
         print(describe(config_name, reduction, trial, in_bfloat16, verbose=options.verbose))
         if smallest is not None:
             print(f"smallest combination that fails: {' + '.join(smallest) or 'one rank without any option'}")
-    return 0 if report["certified"] else 1
+    return report
+
+
+def keep_certificate(config: Config, report: dict[str, object]) -> None:
+    """Where runs of this config find it, so that their checkpoints carry it."""
+    try:
+        path = write_certificate(config, record_for_runs(report))
+    except OSError as error:
+        print(f"the certificate is not kept for runs: {error}", file=sys.stderr)
+    else:
+        print(f"kept for runs of this config: {path}", file=sys.stderr)
 
 
 def fails(config: Config, layout, run_ranks: RunRanks, folder: Path) -> bool:

@@ -1,0 +1,119 @@
+"""What tests of checkpoints share: runs that save and resume, readers that know nothing of ours, forged manifests."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import compare
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.components.checkpoint.loading import resume
+from torchtitan_lite.components.checkpoint.saving import CheckpointSaver
+from torchtitan_lite.components.checkpoint.state import name_tensors
+from torchtitan_lite.config import Checkpoint
+
+FACTS = {"data": "of this test", "shape": {"dim": 64}}
+
+
+def train(run: stepping.Run, steps: range) -> list[float]:
+    vocab_size = run.config.model.vocab_size
+    batches = (compare.own_rows(run, compare.make_batch(step, vocab_size)) for step in steps)
+    return [stepping.train_step(run, batch).loss.item() for batch in batches]
+
+
+def whole_state(run: stepping.Run) -> dict[str, Tensor]:
+    """Full copies of weights and optimizer states, by name. Collective."""
+    named = name_tensors(run.parameters, run.optimizer)
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+        for name, tensor in named.items()
+    }
+
+
+def make_saver(run: stepping.Run, folder: str, section: Checkpoint) -> CheckpointSaver:
+    group = dist.new_group(backend="gloo")
+    described = {"config": {"model": {"flavor": "table"}}, "certificate": None}
+    return CheckpointSaver(
+        Path(folder), section, run.optimizer, facts=FACTS, run=described, group=group, device=run.device
+    )
+
+
+def train_and_save(
+    rank: int, world_size: int, overrides: dict, folder: str, n_steps: int, section: Checkpoint
+) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
+    """Worker: saves after each of `n_steps`. The whole state then, the losses of three more steps, the last state."""
+    run = compare.build_table_run(world_size, overrides)
+    with make_saver(run, folder, section) as saver:
+        for step in range(n_steps):
+            train(run, range(step, step + 1))
+            saver.check()
+            saver.save(step + 1, name_tensors(run.parameters, run.optimizer))
+    state = whole_state(run)
+    return state, train(run, range(n_steps, n_steps + 3)), whole_state(run)
+
+
+def load_and_train(
+    rank: int, world_size: int, overrides: dict, folder: str, step: int | None, section: Checkpoint, facts: dict = FACTS
+) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], int]:
+    """Worker: the same from a checkpoint, and the step that it was of."""
+    run = compare.build_table_run(world_size, overrides)
+    group = dist.new_group(backend="gloo")
+    step = resume(
+        Path(folder),
+        step,
+        run.parameters,
+        run.optimizer,
+        run.lr_scheduler,
+        section=section,
+        facts=facts,
+        group=group,
+    )
+    state = whole_state(run)
+    return state, train(run, range(step, step + 3)), whole_state(run), step
+
+
+def merge_states(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Of all ranks: each pipeline stage knows its own parameters."""
+    return {name: tensor for state in states for name, tensor in state.items()}
+
+
+def list_differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names under which there are not the same bits."""
+    names = sorted(one.keys() | other.keys())
+    return [n for n in names if n not in one or n not in other or not torch.equal(one[n], other[n])]
+
+
+def assemble(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by safetensors' own reader and the manifest as JSON."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    files = {name: load_file(folder / name) for name in manifest["files"]}
+    tensors = {}
+    for name, record in manifest["tensors"].items():
+        whole = torch.full(record["shape"], float("nan"))
+        for file, offsets, sizes in record["chunks"]:
+            ranges = [f"{begin}:{begin + size}" for begin, size in zip(offsets, sizes, strict=True)]
+            entry = name if sizes == record["shape"] else f"{name}[{','.join(ranges)}]"
+            box = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
+            whole[box] = files[file][entry]
+        tensors[name] = whole
+    return tensors
+
+
+def forge(folder: Path, edit: Callable[[dict], object]) -> None:
+    """Rewrites a manifest as someone would who knows how it is sealed."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["blake2b"]
+    edit(content)
+    seal(path, json.dumps(content)[1:].encode())
+
+
+def seal(path: Path, body: bytes) -> None:
+    digest = hashlib.blake2b(body, digest_size=32).hexdigest()
+    path.write_bytes(b'{"blake2b": "%s",\n' % digest.encode() + body)

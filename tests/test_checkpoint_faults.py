@@ -1,0 +1,239 @@
+"""Saving where something goes wrong: full disks, dead ranks, two runs on one folder; and what loading takes."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import kill_while_saving
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import FACTS
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from torchtitan_lite.components.checkpoint import folders
+from torchtitan_lite.components.checkpoint.loading import load_checkpoint
+from torchtitan_lite.components.checkpoint.one_process import CheckpointWriter, open_checkpoint
+from torchtitan_lite.components.checkpoint.saving import CheckpointSaver, is_saved
+from torchtitan_lite.config import Checkpoint
+from torchtitan_lite.formats.manifest import CheckpointError, find_steps
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MIB = 2**20
+
+
+def make_saver(folder: str, section: Checkpoint) -> CheckpointSaver:
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    group = dist.new_group(backend="gloo")
+    return CheckpointSaver(
+        Path(folder), section, optimizer, facts=FACTS, run={}, group=group, device=torch.device("cpu")
+    )
+
+
+def limit_files(n_bytes: int) -> None:
+    """Writing beyond that fails with EFBIG in this process, as on a full disk with ENOSPC."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+
+
+# ---------------------------------------------------------------- no room
+
+
+def save_without_room(rank: int, world_size: int, folder: str, mode: str, on_save_error: str) -> list[str]:
+    """Worker: in every second of four saves, rank 1 has no room. What was raised at each of them, or after it."""
+    said = []
+    tensors = {f"model.{n}": torch.randn(256, 1024) for n in range(4)}  # 4 MiB, of which each rank writes a half
+    saver = make_saver(folder, Checkpoint(enable=True, async_mode=mode, on_save_error=on_save_error))
+    with saver:
+        for step in (1, 2, 3, 4):
+            limit_files(MIB if rank == 1 and step % 2 == 0 else resource.RLIM_INFINITY)
+            try:
+                saver.save(step, tensors)
+                saver.wait()
+                said.append("")
+            except CheckpointError as error:
+                said.append(str(error))
+    limit_files(resource.RLIM_INFINITY)
+    return said
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_without_room_the_save_fails_on_every_rank_and_says_where_and_how_much(pool, tmp_path, mode):
+    for said in pool.run(save_without_room, 2, str(tmp_path), mode, "stop"):
+        assert said[0] == said[2] == ""
+        assert str(tmp_path / "step-2.tmp" / "rank-00001.safetensors") in said[1] and "File too large" in said[1]
+        assert "it takes 2,097,3" in said[1] and "1,048,576 were written" in said[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
+    for step in (1, 3):
+        open_checkpoint(tmp_path / f"step-{step}").close()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_run_may_go_on_without_the_checkpoint_that_failed(pool, tmp_path, mode):
+    assert pool.run(save_without_room, 2, str(tmp_path), mode, "continue") == [["", "", "", ""]] * 2
+    assert find_steps(tmp_path) == [1, 3]
+
+
+def fail_beside_steps(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    """Worker: what `check` raises once the thread has met its error, and what leaving the saver raises for another."""
+    saver, said = make_saver(folder, Checkpoint(enable=True, async_mode="async")), ["", ""]
+    tensors = {"model.a": torch.zeros(3)}
+    try:
+        with saver:
+            saver.save(1, tensors)
+            saver.in_flight.exception()
+            try:
+                saver.check()
+            except CheckpointError as error:
+                said[0] = str(error)
+            saver.check()  # once is enough
+            saver.save(1, tensors)
+    except CheckpointError as error:
+        said[1] = str(error)
+    return tuple(said)
+
+
+def test_errors_beside_the_steps_surface_at_the_next_step_and_at_the_end(pool, tmp_path):
+    (tmp_path / "step-1").mkdir()
+    for said in pool.run(fail_beside_steps, 2, str(tmp_path)):
+        assert all("step-1 exists already" in one for one in said)
+
+
+def test_a_full_disk_is_told_by_the_single_writer_too(tmp_path):
+    try:
+        limit_files(MIB)
+        with pytest.raises(CheckpointError, match=r"rank-00000.safetensors cannot be written \(File too large\)"):
+            with CheckpointWriter(tmp_path / "step-1", 1, {"model.a": (torch.float32, (MIB,))}) as writer:
+                writer.write("model.a", torch.zeros(MIB))
+                writer.commit()
+    finally:
+        limit_files(resource.RLIM_INFINITY)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- death
+
+
+def test_whatever_is_killed_while_saving_what_is_committed_is_whole(tmp_path):
+    with kill_while_saving.RankPool(kill_while_saving.N_RANKS) as pool:
+        saving = kill_while_saving.kill_savers(pool, 4, keep_latest_k=3, seed=11)
+        retiring = kill_while_saving.kill_savers(pool, 2, keep_latest_k=1, seed=12)
+        resuming = kill_while_saving.kill_trainers(pool, 1, seed=13)
+    for score in (saving, retiring, resuming):
+        assert score.wrong == 0, score
+
+
+class Death(BaseException):
+    """Stands for the end of the process at one certain call."""
+
+
+def die(*_: object) -> None:
+    raise Death
+
+
+def write_steps(folder: Path, *steps: int) -> None:
+    for step in steps:
+        with CheckpointWriter(folder / f"step-{step}", step, {"model.a": (torch.float32, (2,))}) as writer:
+            writer.write("model.a", torch.ones(2))
+            writer.commit()
+
+
+def test_a_death_in_front_of_the_rename_leaves_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "rename", die)
+    with pytest.raises(Death):
+        write_steps(tmp_path, 1)
+    assert find_steps(tmp_path) == []
+
+
+def test_a_death_while_deleting_leaves_no_half_checkpoint_under_a_good_name(tmp_path, monkeypatch):
+    write_steps(tmp_path, 1, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(folders.shutil, "rmtree", die)
+        with pytest.raises(Death):
+            folders.retire(tmp_path, keep_latest_k=1, keep_every_m=0)
+    assert find_steps(tmp_path) == [2] and (tmp_path / "step-1.tmp").exists()
+    folders.sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_a_writer_sweeps_up_nothing_but_its_own_left_overs(tmp_path):
+    for name in ("step-1.tmp", "step-2.tmp"):  # the second may belong to a run that is saving
+        (tmp_path / name).mkdir()
+    write_steps(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2.tmp"]
+
+
+# ---------------------------------------------------------------- two runs
+
+
+def test_a_second_run_on_one_folder_stops_until_the_first_has_died(tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
+    code += "from pathlib import Path; from torchtitan_lite.components.checkpoint import folders\n"
+    code += f"lock = folders.hold(Path({str(tmp_path)!r})); print('held', flush=True); sys.stdin.read()"
+    first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=f"another run is at work in {tmp_path}"):
+            folders.hold(tmp_path)
+    finally:
+        os.kill(first.pid, signal.SIGKILL)
+        first.communicate()
+    folders.hold(tmp_path).close()
+
+
+# ---------------------------------------------------------------- memory
+
+
+def watch_loading(rank: int, world_size: int, path: str, n_tensors: int, shape: tuple[int, int]) -> float:
+    """Worker: MiB by which its memory grew at most while it filled its columns of every tensor."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    tensors = {
+        f"model.{n}": distribute_tensor(torch.ones(shape), mesh, [Shard(1)], src_data_rank=None)
+        for n in range(n_tensors)
+    }
+    group = dist.new_group(backend="gloo")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = read_memory("VmRSS")
+    load_checkpoint(Path(path), tensors, facts={}, verify=True, group=group)
+    grown = read_memory("VmHWM") - before
+    for n, tensor in enumerate(tensors.values()):
+        assert isinstance(tensor, DTensor) and tensor.to_local().shape == (shape[0], shape[1] // world_size)
+        assert (tensor.to_local() == n).all()
+    return grown
+
+
+def read_memory(name: str) -> float:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) / 1024
+
+
+def test_loading_on_another_layout_takes_its_share_and_no_more_than_one_tensor(pool, tmp_path):
+    n_tensors, shape = 8, (4096, 1024)  # 16 MiB each
+    described = {f"model.{n}": (torch.float32, shape) for n in range(n_tensors)}
+    with CheckpointWriter(tmp_path / "step-1", 1, described) as writer:
+        for n in range(n_tensors):
+            writer.write(f"model.{n}", torch.full(shape, float(n)))
+        writer.commit()
+    for grown in pool.run(watch_loading, 2, str(tmp_path / "step-1"), n_tensors, shape):
+        assert grown < 16 + 12  # a whole copy would be 128; importing and threads take some
+
+
+# ---------------------------------------------------------------- when
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [
+        ({}, [5, 10, 12]),
+        ({"enable_first_step_checkpoint": True}, [1, 5, 10, 12]),
+        ({"load_only": True}, []),
+        ({"enable": False}, []),
+    ],
+)
+def test_steps_that_are_saved(keys, steps):
+    section = Checkpoint(**{"enable": True, "interval": 5, **keys})
+    assert [step for step in range(1, 13) if is_saved(step, section, 12)] == steps

@@ -1,0 +1,178 @@
+"""Generation against transformers: logits with a cache, limits on what is drawn, greedy tokens."""
+
+import pytest
+import torch
+from test_model import SHAPES, build_ours, build_theirs
+from torch import Tensor
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from torchtitan_lite.components.sampling import GenerationError, Sampling, choose_token, generate, limit
+from torchtitan_lite.model.kv_cache import CachedModel, count_cache_bytes
+from torchtitan_lite.model.llama3 import Llama3
+from torchtitan_lite.sizes import Shape
+
+PLAIN = SHAPES["Llama 3"]
+
+
+def sharpen(model: Llama3) -> Llama3:
+    """Initial queries and keys are so small that attention hardly looks at them, and a wrong cache would not show."""
+    with torch.no_grad():
+        for block in model.layers.values():
+            block.attention.wq.weight *= 7
+            block.attention.wk.weight *= 7
+    return model
+
+
+def draw_tokens(n_tokens: int, shape: Shape = PLAIN) -> list[int]:
+    return torch.randint(shape.vocab_size, (n_tokens,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@torch.no_grad()
+def read_without_cache(model: Llama3, tokens: list[int]) -> Tensor:
+    """Logits after each token, (S, V)."""
+    return model(torch.tensor([tokens]), positions=torch.arange(len(tokens))[None])[0]
+
+
+# ---------------------------------------------------------------- the cache
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "pieces", [[1] * 90, [60] + [1] * 30, [40, 30, 1, 19], [90]], ids=("ones", "prompt", "parts", "whole")
+)
+def test_logits_with_a_cache_are_those_without(name, pieces):
+    model = sharpen(build_ours(SHAPES[name]))
+    tokens = draw_tokens(90)
+    expected = read_without_cache(model, tokens)
+    cached, start = CachedModel(model, capacity=90), 0
+    for n_tokens in pieces:
+        logits = cached.read(tokens[start : start + n_tokens])
+        start += n_tokens
+        assert (logits - expected[start - 1]).abs().max() < 2e-5
+
+
+def test_rewound_cache_reads_on_as_if_nothing_had_followed():
+    model = sharpen(build_ours(PLAIN))
+    tokens = draw_tokens(40)
+    expected = read_without_cache(model, tokens)[-1]
+    cached = CachedModel(model, capacity=50)
+    cached.read(tokens[:30])
+    for token in draw_tokens(50)[40:]:
+        cached.read([token])
+    cached.rewind(30)
+    cached.read(tokens[30:39])
+    assert (cached.read(tokens[39:]) - expected).abs().max() < 2e-5
+
+
+def test_model_trained_with_document_attention_generates_as_inside_one_document():
+    model = Llama3(PLAIN, attention="document")
+    model.load_state_dict(sharpen(build_ours(PLAIN)).state_dict())
+    tokens = draw_tokens(30)
+    with torch.no_grad():
+        # two documents in a row: what is read stands in the second, whose positions begin anew
+        row, doc_ids = torch.tensor([tokens[::-1] + tokens]), torch.tensor([[0] * 30 + [1] * 30])
+        expected = model(row, positions=torch.arange(30).repeat(2)[None], doc_ids=doc_ids)[0, -1]
+    cached = CachedModel(model, capacity=30)
+    cached.read(tokens[:20])
+    for token in tokens[20:29]:
+        cached.read([token])
+    assert (cached.read(tokens[29:]) - expected).abs().max() < 2e-5
+
+
+def test_a_step_computes_one_token_and_the_head_only_the_last_one():
+    model = build_ours(PLAIN)
+    seen = []
+    model.layers["0"].feed_forward.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    model.output.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    cached = CachedModel(model, capacity=8)
+    cached.read([1, 2, 3, 4, 5])
+    cached.read([6])
+    assert seen == [5, 1, 1, 1]
+
+
+def test_cache_takes_the_memory_that_is_said():
+    cached = CachedModel(build_ours(PLAIN).to(torch.bfloat16), capacity=11)
+    n_bytes = sum(kept.untyped_storage().nbytes() for cache in cached.caches for kept in (cache.keys, cache.values))
+    assert n_bytes == count_cache_bytes(PLAIN, 11, torch.bfloat16) == 2 * 2 * 2 * 16 * 11 * 2
+    assert cached.read([1, 2]).dtype == torch.float32
+
+
+# ---------------------------------------------------------------- what is drawn
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [
+        (1, 0, 1),
+        (0.7, 0, 1),
+        (1, 5, 1),
+        (1, 1, 1),
+        (1, 500, 1),
+        (1, 0, 0.9),
+        (1.3, 0, 0.3),
+        (0.6, 20, 0.8),
+        (2, 3, 0.01),
+    ],
+)
+def test_limits_are_those_of_transformers(temperature, top_k, top_p):
+    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * 3
+    expected = TemperatureLogitsWarper(float(temperature))(None, logits)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    ours = torch.stack([limit(row, Sampling(temperature, top_k, top_p)) for row in logits])
+    assert torch.equal(ours.isfinite(), expected.isfinite())
+    assert torch.allclose(ours.softmax(1).float(), expected.softmax(1), atol=1e-6)
+
+
+def test_tokens_are_drawn_as_often_as_their_probability_says():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 3.0])
+    usable = torch.tensor([True, True, True, True, False])
+    generator = torch.Generator().manual_seed(3)
+    drawn = [choose_token(logits, Sampling(0.5, top_k=3), generator, usable) for _ in range(4000)]
+    weights = (2 * torch.tensor([0.0, 1.0, 2.0])).exp()  # of tokens 0, 1 and 2: the likeliest three that are usable
+    frequency = torch.bincount(torch.tensor(drawn), minlength=5) / 4000
+    assert frequency[3:].sum() == 0
+    assert torch.allclose(frequency[:3], weights / weights.sum(), atol=0.02)  # three standard deviations
+
+
+def test_coldest_temperatures_and_least_probabilities_leave_the_most_likely_token():
+    logits, usable = torch.tensor([4.0, 9.0, 8.999, 7.0]), torch.ones(4, dtype=torch.bool)
+    for sampling in (Sampling(0), Sampling(1e-300), Sampling(1, top_k=1), Sampling(1e4, top_p=0)):
+        generator = torch.Generator().manual_seed(0)
+        assert {choose_token(logits, sampling, generator, usable) for _ in range(20)} == {1}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0)])
+def test_ids_that_are_no_tokens_are_never_drawn(sampling):
+    logits, usable = torch.tensor([0.0, 50.0, 1.0]), torch.tensor([True, False, True])
+    generator = torch.Generator().manual_seed(0)
+    assert 1 not in {choose_token(logits, sampling, generator, usable) for _ in range(50)}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_not_finite_are_an_error_and_not_a_text(bad):
+    with pytest.raises(GenerationError, match="1 of 3 logits are not finite"):
+        choose_token(torch.tensor([0.0, bad, 1.0]), Sampling(0), torch.Generator(), torch.ones(3, dtype=torch.bool))
+
+
+def generate_some(model: Llama3, prompt: list[int], sampling: Sampling, *, seed: int, n_tokens: int) -> list[int]:
+    cached = CachedModel(model, capacity=len(prompt) + n_tokens)
+    usable = torch.ones(model.shape.vocab_size, dtype=torch.bool)
+    return list(generate(cached, cached.read(prompt), sampling, seed=seed, usable=usable, most_tokens=n_tokens))
+
+
+def test_same_seed_gives_the_same_tokens_and_another_seed_others():
+    texts = [generate_some(build_ours(PLAIN), [1, 2, 3], Sampling(1.0), seed=seed, n_tokens=20) for seed in (7, 7, 8)]
+    assert texts[0] == texts[1] != texts[2] and len(texts[0]) == 20
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_greedy_tokens_are_those_of_transformers(name):
+    ours = sharpen(build_ours(SHAPES[name]))
+    prompt = draw_tokens(40)
+    theirs = build_theirs(SHAPES[name], ours).generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=100, eos_token_id=None, pad_token_id=0
+    )
+    assert generate_some(ours, prompt, Sampling(0), seed=0, n_tokens=100) == theirs[0, 40:].tolist()

@@ -1,0 +1,215 @@
+"""Hugging Face folders: transformers loads what we wrote and gives our logits; we load what it wrote and give its."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_model import PLAIN, SHAPES, build_ours, build_theirs
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from torchtitan_lite.components.hugging_face import load_weights, read_slice, read_tensor
+from torchtitan_lite.components.hugging_face_export import Export, plan_files, write_folder
+from torchtitan_lite.formats.hugging_face_config import compare_shapes, read_shape
+from torchtitan_lite.formats.hugging_face_folder import list_tensors, open_folder
+from torchtitan_lite.formats.manifest import CheckpointError
+from torchtitan_lite.model.llama3 import Llama3
+from torchtitan_lite.sizes import Shape
+from torchtitan_lite.vocabulary.vocabulary import Vocabulary
+
+TOKENS = torch.randint(128, (2, 200), generator=torch.Generator().manual_seed(3))  # longer than original_length
+
+
+def logits_of_ours(folder: Path) -> torch.Tensor:
+    opened = open_folder(folder)
+    model = Llama3(opened.shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)  # what is not loaded shows
+    load_weights(opened, dict(model.named_parameters()))
+    with torch.no_grad():
+        return model(TOKENS, positions=torch.arange(200).expand(2, -1))
+
+
+def logits_of_theirs(folder: Path) -> torch.Tensor:
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def write_ours(model: Llama3, folder: Path, **options) -> None:
+    write_folder(folder, model.state_dict().__getitem__, Export(model.shape, **{"dtype": "float32", **options}))
+
+
+def edit_json(path: Path, **changes) -> None:
+    """None deletes a key."""
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def spell_as_version_4(folder: Path) -> None:
+    """config.json of transformers 5 as version 4 would have written it."""
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    theta, scaling = rope.pop("rope_theta"), rope if rope["rope_type"] == "llama3" else None
+    edit_json(folder / "config.json", rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
+
+
+# ---------------------------------------------------------------- both ways
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_transformers_loads_an_export_and_gives_our_logits(name, tmp_path):
+    ours = build_ours(SHAPES[name])
+    write_ours(ours, tmp_path / "out")
+    with torch.no_grad():
+        expected = ours(TOKENS, positions=torch.arange(200).expand(2, -1))
+    assert (logits_of_theirs(tmp_path / "out") - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("spelling", ["transformers 5", "transformers 4"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_we_load_what_transformers_saved_and_give_its_logits(name, spelling, tmp_path):
+    theirs = build_theirs(SHAPES[name], build_ours(SHAPES[name]))
+    theirs.save_pretrained(tmp_path)
+    if spelling == "transformers 4":
+        spell_as_version_4(tmp_path)
+    assert open_folder(tmp_path).shape == SHAPES[name]
+    with torch.no_grad():
+        assert (logits_of_ours(tmp_path) - theirs(TOKENS).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("left_out", ["num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters"])
+def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(left_out, tmp_path):
+    build_theirs(PLAIN, build_ours(PLAIN)).save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", **{left_out: None})
+    shape, config = read_shape(tmp_path), LlamaConfig.from_pretrained(tmp_path)
+    seen = (shape.n_kv_heads, shape.head_dim, shape.norm_eps, shape.rope_theta)
+    theta = config.rope_parameters["rope_theta"]
+    assert seen == (config.num_key_value_heads, config.head_dim, config.rms_norm_eps, theta)
+    assert shape.rope_scaling is None
+
+
+def test_a_shape_survives_transformers_reading_and_saving_our_config(tmp_path):
+    for number, shape in enumerate(SHAPES.values()):
+        write_ours(build_ours(shape), tmp_path / f"ours {number}")
+        LlamaForCausalLM.from_pretrained(tmp_path / f"ours {number}").save_pretrained(tmp_path / f"theirs {number}")
+        assert open_folder(tmp_path / f"theirs {number}").shape == shape
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_export_and_import_give_back_every_bit(tied, tmp_path):
+    ours = build_ours(Shape(**{**vars(PLAIN), "tie_embeddings": tied}))
+    write_ours(ours, tmp_path / "out", most_file_bytes=20_000)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 4
+    folder = open_folder(tmp_path / "out")
+    for fqn, parameter in ours.named_parameters():
+        assert torch.equal(read_tensor(folder, fqn), parameter), fqn
+
+
+def test_many_files_of_transformers_are_read_through_their_index(tmp_path):
+    theirs = build_theirs(PLAIN, build_ours(PLAIN))
+    theirs.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    with torch.no_grad():
+        assert (logits_of_ours(tmp_path) - theirs(TOKENS).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_sources_are_loaded_as_the_numbers_that_they_are(dtype, tmp_path):
+    build_theirs(PLAIN, build_ours(PLAIN)).to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    assert (logits_of_ours(tmp_path) - logits_of_theirs(tmp_path)).abs().max() < 1e-5
+
+
+def test_an_export_in_bfloat16_holds_the_rounded_weights_in_half_the_bytes(tmp_path):
+    ours = build_ours(PLAIN)
+    write_ours(ours, tmp_path / "out", dtype="bfloat16")
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16}
+    assert torch.equal(held["model.layers.1.mlp.up_proj.weight"], ours.layers["1"].feed_forward.w3.weight.bfloat16())
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_numbers_too_large_for_float16_stop_the_export_by_name(tmp_path):
+    ours = build_ours(PLAIN)
+    with torch.no_grad():
+        ours.layers["1"].attention.wo.weight[3, 5] = 70_000
+    with pytest.raises(CheckpointError, match="layers.1.attention.wo.weight has numbers beyond 65,504"):
+        write_ours(ours, tmp_path / "out", dtype="float16")
+
+
+def test_a_tied_model_may_be_loaded_into_an_untied_one(tmp_path):
+    tied = SHAPES["Llama 3.2, tied"]
+    build_theirs(tied, build_ours(tied)).save_pretrained(tmp_path)
+    untied = Shape(**{**vars(tied), "tie_embeddings": False})
+    folder, model = open_folder(tmp_path), Llama3(untied)
+    assert compare_shapes(folder.shape, untied, tmp_path) == []
+    load_weights(folder, dict(model.named_parameters()))
+    assert torch.equal(model.output.weight, load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_listed_tensors_are_the_parameters_of_the_model_in_their_order(name):
+    with torch.device("meta"):
+        model = Llama3(SHAPES[name])
+    assert list_tensors(SHAPES[name]) == {fqn: tuple(p.shape) for fqn, p in model.named_parameters()}
+    assert list(list_tensors(SHAPES[name])) == [fqn for fqn, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("fqn", ["layers.1.attention.wk.weight", "layers.0.attention.wo.weight", "norm.weight"])
+def test_any_box_of_a_tensor_is_what_is_cut_out_of_the_whole(fqn, tmp_path):
+    ours = build_ours(PLAIN)
+    write_ours(ours, tmp_path / "out")
+    folder, whole = open_folder(tmp_path / "out"), ours.state_dict()[fqn]
+    for first, last in itertools.combinations(range(0, whole.shape[0] + 1, 5), 2):  # heads have 16 rows
+        box, offsets = whole[first:last], [first]
+        if whole.dim() == 2:
+            box, offsets = box[:, 3:10], [first, 3]
+        assert torch.equal(read_slice(folder, fqn, offsets, box.shape), box)
+
+
+# ---------------------------------------------------------------- files of an export
+
+
+def test_the_index_is_the_one_that_transformers_writes(tmp_path):
+    ours = build_ours(PLAIN)
+    write_ours(ours, tmp_path / "ours", most_file_bytes=100_000)
+    build_theirs(PLAIN, ours).save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
+    index, expected = (
+        json.loads((tmp_path / name / "model.safetensors.index.json").read_text()) for name in ("ours", "theirs")
+    )
+    assert index["metadata"]["total_size"] == expected["metadata"]["total_size"]
+    assert index["weight_map"].keys() == expected["weight_map"].keys()
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "ours" / file)
+
+
+def test_files_are_as_full_as_allowed_and_a_larger_tensor_has_one_of_its_own():
+    export = Export(PLAIN, "bfloat16", most_file_bytes=2 * 64 * (64 + 64) + 2 * 64)  # wk, wv and wo; not wq besides
+    planned = plan_files(export, {0: list(list_tensors(PLAIN))})
+    sizes = {fqn: 2 * torch.Size(size).numel() for fqn, size in list_tensors(PLAIN).items()}
+    n_bytes = [sum(sizes[fqn] for fqn in file.fqns) for file in planned]
+    assert [fqn for file in planned for fqn in file.fqns] == list(list_tensors(PLAIN))
+    for file, following, n in zip(planned, [*planned[1:], None], n_bytes, strict=True):
+        assert n <= export.most_file_bytes or len(file.fqns) == 1
+        assert following is None or n + sizes[following.fqns[0]] > export.most_file_bytes
+    assert [file.name for file in planned] == [
+        f"model-{number:05}-of-{len(planned):05}.safetensors" for number in range(1, len(planned) + 1)
+    ]
+
+
+def test_tokenizer_files_travel_where_they_are_hugging_faces(tmp_path):
+    source = tmp_path / "tokenizer"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "README.md"):
+        (source / name).write_text(f"content of {name}")
+    told = {"identity": "", "pattern": "", "ranks": {}, "bos_id": 126, "eos_id": 127}
+    write_ours(build_ours(PLAIN), tmp_path / "a", vocabulary=Vocabulary(source / "tokenizer.json", **told))
+    write_ours(build_ours(PLAIN), tmp_path / "b", vocabulary=Vocabulary(source / "tokenizer.model", **told))
+    own = {"config.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == own | {"tokenizer.json", "tokenizer_config.json"}
+    assert (tmp_path / "a" / "tokenizer.json").read_text() == "content of tokenizer.json"
+    assert {path.name for path in (tmp_path / "b").iterdir()} == own
+    config = LlamaForCausalLM.from_pretrained(tmp_path / "b").config
+    assert (config.bos_token_id, config.eos_token_id) == (126, 127)

@@ -1,0 +1,238 @@
+"""Files of tensors in the safetensors format: written in one pass that hashes them, read a box at a time.
+
+    8 bytes     length of the header
+    header      JSON: name -> dtype, shape, first and last byte behind the header
+    tensors     one behind the other, row by row, little-endian
+
+Any tool that knows safetensors reads them. Its own package writes from a dictionary of whole tensors and reads through
+a memory map; here a tensor leaves its device in pieces while the piece before is written and hashed, and a file may
+be larger than the address space. Nothing in a header is believed: the manifest says what must be there.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite.formats.manifest import (
+    DTYPE_BYTES,
+    HASH_BYTES,
+    MANIFEST,
+    CheckpointError,
+    DamagedCheckpoint,
+    FileRecord,
+    check_file,
+)
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+PIECE_BYTES = 2**20  # is still in the processor's cache when it is hashed, and when it is written
+BYTES_UNTIL_SYNC = 64 * 2**20  # the disk is at work while the rest is hashed
+BLOCK_BYTES = 8 * 2**20  # read at once
+MOST_HEADER_BYTES = 100_000_000  # the limit that safetensors itself has
+
+Entries = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # name -> dtype and shape, in the order of the file
+
+
+class TensorFileWriter:
+    """Writes `entries` to the new file `path`, in their order.
+
+    The caller copies and hashes a piece while one thread writes that before, and another has the disk take what is
+    written. So a file takes hardly longer than the slowest of the three.
+    """
+
+    def __init__(self, path: Path, entries: Entries):
+        self.path = path
+        self.missing = dict(entries)
+        header = encode_header(entries)
+        self.n_bytes = len(header) + sum(prod(shape) * dtype.itemsize for dtype, shape in entries.values())
+        self.digest = hashlib.blake2b(digest_size=HASH_BYTES)
+        self.piece, self.spare = bytearray(PIECE_BYTES), bytearray(PIECE_BYTES)
+        self.n_filled = self.n_written = self.n_syncing = 0
+        try:
+            self.file = open(path, "xb", buffering=0)
+        except OSError as error:
+            raise self.explain(error) from error
+        self.threads = ThreadPoolExecutor(2, thread_name_prefix="write")
+        self.writing = self.threads.submit(int)  # of the spare piece
+        self.syncing = self.threads.submit(int)
+        self.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """The next entry. `tensor` may be on any device and need not be contiguous."""
+        assert self.missing, f"{name} comes after the last entry of {self.path}"
+        due = next(iter(self.missing))
+        dtype, shape = self.missing.pop(due)
+        given = (name, tensor.dtype, tuple(tensor.shape))
+        assert given == (due, dtype, tuple(shape)), f"{self.path}: {given} is not {due} of {dtype} and {tuple(shape)}"
+        self.append(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+
+    def append(self, content: Tensor) -> None:
+        """Bytes on any device, through the piece that is being filled."""
+        start = 0
+        while start < len(content):
+            n = min(len(content) - start, PIECE_BYTES - self.n_filled)
+            room = torch.frombuffer(self.piece, dtype=torch.uint8, count=n, offset=self.n_filled)
+            room.copy_(content[start : start + n])
+            start, self.n_filled = start + n, self.n_filled + n
+            if self.n_filled == PIECE_BYTES:
+                self.flush()
+
+    def flush(self) -> None:
+        """Begins to write the piece, and hashes it meanwhile."""
+        self.wait()
+        piece = memoryview(self.piece)[: self.n_filled]
+        self.piece, self.spare, self.n_filled = self.spare, self.piece, 0
+        self.writing = self.threads.submit(self.write_piece, piece)
+        self.digest.update(piece)
+
+    def write_piece(self, piece: memoryview) -> None:
+        while piece:  # a disk that is nearly full takes a part
+            n = self.file.write(piece)
+            piece, self.n_written = piece[n:], self.n_written + n
+        if self.n_written - self.n_syncing >= BYTES_UNTIL_SYNC and self.syncing.done():
+            self.syncing.result()  # a disk tells of a failure once
+            self.n_syncing = self.n_written
+            self.syncing = self.threads.submit(os.fdatasync, self.file.fileno())
+
+    def wait(self) -> None:
+        """For the spare piece. Raises CheckpointError where it could not be written."""
+        try:
+            self.writing.result()
+        except OSError as error:
+            raise self.explain(error) from error
+
+    def finish(self) -> FileRecord:
+        """Everything is on the disk. Its size and hash."""
+        assert not self.missing, f"{self.path} ends before {next(iter(self.missing))}"
+        self.flush()
+        self.wait()
+        try:
+            self.syncing.result()
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            raise self.explain(error) from error
+        self.close()
+        return FileRecord(self.n_written, self.digest.hexdigest())
+
+    def close(self) -> None:
+        self.threads.shutdown()
+        self.file.close()
+
+    def explain(self, error: OSError) -> CheckpointError:
+        place = os.statvfs(self.path.parent)
+        return CheckpointError(
+            f"{self.path} cannot be written ({error.strerror}): it takes {self.n_bytes:,} bytes, "
+            f"{self.n_written:,} were written, and the disk has {place.f_bavail * place.f_frsize:,} free"
+        )
+
+
+def encode_header(entries: Entries) -> bytes:
+    described, end = {}, 0
+    for name, (dtype, shape) in entries.items():
+        start, end = end, end + prod(shape) * dtype.itemsize
+        described[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    header = json.dumps(described, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # so that numbers begin where a memory map can read them
+    return struct.pack("<Q", len(header)) + header
+
+
+class TensorFileReader:
+    """Reads boxes of the entries of one file. Raises DamagedCheckpoint where it is not as the manifest says."""
+
+    def __init__(self, path: Path, record: FileRecord):
+        self.path = path
+        check_file(path, record)
+        self.file = open(path, "rb", buffering=0)
+        self.buffer = bytearray()
+        try:
+            (n_bytes,) = struct.unpack("<Q", self.file.read(8))
+            demanded = n_bytes <= min(MOST_HEADER_BYTES, record.size - 8)
+            self.header = json.loads(self.file.read(n_bytes)) if demanded else None
+        except (struct.error, ValueError, RecursionError):
+            self.header = None
+        if not isinstance(self.header, dict):
+            self.close()
+            raise DamagedCheckpoint(f"{path} has no header of a safetensors file")
+        self.first_byte, self.n_bytes = 8 + n_bytes, record.size - 8 - n_bytes
+
+    def read_into(
+        self, destination: Tensor, entry: str, sizes: Sequence[int], dtype: str, begin: Sequence[int]
+    ) -> None:
+        """Fills `destination` with the box of its shape that begins at `begin` in the entry of `sizes`.
+
+        Rows are read in blocks, so this needs BLOCK_BYTES or one row, whichever is more.
+        """
+        start = self.find(entry, list(sizes), dtype)
+        if not sizes:
+            destination, sizes, begin = destination.unsqueeze(0), (1,), (0,)
+        row_bytes = prod(sizes[1:]) * DTYPE_BYTES[dtype]
+        block = max(1, BLOCK_BYTES // max(1, row_bytes))
+        for done in range(0, len(destination), block):
+            n_rows = min(block, len(destination) - done)
+            rows = self.read_bytes(start + (begin[0] + done) * row_bytes, n_rows * row_bytes)
+            box = rows.view(DTYPES[dtype]).view(n_rows, *sizes[1:])
+            for dim in range(1, len(sizes)):
+                box = box.narrow(dim, begin[dim], destination.shape[dim])
+            destination[done : done + n_rows].copy_(box)
+
+    def find(self, entry: str, sizes: list[int], dtype: str) -> int:
+        """The first byte of an entry, which must be of this shape and dtype and lie within the file."""
+        described = self.header.get(entry)
+        n_bytes = prod(sizes) * DTYPE_BYTES[dtype]
+        if isinstance(described, dict) and (described.get("shape"), described.get("dtype")) == (sizes, dtype):
+            offsets = described.get("data_offsets")
+            if isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets):
+                if 0 <= offsets[0] and offsets[1] - offsets[0] == n_bytes and offsets[1] <= self.n_bytes:
+                    return self.first_byte + offsets[0]
+        raise DamagedCheckpoint(f"{self.path} does not hold {entry} of {dtype} and {sizes}, as {MANIFEST} says")
+
+    def read_bytes(self, start: int, n_bytes: int) -> Tensor:
+        """uint8, valid until the next call."""
+        if len(self.buffer) < n_bytes:
+            self.buffer = bytearray(n_bytes)
+        rest = memoryview(self.buffer)[:n_bytes]
+        while rest:
+            n = os.preadv(self.file.fileno(), [rest], start)
+            if n == 0:
+                raise DamagedCheckpoint(f"{self.path} was cut while it was read")
+            rest, start = rest[n:], start + n
+        return torch.frombuffer(self.buffer, dtype=torch.uint8, count=n_bytes) if n_bytes else torch.empty(0).byte()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def find_damage(path: Path, record: FileRecord) -> str | None:
+    """Reads the whole file; what is wrong with it, if anything."""
+    digest = hashlib.blake2b(digest_size=HASH_BYTES)
+    piece = bytearray(PIECE_BYTES)
+    try:
+        check_file(path, record)
+        with open(path, "rb", buffering=0) as file:
+            while n := file.readinto(piece):
+                digest.update(memoryview(piece)[:n])
+    except DamagedCheckpoint as error:
+        return str(error)
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
+    if digest.hexdigest() != record.blake2b:
+        return f"{path} has changed since it was written: its hash is {digest.hexdigest()}, {MANIFEST} says otherwise"
+    return None

@@ -1,0 +1,74 @@
+"""What [checkpoint] says of other models, checked before torch is imported: weights to begin with, weights to leave.
+
+checkpoint.initial_load_path        step-200 of another run, or a checkpoint that `convert` made
+  + initial_load_in_hf              a Hugging Face folder
+checkpoint.last_save_in_hf          what this run leaves for others
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from torchtitan_lite.config import Config, Problem
+from torchtitan_lite.formats.hugging_face_config import HuggingFaceError, compare_shapes, find_unwritable
+from torchtitan_lite.formats.hugging_face_folder import open_folder
+from torchtitan_lite.formats.manifest import CheckpointError, read_manifest
+from torchtitan_lite.sizes import Shape
+
+KEY = "checkpoint.initial_load_path"
+
+
+def check_initial_load(config: Config, shape: Shape) -> list[Problem]:
+    """The weights to begin with are there, and those of this shape. Not asked where a run resumes."""
+    section, path = config.checkpoint, config.checkpoint.initial_load_path
+    if not path:
+        if not section.initial_load_in_hf:
+            return []
+        why, remedy = "there is no checkpoint.initial_load_path", "Name the Hugging Face folder there"
+        return [Problem("checkpoint.initial_load_in_hf", True, why, remedy)]
+    if not section.enable:
+        return [Problem(KEY, path, "checkpoint.enable is false, and nothing is loaded then", "Set it to true")]
+    own = Path(config.job.dump_folder) / section.folder
+    if config.job.overwrite and Path(path).resolve().is_relative_to(own.resolve()):
+        return [Problem(KEY, path, f"job.overwrite deletes {own} first", "Copy it to another place")]
+    check = check_hugging_face if section.initial_load_in_hf else check_own
+    return check(path, section.initial_load_model_only, shape)
+
+
+def check_hugging_face(path: str, model_only: bool, shape: Shape) -> list[Problem]:
+    if not model_only:
+        why = "a Hugging Face folder holds neither optimizer nor step"
+        return [Problem("checkpoint.initial_load_model_only", False, why, "Set it to true")]
+    try:
+        return compare_shapes(open_folder(Path(path)).shape, shape, Path(path))
+    except HuggingFaceError as error:
+        remedy = "Name a folder as transformers saves a Llama, with config.json and safetensors files"
+        return [Problem(KEY, path, "; ".join(error.problems), remedy)]
+
+
+def check_own(path: str, model_only: bool, shape: Shape) -> list[Problem]:
+    try:
+        manifest = read_manifest(Path(path))
+    except CheckpointError as error:
+        return [Problem(KEY, path, str(error), "Name a checkpoint, such as outputs/debug/checkpoint/step-200")]
+    if not model_only and Path(path).name != f"step-{manifest.step}":
+        why = f"a run goes on with step {manifest.step} of it, and its name does not say so"
+        return [Problem(KEY, path, why, f"Name it step-{manifest.step}, or set checkpoint.initial_load_model_only")]
+    expected, seen = json.loads(json.dumps(asdict(shape))), manifest.facts.get("shape")
+    if seen == expected:
+        return []
+    seen = seen if isinstance(seen, dict) else {}
+    names = [name for name in expected if seen.get(name) != expected[name]]
+    different = ", ".join(f"{name} {seen.get(name)!r} instead of {expected[name]!r}" for name in names)
+    return [Problem(KEY, path, f"it holds another model: {different}", "Set the keys of [model] to those")]
+
+
+def check_export(config: Config, shape: Shape) -> list[Problem]:
+    """The shape is one that transformers can load."""
+    section = config.checkpoint
+    if not (section.enable and section.last_save_in_hf):
+        return []
+    return [
+        Problem("checkpoint.last_save_in_hf", True, why, "Set it to false, or change the shape")
+        for why in find_unwritable(shape)
+    ]

@@ -1,0 +1,171 @@
+"""Where a model to generate with comes from, opened, and its weights loaded whole, in one process.
+
+    step-200/                       a checkpoint: its manifest says what model it is, and names the tokenizer
+    checkpoint/, outputs/debug/     the newest checkpoint there
+    config.json, *.safetensors      Hugging Face: config.json says what model it is, the tokenizer lies beside it
+
+Weights go from file to model one tensor at a time, and are converted on the way.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_lite.components.checkpoint.one_process import OpenCheckpoint, open_checkpoint
+from torchtitan_lite.components.hugging_face import read_tensor
+from torchtitan_lite.components.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.config import ConfigError
+from torchtitan_lite.formats.hugging_face_config import CONFIG
+from torchtitan_lite.formats.hugging_face_folder import open_folder
+from torchtitan_lite.formats.manifest import MANIFEST, Manifest, find_steps
+from torchtitan_lite.model.kv_cache import count_cache_bytes
+from torchtitan_lite.sizes import RopeScaling, Shape, count_parameters
+from torchtitan_lite.step import MODELS
+
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # a CPU is slower in bfloat16
+GIB = 2**30
+
+
+class SourceError(ValueError):
+    """A source that no model can be made of, and why."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that is known, and not yet in memory."""
+
+    path: Path
+    shape: Shape
+    model_class: Callable[..., nn.Module]  # of a Shape
+    tokenizer: Tokenizer
+    context: int | None  # tokens that it was trained to read, where that is known
+    context_key: str  # where that is said
+    read: Callable[[str], Tensor]  # FQN -> the whole tensor, on the CPU, in the dtype of its file
+
+
+@contextmanager
+def open_source(path: Path, *, tokenizer: str | None, verify: bool) -> Iterator[ModelSource]:
+    """Raises SourceError where there is no model, CheckpointError or HuggingFaceError where it cannot be used."""
+    if (path / CONFIG).is_file():
+        yield describe_hugging_face(path, tokenizer)
+    else:
+        with open_checkpoint(find_checkpoint(path), verify=verify) as checkpoint:
+            yield describe_checkpoint(checkpoint, tokenizer)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The step-N that is meant: `path` itself, or the newest in it or in its folder checkpoint/."""
+    if (path / MANIFEST).is_file():
+        return path
+    for folder in (path, path / "checkpoint"):
+        if steps := find_steps(folder):
+            return folder / f"step-{steps[-1]}"
+    why = "holds no checkpoint and no model of Hugging Face" if path.is_dir() else "is not a folder"
+    raise SourceError(f"{path} {why}. Name a folder such as outputs/debug/checkpoint/step-200, or one with {CONFIG}.")
+
+
+def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> ModelSource:
+    """What the manifest says, and that the tensors of such a model are there, before memory is taken for them."""
+    path, manifest = checkpoint.folder, checkpoint.manifest
+    try:
+        config = manifest.run.get("config", {})  # a model that was converted has none
+        section, context = config.get("model", {}), config.get("training", {}).get("seq_len")
+        model_class, _ = MODELS[section.get("name", "llama3")]
+        shape = read_shape(manifest)
+        difference = find_difference(shape, model_class, checkpoint)
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
+        why = f"{type(error).__name__} {error}"
+        raise SourceError(f"{path}: its {MANIFEST} does not describe a model that is known here: {why}.") from None
+    if difference:
+        raise SourceError(f"{path}: {difference}")
+    assets = tokenizer or section.get("hf_assets_path")
+    found = find_tokenizer(assets, shape, path)
+    if not tokenizer and manifest.facts.get("tokenizer", found.identity) != found.identity:
+        why = f"{assets} holds another tokenizer than the one that it was trained with"
+        raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is taken without a question.")
+    read = partial(read_weight, checkpoint)
+    return ModelSource(path, shape, model_class, found, read_length(context), "training.seq_len", read)
+
+
+def read_shape(manifest: Manifest) -> Shape:
+    """The shape that the facts tell. Raises KeyError, TypeError or AttributeError for what is none."""
+    raw = manifest.facts["shape"]
+    scaling = raw["rope_scaling"]
+    numbers = {name: value for name, value in raw.items() if name != "rope_scaling"} | (scaling or {})
+    for name, value in numbers.items():
+        if not isinstance(value, int | float):
+            raise TypeError(f"{name} is {value!r}, not a number")
+    return Shape(**{**raw, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+
+
+def find_difference(shape: Shape, model_class: Callable[..., nn.Module], checkpoint: OpenCheckpoint) -> str | None:
+    """What the checkpoint's weights lack to be a model of this shape."""
+    held = {name: size for name, (_, size) in checkpoint.tensors.items()}
+    if shape.n_layers > len(held):
+        return f"it holds {len(held)} tensors, and its {MANIFEST} calls for {shape.n_layers} layers."
+    with torch.device("meta"):
+        model = model_class(shape)
+    for fqn, parameter in model.named_parameters():
+        expected, seen = tuple(parameter.shape), held.get(f"model.{fqn}")
+        if seen != expected:
+            said = "is missing" if seen is None else f"has the shape {list(seen)}"
+            return f"model.{fqn} {said}, and its {MANIFEST} calls for {list(expected)}."
+    return None
+
+
+def read_weight(checkpoint: OpenCheckpoint, fqn: str) -> Tensor:
+    return checkpoint.read(f"model.{fqn}")
+
+
+def describe_hugging_face(path: Path, tokenizer: str | None) -> ModelSource:
+    folder = open_folder(path)
+    found = find_tokenizer(tokenizer or str(path.absolute()), folder.shape, path)
+    context = json.loads((path / CONFIG).read_bytes()).get("max_position_embeddings")
+    model_class, _ = MODELS["llama3"]
+    read = partial(read_tensor, folder)
+    return ModelSource(path, folder.shape, model_class, found, read_length(context), "max_position_embeddings", read)
+
+
+def read_length(raw: object) -> int | None:
+    """A number of tokens out of a file, or None where it says nothing that is one."""
+    return raw if isinstance(raw, int) and raw > 0 else None
+
+
+def find_tokenizer(assets: object, shape: Shape, path: Path) -> Tokenizer:
+    """Raises SourceError where there is none, or one with more tokens than the model knows."""
+    if not isinstance(assets, str):
+        raise SourceError(f"{path} does not say which tokenizer it was trained with. Name it with --tokenizer FOLDER.")
+    try:
+        tokenizer = load_tokenizer(assets)
+    except ConfigError as error:
+        why = error.problems[0].why
+        raise SourceError(f"{path}: its tokenizer is not found: {why}. Name it with --tokenizer FOLDER.") from None
+    if tokenizer.n_words > shape.vocab_size:
+        why = f"the tokenizer {assets} has {tokenizer.n_words} tokens, and the model {shape.vocab_size}"
+        raise SourceError(f"{path}: {why}. Name the right one with --tokenizer.")
+    return tokenizer
+
+
+def build_model(source: ModelSource, device: torch.device, memory_bytes: int, cached_tokens: int) -> nn.Module:
+    """The model with its weights. Raises SourceError where it would not fit, with its cache, into `memory_bytes`."""
+    shape, dtype = source.shape, DTYPES[device.type]
+    needed_bytes = count_parameters(shape) * dtype.itemsize + count_cache_bytes(shape, cached_tokens, dtype)
+    if needed_bytes > memory_bytes:
+        seen = f"with a cache of {cached_tokens} tokens it takes {needed_bytes / GIB:.1f} GiB"
+        why = f"and there are {memory_bytes / GIB:.1f} GiB of {device.type} memory"
+        raise SourceError(f"{source.path}: {seen}, {why}. Take a smaller model, or ask for fewer tokens.")
+    with torch.device("meta"):
+        model = source.model_class(shape)
+    model.to(dtype).to_empty(device=device).eval()
+    if shape.tie_embeddings:  # to_empty made two tensors of the one
+        model.output.weight = model.tok_embeddings.weight
+    with torch.no_grad():
+        for fqn, parameter in model.named_parameters():
+            parameter.copy_(source.read(fqn))
+    return model
