@@ -138,7 +138,7 @@ def test_units_hold_every_byte_once_in_order_and_are_neither_many_nor_huge(suffi
     )
     assert len(units) <= 1024 + len(sizes)
     if suffix == ".jsonl":
-        unit_bytes = max(2**20, min(sum(sizes) // 64, 2**28), sum(sizes) // 1024)
+        unit_bytes = max(2**22, min(sum(sizes) // 256, 2**28), sum(sizes) // 1024)
         assert max(sum(part.stop - part.start for part in unit) for unit in units) < 2 * unit_bytes
 
 

@@ -21,7 +21,7 @@ from torchtitan_lite.components.preparation.sources import Source
 from torchtitan_lite.components.tokenizer import Tokenizer
 from torchtitan_lite.corpora import Shard, choose_dtype
 
-SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 2**20, 2**28
+SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 2**22, 2**28
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class FinishedUnit:
 def plan_units(sources: list[Source]) -> list[list[Part]]:
     """Parts of files that make a shard together, in the order of the corpus: a function of the files' sizes alone.
 
-    A unit is what a kill may cost, and what a process has to itself. So there are at least 64 where that leaves them a
-    size worth starting on, and about a thousand at most, because each is some files in the end.
+    A unit is what a kill may cost, and what a process has to itself. So there are at least 256 where that leaves them a
+    size worth waiting for the disk, and about a thousand at most, because each is some files in the end.
     """
     n_bytes = sum(source.n_bytes for source in sources)
-    unit_bytes = max(SMALLEST_UNIT_BYTES, min(n_bytes // 64, LARGEST_UNIT_BYTES), n_bytes // 1024)
+    unit_bytes = max(SMALLEST_UNIT_BYTES, min(n_bytes // 256, LARGEST_UNIT_BYTES), n_bytes // 1024)
     units: list[list[Part]] = []
     small: list[Part] = []
     n_small_bytes = 0

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 from torchtitan_lite.components.preparation.documents import Part, Tally
@@ -49,7 +50,7 @@ class Plan:
     def work(self) -> Path:
         return self.out.with_name(self.out.name + ".unfinished")
 
-    @property
+    @cached_property
     def n_bytes(self) -> int:
         return sum(source.n_bytes for source in self.sources)
 
