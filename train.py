@@ -45,7 +45,7 @@ logger = logging.getLogger("torchtitan_lite.train")
 
 
 def main(args: list[str]) -> int:
-    """Exit status: 0 trained, 1 a step not finite or a checkpoint not sound, 2 refused. torchrun makes 1 of those."""
+    """Exit status: 0 trained, 1 a step was not finite or a checkpoint failed, 2 refused. torchrun makes them all 1."""
     # ---- config: everything that can be wrong with it is told before any process group exists
     rank, world_size, local_world_size, local_rank, restarts = read_torchrun_environment(os.environ)
     machine = detect_machine()

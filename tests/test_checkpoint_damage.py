@@ -20,7 +20,7 @@ from checkpoints import FACTS, forge, seal
 from torchtitan_lite.components.checkpoint import loading, one_process
 from torchtitan_lite.components.checkpoint.one_process import open_checkpoint
 from torchtitan_lite.components.checkpoint.saving import CheckpointSaver
-from torchtitan_lite.config import Checkpoint
+from torchtitan_lite.config import Checkpoint, ConfigError
 from torchtitan_lite.formats.manifest import (
     FORMAT,
     CheckpointError,
@@ -29,10 +29,13 @@ from torchtitan_lite.formats.manifest import (
     hash_bytes,
     read_manifest,
 )
+from torchtitan_lite.hardware import Machine
+from torchtitan_lite.preflight import preflight
 
 FILES = ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
 TENSORS = FILES[1:]
 WEIGHT = "model.a.weight"
+MACHINE = Machine("cpu", 1, 2**34, "a laptop")
 
 
 def make_tensors(step: int) -> dict[str, torch.Tensor]:
@@ -213,6 +216,24 @@ def test_nothing_is_renamed_where_no_checkpoint_is_sound(folder, group):
     with pytest.raises(CheckpointError, match=r"none of the checkpoints .* \(steps \[4, 8\]\)"):
         loading.load_newest(folder, make_tensors(0), facts=FACTS, verify=True, group=group)
     assert find_steps(folder) == [4, 8]
+
+
+def test_a_damaged_step_that_is_asked_for_is_refused_before_torch_starts(folder, tmp_path):
+    args = ["--config", "debug", "--checkpoint.enable", "--job.no_overwrite", f"--job.dump_folder={tmp_path}"]
+    assert preflight([*args, "--checkpoint.load_step=8"], machine=MACHINE).resumed_step == 8
+    os.truncate(folder / "step-8" / TENSORS[0], 1000)
+    with pytest.raises(ConfigError) as refused:
+        preflight([*args, "--checkpoint.load_step=8"], machine=MACHINE)
+    (problem,) = refused.value.problems
+    assert problem.key == "checkpoint.load_step" and str(folder / "step-8" / TENSORS[0]) in problem.why
+
+
+def test_an_older_step_may_be_asked_for_by_a_run_that_saves_nothing(folder, tmp_path):
+    args = ["--config", "debug", "--checkpoint.enable", "--job.no_overwrite", f"--job.dump_folder={tmp_path}"]
+    args += ["--checkpoint.load_step=4"]
+    with pytest.raises(ConfigError, match=r"later checkpoints too \(\[8\]\)"):
+        preflight(args, machine=MACHINE)
+    assert preflight([*args, "--checkpoint.load_only"], machine=MACHINE).resumed_step == 4
 
 
 def test_a_run_with_other_data_does_not_fall_back(folder, group):

@@ -35,6 +35,7 @@ from torchtitan_lite.tools.rounds import Report, measure_rounds
 
 N_TENSORS, TENSOR_BYTES = 64, 16 * 2**20
 BLOCK_BYTES = 2**20
+SECONDS_OF_WORK = 0.5  # a forward and backward of the model whose checkpoint takes 1 GiB takes longer
 SECTION = Checkpoint(enable=True, keep_latest_k=1)
 RATIO_OF = {
     "save": ("save", "write_or_hash"),
@@ -43,7 +44,9 @@ RATIO_OF = {
 }
 
 
-def bench_checkpoint(*, n_rounds: int, n_steps: int, n_tensors: int = N_TENSORS) -> Report:
+def bench_checkpoint(
+    *, n_rounds: int, n_steps: int, n_tensors: int = N_TENSORS, seconds_of_work: float = SECONDS_OF_WORK
+) -> Report:
     """Measures all contenders; `n_steps` is the number of asynchronous saves in a round. Writes into TMPDIR."""
     device = torch.device("cpu")
     torch.set_num_threads(1)
@@ -55,7 +58,7 @@ def bench_checkpoint(*, n_rounds: int, n_steps: int, n_tensors: int = N_TENSORS)
         times_s = measure_rounds(contenders, n_rounds=n_rounds, n_steps=1, wait_for_device=lambda: None)
         times_s["write_or_hash"] = [max(both) for both in zip(times_s["write"], times_s["hash"], strict=True)]
         times_s["read_or_hash"] = [max(both) for both in zip(times_s["read"], times_s["hash"], strict=True)]
-        times_s["blocked"], grown_mib = bench.save_beside_steps(n_rounds, n_steps)
+        times_s["blocked"], grown_mib = bench.save_beside_steps(n_rounds, n_steps, find_work(seconds_of_work))
     setting = {
         "bench": "checkpoint",
         "device": detect_machine().name,
@@ -115,10 +118,9 @@ class CheckpointBench:
             while file.readinto(block):
                 pass
 
-    def save_beside_steps(self, n_rounds: int, n_saves: int) -> tuple[list[float], float]:
+    def save_beside_steps(self, n_rounds: int, n_saves: int, work: Callable[[], None]) -> tuple[list[float], float]:
         """Seconds per save that the steps were blocked, by round; MiB by which the process grew after the first."""
         times_s, memory_mib = [], []
-        work = find_work(seconds=0.5)
         with self.open_saver(replace(SECTION, async_mode="async")) as saver:
             for _ in range(n_rounds):
                 blocked_s = 0.0

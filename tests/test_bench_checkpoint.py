@@ -1,0 +1,32 @@
+"""bench checkpoint: what is compared with what. Never how fast anything is."""
+
+import json
+
+from torchtitan_lite.tools import bench, bench_checkpoint
+from torchtitan_lite.tools.rounds import Report, compare_rounds, describe, report_for_programs
+
+
+def run_small() -> Report:
+    return bench_checkpoint.bench_checkpoint(n_rounds=3, n_steps=2, n_tensors=1, seconds_of_work=0.0)
+
+
+def test_every_contender_handles_the_same_bytes_and_each_ratio_is_of_the_same_round(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_checkpoint.tempfile, "tempdir", str(tmp_path))
+    report = run_small()
+    times_s = report.step_times_s
+    assert report.units_per_step == 16 and report.unit == "MiB"
+    assert all(len(of_rounds) == 3 and min(of_rounds) > 0 for of_rounds in times_s.values())
+    ratios = compare_rounds(report)
+    assert set(ratios) == {"save", "load", "blocked"}
+    for number in range(3):
+        slower = max(times_s["write"][number], times_s["hash"][number])
+        assert ratios["save"][number] == slower / times_s["save"][number]
+        slower = max(times_s["read"][number], times_s["hash"][number])
+        assert ratios["load"][number] == slower / times_s["load"][number]
+        assert ratios["blocked"][number] == times_s["blocked"][number] / times_s["save"][number]
+    assert list(tmp_path.iterdir()) == []
+    assert "blocked" in describe(report) and json.dumps(report_for_programs(report))
+
+
+def test_the_bench_has_a_name_on_the_command_line():
+    assert bench.BENCHES["checkpoint"][0] is bench_checkpoint.bench_checkpoint
