@@ -13,8 +13,9 @@ import hashlib
 import json
 import os
 import struct
+from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
@@ -44,6 +45,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 PIECE_BYTES = 2**20  # is still in the processor's cache when it is hashed, and when it is written
+MOST_PIECES = 8  # so that a thread which has to wait for a processor does not stop the other
 BYTES_UNTIL_SYNC = 64 * 2**20  # the disk is at work while the rest is hashed
 BLOCK_BYTES = 8 * 2**20  # read at once
 MOST_HEADER_BYTES = 100_000_000  # the limit that safetensors itself has
@@ -54,7 +56,7 @@ Entries = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # name -> dtype and s
 class TensorFileWriter:
     """Writes `entries` to the new file `path`, in their order.
 
-    The caller copies and hashes a piece while one thread writes that before, and another has the disk take what is
+    The caller copies and hashes a piece while one thread writes those before, and another has the disk take what is
     written. So a file takes hardly longer than the slowest of the three.
     """
 
@@ -64,15 +66,16 @@ class TensorFileWriter:
         header = encode_header(entries)
         self.n_bytes = len(header) + sum(prod(shape) * dtype.itemsize for dtype, shape in entries.values())
         self.digest = hashlib.blake2b(digest_size=HASH_BYTES)
-        self.piece, self.spare = bytearray(PIECE_BYTES), bytearray(PIECE_BYTES)
+        self.piece = bytearray(PIECE_BYTES)
+        self.queue: deque[tuple[bytearray, Future]] = deque()  # pieces that are being written, or are by now
         self.n_filled = self.n_written = self.n_syncing = 0
         try:
             self.file = open(path, "xb", buffering=0)
         except OSError as error:
             raise self.explain(error) from error
-        self.threads = ThreadPoolExecutor(2, thread_name_prefix="write")
-        self.writing = self.threads.submit(int)  # of the spare piece
-        self.syncing = self.threads.submit(int)
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="write")  # one thread, so in the order of the queue
+        self.syncer = ThreadPoolExecutor(1, thread_name_prefix="sync")
+        self.syncing = self.syncer.submit(int)
         self.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -96,12 +99,11 @@ class TensorFileWriter:
                 self.flush()
 
     def flush(self) -> None:
-        """Begins to write the piece, and hashes it meanwhile."""
-        self.wait()
-        piece = memoryview(self.piece)[: self.n_filled]
-        self.piece, self.spare, self.n_filled = self.spare, self.piece, 0
-        self.writing = self.threads.submit(self.write_piece, piece)
-        self.digest.update(piece)
+        """Begins to write the piece, and hashes it meanwhile. Then there is another one to fill."""
+        content = memoryview(self.piece)[: self.n_filled]
+        self.queue.append((self.piece, self.writer.submit(self.write_piece, content)))
+        self.digest.update(content)
+        self.piece, self.n_filled = self.wait() if len(self.queue) == MOST_PIECES else bytearray(PIECE_BYTES), 0
 
     def write_piece(self, piece: memoryview) -> None:
         while piece:  # a disk that is nearly full takes a part
@@ -110,20 +112,23 @@ class TensorFileWriter:
         if self.n_written - self.n_syncing >= BYTES_UNTIL_SYNC and self.syncing.done():
             self.syncing.result()  # a disk tells of a failure once
             self.n_syncing = self.n_written
-            self.syncing = self.threads.submit(os.fdatasync, self.file.fileno())
+            self.syncing = self.syncer.submit(os.fdatasync, self.file.fileno())
 
-    def wait(self) -> None:
-        """For the spare piece. Raises CheckpointError where it could not be written."""
+    def wait(self) -> bytearray:
+        """For the oldest piece of the queue. Raises CheckpointError where it could not be written."""
+        piece, writing = self.queue.popleft()
         try:
-            self.writing.result()
+            writing.result()
         except OSError as error:
             raise self.explain(error) from error
+        return piece
 
     def finish(self) -> FileRecord:
         """Everything is on the disk. Its size and hash."""
         assert not self.missing, f"{self.path} ends before {next(iter(self.missing))}"
         self.flush()
-        self.wait()
+        while self.queue:
+            self.wait()
         try:
             self.syncing.result()
             os.fsync(self.file.fileno())
@@ -133,7 +138,8 @@ class TensorFileWriter:
         return FileRecord(self.n_written, self.digest.hexdigest())
 
     def close(self) -> None:
-        self.threads.shutdown()
+        self.writer.shutdown()
+        self.syncer.shutdown()
         self.file.close()
 
     def explain(self, error: OSError) -> CheckpointError:
