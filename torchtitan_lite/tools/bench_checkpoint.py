@@ -66,7 +66,8 @@ def bench_checkpoint(
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "asynchronous": {"saves": n_rounds * n_steps, "MiB grown after the first round": round(grown_mib, 1)},
     }
-    return Report(setting, "MiB", n_tensors * TENSOR_BYTES // 2**20, times_s, {}, RATIO_OF)
+    n_mib = dict.fromkeys(times_s, n_tensors * TENSOR_BYTES // 2**20)
+    return Report(setting, "MiB", n_mib, times_s, {}, RATIO_OF)
 
 
 class CheckpointBench:
