@@ -45,7 +45,7 @@ RATIO_OF = {
 
 
 def bench_checkpoint(
-    *, n_rounds: int, n_steps: int, n_tensors: int = N_TENSORS, seconds_of_work: float = SECONDS_OF_WORK
+    *, n_rounds: int = 5, n_steps: int = 5, n_tensors: int = N_TENSORS, seconds_of_work: float = SECONDS_OF_WORK
 ) -> Report:
     """Measures all contenders; `n_steps` is the number of asynchronous saves in a round. Writes into TMPDIR."""
     device = torch.device("cpu")
