@@ -107,7 +107,8 @@ def write_document(pieces: Iterable[str], writer: ShardWriter, tokenizer: Tokeni
     writer.begin_document()
     writer.write([] if tokenizer.bos_id is None else [tokenizer.bos_id])
     for piece in pieces:
-        writer.write(tokenizer.encode(piece), n_text_bytes=len(piece.encode()))
+        n_bytes = len(piece) if piece.isascii() else len(piece.encode())  # the first is known without looking
+        writer.write(tokenizer.encode(piece), n_text_bytes=n_bytes)
     writer.write([tokenizer.eos_id])
 
 
