@@ -68,7 +68,7 @@ class Amounts:
     """How much there is to read, and to do in one step of a contender."""
 
     n_texts: int | None = None  # documents, of the standard library's; None: all of them, about 11 MB
-    n_copies: int = 4  # of them, for each process of `prepare`: its start takes a while, and a real one runs for long
+    n_copies: int = 12  # of them, for each process of `prepare`: its start takes a while, and a real one runs for long
     shard_tokens: int = 50_000_000  # about as in large corpora
     n_shards: int = 4  # 400 MB
     n_sparse_shards: int = 1000  # 100 GB
