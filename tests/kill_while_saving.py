@@ -96,14 +96,16 @@ def kill_some(
     """Runs `worker` on the ranks and kills the victims at a random instant after they began. False: they were done."""
     for path in folder.glob("pid-*"):
         path.unlink()
-    finished = threading.Event()
+    finished, killed = threading.Event(), threading.Event()
+    failures: list[RankFailure] = []
 
     def run() -> None:
         try:
             pool.run(worker, N_RANKS, str(folder), *args, timeout_s=60)
             finished.set()
-        except RankFailure:
-            pass
+        except RankFailure as failure:
+            if not killed.is_set():
+                failures.append(failure)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -112,9 +114,13 @@ def kill_some(
         time.sleep(0.01)
     pids = [int((folder / f"pid-{rank}").read_text()) for rank in victims]
     time.sleep(chosen.uniform(0, longest_life_s))
-    for pid in pids if not finished.is_set() else []:
-        os.kill(pid, signal.SIGKILL)
+    if thread.is_alive():
+        killed.set()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
     thread.join()
+    if failures:  # of its own, before anybody was killed
+        raise failures[0]
     return not finished.is_set()
 
 
