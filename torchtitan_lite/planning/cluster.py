@@ -33,10 +33,9 @@ class Cluster:
     node_size: int  # GPUs that the fast links join
     link_bandwidth: float  # inside a node
     network_bandwidth: float  # between nodes
-    matmul_efficiency: float = (
-        0.72  # cuBLAS on large bf16 matmuls: 700 to 750 of 989 TFLOP/s on an H100 (its power limit)
-    )
-    attention_efficiency: float = 0.50  # FlashAttention-3 arXiv:2407.08608, causal, head dim 128, forward and backward
+    matmul_efficiency: float = 0.65  # a whole layer's bf16 matmuls at the power limit: 600 to 680 of 989 TFLOP/s, H100
+    float8_efficiency: float = 0.50  # the same with float8, casts and scales included: about 1,000 of 1,979 TFLOP/s
+    attention_efficiency: float = 0.35  # torch's SDPA is FlashAttention-2: 300 to 400 TFLOP/s causal, arXiv:2407.08608
     memory_efficiency: float = 0.80  # of elementwise kernels: STREAM-like copies reach 80 to 90 %
     link_efficiency: float = 0.80  # NCCL's all-gather bus bandwidth for large messages: 360 of 450 GB/s in an H100 node
     latency_s: float = 15e-6  # of a collective, NCCL inside a node
@@ -95,8 +94,8 @@ CLUSTERS = {
         node_size=8,
         link_bandwidth=300 * GB,
         network_bandwidth=25 * GB,
-        matmul_efficiency=0.80,  # cuBLAS reaches 250 to 270 of 312 TFLOP/s
-        attention_efficiency=0.55,  # FlashAttention-2 arXiv:2307.08691: 225 TFLOP/s not causal, 170 to 190 causal
+        matmul_efficiency=0.70,  # a whole layer's at the power limit: 210 to 230 of 312 TFLOP/s
+        attention_efficiency=0.50,  # FlashAttention-2 arXiv:2307.08691: 150 to 190 TFLOP/s causal
     ),
     "b200": Cluster(  # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8, NVLink 1.8 TB/s, cards of 400 Gb/s
         PEAK_BF16_FLOPS["B200"],

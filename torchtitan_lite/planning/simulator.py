@@ -31,6 +31,11 @@ class Durations:
     backward_weight: tuple[float, ...]
     send: float = 0.0
 
+    @property
+    def busy(self) -> list[float]:
+        """Seconds of work that each stage has with one microbatch."""
+        return list(map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True)))
+
     def of(self, action: Action) -> float:
         if action.kind == "F":
             return self.forward[action.stage]
