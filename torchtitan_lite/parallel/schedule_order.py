@@ -6,8 +6,9 @@ Numbers only: no stage is built and no process group is needed. Effect: none.
 """
 
 from functools import lru_cache
+from types import SimpleNamespace
 
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from torchtitan_lite.config import Parallelism
 from torchtitan_lite.layout import Layout
@@ -24,13 +25,19 @@ def list_rows(section: Parallelism, layout: Layout) -> list[list[Action]]:
     return order_of(section.pipeline_parallel_schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def order_of(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[list[Action]]:
     """The same, for a schedule by name. Without a pipeline: forward and backward of each microbatch in turn."""
     if pp == 1:
         return [[Action(0, kind, microbatch) for microbatch in range(n_microbatches) for kind in "FB"]]
-    rows = get_schedule_ops(schedule, pp, n_microbatches, n_stages_per_rank)
-    return [number_from_zero([action for cell in row if cell is not None for action in unfold(cell)]) for row in rows]
+    schedule_class = get_schedule_class(schedule)
+    # Of its stages a schedule asks no more than these numbers before it runs.
+    stage = SimpleNamespace(group_rank=0, group_size=pp, num_stages=pp * n_stages_per_rank, submod=None)
+    stages = stage if issubclass(schedule_class, PipelineScheduleSingle) else [stage] * n_stages_per_rank
+    # The sends and receives that it would add itself take a thousand times longer than the order of work.
+    without_sends = {"_prepare_schedule_with_comms": lambda *args, **kwargs: None}
+    order = type("Order", (schedule_class,), without_sends)(stages, n_microbatches).pipeline_order
+    return [number_from_zero([action for cell in order[rank] if cell for action in unfold(cell)]) for rank in range(pp)]
 
 
 def unfold(cell) -> list[Action]:

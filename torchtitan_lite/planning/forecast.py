@@ -78,7 +78,7 @@ def sketch(pace: Pace, order: Callable[[int], Rows]) -> Sketch:
     end_time = extrapolate(measure, n, workload.layout.pp)
     return Sketch(
         rate=rate_step(workload, pace.cluster, end_time + pace.once_s + pace.optimizer_s),
-        bubble=1 - n * sum(pace.durations.busy) / (end_time * workload.layout.pp),
+        bubble=max(0.0, 1 - n * sum(pace.durations.busy) / (end_time * workload.layout.pp)),
         memory=sketch_memory(workload, order),
     )
 

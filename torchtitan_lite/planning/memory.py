@@ -100,9 +100,8 @@ def estimate_gathered(workload: Workload, stages: list[Stage]) -> float:
     of a block, once in compute dtype and once as they are reduced."""
     if workload.is_whole:
         return 0
-    groups = [n for stage in stages for n in workload.groups_of(stage)]
     if workload.layout.zero_stage < 3:
-        return sum(groups) * workload.compute_bytes
+        return sum(map(workload.count_stage_parameters, stages)) * workload.compute_bytes
     heads = workload.vocabulary_parameters * any(stage.has_head for stage in stages)
     reduced = workload.layer_parameters * (workload.compute_bytes + MASTER_BYTES) * (workload.layout.pp == 1)
     return (2 * workload.layer_parameters + heads) * workload.compute_bytes + reduced

@@ -10,9 +10,9 @@
 Every constant is in cluster.py, and there is one for all models and layouts of a GPU. Legend in workload.py.
 """
 
-from dataclasses import astuple, dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from torchtitan_lite.planning.cluster import Cluster, find_strides
 from torchtitan_lite.planning.simulator import Durations
@@ -23,8 +23,7 @@ from torchtitan_lite.sizes import count_layer_parameters
 UNFUSED_SCORE_BYTES = 13
 
 
-@dataclass(frozen=True)
-class Phases:
+class Phases(NamedTuple):
     """Seconds that one microbatch takes of a rank. The exposed part of them is spent waiting for other ranks."""
 
     forward: float = 0.0
@@ -36,12 +35,6 @@ class Phases:
     @property
     def backward(self) -> float:
         return self.backward_input + self.backward_weight
-
-    def __add__(self, other: "Phases") -> "Phases":
-        return Phases(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    def __mul__(self, n: int) -> "Phases":
-        return Phases(*(a * n for a in astuple(self)))
 
 
 class Pace:
@@ -154,11 +147,14 @@ class Pace:
         return Phases(lookup + tp_s, tp_s, lookup, exposed_tp=2 * tp_s)
 
     def time_stage(self, stage: Stage) -> Phases:
-        return self.layer * stage.n_layers + self.embedding * stage.has_embedding + self.head * stage.has_head
+        n, e, h = stage.n_layers, stage.has_embedding, stage.has_head
+        phases = zip(self.layer, self.embedding, self.head, strict=True)
+        return Phases(*(n * layer + e * embedding + h * head for layer, embedding, head in phases))
 
     @cached_property
     def stages(self) -> list[Phases]:
-        return [self.time_stage(stage) for stage in self.workload.stages]
+        of = {stage: self.time_stage(stage) for stage in set(self.workload.stages)}  # most are alike
+        return [of[stage] for stage in self.workload.stages]
 
     @cached_property
     def durations(self) -> Durations:

@@ -130,7 +130,10 @@ class Workload:
         return embedding + [self.layer_parameters] * stage.n_layers + head
 
     def count_stage_parameters(self, stage: Stage) -> int:
-        return sum(self.groups_of(stage))
+        norm = self.shape.dim * stage.has_head
+        tied = stage.has_embedding and stage.has_head and self.shape.tie_embeddings
+        n_vocabulary = stage.has_embedding + stage.has_head - tied
+        return self.layer_parameters * stage.n_layers + self.vocabulary_parameters * n_vocabulary + norm
 
 
 def describe_workload(config: Config, shape: Shape, layout: Layout) -> Workload:
