@@ -6,7 +6,7 @@ What is planned is what will run, line by line: the same functions with the same
 once, and the tensors have shapes and no numbers. So 16,384 ranks cost no more than one, and ranks that differ in their
 pipeline stage alone need one run each.
 
-Of many microbatches all but the first few are alike, so that by default a few are run (FEW) and counted as often as they
+Of many microbatches all but the first and last are alike, so that by default a FEW are run and counted as often as they
 come: in the order of the real schedule, each adding the activations that it adds, on top of those then in flight.
 `whole=True` runs them all. Schedules in which microbatches of one kind differ are always run whole (`is_uniform`).
 
@@ -97,7 +97,7 @@ def dry_run(
         if device_type == "cuda":
             stack.enter_context(kernels_of_gpus())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(meter)
+        stack.enter_context(meter.watching())
         run = stepping.start_run(parts, config, short, mesh, CPU)
         meter.places.name_modules(parts)
         parameters = list(run.parameters.values())

@@ -12,8 +12,8 @@ or all-to-all moves P(n-1)/n, an all-reduce 2P(n-1)/n, a broadcast, send or rece
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -95,7 +95,7 @@ class Mark:
 
 
 class Meter(TorchDispatchMode):
-    """A context manager, entered inside the fake mode where there is one.
+    """Notes what runs `with meter.watching()`.
 
     `name_axis` tells the mesh dims along which some ranks lie. Allocators hand out whole blocks: 512 bytes on CUDA.
     """
@@ -124,11 +124,12 @@ class Meter(TorchDispatchMode):
 
     # ---------------------------------------------------------------- watching
 
-    def __enter__(self) -> "Meter":
-        self._fake_mode = active_fake_mode()
-        self._patches = ExitStack()
-        resize = torch.UntypedStorage.resize_
-        infer = ShardingPropagator._propagate_tensor_meta_non_cached
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notes everything inside. To be entered inside the fake mode, where there is one."""
+        self._is_fake = active_fake_mode() is not None
+        resize, infer = torch.UntypedStorage.resize_, "_propagate_tensor_meta_non_cached"
+        infer_shapes = getattr(ShardingPropagator, infer)
 
         def resize_and_note(storage: torch.UntypedStorage, n_bytes: int) -> None:
             resize(storage, n_bytes)
@@ -139,17 +140,16 @@ class Meter(TorchDispatchMode):
             """DTensor finds shapes by running operators on tensors of the whole shape: nothing of it is allocated."""
             was_paused, self._is_paused = self._is_paused, True
             try:
-                return infer(*args, **kwargs)
+                return infer_shapes(*args, **kwargs)
             finally:
                 self._is_paused = was_paused
 
-        self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_note))
-        self._patches.enter_context(patch.object(ShardingPropagator, infer.__name__, infer_unseen))
-        return super().__enter__()
-
-    def __exit__(self, *exception) -> None:
-        self._patches.close()
-        return super().__exit__(*exception)
+        with (
+            patch.object(torch.UntypedStorage, "resize_", resize_and_note),
+            patch.object(ShardingPropagator, infer, infer_unseen),
+            self,
+        ):
+            yield
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
@@ -157,9 +157,9 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        if self._fake_mode and func is READ:
+        if self._is_fake and func is READ:
             return True if args[0].dtype is torch.bool else 1  # a fake tensor knows no answer; this one goes on
-        if self._fake_mode and func is WAIT:
+        if self._is_fake and func is WAIT:
             return args[0]  # as on a device: the tensor itself
         place = self.places.find()
         if func in CONTEXT_ATTENTION:
