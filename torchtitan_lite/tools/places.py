@@ -60,9 +60,13 @@ class Places:
         place, in_engine = self._read_stack()
         if in_engine and node is not None:
             made = self._place_of(node)
-            return replace(made, through=place.through, module=place.module or made.module, walk="backward", reduces=place.reduces)
+            return replace(
+                made, through=place.through, module=place.module or made.module, walk="backward", reduces=place.reduces
+            )
         if node is None and not place.module:
             return place
+        if place.reduces:  # what FSDP does once the engine is done
+            return replace(place, walk="backward")
         place = replace(place, walk="forward" if node is None else "recompute")
         counter = torch.autograd._get_sequence_nr()
         if not self._nodes or counter > self._nodes[-1]:
