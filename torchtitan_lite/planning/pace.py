@@ -95,27 +95,30 @@ class Pace:
         """A layer, the mean over recompute modes. Backward computes twice what forward does, attention 2.5 times."""
         w = self.workload
         tp_s = self.move(("tp",), w.hidden_bytes)
-        ffn = 3 * w.shape.dim * w.shape.ffn_dim
-        down_share = ffn / 3 / (count_layer_parameters(w.shape) - 2 * w.shape.dim)  # of w2, which is not needed again
-        passed = self.linear_s + self.attention_s + self.elementwise_s
-        again = w.average(
-            {
-                "none": 0.0,
-                "op": self.elementwise_s + 2 * tp_s,
-                "full": passed - self.linear_s * down_share + 3 * tp_s,
-                "alternate": self.elementwise_s + self.linear_s / 3 + 2 * tp_s,
-            }
-        )
+        tp_again = tp_s * w.average({"none": 0, "op": 2, "full": 3, "alternate": 2})
         cp_forward, cp_backward = self.expose_context()
         cp_again = cp_forward * w.average({"none": 0, "op": 0, "full": 1, "alternate": 0})
-        backward_input = self.linear_s + 2.5 * self.attention_s + 2 * self.elementwise_s
-        tp_again = w.average({"none": 0, "op": 2, "full": 3, "alternate": 2}) * tp_s
+        backward = self.linear_s + 2.5 * self.attention_s + 2 * self.elementwise_s + 4 * tp_s + cp_backward
         return Phases(
-            forward=passed + 4 * tp_s + cp_forward,
-            backward_input=backward_input + 4 * tp_s + cp_backward + cp_again + again,
+            forward=self.linear_s + self.attention_s + self.elementwise_s + 4 * tp_s + cp_forward,
+            backward_input=backward + self.again_s + tp_again + cp_again,
             backward_weight=self.linear_s,
             exposed_tp=8 * tp_s + tp_again,
             exposed_cp=cp_forward + cp_backward + cp_again,
+        )
+
+    @cached_property
+    def again_s(self) -> float:
+        """What a layer computes again in backward. Of the matmuls, "full" leaves out w2, whose output nobody needs."""
+        shape = self.workload.shape
+        last = shape.dim * shape.ffn_dim / (count_layer_parameters(shape) - 2 * shape.dim)
+        return self.workload.average(
+            {
+                "none": 0.0,
+                "op": self.elementwise_s,
+                "full": self.linear_s * (1 - last) + self.attention_s + self.elementwise_s,
+                "alternate": self.elementwise_s + self.linear_s / 3,
+            }
         )
 
     def expose_context(self) -> tuple[float, float]:

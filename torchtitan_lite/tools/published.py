@@ -12,6 +12,7 @@ import csv
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 from torchtitan_lite.config_reader import REPOSITORY
@@ -39,6 +40,17 @@ H100_96 = replace(
     float8_efficiency=0.78 * CLUSTERS["h100"].float8_efficiency,
     attention_efficiency=0.78 * CLUSTERS["h100"].attention_efficiency,
 )
+
+
+PREFACE = """# Published layouts and what the planner predicts
+
+Made by `python -m torchtitan_lite plan --published` from published_layouts.csv, by the closed form with the constants
+of torchtitan_lite/planning/cluster.py. Those were chosen once for each GPU, with these tables in view, none for a row.
+
+Published, predicted, error: first tokens per second and GPU, then GiB reserved (live bytes x reserve_factor). Rows of
+GPT shapes exist in the closed form only, since the model code here is Llama. `recalled` rows are from memory, checked
+by arithmetic alone: they exercise the planner and are no claim about their source. An asterisk: the source leaves
+something open, and the last column of the file says what is assumed."""
 
 
 @dataclass(frozen=True)
@@ -115,3 +127,80 @@ def describe_layout(number: dict[str, int]) -> Layout:
         n_microbatches=number["global_batch"] // number["dp"] // number["microbatch"],
         zero_stage=number["zero_stage"],
     )
+
+
+def print_published(table_file: Path = TABLE) -> None:
+    """Prints the table and leaves it in assets/. Rows that are not met are listed below it."""
+    table = format_table(read_published())
+    table_file.write_text(table, encoding="utf-8")
+    print(f"{table}\nWritten to {table_file}.")
+
+
+def find_unmet(row: Row) -> list[str]:
+    """What of a row is predicted outside its tolerance."""
+    return [what for what, error in row.errors.items() if abs(error) > TOLERANCES[what]]
+
+
+def list_swaps(rows: list[Row]) -> list[tuple[Row, Row]]:
+    """Pairs of rows of one source that are predicted in the wrong order. Rows within 2 % of each other have none."""
+    swaps = []
+    for first, second in combinations(rows, 2):
+        published = [float(row.facts["tokens_per_s_per_gpu"]) for row in (first, second)]
+        predicted = [row.forecast.rate.tokens_per_s_per_gpu for row in (first, second)]
+        told_apart = abs(published[0] / published[1] - 1) > 0.02
+        if first.facts["source"] == second.facts["source"] and told_apart:
+            if (published[0] < published[1]) != (predicted[0] < predicted[1]):
+                swaps.append((first, second))
+    return swaps
+
+
+def format_table(rows: list[Row]) -> str:
+    """Markdown: a table for each source, then the rows that are not met."""
+    lines = [PREFACE]
+    names = ["model", "GPUs", "layout", "sequence", *["published", "predicted", "error"] * 2, "evidence"]
+    head = f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
+    for source in dict.fromkeys(row.facts["source"] for row in rows):
+        lines += ["", f"## {source}", "", head]
+        lines += [format_row(row) for row in rows if row.facts["source"] == source]
+    unmet = [row for row in rows if find_unmet(row)]
+    limits = " and ".join(f"{tolerance:.0%} ({what})" for what, tolerance in TOLERANCES.items())
+    lines += ["", f"## Not met: {len(unmet)} of {len(rows)} rows are further off than {limits}", ""]
+    lines += [
+        f"- {name_row(row)}: {', '.join(f'{what} {row.errors[what]:+.1%}' for what in find_unmet(row))}"
+        for row in unmet
+    ]
+    swaps = list_swaps(rows)
+    lines += [
+        "",
+        f"Pairs of rows of one source in the wrong order: {len(swaps) or 'none'}.",
+        *(f"- {name_row(first)} and {name_row(second)}" for first, second in swaps),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def name_row(row: Row) -> str:
+    facts = row.facts
+    return f"{facts['source']}: {facts['model']} on {facts['n_gpus']} GPUs, sequence {int(facts['seq_len']):,}"
+
+
+def format_row(row: Row) -> str:
+    facts, errors = row.facts, row.errors
+    dims = [f"{dim}{facts[dim]}" for dim in ("tp", "pp", "cp", "dp") if facts[dim] != "1"]
+    options = [f"x{facts['stages_per_rank']} stages"] * (facts["stages_per_rank"] != "1")
+    options += [facts["recompute"]] * (facts["recompute"] != "none") + ["float8"] * (facts["matmul_dtype"] == "float8")
+    options += ["compile"] * (facts["compiled"] == "1" and facts["gpu"] == "h100-96")
+    assumed = "*" * any(words in facts["notes"] for words in ("not published", "is published", "taken as"))
+    cells = [
+        facts["model"],
+        f"{facts['n_gpus']} {facts['gpu']}",
+        " ".join(dims + options) + assumed,
+        facts["seq_len"],
+        f"{float(facts['tokens_per_s_per_gpu']):,.0f}",
+        f"{row.forecast.rate.tokens_per_s_per_gpu:,.0f}",
+        f"{errors['throughput']:+.1%}",
+        facts["memory_gib"],
+        f"{row.reserved_gib:.1f}" if facts["memory_gib"] else "",
+        f"{errors['memory']:+.1%}" if "memory" in errors else "",
+        facts["evidence"],
+    ]
+    return f"| {' | '.join(cells)} |"
