@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan_lite.config import Config, ConfigError
 from torchtitan_lite.config_reader import read_config
-from torchtitan_lite.layout import plan_layout
+from torchtitan_lite.layout import plan_layout, resolve_config
 from torchtitan_lite.parallel.schedule_order import list_rows
 from torchtitan_lite.planning.cluster import CLUSTERS, find_cluster, find_strides
 from torchtitan_lite.planning.forecast import Forecast, count_rank_flops, forecast, rate_step
@@ -17,6 +17,7 @@ from torchtitan_lite.planning.simulator import count_in_flight
 from torchtitan_lite.planning.traffic import list_traffic
 from torchtitan_lite.planning.workload import Workload, describe_workload
 from torchtitan_lite.sizes import count_flops_per_token, count_parameters, resolve_shape
+from torchtitan_lite.tools.dry_run import dry_run
 from torchtitan_lite.tools.published import TABLE, find_unmet, format_table, list_swaps, name_row, read_published
 
 H100 = CLUSTERS["h100"]
@@ -120,10 +121,41 @@ def test_replicas_add_their_shards_once_a_step():
     assert traffic_of(config, 8)["dp_replicate", "all-reduce"][1] == pytest.approx(n_parameters / 4 * 4, rel=1e-6)
 
 
+PIPELINE = "--parallelism.pipeline_parallel_schedule"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (8, f"{degrees(tp=2, dp=2)} --parallelism.data_parallel_replicate_degree 2"),
+        (4, f"{degrees(cp=4)} --activation_checkpoint.mode full --parallelism.context_parallel_rotate_method ring"),
+        (4, f"{degrees(cp=2)} --model.attention document"),
+        (8, f"{degrees(pp=2, tp=2)} --parallelism.zero_stage 3 --activation_checkpoint.mode full"),
+        (4, f"{degrees(pp=2)} {PIPELINE} ZBVZeroBubble --activation_checkpoint.mode none"),
+    ],
+)
+def test_bytes_and_flops_are_those_that_step_py_has_in_a_dry_run(world_size, options):
+    """Of each kind of collective on each axis, and of the last rank of the pipeline."""
+    config = read(
+        "debug", options, "--training.mixed_precision_param bfloat16 --training.local_batch_size 4 --model.n_layers 4"
+    )
+    workload = describe(config, world_size)
+    pp_rank = workload.layout.pp - 1
+    resolved = resolve_config(config, workload.layout, "cuda")
+    run = dry_run(resolved, workload.shape, workload.layout, pp_rank=pp_rank, device_type="cuda")
+    measured: Counter = Counter()
+    for call, count in run.collectives:
+        measured[call.axis, call.operation] += call.n_bytes * count
+    closed = {key: n_bytes for key, (_, n_bytes) in traffic_of(config, world_size, pp_rank).items()}
+    assert sum(closed.values()) == pytest.approx(sum(measured.values()), rel=1e-4)
+    assert {key for key in measured if measured[key] > 1000} <= closed.keys()
+    assert count_rank_flops(workload, pp_rank) == run.n_flops
+
+
 # ---------------------------------------------------------------- FLOPs and memory
 
 
-@pytest.mark.parametrize("layout", [degrees(), degrees(tp=4), degrees(cp=4), degrees(tp=2, pp=2)])
+@pytest.mark.parametrize("layout", [degrees(), degrees(tp=4), degrees(tp=2, pp=2)])
 def test_without_recompute_all_ranks_together_compute_what_the_model_costs(layout):
     """But attention's backward, which kernels do with five matmuls for the forward's two: 3.5 instead of 3."""
     config = read("llama3_8b", layout, "--activation_checkpoint.mode none --training.local_batch_size 2")

@@ -1,4 +1,4 @@
-"""The search over layouts: complete, sound by the rules of check, ranked by simulated time, honest where nothing fits."""
+"""The search over layouts: complete, sound by the rules of check, ranked by simulated time, and honest when empty."""
 
 import itertools
 from dataclasses import replace
