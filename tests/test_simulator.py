@@ -18,7 +18,7 @@ from torchtitan_lite.planning.simulator import (
     simulate,
 )
 from torchtitan_lite.planning.timeline import draw_svg, draw_text, trace_chrome
-from torchtitan_lite.schedule_csv import find_deadlock, find_missing_action
+from torchtitan_lite.schedule_csv import Action, find_deadlock, find_missing_action
 from torchtitan_lite.sizes import SHAPES
 
 
@@ -112,7 +112,11 @@ def test_microbatches_in_flight_are_those_of_the_papers():
     assert held("1F1B", 4, 8, 1) == [4, 3, 2, 1]
     assert held("Interleaved1F1B", 4, 8, 2) == [11, 9, 7, 5]  # (v - 1) p + 2 (p - 1 - r) + 1
     assert held("ZBVZeroBubble", 4, 8, 2) == [8, 8, 8, 8]  # as 1F1B's first rank, in halves, on every rank
-    assert count_in_flight(order_of("ZBVZeroBubble", 4, 8, 2)[3])[3] >= 1
+
+
+def test_the_backward_of_inputs_frees_nothing_yet():
+    row = [Action(0, kind, microbatch) for kind, microbatch in [("F", 0), ("F", 1), ("I", 0), ("F", 2), ("W", 0)]]
+    assert count_in_flight(row) == {0: 3}
 
 
 def test_rows_of_a_layout_are_those_of_its_schedule_or_its_file(tmp_path):
