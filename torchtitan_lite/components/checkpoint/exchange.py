@@ -30,6 +30,33 @@ from torchtitan_lite.vocabulary.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 
+def begin(
+    checkpoints: Path,
+    resumed_step: int,
+    parameters: dict[str, Tensor],
+    optimizer: Optimizer,
+    lr_scheduler: LRScheduler,
+    *,
+    is_named: bool,
+    section: Checkpoint,
+    shape: Shape,
+    facts: dict[str, object],
+    group: dist.ProcessGroup,
+) -> int:
+    """Puts a run that is built where it goes on, or begins. Returns the last step that is done. Collective.
+
+    `resumed_step` is the newest checkpoint, for which an older one may stand in, or one that `is_named` and no other;
+    0 where there is none. Raises CheckpointError; what the run holds is then undefined.
+    """
+    of_run = (parameters, optimizer, lr_scheduler)
+    if resumed_step:
+        step = resumed_step if is_named else None
+        return resume(checkpoints, step, *of_run, section=section, facts=facts, group=group)
+    if section.initial_load_path:
+        return load_initial(*of_run, section=section, shape=shape, facts=facts, group=group)
+    return 0
+
+
 def load_initial(
     parameters: dict[str, Tensor],
     optimizer: Optimizer,
