@@ -1,6 +1,7 @@
 """Checkpoints that are not what was saved: every one is refused by the file that is wrong, and none ever runs code."""
 
 import collections
+import errno
 import io
 import json
 import os
@@ -208,6 +209,18 @@ def test_the_newest_sound_checkpoint_is_taken_and_the_damaged_one_set_aside(fold
     assert "DAMAGED CHECKPOINT" in caplog.text and str(folder / "step-8" / TENSORS[1]) in caplog.text
     assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-8.damaged"]
     assert {path.name for path in (folder / "step-8.damaged").iterdir()} == set(FILES)
+
+
+def test_a_checkpoint_on_a_disk_that_fails_counts_as_damaged(folder, group, monkeypatch):
+    def read_bytes(path: Path) -> bytes:
+        if path.parent.name == "step-8":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return path.open("rb").read()
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(DamagedCheckpoint, match=r"step-8/manifest.json cannot be read \(Input/output error\)"):
+        read_manifest(folder / "step-8")
+    assert loading.load_newest(folder, make_tensors(0), facts=FACTS, verify=True, group=group).step == 4
 
 
 def test_nothing_is_renamed_where_no_checkpoint_is_sound(folder, group):

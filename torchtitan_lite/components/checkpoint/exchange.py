@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
+from torchtitan_lite.components.checkpoint import folders
 from torchtitan_lite.components.checkpoint.agreement import do_on_rank_0, do_together
 from torchtitan_lite.components.checkpoint.loading import load_checkpoint, resume
 from torchtitan_lite.components.checkpoint.state import name_tensors, name_weights
@@ -104,7 +105,11 @@ def leave_export(
     vocabulary: Vocabulary,
     group: dist.ProcessGroup,
 ) -> None:
-    """Writes the Hugging Face folder `out`, unless an earlier attempt has. Collective. Raises CheckpointError."""
+    """Writes the Hugging Face folder `out`, unless an earlier attempt has. Collective. Raises CheckpointError.
+
+    `out` is in the folder of checkpoints, where this run alone is at work: what a death has left there is swept away.
+    """
     if not do_on_rank_0(group, out.exists):
+        do_on_rank_0(group, lambda: folders.sweep(out.parent))
         export_weights(out, parameters, Export(shape, section.export_dtype, vocabulary), group=group)
         logger.info(f"exported {out}")
