@@ -42,17 +42,18 @@ def name_unfinished(final: Path) -> Path:
 
 def commit(final: Path, manifest: Manifest) -> None:
     """Files of tensors are on the disk already; here their manifest, and then the name of the whole."""
-    unfinished = name_unfinished(final)
+    unfinished, content = name_unfinished(final), encode(manifest)
     try:
         with open(unfinished / MANIFEST, "xb") as file:
-            file.write(encode(manifest))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         sync_folder(unfinished)
         unfinished.rename(final)
         sync_folder(final.parent)
     except OSError as error:
-        raise CheckpointError(f"{final} cannot be committed ({error.strerror}); it is left out") from error
+        why = f"{error.strerror}; its {MANIFEST} takes {len(content):,} bytes"
+        raise CheckpointError(f"{final} cannot be committed ({why}): it is left out") from error
 
 
 def retire(folder: Path, *, keep_latest_k: int, keep_every_m: int) -> list[int]:
