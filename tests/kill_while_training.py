@@ -19,9 +19,12 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where it is run as a script
+
 from checkpoints import assemble, list_differing
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from torchtitan_lite.config_reader import REPOSITORY
+
 STEPS = 24
 KEYS = [
     f"--training.steps={STEPS}",
@@ -62,7 +65,7 @@ def kill_rank(process: subprocess.Popen, victim: int, *, after_step: int, delay_
 def finish(process: subprocess.Popen, *, status: int = 0) -> str:
     """What the run still prints, when it has ended."""
     try:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its ranks before itself
         process.wait()
