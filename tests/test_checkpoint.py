@@ -14,6 +14,7 @@ from checkpoints import (
     assemble,
     list_differing,
     load_and_train,
+    load_each_and_train,
     make_saver,
     merge_states,
     train,
@@ -79,20 +80,35 @@ def open_on(pool, world_size: int, overrides: dict, folder, step: int | None = 2
     return merge_states([s[0] for s in shares]), shares[0][1], merge_states([s[2] for s in shares]), shares[0][3]
 
 
+@pytest.fixture(scope="module")
+def opened(pool, saved, tmp_path_factory):
+    """Function: a name of OPENED_ON -> what `open_on` gives, and where that layout saved what it had loaded."""
+    seen = {}
+
+    def open_once(name: str) -> tuple:
+        if name not in seen:
+            back = tmp_path_factory.mktemp("back")
+            seen[name] = (*open_on(pool, *OPENED_ON[name], saved[0], saved_again=str(back)), back)
+        return seen[name]
+
+    return open_once
+
+
 @pytest.mark.parametrize("name", OPENED_ON)
-def test_a_checkpoint_of_3d_opens_on_another_layout_with_every_element_equal(pool, saved, name):
-    folder, state, losses, _ = saved
-    opened, opened_losses, *_ = open_on(pool, *OPENED_ON[name], folder)
-    assert len(state) == 4 * 39 and list_differing(opened, state) == []  # weight, step and two moments each
+def test_a_checkpoint_of_3d_opens_on_another_layout_with_every_element_equal(saved, opened, name):
+    _, state, losses, _ = saved
+    opened_state, opened_losses, *_ = opened(name)
+    assert len(state) == 4 * 39 and list_differing(opened_state, state) == []  # weight, step and two moments each
     assert opened_losses == pytest.approx(losses, rel=1e-4)
 
 
-def test_a_checkpoint_of_another_layout_opens_on_3d_with_every_element_equal(pool, tmp_path):
-    world_size, overrides = OPENED_ON["dp2 x tp2"]
-    shares = pool.run(train_and_save, world_size, overrides, str(tmp_path), 2, KEEP_ALL)
-    opened, losses, *_ = open_on(pool, *IN_3D, tmp_path)
-    assert list_differing(opened, shares[0][0]) == []
-    assert losses == pytest.approx(shares[0][1], rel=1e-4)
+def test_and_back_from_each_of_them_where_the_run_goes_on_as_if_it_had_never_left(pool, saved, opened):
+    _, state, losses, _ = saved
+    folders = [str(opened(name)[-1]) for name in OPENED_ON]
+    by_rank = pool.run(load_each_and_train, *IN_3D, folders, 2, KEEP_ALL)
+    for name, shares in zip(OPENED_ON, zip(*(states for states, _ in by_rank), strict=True), strict=True):
+        assert list_differing(merge_states(shares), state) == [], name
+    assert by_rank[0][1] == losses
 
 
 def test_tied_embeddings_are_one_tensor_on_every_layout(pool, tmp_path):

@@ -198,7 +198,43 @@ def test_changed_facts_are_refused_by_name(checkpoint, group):
         load(checkpoint, group, facts={**FACTS, "shape": {"dim": 65}})
 
 
+def load_on_ranks(rank: int, world_size: int, path: str) -> str:
+    """Worker: every rank hashes some of the files. What this one says of the checkpoint."""
+    try:
+        load(Path(path), dist.group.WORLD)
+    except DamagedCheckpoint as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_whichever_rank_hashes_a_damaged_file_all_of_them_refuse_and_name_it(pool, checkpoint, world_size):
+    assert pool.run(load_on_ranks, world_size, str(checkpoint)) == [""] * world_size
+    for name in TENSORS:
+        whole = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        for said in pool.run(load_on_ranks, world_size, str(checkpoint)):
+            assert f"{checkpoint / name} has changed since it was written" in said
+        (checkpoint / name).write_bytes(whole)
+
+
 # ---------------------------------------------------------------- falling back
+
+
+def fall_back_on_ranks(rank: int, world_size: int, folder: str) -> tuple[int, dict[str, torch.Tensor]]:
+    """Worker: the step that was found, and what it holds."""
+    tensors = make_tensors(0)
+    manifest = loading.load_newest(Path(folder), tensors, facts=FACTS, verify=True, group=dist.group.WORLD)
+    return manifest.step, tensors
+
+
+def test_all_ranks_fall_back_to_the_same_checkpoint(pool, folder):
+    content = bytearray((folder / "step-8" / TENSORS[1]).read_bytes())
+    content[-1] ^= 1
+    (folder / "step-8" / TENSORS[1]).write_bytes(content)
+    for step, tensors in pool.run(fall_back_on_ranks, 3, str(folder)):
+        assert step == 4 and all(torch.equal(tensors[name], tensor) for name, tensor in make_tensors(4).items())
+    assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-8.damaged"]
 
 
 def test_the_newest_sound_checkpoint_is_taken_and_the_damaged_one_set_aside(folder, group, caplog):
