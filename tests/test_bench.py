@@ -54,8 +54,8 @@ def test_a_turn_is_timed_from_an_idle_device_to_an_idle_device():
 
     contenders = {"a": lambda: events.append("step")}
     options = {"wait_for_device": lambda: events.append("wait"), "read_clock_s": read_clock_s}
-    measure_rounds(contenders, n_rounds=1, n_steps=3, **options)
-    assert events == ["wait", "clock", "step", "step", "step", "wait", "clock"]
+    measure_rounds(contenders, n_rounds=1, n_steps=3, clean_up=lambda: events.append("clean"), **options)
+    assert events == ["wait", "clock", "step", "step", "step", "wait", "clock", "clean"]
 
 
 def test_times_are_per_step_and_belong_to_the_contender_that_took_them():

@@ -36,8 +36,12 @@ def measure_rounds(
     n_steps: int,
     wait_for_device: Callable[[], None],
     read_clock_s: Callable[[], float] = time.perf_counter,
+    clean_up: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Name -> seconds per step of each round. In every round each contender makes n_steps."""
+    """Name -> seconds per step of each round. In every round each contender makes n_steps.
+
+    `clean_up` follows each turn, outside of its time.
+    """
     step_times_s: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     for n_done in range(n_rounds):
@@ -50,6 +54,7 @@ def measure_rounds(
                     contenders[name]()
                 wait_for_device()  # a GPU works on what it was told long after the call has returned
                 step_times_s[name].append((read_clock_s() - start_s) / n_steps)
+            clean_up()
     return step_times_s
 
 
