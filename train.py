@@ -59,7 +59,7 @@ def main(args: list[str]) -> int:
     device = choose_device(local_rank, machine.device_type)
     make_deterministic(config.debug)
     record_collectives(config.comm, dump_folder)
-    start_process_group(device, config.comm.init_timeout_seconds, restarts)
+    start_process_group(device, config.comm.init_timeout_seconds, restarts, offload=config.training.enable_cpu_offload)
     mesh = build_mesh(layout, device.type)
     lock = folders.hold(dump_folder) if rank == 0 else None  # two runs do not share a folder
     if rank == 0:
@@ -288,6 +288,7 @@ def open_dump_folder(dump_folder: Path, config: Config, *, starting_over: bool) 
             config.metrics.save_tb_folder,
             config.checkpoint.folder,
             config.profiling.save_traces_folder,
+            config.profiling.save_memory_snapshot_folder,
             config.comm.save_traces_folder,
         )
         for folder in folders:

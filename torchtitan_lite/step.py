@@ -75,13 +75,13 @@ def build_parts(config: Config, shape: Shape, layout: Layout, mesh: Mesh) -> lis
 
 
 def materialize(parts: list[nn.Module], config: Config, device: torch.device) -> None:
-    """Gives the parts storage on `device` (each rank its slices only) and their initial weights."""
+    """Gives the parts storage on `device`, or on the host (each rank its slices only), and their initial weights."""
     _, init_parameter = MODELS[config.model.name]
     for part in parts:
-        part.to_empty(device=device)
+        part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
         if part.shape.tie_embeddings:  # to_empty made two tensors of the one
             part.output.weight = part.tok_embeddings.weight
-        initialize_weights(part, init_parameter, config.debug.seed)
+        initialize_weights(part, init_parameter, config.debug.seed, device)
         part.train()
 
 
