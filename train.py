@@ -59,7 +59,7 @@ def main(args: list[str]) -> int:
     device = choose_device(local_rank, machine.device_type)
     make_deterministic(config.debug)
     record_collectives(config.comm, dump_folder)
-    start_process_group(device, config.comm.init_timeout_seconds, restarts)
+    start_process_group(device, config.comm.init_timeout_seconds, restarts, offload=config.training.enable_cpu_offload)
     mesh = build_mesh(layout, device.type)
     lock = folders.hold(dump_folder) if rank == 0 else None  # two runs do not share a folder
     if rank == 0:

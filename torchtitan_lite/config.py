@@ -42,7 +42,9 @@ class Profiling:
     profile_freq: Count = 10  # steps from one trace to the next; at least warm-up + active
     profiler_active: Count = 1  # steps recorded in each trace
     profiler_warmup: NonNegativeInt = 3  # steps before it, during which the profiler runs and records nothing
-    enable_memory_snapshot: bool = False  # CUDA: write what lies in memory every profile_freq steps, and when it is out
+    enable_memory_snapshot: bool = (
+        False  # CUDA: write what lies in memory every profile_freq steps, and when it is out
+    )
     save_memory_snapshot_folder: str = "memory_snapshot"  # inside dump_folder
 
 
@@ -83,6 +85,9 @@ class Optimizer:
     eps: NonNegative = 1e-8
     weight_decay: NonNegative = 0.1  # decoupled, on every parameter
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # AdamW; SGD: foreach
+    moments_dtype: Literal["float32", "bfloat16"] = (
+        "float32"  # new: of AdamW between steps; bfloat16 saves 4 bytes each
+    )
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,8 @@ class Training:
     max_norm: Annotated[float, Range(1e-12)] = 1.0  # gradients are scaled down to this global 2-norm
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"  # of compute; auto: bfloat16 on CUDA
     mixed_precision_reduce: Literal["float32"] = "float32"  # of gradient reduction
+    enable_cpu_offload: bool = False  # weights, gradients and optimizer live, and the optimizer runs, on the host
+    loss_chunk_tokens: NonNegativeInt = 1024  # new: tokens of a rank whose logits exist at a time; 0: all of them
     gc_freq: Count = 50  # steps between two collections of Python garbage, at the same step on every rank
 
 
@@ -119,6 +126,7 @@ class Parallelism:
         "auto"  # new: what dp_shard shards, see parallel/fsdp.py; auto: 3, under PP 1
     )
     tensor_parallel_degree: Count = 1
+    enable_async_tensor_parallel: bool = False  # overlap its collectives with pieces of the matmuls; inductor on CUDA
     disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss
     pipeline_parallel_degree: Count = 1
     pipeline_parallel_schedule: Literal[
@@ -136,13 +144,16 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
-    mode: Literal["selective", "full", "none"] = "selective"
+    mode: Literal["selective", "full", "none", "memory_budget"] = "selective"
     selective_ac_option: str = "op"  # "op": save matmuls and attention only; "n": recompute every n-th layer
+    memory_budget: Fraction = 0.5  # of mode memory_budget: 0 recomputes each compiled block, 1 as little as none
 
 
 @dataclass(frozen=True)
 class Compile:
-    enable: bool = False  # torch.compile each block
+    enable: bool = False  # torch.compile what `components` names
+    # model: each block by itself; loss: what the head does with its logits
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
 
 

@@ -15,8 +15,10 @@ from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.config_values import get_value
 from torchtitan_lite.corpora import NAMED, check_corpora, check_weights
 from torchtitan_lite.formats.manifest import CheckpointError, find_steps, read_manifest
-from torchtitan_lite.hardware import Machine
+from torchtitan_lite.hardware import Machine, measure_cpu_memory
 from torchtitan_lite.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
+from torchtitan_lite.lever_checks import check_levers
+from torchtitan_lite.memory_levers import count_state_bytes
 from torchtitan_lite.other_models import check_export, check_initial_load
 from torchtitan_lite.sizes import Shape, count_parameters, resolve_shape
 from torchtitan_lite.vocabulary.find_vocabulary import read_vocabulary
@@ -32,9 +34,6 @@ SUBFOLDERS = (  # keys that name a folder inside job.dump_folder
     "comm.save_traces_folder",
 )
 
-# Training state in fp32, without activations: weight and gradient of 4 bytes each, and two moments under AdamW.
-STATE_BYTES_PER_PARAMETER = {"AdamW": 16, "SGD": 8}
-
 
 @dataclass(frozen=True)
 class MemoryBound:
@@ -43,6 +42,7 @@ class MemoryBound:
     needed_bytes: int
     available_bytes: int
     n_ranks: int  # that share this memory
+    on_host: bool  # not on a GPU
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ def preflight(
         problems += check_vocabulary(config, vocabulary, shape) + check_data(config, vocabulary)
     except ConfigError as error:
         problems += error.problems
+    problems += check_levers(config, machine)
     problems += check_dump_folder(config, restarted) + check_subfolders(config)
     problems += check_writable("training.cache_folder", config.training.cache_folder)
     problems += check_profiling(config, machine) + ([] if restarted else check_load_step(config))
@@ -153,9 +154,12 @@ def name_family(key: str) -> str:
 def bound_memory(config: Config, shape: Shape, degrees: dict[str, int], machine: Machine, n_hosts: int) -> MemoryBound:
     """Lower bound: the state of all parameters, spread evenly over the ranks that share one copy of the model."""
     n_shares = prod(degree for dim, degree in degrees.items() if dim != "dp_replicate")
-    state_bytes = count_parameters(shape) * STATE_BYTES_PER_PARAMETER[config.optimizer.name]
-    n_ranks = 1 if machine.device_type == "cuda" else ceil(prod(degrees.values()) / n_hosts)
-    return MemoryBound(ceil(state_bytes / n_shares) * n_ranks, machine.memory_bytes_per_device, n_ranks)
+    state_bytes = count_parameters(shape) * count_state_bytes(config.optimizer)
+    on_host = machine.device_type == "cpu" or config.training.enable_cpu_offload
+    n_ranks = ceil(prod(degrees.values()) / n_hosts) if on_host else 1
+    offloaded = on_host and machine.device_type == "cuda"
+    available = measure_cpu_memory() if offloaded else machine.memory_bytes_per_device
+    return MemoryBound(ceil(state_bytes / n_shares) * n_ranks, available, n_ranks, on_host)
 
 
 def check_memory(config: Config, shape: Shape, memory: MemoryBound, machine: Machine) -> list[Problem]:
@@ -163,8 +167,8 @@ def check_memory(config: Config, shape: Shape, memory: MemoryBound, machine: Mac
     if memory.needed_bytes <= memory.available_bytes:
         return []
     n_parameters = count_parameters(shape)
-    bytes_each = STATE_BYTES_PER_PARAMETER[config.optimizer.name]
-    place = f"each {machine.name}" if machine.device_type == "cuda" else "this host"
+    bytes_each = count_state_bytes(config.optimizer)
+    place = "this host" if memory.on_host else f"each {machine.name}"
     why = (
         f"{n_parameters / 1e9:.2f} billion parameters of {bytes_each} bytes (weight, gradient, optimizer state) need "
         f"at least {memory.needed_bytes / GIB:.1f} GiB on {place}, which has {memory.available_bytes / GIB:.1f} GiB"

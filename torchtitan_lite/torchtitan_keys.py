@@ -51,10 +51,8 @@ ABSENT = {
         (False,), "It rules out clipping by the global norm, which is always on"
     ),
     "training.dataset_path": Absent(("", "none"), "training.dataset takes the path itself"),
-    "training.enable_cpu_offload": Absent((False,), "Raise parallelism.data_parallel_shard_degree to save memory"),
     "training.dtype": Absent(("float32",), "Use training.mixed_precision_param: weights themselves stay in float32"),
     "training.gc_debug": Absent((False,), "training.gc_freq = 1 collects garbage after every step"),
-    "parallelism.enable_async_tensor_parallel": Absent((False,), "Tensor parallel here waits for its collectives"),
     "parallelism.enable_compiled_autograd": Absent((False,), "compile.enable compiles each block, backward included"),
     "parallelism.pipeline_parallel_split_points": Absent(([],), _STAGES),
     "parallelism.expert_parallel_degree": Absent((1,), "Llama 3 has no experts"),
@@ -64,7 +62,6 @@ ABSENT = {
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Absent(
         ([], ["moe.router.gate"]), "Per-operator recompute keeps the result of every matmul"
     ),
-    "compile.components": Absent((["model"],), "The blocks are compiled and the loss is not", only_if="compile.enable"),
     "checkpoint.interval_type": Absent(("steps",), "checkpoint.interval counts steps", only_if="checkpoint.enable"),
     "checkpoint.create_seed_checkpoint": Absent((False,), "Initial weights are the same on every layout without one"),
     "comm.mode": Absent(("default",), "Ranks always talk; `check` says what a layout needs without running it"),
@@ -85,7 +82,6 @@ SETTINGS_OF_ABSENT = {
     "model.print_after_conversion": "model.converters",
     "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_degree",
     "parallelism.expert_parallel_comm_backend": "parallelism.expert_parallel_degree",
-    "activation_checkpoint.memory_budget": 'activation_checkpoint.mode = "memory_budget"',
     "activation_checkpoint.early_stop": "recompute may stop early or run on: the numbers are the same",
     "activation_checkpoint.preserve_rng_state": "the model draws no random numbers",
     "quantize.*": "model.converters",
