@@ -54,8 +54,11 @@ def plan_recompute(section: ActivationCheckpoint, layers: list[int]) -> dict[int
 
 def set_memory_budget(section: ActivationCheckpoint) -> None:
     """For all that this process compiles from here on: torch has no place for it beside a single call."""
-    budget = section.memory_budget if section.mode == "memory_budget" else 1.0
-    partitioner_config.activation_memory_budget = budget
+    partitioner_config.activation_memory_budget = section.memory_budget if section.mode == "memory_budget" else 1.0
+    if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
+        # torch 2.13 refuses to plan with objects whose size it cannot see. A block has TP's process groups, which hold
+        # no tensors, and no others.
+        partitioner_config.unsafe_treat_script_objects_as_zero_size = True
 
 
 def apply_recompute(block: nn.Module, *, keep_expensive_ops: bool) -> None:

