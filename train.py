@@ -28,6 +28,7 @@ from torchtitan_lite.components.corpus import open_corpus
 from torchtitan_lite.components.data import HeldOutBatches, SampleReader, SampleStream, prefetch, rows_of_rank
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, compute_metrics, read_peak_memory
+from torchtitan_lite.components.out_of_memory import out_of_memory_explained
 from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.components.tokenizer import Tokenizer, make_tokenizer
 from torchtitan_lite.config import Comm, Config, ConfigError, Debug
@@ -35,6 +36,7 @@ from torchtitan_lite.config_reader import dump_config_toml
 from torchtitan_lite.formats.manifest import CheckpointError
 from torchtitan_lite.hardware import detect_machine, peak_flops
 from torchtitan_lite.log import Progress, start_logging
+from torchtitan_lite.parallel.attention_choice import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, set_timeouts, start_process_group
 from torchtitan_lite.preflight import Prepared, preflight
 from torchtitan_lite.sizes import Shape, count_flops_per_token, count_parameters
@@ -136,7 +138,9 @@ def main(args: list[str]) -> int:
     )
 
     # ---- loop
+    logger.info(f"attention: {describe_attention(config, shape, layout, device)}")
     gc.collect()
+    gc.freeze()  # what is here now stays: no collection looks at it again
     gc.disable()  # collected at set steps instead: a rank that collects alone makes all others wait
     writer = None
     if rank == 0:
@@ -148,6 +152,7 @@ def main(args: list[str]) -> int:
     batches = prefetch(stream, rows, steps=range(resumed_step, n_steps), device=device)
     with (
         told_by_rank(rank, mesh.coordinates()),
+        out_of_memory_explained(config, shape, layout, run.parameters, run.optimizer),
         profile_steps(config.profiling, dump_folder, rank, resumed_step=resumed_step) as profiler,
         saver,  # on the way out, waits for what is being written
     ):

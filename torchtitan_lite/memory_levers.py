@@ -17,8 +17,9 @@ a fifth, since kernels differ in what they keep. Legend: D model dim, H heads, K
 from dataclasses import dataclass, replace
 
 from torchtitan_lite.config import ActivationCheckpoint, Config, Optimizer
-from torchtitan_lite.layout import Layout
+from torchtitan_lite.layout import Layout, check_divisibility
 from torchtitan_lite.lever_checks import check_moments
+from torchtitan_lite.refused import find_refused
 from torchtitan_lite.sizes import Shape
 
 WEIGHT_BYTES = GRADIENT_BYTES = 4  # fp32, whatever a step computes in
@@ -60,36 +61,42 @@ class Lever:
     value: object
     saved_bytes: float  # on one rank
     price: str
+    takes_gpus: bool = False  # twice as many
 
 
 def find_levers(config: Config, shape: Shape, layout: Layout, n_parameters: int) -> list[Lever]:
-    """Keys that would help a rank which holds `n_parameters` (its own slices), the strongest first."""
-    training, recompute = config.training, config.activation_checkpoint
+    """Keys that would help a rank which holds `n_parameters` (its own slices): first those that take no more GPUs, the
+    strongest first. Each alone; `config` is resolved.
+    """
+    training, parallelism = config.training, config.parallelism
     itemsize = {"bfloat16": 2, "float32": 4}[training.mixed_precision_param]
     # Under PP several microbatches are under way, at most as many as there are stages ahead of the loss.
     tokens = layout.microbatch_size * training.seq_len / (layout.cp * layout.tp) * min(layout.pp, layout.n_microbatches)
-    kept_bytes = tokens * shape.n_layers / layout.pp * count_activation_bytes(recompute, shape, itemsize)
-    full_bytes = tokens * shape.n_layers / layout.pp * itemsize * shape.dim
-    state_bytes = n_parameters * count_state_bytes(config.optimizer)
-    # What ranks together shard is whole on each of them between microbatches, as zero_stage says.
-    whole = n_parameters * (layout.dp_shard * layout.cp - 1) * itemsize
-    smaller_batch = "parallelism.pipeline_parallel_microbatch_size" if layout.pp > 1 else "training.local_batch_size"
-    levers = [
-        Lever("activation_checkpoint.mode", "full", kept_bytes - full_bytes, "a third more FLOPs"),
-        Lever("parallelism.zero_stage", 3, {1: 2, 2: 1, 3: 0}[layout.zero_stage] * whole, "more traffic"),
-    ]
-    if not check_moments(bfloat16 := replace(config.optimizer, moments_dtype="bfloat16")):
-        saved = state_bytes - n_parameters * count_state_bytes(bfloat16)
+    n_layers = shape.n_layers / layout.pp
+    kept_bytes = tokens * n_layers * count_activation_bytes(config.activation_checkpoint, shape, itemsize)
+    full_bytes = tokens * n_layers * itemsize * shape.dim
+    on_gpu = 0 if training.enable_cpu_offload else n_parameters
+    state_bytes = on_gpu * count_state_bytes(config.optimizer)
+    bfloat16 = replace(config.optimizer, moments_dtype="bfloat16")
+    # What stays gathered between microbatches: parameters, and without PP with stage 1 gradients too.
+    gathered_bytes = n_parameters * (layout.dp_shard * layout.cp - 1) * itemsize
+    n_gathered = {1: 1 if layout.pp > 1 else 2, 2: 1, 3: 0}[layout.zero_stage]
+
+    levers = [Lever("activation_checkpoint.mode", "full", kept_bytes - full_bytes, "a third more FLOPs")]
+    if not find_refused(config, shape, zero_stage=3):
+        levers.append(Lever("parallelism.zero_stage", 3, n_gathered * gathered_bytes, "parameters travel more often"))
+    if not check_moments(bfloat16):
+        saved = state_bytes - on_gpu * count_state_bytes(bfloat16)
         levers.append(Lever("optimizer.moments_dtype", "bfloat16", saved, "moments keep 8 bits"))
     if layout.microbatch_size > 1:
-        levers.append(Lever(smaller_batch, layout.microbatch_size // 2, kept_bytes / 2, "smaller matmuls"))
-    if not training.enable_cpu_offload:
-        price = "the optimizer runs on the host: slow"
-        levers.append(Lever("training.enable_cpu_offload", "true", state_bytes, price))
-        levers.append(
-            Lever("parallelism.data_parallel_shard_degree", 2 * layout.dp_shard, state_bytes / 2, "twice the GPUs")
-        )
-    if not any(size % (2 * layout.tp) for size in (shape.n_kv_heads, shape.ffn_dim, shape.vocab_size)):
-        key, price = "parallelism.tensor_parallel_degree", "twice the GPUs"
-        levers.append(Lever(key, 2 * layout.tp, (state_bytes + kept_bytes) / 2, price))
-    return sorted((lever for lever in levers if lever.saved_bytes), key=lambda lever: -lever.saved_bytes)
+        key = "parallelism.pipeline_parallel_microbatch_size" if layout.pp > 1 else "training.local_batch_size"
+        levers.append(Lever(key, layout.microbatch_size // 2, kept_bytes / 2, "smaller matmuls"))
+    levers.append(Lever("training.enable_cpu_offload", "true", state_bytes, "the optimizer runs on the host, slowly"))
+
+    key, degree = "parallelism.data_parallel_shard_degree", 2 * parallelism.data_parallel_shard_degree
+    levers.append(Lever(key, degree, state_bytes / 2, "twice the GPUs", takes_gpus=True))
+    if not check_divisibility(config, shape, {"tp": 2 * layout.tp, "cp": layout.cp}):
+        key, saved = "parallelism.tensor_parallel_degree", (state_bytes + kept_bytes) / 2
+        levers.append(Lever(key, 2 * layout.tp, saved, "twice the GPUs", takes_gpus=True))
+    helpful = [lever for lever in levers if lever.saved_bytes > 0]
+    return sorted(helpful, key=lambda lever: (lever.takes_gpus, -lever.saved_bytes))

@@ -16,9 +16,10 @@ No rank talks: each updates its slices. Sources: AdamW arXiv:1711.05101; bf16 mo
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
+
+from torchtitan_lite.components.checkpoint.staging import share_of
 
 
 class AdamWBFloat16(AdamW):
@@ -34,14 +35,14 @@ class AdamWBFloat16(AdamW):
     def _step_one(self, parameter: Tensor, group: dict[str, object]) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), device=local(parameter).device)
+            state["step"] = torch.zeros((), device=share_of(parameter).device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        at_rest = [local(state[name]) for name in ("exp_avg", "exp_avg_sq")]
+        at_rest = [share_of(state[name]) for name in ("exp_avg", "exp_avg_sq")]
         exp_avg, exp_avg_sq = (moment.float() for moment in at_rest)
         adamw(
-            [local(parameter)],
-            [local(parameter.grad)],
+            [share_of(parameter)],
+            [share_of(parameter.grad)],
             [exp_avg],
             [exp_avg_sq],
             [],
@@ -58,8 +59,3 @@ class AdamWBFloat16(AdamW):
         )
         for moment, updated in zip(at_rest, (exp_avg, exp_avg_sq), strict=True):
             moment.copy_(updated)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
