@@ -21,6 +21,10 @@ CP = "parallelism.context_parallel_degree"
 ROTATIONS = {method: {"parallelism.context_parallel_rotate_method": method} for method in ("allgather", "ring")}
 RING, DOCUMENTS = ROTATIONS["ring"], {"model.attention": "document"}
 COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
+CHUNK = "training.loss_chunk_tokens"
+# By default all 256 tokens of the table's batch are one chunk. 24 make several, of which the last is smaller.
+CHUNKS, WHOLE_LOGITS = {CHUNK: 24}, {CHUNK: 0}
+NO_LOSS_PARALLEL = {"parallelism.disable_loss_parallel": True}
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 # On a mesh of replicas, shards and tp, DTensor plans one operation on the list of all parameters for half a minute.
 ONE_BY_ONE = {"optimizer.implementation": "for-loop"}
@@ -50,7 +54,7 @@ LAYOUTS = {
     "ddp2 accumulation 2": Row(2, {REPLICATE: 2, "training.local_batch_size": 2, "training.global_batch_size": 8}),
     "hsdp2x2 accumulation 2": Row(4, {REPLICATE: 2, "training.local_batch_size": 1, "training.global_batch_size": 8}),
     "tp2": Row(2, {TP: 2}),
-    "tp2 whole logits": Row(2, {TP: 2, "parallelism.disable_loss_parallel": True}),
+    "tp2 gathered logits": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **CHUNKS}),
     "tp2 tied": Row(2, {TP: 2, "model.tie_embeddings": True}),
     "dp2 tied": Row(2, {"model.tie_embeddings": True}),
     "tp4": Row(4, {TP: 4}),
@@ -114,6 +118,26 @@ LAYOUTS = {
     "pp2 x cp2 ring ZBVZeroBubble": Row(
         4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"]}
     ),
+    **{
+        f"{name}, {loss}": Row(world_size, {**keys, **chunking})
+        for loss, chunking in (("plain loss", WHOLE_LOGITS), ("many chunks", CHUNKS))
+        for name, world_size, keys in (
+            ("one rank", 1, {}),
+            ("tied", 2, {"model.tie_embeddings": True}),
+            ("tp2", 2, {TP: 2}),
+            ("tp2 tied", 2, {TP: 2, "model.tie_embeddings": True}),
+            ("pp2", 2, {PP: 2}),
+            ("dp2 x tp2", 4, {TP: 2}),
+            ("pp2 InterleavedZeroBubble", 2, {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "full"}),
+            ("pp2 x tp2 ZBVZeroBubble", 4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "full"}),
+            ("cp2", 2, {CP: 2}),
+            ("compile", 1, COMPILED),
+            ("tp2 compile", 2, {TP: 2, **COMPILED}),
+            ("pp2 compile", 2, {PP: 2, **COMPILED}),
+        )
+    },
+    "tp2 gathered logits, plain loss": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **WHOLE_LOGITS}),
+    "tp2 gathered logits compile": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **CHUNKS, **COMPILED}),
     **{
         f"{name} documents": Row(world_size, {**degrees, **DOCUMENTS})
         for name, world_size, degrees in (

@@ -10,6 +10,7 @@ from math import ceil, prod
 from pathlib import Path
 
 from torchtitan_lite.certificates import find_certificate
+from torchtitan_lite.compilers import check_compilers
 from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
 from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.config_values import get_value
@@ -97,6 +98,7 @@ def preflight(
     except ConfigError as error:
         problems += error.problems
     problems += check_levers(config, machine)
+    problems += check_compilers(config.compile, machine.device_type)
     problems += check_dump_folder(config, restarted) + check_subfolders(config)
     problems += check_writable("training.cache_folder", config.training.cache_folder)
     problems += check_profiling(config, machine) + ([] if restarted else check_load_step(config))
