@@ -21,6 +21,8 @@ CP = "parallelism.context_parallel_degree"
 ROTATIONS = {method: {"parallelism.context_parallel_rotate_method": method} for method in ("allgather", "ring")}
 RING, DOCUMENTS = ROTATIONS["ring"], {"model.attention": "document"}
 COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
+OFFLOAD = {"training.enable_cpu_offload": True}  # on a CPU the same path, without copies; only `check` refuses it there
+BUDGET = {MODE: "memory_budget", "activation_checkpoint.memory_budget": 0.3, **COMPILED}
 CHUNK = "training.loss_chunk_tokens"
 # By default all 256 tokens of the table's batch are one chunk. 24 make several, of which the last is smaller.
 CHUNKS, WHOLE_LOGITS = {CHUNK: 24}, {CHUNK: 0}
@@ -94,6 +96,10 @@ LAYOUTS = {
     "dp2 x tp2 compile": Row(4, {TP: 2, MODE: "none", **COMPILED}),
     "dp2 x tp2 compile, per-op recompute": Row(4, {TP: 2, **COMPILED}),
     "dp2 x tp2 compile, full recompute": Row(4, {TP: 2, MODE: "full", **COMPILED}),
+    "dp2 x tp2 compile, memory budget": Row(4, {TP: 2, **BUDGET}),
+    "one rank offloaded": Row(1, OFFLOAD),
+    "dp2 offloaded, accumulation 2": Row(2, {**OFFLOAD, "training.local_batch_size": 2}),
+    "pp2 x dp2 x tp2 offloaded": Row(8, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
     **{
         f"{name} {method}": Row(world_size, {**degrees, **rotation})
         for method, rotation in ROTATIONS.items()
