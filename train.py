@@ -18,12 +18,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.components.checkpoint import folders
 from torchtitan_lite.components.checkpoint.exchange import choose_tensors, leave_export, load_initial
 from torchtitan_lite.components.checkpoint.loading import resume
 from torchtitan_lite.components.checkpoint.saving import CheckpointSaver, is_saved
+from torchtitan_lite.components.compile_watch import recompilation_told
 from torchtitan_lite.components.corpus import open_corpus
 from torchtitan_lite.components.data import HeldOutBatches, SampleReader, SampleStream, prefetch, rows_of_rank
 from torchtitan_lite.components.diagnosis import find_non_finite
@@ -60,6 +62,7 @@ def main(args: list[str]) -> int:
     # ---- mesh: one process group for the world, and one for each mesh dim and view of it
     device = choose_device(local_rank, machine.device_type)
     make_deterministic(config.debug)
+    keep_compiled_code(prepared.cache_folder)
     record_collectives(config.comm, dump_folder)
     start_process_group(device, config.comm.init_timeout_seconds, restarts, offload=config.training.enable_cpu_offload)
     mesh = build_mesh(layout, device.type)
@@ -163,7 +166,8 @@ def main(args: list[str]) -> int:
                 batch = next(batches)
             progress.show(step, "computing")
             (lr,) = set(run.lr_scheduler.get_last_lr())
-            result = train_step(run, batch)
+            with recompilation_told(step - resumed_step):
+                result = train_step(run, batch)
             if not result.finite:  # the same on every rank; waits for the device
                 culprit = find_non_finite(result.local_loss, run.parameters, mesh.coordinates())
                 logger.log(
@@ -272,6 +276,12 @@ def make_deterministic(section: Debug) -> None:
     if section.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed one
         torch.use_deterministic_algorithms(True, warn_only=section.deterministic_warn_only)
+
+
+def keep_compiled_code(cache_folder: Path) -> None:
+    """Has inductor write where the next run finds it. A folder that the user has named stays the one."""
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch names its own when imported
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder.absolute() / "compiled")
 
 
 def record_collectives(section: Comm, dump_folder: Path) -> None:
