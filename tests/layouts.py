@@ -166,3 +166,25 @@ BFLOAT16_LAYOUTS = {
     "pp2": Row(2, {PP: 2, **BFLOAT16}),
     "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2, **BFLOAT16}),
 }
+
+FLOAT8 = {"model.converters": ["float8"]}
+GATHER = {**FLOAT8, "quantize.linear.float8.enable_fsdp_float8_all_gather": True}
+PRECOMPUTE = {**GATHER, "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True}
+ROWWISE, ROWWISE_HP = (
+    {**FLOAT8, "quantize.linear.float8.recipe_name": name} for name in ("rowwise", "rowwise_with_gw_hp")
+)
+FLOAT8_LAYOUTS = {
+    "tp2": Row(2, {TP: 2, **FLOAT8}),
+    "dp2": Row(2, FLOAT8),
+    "dp2 x tp2": Row(4, {TP: 2, **FLOAT8}),
+    "pp2 x dp2 x tp2, gathered": Row(8, {PP: 2, TP: 2, **PRECOMPUTE}),
+    "compile": Row(1, {**FLOAT8, **COMPILED}),
+    "dp2 x tp2 compile, gathered": Row(4, {TP: 2, **PRECOMPUTE, **COMPILED}),
+    "dp4 ZeRO-2 accumulation 2, gathered": Row(4, {**PRECOMPUTE, ZERO: 2, "training.local_batch_size": 1}),
+    "hsdp2x2 full recompute, gathered": Row(4, {REPLICATE: 2, MODE: "full", **GATHER}),
+    "cp2": Row(2, {CP: 2, **FLOAT8}),
+    "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"], **FLOAT8}),
+    "tp2 rowwise": Row(2, {TP: 2, **ROWWISE}),
+    "tp2 rowwise_with_gw_hp": Row(2, {TP: 2, **ROWWISE_HP}),
+    "emulate": Row(1, {**FLOAT8, "quantize.linear.float8.emulate": True}),
+}

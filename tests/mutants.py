@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from layouts import LAYOUTS, MODE, PP, SCHEDULE, ZERO, Row
+from layouts import GATHER, LAYOUTS, MODE, PP, PRECOMPUTE, SCHEDULE, TP, ZERO, Row
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import layout, step
@@ -22,6 +22,7 @@ from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel import (
     activation_checkpoint,
     context_attention,
+    float8,
     fsdp,
     initial_weights,
     parallelize,
@@ -322,3 +323,70 @@ def refused_combination_run():
     """A fork takes a row out of the table of refused combinations. Loss and gradient norm look plausible; gradients of
     weights are computed after their parameters were freed."""
     return patch.object(layout, "find_refused", lambda *args: [])
+
+
+# ---------------------------------------------------------------- float8
+
+# Name -> (layout, patch). Float8 rounds more coarsely than `verify` tolerates, so these are caught by comparing the
+# weights that blocks multiply by with the trained ones: tests/test_float8.py.
+FLOAT8_MUTANTS: dict[str, tuple[Row, Callable]] = {}
+
+
+def float8_mutant(row: Row):
+    def add(function: Callable) -> Callable:
+        FLOAT8_MUTANTS[function.__name__] = (row, function)
+        return function
+
+    return add
+
+
+@float8_mutant(Row(4, {TP: 2, **GATHER}))
+def scale_set_beside_the_weight():
+    """Under TP the gathered weight is a DTensor, and the new scale is set on it instead of inside. Blocks multiply by
+    new weights with the scale of the first step. The loss falls, and less and less."""
+    original = float8.TravellingWeight.after_gather
+
+    def beside(weight, gathered, told, dtype, *, out=None):
+        if out is None:
+            return original(weight, gathered, told, dtype)
+        (out.scale,) = told
+
+    return patch.object(float8.TravellingWeight, "after_gather", beside)
+
+
+@float8_mutant(Row(2, GATHER))
+def ranks_round_with_scales_of_their_own():
+    """The largest weight is looked for among a rank's own rows. Each rank then takes all rows to be rounded as its own
+    were: rows from other ranks are some percent too large or too small, differently on each rank."""
+    return patch.object(float8.dist, "all_reduce", lambda *args, **kwargs: None)
+
+
+@float8_mutant(Row(2, PRECOMPUTE))
+def scales_of_the_step_before():
+    """Scales are computed before the optimizer step. Nothing is seen while weights shrink; where they grow, the largest
+    are cut off."""
+    original = step.step_if_finite
+
+    def too_early(optimizer, grad_norm):
+        original_scales(*late)
+        return original(optimizer, grad_norm)
+
+    late: list = []
+    original_scales = step.precompute_scales
+
+    def remember(*args):
+        late[:] = args
+
+    @contextmanager
+    def applied():
+        late[:] = ([], None)
+        with patch.object(step, "step_if_finite", too_early), patch.object(step, "precompute_scales", remember):
+            yield
+
+    return applied()
+
+
+@float8_mutant(Row(2, GATHER))
+def weights_travel_unscaled():
+    """Weights of about 0.02 are rounded as they are: to where float8 has a step of 0.002."""
+    return patch.object(float8, "choose_scale", lambda amax, dtype: torch.ones_like(amax))

@@ -42,9 +42,7 @@ class Profiling:
     profile_freq: Count = 10  # steps from one trace to the next; at least warm-up + active
     profiler_active: Count = 1  # steps recorded in each trace
     profiler_warmup: NonNegativeInt = 3  # steps before it, during which the profiler runs and records nothing
-    enable_memory_snapshot: bool = (
-        False  # CUDA: write what lies in memory every profile_freq steps, and when it is out
-    )
+    enable_memory_snapshot: bool = False  # CUDA: write what lies in memory every profile_freq steps, and when it is out
     save_memory_snapshot_folder: str = "memory_snapshot"  # inside dump_folder
 
 
@@ -73,6 +71,8 @@ class Model:
     rope_theta: Annotated[float, Range(1)] | None = None  # new: base of the rotary wavelengths
     attention: Literal["causal", "document"] = "causal"  # new: document: no token sees another document's
     rope_scaling: Literal["none", "llama3"] | None = None  # new: "none" turns Llama 3.1 into Llama 3
+    # ["float8"]: linear layers compute in float8, as [quantize.linear.float8] says
+    converters: list[Literal["float8", "quantize.linear.float8"]] = field(default_factory=list)
     tie_embeddings: bool | None = None  # new: one matrix for tok_embeddings and output
 
 
@@ -158,6 +158,25 @@ class Compile:
 
 
 @dataclass(frozen=True)
+class Float8:
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"  # see model/float8_linear.py
+    filter_fqns: list[str] = field(default_factory=lambda: ["output"])  # layers left out, by any part of their FQN
+    enable_fsdp_float8_all_gather: bool = False  # weights travel as float8; tensorwise only
+    precompute_float8_dynamic_scale_for_fsdp: bool = False  # their scales: one all-reduce a step, not one a weight
+    emulate: bool = False  # float8's rounding without its matmul, to try it on a GPU that has none
+
+
+@dataclass(frozen=True)
+class LinearLayers:
+    float8: Float8 = field(default_factory=Float8)
+
+
+@dataclass(frozen=True)
+class Quantize:
+    linear: LinearLayers = field(default_factory=LinearLayers)
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     enable: bool = False  # save, and resume from the newest sound checkpoint of the dump folder
     folder: str = "checkpoint"  # inside dump_folder
@@ -214,6 +233,7 @@ class Config:
     parallelism: Parallelism = field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    quantize: Quantize = field(default_factory=Quantize)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
     comm: Comm = field(default_factory=Comm)

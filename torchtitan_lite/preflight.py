@@ -15,6 +15,7 @@ from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
 from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.config_values import get_value
 from torchtitan_lite.corpora import NAMED, check_corpora, check_weights
+from torchtitan_lite.float8_plan import check_float8_machine, describe_float8
 from torchtitan_lite.formats.manifest import CheckpointError, find_steps, read_manifest
 from torchtitan_lite.hardware import Machine, measure_cpu_memory
 from torchtitan_lite.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
@@ -101,6 +102,7 @@ def preflight(
     problems += check_compilers(config.compile, machine.device_type)
     problems += check_dump_folder(config, restarted) + check_subfolders(config)
     problems += check_writable("training.cache_folder", config.training.cache_folder)
+    problems += check_float8_machine(config, machine)
     problems += check_profiling(config, machine) + ([] if restarted else check_load_step(config))
     if shape is not None:
         problems += check_export(config, shape)
@@ -117,7 +119,7 @@ def preflight(
         shape=shape,
         layout=layout,
         memory=memory,
-        notices=reading.notices,
+        notices=reading.notices + describe_float8(config, shape, layout.tp),
         dump_folder=Path(config.job.dump_folder),
         resumed_step=find_resumed_step(config, restarted),
         certificate=find_certificate(config),

@@ -35,7 +35,6 @@ class Absent:
     only_if: str = ""  # a boolean key of ours: while it is false, the switch is not looked at
 
 
-_CONVERTERS = "Linear layers compute in training.mixed_precision_param, with bfloat16 as the smallest type"
 _STAGES = "parallelism.pipeline_parallel_layers_per_stage and the two less_layers keys shape the stages"
 _SHAPES = "Validation batches have the shape of training's, so that they pass through the same schedule and graphs"
 _CUSTOM = "There are no plug-in modules: a new key goes into config.py, a new model into model/"
@@ -45,7 +44,6 @@ ABSENT = {
     "job.custom_config_module": Absent(("", "none", "torchtitan.config"), _CUSTOM),
     "metrics.save_for_all_ranks": Absent((False,), "Logged numbers are those of the whole job, so rank 0 writes them"),
     "metrics.enable_wandb": Absent((False,), "Use metrics.enable_tensorboard, or read metrics.jsonl"),
-    "model.converters": Absent(([],), _CONVERTERS),
     "model.norm_type": Absent(("rmsnorm",), "Llama 3 has RMSNorm"),
     "optimizer.early_step_in_backward": Absent(
         (False,), "It rules out clipping by the global norm, which is always on"
@@ -84,7 +82,9 @@ SETTINGS_OF_ABSENT = {
     "parallelism.expert_parallel_comm_backend": "parallelism.expert_parallel_degree",
     "activation_checkpoint.early_stop": "recompute may stop early or run on: the numbers are the same",
     "activation_checkpoint.preserve_rng_state": "the model draws no random numbers",
-    "quantize.*": "model.converters",
+    "quantize.linear.float8.force_recompute_fp8_weight_in_bwd": "a weight is always rounded anew in backward",
+    "quantize.linear.mx.*": "model.converters",
+    "quantize.grouped_mm.*": "model.converters",
     "memory_estimation.*": "memory_estimation.enable",
     "fault_tolerance.*": "fault_tolerance.enable",
 }

@@ -30,6 +30,7 @@ KEPT_OPS = {
     getattr(namespace, name).default
     for namespace, name in [
         (torch.ops.aten, "mm"),
+        (torch.ops.aten, "_scaled_mm"),
         (torch.ops.aten, "_scaled_dot_product_flash_attention"),
         (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
         (torch.ops.aten, "_scaled_dot_product_efficient_attention"),

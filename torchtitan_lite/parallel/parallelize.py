@@ -1,6 +1,7 @@
 """All parallelisms applied to one model part, in the one right order, with the reason for each place.
 
-    on meta   1. tensor parallel        looks modules up by FQN and replaces their parameters
+    on meta   0. float8                 other classes of linear layers: before anything looks at those that are there
+              1. tensor parallel        looks modules up by FQN and replaces their parameters
               2. context parallel,      replace attention.inner and output.chunked_loss, which have no parameters: 1 and
                  chunked loss           2 could change places, but what follows must see them
               3. per-op recompute       inside compile: the partitioner honours the policy
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.config import Compile, Config
+from torchtitan_lite.float8_plan import uses_float8
 from torchtitan_lite.layout import Layout
 from torchtitan_lite.parallel.activation_checkpoint import (
     apply_recompute,
@@ -26,6 +28,7 @@ from torchtitan_lite.parallel.activation_checkpoint import (
     set_memory_budget,
 )
 from torchtitan_lite.parallel.context_parallel import apply_context_parallel
+from torchtitan_lite.parallel.float8 import apply_float8
 from torchtitan_lite.parallel.fsdp import apply_fsdp
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.tensor_parallel import (
@@ -38,6 +41,8 @@ from torchtitan_lite.parallel.vocabulary_parallel_loss import build_chunked_loss
 
 def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> None:
     """Applies what the layout asks for to `part` (on meta), in place."""
+    if uses_float8(config):
+        apply_float8(part, config.quantize.linear.float8, layout.tp)
     if layout.tp > 1:
         plan = plan_tensor_parallel(part, shard_loss=not config.parallelism.disable_loss_parallel)
         apply_tensor_parallel(part, mesh.tp, plan)
