@@ -56,6 +56,7 @@ LAYOUTS = {
     "ddp2 accumulation 2": Row(2, {REPLICATE: 2, "training.local_batch_size": 2, "training.global_batch_size": 8}),
     "hsdp2x2 accumulation 2": Row(4, {REPLICATE: 2, "training.local_batch_size": 1, "training.global_batch_size": 8}),
     "tp2": Row(2, {TP: 2}),
+    "tp2 whole logits": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **WHOLE_LOGITS}),
     "tp2 gathered logits": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **CHUNKS}),
     "tp2 tied": Row(2, {TP: 2, "model.tie_embeddings": True}),
     "dp2 tied": Row(2, {"model.tie_embeddings": True}),
@@ -142,7 +143,6 @@ LAYOUTS = {
             ("pp2 compile", 2, {PP: 2, **COMPILED}),
         )
     },
-    "tp2 gathered logits, plain loss": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **WHOLE_LOGITS}),
     "tp2 gathered logits compile": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **CHUNKS, **COMPILED}),
     **{
         f"{name} documents": Row(world_size, {**degrees, **DOCUMENTS})

@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from layouts import GATHER, LAYOUTS, MODE, PP, PRECOMPUTE, SCHEDULE, TP, ZERO, Row
-from torch.distributed.tensor import DTensor
+from layouts import CHUNKS, GATHER, LAYOUTS, MODE, PP, PRECOMPUTE, SCHEDULE, TP, ZERO, Row
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lite import layout, step
 from torchtitan_lite.components import optim
@@ -28,6 +28,7 @@ from torchtitan_lite.parallel import (
     parallelize,
     pipeline,
     tensor_parallel,
+    vocabulary_parallel_loss,
 )
 
 CP2 = {"parallelism.context_parallel_degree": 2}
@@ -390,3 +391,29 @@ def scales_of_the_step_before():
 def weights_travel_unscaled():
     """Weights of about 0.02 are rounded as they are: to where float8 has a step of 0.002."""
     return patch.object(float8, "choose_scale", lambda amax, dtype: torch.ones_like(amax))
+
+
+@mutant(Row(2, {TP: 2, **CHUNKS}), "loss", ("module output", "output"))
+def softmax_over_a_share_of_the_vocabulary():
+    """Each tensor-parallel rank normalises over its own tokens of the vocabulary only. The loss starts at the logarithm
+    of half of the vocabulary and falls; the model never learns to choose between the halves."""
+    original = vocabulary_parallel_loss.ShardedLoss.combine
+
+    def own_total(loss, log_total, of_target):
+        return log_total, original(loss, log_total, of_target)[1]
+
+    return patch.object(vocabulary_parallel_loss.ShardedLoss, "combine", own_total)
+
+
+@mutant(Row(2, {TP: 2, **CHUNKS}), "gradient", ("gradient", "norm.weight"))
+def hidden_gradient_of_one_share():
+    """Each rank's gradient of the hidden states stems from its share of the vocabulary; nobody adds them. The loss and
+    the gradient of the head are right, and everything below learns from half of the tokens that it could have said."""
+    return patch.object(vocabulary_parallel_loss, "Partial", Replicate)
+
+
+@mutant(Row(1, CHUNKS), "gradient", ("gradient", "output.weight"))
+def gradients_of_the_last_chunk_kept():
+    """The head's gradient is overwritten by every chunk instead of added up. Loss and all other gradients are right; the
+    head just learns from a few tokens of each batch."""
+    return patch.object(torch.Tensor, "addmm_", lambda total, one, other: total.copy_(one @ other))
