@@ -414,6 +414,6 @@ def hidden_gradient_of_one_share():
 
 @mutant(Row(1, CHUNKS), "gradient", ("gradient", "output.weight"))
 def gradients_of_the_last_chunk_kept():
-    """The head's gradient is overwritten by every chunk instead of added up. Loss and all other gradients are right; the
-    head just learns from a few tokens of each batch."""
+    """The head's gradient is overwritten by every chunk instead of added up. Loss and all other gradients are right;
+    the head just learns from a few tokens of each batch."""
     return patch.object(torch.Tensor, "addmm_", lambda total, one, other: total.copy_(one @ other))
