@@ -130,19 +130,19 @@ LAYOUTS = {
         for loss, chunking in (("plain loss", WHOLE_LOGITS), ("many chunks", CHUNKS))
         for name, world_size, keys in (
             ("one rank", 1, {}),
-            ("tied", 2, {"model.tie_embeddings": True}),
+            ("dp2 tied", 2, {"model.tie_embeddings": True}),
             ("tp2", 2, {TP: 2}),
-            ("tp2 tied", 2, {TP: 2, "model.tie_embeddings": True}),
             ("pp2", 2, {PP: 2}),
             ("dp2 x tp2", 4, {TP: 2}),
             ("pp2 InterleavedZeroBubble", 2, {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "full"}),
-            ("pp2 x tp2 ZBVZeroBubble", 4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "full"}),
-            ("cp2", 2, {CP: 2}),
             ("compile", 1, COMPILED),
             ("tp2 compile", 2, {TP: 2, **COMPILED}),
-            ("pp2 compile", 2, {PP: 2, **COMPILED}),
         )
     },
+    "pp2 x tp2 ZBVZeroBubble, many chunks": Row(4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "full", **CHUNKS}),
+    "cp2, many chunks": Row(2, {CP: 2, **CHUNKS}),
+    "tp2 tied, many chunks": Row(2, {TP: 2, "model.tie_embeddings": True, **CHUNKS}),
+    "pp2 compile, many chunks": Row(2, {PP: 2, **COMPILED, **CHUNKS}),
     "tp2 gathered logits compile": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **CHUNKS, **COMPILED}),
     **{
         f"{name} documents": Row(world_size, {**degrees, **DOCUMENTS})
@@ -163,6 +163,7 @@ LAYOUTS = {
 BFLOAT16_LAYOUTS = {
     "dp2": Row(2, BFLOAT16),
     "tp2": Row(2, {TP: 2, **BFLOAT16}),
+    "dp2 x tp2 many chunks": Row(4, {TP: 2, **CHUNKS, **BFLOAT16}),
     "pp2": Row(2, {PP: 2, **BFLOAT16}),
     "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2, **BFLOAT16}),
 }
