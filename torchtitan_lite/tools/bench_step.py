@@ -32,6 +32,7 @@ from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device
 from torchtitan_lite.sizes import Shape, count_flops_per_token, count_parameters, resolve_shape
 from torchtitan_lite.step import build_run, train_step
+from torchtitan_lite.tools.head_memory import compare_head_memory
 from torchtitan_lite.tools.rounds import Report, measure_rounds
 from torchtitan_lite.tools.setting import read_setting
 from torchtitan_lite.tools.step_memory import measure_step_memory
@@ -103,6 +104,7 @@ def bench_step(*, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CON
         step_times_s,
         absent,
         RATIO_OF,
+        compare_head_memory(config.training.loss_chunk_tokens),
         flops_per_token=dict.fromkeys(step_times_s, count_flops_per_token(shape, config.training.seq_len)),
         peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
         memory_gib=memory_gib,
