@@ -14,14 +14,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.components.checkpoint.exchange import begin, choose_tensors, leave_export
 from torchtitan_lite.components.checkpoint.saving import CheckpointSaver, describe_run, is_saved
+from torchtitan_lite.components.compile_watch import recompilation_told
 from torchtitan_lite.components.corpus import open_corpus
 from torchtitan_lite.components.data import HeldOutBatches, SampleReader, SampleStream, prefetch, rows_of_rank
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, compute_metrics, read_peak_memory
+from torchtitan_lite.components.out_of_memory import out_of_memory_explained
 from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.components.tokenizer import Tokenizer, make_tokenizer
 from torchtitan_lite.config import Comm, Config, ConfigError, Debug
@@ -30,6 +33,7 @@ from torchtitan_lite.dump_folder import open_dump_folder
 from torchtitan_lite.formats.manifest import CheckpointError
 from torchtitan_lite.hardware import detect_machine, peak_flops
 from torchtitan_lite.log import Progress, start_logging, told_by_rank
+from torchtitan_lite.parallel.attention_choice import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, set_timeouts, start_process_group
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.sizes import Shape, count_flops_per_token, count_parameters
@@ -53,8 +57,9 @@ def main(args: list[str]) -> int:
     # ---- mesh: one process group for the world, and one for each mesh dim and view of it
     device = choose_device(local_rank, machine.device_type)
     make_deterministic(config.debug)
+    keep_compiled_code(prepared.cache_folder)
     record_collectives(config.comm, dump_folder)
-    start_process_group(device, config.comm.init_timeout_seconds, restarts)
+    start_process_group(device, config.comm.init_timeout_seconds, restarts, offload=config.training.enable_cpu_offload)
     mesh = build_mesh(layout, device.type)
     lock = None
     if rank == 0:  # two runs do not share a folder
@@ -120,7 +125,9 @@ def main(args: list[str]) -> int:
     )
 
     # ---- loop
+    logger.info(f"attention: {describe_attention(config, shape, layout, device)}")
     gc.collect()
+    gc.freeze()  # what is here now stays: no collection looks at it again
     gc.disable()  # collected at set steps instead: a rank that collects alone makes all others wait
     writer = None
     if rank == 0:
@@ -132,6 +139,7 @@ def main(args: list[str]) -> int:
     batches = prefetch(stream, rows, steps=range(resumed_step, n_steps), device=device)
     with (
         told_by_rank(rank, mesh.coordinates()),
+        out_of_memory_explained(config, shape, layout, run.parameters, run.optimizer),
         profile_steps(config.profiling, dump_folder, rank, resumed_step=resumed_step) as profiler,
         saver,  # on the way out, waits for what is being written
     ):
@@ -142,7 +150,8 @@ def main(args: list[str]) -> int:
                 batch = next(batches)
             progress.show(step, "computing")
             (lr,) = set(run.lr_scheduler.get_last_lr())
-            result = train_step(run, batch)
+            with recompilation_told(step - resumed_step):
+                result = train_step(run, batch)
             if not result.finite:  # the same on every rank; waits for the device
                 culprit = find_non_finite(result.local_loss, run.parameters, mesh.coordinates())
                 logger.log(
@@ -240,6 +249,12 @@ def make_deterministic(section: Debug) -> None:
     if section.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed one
         torch.use_deterministic_algorithms(True, warn_only=section.deterministic_warn_only)
+
+
+def keep_compiled_code(cache_folder: Path) -> None:
+    """Has inductor write where the next run finds it. A folder that the user has named stays the one."""
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch names its own when imported
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder.absolute() / "compiled")
 
 
 def record_collectives(section: Comm, dump_folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The folder in which a run leaves everything: `job.dump_folder`, of one run at a time.
 
 config.toml       as resolved          log.txt, metrics.jsonl, tb/     what the run said
-checkpoint/       step-N/ ...          traces/, comm_traces/           where asked for
+checkpoint/       step-N/ ...          traces/, memory_snapshots/, comm_traces/   where asked for
 lock              held by the run that is at work here
 """
 
@@ -28,6 +28,7 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
             config.metrics.save_tb_folder,
             config.checkpoint.folder,
             config.profiling.save_traces_folder,
+            config.profiling.save_memory_snapshot_folder,
             config.comm.save_traces_folder,
         )
         for name in subfolders:

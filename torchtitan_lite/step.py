@@ -25,6 +25,7 @@ from torchtitan_lite.layout import Layout
 from torchtitan_lite.model import llama3
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel.context_parallel import shard_sequence
+from torchtitan_lite.parallel.float8 import TravellingWeight, gather_in_float8, precompute_scales
 from torchtitan_lite.parallel.fsdp import free_gathered, prepare_microbatch
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
@@ -50,6 +51,7 @@ class Run:
     optimizer: Optimizer
     lr_scheduler: LRScheduler
     schedule: object | None  # of torch.distributed.pipelining; None without PP
+    float8_weights: list[TravellingWeight]  # those whose scales are precomputed
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,13 @@ def build_parts(config: Config, shape: Shape, layout: Layout, mesh: Mesh) -> lis
 
 
 def materialize(parts: list[nn.Module], config: Config, device: torch.device) -> None:
-    """Gives the parts storage on `device` (each rank its slices only) and their initial weights."""
+    """Gives the parts storage on `device`, or on the host (each rank its slices only), and their initial weights."""
     _, init_parameter = MODELS[config.model.name]
     for part in parts:
-        part.to_empty(device=device)
+        part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
         if part.shape.tie_embeddings:  # to_empty made two tensors of the one
             part.output.weight = part.tok_embeddings.weight
-        initialize_weights(part, init_parameter, config.debug.seed)
+        initialize_weights(part, init_parameter, config.debug.seed, device)
         part.train()
 
 
@@ -89,6 +91,7 @@ def build_run(config: Config, shape: Shape, layout: Layout, mesh: Mesh, device: 
     """A run at step 0. `config` is resolved. Collective."""
     parts = build_parts(config, shape, layout, mesh)
     materialize(parts, config, device)
+    float8_weights = gather_in_float8(parts, config.quantize.linear.float8)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
     optimizer = build_optimizer(config.optimizer, parameters.values())
     schedule = None
@@ -102,7 +105,7 @@ def build_run(config: Config, shape: Shape, layout: Layout, mesh: Mesh, device: 
             loss_fn=lambda loss_sum, n_tokens: loss_sum / n_tokens[0],
         )
     lr_scheduler = build_lr_scheduler(config.lr_scheduler, optimizer)
-    return Run(config, layout, mesh, device, parts, parameters, optimizer, lr_scheduler, schedule)
+    return Run(config, layout, mesh, device, parts, parameters, optimizer, lr_scheduler, schedule, float8_weights)
 
 
 def train_step(run: Run, batch: Batch) -> StepResult:
@@ -114,6 +117,7 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
     grad_norm = clip_grad_norm(run.parameters.values(), run.config.training.max_norm, run.mesh.pp)
     finite = step_if_finite(run.optimizer, grad_norm)
+    precompute_scales(run.float8_weights, run.mesh.parameters)  # where asked for; all-reduces one float per weight
     run.lr_scheduler.step()
     return StepResult(loss, local_loss, grad_norm, finite)
 

@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
+from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16
 from torchtitan_lite.config import LRScheduler, Optimizer
 
 # TOML's optimizer.name -> the optimizer over the parameters of all parts of this rank
@@ -44,6 +45,9 @@ DECAYS = {
 
 def build_optimizer(section: Optimizer, parameters: Iterable[Tensor]) -> TorchOptimizer:
     """One optimizer for all parameters of this rank. Each updates its own slice; no rank talks."""
+    if section.moments_dtype == "bfloat16":  # `check` has seen to it that this is AdamW, fused
+        betas = (section.beta1, section.beta2)
+        return AdamWBFloat16(parameters, section.lr, betas, section.eps, section.weight_decay, fused=True)
     # DTensor has no fused SGD (torch 2.13): there, `fused` means the next best.
     fused = section.implementation == "fused" and section.name in FUSED
     foreach = section.implementation != "for-loop" and not fused

@@ -7,7 +7,7 @@
                     dp_shard divides; one or several stages per rank; even or uneven stages; more, as many, or fewer
                     microbatches than stages, and whether the stages divide them; accumulation or none
     kept as is      schedule, ZeRO stage, recompute, documents, ring, tied embeddings, rotary scaling, loss parallel
-    replaced        what would hide a fault or cannot be had on a CPU: AdamW, bf16, inductor
+    replaced        what would hide a fault or cannot be had on a CPU: AdamW, bf16, float8, inductor
 
 Whatever differs from the real config is listed, because it is not certified. No torch here: numbers only.
 """
@@ -15,6 +15,7 @@ Whatever differs from the real config is listed, because it is not certified. No
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from math import prod
+from typing import Any
 
 from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
 from torchtitan_lite.config_reader import KEYS
@@ -40,6 +41,7 @@ REPLACED = {  # values under which a fault shows, and the CPU can follow
     "lr_scheduler.decay_ratio": 0.0,
     "training.max_norm": 0.1,  # so that gradients are clipped
     "training.mixed_precision_param": "float32",
+    "model.converters": [],  # float8 rounds a thousand times coarser than what a fault must stand out from
     "compile.backend": "aot_eager",  # traces, partitions and differentiates as inductor does, without its kernels
 }
 
@@ -94,9 +96,14 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
 def override(config: Config, overrides: dict[str, object]) -> Config:
     """The config with some keys ("section.key") set."""
     for key, value in overrides.items():
-        section, name = key.split(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        config = set_key(config, key.split("."), value)
     return config
+
+
+def set_key(section: Any, names: list[str], value: object) -> Any:
+    """A copy with what `names` leads to replaced."""
+    name, *rest = names
+    return replace(section, **{name: set_key(getattr(section, name), rest, value) if rest else value})
 
 
 def list_changes(config: Config, shape: Shape, small: Config, small_shape: Shape) -> list[Change]:
