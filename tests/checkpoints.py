@@ -86,17 +86,22 @@ def load_and_train(
 
 def load_each_and_train(
     rank: int, world_size: int, overrides: dict, folders: list[str], step: int, section: Checkpoint
-) -> tuple[list[dict[str, Tensor]], list[float]]:
-    """Worker: one run is put where each folder's checkpoint is. The whole states then; three losses after the last."""
-    run = compare.build_table_run(world_size, overrides)
-    states = []
+) -> tuple[dict[str, list[str]], list[float]]:
+    """Worker: one run is put where each folder's checkpoint is, in turn; three losses after the last of them.
+
+    By folder, the tensors of which this rank has another share than from the first.
+    """
+    run, first, differing = compare.build_table_run(world_size, overrides), None, {}
     for folder in folders:
         load(run, folder, step, section, FACTS)
-        states.append(whole_state(run))
-        for tensor in name_tensors(run.parameters, run.optimizer).values():
+        named = name_tensors(run.parameters, run.optimizer)
+        shares = {name: compare.local(tensor).clone() for name, tensor in named.items()}
+        first = first or shares
+        differing[folder] = list_differing(shares, first)
+        for tensor in named.values():
             compare.local(tensor).fill_(torch.nan)  # the next one must bring all of it
     load(run, folders[-1], step, section, FACTS)
-    return states, train(run, range(step, step + 3))
+    return differing, train(run, range(step, step + 3))
 
 
 def merge_states(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
