@@ -20,6 +20,7 @@ from torchtitan_lite.parallel.attention_choice import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.sizes import count_parameters, resolve_shape
+from torchtitan_lite.tools.reduction import reduce_config
 
 GIB = 2**30
 GPU, CPU = Machine("cuda", 1, 141 * 10**9, "NVIDIA H200"), Machine("cpu", 1, 64 * GIB, "a CPU")
@@ -248,6 +249,15 @@ def test_8b_with_bf16_moments_fits_one_h200_and_offloaded_it_is_the_host_that_mu
     monkeypatch.setattr("torchtitan_lite.preflight.measure_cpu_memory", lambda: 100 * GIB)
     with pytest.raises(ConfigError, match="119.7 GiB on this host, which has 100.0 GiB"):
         preflight([*args, "--training.enable_cpu_offload"], machine=GPU)
+
+
+def test_verify_leaves_out_what_only_a_gpu_or_adamw_has_and_keeps_the_rest():
+    config = read_config([*ASYNC_TP, MEMORY_BUDGET, COMPILE, "--optimizer.moments_dtype=bfloat16"]).config
+    reduction = reduce_config(config, max_ranks=4)
+    changed = {change.key for change in reduction.changes}
+    assert {"optimizer.name", DTYPE, "parallelism.enable_async_tensor_parallel"} <= changed
+    assert not changed & {MODE, BUDGET, "compile.enable"}
+    assert check_levers(reduction.config, CPU) == []
 
 
 # --- attention, offload on a GPU ---
