@@ -3,6 +3,7 @@
 import gc
 import json
 import subprocess
+import sys
 from dataclasses import replace
 from itertools import count
 
@@ -14,9 +15,9 @@ from torchtitan_lite import __main__ as door
 from torchtitan_lite.components import optim
 from torchtitan_lite.components.preparation import work_folder
 from torchtitan_lite.config import Compile, Model, Training
-from torchtitan_lite.hardware import Gpu
+from torchtitan_lite.hardware import Gpu, Machine
 from torchtitan_lite.sizes import FlopsPerToken
-from torchtitan_lite.tools import bench, bench_step, setting
+from torchtitan_lite.tools import bench, bench_startup, bench_step, setting
 from torchtitan_lite.tools.rounds import Report, compare_rounds, describe, measure_rounds, report_for_programs
 from torchtitan_lite.tools.step_memory import measure_step_memory
 
@@ -242,6 +243,90 @@ def test_contenders_that_compute_something_else_are_not_compared(monkeypatch, ca
     assert bench.main(["step", "--json"]) == 1
     said = capsys.readouterr()
     assert "trainer and bare_loop" in said.err and said.out == ""
+
+
+# ---------------------------------------------------------------- bench startup
+
+
+# Stands in for run_train.sh: prints what a start prints, and leaves what it was told.
+FAKE_START = """
+import json, os, sys
+arguments = sys.argv[1:]
+folder = arguments[arguments.index("--job.dump_folder") + 1]
+os.makedirs(folder, exist_ok=True)
+with open(os.environ["SEEN"], "a") as seen:
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "") if "--compile.enable" in arguments else None
+    print(json.dumps([os.environ["NGPU"], cache]), file=seen)
+if "--compile.enable" in arguments and "NO_COMPILER" in os.environ:
+    sys.exit("compile.enable = True: there is no compiler")
+print("debug is sound on x86_64 CPU:", file=sys.stderr, flush=True)
+print("  model   llama3 debug, 1,328,256 parameters, 6.98 MFLOP per token", file=sys.stderr, flush=True)
+print("12:00:00 debug model: 1,328,256 parameters, dp_shard2", flush=True)
+with open(folder + "/metrics.jsonl", "w") as metrics:
+    print(json.dumps({"step": 1, "data_time_s": 0.0001, "step_time_s": 0.0003}), file=metrics)
+print("12:00:01 step 1/1  loss  8.26116", flush=True)
+"""
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """Function: what every start so far was told, (ranks, cache of compiled code)."""
+    (tmp_path / "start.py").write_text(FAKE_START)
+    monkeypatch.setattr(bench_startup, "TRAIN", [sys.executable, "-S", str(tmp_path / "start.py")])
+    monkeypatch.setattr(bench_startup, "detect_machine", lambda: Machine("cpu", 1, 2**40, "x86_64 CPU"))
+    monkeypatch.setattr(bench_startup, "run_whole", lambda command: {"whole": 2.0})
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    return lambda: [tuple(json.loads(line)) for line in (tmp_path / "seen").read_text().splitlines()]
+
+
+def test_a_start_is_cut_into_what_the_user_waits_for(started, tmp_path):
+    phases = bench_startup.watch_start(tmp_path, 2, cache=None)
+    assert list(phases) == ["check", "launch", "build", "batch", "step", "whole"]
+    assert phases["batch"] == 0.0001 and phases["step"] == pytest.approx(0.0002)
+    assert sum(phases.values()) == pytest.approx(2 * phases["whole"])
+    assert started() == [("2", None)]
+
+
+def test_cold_starts_have_an_empty_cache_each_and_warm_ones_share_one_that_was_filled(started):
+    report = bench_startup.bench_startup(n_rounds=3)
+    contenders = [f"{kind}_{n}" for n in (1, 2) for kind in ("eager", "warm", "cold")]
+    assert list(report.step_times_s) == ["import_torch", "import_train", "check", *contenders]
+    assert {len(times_s) for times_s in report.step_times_s.values()} == {3}
+    seen = started()
+    warm = {cache for _, cache in seen if cache and cache.endswith("compiled")}
+    cold = [cache for _, cache in seen if cache and not cache.endswith("compiled")]
+    assert len(warm) == 1 and len(cold) == len(set(cold)) == 2 * 3
+    assert [cache for n_ranks, cache in seen if n_ranks == "1"][1] in warm, "filled before anything is timed"
+    told = report_for_programs(report)
+    assert told["ratios"]["check"] == 1.0 and told["ratios"]["import_train"] == 1.0
+    assert {"cold_over_warm_1", "cold_over_warm_2", "eager_1", "cold_2"} <= told["ratios"].keys()
+    assert len(told["figures"]["cold_2 step s"]["rounds"]) == 3
+
+
+def test_without_a_compiler_the_compiled_starts_are_absent(started, monkeypatch):
+    monkeypatch.setenv("NO_COMPILER", "1")
+    report = bench_startup.bench_startup(n_rounds=3)
+    assert "cold_1" not in report.step_times_s and "eager_2" in report.step_times_s
+    why = "compile.enable = True: there is no compiler"
+    assert report.absent == dict.fromkeys(["warm_1", "cold_1", "warm_2", "cold_2"], why)
+
+
+def test_a_start_that_does_not_come_to_its_first_step_fails_with_what_it_said(started, monkeypatch, capsys, tmp_path):
+    (tmp_path / "start.py").write_text("print('debug is sound on x86_64 CPU:')\nraise SystemExit('out of luck')")
+    assert bench.main(["startup"]) == 1
+    assert capsys.readouterr().err.endswith("debug is sound on x86_64 CPU:\nout of luck\n")
+
+
+def test_one_gpu_starts_one_rank(started, monkeypatch):
+    monkeypatch.setattr(bench_startup, "detect_machine", lambda: Machine("cuda", 1, 2**40, "NVIDIA H200"))
+    bench_startup.bench_startup(n_rounds=3)
+    assert {n_ranks for n_ranks, _ in started()} == {"1"}
+
+
+def test_the_real_command_prints_what_the_clock_waits_for(tmp_path):
+    phases = bench_startup.watch_start(tmp_path, 1, cache=None)
+    assert all(seconds > 0 for seconds in phases.values())
 
 
 # ---------------------------------------------------------------- the command

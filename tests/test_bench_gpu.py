@@ -1,6 +1,7 @@
 """bench gpu: what is run, in which order, what is kept of a run that goes wrong, and the arithmetic of the table."""
 
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -180,7 +181,7 @@ def test_the_table_compares_with_the_peak_with_the_matmuls_and_with_the_row_befo
     assert eager["memory_gib"] == 100.0
     assert told["figures"]["matmul_float8_tflops"]["median"] == 1400.0
     rows = [line for line in describe(report).splitlines() if line.startswith("8B eager ")]
-    assert rows[0].split()[2] == "5851" and rows[0].split()[-4:] == ["34.3%", "30.4%", "42.4%", "100.00"]
+    assert rows[0].split()[2] == "5851" and rows[0].split()[-4:] == ["34.3%", "30.5%", "42.4%", "100.00"]
 
 
 def test_without_a_gpu_the_command_says_what_can_be_done(capsys, monkeypatch):
@@ -197,26 +198,28 @@ def test_nothing_here_needs_torchao():
 # ---------------------------------------------------------------- a row
 
 
-def test_all_nine_rows_train_models_that_a_cpu_carries(monkeypatch, tmp_path):
+def test_the_rows_of_a_size_train_a_model_that_a_cpu_carries(monkeypatch, tmp_path):
     def measure_here(config: Config, *, timeout_s: float, **options) -> dict[str, object]:
+        torch._dynamo.reset()  # as in a new process
         return gpu_row.measure_row(config, **options)
 
     monkeypatch.setattr(bench_gpu, "run_row", measure_here)
+    monkeypatch.setattr(bench_gpu, "SIZES", ("1B",))
     for keys in bench_gpu.MODES.values():  # inductor takes half a minute and a C++ compiler
         if keys:
             monkeypatch.setitem(keys, "compile.backend", "eager")
     report = bench_gpu.bench_gpu(n_rounds=3, n_steps=1, out=str(tmp_path / "rows.jsonl"), tiny=True)
     assert not dist.is_initialized()
     assert report.absent == {}
-    assert list(report.step_times_s) == ROWS
+    assert list(report.step_times_s) == ROWS[6:]
     assert all(len(times_s) == 3 for times_s in report.step_times_s.values())
     for line in read_lines(tmp_path / "rows.jsonl"):
         first, last = line["first_and_last_loss"]
-        assert 5 < last < first < 8, "ln 512 is 6.2, and the same tokens again are easier"
+        assert math.log(512) < last < first < 10, "random weights know nothing, and the same tokens again are easier"
         assert line["matmul_flops"]["bfloat16"] > 0
     told = json.loads(json.dumps(report_for_programs(report)))
-    assert len(told["ratios"]) == 6
-    assert told["contenders"]["8B eager"]["mfu_full"] is None
+    assert told["ratios"].keys() == {"1B compile", "1B compile + float8"}
+    assert told["contenders"]["1B eager"]["mfu_full"] is None
 
 
 def test_a_row_has_a_process_of_its_own_that_ends_with_it():

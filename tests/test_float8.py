@@ -318,6 +318,12 @@ def test_what_cannot_be_is_refused_with_its_reason_and_a_remedy(tmp_path, args, 
     assert key in problem.key and problem.value == value and why in problem.why and remedy in problem.remedy
 
 
+def test_weights_that_the_host_holds_are_not_gathered_as_float8(tmp_path):
+    with pytest.raises(ConfigError, match="enable_fsdp_float8_all_gather = false") as error:
+        prepare(f"--training.enable_cpu_offload {GATHERS}", tmp_path, Machine("cuda", 2, 80 * GIB, "NVIDIA H200"))
+    assert [problem.key for problem in error.value.problems] == ["training.enable_cpu_offload"]
+
+
 @pytest.mark.parametrize(
     ("name", "lacks"),
     [

@@ -20,6 +20,7 @@ from torchtitan_lite.parallel.attention_choice import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.sizes import count_parameters, resolve_shape
+from torchtitan_lite.tools.reduction import reduce_config
 
 GIB = 2**30
 GPU, CPU = Machine("cuda", 1, 141 * 10**9, "NVIDIA H200"), Machine("cpu", 1, 64 * GIB, "a CPU")
@@ -156,13 +157,13 @@ def test_sharding_between_microbatches_saves_what_stage_1_and_2_keep_whole():
 # --- out of memory ---
 
 
-def run_out_of_memory(rank: int, world_size: int, overrides: dict[str, object]) -> str:
-    """Worker: what is said when the second step finds no memory."""
+def run_out_of_memory(rank: int, world_size: int, overrides: dict[str, object], wrapped: bool) -> str:
+    """Worker: what is said when the second step finds no memory, and a pipeline may have wrapped that."""
     run = compare.build_table_run(world_size, overrides)
     shape = resolve_shape(run.config.model)
     batch = compare.own_rows(run, compare.make_batch(0, shape.vocab_size))
     stepping.train_step(run, batch)
-    run.parts[-1].register_full_backward_pre_hook(refuse_memory)
+    run.parts[-1].register_full_backward_pre_hook(wrap_refusal if wrapped else refuse_memory)
     with pytest.raises(torch.OutOfMemoryError) as failure:
         with out_of_memory_explained(run.config, shape, run.layout, run.parameters, run.optimizer):
             stepping.train_step(run, batch)
@@ -173,8 +174,16 @@ def refuse_memory(*_: object) -> None:
     raise torch.OutOfMemoryError("Tried to allocate 2.50 GiB")
 
 
-def test_out_of_memory_says_what_used_it_and_which_three_keys_would_help_most(pool):
-    said = pool.run(run_out_of_memory, 2, {**ADAMW, "model.vocab_size": 131_072})[1].splitlines()
+def wrap_refusal(*_: object) -> None:
+    try:
+        refuse_memory()
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError("a stage failed") from error
+
+
+@pytest.mark.parametrize(("wrapped", "last_line"), [(False, "Tried to allocate 2.50 GiB"), (True, "a stage failed")])
+def test_out_of_memory_says_what_used_it_and_which_three_keys_would_help_most(pool, wrapped, last_line):
+    said = pool.run(run_out_of_memory, 2, {**ADAMW, "model.vocab_size": 131_072}, wrapped)[1].splitlines()
     # 16.9 million parameters, half of them here: weights of 4 bytes, moments of 8; backward had not begun.
     assert said[0].startswith("Out of memory")
     assert said[1:3] == ["      0.03  weights", "      0.06  optimizer"]
@@ -183,7 +192,13 @@ def test_out_of_memory_says_what_used_it_and_which_three_keys_would_help_most(po
         "      0.03  --optimizer.moments_dtype=bfloat16  (moments keep 8 bits)",
         "      0.00  --activation_checkpoint.mode=full  (a third more FLOPs)",
     ]
-    assert said[7:] == ["Tried to allocate 2.50 GiB"]
+    assert said[7:] == [last_line]
+
+
+def test_any_other_error_passes_as_it_is():
+    run = (compare.TABLE_CONFIG, None, None, {}, None)
+    with pytest.raises(RuntimeError, match="^something else$"), out_of_memory_explained(*run):
+        raise RuntimeError("something else") from ValueError()
 
 
 # --- what cannot work is refused ---
@@ -234,6 +249,15 @@ def test_8b_with_bf16_moments_fits_one_h200_and_offloaded_it_is_the_host_that_mu
     monkeypatch.setattr("torchtitan_lite.preflight.measure_cpu_memory", lambda: 100 * GIB)
     with pytest.raises(ConfigError, match="119.7 GiB on this host, which has 100.0 GiB"):
         preflight([*args, "--training.enable_cpu_offload"], machine=GPU)
+
+
+def test_verify_leaves_out_what_only_a_gpu_or_adamw_has_and_keeps_the_rest():
+    config = read_config([*ASYNC_TP, MEMORY_BUDGET, COMPILE, "--optimizer.moments_dtype=bfloat16"]).config
+    reduction = reduce_config(config, max_ranks=4)
+    changed = {change.key for change in reduction.changes}
+    assert {"optimizer.name", DTYPE, "parallelism.enable_async_tensor_parallel"} <= changed
+    assert not changed & {MODE, BUDGET, "compile.enable"}
+    assert check_levers(reduction.config, CPU) == []
 
 
 # --- attention, offload on a GPU ---

@@ -11,6 +11,7 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import PRECOMPUTE, ROWWISE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,6 +35,8 @@ RUNS = {
     "one rank, bf16": (1, {"training.mixed_precision_param": "bfloat16"}),
     "one rank, bf16 moments": (1, {"optimizer.moments_dtype": "bfloat16"}),
     "one rank, documents": (1, {"model.attention": "document"}),
+    "one rank, float8": (1, ROWWISE),
+    "dp2, float8 gathered": (2, PRECOMPUTE),
     "dp2 x tp2": (4, {TP: 2}),
     "dp2 x tp2, bf16 moments": (4, {TP: 2, "optimizer.moments_dtype": "bfloat16"}),
     "pp2": (2, {PP: 2}),

@@ -7,7 +7,7 @@ The matrix units take float8 in blocks of 16, so every dim of every matmul must 
     dw = dy.T @ x    (out, tokens) x (tokens, in)    tokens: one number for all layers, so a run that has others
                                                      cannot start
 
-The head never computes in float8: logits differ by less than its rounding.
+The head never computes in float8: its logits decide between words, and torchtitan's filter leaves it out as well.
 """
 
 from dataclasses import dataclass

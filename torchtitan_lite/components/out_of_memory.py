@@ -32,7 +32,9 @@ def out_of_memory_explained(
     """Adds to an OutOfMemoryError that is raised inside what used the memory and what would help."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         weights = [share_of(parameter) for parameter in parameters.values()]
         used = {
             "weights": count_bytes(weights),
@@ -54,6 +56,13 @@ def out_of_memory_explained(
             *(f"  {lever.saved_bytes / GIB:8.2f}  --{lever.key}={lever.value}  ({lever.price})" for lever in levers),
         ]
         raise torch.OutOfMemoryError("\n".join([*explanation, str(error)])) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch's pipeline runtime wraps what its stages raise."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        error.__cause__ is not None and is_out_of_memory(error.__cause__)
+    )
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:

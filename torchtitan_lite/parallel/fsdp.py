@@ -6,8 +6,10 @@
     its gradient          of rank 0's tokens   of rank 1's tokens    reduce-scatter: sums, keeps the own rows, fp32
 
 Traffic per block, P = bytes of its parameters in compute dtype; each gather or reduce-scatter moves P(n-1)/n per rank.
-They are prefetched and hide behind the neighbouring block's compute if that takes longer. What stays sharded between
-the microbatches of a step is the ZeRO stage; with m microbatches, per block and step:
+They are prefetched and hide behind the neighbouring block's compute if that takes longer: in forward because the host
+queues the next gather while the device still computes, in backward by torch, one group ahead. More could help only
+where the host is the slower of the two. What stays sharded between the microbatches of a step is the ZeRO stage; with m
+microbatches, per block and step:
 
     zero_stage   parameters        gradients         all-gathers   reduce-scatters   under PP
     3            sharded           sharded           2m            m                 about m and 1: see below

@@ -7,7 +7,7 @@
                     dp_shard divides; one or several stages per rank; even or uneven stages; more, as many, or fewer
                     microbatches than stages, and whether the stages divide them; accumulation or none
     kept as is      schedule, ZeRO stage, recompute, documents, ring, tied embeddings, rotary scaling, loss parallel
-    replaced        what would hide a fault or cannot be had on a CPU: AdamW, bf16, float8, inductor
+    replaced        what would hide a fault or cannot be had on a CPU: AdamW, bf16, float8, inductor, async TP
 
 Whatever differs from the real config is listed, because it is not certified. No torch here: numbers only.
 """
@@ -35,6 +35,7 @@ GIVEN_UP_FIRST = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 REPLACED = {  # values under which a fault shows, and the CPU can follow
     "optimizer.name": "SGD",  # AdamW's first steps amplify rounding, and it hides gradients of the wrong scale
+    "optimizer.moments_dtype": "float32",  # SGD has none
     "optimizer.lr": 0.5,
     "optimizer.weight_decay": 0.01,
     "lr_scheduler.warmup_steps": 0,  # a rate of nearly zero would show nothing
@@ -42,6 +43,7 @@ REPLACED = {  # values under which a fault shows, and the CPU can follow
     "training.max_norm": 0.1,  # so that gradients are clipped
     "training.mixed_precision_param": "float32",
     "model.converters": [],  # float8 rounds a thousand times coarser than what a fault must stand out from
+    "parallelism.enable_async_tensor_parallel": False,  # inductor's, between GPUs
     "compile.backend": "aot_eager",  # traces, partitions and differentiates as inductor does, without its kernels
 }
 
