@@ -2,7 +2,8 @@
 
     build_parts   meta model -> the parts of this rank's pipeline stages, parallelized, without storage
     materialize   storage and initial weights, which depend on (seed, FQN) only
-    build_run     parts, optimizer, learning-rate schedule, pipeline schedule
+    start_run     optimizer, learning-rate schedule, pipeline schedule, for parts that it materializes
+    build_run     all of these
     train_step    one optimizer step over the global batch
 
 Loss everywhere is (sum of token losses) / (counted tokens of the *global* batch), whatever the accumulation,
@@ -89,7 +90,11 @@ def materialize(parts: list[nn.Module], config: Config, device: torch.device) ->
 
 def build_run(config: Config, shape: Shape, layout: Layout, mesh: Mesh, device: torch.device) -> Run:
     """A run at step 0. `config` is resolved. Collective."""
-    parts = build_parts(config, shape, layout, mesh)
+    return start_run(build_parts(config, shape, layout, mesh), config, layout, mesh, device)
+
+
+def start_run(parts: list[nn.Module], config: Config, layout: Layout, mesh: Mesh, device: torch.device) -> Run:
+    """A run at step 0 of parts that are on meta: gives them storage, optimizer and schedules."""
     materialize(parts, config, device)
     float8_weights = gather_in_float8(parts, config.quantize.linear.float8)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}

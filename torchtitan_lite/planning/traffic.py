@@ -1,0 +1,155 @@
+"""Bytes that one rank moves in one step, by mesh axis and operation: the closed form of what the dry run records.
+
+    axis              what travels                                      how often
+    tp                hidden states (B, S/cp, D)                        4 times a layer and microbatch, and recompute
+    cp                keys and values, and their gradients              2 or 3 times a layer and microbatch
+    dp_shard x cp     parameters (compute dtype), gradients (fp32)      by ZeRO stage: once a microbatch, or a step
+    dp_replicate      the own shard of the gradients                    once a step
+    pp                hidden states (B, S/cp/tp, D), their gradients    once a microbatch and border of stages
+
+Per rank, P = bytes of the whole tensor, n ranks: an all-gather or reduce-scatter moves P(n-1)/n, an all-reduce
+2P(n-1)/n, a send or receive P. The docstrings in parallel/ say why each of them is there. Numbers of a few bytes
+(token count, loss, gradient norm) are counted too, so that nothing is left over beside the dry run.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+
+from torchtitan_lite.planning.simulator import Rows
+from torchtitan_lite.planning.workload import MASTER_BYTES, Stage, Workload
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All calls of one operation over one axis in a step."""
+
+    axis: str  # mesh dims of the group that are larger than 1: "dp_shard x cp"
+    operation: str
+    count: int
+    n_bytes: float  # that this rank moves in all of them
+
+
+class Tally:
+    """Adds up calls. Groups of one rank do not talk."""
+
+    def __init__(self, workload: Workload):
+        self.layout = workload.layout
+        self.count: Counter[tuple[str, str]] = Counter()
+        self.n_bytes: Counter[tuple[str, str]] = Counter()
+
+    def add(self, dims: tuple[str, ...], operation: str, count: int, whole_bytes: float) -> None:
+        """`count` calls on a tensor of `whole_bytes` over the group along `dims`."""
+        used = [dim for dim in dims if getattr(self.layout, dim) > 1]
+        n = prod(getattr(self.layout, dim) for dim in used)
+        if n == 1 or not count:
+            return
+        shares = {"all-gather": (n - 1) / n, "reduce-scatter": (n - 1) / n, "all-reduce": 2 * (n - 1) / n}
+        key = " x ".join(used), operation
+        self.count[key] += count
+        self.n_bytes[key] += count * whole_bytes * shares.get(operation, 1)
+
+    def list(self) -> list[Traffic]:
+        return [Traffic(*key, count, self.n_bytes[key]) for key, count in self.count.items()]
+
+
+def list_traffic(workload: Workload, pp_rank: int, rows: Rows) -> list[Traffic]:
+    """What a rank with this place on mesh dim `pp` moves in one step. `rows`: the order of work of each pp rank."""
+    tally = Tally(workload)
+    for index in workload.layout.stages_of(pp_rank):
+        stage = workload.stages[index]
+        add_tensor_parallel(tally, workload, stage)
+        add_context_parallel(tally, workload, stage)
+        add_sharding(tally, workload, stage, [action.kind for action in rows[pp_rank] if action.stage == index])
+        add_sends(tally, workload, index)
+    add_numbers(tally, workload, pp_rank)
+    return tally.list()
+
+
+def add_tensor_parallel(tally: Tally, workload: Workload, stage: Stage) -> None:
+    """Recompute stops early: of a forward's four calls the last reduce-scatter does not come again."""
+    m, n_layers = workload.layout.n_microbatches, stage.n_layers
+    gathers = workload.average(
+        {"none": 4, "op": 6, "alternate": 6, "full": 6}
+    )  # of a layer, forward, recompute and backward
+    scatters = workload.average({"none": 4, "op": 4, "alternate": 4, "full": 5})
+    tp, hidden = ("tp",), workload.hidden_bytes
+    tally.add(tp, "all-gather", m * (n_layers * gathers + stage.has_embedding + stage.has_head), hidden)
+    tally.add(tp, "reduce-scatter", m * (n_layers * scatters + stage.has_embedding + stage.has_head), hidden)
+    # Each rank's norm weights saw its part of the sequence: their gradients are added up when FSDP takes them.
+    # Sums over several microbatches are in fp32.
+    norms = (2 * n_layers + stage.has_head) * workload.n_reductions
+    width = workload.compute_bytes if workload.n_reductions == m else MASTER_BYTES
+    tally.add(tp, "all-reduce", norms, workload.shape.dim * width)
+    if stage.has_head and workload.shards_loss:  # maximum, sum of exponentials, the target's logit: fp32, of each token
+        tally.add(tp, "all-reduce", 3 * m, workload.n_tokens * 4)
+    elif stage.has_head:
+        logits = workload.n_tokens * workload.shape.vocab_size * workload.compute_bytes
+        tally.add(tp, "all-gather", m, logits)
+
+
+def add_context_parallel(tally: Tally, workload: Workload, stage: Stage) -> None:
+    """Forward, backward, and the forward again where all of it is recomputed; gradients of keys and values in fp32."""
+    cp, n = ("cp",), workload.layout.cp
+    calls = workload.layout.n_microbatches * stage.n_layers
+    again = workload.average({"none": 0, "op": 0, "alternate": 0, "full": 1})
+    keys_values, fp32 = workload.keys_values_bytes, workload.keys_values_bytes / workload.compute_bytes * 4
+    if n == 1:
+        return
+    if workload.documents:
+        again = workload.average({"none": 0, "op": 1, "alternate": 1, "full": 1})
+        tally.add(cp, "all-gather", calls * (1 + again), keys_values)
+        tally.add(cp, "reduce-scatter", calls, keys_values)
+    elif workload.ring:
+        tally.add(cp, "all-to-all", calls * (2 + again) * (n - 1), keys_values / n)
+        tally.add(cp, "all-to-all", calls * n, fp32 / n)
+    else:
+        tally.add(cp, "all-gather", calls * (2 + again), keys_values)
+        tally.add(cp, "reduce-scatter", calls, fp32)
+
+
+def add_sharding(tally: Tally, workload: Workload, stage: Stage, kinds: list[str]) -> None:
+    """FSDP's gathers and reductions of each group of parameters (fsdp.py)."""
+    if workload.is_whole:
+        return
+    shard = ("dp_shard", "cp")
+    groups = workload.groups_of(stage)
+    for index, n_parameters in enumerate(groups):
+        is_head = stage.has_head and index == len(groups) - 1
+        n_gathers = count_gathers(kinds, workload, freed_after_forward=not is_head)
+        tally.add(shard, "all-gather", n_gathers, n_parameters * workload.compute_bytes)
+        tally.add(shard, "reduce-scatter", workload.n_reductions, n_parameters * MASTER_BYTES)
+        tally.add(("dp_replicate",), "all-reduce", 1, n_parameters / workload.n_shards * MASTER_BYTES)
+
+
+def count_gathers(kinds: list[str], workload: Workload, *, freed_after_forward: bool) -> int:
+    """How often a group's parameters are fetched in the course of a stage's actions.
+
+    ZeRO 3 frees them after each forward and each backward; in a pipeline torch frees them after forwards only.
+    """
+    if workload.layout.zero_stage < 3:
+        return 1
+    n_gathers, is_here = 0, False
+    for kind in kinds:
+        n_gathers += not is_here
+        freed_after_backward = workload.layout.pp == 1
+        is_here = not (freed_after_forward if kind == "F" else freed_after_backward)
+    return n_gathers
+
+
+def add_sends(tally: Tally, workload: Workload, index: int) -> None:
+    """Hidden states to the next stage and their gradients back, where that is on another rank."""
+    ranks = workload.layout.stage_ranks
+    neighbours = [other for other in (index - 1, index + 1) if 0 <= other < len(ranks) and ranks[other] != ranks[index]]
+    for operation in ("send", "receive"):  # with each neighbour one of both: states or gradients
+        n_bytes = workload.hidden_bytes / workload.layout.tp
+        tally.add(("pp",), operation, len(neighbours) * workload.layout.n_microbatches, n_bytes)
+
+
+def add_numbers(tally: Tally, workload: Workload, pp_rank: int) -> None:
+    """Counted tokens (int64), loss and gradient norm (fp32), once a step."""
+    n_tensors = sum(workload.stages[index].n_tensors for index in workload.layout.stages_of(pp_rank))
+    tally.add(("dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 8)
+    tally.add(("pp", "dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 4)
+    tally.add(("dp_shard", "cp", "tp"), "all-reduce", 1, 4 * n_tensors)  # the norm of each parameter's gradient
+    tally.add(("pp",), "all-reduce", 1, 4)

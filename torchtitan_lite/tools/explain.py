@@ -1,0 +1,143 @@
+"""`python -m torchtitan_lite explain --config NAME`: who holds what, and everything that ranks say to each other.
+
+    mesh          where each rank stands
+    parameters    which rows and columns of which weight each rank holds
+    collectives   of one step in order: operation, mesh axis, shape, bytes, the line of code that causes it
+    the step      in words
+
+Nothing here is a table of what should happen: step.py is run as one rank of that world (dry_run.py), and this is what
+it did. So `--against BASE.toml`, or the folder of another checkout, tells what a change of config or code changed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from torchtitan_lite.config import ConfigError, Problem
+from torchtitan_lite.tools.dry_run import DryRun
+from torchtitan_lite.tools.explain_text import (
+    describe_step,
+    draw_mesh,
+    format_bytes,
+    format_collectives,
+    format_holdings,
+    list_exchanges,
+)
+from torchtitan_lite.tools.planned import Planned, group_pp_ranks, plan_run
+
+HELP = """Any further argument is the config's: --config NAME_OR_PATH, --section.key value.
+Exit status: 0 explained (--against: no difference), 1 --against has found one, 2 wrong input."""
+
+
+def main(args: list[str]) -> int:
+    parser = argparse.ArgumentParser("explain", description=__doc__, epilog=HELP, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--gpus", type=int, metavar="N", help="ranks; default: what the degrees multiply to")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run; default: cuda")
+    parser.add_argument("--stage", type=int, metavar="P", help="only this pp rank; default: one of each kind")
+    parser.add_argument("--against", metavar="BASE", help="a TOML file, or the folder of another checkout")
+    parser.add_argument("--json", action="store_true", help="print for programs, every collective by itself")
+    options, config_args = parser.parse_known_args(args)
+    torch.set_num_threads(1)
+    try:
+        planned = plan_run(config_args, options.gpus, options.device)
+        if options.stage is not None and not 0 <= options.stage < planned.layout.pp:
+            why, remedy = f"there are {planned.layout.pp} pp ranks", f"Use 0 to {planned.layout.pp - 1}"
+            raise ConfigError([Problem("--stage", options.stage, why, remedy)])
+        of_base = read_base(options, config_args) if options.against else None
+    except ConfigError as error:
+        print(f"This run could not start:\n{error}", file=sys.stderr)
+        return 2
+    groups = group_pp_ranks(planned) if options.stage is None else {options.stage: [options.stage]}
+    runs = {rank: planned.dry_run(rank) for rank in groups}
+    if of_base is not None:
+        return report_difference(list_for_programs(runs), of_base, options.against)
+    if options.json:
+        print(json.dumps({"layout": asdict(planned.layout), "collectives": list_for_programs(runs)}))
+    else:
+        print(explain(planned, groups, runs))
+    return 0
+
+
+def explain(planned: Planned, groups: dict[int, list[int]], runs: dict[int, DryRun]) -> str:
+    """All of it, for people."""
+    layout = planned.layout
+    blocks = [f"{planned.config_name} on {layout.world_size:,} ranks: {layout}", draw_mesh(layout)]
+    for rank, alike in groups.items():
+        title = f"pp rank {rank}" + f" (and {len(alike) - 1} like it)" * (len(alike) > 1) if layout.pp > 1 else "rank 0"
+        blocks += [
+            f"---- {title}: parameters",
+            format_holdings(layout, runs[rank]),
+            f"---- {title}: collectives of one step, bytes that one rank moves",
+            format_collectives(list_exchanges(runs[rank])),
+        ]
+    return "\n\n".join([*blocks, "---- one step in words", describe_step(planned, runs)])
+
+
+# ---------------------------------------------------------------- differences
+
+
+def list_for_programs(runs: dict[int, DryRun]) -> list[dict[str, object]]:
+    """Every collective, in the order of the first time it comes."""
+    return [
+        {"pp_rank": rank, "times": times, **asdict(collective)}
+        for rank, run in runs.items()
+        for collective, times in run.collectives
+    ]
+
+
+def read_base(options: argparse.Namespace, config_args: list[str]) -> list[dict[str, object]]:
+    """The collectives of another config with this code, or of this config with the code of another checkout."""
+    if not Path(options.against).is_dir():
+        base = plan_run(["--config", options.against], options.gpus, options.device)
+        ranks = group_pp_ranks(base) if options.stage is None else [options.stage]
+        return list_for_programs({rank: base.dry_run(rank) for rank in ranks})
+    command = [sys.executable, "-m", "torchtitan_lite", "explain", "--json", "--device", options.device, *config_args]
+    command += ["--gpus", str(options.gpus)] * (options.gpus is not None)
+    command += ["--stage", str(options.stage)] * (options.stage is not None)
+    environment = {**os.environ, "PYTHONPATH": str(Path(options.against).resolve())}
+    answer = subprocess.run(command, env=environment, cwd=options.against, capture_output=True, text=True)
+    if answer.returncode != 0:
+        why = f"its own `explain` ended with {answer.returncode}: {answer.stderr.strip()[-300:]}"
+        raise ConfigError([Problem("--against", options.against, why, "Name a checkout that has `explain`")])
+    return json.loads(answer.stdout)["collectives"]
+
+
+def report_difference(ours: list[dict], base: list[dict], name: str) -> int:
+    """Prints what has come and what has gone. Lines of code may move: they are told, and not compared."""
+    counts, lines, sizes = (Counter(), Counter()), {}, {}
+    for count, records in zip(counts, (base, ours), strict=True):
+        for record in records:
+            key = key_of(record)
+            count[key] += record["times"]
+            lines[key] = f"{record['place']['line']} {record['place']['function']}"
+            sizes[key] = record["n_bytes"]
+    changed = [key for key in lines if counts[0][key] != counts[1][key]]
+    if not changed:
+        print(f"the same collectives as {name}")
+        return 0
+    print(f"beside {name}, in one step of each kind of pipeline rank:")
+    for key in changed:
+        pp_rank, operation, axis, shape, dtype, module, walk = key
+        before, after = (count[key] for count in counts)
+        print(
+            f"  {'+' if after > before else '-'} {abs(after - before)} x {operation} over {axis}, {list(shape)} "
+            f"{dtype}, {format_bytes(sizes[key])} each ({before} -> {after})\n"
+            f"      pp rank {pp_rank}, {walk or 'between'} {module}: {lines[key]}"
+        )
+    return 1
+
+
+def key_of(record: dict) -> tuple:
+    """What makes two collectives the same, layers of one model being alike."""
+    place = record["place"]
+    module = ".".join("*" if part.isdecimal() else part for part in place["module"].split("."))
+    shape = tuple(record["shape"])
+    return record["pp_rank"], record["operation"], record["axis"], shape, record["dtype"], module, place["walk"]
