@@ -143,7 +143,6 @@ LAYOUTS = {
     "cp2, many chunks": Row(2, {CP: 2, **CHUNKS}),
     "tp2 tied, many chunks": Row(2, {TP: 2, "model.tie_embeddings": True, **CHUNKS}),
     "pp2 compile, many chunks": Row(2, {PP: 2, **COMPILED, **CHUNKS}),
-    "tp2 gathered logits compile": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **CHUNKS, **COMPILED}),
     **{
         f"{name} documents": Row(world_size, {**degrees, **DOCUMENTS})
         for name, world_size, degrees in (
