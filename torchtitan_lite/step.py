@@ -19,7 +19,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.components.data import Batch
-from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, clip_grad_norm, step_if_finite
+from torchtitan_lite.components.optim import (
+    build_lr_scheduler,
+    build_optimizer,
+    clip_grad_norm,
+    compile_optimizer,
+    step_if_finite,
+)
 from torchtitan_lite.config import Config
 from torchtitan_lite.layout import Layout
 from torchtitan_lite.model import llama3
@@ -94,6 +100,8 @@ def build_run(config: Config, shape: Shape, layout: Layout, mesh: Mesh, device: 
     float8_weights = gather_in_float8(parts, config.quantize.linear.float8)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
     optimizer = build_optimizer(config.optimizer, parameters.values())
+    if config.compile.enable:
+        compile_optimizer(optimizer, config.compile)
     schedule = None
     if layout.pp > 1:
         schedule = build_schedule(
