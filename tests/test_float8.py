@@ -177,8 +177,7 @@ UNEVEN = {"training.local_batch_size": 2, "training.global_batch_size": 6}
 GATHERED = {
     "dp2": Row(2, GATHER),
     "dp3, rows that 3 does not divide": Row(3, {**GATHER, **UNEVEN}),
-    "dp2 precomputed": Row(2, PRECOMPUTE),
-    "dp2 in bfloat16": Row(2, {**PRECOMPUTE, **BFLOAT16}),
+    "dp2 precomputed, in bfloat16": Row(2, {**PRECOMPUTE, **BFLOAT16}),
     "dp2 x tp2": Row(4, {TP: 2, **GATHER}),
     "hsdp2x2": Row(4, {REPLICATE: 2, **PRECOMPUTE}),
 }
