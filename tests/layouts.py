@@ -143,7 +143,6 @@ LAYOUTS = {
     "cp2, many chunks": Row(2, {CP: 2, **CHUNKS}),
     "tp2 tied, many chunks": Row(2, {TP: 2, "model.tie_embeddings": True, **CHUNKS}),
     "pp2 compile, many chunks": Row(2, {PP: 2, **COMPILED, **CHUNKS}),
-    "tp2 gathered logits compile": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **CHUNKS, **COMPILED}),
     **{
         f"{name} documents": Row(world_size, {**degrees, **DOCUMENTS})
         for name, world_size, degrees in (
@@ -181,8 +180,8 @@ FLOAT8_LAYOUTS = {
     "pp2 x dp2 x tp2, gathered": Row(8, {PP: 2, TP: 2, **PRECOMPUTE}),
     "compile": Row(1, {**FLOAT8, **COMPILED}),
     "dp2 x tp2 compile, gathered": Row(4, {TP: 2, **PRECOMPUTE, **COMPILED}),
-    "dp4 ZeRO-2 accumulation 2, gathered": Row(4, {**PRECOMPUTE, ZERO: 2, "training.local_batch_size": 1}),
-    "hsdp2x2 full recompute, gathered": Row(4, {REPLICATE: 2, MODE: "full", **GATHER}),
+    "dp2 ZeRO-2 accumulation 4, gathered": Row(2, {**PRECOMPUTE, ZERO: 2, **ACCUMULATION_4}),
+    "dp2 full recompute, gathered": Row(2, {MODE: "full", **GATHER}),
     "cp2": Row(2, {CP: 2, **FLOAT8}),
     "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"], **FLOAT8}),
     "tp2 rowwise": Row(2, {TP: 2, **ROWWISE}),

@@ -74,6 +74,15 @@ def test_in_bfloat16_it_errs_no_more_than_the_plain_loss(chunk_tokens):
         assert compare.relative_error(one, true) <= 1.25 * compare.relative_error(other, true) + 1e-6
 
 
+def test_in_bfloat16_a_token_that_is_almost_certain_still_has_a_gradient():
+    # Its probability is 0.9991: rounded to bfloat16 before the 1 is taken away, nothing would be left.
+    head, hidden, targets = Head(2, 2).bfloat16(), torch.tensor([[[7.0, 0.0]]]).bfloat16(), torch.tensor([[0]])
+    with torch.no_grad():
+        head.weight.copy_(torch.eye(2))
+    _, _, gradient = run_head(head, hidden, targets, 1)
+    assert compare.relative_error(gradient, compute_in_float64(head, hidden, targets)[2]) < 2**-7
+
+
 def test_logits_of_any_size_neither_overflow_nor_vanish():
     head, hidden, targets = make_case()
     hidden *= torch.tensor([1e-4, 1.0, 1e4])[
@@ -132,6 +141,7 @@ def test_without_gradients_only_the_logits_are_computed():
     with torch.no_grad(), OpLog() as log:
         loss = head(hidden, targets)
     assert sum(op in MATMULS for op in log.ops) == N_TOKENS // 5
+    assert torch.ops.aten.scatter_.src not in log.ops  # the last step of their gradient
     assert log.largest == max(VOCAB * DIM, N_TOKENS * DIM)  # the weight's transpose, a view; the hidden states, flat
     assert compare.relative_error(loss / 7, compute_in_float64(head, hidden, targets)[0]) < 1e-6
 

@@ -6,11 +6,17 @@ from dataclasses import replace
 import compare
 import pytest
 import torch
+from layouts import COMPILED
 from torch.distributed.tensor import distribute_tensor
 
 from torchtitan_lite.components.checkpoint.state import create_optimizer_state, name_tensors
-from torchtitan_lite.components.optim import build_optimizer, learning_rate_factor, step_if_finite
-from torchtitan_lite.config import LRScheduler, Optimizer
+from torchtitan_lite.components.optim import (
+    build_optimizer,
+    compile_optimizer,
+    learning_rate_factor,
+    step_if_finite,
+)
+from torchtitan_lite.config import Compile, LRScheduler, Optimizer
 
 
 def factors(n_steps: int, **keys) -> list[float]:
@@ -122,8 +128,10 @@ def test_optimizer_on_shards_equals_torchs_on_whole_tensors(pool, name, implemen
 BFLOAT16 = Optimizer(lr=0.01, weight_decay=0.1, moments_dtype="bfloat16")
 
 
-def test_moments_in_bfloat16_are_adamw_with_rounded_moments_on_every_shard(pool):
+@pytest.mark.parametrize("compiled", [{}, COMPILED], ids=["fused", "compiled"])
+def test_moments_in_bfloat16_are_adamw_with_rounded_moments_on_every_shard(pool, compiled):
     overrides = {
+        **compiled,
         "parallelism.tensor_parallel_degree": 2,
         "optimizer.name": "AdamW",
         "optimizer.moments_dtype": "bfloat16",
@@ -166,8 +174,11 @@ def test_moments_in_bfloat16_stay_so_in_a_checkpoint_and_take_four_bytes():
     assert torch.equal(parameter, torch.zeros(1000))
 
 
-def test_a_gradient_norm_that_is_not_finite_leaves_bfloat16_moments_and_weights_as_they_are():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gradient_norm_that_is_not_finite_leaves_bfloat16_moments_and_weights_as_they_are(compiled):
     _, optimizer, parameter = move(BFLOAT16, torch.ones(2, 10))
+    if compiled:
+        compile_optimizer(optimizer, Compile(backend="aot_eager"))
     state = optimizer.state[parameter]
     before = {"weight": parameter.detach().clone(), **{name: value.clone() for name, value in state.items()}}
     parameter.grad = torch.full((10,), math.nan)

@@ -20,7 +20,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.components.data import Batch
-from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, clip_grad_norm, step_if_finite
+from torchtitan_lite.components.optim import (
+    build_lr_scheduler,
+    build_optimizer,
+    clip_grad_norm,
+    compile_optimizer,
+    step_if_finite,
+)
 from torchtitan_lite.config import Config
 from torchtitan_lite.layout import Layout
 from torchtitan_lite.model import llama3
@@ -99,6 +105,8 @@ def start_run(parts: list[nn.Module], config: Config, layout: Layout, mesh: Mesh
     float8_weights = gather_in_float8(parts, config.quantize.linear.float8)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
     optimizer = build_optimizer(config.optimizer, parameters.values())
+    if config.compile.enable:
+        compile_optimizer(optimizer, config.compile)
     schedule = None
     if layout.pp > 1:
         schedule = build_schedule(

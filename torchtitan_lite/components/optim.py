@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16
-from torchtitan_lite.config import LRScheduler, Optimizer
+from torchtitan_lite.config import Compile, LRScheduler, Optimizer
 
 # TOML's optimizer.name -> the optimizer over the parameters of all parts of this rank
 OPTIMIZERS = {
@@ -52,6 +52,12 @@ def build_optimizer(section: Optimizer, parameters: Iterable[Tensor]) -> TorchOp
     fused = section.implementation == "fused" and section.name in FUSED
     foreach = section.implementation != "for-loop" and not fused
     return OPTIMIZERS[section.name](list(parameters), section, {"fused": fused, "foreach": foreach})
+
+
+def compile_optimizer(optimizer: TorchOptimizer, section: Compile) -> None:
+    """Moments in bf16 are widened, moved and rounded by one kernel. torch's own kernels need no compiler."""
+    if isinstance(optimizer, AdamWBFloat16):
+        optimizer.compile(section.backend)
 
 
 def learning_rate_factor(section: LRScheduler, step: int) -> float:

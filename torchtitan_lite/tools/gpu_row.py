@@ -24,6 +24,7 @@ from torchtitan_lite.tools.setting import read_clocks
 
 N_WARM_UP_STEPS = 3  # the first one allocates and compiles
 N_PRODUCTS = 16  # of a turn of the matmuls: long enough for a clock
+SECONDS_TO_END = 10  # of a process that has answered, and may have compiling ones of its own
 MATMUL_SIZE = {"cuda": 8192, "cpu": 256}  # rows, columns and depth
 
 RowResult = dict[str, object]  # as JSON holds it
@@ -97,7 +98,9 @@ def run_row(config: Config, *, n_rounds: int, n_steps: int, timeout_s: float) ->
     try:
         if not ours.poll(timeout_s):
             return {"failed": f"it took longer than {timeout_s:.0f} s"}
-        return ours.recv()
+        result = ours.recv()
+        process.join(SECONDS_TO_END)
+        return result
     except EOFError:
         process.join()
         return {"failed": f"its process died with exit code {process.exitcode}"}
