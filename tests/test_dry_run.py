@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from layouts import CP, DOCUMENTS, MODE, PP, SCHEDULE, TP, ZERO
+from layouts import CP, DOCUMENTS, MODE, PP, SCHEDULE, TP, TWO_LAYERS, ZERO
 from measure_memory import BATCH, GLOBAL_BATCH, LAYOUTS, MODEL, RECOMPUTE, measure_peak, plan
 
 from torchtitan_lite import step
@@ -43,12 +43,12 @@ def test_memory_is_what_the_allocator_gives_out_with_real_tensors(layout, recomp
 @pytest.mark.parametrize(
     ("world_size", "keys", "pp_rank"),
     [
-        (2, {BATCH: 1, GLOBAL_BATCH: 10, MODE: "full"}, 0),
-        (2, {BATCH: 1, GLOBAL_BATCH: 10, ZERO: 1}, 0),
-        (4, {PP: 2, BATCH: 6}, 1),
+        (2, {BATCH: 1, GLOBAL_BATCH: 8, **TWO_LAYERS}, 0),
+        (2, {BATCH: 1, GLOBAL_BATCH: 8, ZERO: 1, MODE: "full", **TWO_LAYERS}, 0),
+        (4, {PP: 2, BATCH: 6, **TWO_LAYERS}, 1),
         (4, {PP: 4, BATCH: 8, MODE: "none"}, 2),
-        (2, {PP: 2, BATCH: 8, SCHEDULE: "GPipe"}, 0),
-        (4, {PP: 2, BATCH: 8, SCHEDULE: "Interleaved1F1B"}, 0),
+        (2, {PP: 2, BATCH: 8, SCHEDULE: "GPipe", **TWO_LAYERS}, 0),
+        (4, {PP: 2, BATCH: 6, SCHEDULE: "Interleaved1F1B"}, 0),
     ],
 )
 def test_a_few_microbatches_tell_the_same_as_all(world_size, keys, pp_rank):
@@ -92,7 +92,7 @@ def test_an_extra_collective_in_the_step_is_seen_with_its_line():
 
     sum_losses = step.sum_losses
     with patch.object(step, "sum_losses", with_one_more):
-        seen = dry_run(*plan(4, {TP: 2, BATCH: 4})).collectives
+        seen = dry_run(*plan(2, {TP: 2, **TWO_LAYERS})).collectives
     (more,) = (collective for collective, _ in seen if collective.place.function == "with_one_more")
     assert (more.operation, more.axis, more.shape, more.n_bytes) == ("all-reduce", "tp", (7,), 28)
     line = with_one_more.__code__.co_firstlineno + 1

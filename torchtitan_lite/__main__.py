@@ -12,6 +12,8 @@ TOOLS = {  # module in torchtitan_lite/tools/, with `main(args) -> exit status` 
     "prepare": "text, JSONL and folders of these to a corpus to train on",
     "tokenizer": "trains the small BPE of assets/tokenizer",
     "verify": "does this layout compute the single-device model? a certificate, or the culprit",
+    "plan": "memory, traffic, bubble and time of this layout on these GPUs, and which layouts are best",
+    "explain": "who holds which slice of which weight, and every collective of a step with the line that causes it",
     "convert": "a checkpoint to a Hugging Face folder, or the way back",
     "generate": "text from a checkpoint or a Hugging Face folder",
     "bench": "how fast, as ratios against references measured in the same run",

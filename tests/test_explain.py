@@ -1,0 +1,102 @@
+"""`explain` tells what ranks hold and say, and what a change of config or code changed."""
+
+import re
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import CP, PP, REPLICATE, TP, TWO_LAYERS
+from measure_memory import BATCH, plan
+from torch.distributed.tensor import distribute_tensor
+
+from torchtitan_lite import step
+from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.tools import explain
+from torchtitan_lite.tools.dry_run import dry_run, fake_group
+from torchtitan_lite.tools.explain_text import describe_slice, draw_mesh, locate
+
+SMALL = ["--config", "debug", "--model.n_layers", "2", "--training.seq_len", "32"]
+TP2 = ["--gpus", "2", "--parallelism.tensor_parallel_degree", "2"]
+
+
+def cut(full: torch.Tensor, text: str) -> torch.Tensor:
+    """The slice that a text such as "rows 0..3, columns 2..5" means."""
+    for dim, name in enumerate(("rows|elements", "columns")):
+        if found := re.search(rf"(?:{name}) (\d+)\.\.(\d+)", text):
+            full = full.narrow(dim, int(found[1]), int(found[2]) - int(found[1]) + 1)
+    return full if text != "nothing" else full[:0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "rank"), [({TP: 2, BATCH: 2}, 5), ({TP: 2, REPLICATE: 2, BATCH: 2}, 3), ({CP: 2, TP: 2, BATCH: 2}, 6)]
+)
+def test_slices_are_those_that_the_rank_holds(keys, rank):
+    config, shape, layout = plan(8, {**keys, **TWO_LAYERS})
+    with fake_group(8, rank=rank):
+        (part,) = step.build_parts(config, shape, layout, build_mesh(layout, "cpu"))
+        for fqn, parameter in part.named_parameters():
+            full = torch.arange(parameter.numel()).view(parameter.shape)
+            own = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            told = describe_slice(parameter, locate(layout, rank))
+            assert cut(full, told).equal(own.to_local()), f"{fqn}: {told}"
+
+
+def test_a_mesh_is_drawn_with_every_rank_at_its_place():
+    assert draw_mesh(plan(8, {PP: 2, TP: 2, BATCH: 4})[2]).splitlines() == [
+        "mesh: tp in brackets, dp_shard across",
+        "  pp 0  [0 1]  [2 3]",
+        "  pp 1  [4 5]  [6 7]",
+    ]
+
+
+def test_collectives_are_told_in_order_with_layers_that_are_alike_told_once(capsys):
+    assert explain.main([*SMALL, *TP2]) == 0
+    told = capsys.readouterr().out
+    in_order = ["forward, once", "layers.0-1: each", "backward, once", "layers.1", "between, once", "in words"]
+    places = [told.index(words) for words in in_order]
+    assert places == sorted(places)
+    layer = told[told.index("layers.0-1: each") : told.index("  output ")]
+    assert layer.count("all-gather over tp") == layer.count("reduce-scatter over tp") == 2
+    assert layer.count("model/llama3.py:") == 4
+
+
+def test_against_another_config_tells_what_has_changed(capsys, tmp_path):
+    base = tmp_path / "base.toml"
+    base.write_text("[model]\nn_layers = 2\n[training]\nseq_len = 32\n[parallelism]\ntensor_parallel_degree = 2\n")
+    same = ["--config", str(base), "--gpus", "2", "--against", str(base)]
+    assert explain.main(same) == 0
+    assert "the same collectives" in capsys.readouterr().out
+    assert explain.main([*same, "--parallelism.disable_loss_parallel"]) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"\+ 1 x all-gather over tp, .*token_loss", told, re.DOTALL)
+    assert re.search(r"- 3 x all-reduce over tp, .*token_loss", told, re.DOTALL)
+
+
+def test_an_extra_collective_in_the_step_is_what_a_fork_has_changed(capsys):
+    def with_one_more(run, loss):
+        dist.all_reduce(loss.new_zeros(7), group=run.mesh.tp.get_group())
+        return sum_losses(run, loss)
+
+    sum_losses, run = step.sum_losses, plan(2, {TP: 2, **TWO_LAYERS})
+    base = explain.list_for_programs({0: dry_run(*run)})
+    with patch.object(step, "sum_losses", with_one_more):
+        fork = explain.list_for_programs({0: dry_run(*run)})
+    assert explain.report_difference(fork, base, "base") == 1
+    told = capsys.readouterr().out
+    assert "+ 1 x all-reduce over tp, [7] float32, 28 B each (0 -> 1)" in told
+    assert "test_explain.py:" in told and "with_one_more" in told
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--config", "llama3_405b", "--gpus", "320", *TP2[2:]], "n_kv_heads"),
+        ([*SMALL, "--stage", "1"], "Use 0 to 0"),
+        ([*SMALL, "--against", "nowhere.toml"], "no such file"),
+    ],
+)
+def test_wrong_input_is_told_with_a_remedy(capsys, args, told):
+    args = [arg.replace("2", "3") if arg == "2" and "320" in args else arg for arg in args]
+    assert explain.main(args) == 2
+    assert told in capsys.readouterr().err
