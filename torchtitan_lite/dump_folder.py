@@ -1,8 +1,8 @@
 """The folder in which a run leaves everything: `job.dump_folder`, of one run at a time.
 
-config.toml       as resolved          log.txt, metrics.jsonl, tb/     what the run said
-checkpoint/       step-N/ ...          traces/, comm_traces/, memory_snapshot/   where asked for
-lock              held by the run that is at work here
+config.toml     as resolved              log.txt, metrics.jsonl, tb/                what the run said
+checkpoint/     step-N/ ...              traces/, comm_traces/, memory_snapshot/    where asked for
+lock            held by the run that is at work here
 """
 
 import fcntl

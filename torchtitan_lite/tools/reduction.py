@@ -89,6 +89,8 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     option = config.activation_checkpoint.selective_ac_option
     if option.isdecimal() and int(option) > 2:
         small = override(small, {"activation_checkpoint.selective_ac_option": "2"})
+    # small batches are to have several chunks too; 0, no chunks, stays
+    small = override(small, {"training.loss_chunk_tokens": min(config.training.loss_chunk_tokens, 24)})
     small = override(small, reduce_batch(small, config, real, degrees, sizes))
     small_shape = resolve_shape(small.model)
     layout = plan_layout(small, small_shape, prod(degrees.values()))
