@@ -6,7 +6,11 @@ come to it: up to 28 % more on models as small as these, and not twice the same.
 """
 
 import gc
+import sys
 from contextlib import nullcontext
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import compare
 import torch

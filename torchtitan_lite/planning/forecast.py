@@ -109,11 +109,14 @@ def rate_step(workload: Workload, cluster: Cluster, step_time_s: float) -> Rate:
 def count_rank_flops(workload: Workload, pp_rank: int) -> int:
     """FLOPs of all matmuls and attention kernels of one rank in a step, as torch's FLOP counter counts them.
 
-    Attention counts in full, and its backward five matmuls for the forward's two. Recompute ends early, before w2.
+    Attention counts in full, and its backward five matmuls for the forward's two; with cp, whole pieces that nobody
+    sees are left out (context_attention.py). Recompute ends early, before w2.
     """
     shape, layout, tokens = workload.shape, workload.layout, workload.n_tokens
     linear = 2 * tokens * (count_layer_parameters(shape) - 2 * shape.dim) // layout.tp
     attention = 4 * tokens * workload.seq_len * shape.n_heads * shape.head_dim // layout.tp
+    if layout.cp > 1 and not workload.documents:
+        attention = attention * (layout.cp + 1) // (2 * layout.cp)
     last = 2 * tokens * shape.dim * shape.ffn_dim // layout.tp
     again = workload.average({"none": 0, "op": 0, "full": linear + attention - last})
     head = 2 * tokens * shape.dim * shape.vocab_size // layout.tp

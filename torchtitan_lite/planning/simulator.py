@@ -113,11 +113,13 @@ def count_in_flight(row: list[Action]) -> Counter[int]:
     Follows from the order alone. Between I and W the inputs of the matmuls are still needed, so I frees nothing.
     """
     held: Counter[int] = Counter()
-    peak: Counter[int] = Counter()
+    peak, n_held, most = held, 0, 0
     for action in row:
-        held[action.stage] += {"F": 1, "I": 0}.get(action.kind, -1)
-        if held.total() > peak.total():
-            peak = held.copy()
+        change = {"F": 1, "I": 0}.get(action.kind, -1)
+        held[action.stage] += change
+        n_held += change
+        if n_held > most:
+            peak, most = held.copy(), n_held
     return peak
 
 

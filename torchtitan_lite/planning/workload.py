@@ -10,12 +10,12 @@ V vocabulary, T = B*S/cp tokens of a microbatch on one rank.
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from torchtitan_lite.config import ActivationCheckpoint, Config
 from torchtitan_lite.layout import Layout
-from torchtitan_lite.pipeline_plan import splits_backward
+from torchtitan_lite.pipeline_plan import Stages, splits_backward
 from torchtitan_lite.refused import recomputes_by_op
 from torchtitan_lite.sizes import Shape, count_layer_parameters
 
@@ -99,10 +99,7 @@ class Workload:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        return tuple(
-            Stage(sum(fqn.startswith("layers.") for fqn in fqns), "tok_embeddings" in fqns, "output" in fqns)
-            for fqns in self.layout.stages
-        )
+        return count_modules(self.layout.stages)
 
     def average(self, by_mode: dict[str, float]) -> float:
         """The mean over all layers of what depends on how much a layer recomputes."""
@@ -134,6 +131,15 @@ class Workload:
         tied = stage.has_embedding and stage.has_head and self.shape.tie_embeddings
         n_vocabulary = stage.has_embedding + stage.has_head - tied
         return self.layer_parameters * stage.n_layers + self.vocabulary_parameters * n_vocabulary + norm
+
+
+@lru_cache
+def count_modules(stages: Stages) -> tuple[Stage, ...]:
+    """What each stage holds, from the names of its modules. Kept: a search asks for the same stages again and again."""
+    return tuple(
+        Stage(sum(fqn.startswith("layers.") for fqn in fqns), "tok_embeddings" in fqns, "output" in fqns)
+        for fqns in stages
+    )
 
 
 def describe_workload(config: Config, shape: Shape, layout: Layout) -> Workload:

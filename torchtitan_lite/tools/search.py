@@ -52,10 +52,9 @@ class Search:
     examples: dict[str, Problem] = field(default_factory=dict)
     leanest: Candidate | None = None  # that needs least memory
 
-    def name_obstacle(self) -> Problem:
-        """The rule that ruled out most, with one layout as an example, where nothing was accepted."""
-        key = max(self.refused, key=self.refused.__getitem__)
-        return self.examples[key]
+    def list_obstacles(self) -> list[Problem]:
+        """For each rule that ruled layouts out, one of them as an example; those that ruled out most come first."""
+        return [self.examples[key] for key, _ in self.refused.most_common()]
 
 
 def search(config: Config, shape: Shape, world_size: int, cluster: Cluster, *, n_best: int = 10) -> Search:
@@ -168,7 +167,7 @@ def list_schedules(config: Config, pp: int, n_layers: int) -> list[dict[str, obj
     keys = []
     for name, schedule in SCHEDULES.items():
         for per_rank in STAGES_PER_RANK if schedule.most_stages_per_rank is None else (None,):
-            layers = None if per_rank is None else max(1, weight // (pp * per_rank))
+            layers = None if per_rank is None else -(-weight // (pp * per_rank))
             if per_rank and -(-weight // layers) != pp * per_rank:
                 continue  # no length of a stage makes this number of them
             keys.append({"pipeline_parallel_schedule": name, "pipeline_parallel_layers_per_stage": layers})

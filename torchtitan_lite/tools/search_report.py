@@ -36,7 +36,7 @@ def print_search(
         f"tokens a step pass check, {sum(found.refused.values()):,} do not; {len(found.fitting):,} fit the memory."
     )
     if not found.n_accepted:
-        raise ConfigError([found.name_obstacle()])
+        raise ConfigError(found.list_obstacles())
     if not found.best:
         raise ConfigError(
             [describe_misfit(found.leanest, cluster, find_least_gpus(config, shape, cluster, world_size))]

@@ -1,0 +1,156 @@
+"""The search over layouts: complete, sound by the rules of check, ranked by simulated time, and honest when empty."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from torchtitan_lite.config import Config, ConfigError
+from torchtitan_lite.config_reader import read_config
+from torchtitan_lite.layout import plan_layout
+from torchtitan_lite.planning.cluster import CLUSTERS, Cluster
+from torchtitan_lite.sizes import Shape, resolve_shape
+from torchtitan_lite.tools.search import Search, find_least_gpus, list_candidates, search, sketch_candidate
+from torchtitan_lite.tools.search_report import format_winner, name_layout, print_search, split_step
+
+H100 = CLUSTERS["h100"]
+
+
+def read(name: str, *arguments: str) -> tuple[Config, Shape]:
+    reading = read_config(["--config", name, *" ".join(arguments).split()])
+    assert not reading.problems, reading.problems
+    return reading.config, resolve_shape(reading.config.model)
+
+
+def tell_apart(config: Config) -> tuple:
+    parallelism = replace(config.parallelism, module_fqns_per_model_part=())
+    return (*vars(parallelism).values(), config.training.local_batch_size, *vars(config.activation_checkpoint).values())
+
+
+@pytest.fixture(scope="module")
+def found_8b() -> Search:
+    return search(*read("llama3_8b", "--training.global_batch_size 32"), 16, H100)
+
+
+def test_layouts_are_distinct_and_check_accepts_each_of_them():
+    config, shape = read("llama3_8b", "--training.global_batch_size 16")
+    candidates = list(list_candidates(config, shape, 8, H100, Search()))
+    assert len(candidates) > 1000
+    assert len({tell_apart(candidate.config) for candidate in candidates}) == len(candidates)
+    for candidate in candidates[::37]:
+        layout = plan_layout(candidate.config, shape, 8)
+        assert layout == candidate.workload.layout
+        assert layout.global_batch_size == 16
+
+
+def test_a_search_has_every_kind_of_layout_and_of_schedule():
+    config, shape = read("llama3_8b", "--training.global_batch_size 32")
+    candidates = list(list_candidates(config, shape, 16, H100, Search()))
+    degrees = {tuple(candidate.workload.layout.degrees.values()) for candidate in candidates}
+    sizes = [d for d in (1, 2, 4, 8, 16)]
+    possible = {
+        (pp, 16 // (pp * cp * tp * shard), shard, cp, tp)
+        for pp, shard, cp, tp in itertools.product(sizes, sizes, sizes, sizes)
+        if pp * shard * cp * tp in (8, 16) and tp <= 8 and cp <= 8
+    }
+    whole = {mesh for mesh in possible if mesh[1] == 1}
+    assert whole <= degrees
+    schedules = {c.config.parallelism.pipeline_parallel_schedule for c in candidates if c.workload.layout.pp > 1}
+    assert schedules >= {"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"}
+    assert {c.workload.layout.zero_stage for c in candidates} == {1, 2, 3}
+    assert {tuple(sorted(c.workload.recompute)) for c in candidates} == {
+        ("none",),
+        ("op",),
+        ("full",),
+        ("full", "none"),
+    }
+
+
+def test_the_ten_best_are_those_that_simulating_all_would_give(found_8b):
+    simulated = sorted(
+        (sketch_candidate(candidate).rate.step_time_s, candidate.live_bytes) for candidate in found_8b.fitting
+    )
+    assert [(sketch.rate.step_time_s, candidate.live_bytes) for candidate, sketch in found_8b.best] == simulated[:10]
+
+
+def test_what_is_proposed_fits_the_memory_with_its_reserve(found_8b):
+    assert 0 < len(found_8b.fitting) < found_8b.n_accepted
+    for candidate, _ in found_8b.best:
+        assert candidate.live_bytes * 1.2 <= 81559 * 2**20
+    small = search(*read("llama3_8b", "--training.global_batch_size 32"), 16, replace(H100, memory_bytes=40e9))
+    assert small.best[0][1].rate.step_time_s >= found_8b.best[0][1].rate.step_time_s
+    assert max(candidate.live_bytes for candidate in small.fitting) * 1.2 <= 40e9
+
+
+def test_the_winner_is_a_config_that_reads_back_as_the_same_layout(found_8b, tmp_path):
+    candidate, _ = found_8b.best[0]
+    file = tmp_path / "winner.toml"
+    file.write_text(format_winner(found_8b.best[0], 16), encoding="utf-8")
+    config, shape = read(str(file))
+    assert plan_layout(config, shape, 16) == candidate.workload.layout
+    assert name_layout(candidate) in file.read_text()
+
+
+def test_the_parts_of_a_step_add_up(found_8b):
+    for candidate, sketch in found_8b.best:
+        parts = split_step(candidate, sketch)
+        assert sum(parts.values()) == pytest.approx(sketch.rate.step_time_s)
+        assert all(seconds >= -1e-9 for seconds in parts.values()), parts
+
+
+def test_the_report_says_where_the_configs_own_layout_loses(tmp_path, capsys):
+    config, shape = read(
+        "llama3_8b",
+        "--training.global_batch_size 32 --training.local_batch_size 32 --parallelism.pipeline_parallel_degree 8",
+        "--parallelism.tensor_parallel_degree 2 --activation_checkpoint.mode full",
+    )
+    print_search(config, shape, 16, H100, tmp_path / "winner.toml", n_dry_runs=0)
+    said = capsys.readouterr().out
+    assert (
+        "The config's own layout, pp8 x tp2, 1F1B with 8 stages, 32 microbatches of 1, ZeRO 1, recompute full" in said
+    )
+    assert "pipeline idle (bubble)" in said
+    assert said.count("GiB") >= 1
+    assert (tmp_path / "winner.toml").exists()
+
+
+# ---------------------------------------------------------------- no answer
+
+
+def test_an_empty_search_names_the_rules_that_emptied_it(tmp_path, capsys):
+    config, shape = read("llama3_8b", "--model.n_layers 4 --training.seq_len 8191 --training.global_batch_size 7")
+    with pytest.raises(ConfigError) as error:
+        print_search(config, shape, 16, H100, tmp_path / "winner.toml")
+    assert {problem.key for problem in error.value.problems} >= {"training.seq_len", "training.global_batch_size"}
+    assert not (tmp_path / "winner.toml").exists()
+    assert "0 layouts on 16 GPUs" in capsys.readouterr().out
+
+
+def test_a_model_that_fits_nowhere_is_told_the_least_number_of_gpus(tmp_path):
+    """405B needs 16 B x 405.9e9 x 1.2 / 79.6 GiB = 91 GPUs for its state alone; whole nodes, and room for the rest."""
+    config, shape = read("llama3_405b", "--training.global_batch_size 64")
+    with pytest.raises(ConfigError, match=r"Use (\d+) such GPUs, the least") as error:
+        print_search(config, shape, 64, H100, tmp_path / "winner.toml")
+    least = find_least_gpus(config, shape, H100, 64)
+    assert f"Use {least} such" in str(error.value)
+    assert 96 <= least <= 160
+    assert least % 8 == 0
+
+
+def test_a_part_of_a_node_is_refused():
+    with pytest.raises(ConfigError, match="nodes of this kind have 8 GPUs"):
+        search(*read("llama3_8b"), 12, H100)
+
+
+def test_nodes_of_another_size_bound_tensor_parallel():
+    config, shape = read("llama3_8b", "--training.global_batch_size 16")
+    small: Cluster = replace(H100, node_size=2)
+    assert {c.workload.layout.tp for c in list_candidates(config, shape, 8, small, Search())} == {1, 2}
+
+
+def test_ten_thousand_layouts_of_405b_are_ranked():
+    """On 1,024 GPUs; what wins keeps tp inside a node."""
+    found = search(*read("llama3_405b", "--training.global_batch_size 256"), 1024, H100)
+    assert found.n_accepted >= 10_000
+    assert len(found.best) == 10
+    assert found.best[0][0].workload.layout.tp <= 8
