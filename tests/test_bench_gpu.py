@@ -40,7 +40,7 @@ def result_of(config: Config, step_time_s: float) -> dict[str, object]:
         "step_time_s": [step_time_s, step_time_s * 2, step_time_s],
         "matmul_flops": {"bfloat16": 800e12, "float8": 1400e12},
         "peak_memory_gib": 100.0,
-        "clocks": None,
+        "clocks": {"clocks.sm": "1980 MHz"},
     }
 
 
@@ -179,6 +179,8 @@ def test_the_table_compares_with_the_peak_with_the_matmuls_and_with_the_row_befo
     assert eager["mfu_causal"] == pytest.approx(51.5e9 * 8192 / 1.4 / 989e12, rel=1e-3)
     assert eager["share_of_matmul"] == pytest.approx(57.9e9 * 8192 / 1.4 / 800e12, rel=1e-3)
     assert eager["memory_gib"] == 100.0
+    assert told["clocks"]["1B eager"] == "1980 MHz"
+    assert told["plans"]["8B eager"] == "1 8192 selective bfloat16"
     assert told["figures"]["matmul_float8_tflops"]["median"] == 1400.0
     rows = [line for line in describe(report).splitlines() if line.startswith("8B eager ")]
     assert rows[0].split()[2] == "5851" and rows[0].split()[-4:] == ["34.3%", "30.5%", "42.4%", "100.00"]
@@ -223,10 +225,11 @@ def test_the_rows_of_a_size_train_a_model_that_a_cpu_carries(monkeypatch, tmp_pa
 
 
 def test_a_row_has_a_process_of_its_own_that_ends_with_it():
+    others = set(multiprocessing.active_children())
     config = bench_gpu.build_rows(Machine("cpu", 1, 2**40, "x86_64 CPU"), tiny=True)[0].plans[0]
     result = gpu_row.run_row(config, n_rounds=3, n_steps=1, timeout_s=120)
     assert "failed" not in result and len(result["step_time_s"]) == 3
-    assert not dist.is_initialized() and not multiprocessing.active_children()
+    assert not dist.is_initialized() and set(multiprocessing.active_children()) == others
 
 
 @pytest.mark.parametrize(
@@ -240,9 +243,10 @@ def test_a_process_that_dies_or_hangs_is_one_failed_row(behaviour, said, monkeyp
     forked = multiprocessing.get_context("fork")  # so that the process has the replaced function too
     monkeypatch.setattr(gpu_row.multiprocessing, "get_context", lambda kind: forked)
     monkeypatch.setattr(gpu_row, "answer", lambda connection, *arguments: behaviour(connection))
+    others = set(multiprocessing.active_children())
     timeout_s = 0.1 if "longer" in said else 30
     assert gpu_row.run_row(Config(), n_rounds=3, n_steps=1, timeout_s=timeout_s) == {"failed": said}
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) == others
 
 
 @pytest.mark.parametrize(

@@ -163,9 +163,9 @@ def make_report(setting: dict[str, object], rows: list[Row], results: dict[str, 
         if measured and all(dtype in result["matmul_flops"] for result in measured.values())
     }
     plans = {name: " ".join(str(value) for value in result["plan"].values()) for name, result in measured.items()}
-    clocks = {name: result["clocks"] for name, result in measured.items()}
+    clocks = {name: result["clocks"]["clocks.sm"] for name, result in measured.items() if result["clocks"]}
     return Report(
-        setting | {"plans (sequences, length, recompute, moments)": plans, "clocks": clocks},
+        setting | {"plans": plans, "clocks": clocks or None},
         "tokens",
         {name: result["tokens_per_step"] for name, result in measured.items()},
         {name: result["step_time_s"] for name, result in measured.items()},
