@@ -7,36 +7,35 @@ said where they do it.
 import gc
 import logging
 import os
-import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.components.checkpoint import folders
-from torchtitan_lite.components.checkpoint.exchange import choose_tensors, leave_export, load_initial
-from torchtitan_lite.components.checkpoint.loading import resume
-from torchtitan_lite.components.checkpoint.saving import CheckpointSaver, is_saved
+from torchtitan_lite.components.checkpoint.exchange import begin, choose_tensors, leave_export
+from torchtitan_lite.components.checkpoint.saving import CheckpointSaver, describe_run, is_saved
+from torchtitan_lite.components.compile_watch import recompilation_told
 from torchtitan_lite.components.corpus import open_corpus
 from torchtitan_lite.components.data import HeldOutBatches, SampleReader, SampleStream, prefetch, rows_of_rank
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, compute_metrics, read_peak_memory
+from torchtitan_lite.components.out_of_memory import out_of_memory_explained
 from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.components.tokenizer import Tokenizer, make_tokenizer
 from torchtitan_lite.config import Comm, Config, ConfigError, Debug
 from torchtitan_lite.config_reader import dump_config_toml
+from torchtitan_lite.dump_folder import open_dump_folder
 from torchtitan_lite.formats.manifest import CheckpointError
 from torchtitan_lite.hardware import detect_machine, peak_flops
-from torchtitan_lite.log import Progress, start_logging
+from torchtitan_lite.log import Progress, start_logging, told_by_rank
+from torchtitan_lite.parallel.attention_choice import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, set_timeouts, start_process_group
-from torchtitan_lite.preflight import Prepared, preflight
+from torchtitan_lite.preflight import preflight
 from torchtitan_lite.sizes import Shape, count_flops_per_token, count_parameters
 from torchtitan_lite.step import build_run, train_step
 from torchtitan_lite.validation import is_validated, validate
@@ -58,12 +57,13 @@ def main(args: list[str]) -> int:
     # ---- mesh: one process group for the world, and one for each mesh dim and view of it
     device = choose_device(local_rank, machine.device_type)
     make_deterministic(config.debug)
+    keep_compiled_code(prepared.cache_folder)
     record_collectives(config.comm, dump_folder)
-    start_process_group(device, config.comm.init_timeout_seconds, restarts)
+    start_process_group(device, config.comm.init_timeout_seconds, restarts, offload=config.training.enable_cpu_offload)
     mesh = build_mesh(layout, device.type)
-    lock = folders.hold(dump_folder) if rank == 0 else None  # two runs do not share a folder
-    if rank == 0:
-        open_dump_folder(dump_folder, config, starting_over=config.job.overwrite and restarts == 0)
+    lock = None
+    if rank == 0:  # two runs do not share a folder
+        lock = open_dump_folder(dump_folder, config, starting_over=config.job.overwrite and restarts == 0)
     dist.barrier()  # nobody looks into the folder before it is ready
     start_logging(rank, dump_folder, color=not config.metrics.disable_color_printing)
     for notice in prepared.notices:
@@ -93,7 +93,7 @@ def main(args: list[str]) -> int:
     # ---- run: model parts, optimizer, schedules
     run = build_run(config, shape, layout, mesh, device)
 
-    # ---- checkpoint: go on where the newest one, or the one named, ends
+    # ---- checkpoint: go on where the newest one, or the one named, ends; or begin with other weights
     checkpoints = dump_folder / config.checkpoint.folder
     checkpoint_group = dist.new_group(backend="gloo")  # all ranks: a save talks beside the collectives of a step
     facts = {
@@ -102,41 +102,32 @@ def main(args: list[str]) -> int:
         "global_batch_size": layout.global_batch_size,
         "shape": asdict(shape),
     }
-    resumed_step = prepared.resumed_step
-    if resumed_step:
-        is_named = config.checkpoint.load_step != -1 and restarts == 0
-        resumed_step = resume(
-            checkpoints,
-            resumed_step if is_named else None,
-            run.parameters,
-            run.optimizer,
-            run.lr_scheduler,
-            section=config.checkpoint,
-            facts=facts,
-            group=checkpoint_group,
-        )
-    elif config.checkpoint.initial_load_path:
-        resumed_step = load_initial(
-            run.parameters,
-            run.optimizer,
-            run.lr_scheduler,
-            section=config.checkpoint,
-            shape=shape,
-            facts=facts,
-            group=checkpoint_group,
-        )
+    resumed_step = begin(
+        checkpoints,
+        prepared.resumed_step,
+        run.parameters,
+        run.optimizer,
+        run.lr_scheduler,
+        is_named=config.checkpoint.load_step != -1 and restarts == 0,
+        section=config.checkpoint,
+        shape=shape,
+        facts=facts,
+        group=checkpoint_group,
+    )
     saver = CheckpointSaver(
         checkpoints,
         config.checkpoint,
         run.optimizer,
         facts=facts,
-        run=describe_run(prepared),
+        run=describe_run(config, layout.degrees, prepared.certificate),
         group=checkpoint_group,
         device=device,
     )
 
     # ---- loop
+    logger.info(f"attention: {describe_attention(config, shape, layout, device)}")
     gc.collect()
+    gc.freeze()  # what is here now stays: no collection looks at it again
     gc.disable()  # collected at set steps instead: a rank that collects alone makes all others wait
     writer = None
     if rank == 0:
@@ -148,6 +139,7 @@ def main(args: list[str]) -> int:
     batches = prefetch(stream, rows, steps=range(resumed_step, n_steps), device=device)
     with (
         told_by_rank(rank, mesh.coordinates()),
+        out_of_memory_explained(config, shape, layout, run.parameters, run.optimizer),
         profile_steps(config.profiling, dump_folder, rank, resumed_step=resumed_step) as profiler,
         saver,  # on the way out, waits for what is being written
     ):
@@ -158,7 +150,8 @@ def main(args: list[str]) -> int:
                 batch = next(batches)
             progress.show(step, "computing")
             (lr,) = set(run.lr_scheduler.get_last_lr())
-            result = train_step(run, batch)
+            with recompilation_told(step - resumed_step):
+                result = train_step(run, batch)
             if not result.finite:  # the same on every rank; waits for the device
                 culprit = find_non_finite(result.local_loss, run.parameters, mesh.coordinates())
                 logger.log(
@@ -242,17 +235,6 @@ def open_samples(config: Config, shape: Shape, tokenizer: Tokenizer, names: list
     )
 
 
-def describe_run(prepared: Prepared) -> dict[str, object]:
-    """What a checkpoint tells its reader about the run."""
-    return {
-        "config": asdict(prepared.config),
-        "layout": prepared.layout.degrees,
-        "certificate": prepared.certificate,
-        "torch": torch.__version__,
-        "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
 def read_torchrun_environment(environment: os._Environ) -> tuple[int, int, int, int, int]:
     """rank, world size, ranks on this host, rank on this host, and how often the job was restarted."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
@@ -269,6 +251,12 @@ def make_deterministic(section: Debug) -> None:
         torch.use_deterministic_algorithms(True, warn_only=section.deterministic_warn_only)
 
 
+def keep_compiled_code(cache_folder: Path) -> None:
+    """Has inductor write where the next run finds it. A folder that the user has named stays the one."""
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch names its own when imported
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder.absolute() / "compiled")
+
+
 def record_collectives(section: Comm, dump_folder: Path) -> None:
     """Has NCCL remember its last collectives, and write them where one times out. Read when groups are made."""
     traces = dump_folder / section.save_traces_folder
@@ -277,35 +265,6 @@ def record_collectives(section: Comm, dump_folder: Path) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(section.trace_buf_size)
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = str(int(section.trace_buf_size > 0))
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces / "rank_")
-
-
-def open_dump_folder(dump_folder: Path, config: Config, *, starting_over: bool) -> None:
-    """Makes the folder and puts the resolved config there; first deletes an earlier run's files, if told to."""
-    if starting_over:
-        for name in ("config.toml", "metrics.jsonl", "log.txt"):
-            (dump_folder / name).unlink(missing_ok=True)
-        folders = (
-            config.metrics.save_tb_folder,
-            config.checkpoint.folder,
-            config.profiling.save_traces_folder,
-            config.comm.save_traces_folder,
-        )
-        for folder in folders:
-            shutil.rmtree(dump_folder / folder, ignore_errors=True)
-    dump_folder.mkdir(parents=True, exist_ok=True)
-    (dump_folder / "config.toml").write_text(dump_config_toml(config), encoding="utf-8")
-
-
-@contextmanager
-def told_by_rank(rank: int, coordinates: dict[str, int]) -> Iterator[None]:
-    """Names rank and mesh coordinates beside whatever fails inside."""
-    try:
-        yield
-    except Exception as error:
-        place = ", ".join(f"{dim} {coordinate}" for dim, coordinate in coordinates.items())
-
-        logger.error(f"rank {rank} ({place}) failed: {type(error).__name__}: {error}")
-        raise
 
 
 if __name__ == "__main__":

@@ -58,24 +58,50 @@ def train_and_save(
     return state, train(run, range(n_steps, n_steps + 3)), whole_state(run)
 
 
-def load_and_train(
-    rank: int, world_size: int, overrides: dict, folder: str, step: int | None, section: Checkpoint, facts: dict = FACTS
-) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], int]:
-    """Worker: the same from a checkpoint, and the step that it was of."""
-    run = compare.build_table_run(world_size, overrides)
+def load(run: stepping.Run, folder: str, step: int | None, section: Checkpoint, facts: dict) -> int:
+    of_run = (run.parameters, run.optimizer, run.lr_scheduler)
     group = dist.new_group(backend="gloo")
-    step = resume(
-        Path(folder),
-        step,
-        run.parameters,
-        run.optimizer,
-        run.lr_scheduler,
-        section=section,
-        facts=facts,
-        group=group,
-    )
+    return resume(Path(folder), step, *of_run, section=section, facts=facts, group=group)
+
+
+def load_and_train(
+    rank: int,
+    world_size: int,
+    overrides: dict,
+    folder: str,
+    step: int | None,
+    section: Checkpoint,
+    facts: dict = FACTS,
+    saved_again: str | None = None,
+) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], int]:
+    """Worker: the same from a checkpoint, and the step that it was of. May save what it has loaded elsewhere."""
+    run = compare.build_table_run(world_size, overrides)
+    step = load(run, folder, step, section, facts)
     state = whole_state(run)
+    if saved_again:
+        with make_saver(run, saved_again, section) as saver:
+            saver.save(step, name_tensors(run.parameters, run.optimizer))
     return state, train(run, range(step, step + 3)), whole_state(run), step
+
+
+def load_each_and_train(
+    rank: int, world_size: int, overrides: dict, folders: list[str], step: int, section: Checkpoint
+) -> tuple[dict[str, list[str]], list[float]]:
+    """Worker: one run is put where each folder's checkpoint is, in turn; three losses after the last of them.
+
+    By folder, the tensors of which this rank has another share than from the first.
+    """
+    run, first, differing = compare.build_table_run(world_size, overrides), None, {}
+    for folder in folders:
+        load(run, folder, step, section, FACTS)
+        named = name_tensors(run.parameters, run.optimizer)
+        shares = {name: compare.local(tensor).clone() for name, tensor in named.items()}
+        first = first or shares
+        differing[folder] = list_differing(shares, first)
+        for tensor in named.values():
+            compare.local(tensor).fill_(torch.nan)  # the next one must bring all of it
+    load(run, folders[-1], step, section, FACTS)
+    return differing, train(run, range(step, step + 3))
 
 
 def merge_states(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -21,6 +21,12 @@ CP = "parallelism.context_parallel_degree"
 ROTATIONS = {method: {"parallelism.context_parallel_rotate_method": method} for method in ("allgather", "ring")}
 RING, DOCUMENTS = ROTATIONS["ring"], {"model.attention": "document"}
 COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
+OFFLOAD = {"training.enable_cpu_offload": True}  # on a CPU the same path, without copies; only `check` refuses it there
+BUDGET = {MODE: "memory_budget", "activation_checkpoint.memory_budget": 0.3, **COMPILED}
+CHUNK = "training.loss_chunk_tokens"
+# By default all 256 tokens of the table's batch are one chunk. 24 make several, of which the last is smaller.
+CHUNKS, WHOLE_LOGITS = {CHUNK: 24}, {CHUNK: 0}
+NO_LOSS_PARALLEL = {"parallelism.disable_loss_parallel": True}
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 # On a mesh of replicas, shards and tp, DTensor plans one operation on the list of all parameters for half a minute.
 ONE_BY_ONE = {"optimizer.implementation": "for-loop"}
@@ -50,7 +56,8 @@ LAYOUTS = {
     "ddp2 accumulation 2": Row(2, {REPLICATE: 2, "training.local_batch_size": 2, "training.global_batch_size": 8}),
     "hsdp2x2 accumulation 2": Row(4, {REPLICATE: 2, "training.local_batch_size": 1, "training.global_batch_size": 8}),
     "tp2": Row(2, {TP: 2}),
-    "tp2 whole logits": Row(2, {TP: 2, "parallelism.disable_loss_parallel": True}),
+    "tp2 whole logits": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **WHOLE_LOGITS}),
+    "tp2 gathered logits": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **CHUNKS}),
     "tp2 tied": Row(2, {TP: 2, "model.tie_embeddings": True}),
     "dp2 tied": Row(2, {"model.tie_embeddings": True}),
     "tp4": Row(4, {TP: 4}),
@@ -90,6 +97,10 @@ LAYOUTS = {
     "dp2 x tp2 compile": Row(4, {TP: 2, MODE: "none", **COMPILED}),
     "dp2 x tp2 compile, per-op recompute": Row(4, {TP: 2, **COMPILED}),
     "dp2 x tp2 compile, full recompute": Row(4, {TP: 2, MODE: "full", **COMPILED}),
+    "dp2 x tp2 compile, memory budget": Row(4, {TP: 2, **BUDGET}),
+    "one rank offloaded": Row(1, OFFLOAD),
+    "dp2 offloaded, accumulation 2": Row(2, {**OFFLOAD, "training.local_batch_size": 2}),
+    "pp2 x dp2 x tp2 offloaded": Row(8, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
     **{
         f"{name} {method}": Row(world_size, {**degrees, **rotation})
         for method, rotation in ROTATIONS.items()
@@ -115,6 +126,24 @@ LAYOUTS = {
         4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"]}
     ),
     **{
+        f"{name}, {loss}": Row(world_size, {**keys, **chunking})
+        for loss, chunking in (("plain loss", WHOLE_LOGITS), ("many chunks", CHUNKS))
+        for name, world_size, keys in (
+            ("one rank", 1, {}),
+            ("dp2 tied", 2, {"model.tie_embeddings": True}),
+            ("tp2", 2, {TP: 2}),
+            ("pp2", 2, {PP: 2}),
+            ("dp2 x tp2", 4, {TP: 2}),
+            ("pp2 InterleavedZeroBubble", 2, {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "full"}),
+            ("compile", 1, COMPILED),
+            ("tp2 compile", 2, {TP: 2, **COMPILED}),
+        )
+    },
+    "pp2 x tp2 ZBVZeroBubble, many chunks": Row(4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "full", **CHUNKS}),
+    "cp2, many chunks": Row(2, {CP: 2, **CHUNKS}),
+    "tp2 tied, many chunks": Row(2, {TP: 2, "model.tie_embeddings": True, **CHUNKS}),
+    "pp2 compile, many chunks": Row(2, {PP: 2, **COMPILED, **CHUNKS}),
+    **{
         f"{name} documents": Row(world_size, {**degrees, **DOCUMENTS})
         for name, world_size, degrees in (
             ("one rank", 1, {}),
@@ -133,6 +162,29 @@ LAYOUTS = {
 BFLOAT16_LAYOUTS = {
     "dp2": Row(2, BFLOAT16),
     "tp2": Row(2, {TP: 2, **BFLOAT16}),
+    "dp2 x tp2 many chunks": Row(4, {TP: 2, **CHUNKS, **BFLOAT16}),
     "pp2": Row(2, {PP: 2, **BFLOAT16}),
     "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2, **BFLOAT16}),
+}
+
+FLOAT8 = {"model.converters": ["float8"]}
+GATHER = {**FLOAT8, "quantize.linear.float8.enable_fsdp_float8_all_gather": True}
+PRECOMPUTE = {**GATHER, "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True}
+ROWWISE, ROWWISE_HP = (
+    {**FLOAT8, "quantize.linear.float8.recipe_name": name} for name in ("rowwise", "rowwise_with_gw_hp")
+)
+FLOAT8_LAYOUTS = {
+    "tp2": Row(2, {TP: 2, **FLOAT8}),
+    "dp2": Row(2, FLOAT8),
+    "dp2 x tp2": Row(4, {TP: 2, **FLOAT8}),
+    "pp2 x dp2 x tp2, gathered": Row(8, {PP: 2, TP: 2, **PRECOMPUTE}),
+    "compile": Row(1, {**FLOAT8, **COMPILED}),
+    "dp2 x tp2 compile, gathered": Row(4, {TP: 2, **PRECOMPUTE, **COMPILED}),
+    "dp2 ZeRO-2 accumulation 4, gathered": Row(2, {**PRECOMPUTE, ZERO: 2, **ACCUMULATION_4}),
+    "dp2 full recompute, gathered": Row(2, {MODE: "full", **GATHER}),
+    "cp2": Row(2, {CP: 2, **FLOAT8}),
+    "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"], **FLOAT8}),
+    "tp2 rowwise": Row(2, {TP: 2, **ROWWISE}),
+    "tp2 rowwise_with_gw_hp": Row(2, {TP: 2, **ROWWISE_HP}),
+    "emulate": Row(1, {**FLOAT8, "quantize.linear.float8.emulate": True}),
 }

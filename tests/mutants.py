@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from layouts import LAYOUTS, MODE, PP, SCHEDULE, ZERO, Row
-from torch.distributed.tensor import DTensor
+from layouts import CHUNKS, GATHER, LAYOUTS, MODE, PP, PRECOMPUTE, SCHEDULE, TP, ZERO, Row
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lite import layout, step
 from torchtitan_lite.components import optim
@@ -22,11 +22,13 @@ from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel import (
     activation_checkpoint,
     context_attention,
+    float8,
     fsdp,
     initial_weights,
     parallelize,
     pipeline,
     tensor_parallel,
+    vocabulary_parallel_loss,
 )
 
 CP2 = {"parallelism.context_parallel_degree": 2}
@@ -322,3 +324,96 @@ def refused_combination_run():
     """A fork takes a row out of the table of refused combinations. Loss and gradient norm look plausible; gradients of
     weights are computed after their parameters were freed."""
     return patch.object(layout, "find_refused", lambda *args: [])
+
+
+# ---------------------------------------------------------------- float8
+
+# Name -> (layout, patch). Float8 rounds more coarsely than `verify` tolerates, so these are caught by comparing the
+# weights that blocks multiply by with the trained ones: tests/test_float8.py.
+FLOAT8_MUTANTS: dict[str, tuple[Row, Callable]] = {}
+
+
+def float8_mutant(row: Row):
+    def add(function: Callable) -> Callable:
+        FLOAT8_MUTANTS[function.__name__] = (row, function)
+        return function
+
+    return add
+
+
+@float8_mutant(Row(4, {TP: 2, **GATHER}))
+def scale_set_beside_the_weight():
+    """Under TP the gathered weight is a DTensor, and the new scale is set on it instead of inside. Blocks multiply by
+    new weights with the scale of the first step. The loss falls, and less and less."""
+    original = float8.TravellingWeight.after_gather
+
+    def beside(weight, gathered, told, dtype, *, out=None):
+        if out is None:
+            return original(weight, gathered, told, dtype)
+        (out.scale,) = told
+
+    return patch.object(float8.TravellingWeight, "after_gather", beside)
+
+
+@float8_mutant(Row(2, GATHER))
+def ranks_round_with_scales_of_their_own():
+    """The largest weight is looked for among a rank's own rows. Each rank then takes all rows to be rounded as its own
+    were: rows from other ranks are some percent too large or too small, differently on each rank."""
+    return patch.object(float8.dist, "all_reduce", lambda *args, **kwargs: None)
+
+
+@float8_mutant(Row(2, PRECOMPUTE))
+def scales_of_the_step_before():
+    """Scales are computed before the optimizer step. Nothing is seen while weights shrink; where they grow, the largest
+    are cut off."""
+    original = step.step_if_finite
+
+    def too_early(optimizer, grad_norm):
+        original_scales(*late)
+        return original(optimizer, grad_norm)
+
+    late: list = []
+    original_scales = step.precompute_scales
+
+    def remember(*args):
+        late[:] = args
+
+    @contextmanager
+    def applied():
+        late[:] = ([], None)
+        with patch.object(step, "step_if_finite", too_early), patch.object(step, "precompute_scales", remember):
+            yield
+
+    return applied()
+
+
+@float8_mutant(Row(2, GATHER))
+def weights_travel_unscaled():
+    """Weights of about 0.02 are rounded as they are: to where float8 has a step of 0.002."""
+    return patch.object(float8, "choose_scale", lambda amax, dtype: torch.ones_like(amax))
+
+
+@mutant(Row(2, {TP: 2, **CHUNKS}), "loss", ("module output", "output"))
+def softmax_over_a_share_of_the_vocabulary():
+    """Each tensor-parallel rank normalises over its own tokens of the vocabulary only. The loss starts at the logarithm
+    of half of the vocabulary and falls; the model never learns to choose between the halves."""
+    original = vocabulary_parallel_loss.ShardedLoss.combine
+
+    def own_total(loss, log_total, of_target):
+        return log_total, original(loss, log_total, of_target)[1]
+
+    return patch.object(vocabulary_parallel_loss.ShardedLoss, "combine", own_total)
+
+
+@mutant(Row(2, {TP: 2, **CHUNKS}), "gradient", ("gradient", "norm.weight"))
+def hidden_gradient_of_one_share():
+    """Each rank's gradient of the hidden states stems from its share of the vocabulary; nobody adds them. The loss and
+    the gradient of the head are right, and everything below learns from half of the tokens that it could have said."""
+    return patch.object(vocabulary_parallel_loss, "Partial", Replicate)
+
+
+@mutant(Row(1, CHUNKS), "gradient", ("gradient", "output.weight"))
+def gradients_of_the_last_chunk_kept():
+    """The head's gradient is overwritten by every chunk instead of added up. Loss and all other gradients are right;
+    the head just learns from a few tokens of each batch."""
+    return patch.object(torch.Tensor, "addmm_", lambda total, one, other: total.copy_(one @ other))

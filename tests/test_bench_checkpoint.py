@@ -14,7 +14,15 @@ def run_small() -> Report:
 
 def test_every_contender_handles_the_same_bytes_and_each_ratio_is_of_the_same_round(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_checkpoint.tempfile, "tempdir", str(tmp_path))
+    clean_up, left = bench_checkpoint.CheckpointBench.clean_up, []
+
+    def clean_up_and_look(of_bench: bench_checkpoint.CheckpointBench) -> None:
+        clean_up(of_bench)
+        left.append([path.name for path in of_bench.folder.iterdir()])
+
+    monkeypatch.setattr(bench_checkpoint.CheckpointBench, "clean_up", clean_up_and_look)
     report = run_small()
+    assert len(left) == 3 * 5 and {len(names) for names in left} == {1}  # the newest checkpoint
     times_s = report.step_times_s
     assert set(report.units_per_step.values()) == {16} and report.unit == "MiB"
     assert all(len(of_rounds) == 3 and min(of_rounds) > 0 for of_rounds in times_s.values())

@@ -1,7 +1,6 @@
 """bench data: contenders of a kind do the work that is counted, and what is measured is what its name says."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,17 +57,23 @@ def batches_read(monkeypatch) -> list[range]:
 # ---------------------------------------------------------------- tokenising
 
 
+class PoolOfThis:
+    """A pool that works in this process, and remembers what it was told."""
+
+    def __init__(self):
+        self.told = []
+
+    def starmap(self, function, arguments, *, chunksize):
+        self.told.append((chunksize, arguments))
+        return [function(*each) for each in arguments]
+
+
 def test_prepare_makes_the_tokens_that_are_counted_for_each_core(tmp_path, tokenizer):
     files = NAMED["python_stdlib"]()[: TINY.n_texts]
     n_expected = sum(len(tokenizer.encode(file.read_text("utf-8"))) for file in files)
-    contenders = build_tokenising(tmp_path, files, tokenizer, 2, TINY)
+    contenders = build_tokenising(tmp_path, files, PoolOfThis(), 2, TINY)
     counted = {name: contender.n_tokens for name, contender in contenders.items()}
-    assert counted == {
-        "tiktoken": n_expected,
-        "tiktoken_per_core": n_expected,
-        "prepare": 2 * n_expected,
-        "prepare_per_core": 2 * n_expected,
-    }
+    assert counted == dict.fromkeys(("tiktoken", "tiktoken_per_core", "prepare", "prepare_per_core"), 2 * n_expected)
     for number, (name, n_copies) in enumerate([("prepare", 2), ("prepare_per_core", 4), ("prepare", 2)]):
         contenders[name].work()
         manifest = read_manifest(tmp_path / f"corpus-{number}")
@@ -79,27 +84,18 @@ def test_prepare_makes_the_tokens_that_are_counted_for_each_core(tmp_path, token
         assert sum(shard.n_tokens for shard in shards) - n_borders == n_copies * n_expected
 
 
-def test_tiktoken_encodes_each_text_once_for_each_core(tmp_path, tokenizer):
-    encoded = []
-
-    class Encoding:
-        def encode_ordinary(self, text):
-            encoded.append((1, text))
-            return [0]
-
-        def encode_ordinary_batch(self, texts, *, num_threads):
-            encoded.extend((num_threads, text) for text in texts)
-
+def test_tiktoken_encodes_each_copy_of_each_text_once_for_each_core(tmp_path, monkeypatch):
     files = NAMED["python_stdlib"]()[: TINY.n_texts]
     texts = [file.read_text("utf-8") for file in files]
-    contenders = build_tokenising(tmp_path, files, replace(tokenizer, encoding=Encoding()), 3, TINY)
-    for name, expected in (
-        ("tiktoken", [(1, text) for text in texts]),
-        ("tiktoken_per_core", [(3, t) for t in texts] * 3),
-    ):
+    encoded = []
+    monkeypatch.setattr(bench_data, "read_texts", lambda files: (lambda text: encoded.append(text) or [0], texts))
+    pool = PoolOfThis()
+    contenders = build_tokenising(tmp_path, files, pool, 3, TINY)
+    for name, n_cores in (("tiktoken", 1), ("tiktoken_per_core", 3)):
         encoded.clear()
         contenders[name].work()
-        assert encoded == expected
+        assert encoded == texts * TINY.n_copies * n_cores
+    assert pool.told == [(1, [(files, TINY.n_copies)] * 3)], "each process is given one part"
 
 
 # ---------------------------------------------------------------- reading

@@ -8,11 +8,13 @@ from pathlib import Path
 import compare
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import (
     FACTS,
     assemble,
     list_differing,
     load_and_train,
+    load_each_and_train,
     make_saver,
     merge_states,
     train,
@@ -24,14 +26,19 @@ from made_corpora import BYTES, write_corpus
 
 from torchtitan_lite import certificates
 from torchtitan_lite.certificates import describe_certificate, find_certificate, write_certificate
-from torchtitan_lite.components.checkpoint.loading import read_fitting_manifest
+from torchtitan_lite.components.checkpoint.loading import read_fitting_manifest, resume
 from torchtitan_lite.components.checkpoint.one_process import CheckpointWriter
+from torchtitan_lite.components.checkpoint.saving import CheckpointSaver, describe_run
 from torchtitan_lite.components.checkpoint.state import name_tensors
 from torchtitan_lite.components.corpus import open_corpus
 from torchtitan_lite.components.data import SampleReader, SampleStream
 from torchtitan_lite.config import Checkpoint
+from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.formats.manifest import CheckpointError, find_steps
+from torchtitan_lite.hardware import Machine
+from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools.ranks import RankFailure
+from torchtitan_lite.tools.verify import keep_certificate
 
 ADAMW = {
     "optimizer.name": "AdamW",
@@ -43,6 +50,7 @@ ADAMW = {
 TIED = {"model.tie_embeddings": True}
 IN_3D = (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B", **ADAMW})
 KEEP_ALL = Checkpoint(enable=True, keep_latest_k=0)
+ARGS = ["--config", "debug", "--training.local_batch_size=4"]
 
 OPENED_ON = {
     "one rank": (1, ADAMW),
@@ -72,20 +80,34 @@ def open_on(pool, world_size: int, overrides: dict, folder, step: int | None = 2
     return merge_states([s[0] for s in shares]), shares[0][1], merge_states([s[2] for s in shares]), shares[0][3]
 
 
+@pytest.fixture(scope="module")
+def opened(pool, saved, tmp_path_factory):
+    """Function: a name of OPENED_ON -> what `open_on` gives, and where that layout saved what it had loaded."""
+    seen = {}
+
+    def open_once(name: str) -> tuple:
+        if name not in seen:
+            back = tmp_path_factory.mktemp("back")
+            seen[name] = (*open_on(pool, *OPENED_ON[name], saved[0], saved_again=str(back)), back)
+        return seen[name]
+
+    return open_once
+
+
 @pytest.mark.parametrize("name", OPENED_ON)
-def test_a_checkpoint_of_3d_opens_on_another_layout_with_every_element_equal(pool, saved, name):
-    folder, state, losses, _ = saved
-    opened, opened_losses, *_ = open_on(pool, *OPENED_ON[name], folder)
-    assert len(state) == 4 * 39 and list_differing(opened, state) == []  # weight, step and two moments each
+def test_a_checkpoint_of_3d_opens_on_another_layout_with_every_element_equal(saved, opened, name):
+    _, state, losses, _ = saved
+    opened_state, opened_losses, *_ = opened(name)
+    assert len(state) == 4 * 39 and list_differing(opened_state, state) == []  # weight, step and two moments each
     assert opened_losses == pytest.approx(losses, rel=1e-4)
 
 
-def test_a_checkpoint_of_another_layout_opens_on_3d_with_every_element_equal(pool, tmp_path):
-    world_size, overrides = OPENED_ON["dp2 x tp2"]
-    shares = pool.run(train_and_save, world_size, overrides, str(tmp_path), 2, KEEP_ALL)
-    opened, losses, *_ = open_on(pool, *IN_3D, tmp_path)
-    assert list_differing(opened, shares[0][0]) == []
-    assert losses == pytest.approx(shares[0][1], rel=1e-4)
+def test_and_back_from_each_of_them_where_the_run_goes_on_as_if_it_had_never_left(pool, saved, opened):
+    folder, _, losses, _ = saved
+    folders = [str(folder), *(str(opened(name)[-1]) for name in OPENED_ON)]
+    for differing, losses_of_rank in pool.run(load_each_and_train, *IN_3D, folders, 2, KEEP_ALL):
+        assert differing == dict.fromkeys(folders, [])
+        assert losses_of_rank == losses
 
 
 def test_tied_embeddings_are_one_tensor_on_every_layout(pool, tmp_path):
@@ -278,6 +300,36 @@ def test_buffers_of_asynchronous_saves_are_used_again(pool, tmp_path):
 )
 def test_a_certificate_is_shown_in_one_line(certificate, said):
     assert said in describe_certificate(certificate)
+
+
+def test_a_certificate_travels_from_verify_through_the_checkpoint_to_the_log_of_the_run_that_resumes(
+    tmp_path, monkeypatch, caplog
+):
+    def save_and_resume(step: int) -> str:
+        """The manifest is that of a run which `preflight` has prepared. Returns the last line of the log."""
+        prepared = preflight(ARGS, machine=Machine("cpu", 1, 2**34, "a laptop"), n_ranks=2)
+        described = describe_run(prepared.config, prepared.layout.degrees, prepared.certificate)
+        of_saver = {"facts": FACTS, "run": described, "group": dist.group.WORLD, "device": torch.device("cpu")}
+        with CheckpointSaver(tmp_path / "run", KEEP_ALL, optimizer, **of_saver) as saver:
+            saver.save(step, name_tensors(parameters, optimizer))
+        of_run = (parameters, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+        resume(tmp_path / "run", None, *of_run, section=KEEP_ALL, facts=FACTS, group=dist.group.WORLD)
+        return caplog.messages[-1]
+
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO")
+    parameters = {"norm.weight": torch.ones(2, requires_grad=True)}
+    optimizer = torch.optim.SGD(parameters.values())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert save_and_resume(1).endswith("would do it") and "step-1, layout not proven" in caplog.messages[-1]
+        report = {"degrees": {"dp_shard": 2, "tp": 1}, "parameters": {"w": {"gradient": 2e-7}}, "reduced": []}
+        keep_certificate(read_config(ARGS).config, report)  # as `verify` does
+        assert "step-2, trained on a proven layout: dp_shard 2, worst gradient error 2e-07" in save_and_resume(2)
+    finally:
+        dist.destroy_process_group()
+    record = json.loads((tmp_path / "run" / "step-2" / "manifest.json").read_text())["run"]["certificate"]
+    assert record["code"] == certificates.hash_code() and record.keys() >= {"layout", "largest_error", "date"}
 
 
 def test_a_certificate_is_found_by_the_same_config_and_by_no_other(tmp_path, monkeypatch):

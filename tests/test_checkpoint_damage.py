@@ -1,6 +1,7 @@
 """Checkpoints that are not what was saved: every one is refused by the file that is wrong, and none ever runs code."""
 
 import collections
+import errno
 import io
 import json
 import os
@@ -197,7 +198,43 @@ def test_changed_facts_are_refused_by_name(checkpoint, group):
         load(checkpoint, group, facts={**FACTS, "shape": {"dim": 65}})
 
 
+def load_on_ranks(rank: int, world_size: int, path: str) -> str:
+    """Worker: every rank hashes some of the files. What this one says of the checkpoint."""
+    try:
+        load(Path(path), dist.group.WORLD)
+    except DamagedCheckpoint as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_whichever_rank_hashes_a_damaged_file_all_of_them_refuse_and_name_it(pool, checkpoint, world_size):
+    assert pool.run(load_on_ranks, world_size, str(checkpoint)) == [""] * world_size
+    for name in TENSORS:
+        whole = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        for said in pool.run(load_on_ranks, world_size, str(checkpoint)):
+            assert f"{checkpoint / name} has changed since it was written" in said
+        (checkpoint / name).write_bytes(whole)
+
+
 # ---------------------------------------------------------------- falling back
+
+
+def fall_back_on_ranks(rank: int, world_size: int, folder: str) -> tuple[int, dict[str, torch.Tensor]]:
+    """Worker: the step that was found, and what it holds."""
+    tensors = make_tensors(0)
+    manifest = loading.load_newest(Path(folder), tensors, facts=FACTS, verify=True, group=dist.group.WORLD)
+    return manifest.step, tensors
+
+
+def test_all_ranks_fall_back_to_the_same_checkpoint(pool, folder):
+    content = bytearray((folder / "step-8" / TENSORS[1]).read_bytes())
+    content[-1] ^= 1
+    (folder / "step-8" / TENSORS[1]).write_bytes(content)
+    for step, tensors in pool.run(fall_back_on_ranks, 3, str(folder)):
+        assert step == 4 and all(torch.equal(tensors[name], tensor) for name, tensor in make_tensors(4).items())
+    assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-8.damaged"]
 
 
 def test_the_newest_sound_checkpoint_is_taken_and_the_damaged_one_set_aside(folder, group, caplog):
@@ -208,6 +245,18 @@ def test_the_newest_sound_checkpoint_is_taken_and_the_damaged_one_set_aside(fold
     assert "DAMAGED CHECKPOINT" in caplog.text and str(folder / "step-8" / TENSORS[1]) in caplog.text
     assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-8.damaged"]
     assert {path.name for path in (folder / "step-8.damaged").iterdir()} == set(FILES)
+
+
+def test_a_checkpoint_on_a_disk_that_fails_counts_as_damaged(folder, group, monkeypatch):
+    def read_bytes(path: Path) -> bytes:
+        if path.parent.name == "step-8":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return path.open("rb").read()
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(DamagedCheckpoint, match=r"step-8/manifest.json cannot be read \(Input/output error\)"):
+        read_manifest(folder / "step-8")
+    assert loading.load_newest(folder, make_tensors(0), facts=FACTS, verify=True, group=group).step == 4
 
 
 def test_nothing_is_renamed_where_no_checkpoint_is_sound(folder, group):

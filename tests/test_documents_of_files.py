@@ -26,7 +26,7 @@ def read(part: Part, *, field: str = "text", skip_bad: bool = False) -> tuple[li
 
 
 def read_whole(path: Path, **options) -> tuple[list[str], Tally]:
-    source = look_at(path)
+    source = look_at(str(path))
     return read(Part(source, 0, source.n_bytes), **options)
 
 
@@ -101,7 +101,7 @@ def make_lines(draw: random.Random) -> tuple[bytes, list[tuple[int, str]]]:
 def test_every_line_is_in_the_part_in_which_it_begins(tmp_path, seed):
     draw = random.Random(seed)
     content, texts = make_lines(draw)
-    source = look_at(write(tmp_path / "a.jsonl", content))
+    source = look_at(str(write(tmp_path / "a.jsonl", content)))
     for _ in range(20):
         borders = sorted({0, len(content), *(draw.randrange(len(content) + 1) for _ in range(draw.randrange(5)))})
         for start, stop in zip(borders, borders[1:], strict=False):
@@ -135,7 +135,7 @@ def test_a_bad_line_is_named_with_its_number_in_the_file(tmp_path, line, why):
         read_whole(path)
     assert str(error.value).startswith(f"{path}, line 5: {why}") and "--skip-bad" in str(error.value)
 
-    source = look_at(path)
+    source = look_at(str(path))
     for start in range(1, len(good) * 3 + 2):  # the part may begin anywhere before
         with pytest.raises(PreparationError, match=f"line 5: {why}"):
             read(Part(source, start, source.n_bytes))
@@ -155,7 +155,7 @@ def test_a_line_that_is_too_long_is_bad_and_ends_where_it_ends(tmp_path, monkeyp
     exact = b'{"text": "' + b"x" * 27 + b'"}\n'
     assert len(exact) == 40
     content = exact + b'{"text": "' + b"y" * 500 + b'"}\n' + b'{"text": "z"}\n'
-    source = look_at(write(tmp_path / "a.jsonl", content))
+    source = look_at(str(write(tmp_path / "a.jsonl", content)))
     with pytest.raises(PreparationError, match="line 2: it is longer than"):
         read(Part(source, 0, source.n_bytes))
     for border in range(len(content)):
@@ -249,7 +249,7 @@ def test_a_file_that_is_not_packed_in_spite_of_its_name_is_named(tmp_path):
 
 
 def test_a_file_that_changes_after_it_was_found_is_refused(tmp_path):
-    source = look_at(write(tmp_path / "a.txt", b"before"))
+    source = look_at(str(write(tmp_path / "a.txt", b"before")))
     write(tmp_path / "a.txt", b"after it")
     with pytest.raises(PreparationError, match=r"a\.txt was changed"):
         read(Part(source, 0, source.n_bytes))

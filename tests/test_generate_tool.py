@@ -214,7 +214,8 @@ def test_text_ends_where_the_context_does(checkpoint, generate):
 
 def take(tokens: list[int], tokenizer: Tokenizer) -> tuple[tool.Sample, list[str]]:
     shown: list[str] = []
-    return tool.take(iter(tokens), tokenizer, seed=0, at_most="max_new_tokens", show=shown.append), shown
+    end_ids = frozenset([tokenizer.eos_id])
+    return tool.take(iter(tokens), tokenizer, end_ids, seed=0, at_most="max_new_tokens", show=shown.append), shown
 
 
 def test_text_ends_with_the_token_that_ends_a_document_which_is_not_shown(tokenizer):
@@ -222,6 +223,22 @@ def test_text_ends_with_the_token_that_ends_a_document_which_is_not_shown(tokeni
     sample, shown = take([*ids, tokenizer.eos_id, *ids], tokenizer)
     assert "".join(shown) == sample.text == "x = 1\n"
     assert (sample.tokens, sample.stopped) == (ids, "end_of_document")
+
+
+def test_text_ends_with_any_token_of_generation_config(checkpoint, trained, tokenizer, generate, tmp_path):
+    greedy = ("--prompt", PROMPT, "--temperature", 0, "--max-new-tokens", 40)
+    (unbroken,) = generate(checkpoint, *greedy)["samples"]
+    at = next(n for n, token in enumerate(unbroken["tokens"]) if n > 5 and token not in unbroken["tokens"][:n])
+    end = {"eos_token_id": [tokenizer.eos_id, unbroken["tokens"][at]]}
+    export = Export(SHAPE, "float32", tokenizer.vocabulary)  # its tokenizer is found without being named
+    write_folder(tmp_path / "llama", trained.state_dict().__getitem__, export)
+    (tmp_path / "llama" / "generation_config.json").write_text(json.dumps(end))
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "generation_config.json").write_text(json.dumps(end))
+    shutil.copy(tokenizer.vocabulary.path, tmp_path / "assets")
+    for source in ((tmp_path / "llama",), (checkpoint, "--tokenizer", tmp_path / "assets")):
+        (sample,) = generate(source[0], *greedy, *source[1:])["samples"]
+        assert sample["tokens"] == unbroken["tokens"][:at] and sample["stopped"] == "end_of_document"
 
 
 @pytest.mark.parametrize("assets", ["bytes", SHIPPED])

@@ -8,16 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_model import PLAIN, SHAPES, build_ours, build_theirs
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from torchtitan_lite.components.hugging_face import load_weights, read_slice, read_tensor
 from torchtitan_lite.components.hugging_face_export import Export, plan_files, write_folder
-from torchtitan_lite.formats.hugging_face_config import compare_shapes, read_shape
+from torchtitan_lite.components.tokenizer import load_tokenizer
+from torchtitan_lite.formats.hugging_face_config import HuggingFaceError, compare_shapes, read_shape
 from torchtitan_lite.formats.hugging_face_folder import list_tensors, open_folder
+from torchtitan_lite.formats.hugging_face_tokenizer import read_end_ids
 from torchtitan_lite.formats.manifest import CheckpointError
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.sizes import Shape
-from torchtitan_lite.vocabulary.vocabulary import Vocabulary
+from torchtitan_lite.vocabulary.vocabulary import Vocabulary, make_byte_vocabulary
 
 TOKENS = torch.randint(128, (2, 200), generator=torch.Generator().manual_seed(3))  # longer than original_length
 
@@ -206,10 +208,58 @@ def test_tokenizer_files_travel_where_they_are_hugging_faces(tmp_path):
         (source / name).write_text(f"content of {name}")
     told = {"identity": "", "pattern": "", "ranks": {}, "bos_id": 126, "eos_id": 127}
     write_ours(build_ours(PLAIN), tmp_path / "a", vocabulary=Vocabulary(source / "tokenizer.json", **told))
-    write_ours(build_ours(PLAIN), tmp_path / "b", vocabulary=Vocabulary(source / "tokenizer.model", **told))
+    write_ours(build_ours(PLAIN), tmp_path / "b", vocabulary=make_byte_vocabulary())
     own = {"config.json", "model.safetensors"}
     assert {path.name for path in (tmp_path / "a").iterdir()} == own | {"tokenizer.json", "tokenizer_config.json"}
     assert (tmp_path / "a" / "tokenizer.json").read_text() == "content of tokenizer.json"
     assert {path.name for path in (tmp_path / "b").iterdir()} == own
-    config = LlamaForCausalLM.from_pretrained(tmp_path / "b").config
+    config = LlamaForCausalLM.from_pretrained(tmp_path / "a").config
     assert (config.bos_token_id, config.eos_token_id) == (126, 127)
+
+
+def test_transformers_reads_the_tokenizer_of_llama_3s_format_and_gives_our_ids(tmp_path):
+    ours = load_tokenizer("assets/tokenizer")
+    write_ours(build_ours(PLAIN), tmp_path / "out", vocabulary=ours.vocabulary)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (len(theirs), theirs.bos_token_id, theirs.eos_token_id) == (ours.n_words, ours.bos_id, ours.eos_id)
+    for text in (
+        "def read(self, n=-1):\n    return 12345\n\n",
+        "Gr\u00fc\u00dfe, \u65e5\u672c \U0001f469  \t x'll",
+        "",
+    ):
+        assert theirs.encode(text) == ours.encode(text, bos=True)
+    assert theirs.decode(theirs.encode("<|eot_id|>", add_special_tokens=False)) == "<|eot_id|>"
+    assert theirs.convert_tokens_to_ids("<|eot_id|>") == ours.bos_id + 9
+    assert load_tokenizer(tmp_path / "out").identity == ours.identity
+
+
+# ---------------------------------------------------------------- where a text ends
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "config", "expected"),
+    [
+        ({"eos_token_id": [128001, 128008, 128009]}, {"eos_token_id": 5}, {128001, 128008, 128009}),
+        ({"eos_token_id": 7}, {}, {7}),
+        ({"temperature": 0.6}, {"eos_token_id": [2, 3]}, {2, 3}),
+        (None, {"eos_token_id": 2}, {2}),
+        (None, {"eos_token_id": None}, set()),
+        (None, None, set()),
+    ],
+)
+def test_a_text_ends_after_the_tokens_of_generation_config_or_else_of_config(
+    generation_config, config, expected, tmp_path
+):
+    for name, content in (("generation_config.json", generation_config), ("config.json", config)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    assert read_end_ids(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "content", ['{"eos_token_id": "</s>"}', '{"eos_token_id": [1, true]}', '{"eos_token_id": -1}', "[]", "{"]
+)
+def test_what_is_no_id_of_a_token_is_refused_by_name(content, tmp_path):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(HuggingFaceError, match="generation_config.json"):
+        read_end_ids(tmp_path)

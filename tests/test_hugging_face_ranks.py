@@ -128,6 +128,8 @@ def begin_and_leave(rank: int, world_size: int, overrides: dict, out: str, facts
     with saver:
         saver.save(5, choose_tensors(*of_run, is_last=True, **common))
     if section.last_save_in_hf:
+        (Path(out) / "step-5-hf.tmp").mkdir(exist_ok=True)  # of an attempt that was killed
+        dist.barrier()
         for _ in range(2):  # a second attempt finds that there is nothing left to do
             leave_export(Path(out) / "step-5-hf", run.parameters, shape=SHAPE, vocabulary=BYTES, **common)
     return step, compare.gather(run, lambda parameter: parameter)

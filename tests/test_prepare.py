@@ -93,14 +93,16 @@ def test_a_long_document_has_the_ids_of_its_whole_text(tmp_path, tokenizer, suff
     assert read_split(tmp_path / "out", manifest, "train") == [tokenizer.encode(text, bos=True, eos=True)]
 
 
-def spell(text: str) -> list[int]:
+def spell(text: str) -> bytes:
     """Stands in for a vocabulary that two bytes do not number: the ids are the code points."""
-    return [ord(character) for character in text]
+    return text.encode("utf-32-le")
 
 
 def test_a_large_vocabulary_takes_four_bytes_and_bos_may_be_missing(tmp_path):
     n_words = 2**32  # and the last id has all bits set
-    tokenizer = SimpleNamespace(bos_id=None, eos_id=n_words - 1, n_words=n_words, identity="points", encode=spell)
+    tokenizer = SimpleNamespace(
+        bos_id=None, eos_id=n_words - 1, n_words=n_words, identity="points", encode_packed=spell
+    )
     (tmp_path / "a.txt").write_text("a😀")
     manifest = prepare_files([tmp_path / "a.txt"], tmp_path / "out", tokenizer, held_out_share=0).manifest
     assert manifest.dtype == "uint32"
@@ -386,7 +388,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from torchtitan_lite.components.preparation.prepare import prepare_files
 tokenizer = SimpleNamespace(
-    bos_id=0, eos_id=1, n_words=300, identity="quick", encode=lambda text: [2] * (len(text) // 3)
+    bos_id=0, eos_id=1, n_words=300, identity="quick", encode_packed=lambda text: b"\\2\\0\\0\\0" * (len(text) // 3)
 )
 prepare_files([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer, held_out_share=0)
 # not getrusage: that begins with the peak of the process that started this one

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiktoken
 
-from torchtitan_lite.components.tokenizer import load_tokenizer
+from torchtitan_lite.components.tokenizer import MAX_CHARACTERS, UNUSED, load_tokenizer
 from torchtitan_lite.config import ConfigError
 from torchtitan_lite.config_reader import REPOSITORY
 from torchtitan_lite.corpora import NAMED
@@ -53,6 +53,10 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in path.read_text().splitlines()}
 
 
+def unpack(ids: bytes) -> list[int]:
+    return [int.from_bytes(ids[start : start + 4], "little") for start in range(0, len(ids), 4)]
+
+
 def write_ranks(folder: Path, tokens: list[bytes]) -> Path:
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
     (folder / "tokenizer.model").write_text("".join(lines))
@@ -76,6 +80,23 @@ def test_ids_are_those_of_tiktoken_with_llama3s_pattern(shipped):
     oracle = tiktoken.Encoding("oracle", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
     for text in [path.read_text(encoding="utf-8") for path in list_some_stdlib_files()] + ODD_TEXTS:
         assert shipped.encode(text) == oracle.encode_ordinary(text)
+
+
+@pytest.mark.parametrize("with_buffer", [True, False])
+def test_packed_ids_are_the_same_ids(with_buffer, shipped, monkeypatch):
+    assert hasattr(tiktoken._tiktoken.CoreBPE, "encode_to_tiktoken_buffer"), "else one of the two ways is never tried"
+    if not with_buffer:
+        monkeypatch.setattr(shipped.encoding, "_core_bpe", WithoutBuffer(shipped.encoding._core_bpe))
+    told_apart = [UNUSED, f"a{UNUSED}b{UNUSED}", UNUSED[:-1], "<|begin_of_text|>", "x" * (MAX_CHARACTERS + 5)]
+    for text in [path.read_text(encoding="utf-8") for path in list_some_stdlib_files()] + ODD_TEXTS + told_apart:
+        assert unpack(shipped.encode_packed(text)) == shipped.encode(text)
+
+
+class WithoutBuffer:
+    """tiktoken as it would be without that function."""
+
+    def __init__(self, core):
+        self.encode_ordinary = core.encode_ordinary
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 from tokenizers import Tokenizer as HuggingFace
 
 from torchtitan_lite.components.nfc import compose
-from torchtitan_lite.components.tokenizer import MAX_CHARACTERS, Tokenizer, load_tokenizer
+from torchtitan_lite.components.tokenizer import MAX_CHARACTERS, Tokenizer, load_tokenizer, pack_ids
 from torchtitan_lite.config import ConfigError
 from torchtitan_lite.vocabulary.find_vocabulary import read_vocabulary
 from torchtitan_lite.vocabulary.merges import choose_mergeable
@@ -179,6 +179,7 @@ def test_ids_are_those_of_hugging_face(style, contents, tmp_path):
     texts += [" qzxqzx qzxqzxa", "x  end   end", "né ne\u0301", *NUMBERS, "<think>now" * 3, "a\u0301\u0323" * 9]
     for text in texts:
         assert ours.encode(text) == encode_with(oracle, text), repr(text)
+        assert ours.encode_packed(text) == pack_ids(ours.encode(text)), repr(text)
     assert max(max(ours.encode(text), default=0) for text in texts) < ours.n_words
 
 

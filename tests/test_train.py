@@ -1,17 +1,12 @@
 """train.py under torchrun, started as users start it: killed, restarted, resumed on another layout."""
 
-import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
-from checkpoints import assemble, list_differing
+from kill_while_training import finish, kill_rank, launch, list_differences, read_losses
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 STEPS = 28
 KEYS = [
     f"--training.steps={STEPS}",
@@ -34,30 +29,9 @@ OTHER_LAYOUTS = {  # ranks, keys: three data-parallel degrees with other microba
 }
 
 
-def start(dump_folder: Path, cache: Path, *more_keys: str, **environment: str) -> subprocess.Popen:
-    """./run_train.sh on four ranks. torchrun takes the shell's place, so its pid is the one returned."""
-    command = [str(REPOSITORY / "run_train.sh"), "--config", "debug", *KEYS, "--job.dump_folder", str(dump_folder)]
-    command += ["--training.cache_folder", str(cache), "--training.local_batch_size=3", *more_keys]
-    environment = {**os.environ, "NGPU": str(RANKS), "PYTHON": sys.executable, **environment}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process: subprocess.Popen) -> str:
-    try:
-        output, _ = process.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its ranks before itself
-        process.wait()
-        raise
-    assert process.returncode == 0, output
-    return output
-
-
-def read_losses(dump_folder: Path, name: str = "loss") -> dict[int, float]:
-    """Step -> its loss, or another number that was measured."""
-    lines = [json.loads(line) for line in (dump_folder / "metrics.jsonl").read_text().splitlines()]
-    assert len({line["step"] for line in lines}) == len(lines), "a step was logged twice"
-    return {line["step"]: line[name] for line in lines if line[name] is not None}
+def start(dump_folder: Path, cache: Path, *more_keys: str, n_ranks: int = RANKS, **environment: str) -> Popen:
+    keys = [*KEYS, "--training.local_batch_size=3", *more_keys]
+    return launch(dump_folder, cache, *keys, n_ranks=n_ranks, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -82,24 +56,17 @@ def test_a_run_leaves_what_the_readme_says(unbroken):
 
 def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_one(unbroken, tmp_path):
     process = start(tmp_path / "killed", unbroken[1], MAX_RESTARTS="1")
-    for line in process.stdout:
-        if f"step 11/{STEPS}" in line:
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(children[-1]), signal.SIGKILL)
-            break
+    kill_rank(process, RANKS - 1, after_step=11)
     output = finish(process)
     assert "resumed from" in output and "step-8" in output
-    assert read_losses(tmp_path / "killed") == read_losses(unbroken[0])
-    expected = assemble(unbroken[0] / "checkpoint" / f"step-{STEPS}")
-    state = assemble(tmp_path / "killed" / "checkpoint" / f"step-{STEPS}")
-    assert list_differing(state, expected) == []
+    assert list_differences(tmp_path / "killed", unbroken[0], STEPS) == []
 
 
 @pytest.mark.parametrize("name", OTHER_LAYOUTS)
 def test_a_run_resumed_on_another_layout_has_the_losses_of_the_unbroken_one(unbroken, tmp_path, name):
     n_ranks, keys = OTHER_LAYOUTS[name]
     shutil.copytree(unbroken[0] / "checkpoint" / "step-8", tmp_path / "resumed" / "checkpoint" / "step-8")
-    finish(start(tmp_path / "resumed", unbroken[1], *keys, NGPU=str(n_ranks)))
+    finish(start(tmp_path / "resumed", unbroken[1], *keys, n_ranks=n_ranks))
     losses, expected = read_losses(tmp_path / "resumed"), read_losses(unbroken[0])
     assert list(losses) == list(range(9, STEPS + 1))  # 20 of them
     assert losses == pytest.approx({step: expected[step] for step in losses}, rel=1e-4)

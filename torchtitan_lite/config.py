@@ -42,6 +42,8 @@ class Profiling:
     profile_freq: Count = 10  # steps from one trace to the next; at least warm-up + active
     profiler_active: Count = 1  # steps recorded in each trace
     profiler_warmup: NonNegativeInt = 3  # steps before it, during which the profiler runs and records nothing
+    enable_memory_snapshot: bool = False  # CUDA: write what lies in memory every profile_freq steps, and when it is out
+    save_memory_snapshot_folder: str = "memory_snapshot"  # inside dump_folder
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Model:
     rope_theta: Annotated[float, Range(1)] | None = None  # new: base of the rotary wavelengths
     attention: Literal["causal", "document"] = "causal"  # new: document: no token sees another document's
     rope_scaling: Literal["none", "llama3"] | None = None  # new: "none" turns Llama 3.1 into Llama 3
+    # ["float8"]: linear layers compute in float8, as [quantize.linear.float8] says
+    converters: list[Literal["float8", "quantize.linear.float8"]] = field(default_factory=list)
     tie_embeddings: bool | None = None  # new: one matrix for tok_embeddings and output
 
 
@@ -81,6 +85,9 @@ class Optimizer:
     eps: NonNegative = 1e-8
     weight_decay: NonNegative = 0.1  # decoupled, on every parameter
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # AdamW; SGD: foreach
+    moments_dtype: Literal["float32", "bfloat16"] = (
+        "float32"  # new: of AdamW between steps; bfloat16 saves 4 bytes each
+    )
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,8 @@ class Training:
     max_norm: Annotated[float, Range(1e-12)] = 1.0  # gradients are scaled down to this global 2-norm
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"  # of compute; auto: bfloat16 on CUDA
     mixed_precision_reduce: Literal["float32"] = "float32"  # of gradient reduction
+    enable_cpu_offload: bool = False  # weights, gradients and optimizer live, and the optimizer runs, on the host
+    loss_chunk_tokens: NonNegativeInt = 1024  # new: tokens of a rank whose logits exist at a time; 0: all of them
     gc_freq: Count = 50  # steps between two collections of Python garbage, at the same step on every rank
 
 
@@ -117,6 +126,7 @@ class Parallelism:
         "auto"  # new: what dp_shard shards, see parallel/fsdp.py; auto: 3, under PP 1
     )
     tensor_parallel_degree: Count = 1
+    enable_async_tensor_parallel: bool = False  # overlap its collectives with pieces of the matmuls; inductor on CUDA
     disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss
     pipeline_parallel_degree: Count = 1
     pipeline_parallel_schedule: Literal[
@@ -134,14 +144,36 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
-    mode: Literal["selective", "full", "none"] = "selective"
+    mode: Literal["selective", "full", "none", "memory_budget"] = "selective"
     selective_ac_option: str = "op"  # "op": save matmuls and attention only; "n": recompute every n-th layer
+    memory_budget: Fraction = 0.5  # of mode memory_budget: 0 recomputes each compiled block, 1 as little as none
 
 
 @dataclass(frozen=True)
 class Compile:
-    enable: bool = False  # torch.compile each block
+    enable: bool = False  # torch.compile what `components` names
+    # model: each block by itself; loss: what the head does with its logits
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+
+
+@dataclass(frozen=True)
+class Float8:
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"  # see model/float8_linear.py
+    filter_fqns: list[str] = field(default_factory=lambda: ["output"])  # layers left out, by any part of their FQN
+    enable_fsdp_float8_all_gather: bool = False  # weights travel as float8; tensorwise only
+    precompute_float8_dynamic_scale_for_fsdp: bool = False  # their scales: one all-reduce a step, not one a weight
+    emulate: bool = False  # float8's rounding without its matmul, to try it on a GPU that has none
+
+
+@dataclass(frozen=True)
+class LinearLayers:
+    float8: Float8 = field(default_factory=Float8)
+
+
+@dataclass(frozen=True)
+class Quantize:
+    linear: LinearLayers = field(default_factory=LinearLayers)
 
 
 @dataclass(frozen=True)
@@ -201,6 +233,7 @@ class Config:
     parallelism: Parallelism = field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    quantize: Quantize = field(default_factory=Quantize)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
     comm: Comm = field(default_factory=Comm)

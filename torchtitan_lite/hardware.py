@@ -51,6 +51,28 @@ def peak_flops(name: str) -> float | None:
     return next((peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
+# GPUs whose matrix units know no float8: compute capability below 8.9. Found in a name as those above are.
+WITHOUT_FLOAT8 = (
+    "V100",
+    "T4",
+    "A100",
+    "A800",
+    "A40",
+    "A30",
+    "A16",
+    "A10",
+    "A10G",
+    "A2",
+    "GeForce RTX [23]0..",
+    "RTX A....",
+)
+
+
+def lacks_float8(machine: Machine) -> bool:
+    """Whether it is a GPU that is known to have none; one that is not known is tried."""
+    return any(re.search(rf"\b{words}\b", machine.name) for words in WITHOUT_FLOAT8)
+
+
 def detect_machine() -> Machine:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves, as the driver reports them; without any, the CPU."""
     gpus = select_visible(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))

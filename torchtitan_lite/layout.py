@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
+from torchtitan_lite.float8_plan import check_float8
 from torchtitan_lite.pipeline_plan import Stages, check_microbatches, place_stages, plan_stages
 from torchtitan_lite.refused import find_refused
 from torchtitan_lite.schedule_csv import check_csv
@@ -71,6 +72,7 @@ def plan_layout(config: Config, shape: Shape, world_size: int) -> Layout:
     batch, batch_problems = plan_batch(config, degrees, n_stages=len(stages))
     zero_stage, zero_problems = plan_zero_stage(config.parallelism)
     problems += stage_problems + batch_problems + zero_problems + find_refused(config, shape, zero_stage)
+    problems += check_float8(config, shape, degrees, batch["microbatch_size"])
     if problems:
         raise ConfigError(problems)
     stage_ranks = place_stages(config.parallelism, len(stages))

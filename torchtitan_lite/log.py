@@ -12,10 +12,13 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
+
+logger = logging.getLogger(__name__)
 
 COLORS = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "cyan": 36}  # ECMA-48 "select graphic rendition"
 ESCAPE_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -68,6 +71,17 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
         logger.addHandler(handler)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False  # a library that sets up the root logger must not print our lines a second time
+
+
+@contextmanager
+def told_by_rank(rank: int, coordinates: dict[str, int]) -> Iterator[None]:
+    """Names rank and mesh coordinates beside whatever fails inside."""
+    try:
+        yield
+    except Exception as error:
+        place = ", ".join(f"{dim} {coordinate}" for dim, coordinate in coordinates.items())
+        logger.error(f"rank {rank} ({place}) failed: {type(error).__name__}: {error}")
+        raise
 
 
 class Progress:

@@ -10,13 +10,17 @@ from math import ceil, prod
 from pathlib import Path
 
 from torchtitan_lite.certificates import find_certificate
+from torchtitan_lite.compilers import check_compilers
 from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
 from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.config_values import get_value
 from torchtitan_lite.corpora import NAMED, check_corpora, check_weights
+from torchtitan_lite.float8_plan import check_float8_machine, describe_float8
 from torchtitan_lite.formats.manifest import CheckpointError, find_steps, read_manifest
-from torchtitan_lite.hardware import Machine
+from torchtitan_lite.hardware import Machine, measure_cpu_memory
 from torchtitan_lite.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
+from torchtitan_lite.lever_checks import check_levers
+from torchtitan_lite.memory_levers import count_state_bytes
 from torchtitan_lite.other_models import check_export, check_initial_load
 from torchtitan_lite.sizes import Shape, count_parameters, resolve_shape
 from torchtitan_lite.vocabulary.find_vocabulary import read_vocabulary
@@ -28,11 +32,9 @@ SUBFOLDERS = (  # keys that name a folder inside job.dump_folder
     "checkpoint.folder",
     "metrics.save_tb_folder",
     "profiling.save_traces_folder",
+    "profiling.save_memory_snapshot_folder",
     "comm.save_traces_folder",
 )
-
-# Training state in fp32, without activations: weight and gradient of 4 bytes each, and two moments under AdamW.
-STATE_BYTES_PER_PARAMETER = {"AdamW": 16, "SGD": 8}
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class MemoryBound:
     needed_bytes: int
     available_bytes: int
     n_ranks: int  # that share this memory
+    on_host: bool  # not on a GPU
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,12 @@ def preflight(
         problems += check_vocabulary(config, vocabulary, shape) + check_data(config, vocabulary)
     except ConfigError as error:
         problems += error.problems
+    problems += check_levers(config, machine)
+    problems += check_compilers(config.compile, machine.device_type)
     problems += check_dump_folder(config, restarted) + check_subfolders(config)
     problems += check_writable("training.cache_folder", config.training.cache_folder)
-    problems += check_profiling(config) + ([] if restarted else check_load_step(config))
+    problems += check_float8_machine(config, machine)
+    problems += check_profiling(config, machine) + ([] if restarted else check_load_step(config))
     if shape is not None:
         problems += check_export(config, shape)
         if not find_resumed_step(config, restarted):
@@ -113,7 +119,7 @@ def preflight(
         shape=shape,
         layout=layout,
         memory=memory,
-        notices=reading.notices,
+        notices=reading.notices + describe_float8(config, shape, layout.tp),
         dump_folder=Path(config.job.dump_folder),
         resumed_step=find_resumed_step(config, restarted),
         certificate=find_certificate(config),
@@ -152,9 +158,12 @@ def name_family(key: str) -> str:
 def bound_memory(config: Config, shape: Shape, degrees: dict[str, int], machine: Machine, n_hosts: int) -> MemoryBound:
     """Lower bound: the state of all parameters, spread evenly over the ranks that share one copy of the model."""
     n_shares = prod(degree for dim, degree in degrees.items() if dim != "dp_replicate")
-    state_bytes = count_parameters(shape) * STATE_BYTES_PER_PARAMETER[config.optimizer.name]
-    n_ranks = 1 if machine.device_type == "cuda" else ceil(prod(degrees.values()) / n_hosts)
-    return MemoryBound(ceil(state_bytes / n_shares) * n_ranks, machine.memory_bytes_per_device, n_ranks)
+    state_bytes = count_parameters(shape) * count_state_bytes(config.optimizer)
+    on_host = machine.device_type == "cpu" or config.training.enable_cpu_offload
+    n_ranks = ceil(prod(degrees.values()) / n_hosts) if on_host else 1
+    offloaded = on_host and machine.device_type == "cuda"
+    available = measure_cpu_memory() if offloaded else machine.memory_bytes_per_device
+    return MemoryBound(ceil(state_bytes / n_shares) * n_ranks, available, n_ranks, on_host)
 
 
 def check_memory(config: Config, shape: Shape, memory: MemoryBound, machine: Machine) -> list[Problem]:
@@ -162,8 +171,8 @@ def check_memory(config: Config, shape: Shape, memory: MemoryBound, machine: Mac
     if memory.needed_bytes <= memory.available_bytes:
         return []
     n_parameters = count_parameters(shape)
-    bytes_each = STATE_BYTES_PER_PARAMETER[config.optimizer.name]
-    place = f"each {machine.name}" if machine.device_type == "cuda" else "this host"
+    bytes_each = count_state_bytes(config.optimizer)
+    place = "this host" if memory.on_host else f"each {machine.name}"
     why = (
         f"{n_parameters / 1e9:.2f} billion parameters of {bytes_each} bytes (weight, gradient, optimizer state) need "
         f"at least {memory.needed_bytes / GIB:.1f} GiB on {place}, which has {memory.available_bytes / GIB:.1f} GiB"
@@ -272,13 +281,16 @@ def check_writable(key: str, value: str) -> list[Problem]:
     return [Problem(key, value, why, "Name a folder that this user can write, or make")]
 
 
-def check_profiling(config: Config) -> list[Problem]:
-    """Warm-up and recording of one trace must be over before the next begins."""
-    profiling = config.profiling
+def check_profiling(config: Config, machine: Machine) -> list[Problem]:
+    """Warm-up and recording of one trace must be over before the next begins; only a GPU's memory has snapshots."""
+    profiling, problems = config.profiling, []
     needed = profiling.profiler_warmup + profiling.profiler_active
-    if not profiling.enable_profiling or profiling.profile_freq >= needed:
-        return []
-    why = (
-        f"profiler_warmup {profiling.profiler_warmup} + profiler_active {profiling.profiler_active} take {needed} steps"
-    )
-    return [Problem("profiling.profile_freq", profiling.profile_freq, why, f"Use {needed} or more")]
+    if profiling.enable_profiling and profiling.profile_freq < needed:
+        warmup, active = profiling.profiler_warmup, profiling.profiler_active
+        why = f"profiler_warmup {warmup} + profiler_active {active} take {needed} steps"
+        problems.append(Problem("profiling.profile_freq", profiling.profile_freq, why, f"Use {needed} or more"))
+    if profiling.enable_memory_snapshot and machine.device_type == "cpu":
+        why = "torch records allocations of CUDA memory only, and this machine has no GPU"
+        remedy = "Set it to false: the peak memory of every logged step is in metrics.jsonl"
+        problems.append(Problem("profiling.enable_memory_snapshot", True, why, remedy))
+    return problems

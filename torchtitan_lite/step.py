@@ -20,12 +20,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.components.data import Batch
-from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, clip_grad_norm, step_if_finite
+from torchtitan_lite.components.optim import (
+    build_lr_scheduler,
+    build_optimizer,
+    clip_grad_norm,
+    compile_optimizer,
+    step_if_finite,
+)
 from torchtitan_lite.config import Config
 from torchtitan_lite.layout import Layout
 from torchtitan_lite.model import llama3
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel.context_parallel import shard_sequence
+from torchtitan_lite.parallel.float8 import TravellingWeight, gather_in_float8, precompute_scales
 from torchtitan_lite.parallel.fsdp import free_gathered, prepare_microbatch
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
@@ -51,6 +58,7 @@ class Run:
     optimizer: Optimizer
     lr_scheduler: LRScheduler
     schedule: object | None  # of torch.distributed.pipelining; None without PP
+    float8_weights: list[TravellingWeight]  # those whose scales are precomputed
 
 
 @dataclass(frozen=True)
@@ -76,13 +84,13 @@ def build_parts(config: Config, shape: Shape, layout: Layout, mesh: Mesh) -> lis
 
 
 def materialize(parts: list[nn.Module], config: Config, device: torch.device) -> None:
-    """Gives the parts storage on `device` (each rank its slices only) and their initial weights."""
+    """Gives the parts storage on `device`, or on the host (each rank its slices only), and their initial weights."""
     _, init_parameter = MODELS[config.model.name]
     for part in parts:
-        part.to_empty(device=device)
+        part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
         if part.shape.tie_embeddings:  # to_empty made two tensors of the one
             part.output.weight = part.tok_embeddings.weight
-        initialize_weights(part, init_parameter, config.debug.seed)
+        initialize_weights(part, init_parameter, config.debug.seed, device)
         part.train()
 
 
@@ -94,8 +102,11 @@ def build_run(config: Config, shape: Shape, layout: Layout, mesh: Mesh, device: 
 def start_run(parts: list[nn.Module], config: Config, layout: Layout, mesh: Mesh, device: torch.device) -> Run:
     """A run at step 0 of parts that are on meta: gives them storage, optimizer and schedules."""
     materialize(parts, config, device)
+    float8_weights = gather_in_float8(parts, config.quantize.linear.float8)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
     optimizer = build_optimizer(config.optimizer, parameters.values())
+    if config.compile.enable:
+        compile_optimizer(optimizer, config.compile)
     schedule = None
     if layout.pp > 1:
         schedule = build_schedule(
@@ -107,7 +118,7 @@ def start_run(parts: list[nn.Module], config: Config, layout: Layout, mesh: Mesh
             loss_fn=lambda loss_sum, n_tokens: loss_sum / n_tokens[0],
         )
     lr_scheduler = build_lr_scheduler(config.lr_scheduler, optimizer)
-    return Run(config, layout, mesh, device, parts, parameters, optimizer, lr_scheduler, schedule)
+    return Run(config, layout, mesh, device, parts, parameters, optimizer, lr_scheduler, schedule, float8_weights)
 
 
 def train_step(run: Run, batch: Batch) -> StepResult:
@@ -119,6 +130,7 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
     grad_norm = clip_grad_norm(run.parameters.values(), run.config.training.max_norm, run.mesh.pp)
     finite = step_if_finite(run.optimizer, grad_norm)
+    precompute_scales(run.float8_weights, run.mesh.parameters)  # where asked for; all-reduces one float per weight
     run.lr_scheduler.step()
     return StepResult(loss, local_loss, grad_norm, finite)
 

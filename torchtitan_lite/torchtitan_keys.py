@@ -35,7 +35,6 @@ class Absent:
     only_if: str = ""  # a boolean key of ours: while it is false, the switch is not looked at
 
 
-_CONVERTERS = "Linear layers compute in training.mixed_precision_param, with bfloat16 as the smallest type"
 _STAGES = "parallelism.pipeline_parallel_layers_per_stage and the two less_layers keys shape the stages"
 _SHAPES = "Validation batches have the shape of training's, so that they pass through the same schedule and graphs"
 _CUSTOM = "There are no plug-in modules: a new key goes into config.py, a new model into model/"
@@ -43,19 +42,15 @@ _CUSTOM = "There are no plug-in modules: a new key goes into config.py, a new mo
 ABSENT = {
     "job.save_config_file": Absent(("", "none"), "The resolved config is always saved: config.toml in job.dump_folder"),
     "job.custom_config_module": Absent(("", "none", "torchtitan.config"), _CUSTOM),
-    "profiling.enable_memory_snapshot": Absent((False,), "The peak memory of every logged step is in metrics.jsonl"),
     "metrics.save_for_all_ranks": Absent((False,), "Logged numbers are those of the whole job, so rank 0 writes them"),
     "metrics.enable_wandb": Absent((False,), "Use metrics.enable_tensorboard, or read metrics.jsonl"),
-    "model.converters": Absent(([],), _CONVERTERS),
     "model.norm_type": Absent(("rmsnorm",), "Llama 3 has RMSNorm"),
     "optimizer.early_step_in_backward": Absent(
         (False,), "It rules out clipping by the global norm, which is always on"
     ),
     "training.dataset_path": Absent(("", "none"), "training.dataset takes the path itself"),
-    "training.enable_cpu_offload": Absent((False,), "Raise parallelism.data_parallel_shard_degree to save memory"),
     "training.dtype": Absent(("float32",), "Use training.mixed_precision_param: weights themselves stay in float32"),
     "training.gc_debug": Absent((False,), "training.gc_freq = 1 collects garbage after every step"),
-    "parallelism.enable_async_tensor_parallel": Absent((False,), "Tensor parallel here waits for its collectives"),
     "parallelism.enable_compiled_autograd": Absent((False,), "compile.enable compiles each block, backward included"),
     "parallelism.pipeline_parallel_split_points": Absent(([],), _STAGES),
     "parallelism.expert_parallel_degree": Absent((1,), "Llama 3 has no experts"),
@@ -65,7 +60,6 @@ ABSENT = {
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Absent(
         ([], ["moe.router.gate"]), "Per-operator recompute keeps the result of every matmul"
     ),
-    "compile.components": Absent((["model"],), "The blocks are compiled and the loss is not", only_if="compile.enable"),
     "checkpoint.interval_type": Absent(("steps",), "checkpoint.interval counts steps", only_if="checkpoint.enable"),
     "checkpoint.create_seed_checkpoint": Absent((False,), "Initial weights are the same on every layout without one"),
     "comm.mode": Absent(("default",), "Ranks always talk; `check` says what a layout needs without running it"),
@@ -83,14 +77,14 @@ ABSENT = {
 # that would call for them, is refused above.
 SETTINGS_OF_ABSENT = {
     "job.use_for_integration_test": "torchtitan's own tests",
-    "profiling.save_memory_snapshot_folder": "profiling.enable_memory_snapshot",
     "model.print_after_conversion": "model.converters",
     "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_degree",
     "parallelism.expert_parallel_comm_backend": "parallelism.expert_parallel_degree",
-    "activation_checkpoint.memory_budget": 'activation_checkpoint.mode = "memory_budget"',
     "activation_checkpoint.early_stop": "recompute may stop early or run on: the numbers are the same",
     "activation_checkpoint.preserve_rng_state": "the model draws no random numbers",
-    "quantize.*": "model.converters",
+    "quantize.linear.float8.force_recompute_fp8_weight_in_bwd": "a weight is always rounded anew in backward",
+    "quantize.linear.mx.*": "model.converters",
+    "quantize.grouped_mm.*": "model.converters",
     "memory_estimation.*": "memory_estimation.enable",
     "fault_tolerance.*": "fault_tolerance.enable",
 }

@@ -34,6 +34,7 @@ from torchtitan_lite.components.hugging_face import IN_ROTARY_ORDER, to_their_or
 from torchtitan_lite.components.preparation.shards import sync_folder
 from torchtitan_lite.formats.hugging_face_config import CONFIG, describe_shape
 from torchtitan_lite.formats.hugging_face_folder import INDEX, SINGLE_FILE, list_tensors, their_name
+from torchtitan_lite.formats.hugging_face_tokenizer import list_tokenizer_files
 from torchtitan_lite.formats.manifest import UNFINISHED, CheckpointError
 from torchtitan_lite.formats.safetensors_header import DTYPE_BYTES, make_header
 from torchtitan_lite.sizes import Shape
@@ -41,14 +42,6 @@ from torchtitan_lite.vocabulary.vocabulary import Vocabulary
 
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch's name -> safetensors'
 MOST_FILE_BYTES = 5 * 10**9  # as transformers has it
-# Files that make the folder usable, copied from beside the tokenizer: the tokenizer, and how to generate.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class Export:
 
     shape: Shape
     dtype: str  # a key of TYPES
-    vocabulary: Vocabulary | None = None  # whose files are copied, if they are Hugging Face's
+    vocabulary: Vocabulary | None = None  # whose files are put beside the weights
     most_file_bytes: int = MOST_FILE_BYTES  # a larger tensor has a file of its own
 
 
@@ -226,7 +219,7 @@ def finish_folder(unfinished: Path, out: Path, files: list[PlannedFile], export:
     contents = {CONFIG: make_json(config)}
     if len(files) > 1:
         contents[INDEX] = make_json(make_index(files, export))
-    contents |= {source.name: source.read_bytes() for source in find_tokenizer_files(vocabulary)}
+    contents |= list_tokenizer_files(vocabulary)
     for name, content in contents.items():
         with told_by_size(unfinished / name), open(unfinished / name, "wb") as file:
             file.write(content)
@@ -249,13 +242,6 @@ def make_index(files: list[PlannedFile], export: Export) -> dict[str, object]:
 def choose_max_length(shape: Shape) -> int:
     """Tokens of the longest text, as the model cards of Llama 3 (8,192) and of 3.1 and 3.2 (131,072) have it."""
     return 16 * shape.rope_scaling.original_length if shape.rope_scaling else 8192
-
-
-def find_tokenizer_files(vocabulary: Vocabulary | None) -> list[Path]:
-    """What transformers would read of a tokenizer: nothing of one that is not Hugging Face's."""
-    if vocabulary is None or vocabulary.path.name != "tokenizer.json":
-        return []
-    return [path for name in TOKENIZER_FILES if (path := vocabulary.path.with_name(name)).is_file()]
 
 
 def make_json(value: dict) -> bytes:

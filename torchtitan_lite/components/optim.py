@@ -15,7 +15,8 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from torchtitan_lite.config import LRScheduler, Optimizer
+from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16
+from torchtitan_lite.config import Compile, LRScheduler, Optimizer
 
 # TOML's optimizer.name -> the optimizer over the parameters of all parts of this rank
 OPTIMIZERS = {
@@ -44,10 +45,19 @@ DECAYS = {
 
 def build_optimizer(section: Optimizer, parameters: Iterable[Tensor]) -> TorchOptimizer:
     """One optimizer for all parameters of this rank. Each updates its own slice; no rank talks."""
+    if section.moments_dtype == "bfloat16":  # `check` has seen to it that this is AdamW, fused
+        betas = (section.beta1, section.beta2)
+        return AdamWBFloat16(parameters, section.lr, betas, section.eps, section.weight_decay, fused=True)
     # DTensor has no fused SGD (torch 2.13): there, `fused` means the next best.
     fused = section.implementation == "fused" and section.name in FUSED
     foreach = section.implementation != "for-loop" and not fused
     return OPTIMIZERS[section.name](list(parameters), section, {"fused": fused, "foreach": foreach})
+
+
+def compile_optimizer(optimizer: TorchOptimizer, section: Compile) -> None:
+    """Moments in bf16 are widened, moved and rounded by one kernel. torch's own kernels need no compiler."""
+    if isinstance(optimizer, AdamWBFloat16):
+        optimizer.compile(section.backend)
 
 
 def learning_rate_factor(section: LRScheduler, step: int) -> float:

@@ -1,21 +1,29 @@
-"""Chrome traces of some steps of every rank, by torch.profiler. Open them at https://ui.perfetto.dev.
+"""Some steps of every rank for a closer look: where their time went, and on CUDA what lay in memory.
 
 steps  1 ... 6   7 ... 9   10         | 11 ... 16   17 ... 19   20      profile_freq 10, warm-up 3, active 1
        idle      warm-up   recorded   | idle        warm-up     recorded
                            -> traces/step-10/rank-R.json        -> traces/step-20/rank-R.json
+                           -> memory_snapshot/step-10/rank-R.pickle ...
+
+Open traces at https://ui.perfetto.dev, snapshots at https://pytorch.org/memory_viz. What a trace says in short,
+trace_summary.py tells the log.
 """
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch.profiler import profile, schedule
 
+from torchtitan_lite.components.trace_summary import summarize_trace
 from torchtitan_lite.config import Profiling
 
 logger = logging.getLogger(__name__)
+
+MEMORY_EVENTS = 100_000  # allocations and frees that a snapshot remembers: a few steps of a large model, 100 MB
 
 
 class Profiler(Protocol):
@@ -23,32 +31,83 @@ class Profiler(Protocol):
         """Call it at the end of every step."""
 
 
-class NoProfiler:
+class Profilers:
+    """Those that are on: none, one or both."""
+
+    def __init__(self, profilers: list[Profiler]):
+        self.profilers = profilers
+
     def step(self) -> None:
-        """Profiling is off."""
+        for profiler in self.profilers:
+            profiler.step()
 
 
 @contextmanager
 def profile_steps(section: Profiling, dump_folder: Path, rank: int, *, resumed_step: int = 0) -> Iterator[Profiler]:
     """Stands around the training loop. A trace that the end of the loop cuts short is not written.
 
-    `resumed_step` is the last step that is already done, so that traces bear the number of their last step.
+    `resumed_step` is the last step that is already done, so that files bear the number of their last step.
     """
-    if not section.enable_profiling:
-        yield NoProfiler()
-        return
+    with ExitStack() as stack:
+        profilers = []
+        if section.enable_profiling:
+            tracer = trace_steps(section, dump_folder / section.save_traces_folder, rank, resumed_step)
+            profilers.append(stack.enter_context(tracer))
+        if section.enable_memory_snapshot:
+            folder = dump_folder / section.save_memory_snapshot_folder
+            profilers.append(stack.enter_context(snapshot_memory(section, folder, rank, resumed_step)))
+        yield Profilers(profilers)
+
+
+def trace_steps(section: Profiling, folder: Path, rank: int, resumed_step: int) -> profile:
+    """torch's profiler, recording the last steps of each period."""
 
     def write_trace(profiler: profile) -> None:
         if profiler.step_num % section.profile_freq != 0:  # the loop ended in the middle of a recording
             return
-        path = (
-            dump_folder / section.save_traces_folder / f"step-{resumed_step + profiler.step_num}" / f"rank-{rank}.json"
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
+        step = resumed_step + profiler.step_num
+        path = make_path(folder, f"step-{step}", f"rank-{rank}.json")
         profiler.export_chrome_trace(str(path))
-        logger.info(f"wrote a trace to {path}")
+        if logger.isEnabledFor(logging.INFO):  # rank 0: the others say nothing, and need not read what they wrote
+            logger.info(f"step {step} traced: {summarize_trace(path)}. It is in {path}")
 
     warmup, active = section.profiler_warmup, section.profiler_active
     steps = schedule(wait=section.profile_freq - warmup - active, warmup=warmup, active=active)
-    with profile(schedule=steps, on_trace_ready=write_trace, record_shapes=True) as profiler:
-        yield profiler
+    return profile(schedule=steps, on_trace_ready=write_trace, record_shapes=True)
+
+
+@contextmanager
+def snapshot_memory(section: Profiling, folder: Path, rank: int, resumed_step: int) -> Iterator[Profiler]:
+    """What lies in this GPU's memory and where it was allocated, after each period and where memory ran out."""
+    torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+    snapshots = MemorySnapshots(section, folder, rank, resumed_step)
+    try:
+        yield snapshots
+    except torch.OutOfMemoryError:
+        snapshots.write(f"step-{snapshots.n_steps + 1}-out-of-memory")
+        raise
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+class MemorySnapshots:
+    def __init__(self, section: Profiling, folder: Path, rank: int, resumed_step: int):
+        self.profile_freq, self.folder, self.rank = section.profile_freq, folder, rank
+        self.resumed_step = self.n_steps = resumed_step
+
+    def step(self) -> None:
+        self.n_steps += 1
+        if (self.n_steps - self.resumed_step) % self.profile_freq == 0:
+            self.write(f"step-{self.n_steps}")
+
+    def write(self, name: str) -> None:
+        path = make_path(self.folder, name, f"rank-{self.rank}.pickle")
+        torch.cuda.memory._dump_snapshot(str(path))
+        logger.info(f"{name}: what lies in memory is in {path}")
+
+
+def make_path(folder: Path, *names: str) -> Path:
+    """A file in a folder that is there."""
+    path = folder.joinpath(*names)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path

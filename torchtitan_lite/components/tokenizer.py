@@ -11,6 +11,7 @@ ids are those of Hugging Face's library, is the matter of vocabulary.py and toke
 learns one.
 """
 
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,10 @@ from torchtitan_lite.vocabulary.vocabulary import Vocabulary
 # A longer text is encoded in pieces of this size: a longer run of spaces overflows the stack of the regular expression.
 # Llama 3's own code cuts at the same length.
 MAX_CHARACTERS = 400_000
+
+# tiktoken searches a text for special tokens before it cuts it. With none at all, it stops at every character.
+UNUSED = "<|never found|>"
+NOT_ALLOWED: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,16 @@ class Tokenizer:
         if eos:
             ids.append(self.eos_id)
         return ids
+
+    def encode_packed(self, text: str) -> bytes:
+        """The same, as little-endian uint32. `text` is valid: no surrogates.
+
+        Where tiktoken has a buffer to give, no list of integers is made, which takes 10 % longer.
+        """
+        encode_to_buffer = getattr(self.encoding._core_bpe, "encode_to_tiktoken_buffer", None)
+        if encode_to_buffer is None or not self._is_plain or len(text) > MAX_CHARACTERS:
+            return pack_ids(self.encode(text))
+        return bytes(encode_to_buffer(text, NOT_ALLOWED))
 
     def _encode_piece(self, text: str) -> list[int]:
         if self._is_plain:
@@ -96,6 +111,11 @@ class Tokenizer:
         return of_id | {token.id: token.text.encode() for token in self.vocabulary.added}
 
 
+def pack_ids(ids: list[int]) -> bytes:
+    """Each as a little-endian uint32."""
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
 def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
     """The tokenizer that `model.hf_assets_path` names. Raises ConfigError that says why there is none."""
     return make_tokenizer(read_vocabulary(str(hf_assets_path)))
@@ -104,7 +124,10 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
 def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     return Tokenizer(
         encoding=tiktoken.Encoding(
-            "torchtitan_lite", pat_str=vocabulary.pattern, mergeable_ranks=vocabulary.ranks, special_tokens={}
+            "torchtitan_lite",
+            pat_str=vocabulary.pattern,
+            mergeable_ranks=vocabulary.ranks,
+            special_tokens={UNUSED: vocabulary.n_words},
         ),
         vocabulary=vocabulary,
         bos_id=vocabulary.bos_id,

@@ -126,8 +126,8 @@ def hash_bytes(data: bytes) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint `folder`, checked against itself and against names and sizes of the files.
 
-    What the files contain is not looked at: see `verify_files`. Raises CheckpointError where there is no checkpoint or
-    one of a later format, DamagedCheckpoint for all else.
+    What the files contain is not looked at: `find_damage` in tensor_files.py does that. Raises CheckpointError where
+    there is no checkpoint or one of a later format, DamagedCheckpoint for all else.
     """
     path = folder / MANIFEST
     try:
@@ -136,7 +136,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error.strerror})") from None
     if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
         raise DamagedCheckpoint(f"{path} is no plain file of at most {MOST_BYTES:,} bytes")
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror})") from None
     first_line, body = content[:FIRST_LINE_BYTES], content[FIRST_LINE_BYTES:]
     if first_line != FIRST_LINE % hash_bytes(body).encode():
         raise DamagedCheckpoint(f"{path} has changed since it was written: the hash in its first line is not its own")

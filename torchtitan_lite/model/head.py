@@ -33,9 +33,12 @@ class Head(nn.Linear):
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
         self.token_loss = TokenLoss()
+        self.chunked_loss: nn.Module | None = None  # where there is one, it computes logits and loss bit by bit
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """hidden (B, S, D) -> logits (B, S, V); with targets (B, S) -> the sum of token losses, () fp32."""
+        if targets is not None and self.chunked_loss is not None:
+            return self.chunked_loss(hidden, self.weight, targets)
         logits = F.linear(hidden, self.weight)
         return logits if targets is None else self.token_loss(logits, targets)
 

@@ -5,6 +5,7 @@
     selective   "op": outputs of matmuls, attention   norms, rotary embedding, SwiGLU's product: cheap
                 "n":  every n-th block as in full     those blocks
     full        the block's input (B, S, D)           the block: a third more FLOPs
+    memory_budget, a share of what a compiled block would keep: the compiler picks what is cheapest to compute again
 
 No rank talks here; but what is recomputed includes TP's collectives unless they are kept, so "op" keeps those that
 reduce. Each block's bound `forward` is replaced in place: names of modules and parameters stay as they are.
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 
 import torch
+import torch._functorch.config as partitioner_config
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -28,6 +30,7 @@ KEPT_OPS = {
     getattr(namespace, name).default
     for namespace, name in [
         (torch.ops.aten, "mm"),
+        (torch.ops.aten, "_scaled_mm"),
         (torch.ops.aten, "_scaled_dot_product_flash_attention"),
         (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
         (torch.ops.aten, "_scaled_dot_product_efficient_attention"),
@@ -40,12 +43,23 @@ KEPT_OPS = {
 
 def plan_recompute(section: ActivationCheckpoint, layers: list[int]) -> dict[int, str]:
     """Layer number -> "none", "op" or "full". Counted in the whole model, so a stage does what one device would."""
+    if section.mode == "memory_budget":  # set_memory_budget, and compile, do all of it
+        return dict.fromkeys(layers, "none")
     if section.mode != "selective":
         return dict.fromkeys(layers, section.mode)
     if section.selective_ac_option == "op":
         return dict.fromkeys(layers, "op")
     every = int(section.selective_ac_option)
     return {layer: "full" if layer % every == 0 else "none" for layer in layers}
+
+
+def set_memory_budget(section: ActivationCheckpoint) -> None:
+    """For all that this process compiles from here on: torch has no place for it beside a single call."""
+    partitioner_config.activation_memory_budget = section.memory_budget if section.mode == "memory_budget" else 1.0
+    if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
+        # torch 2.13 refuses to plan with objects whose size it cannot see. A block has TP's process groups, which hold
+        # no tensors, and no others.
+        partitioner_config.unsafe_treat_script_objects_as_zero_size = True
 
 
 def apply_recompute(block: nn.Module, *, keep_expensive_ops: bool) -> None:

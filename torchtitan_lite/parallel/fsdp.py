@@ -6,8 +6,10 @@
     its gradient          of rank 0's tokens   of rank 1's tokens    reduce-scatter: sums, keeps the own rows, fp32
 
 Traffic per block, P = bytes of its parameters in compute dtype; each gather or reduce-scatter moves P(n-1)/n per rank.
-They are prefetched and hide behind the neighbouring block's compute if that takes longer. What stays sharded between
-the microbatches of a step is the ZeRO stage; with m microbatches, per block and step:
+They are prefetched and hide behind the neighbouring block's compute if that takes longer: in forward because the host
+queues the next gather while the device still computes, in backward by torch, one group ahead. More could help only
+where the host is the slower of the two. What stays sharded between the microbatches of a step is the ZeRO stage; with m
+microbatches, per block and step:
 
     zero_stage   parameters        gradients         all-gathers   reduce-scatters   under PP
     3            sharded           sharded           2m            m                 about m and 1: see below
@@ -19,6 +21,10 @@ parameters after each forward, not after each backward. The head is kept from it
 A 2-D mesh (replicate, shard) adds one all-reduce of the own rows' gradients over `replicate` per block and step (HSDP);
 with a shard dim of 1 that is plain data parallel.
 
+With training.enable_cpu_offload what is "at rest" is in the host's memory, and so is the optimizer: each gather begins
+with a copy of the own rows to the GPU, 4 bytes per parameter, and each reduce-scatter ends with one back. Gradients
+are clipped on the host too, which takes collectives of CPU tensors: the process groups then have gloo beside NCCL.
+
 With TP below, rows are split twice: tp rank t holds block t of the rows, and of that dp rank s holds slice s. DTensor
 prints the data-parallel dim as `_StridedShard`: in the order of the mesh (shard, tp) the rows of a rank are strided.
 
@@ -27,10 +33,12 @@ Effect: parameters are DTensors over `parameters` (x tp); FQNs do not change. Ap
 that mixed precision means the same everywhere; left out only where a rank has its stage alone and computes in fp32.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
@@ -50,19 +58,22 @@ def apply_fsdp(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     zero_stage: int,
+    offload: bool = False,
 ) -> None:
-    """Shards `part` (on meta) over `mesh`, group by group.
+    """Shards `part` (on meta) over `mesh`, group by group; `offload`: what is at rest is on the host, see above.
 
     Gradients are summed, not averaged: each loss is already divided by the tokens of the whole global batch.
     """
     # Inputs are not cast: hidden states have the compute dtype already, and rotary angles must stay in fp32.
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
     groups = plan_fsdp_groups(part)
     for group in groups:
         # The head's backward follows its forward at once: freeing it between would gather it twice in a row.
         reshard = zero_stage == 3 and part.output not in group
-        fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=zero_stage == 3)
+        shard(group, reshard_after_forward=reshard)
+    shard(part, reshard_after_forward=zero_stage == 3)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -20,11 +20,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 @torch.no_grad()
-def initialize_weights(part: nn.Module, init_parameter: Callable, seed: int) -> None:
-    """Fills the parameters of `part`. `init_parameter(fqn, full, shape, generator)` is the model's own rule."""
+def initialize_weights(
+    part: nn.Module, init_parameter: Callable, seed: int, device: torch.device | None = None
+) -> None:
+    """Fills the parameters of `part`. `init_parameter(fqn, full, shape, generator)` is the model's own rule.
+
+    `device`: where to draw, if not where the parameters are. Devices draw different numbers.
+    """
     for fqn, parameter in part.named_parameters():
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        generator = torch.Generator(parameter.device).manual_seed(seed_of(seed, fqn))
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device or parameter.device)
+        generator = torch.Generator(full.device).manual_seed(seed_of(seed, fqn))
         init_parameter(fqn, full, part.shape, generator)
         keep_own_slice(parameter, full)
 

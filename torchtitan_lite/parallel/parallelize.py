@@ -1,10 +1,11 @@
 """All parallelisms applied to one model part, in the one right order, with the reason for each place.
 
-    on meta   1. tensor parallel        looks modules up by FQN and replaces their parameters
-              2. context parallel       replaces attention.inner, which has none: 1 and 2 could change places, but
-                                        what follows must see it
+    on meta   0. float8                 other classes of linear layers: before anything looks at those that are there
+              1. tensor parallel        looks modules up by FQN and replaces their parameters
+              2. context parallel,      replace attention.inner and output.chunked_loss, which have no parameters: 1 and
+                 chunked loss           2 could change places, but what follows must see them
               3. per-op recompute       inside compile: the partitioner honours the policy
-              4. compile                each block's forward; all blocks share one graph
+              4. compile                each block's forward, all of which share one graph; the loss of given logits
               5. full recompute         outside compile: inside, TP's hooks break it ("tensors_saved ... DeviceMesh")
               6. FSDP2                  last: its hooks gather parameters outside the compiled graph
     then      7. allocate, initialise or load, optimizer: parameters are final now   (step.py)
@@ -19,34 +20,55 @@ import torch
 from torch import nn
 
 from torchtitan_lite.config import Compile, Config
+from torchtitan_lite.float8_plan import uses_float8
 from torchtitan_lite.layout import Layout
-from torchtitan_lite.parallel.activation_checkpoint import apply_recompute, plan_recompute
+from torchtitan_lite.parallel.activation_checkpoint import (
+    apply_recompute,
+    plan_recompute,
+    set_memory_budget,
+)
 from torchtitan_lite.parallel.context_parallel import apply_context_parallel
+from torchtitan_lite.parallel.float8 import apply_float8
 from torchtitan_lite.parallel.fsdp import apply_fsdp
 from torchtitan_lite.parallel.mesh import Mesh
-from torchtitan_lite.parallel.tensor_parallel import apply_tensor_parallel, plan_tensor_parallel
+from torchtitan_lite.parallel.tensor_parallel import (
+    apply_tensor_parallel,
+    enable_async_tensor_parallel,
+    plan_tensor_parallel,
+)
+from torchtitan_lite.parallel.vocabulary_parallel_loss import build_chunked_loss
 
 
 def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> None:
     """Applies what the layout asks for to `part` (on meta), in place."""
+    if uses_float8(config):
+        apply_float8(part, config.quantize.linear.float8, layout.tp)
     if layout.tp > 1:
         plan = plan_tensor_parallel(part, shard_loss=not config.parallelism.disable_loss_parallel)
         apply_tensor_parallel(part, mesh.tp, plan)
     if layout.cp > 1:
         method = config.parallelism.context_parallel_rotate_method
         apply_context_parallel(part, mesh.cp, attention=config.model.attention, method=method)
+    if part.output is not None and config.training.loss_chunk_tokens:
+        shard_loss = not config.parallelism.disable_loss_parallel
+        part.output.chunked_loss = build_chunked_loss(config.training.loss_chunk_tokens, mesh.tp, shard_loss=shard_loss)
 
     recompute = plan_recompute(config.activation_checkpoint, [int(layer) for layer in part.layers])
+    set_memory_budget(config.activation_checkpoint)
+    options = enable_async_tensor_parallel(mesh.tp) if config.parallelism.enable_async_tensor_parallel else None
     for layer, block in part.layers.items():
         if recompute[int(layer)] == "op":
             apply_recompute(block, keep_expensive_ops=True)
-        if config.compile.enable:
-            compile_block(block, config.compile)
+        if config.compile.enable and "model" in config.compile.components:
+            compile_block(block, config.compile, options)
         if recompute[int(layer)] == "full":
             apply_recompute(block, keep_expensive_ops=False)
+    if part.output is not None and config.compile.enable and "loss" in config.compile.components:
+        compile_loss(part.output, config.compile)
 
     whole_on_one_rank = layout.dp * layout.cp * layout.tp == 1
-    if whole_on_one_rank and config.training.mixed_precision_param == "float32":
+    offload = config.training.enable_cpu_offload
+    if whole_on_one_rank and config.training.mixed_precision_param == "float32" and not offload:
         return  # nothing to shard, gather, cast or reduce; the hooks alone would cost 5 % on a CPU
     apply_fsdp(
         part,
@@ -54,9 +76,20 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
         param_dtype=getattr(torch, config.training.mixed_precision_param),
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
         zero_stage=layout.zero_stage,
+        offload=offload,
     )
 
 
-def compile_block(block: nn.Module, section: Compile) -> None:
+def compile_block(block: nn.Module, section: Compile, options: dict[str, bool] | None) -> None:
     """Compiles the block's forward, without graph breaks. Blocks are alike, so the first compilation serves all."""
-    block.forward = torch.compile(block.forward, backend=section.backend, fullgraph=True)
+    block.forward = torch.compile(block.forward, backend=section.backend, fullgraph=True, options=options)
+
+
+def compile_loss(head: nn.Module, section: Compile) -> None:
+    """Compiles what turns logits into a loss, of one chunk of tokens or of all; the head's matmuls stay outside."""
+    if head.chunked_loss is not None:
+        loss = head.chunked_loss
+        loss.differentiate = torch.compile(loss.differentiate, backend=section.backend, fullgraph=True)
+    else:
+        loss = head.token_loss
+        loss.forward = torch.compile(loss.forward, backend=section.backend, fullgraph=True)

@@ -15,13 +15,18 @@ Traffic per block, forward: 2 all-gathers (before attention, before feed-forward
 P = B*S*D*2 bytes in bf16; each moves P(n-1)/n per rank. Backward mirrors them and gathers the two inputs again.
 Embedding: one reduce-scatter; head: one all-gather of P, and with loss parallel only (B, S) numbers beside it.
 
+With parallelism.enable_async_tensor_parallel inductor cuts a matmul and its collective into tp pieces: while one piece
+is computed, the next is copied straight from the memory of another GPU. That path never ran here: it needs two GPUs.
+
 Sources: Megatron-LM arXiv:1909.08053; sequence parallel arXiv:2205.05198.
 Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and checkpoint do not change.
 """
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -96,6 +101,15 @@ def loss_context(mesh: DeviceMesh, *, shard_loss: bool) -> AbstractContextManage
     all-gather of the logits (B, S, V).
     """
     return loss_parallel() if shard_loss and mesh.size() > 1 else nullcontext()
+
+
+def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
+    """Lets the ranks of `mesh` write into one another's memory. Returns the options for whoever compiles the blocks."""
+    with warnings.catch_warnings():
+        # torch 2.13 calls this function superfluous; its compiler pass still looks for what it does.
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(mesh.get_group().group_name)
+    return {"_micro_pipeline_tp": True}
 
 
 class VocabularyParallelHead(ParallelStyle):

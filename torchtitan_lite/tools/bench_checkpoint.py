@@ -9,12 +9,14 @@
                     the optimizer, with a forward's worth of work between the two
 
 Files are read from the page cache, as after a restart on the same machine: a disk would make the ratio of loading look
-better than it is. Every round makes several asynchronous saves in a row, and says by how much the process has grown.
+better than it is. What a turn has written is deleted between the turns, on the account of nobody. Every round makes
+several asynchronous saves in a row, and says by how much the process has grown.
 """
 
 import hashlib
 import os
 import platform
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +29,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.components.checkpoint.loading import load_checkpoint
 from torchtitan_lite.components.checkpoint.saving import CheckpointSaver
+from torchtitan_lite.components.preparation.shards import sync_folder
 from torchtitan_lite.config import Checkpoint
 from torchtitan_lite.formats.manifest import HASH_BYTES, find_steps
 from torchtitan_lite.hardware import detect_machine
@@ -36,7 +39,7 @@ from torchtitan_lite.tools.rounds import Report, measure_rounds
 N_TENSORS, TENSOR_BYTES = 64, 16 * 2**20
 BLOCK_BYTES = 2**20
 SECONDS_OF_WORK = 0.5  # a forward and backward of the model whose checkpoint takes 1 GiB takes longer
-SECTION = Checkpoint(enable=True, keep_latest_k=1)
+SECTION = Checkpoint(enable=True, keep_latest_k=0)
 RATIO_OF = {
     "save": ("save", "write_or_hash"),
     "load": ("load", "read_or_hash"),
@@ -55,7 +58,9 @@ def bench_checkpoint(
         bench.save()
         contenders = {"save": bench.save, "write": bench.write, "hash": bench.hash, "load": bench.load}
         contenders["read"] = bench.read
-        times_s = measure_rounds(contenders, n_rounds=n_rounds, n_steps=1, wait_for_device=lambda: None)
+        times_s = measure_rounds(
+            contenders, n_rounds=n_rounds, n_steps=1, wait_for_device=lambda: None, clean_up=bench.clean_up
+        )
         times_s["write_or_hash"] = [max(both) for both in zip(times_s["write"], times_s["hash"], strict=True)]
         times_s["read_or_hash"] = [max(both) for both in zip(times_s["read"], times_s["hash"], strict=True)]
         times_s["blocked"], grown_mib = bench.save_beside_steps(n_rounds, n_steps, find_work(seconds_of_work))
@@ -101,7 +106,6 @@ class CheckpointBench:
                 for start in range(0, TENSOR_BYTES, BLOCK_BYTES):
                     file.write(memoryview(content)[start : start + BLOCK_BYTES])
             os.fsync(file.fileno())
-        path.unlink()
 
     def hash(self) -> None:
         digest = hashlib.blake2b(digest_size=HASH_BYTES)
@@ -119,10 +123,17 @@ class CheckpointBench:
             while file.readinto(block):
                 pass
 
+    def clean_up(self) -> None:
+        """Leaves the newest checkpoint only, and a disk that is not at work any more."""
+        (self.folder / "plain").unlink(missing_ok=True)
+        for step in find_steps(self.folder)[:-1]:
+            shutil.rmtree(self.folder / f"step-{step}")
+        sync_folder(self.folder)
+
     def save_beside_steps(self, n_rounds: int, n_saves: int, work: Callable[[], None]) -> tuple[list[float], float]:
         """Seconds per save that the steps were blocked, by round; MiB by which the process grew after the first."""
         times_s, memory_mib = [], []
-        with self.open_saver(replace(SECTION, async_mode="async")) as saver:
+        with self.open_saver(replace(SECTION, async_mode="async", keep_latest_k=1)) as saver:
             for _ in range(n_rounds):
                 blocked_s = 0.0
                 for _ in range(n_saves):

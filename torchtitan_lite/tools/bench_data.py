@@ -2,7 +2,7 @@
 
     tokenising, of the sources of Python's standard library
       tiktoken              encode_ordinary in one thread, over documents that are in memory
-      tiktoken_per_core     tiktoken's own threads, one a core: what the machine gives when all cores are at work
+      tiktoken_per_core     the same in a process a core: what the machine gives when all its cores are at work
       prepare               `prepare --processes 1`: from files to a corpus that is whole
       prepare_per_core      `prepare` with a process a core; their start is inside the clock
     reading, in windows of seq_len + 1 tokens from all over a corpus
@@ -25,10 +25,12 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 from itertools import count
 from mmap import ACCESS_COPY, mmap
+from multiprocessing import get_context
+from multiprocessing.pool import Pool
 from pathlib import Path
 from random import Random
 
@@ -68,7 +70,7 @@ class Amounts:
     """How much there is to read, and to do in one step of a contender."""
 
     n_texts: int | None = None  # documents, of the standard library's; None: all of them, about 11 MB
-    n_copies: int = 12  # of them, for each process of `prepare`: its start takes a while, and a real one runs for long
+    n_copies: int = 12  # of them, for each process: the start of `prepare` takes a while, and a real one runs for long
     shard_tokens: int = 50_000_000  # about as in large corpora
     n_shards: int = 4  # 400 MB
     n_sparse_shards: int = 1000  # 100 GB
@@ -95,12 +97,16 @@ def bench_data(*, n_rounds: int = 5, n_steps: int = 1, amounts: Amounts = AMOUNT
     files = NAMED["python_stdlib"]()[: amounts.n_texts]
     times_s: dict[str, list[float]] = {}
     n_tokens: dict[str, int] = {}
-    with tempfile.TemporaryDirectory(prefix="bench-data-") as name, one_rank_group(torch.device("cpu")):
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-data-") as name,
+        one_rank_group(torch.device("cpu")),
+        get_context("spawn").Pool(n_cores) as pool,
+    ):
         folder = Path(name)
         fabricate_corpus(folder / "random", tokenizer, n_shards=amounts.n_shards, shard_tokens=amounts.shard_tokens)
         corpus = open_corpus(str(folder / "random"), tokenizer, cache_folder=folder)
         kinds = [
-            build_tokenising(folder, files, tokenizer, n_cores, amounts),
+            build_tokenising(folder, files, pool, n_cores, amounts),
             build_reading(folder / "random", corpus, tokenizer, amounts),
             build_debug(corpus, amounts),
         ]
@@ -132,7 +138,7 @@ def bench_data(*, n_rounds: int = 5, n_steps: int = 1, amounts: Amounts = AMOUNT
         "text": {
             "files": len(files),
             "megabytes": round(sum(file.stat().st_size for file in files) / 1e6, 1),
-            "copies for each process of prepare (whose start is included)": amounts.n_copies,
+            "copies for each process (the start of prepare's is included)": amounts.n_copies,
         },
         "corpus": {"tokens": corpus.n_tokens, "shards": amounts.n_shards},
         "batch": {"sequences": Training.local_batch_size, "seq_len": Training.seq_len},
@@ -145,30 +151,39 @@ def bench_data(*, n_rounds: int = 5, n_steps: int = 1, amounts: Amounts = AMOUNT
 
 
 def build_tokenising(
-    folder: Path, files: list[Path], tokenizer: Tokenizer, n_cores: int, amounts: Amounts
+    folder: Path, files: list[Path], pool: Pool, n_cores: int, amounts: Amounts
 ) -> dict[str, Contender]:
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    encode = tokenizer.encoding.encode_ordinary
-    n_tokens = sum(len(encode(text)) for text in texts)
+    """`pool` has `n_cores` processes."""
+    encode, texts = read_texts(tuple(files))
+    n_tokens = sum(len(encode(text)) for text in texts) * amounts.n_copies
     copies = {n: link_copies(folder / f"texts-{n}", files, n * amounts.n_copies) for n in sorted({1, n_cores})}
     corpora = (folder / f"corpus-{number}" for number in count())  # a new one each time: deleting takes time too
 
-    def encode_in_turn() -> None:
-        for text in texts:
-            encode(text)
-
-    def encode_in_threads() -> None:
-        tokenizer.encoding.encode_ordinary_batch(texts * n_cores, num_threads=n_cores)
+    def encode_in_processes() -> None:
+        pool.starmap(encode_texts, [(files, amounts.n_copies)] * n_cores, chunksize=1)
 
     def prepare_in_processes(n: int) -> None:
         prepare_corpus(copies[n], next(corpora), n_processes=n)
 
     return {
-        "tiktoken": Contender(encode_in_turn, n_tokens),
-        "tiktoken_per_core": Contender(encode_in_threads, n_tokens),
-        "prepare": Contender(partial(prepare_in_processes, 1), n_tokens * amounts.n_copies),
-        "prepare_per_core": Contender(partial(prepare_in_processes, n_cores), n_tokens * amounts.n_copies),
+        "tiktoken": Contender(partial(encode_texts, files, amounts.n_copies), n_tokens),
+        "tiktoken_per_core": Contender(encode_in_processes, n_tokens),
+        "prepare": Contender(partial(prepare_in_processes, 1), n_tokens),
+        "prepare_per_core": Contender(partial(prepare_in_processes, n_cores), n_tokens),
     }
+
+
+def encode_texts(files: list[Path], n_copies: int) -> None:
+    encode, texts = read_texts(tuple(files))
+    for _ in range(n_copies):
+        for text in texts:
+            encode(text)
+
+
+@cache  # in each process of the pool, the first turn reads them, and nobody measures that one
+def read_texts(files: tuple[Path, ...]) -> tuple[Callable[[str], list[int]], list[str]]:
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    return load_tokenizer(TOKENIZER).encoding.encode_ordinary, texts
 
 
 def link_copies(folder: Path, files: list[Path], n: int) -> Path:

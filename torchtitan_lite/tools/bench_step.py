@@ -8,14 +8,13 @@
     compiled       trainer with compile.enable
 
 Loading data is not part of it: the batch lies on the device. No contender recomputes anything in backward. Before
-anything is timed, trainer and bare loop must have the same losses: a ratio compares equals, or it is not printed.
+anything is timed, trainer and bare loop must have the same losses: a ratio compares equals, or it is not printed. The
+GiB are what a step allocates beside weights and moments, measured after the rounds.
 """
 
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
 from functools import partial
 
 import torch
@@ -26,14 +25,17 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from torchtitan_lite.components.data import Batch
 from torchtitan_lite.config import ActivationCheckpoint, Config, LRScheduler, Model, Training
-from torchtitan_lite.hardware import detect_machine
+from torchtitan_lite.hardware import detect_machine, peak_flops
 from torchtitan_lite.layout import plan_layout, resolve_config
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device
-from torchtitan_lite.sizes import Shape, count_parameters, resolve_shape
+from torchtitan_lite.sizes import Shape, count_flops_per_token, count_parameters, resolve_shape
 from torchtitan_lite.step import build_run, train_step
+from torchtitan_lite.tools.head_memory import compare_head_memory
 from torchtitan_lite.tools.rounds import Report, measure_rounds
+from torchtitan_lite.tools.setting import read_setting
+from torchtitan_lite.tools.step_memory import measure_step_memory
 
 try:
     import transformers  # not among the packages that training needs: without it, one row says so
@@ -54,6 +56,7 @@ RATIO_OF = {  # ratio -> (contender, the one it is divided by)
     "compile_over_eager": ("compiled", "trainer"),
 }
 
+GIB = 2**30
 N_WARM_UP_STEPS = 2  # the first one allocates and compiles
 LOSS_TOLERANCE = 1e-5  # relative, between contenders that start from the same weights
 
@@ -84,24 +87,28 @@ def bench_step(*, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CON
             n_steps=n_steps,
             wait_for_device=torch.cuda.synchronize if device.type == "cuda" else lambda: None,
         )
+        memory_gib = {name: measure_step_memory(step, device) / GIB for name, step in contenders.items()}
     setting = {
-        "bench": "step",
-        "device": machine.name,
+        **read_setting("step", "transformers"),
         "threads": torch.get_num_threads(),
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__ if transformers else None,
-            "python": platform.python_version(),
-        },
-        "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "parameters": count_parameters(shape),
         "shape": asdict(shape),
         "batch": {"sequences": config.training.local_batch_size, "seq_len": config.training.seq_len},
         "dtype": config.training.mixed_precision_param,
         "rounds": {"n_rounds": n_rounds, "n_steps": n_steps},
     }
-    n_tokens = dict.fromkeys(step_times_s, batch.tokens.numel())
-    return Report(setting, "tokens", n_tokens, step_times_s, absent, RATIO_OF)
+    return Report(
+        setting,
+        "tokens",
+        dict.fromkeys(step_times_s, batch.tokens.numel()),
+        step_times_s,
+        absent,
+        RATIO_OF,
+        compare_head_memory(config.training.loss_chunk_tokens),
+        flops_per_token=dict.fromkeys(step_times_s, count_flops_per_token(shape, config.training.seq_len)),
+        peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
+        memory_gib=memory_gib,
+    )
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def describe(prepared: Prepared, machine: Machine, n_hosts: int) -> str:
     place += f"{machine.n_devices} x {machine.name}" if machine.device_type == "cuda" else machine.name
     layers = [sum(name.startswith("layers.") for name in stage) for stage in layout.stages]
     tokens = layout.global_batch_size * config.training.seq_len
-    sharing = f"{memory.n_ranks} ranks share" if machine.device_type == "cpu" else "each GPU has"
+    sharing = f"{memory.n_ranks} ranks share" if memory.on_host else "each GPU has"
     rows = {
         "model": f"{config.model.name} {config.model.flavor}, {count_parameters(shape):,} parameters, "
         f"{format_flops(flops.full)} per token ({format_flops(flops.causal)} with causal attention)",

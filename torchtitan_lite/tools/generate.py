@@ -29,7 +29,8 @@ from torchtitan_lite.parallel.mesh import choose_device
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
 
 EPILOG = """Sample number i is drawn with seed + i, so that it can be had again alone: --seed SEED+i.
-Ends at the token that ends a document, after --max-new-tokens, or where the context is full.
+Ends at a token that ends a text (of the tokenizer, or of a generation_config.json beside it or the weights), after
+--max-new-tokens, or where the context is full.
 Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input."""
 
 
@@ -142,12 +143,12 @@ def run(options: argparse.Namespace) -> None:
         model.rewind(len(prompt_tokens))
         tokens = generate(model, logits, sampling, seed=seed, usable=usable, most_tokens=most_tokens)
         if options.json:
-            samples.append(take(tokens, tokenizer, seed=seed, at_most=at_most, show=ignore))
+            samples.append(take(tokens, tokenizer, source.end_ids, seed=seed, at_most=at_most, show=ignore))
             continue
         if options.n > 1:
             write(f"--- sample {seed - options.seed + 1} of {options.n}, seed {seed} ---\n")
         write(prompt)
-        sample = take(tokens, tokenizer, seed=seed, at_most=at_most, show=write)
+        sample = take(tokens, tokenizer, source.end_ids, seed=seed, at_most=at_most, show=write)
         write("\n")
         print(f"[{describe(sample)}]", file=sys.stderr, flush=True)
     if options.json:
@@ -209,14 +210,20 @@ def mask_usable(tokenizer: Tokenizer, vocab_size: int) -> torch.Tensor:
 
 
 def take(
-    tokens: Iterator[int], tokenizer: Tokenizer, *, seed: int, at_most: str, show: Callable[[str], object]
+    tokens: Iterator[int],
+    tokenizer: Tokenizer,
+    end_ids: frozenset[int],
+    *,
+    seed: int,
+    at_most: str,
+    show: Callable[[str], object],
 ) -> Sample:
     """Draws tokens to the end and shows whole characters as they are completed. `at_most`: what limits `tokens`."""
     # A token can end inside a character: the decoder keeps such bytes until the rest of them comes.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     started_s, taken, stopped = time.monotonic(), [], at_most
     for token in tokens:
-        if token == tokenizer.eos_id:
+        if token in end_ids:
             stopped = "end_of_document"
             break
         taken.append(token)

@@ -23,6 +23,7 @@ from torchtitan_lite.components.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.config import ConfigError
 from torchtitan_lite.formats.hugging_face_config import CONFIG
 from torchtitan_lite.formats.hugging_face_folder import open_folder
+from torchtitan_lite.formats.hugging_face_tokenizer import read_end_ids
 from torchtitan_lite.formats.manifest import MANIFEST, Manifest, find_steps
 from torchtitan_lite.model.kv_cache import count_cache_bytes
 from torchtitan_lite.sizes import RopeScaling, Shape, count_parameters
@@ -44,6 +45,7 @@ class ModelSource:
     shape: Shape
     model_class: Callable[..., nn.Module]  # of a Shape
     tokenizer: Tokenizer
+    end_ids: frozenset[int]  # tokens after which a text ends
     context: int | None  # tokens that it was trained to read, where that is known
     context_key: str  # where that is said
     read: Callable[[str], Tensor]  # FQN -> the whole tensor, on the CPU, in the dtype of its file
@@ -89,8 +91,11 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
     if not tokenizer and manifest.facts.get("tokenizer", found.identity) != found.identity:
         why = f"{assets} holds another tokenizer than the one that it was trained with"
         raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is taken without a question.")
+    end_ids = frozenset([found.eos_id])
+    if (file := found.vocabulary.path).is_file():  # a model that was trained further may have more of them
+        end_ids |= read_end_ids(file.parent)
     read = partial(read_weight, checkpoint)
-    return ModelSource(path, shape, model_class, found, read_length(context), "training.seq_len", read)
+    return ModelSource(path, shape, model_class, found, end_ids, read_length(context), "training.seq_len", read)
 
 
 def read_shape(manifest: Manifest) -> Shape:
@@ -128,8 +133,9 @@ def describe_hugging_face(path: Path, tokenizer: str | None) -> ModelSource:
     found = find_tokenizer(tokenizer or str(path.absolute()), folder.shape, path)
     context = json.loads((path / CONFIG).read_bytes()).get("max_position_embeddings")
     model_class, _ = MODELS["llama3"]
-    read = partial(read_tensor, folder)
-    return ModelSource(path, folder.shape, model_class, found, read_length(context), "max_position_embeddings", read)
+    end_ids = read_end_ids(path) | {found.eos_id}
+    read, key = partial(read_tensor, folder), "max_position_embeddings"
+    return ModelSource(path, folder.shape, model_class, found, end_ids, read_length(context), key, read)
 
 
 def read_length(raw: object) -> int | None:

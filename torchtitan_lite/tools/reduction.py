@@ -7,7 +7,7 @@
                     dp_shard divides; one or several stages per rank; even or uneven stages; more, as many, or fewer
                     microbatches than stages, and whether the stages divide them; accumulation or none
     kept as is      schedule, ZeRO stage, recompute, documents, ring, tied embeddings, rotary scaling, loss parallel
-    replaced        what would hide a fault or cannot be had on a CPU: AdamW, bf16, inductor
+    replaced        what would hide a fault or cannot be had on a CPU: AdamW, bf16, float8, inductor, async TP
 
 Whatever differs from the real config is listed, because it is not certified. No torch here: numbers only.
 """
@@ -15,6 +15,7 @@ Whatever differs from the real config is listed, because it is not certified. No
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from math import prod
+from typing import Any
 
 from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
 from torchtitan_lite.config_reader import KEYS
@@ -34,12 +35,15 @@ GIVEN_UP_FIRST = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 REPLACED = {  # values under which a fault shows, and the CPU can follow
     "optimizer.name": "SGD",  # AdamW's first steps amplify rounding, and it hides gradients of the wrong scale
+    "optimizer.moments_dtype": "float32",  # SGD has none
     "optimizer.lr": 0.5,
     "optimizer.weight_decay": 0.01,
     "lr_scheduler.warmup_steps": 0,  # a rate of nearly zero would show nothing
     "lr_scheduler.decay_ratio": 0.0,
     "training.max_norm": 0.1,  # so that gradients are clipped
     "training.mixed_precision_param": "float32",
+    "model.converters": [],  # float8 rounds a thousand times coarser than what a fault must stand out from
+    "parallelism.enable_async_tensor_parallel": False,  # inductor's, between GPUs
     "compile.backend": "aot_eager",  # traces, partitions and differentiates as inductor does, without its kernels
 }
 
@@ -85,6 +89,8 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     option = config.activation_checkpoint.selective_ac_option
     if option.isdecimal() and int(option) > 2:
         small = override(small, {"activation_checkpoint.selective_ac_option": "2"})
+    # small batches are to have several chunks too; 0, no chunks, stays
+    small = override(small, {"training.loss_chunk_tokens": min(config.training.loss_chunk_tokens, 24)})
     small = override(small, reduce_batch(small, config, real, degrees, sizes))
     small_shape = resolve_shape(small.model)
     layout = plan_layout(small, small_shape, prod(degrees.values()))
@@ -94,9 +100,14 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
 def override(config: Config, overrides: dict[str, object]) -> Config:
     """The config with some keys ("section.key") set."""
     for key, value in overrides.items():
-        section, name = key.split(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        config = set_key(config, key.split("."), value)
     return config
+
+
+def set_key(section: Any, names: list[str], value: object) -> Any:
+    """A copy with what `names` leads to replaced."""
+    name, *rest = names
+    return replace(section, **{name: set_key(getattr(section, name), rest, value) if rest else value})
 
 
 def list_changes(config: Config, shape: Shape, small: Config, small_shape: Shape) -> list[Change]:

@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
+from torchtitan_lite.components.metrics import compute_mfu
+from torchtitan_lite.sizes import FlopsPerToken
+
 
 @dataclass(frozen=True)
 class Report:
@@ -27,6 +30,20 @@ class Report:
     absent: dict[str, str]  # contender -> why it did not run
     ratio_of: dict[str, tuple[str, str]]  # ratio -> (contender, the one it is divided by): above 1, the first is faster
     figures: dict[str, list[float]] = field(default_factory=dict)  # what has no contenders -> its value in each round
+    flops_per_token: dict[str, FlopsPerToken] = field(default_factory=dict)  # of contenders that train
+    peak_flops: float | None = None  # of the device on paper, FLOP/s; None: not known, as of a CPU
+    matmul_flops: dict[str, float] = field(
+        default_factory=dict
+    )  # contender -> what the device reached beside it, FLOP/s
+    memory_gib: dict[str, float] = field(default_factory=dict)  # contender -> what the bench says it is
+
+
+COLUMNS = {  # of what a contender makes of the hardware -> title and format in the table
+    "mfu_full": ("MFU", ".1%"),  # share of the peak on paper that its FLOPs reach, attention counted in full
+    "mfu_causal": ("causal", ".1%"),  # the same with the half of attention that a causal mask leaves
+    "share_of_matmul": ("of matmul", ".1%"),  # as mfu_full, of what a large matmul reaches
+    "memory_gib": ("GiB", ".2f"),
+}
 
 
 def measure_rounds(
@@ -36,21 +53,30 @@ def measure_rounds(
     n_steps: int,
     wait_for_device: Callable[[], None],
     read_clock_s: Callable[[], float] = time.perf_counter,
+    clean_up: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Name -> seconds per step of each round. In every round each contender makes n_steps."""
+    """Name -> seconds per step of each round. In every round each contender makes n_steps.
+
+    `clean_up` follows each turn, outside of its time.
+    """
     step_times_s: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
+    for name in take_turns(list(contenders), n_rounds):
+        with collection_paused():
+            wait_for_device()
+            start_s = read_clock_s()
+            for _ in range(n_steps):
+                contenders[name]()
+            wait_for_device()  # a GPU works on what it was told long after the call has returned
+            step_times_s[name].append((read_clock_s() - start_s) / n_steps)
+        clean_up()
+    return step_times_s
+
+
+def take_turns(names: list[str], n_rounds: int) -> Iterator[str]:
+    """Every name once a round; another one goes first each time."""
     for n_done in range(n_rounds):
         first = n_done % len(names)
-        for name in names[first:] + names[:first]:
-            with collection_paused():
-                wait_for_device()
-                start_s = read_clock_s()
-                for _ in range(n_steps):
-                    contenders[name]()
-                wait_for_device()  # a GPU works on what it was told long after the call has returned
-                step_times_s[name].append((read_clock_s() - start_s) / n_steps)
-    return step_times_s
+        yield from names[first:] + names[:first]
 
 
 @contextmanager
@@ -90,6 +116,7 @@ def report_for_programs(report: Report) -> dict[str, object]:
                     "max": max(speeds[name]),
                 },
                 "step_time_s": {"median": median(times_s), "rounds": times_s},
+                **compute_rates(report, name),
             }
             for name, times_s in report.step_times_s.items()
         },
@@ -101,10 +128,15 @@ def report_for_programs(report: Report) -> dict[str, object]:
 def describe(report: Report) -> str:
     """For people: the setting, a table of contenders, a table of ratios."""
     lines = [f"{name:16}{format_setting(value)}" for name, value in report.setting.items()]
-    lines += ["", f"{'contender':20}{f'{report.unit}/s':>10}  {'lowest - highest':24}{'s/step':>8}"]
+    rates = {name: compute_rates(report, name) for name in report.step_times_s}
+    columns = [rate for rate in COLUMNS if any(row.get(rate) is not None for row in rates.values())]
+    title = f"{f'{report.unit}/s':>10}  {'lowest - highest':24}{'s/step':>8}"
+    lines += ["", f"{'contender':20}{title}" + "".join(f"{COLUMNS[rate][0]:>10}" for rate in columns)]
     for name, speeds in list_speeds(report).items():
-        spread = f"{min(speeds):.0f} - {max(speeds):.0f}"
-        lines.append(f"{name:20}{median(speeds):10.0f}  {spread:24}{median(report.step_times_s[name]):8.3f}")
+        spread = f"{format_speed(min(speeds))} - {format_speed(max(speeds))}"
+        line = f"{name:20}{format_speed(median(speeds)):>10}  {spread:24}{median(report.step_times_s[name]):8.3f}"
+        values = [(rates[name].get(rate), COLUMNS[rate][1]) for rate in columns]
+        lines.append(line + "".join(f"{'-' if value is None else format(value, form):>10}" for value, form in values))
     lines += [f"{name:20}absent: {why}" for name, why in report.absent.items()]
     lines += ["", f"{'ratio':20}{'':6}  {'lowest - highest':18}of {report.unit}/s: median of the ratios of each round"]
     for ratio, values in compare_rounds(report).items():
@@ -117,12 +149,30 @@ def describe(report: Report) -> str:
     return "\n".join(lines)
 
 
+def compute_rates(report: Report, name: str) -> dict[str, float | None]:
+    """What a contender makes of the hardware: the keys of COLUMNS that apply to it."""
+    rates: dict[str, float | None] = {}
+    if name in report.flops_per_token:
+        flops, tokens_per_s = report.flops_per_token[name], median(list_speeds(report)[name])
+        rates["mfu_full"] = compute_mfu(flops.full, tokens_per_s, report.peak_flops)
+        rates["mfu_causal"] = compute_mfu(flops.causal, tokens_per_s, report.peak_flops)
+        if name in report.matmul_flops:
+            rates["share_of_matmul"] = flops.full * tokens_per_s / report.matmul_flops[name]
+    if name in report.memory_gib:
+        rates["memory_gib"] = report.memory_gib[name]
+    return rates
+
+
 def list_speeds(report: Report) -> dict[str, list[float]]:
     """Contender -> units per second in each round."""
     return {
         name: [report.units_per_step[name] / seconds for seconds in times_s]
         for name, times_s in report.step_times_s.items()
     }
+
+
+def format_speed(speed: float) -> str:
+    return f"{speed:.0f}" if speed >= 100 else f"{speed:.3g}"
 
 
 def format_setting(value: object) -> str:

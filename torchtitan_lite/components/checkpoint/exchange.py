@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
+from torchtitan_lite.components.checkpoint import folders
 from torchtitan_lite.components.checkpoint.agreement import do_on_rank_0, do_together
 from torchtitan_lite.components.checkpoint.loading import load_checkpoint, resume
 from torchtitan_lite.components.checkpoint.state import name_tensors, name_weights
@@ -28,6 +29,33 @@ from torchtitan_lite.sizes import Shape
 from torchtitan_lite.vocabulary.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
+
+
+def begin(
+    checkpoints: Path,
+    resumed_step: int,
+    parameters: dict[str, Tensor],
+    optimizer: Optimizer,
+    lr_scheduler: LRScheduler,
+    *,
+    is_named: bool,
+    section: Checkpoint,
+    shape: Shape,
+    facts: dict[str, object],
+    group: dist.ProcessGroup,
+) -> int:
+    """Puts a run that is built where it goes on, or begins. Returns the last step that is done. Collective.
+
+    `resumed_step` is the newest checkpoint, for which an older one may stand in, or one that `is_named` and no other;
+    0 where there is none. Raises CheckpointError; what the run holds is then undefined.
+    """
+    of_run = (parameters, optimizer, lr_scheduler)
+    if resumed_step:
+        step = resumed_step if is_named else None
+        return resume(checkpoints, step, *of_run, section=section, facts=facts, group=group)
+    if section.initial_load_path:
+        return load_initial(*of_run, section=section, shape=shape, facts=facts, group=group)
+    return 0
 
 
 def load_initial(
@@ -77,7 +105,11 @@ def leave_export(
     vocabulary: Vocabulary,
     group: dist.ProcessGroup,
 ) -> None:
-    """Writes the Hugging Face folder `out`, unless an earlier attempt has. Collective. Raises CheckpointError."""
+    """Writes the Hugging Face folder `out`, unless an earlier attempt has. Collective. Raises CheckpointError.
+
+    `out` is in the folder of checkpoints, where this run alone is at work: what a death has left there is swept away.
+    """
     if not do_on_rank_0(group, out.exists):
+        do_on_rank_0(group, lambda: folders.sweep(out.parent))
         export_weights(out, parameters, Export(shape, section.export_dtype, vocabulary), group=group)
         logger.info(f"exported {out}")

@@ -8,11 +8,9 @@ A death at any instant leaves each name either whole or ending in .tmp. What was
 another name, so that nothing is lost and its step can be saved anew.
 """
 
-import fcntl
 import os
 import shutil
 from pathlib import Path
-from typing import BinaryIO
 
 from torchtitan_lite.components.preparation.shards import sync_folder
 from torchtitan_lite.formats.manifest import MANIFEST, UNFINISHED, CheckpointError, Manifest, encode, find_steps
@@ -44,17 +42,18 @@ def name_unfinished(final: Path) -> Path:
 
 def commit(final: Path, manifest: Manifest) -> None:
     """Files of tensors are on the disk already; here their manifest, and then the name of the whole."""
-    unfinished = name_unfinished(final)
+    unfinished, content = name_unfinished(final), encode(manifest)
     try:
         with open(unfinished / MANIFEST, "xb") as file:
-            file.write(encode(manifest))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         sync_folder(unfinished)
         unfinished.rename(final)
         sync_folder(final.parent)
     except OSError as error:
-        raise CheckpointError(f"{final} cannot be committed ({error.strerror}); it is left out") from error
+        why = f"{error.strerror}; its {MANIFEST} takes {len(content):,} bytes"
+        raise CheckpointError(f"{final} cannot be committed ({why}): it is left out") from error
 
 
 def retire(folder: Path, *, keep_latest_k: int, keep_every_m: int) -> list[int]:
@@ -73,20 +72,3 @@ def set_aside(final: Path) -> Path:
     while aside.exists():
         number, aside = number + 1, final.with_name(f"{final.name}.damaged-{number + 1}")
     return final.rename(aside)
-
-
-def hold(folder: Path) -> BinaryIO:
-    """Takes the lock of a dump folder, for as long as the returned file is open. The system closes it for the dead.
-
-    Raises CheckpointError where another run has it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / "lock", "ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise CheckpointError(
-            f"another run is at work in {folder}: wait until it has ended, or name another job.dump_folder"
-        ) from None
-    return file

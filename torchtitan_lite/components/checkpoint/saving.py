@@ -13,6 +13,8 @@ import logging
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -26,7 +28,7 @@ from torchtitan_lite.components.checkpoint import folders
 from torchtitan_lite.components.checkpoint.agreement import explain
 from torchtitan_lite.components.checkpoint.staging import Staging
 from torchtitan_lite.components.checkpoint.storage import StagedPlanner, StorageWriter
-from torchtitan_lite.config import Checkpoint
+from torchtitan_lite.config import Checkpoint, Config
 from torchtitan_lite.formats.manifest import CheckpointError, Manifest
 
 logger = logging.getLogger(__name__)
@@ -128,6 +130,17 @@ class CheckpointSaver:
         finally:
             if self.thread is not None:
                 self.thread.shutdown()
+
+
+def describe_run(config: Config, degrees: dict[str, int], certificate: dict[str, object] | None) -> dict[str, object]:
+    """What a checkpoint tells its reader about the run."""
+    return {
+        "config": asdict(config),
+        "layout": degrees,
+        "certificate": certificate,
+        "torch": torch.__version__,
+        "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
 
 
 def is_saved(step: int, section: Checkpoint, n_steps: int) -> bool:

@@ -45,8 +45,8 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 PIECE_BYTES = 2**20  # is still in the processor's cache when it is hashed, and when it is written
-MOST_PIECES = 8  # so that a thread which has to wait for a processor does not stop the other
-BYTES_UNTIL_SYNC = 64 * 2**20  # the disk is at work while the rest is hashed
+MOST_PIECES = 8  # so that a thread which has to wait for a processor does not stop the others
+BYTES_UNTIL_SYNC = 16 * 2**20  # the disk is at work while the rest is hashed, and has little left to do at the end
 BLOCK_BYTES = 8 * 2**20  # read at once
 MOST_HEADER_BYTES = 100_000_000  # the limit that safetensors itself has
 
@@ -56,8 +56,8 @@ Entries = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # name -> dtype and s
 class TensorFileWriter:
     """Writes `entries` to the new file `path`, in their order.
 
-    The caller copies and hashes a piece while one thread writes those before, and another has the disk take what is
-    written. So a file takes hardly longer than the slowest of the three.
+    The caller copies a piece while one thread hashes those before, another writes them, and a third has the disk take
+    what is written. So a file takes hardly longer than the slowest of the four.
     """
 
     def __init__(self, path: Path, entries: Entries):
@@ -67,13 +67,14 @@ class TensorFileWriter:
         self.n_bytes = len(header) + sum(prod(shape) * dtype.itemsize for dtype, shape in entries.values())
         self.digest = hashlib.blake2b(digest_size=HASH_BYTES)
         self.piece = bytearray(PIECE_BYTES)
-        self.queue: deque[tuple[bytearray, Future]] = deque()  # pieces that are being written, or are by now
+        self.queue: deque[tuple[bytearray, Future, Future]] = deque()  # pieces that are at work, or done by now
         self.n_filled = self.n_written = self.n_syncing = 0
         try:
             self.file = open(path, "xb", buffering=0)
         except OSError as error:
             raise self.explain(error) from error
-        self.writer = ThreadPoolExecutor(1, thread_name_prefix="write")  # one thread, so in the order of the queue
+        self.hasher = ThreadPoolExecutor(1, thread_name_prefix="hash")  # one thread each, so in the order of the queue
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="write")
         self.syncer = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self.syncing = self.syncer.submit(int)
         self.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
@@ -99,10 +100,13 @@ class TensorFileWriter:
                 self.flush()
 
     def flush(self) -> None:
-        """Begins to write the piece, and hashes it meanwhile. Then there is another one to fill."""
+        """Begins to hash and to write the piece. Then there is another one to fill."""
         content = memoryview(self.piece)[: self.n_filled]
-        self.queue.append((self.piece, self.writer.submit(self.write_piece, content)))
-        self.digest.update(content)
+        hashing, writing = (
+            self.hasher.submit(self.digest.update, content),
+            self.writer.submit(self.write_piece, content),
+        )
+        self.queue.append((self.piece, hashing, writing))
         self.piece, self.n_filled = self.wait() if len(self.queue) == MOST_PIECES else bytearray(PIECE_BYTES), 0
 
     def write_piece(self, piece: memoryview) -> None:
@@ -116,7 +120,8 @@ class TensorFileWriter:
 
     def wait(self) -> bytearray:
         """For the oldest piece of the queue. Raises CheckpointError where it could not be written."""
-        piece, writing = self.queue.popleft()
+        piece, hashing, writing = self.queue.popleft()
+        hashing.result()
         try:
             writing.result()
         except OSError as error:
@@ -138,6 +143,7 @@ class TensorFileWriter:
         return FileRecord(self.n_written, self.digest.hexdigest())
 
     def close(self) -> None:
+        self.hasher.shutdown()
         self.writer.shutdown()
         self.syncer.shutdown()
         self.file.close()

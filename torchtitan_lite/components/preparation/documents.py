@@ -93,9 +93,9 @@ def read_pieces(file: BinaryIO, source: Source, tally: Tally, count_bytes: Calla
             block = file.read(BLOCK_BYTES)
         count_bytes()
         decoded = decoder.decode(block, final=not block)
-        # U+FFFD that stands in the file itself is not counted, also where two blocks meet in it
-        tally.n_replaced += decoded.count(REPLACEMENT) - (seam + block).count(encoded)
-        seam = (seam + block)[1 - len(encoded) :]
+        if not decoded.isascii():  # U+FFFD that stands in the file itself is not counted, also where two blocks meet
+            tally.n_replaced += decoded.count(REPLACEMENT) - (seam + block).count(encoded)
+        seam = (seam + block[1 - len(encoded) :])[1 - len(encoded) :]
         text += decoded.removeprefix(BYTE_ORDER_MARK) if at_start else decoded
         at_start = at_start and not decoded
         whole = len(text) - len(text) % MAX_CHARACTERS if block else len(text)

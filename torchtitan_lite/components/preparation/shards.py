@@ -17,23 +17,21 @@ from torchtitan_lite.corpora import MANIFEST, SPLITS, Manifest, Shard
 
 BLOCK_BYTES = 2**20
 SOURCES = "sources.jsonl"
-CODES = {"uint16": "H", "uint32": "I", "uint64": "Q"}  # of the module struct
 
 
 class HashedFile:
-    """A file of numbers, little-endian, that knows its SHA-256.
+    """A file that knows its SHA-256.
 
     It has a buffer of its own: one of Python's would write again when it is thrown away after the disk was full.
     """
 
-    def __init__(self, path: Path, dtype: str):
-        self.code = CODES[dtype]
+    def __init__(self, path: Path):
         self.file = open(path, "wb", buffering=0)
         self.buffer = bytearray()
         self.digest = hashlib.sha256()
 
-    def write(self, numbers: list[int]) -> None:
-        self.buffer += struct.pack(f"<{len(numbers)}{self.code}", *numbers)  # half the time of array("H", numbers)
+    def write(self, content: bytes) -> None:
+        self.buffer += content
         if len(self.buffer) >= BLOCK_BYTES:
             self.flush()
 
@@ -58,23 +56,25 @@ class ShardWriter:
 
     def __init__(self, folder: Path, name: str, dtype: str):
         self.name = name
-        self.tokens = HashedFile(folder / f"{name}.tokens", dtype)
-        self.documents = HashedFile(folder / f"{name}.documents", "uint64")
+        self.halved = dtype == "uint16"
+        self.tokens = HashedFile(folder / f"{name}.tokens")
+        self.documents = HashedFile(folder / f"{name}.documents")
         self.n_tokens = self.n_documents = self.n_text_bytes = 0
 
     def begin_document(self) -> None:
-        self.documents.write([self.n_tokens])
+        self.documents.write(struct.pack("<Q", self.n_tokens))
         self.n_documents += 1
 
-    def write(self, ids: list[int], *, n_text_bytes: int = 0) -> None:
-        """Goes on with the document that was begun last. The ids stand for `n_text_bytes` of its text in UTF-8."""
-        self.tokens.write(ids)
-        self.n_tokens += len(ids)
+    def write(self, ids: bytes, *, n_text_bytes: int = 0) -> None:
+        """Goes on with the document that was begun last. The ids, little-endian uint32, stand for `n_text_bytes` of its
+        text in UTF-8."""
+        self.tokens.write(halve(ids) if self.halved else ids)
+        self.n_tokens += len(ids) // 4
         self.n_text_bytes += n_text_bytes
 
     def finish(self) -> Shard:
         """The shard, which is whole and on the disk."""
-        self.documents.write([self.n_tokens])
+        self.documents.write(struct.pack("<Q", self.n_tokens))
         return Shard(
             name=self.name,
             n_tokens=self.n_tokens,
@@ -88,6 +88,13 @@ class ShardWriter:
         """Without effect on a shard that is whole."""
         self.tokens.close()
         self.documents.close()
+
+
+def halve(ids: bytes) -> bytes:
+    """Of each little-endian uint32, the lower half."""
+    lower = bytearray(len(ids) // 2)
+    lower[0::2], lower[1::2] = ids[0::4], ids[1::4]
+    return lower
 
 
 @contextmanager

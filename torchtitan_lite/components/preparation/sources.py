@@ -69,22 +69,22 @@ def find_sources(inputs: Iterable[Path], *, more_suffixes: Iterable[str] = ()) -
     left_out: Counter[str] = Counter()
     for given in inputs:
         if not given.is_dir():
-            sources.append(look_at(given))
+            sources.append(look_at(str(given)))
             if get_kind(str(given)) not in known:
                 refuse_binary(sources[-1])
             continue
         for path in walk(given):
-            if get_kind(path.name) in known:
+            if get_kind(path) in known:
                 sources.append(look_at(path))
             else:
-                left_out[path.suffix.lower() or "no suffix"] += 1
+                left_out[Path(path).suffix.lower() or "no suffix"] += 1
     n_times = Counter(os.path.abspath(source.path) for source in sources)
     if repeated := [path for path, n in n_times.items() if n > 1]:
         raise PreparationError(f"{repeated[0]} is named {n_times[repeated[0]]} times. Name every file once.")
     return sources, left_out
 
 
-def walk(folder: Path) -> Iterator[Path]:
+def walk(folder: Path) -> Iterator[str]:
     """Files below `folder`, sorted, without hidden ones. Links to files are followed, links to folders are not."""
 
     def refuse(error: OSError) -> None:
@@ -92,20 +92,20 @@ def walk(folder: Path) -> Iterator[Path]:
 
     for place, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))  # os.walk goes on with these
-        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+        yield from (os.path.join(place, name) for name in sorted(names) if not name.startswith("."))
 
 
-def look_at(path: Path) -> Source:
+def look_at(path: str) -> Source:
     """Raises PreparationError where there is no file to read."""
     try:
-        status = path.stat()
+        status = os.stat(path)
     except OSError as error:
         raise PreparationError(f"{path} cannot be read ({error.strerror})") from None
     if not stat.S_ISREG(status.st_mode):
         raise PreparationError(f"{path} is no regular file. Write what it gives into one, and name that.")
     if not os.access(path, os.R_OK):
         raise PreparationError(f"{path} cannot be read (Permission denied)")
-    return Source(str(path), status.st_size, status.st_mtime_ns)
+    return Source(path, status.st_size, status.st_mtime_ns)
 
 
 def refuse_binary(source: Source) -> None:

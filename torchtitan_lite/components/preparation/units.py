@@ -18,7 +18,7 @@ from pathlib import Path
 from torchtitan_lite.components.preparation.documents import Part, Tally, read_documents
 from torchtitan_lite.components.preparation.shards import ShardWriter
 from torchtitan_lite.components.preparation.sources import Source
-from torchtitan_lite.components.tokenizer import Tokenizer
+from torchtitan_lite.components.tokenizer import Tokenizer, pack_ids
 from torchtitan_lite.corpora import Shard, choose_dtype
 
 SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 2**22, 2**28
@@ -105,11 +105,12 @@ def make_unit(
 
 def write_document(pieces: Iterable[str], writer: ShardWriter, tokenizer: Tokenizer) -> None:
     writer.begin_document()
-    writer.write([] if tokenizer.bos_id is None else [tokenizer.bos_id])
+    if tokenizer.bos_id is not None:
+        writer.write(pack_ids([tokenizer.bos_id]))
     for piece in pieces:
         n_bytes = len(piece) if piece.isascii() else len(piece.encode())  # the first is known without looking
-        writer.write(tokenizer.encode(piece), n_text_bytes=n_bytes)
-    writer.write([tokenizer.eos_id])
+        writer.write(tokenizer.encode_packed(piece), n_text_bytes=n_bytes)
+    writer.write(pack_ids([tokenizer.eos_id]))
 
 
 def choose_split(first_piece: str, held_out_share: float) -> str:

@@ -1,0 +1,277 @@
+"""bench gpu: what is run, in which order, what is kept of a run that goes wrong, and the arithmetic of the table."""
+
+import json
+import math
+import multiprocessing
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite import __main__ as door
+from torchtitan_lite.config import Config
+from torchtitan_lite.hardware import Machine
+from torchtitan_lite.tools import bench_gpu, gpu_row
+from torchtitan_lite.tools.rounds import describe, report_for_programs
+
+GIB = 2**30
+H200 = Machine("cuda", 1, 143771 * 2**20, "NVIDIA H200")
+H100 = Machine("cuda", 1, 81559 * 2**20, "NVIDIA H100 80GB HBM3")
+REPOSITORY = Path(__file__).resolve().parent.parent
+ROWS = [f"{size} {mode}" for size in ("8B", "3B", "1B") for mode in ("eager", "compile", "compile + float8")]
+
+
+@pytest.fixture
+def on_h200(monkeypatch):
+    """The rows and the report of a machine that this one is not. No row runs: `run_row` must be replaced."""
+    monkeypatch.setattr(bench_gpu, "detect_machine", lambda: H200)
+    monkeypatch.setattr(bench_gpu, "read_setting", lambda name: {"device": H200.name, "date": "2026-11-21T12:00"})
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+
+
+def result_of(config: Config, step_time_s: float) -> dict[str, object]:
+    n_tokens = config.training.local_batch_size * config.training.seq_len
+    return {
+        "tokens_per_step": n_tokens,
+        "step_time_s": [step_time_s, step_time_s * 2, step_time_s],
+        "matmul_flops": {"bfloat16": 800e12, "float8": 1400e12},
+        "peak_memory_gib": 100.0,
+        "clocks": {"clocks.sm": "1980 MHz"},
+    }
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---------------------------------------------------------------- what is run
+
+
+def test_the_nine_rows_are_fixed_and_the_largest_comes_first():
+    rows = bench_gpu.build_rows(H200, tiny=False)
+    assert [row.name for row in rows] == ROWS
+    for row in rows:
+        for plan in row.plans:
+            assert (plan.model.flavor, plan.training.seq_len) == (row.name[:2], 8192)
+            assert plan.compile.enable == ("compile" in row.name)
+            assert plan.model.converters == (["float8"] if "float8" in row.name else [])
+            assert plan.training.mixed_precision_param == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("machine", "size", "expected", "gib"),
+    [
+        (H200, "8B", (1, "selective", "bfloat16"), 120.6),  # 8.03B x 12 = 89.8, 32 x 8192 x 100 KiB = 25, head 5.9
+        (H200, "3B", (2, "none", "float32"), 104.8),
+        (H200, "1B", (4, "none", "float32"), 71.4),
+        (H100, "3B", (1, "none", "bfloat16"), 66.6),
+        (H100, "1B", (4, "none", "float32"), 71.4),
+    ],
+)
+def test_a_size_is_trained_with_the_first_plan_that_fits(machine, size, expected, gib):
+    row = next(row for row in bench_gpu.build_rows(machine, tiny=False) if row.name == f"{size} eager")
+    plan = row.plans[0]
+    assert tuple(bench_gpu.describe_plan(plan)[key] for key in ("sequences", "recompute", "moments")) == expected
+    assert bench_gpu.count_bytes(plan, row.shape) / GIB == pytest.approx(gib, abs=0.1)
+
+
+def test_what_cannot_fit_is_named_and_not_tried(monkeypatch, on_h200, tmp_path):
+    monkeypatch.setattr(bench_gpu, "detect_machine", lambda: H100)
+    ran = []
+    monkeypatch.setattr(bench_gpu, "run_row", lambda config, **_: ran.append(config) or result_of(config, 1.0))
+    report = bench_gpu.bench_gpu(out=str(tmp_path / "rows.jsonl"))
+    assert {config.model.flavor for config in ran} == {"3B", "1B"}
+    assert report.absent.keys() == set(ROWS[:3])
+    assert "does not fit" in report.absent["8B eager"]
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def test_each_row_is_in_the_file_before_the_next_one_begins_and_older_lines_stay(monkeypatch, on_h200, tmp_path):
+    path = tmp_path / "new folder" / "rows.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"row": "of another day"}\n')
+    names = []
+
+    def run_row(config: Config, **options) -> dict[str, object]:
+        assert options["n_rounds"] == 3 and 0 < options["timeout_s"] <= 9 * 60
+        names.append([line["row"] for line in read_lines(path)])
+        return result_of(config, 1.0)
+
+    monkeypatch.setattr(bench_gpu, "run_row", run_row)
+    bench_gpu.bench_gpu(out=str(path))
+    assert names == [["of another day", *ROWS[:n]] for n in range(9)]
+    first = read_lines(path)[1]
+    assert first["device"] == "NVIDIA H200" and first["step_time_s"] == [1.0, 2.0, 1.0]
+    assert first["plan"] == {"sequences": 1, "seq_len": 8192, "recompute": "selective", "moments": "bfloat16"}
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_where_memory_runs_out_the_next_plan_is_tried_and_other_failures_cost_one_row(monkeypatch, on_h200, tmp_path):
+    tried = []
+
+    def run_row(config: Config, **options) -> dict[str, object]:
+        tried.append((config.model.flavor, config.training.local_batch_size, config.activation_checkpoint.mode))
+        if tried[-1] == ("3B", 2, "none"):
+            return {"failed": "CUDA out of memory", "out_of_memory": True}
+        return {"failed": "its process died"} if config.model.flavor == "8B" else result_of(config, 1.0)
+
+    monkeypatch.setattr(bench_gpu, "run_row", run_row)
+    report = bench_gpu.bench_gpu(out=str(tmp_path / "rows.jsonl"))
+    assert tried[:5] == [("8B", 1, "selective")] * 3 + [("3B", 2, "none"), ("3B", 1, "none")]
+    assert report.absent == dict.fromkeys(ROWS[:3], "its process died")
+    assert report.units_per_step["3B eager"] == 8192
+    assert "8B compile" not in report_for_programs(report)["ratios"]
+
+
+def test_rows_that_do_not_fit_into_the_time_are_named(monkeypatch, on_h200, tmp_path):
+    now_s = 1000.0
+    timeouts = []
+
+    def run_row(config: Config, timeout_s: float, **options) -> dict[str, object]:
+        nonlocal now_s
+        timeouts.append(timeout_s)
+        now_s += 120 if config.model.flavor == "8B" else 50
+        return result_of(config, 1.0)
+
+    monkeypatch.setattr(bench_gpu.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(bench_gpu, "run_row", run_row)
+    report = bench_gpu.bench_gpu(out=str(tmp_path / "rows.jsonl"), seconds=530)
+    # the last of them begins where 70 seconds are left, and leaves 20: the shortest row took 50
+    assert timeouts == [530, 410, 290, 170, 120, 70]
+    assert list(report.step_times_s) == ROWS[:6]
+    assert report.absent == dict.fromkeys(ROWS[6:], "not run: the time was up")
+    assert [line.get("failed") for line in read_lines(tmp_path / "rows.jsonl")][5:] == [None, *report.absent.values()]
+
+
+def test_measured_numbers_of_several_machines_and_days_have_files_of_their_own():
+    setting = {"device": "NVIDIA H200", "date": "2026-11-21T12:00"}
+    expected = REPOSITORY / "assets" / "benchmarks" / "gpu-NVIDIA-H200-2026-11-21.jsonl"
+    assert bench_gpu.choose_file(setting, tiny=False) == expected
+    assert bench_gpu.choose_file(setting, tiny=True).parts[0] == "outputs"
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def test_the_table_compares_with_the_peak_with_the_matmuls_and_with_the_row_before(monkeypatch, on_h200, tmp_path):
+    seconds = {"eager": 1.4, "compile": 1.2, "float8": 0.8}
+
+    def run_row(config: Config, **options) -> dict[str, object]:
+        mode = "float8" if config.model.converters else "compile" if config.compile.enable else "eager"
+        return result_of(config, seconds[mode])
+
+    monkeypatch.setattr(bench_gpu, "run_row", run_row)
+    report = bench_gpu.bench_gpu(out=str(tmp_path / "rows.jsonl"))
+    told = report_for_programs(report)
+    assert told["ratios"]["8B compile"] == pytest.approx(1.4 / 1.2)
+    assert told["ratios"]["8B compile + float8"] == pytest.approx(1.2 / 0.8)
+    assert told["ratio_of"]["3B compile + float8"] == ["3B compile + float8", "3B compile"]
+    eager = told["contenders"]["8B eager"]
+    assert eager["tokens_per_s"]["median"] == pytest.approx(8192 / 1.4)
+    # 57.9 and 51.5 GFLOP per token: what is published for the 8B at this length
+    assert eager["mfu_full"] == pytest.approx(57.9e9 * 8192 / 1.4 / 989e12, rel=1e-3)
+    assert eager["mfu_causal"] == pytest.approx(51.5e9 * 8192 / 1.4 / 989e12, rel=1e-3)
+    assert eager["share_of_matmul"] == pytest.approx(57.9e9 * 8192 / 1.4 / 800e12, rel=1e-3)
+    assert eager["memory_gib"] == 100.0
+    assert told["clocks"]["1B eager"] == "1980 MHz"
+    assert told["plans"]["8B eager"] == "1 8192 selective bfloat16"
+    assert told["figures"]["matmul_float8_tflops"]["median"] == 1400.0
+    rows = [line for line in describe(report).splitlines() if line.startswith("8B eager ")]
+    assert rows[0].split()[2] == "5851" and rows[0].split()[-4:] == ["34.3%", "30.5%", "42.4%", "100.00"]
+
+
+def test_without_a_gpu_the_command_says_what_can_be_done(capsys, monkeypatch):
+    monkeypatch.setattr(bench_gpu, "detect_machine", lambda: Machine("cpu", 1, 2**40, "x86_64 CPU"))
+    assert door.main(["bench", "gpu"]) == 2
+    assert "--tiny" in capsys.readouterr().err
+
+
+def test_nothing_here_needs_torchao():
+    files = [REPOSITORY / "train.py", *(REPOSITORY / "torchtitan_lite").rglob("*.py")]
+    assert not [file for file in files if re.search(r"^\s*(from|import) torchao", file.read_text(), re.MULTILINE)]
+
+
+# ---------------------------------------------------------------- a row
+
+
+def test_the_rows_of_a_size_train_a_model_that_a_cpu_carries(monkeypatch, tmp_path):
+    def measure_here(config: Config, *, timeout_s: float, **options) -> dict[str, object]:
+        torch._dynamo.reset()  # as in a new process
+        return gpu_row.measure_row(config, **options)
+
+    monkeypatch.setattr(bench_gpu, "run_row", measure_here)
+    monkeypatch.setattr(bench_gpu, "SIZES", ("1B",))
+    for keys in bench_gpu.MODES.values():  # inductor takes half a minute and a C++ compiler
+        if keys:
+            monkeypatch.setitem(keys, "compile.backend", "eager")
+    report = bench_gpu.bench_gpu(n_rounds=3, n_steps=1, out=str(tmp_path / "rows.jsonl"), tiny=True)
+    assert not dist.is_initialized()
+    assert report.absent == {}
+    assert list(report.step_times_s) == ROWS[6:]
+    assert all(len(times_s) == 3 for times_s in report.step_times_s.values())
+    for line in read_lines(tmp_path / "rows.jsonl"):
+        first, last = line["first_and_last_loss"]
+        assert math.log(512) < last < first < 10, "random weights know nothing, and the same tokens again are easier"
+        assert line["matmul_flops"]["bfloat16"] > 0
+    told = json.loads(json.dumps(report_for_programs(report)))
+    assert told["ratios"].keys() == {"1B compile", "1B compile + float8"}
+    assert told["contenders"]["1B eager"]["mfu_full"] is None
+
+
+def test_a_row_has_a_process_of_its_own_that_ends_with_it():
+    others = set(multiprocessing.active_children())
+    config = bench_gpu.build_rows(Machine("cpu", 1, 2**40, "x86_64 CPU"), tiny=True)[0].plans[0]
+    result = gpu_row.run_row(config, n_rounds=3, n_steps=1, timeout_s=120)
+    assert "failed" not in result and len(result["step_time_s"]) == 3
+    assert not dist.is_initialized() and set(multiprocessing.active_children()) == others
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [
+        (lambda connection: os._exit(3), "its process died with exit code 3"),
+        (lambda connection: time.sleep(1000), "it took longer than 0 s"),
+    ],
+)
+def test_a_process_that_dies_or_hangs_is_one_failed_row(behaviour, said, monkeypatch):
+    forked = multiprocessing.get_context("fork")  # so that the process has the replaced function too
+    monkeypatch.setattr(gpu_row.multiprocessing, "get_context", lambda kind: forked)
+    monkeypatch.setattr(gpu_row, "answer", lambda connection, *arguments: behaviour(connection))
+    others = set(multiprocessing.active_children())
+    timeout_s = 0.1 if "longer" in said else 30
+    assert gpu_row.run_row(Config(), n_rounds=3, n_steps=1, timeout_s=timeout_s) == {"failed": said}
+    assert set(multiprocessing.active_children()) == others
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to"),
+            {"failed": "CUDA out of memory", "out_of_memory": True},
+        ),
+        (RuntimeError("no kernel\nand much more"), {"failed": "RuntimeError: no kernel"}),
+    ],
+)
+def test_what_goes_wrong_in_a_row_is_told_in_a_sentence(error, expected, monkeypatch):
+    def fail(config: Config, **options) -> None:
+        raise error
+
+    monkeypatch.setattr(gpu_row, "measure_row", fail)
+    ours, theirs = multiprocessing.Pipe()
+    gpu_row.answer(theirs, Config(), 3, 1)
+    assert ours.recv() == expected
+
+
+def test_a_device_without_float8_has_a_ceiling_of_bfloat16_alone(monkeypatch):
+    def refuse(*arguments, **options) -> None:
+        raise RuntimeError("torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    assert gpu_row.build_matmuls(torch.device("cpu")).keys() == {"bfloat16"}

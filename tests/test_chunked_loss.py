@@ -1,0 +1,179 @@
+"""The chunked loss: the plain loss's numbers without its logits. On ranks: the rows of layouts.py that name a chunk."""
+
+import compare
+import pytest
+import torch
+import torch.nn.functional as F
+from layouts import CHUNKS, PP, TP, WHOLE_LOGITS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.model.chunked_loss import ChunkedLoss
+from torchtitan_lite.model.head import IGNORE_INDEX, Head
+from torchtitan_lite.tools.head_memory import compare_head_memory, count_head_peak_bytes
+
+ROWS, SEQ_LEN, DIM, VOCAB = 3, 20, 16, 50
+N_TOKENS = ROWS * SEQ_LEN
+MATMULS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.mm.out,
+    torch.ops.aten.addmm_.default,
+    torch.ops.aten.addmm.default,
+)
+
+
+def make_case(dtype: torch.dtype = torch.float32) -> tuple[Head, torch.Tensor, torch.Tensor]:
+    """A head, hidden states, and targets of which a third is not counted: one row as a whole."""
+    generator = torch.Generator().manual_seed(0)
+    head = Head(DIM, VOCAB)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(VOCAB, DIM, generator=generator))
+    hidden = torch.randn(ROWS, SEQ_LEN, DIM, generator=generator).to(dtype)
+    targets = torch.randint(VOCAB, (ROWS, SEQ_LEN), generator=generator)
+    targets[1] = IGNORE_INDEX
+    targets[2, :5] = IGNORE_INDEX
+    return head.to(dtype), hidden, targets
+
+
+def run_head(
+    head: Head, hidden: torch.Tensor, targets: torch.Tensor, chunk_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss per 7 tokens, gradients of hidden states and weight. chunk_tokens 0: the plain loss."""
+    head.chunked_loss = ChunkedLoss(chunk_tokens) if chunk_tokens else None
+    head.weight.grad, hidden = None, hidden.clone().requires_grad_()
+    loss = head(hidden, targets) / 7
+    loss.backward()
+    return loss.detach(), hidden.grad, head.weight.grad
+
+
+def compute_in_float64(
+    head: Head, hidden: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same from torch's own cross entropy."""
+    weight, hidden = head.weight.detach().double().requires_grad_(), hidden.double().requires_grad_()
+    loss = F.cross_entropy((hidden @ weight.t()).flatten(0, 1), targets.flatten(), reduction="sum") / 7
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 1, 7, 20, N_TOKENS, 1000])
+def test_loss_and_gradients_are_those_of_torch_cross_entropy(chunk_tokens):
+    case = make_case()
+    for value, truth in zip(run_head(*case, chunk_tokens), compute_in_float64(*case), strict=True):
+        assert compare.relative_error(value, truth) < 1e-6
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
+def test_in_bfloat16_it_errs_no_more_than_the_plain_loss(chunk_tokens):
+    case = make_case(torch.bfloat16)
+    truth = compute_in_float64(*case)
+    plain, chunked = run_head(*case, 0), run_head(*case, chunk_tokens)
+    assert [value.dtype for value in chunked] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    for one, other, true in zip(chunked, plain, truth, strict=True):
+        assert compare.relative_error(one, true) <= 1.25 * compare.relative_error(other, true) + 1e-6
+
+
+def test_in_bfloat16_a_token_that_is_almost_certain_still_has_a_gradient():
+    # Its probability is 0.9991: rounded to bfloat16 before the 1 is taken away, nothing would be left.
+    head, hidden, targets = Head(2, 2).bfloat16(), torch.tensor([[[7.0, 0.0]]]).bfloat16(), torch.tensor([[0]])
+    with torch.no_grad():
+        head.weight.copy_(torch.eye(2))
+    _, _, gradient = run_head(head, hidden, targets, 1)
+    assert compare.relative_error(gradient, compute_in_float64(head, hidden, targets)[2]) < 2**-7
+
+
+def test_logits_of_any_size_neither_overflow_nor_vanish():
+    head, hidden, targets = make_case()
+    hidden *= torch.tensor([1e-4, 1.0, 1e4])[
+        :, None, None
+    ]  # logits up to about 1e5; exp() of 89 is more than fp32 holds
+    for value, truth in zip(run_head(head, hidden, targets, 7), compute_in_float64(head, hidden, targets), strict=True):
+        assert compare.relative_error(value, truth) < 1e-6
+
+
+def test_without_a_counted_target_loss_and_gradients_are_zero():
+    head, hidden, targets = make_case()
+    for value in run_head(head, hidden, torch.full_like(targets, IGNORE_INDEX), 7):
+        assert not value.any()  # NaN is not zero either
+
+
+def test_a_second_backward_gives_the_same_gradient():
+    # A schedule that splits its backward asks for gradients of inputs and of weights one after the other.
+    head, hidden, targets = make_case()
+    head.chunked_loss = ChunkedLoss(7)
+    loss = head(hidden.requires_grad_(), targets)
+    (first,) = torch.autograd.grad(loss / 7, hidden, retain_graph=True)
+    second, of_weight = torch.autograd.grad(loss / 7, (hidden, head.weight))
+    _, _, expected = compute_in_float64(head, hidden.detach(), targets)
+    assert torch.equal(first, second)
+    assert compare.relative_error(of_weight, expected) < 1e-6
+
+
+class OpLog(TorchDispatchMode):
+    """Which operators run, and the largest tensor that one returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops, self.largest = [], 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        self.ops.append(op)
+        sizes = [tensor.numel() for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
+        self.largest = max([self.largest, *sizes])
+        return result
+
+
+def test_logits_are_computed_once_and_never_all_at_a_time():
+    head, hidden, targets = make_case()
+    head.chunked_loss, chunk = ChunkedLoss(5), 5
+    with OpLog() as log:
+        head(hidden.requires_grad_(), targets).backward()
+    n_chunks = N_TOKENS // chunk
+    assert sum(op in MATMULS for op in log.ops) == 3 * n_chunks  # logits, and what their gradient is multiplied with
+    assert log.largest == max(VOCAB * DIM, N_TOKENS * DIM, chunk * VOCAB) < N_TOKENS * VOCAB
+
+
+def test_without_gradients_only_the_logits_are_computed():
+    head, hidden, targets = make_case()
+    head.chunked_loss = ChunkedLoss(5)
+    with torch.no_grad(), OpLog() as log:
+        loss = head(hidden, targets)
+    assert sum(op in MATMULS for op in log.ops) == N_TOKENS // 5
+    assert torch.ops.aten.scatter_.src not in log.ops  # the last step of their gradient
+    assert log.largest == max(VOCAB * DIM, N_TOKENS * DIM)  # the weight's transpose, a view; the hidden states, flat
+    assert compare.relative_error(loss / 7, compute_in_float64(head, hidden, targets)[0]) < 1e-6
+
+
+def test_memory_of_the_head_does_not_grow_with_sequence_times_vocabulary():
+    sizes = {"dim": 64, "vocab_size": 128256, "chunk_tokens": 512}
+    short, long = (count_head_peak_bytes(n_tokens=n, **sizes) for n in (1024, 8192))
+    # The gradient of a hidden state, twice: as formed, and as scaled in backward.
+    assert 0 <= long - short <= 7168 * 2 * 64 * 4
+    assert long < 2 * 512 * 128256 * 4
+
+
+def test_memory_of_the_head_is_at_most_a_quarter_of_the_plain_one_with_the_default():
+    figures = compare_head_memory(stepping.Config().training.loss_chunk_tokens)
+    assert 2.8 < figures["head_gib_plain_loss"][0] < 3.1  # three times 2,048 x 128,256 numbers of 4 bytes
+    assert figures["head_chunked_over_plain"][0] < 0.25
+
+
+def gather_gradients(rank: int, world_size: int, overrides: dict[str, object]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Worker: loss and whole gradients of this rank's parameters after one forward and backward."""
+    run = compare.build_table_run(world_size, overrides)
+    batch = stepping.take_pieces(run, compare.own_rows(run, compare.make_batch(0, 256)))
+    loss = stepping.forward_backward(run, batch, stepping.count_global_tokens(run, batch))
+    total = stepping.sum_losses(run, loss).item()
+    return total, compare.gather(run, lambda parameter: parameter.grad)
+
+
+@pytest.mark.parametrize("degrees", [{TP: 2}, {PP: 2}], ids=["tp2", "pp2"])
+def test_on_ranks_the_two_losses_give_the_same_gradient_of_every_parameter(pool, degrees):
+    plain, chunked = (pool.run(gather_gradients, 2, {**degrees, **keys}) for keys in (WHOLE_LOGITS, CHUNKS))
+    for (plain_loss, plain_gradients), (loss, gradients) in zip(plain, chunked, strict=True):
+        assert loss == pytest.approx(plain_loss, rel=1e-6)
+        assert gradients.keys() == plain_gradients.keys()
+        errors = {fqn: compare.relative_error(gradients[fqn], plain_gradients[fqn]) for fqn in gradients}
+        assert max(errors.values()) < 1e-6

@@ -1,0 +1,64 @@
+"""The dump folder: of one run at a time, and emptied only where a run starts over."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.config import Config
+from torchtitan_lite.config_reader import REPOSITORY, dump_config_toml
+from torchtitan_lite.dump_folder import hold, open_dump_folder
+from torchtitan_lite.formats.manifest import CheckpointError
+
+OF_A_RUN = ["config.toml", "metrics.jsonl", "log.txt", "tb/events", "checkpoint/step-5/manifest.json", "traces/0.json"]
+OF_OTHERS = ["notes.txt", "elsewhere/step-5/manifest.json"]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """What an earlier run has left, what is none of its business, and a checkpoint that is a link."""
+    for name in (*OF_A_RUN, *OF_OTHERS):
+        path = tmp_path / "run" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("of an earlier run")
+    (tmp_path / "run" / "checkpoint" / "step-7").symlink_to(tmp_path / "run" / "elsewhere" / "step-5")
+    return tmp_path / "run"
+
+
+def list_files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_starts_over_deletes_what_a_run_leaves_and_nothing_else(folder):
+    (folder / "comm_traces").mkdir()  # as another rank does, before rank 0 is here
+    open_dump_folder(folder, Config(), starting_over=True).close()
+    assert list_files(folder) == {"config.toml", "lock", *OF_OTHERS}
+    assert (folder / "comm_traces").is_dir()
+
+
+def test_a_run_that_goes_on_changes_nothing_but_its_config(folder):
+    open_dump_folder(folder, Config(), starting_over=False).close()
+    assert list_files(folder) == {"lock", *OF_A_RUN, *OF_OTHERS}
+    contents = {name: (folder / name).read_text() for name in (*OF_A_RUN, *OF_OTHERS)}
+    assert contents.pop("config.toml") == dump_config_toml(Config())
+    assert set(contents.values()) == {"of an earlier run"}
+
+
+def test_a_second_run_on_one_folder_stops_until_the_first_has_died(folder):
+    code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
+    code += "from pathlib import Path; from torchtitan_lite.dump_folder import hold\n"
+    code += f"lock = hold(Path({str(folder)!r})); print('held', flush=True); sys.stdin.read()"
+    first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    before = list_files(folder)
+    try:
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=f"another run is at work in {folder}"):
+            open_dump_folder(folder, Config(), starting_over=True)
+        assert list_files(folder) == before | {"lock"}  # nothing of the first run is deleted
+    finally:
+        os.kill(first.pid, signal.SIGKILL)
+        first.communicate()
+    hold(folder).close()

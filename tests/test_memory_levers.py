@@ -1,0 +1,302 @@
+"""What saves memory: the arithmetic against what really lies in memory, and the keys that cannot work, refused."""
+
+import compare
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import COMPILED, MODE, PP, SCHEDULE, TP, ZERO
+from torch.profiler import ProfilerActivity, profile
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.components.out_of_memory import out_of_memory_explained
+from torchtitan_lite.config import Config, ConfigError, Problem, Training
+from torchtitan_lite.config_reader import read_config
+from torchtitan_lite.hardware import Machine
+from torchtitan_lite.layout import plan_layout, resolve_config
+from torchtitan_lite.lever_checks import check_levers
+from torchtitan_lite.memory_levers import count_activation_bytes, count_state_bytes, find_levers
+from torchtitan_lite.model.llama3 import rotary_angles
+from torchtitan_lite.parallel.attention_choice import describe_attention
+from torchtitan_lite.parallel.mesh import build_mesh, choose_backend
+from torchtitan_lite.preflight import preflight
+from torchtitan_lite.sizes import count_parameters, resolve_shape
+from torchtitan_lite.tools.reduction import reduce_config
+
+GIB = 2**30
+GPU, CPU = Machine("cuda", 1, 141 * 10**9, "NVIDIA H200"), Machine("cpu", 1, 64 * GIB, "a CPU")
+ADAMW = {"optimizer.name": "AdamW", "optimizer.lr": 0.01}
+DTYPE, BUDGET = "optimizer.moments_dtype", "activation_checkpoint.memory_budget"
+
+
+# --- the arithmetic ---
+
+
+def bytes_of_state(rank: int, world_size: int, overrides: dict[str, object]) -> int:
+    """Worker: what weights, gradients and optimizer take after a step, but for the one number that counts steps."""
+    run = compare.build_table_run(world_size, overrides)
+    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    stepping.train_step(run, batch)
+    stepping.forward_backward(run, stepping.take_pieces(run, batch), torch.tensor(1))
+    tensors = [tensor for p in run.parameters.values() for tensor in (p, p.grad, *run.optimizer.state[p].values())]
+    return sum(tensor.nbytes for tensor in map(compare.local, tensors) if tensor.dim())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bytes_each"),
+    [(ADAMW, 16), ({**ADAMW, DTYPE: "bfloat16"}, 12), ({"optimizer.name": "SGD"}, 8)],
+    ids=["AdamW", "bf16 moments", "SGD"],
+)
+def test_bytes_per_parameter_are_those_that_lie_in_memory(pool, overrides, bytes_each):
+    config = compare.override(compare.TABLE_CONFIG, overrides)
+    assert count_state_bytes(config.optimizer) == bytes_each
+    n_parameters = count_parameters(resolve_shape(config.model))
+    assert sum(pool.run(bytes_of_state, 2, overrides)) == n_parameters * bytes_each
+
+
+def bytes_kept_for_backward(rank: int, world_size: int, overrides: dict[str, object]) -> float:
+    """Worker: by how much the blocks' forward makes memory grow, per token and block."""
+    run = compare.build_table_run(1, overrides)
+    (part,) = run.parts
+    dtype = getattr(torch, run.config.training.mixed_precision_param)
+    part.to(dtype)
+    hidden = torch.randn(2, 64, part.shape.dim, dtype=dtype, requires_grad=True)
+    rotation = rotary_angles(torch.arange(64).expand(2, -1), part.shape)
+    blocks = list(part.layers.values())
+    for block in blocks:
+        block(hidden, rotation)  # compiles, where it is compiled
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        for block in blocks:
+            hidden = block(hidden, rotation)
+    return sum(event.self_cpu_memory_usage for event in recorded.events()) / (hidden[..., 0].numel() * len(blocks))
+
+
+@pytest.mark.parametrize(("mode", "inaccuracy"), [("full", 0), ("selective", 0), ("none", 0.2)])
+def test_activations_per_token_are_those_by_which_memory_grows(pool, mode, inaccuracy):
+    overrides = {MODE: mode}
+    config = compare.override(compare.TABLE_CONFIG, overrides)
+    (kept,) = pool.run(bytes_kept_for_backward, 1, overrides)
+    counted = count_activation_bytes(config.activation_checkpoint, resolve_shape(config.model), itemsize=4)
+    assert counted == pytest.approx(kept, rel=inaccuracy, abs=1e-6)
+
+
+def test_a_memory_budget_is_what_a_compiled_block_keeps_for_backward(pool):
+    kept = [
+        pool.run(bytes_kept_for_backward, 1, {MODE: "memory_budget", BUDGET: budget, **COMPILED})[0]
+        for budget in (0.0, 0.3, 0.6, 1.0)
+    ]
+    assert kept == sorted(kept) and kept[0] < kept[1] < kept[2] < kept[3]
+    (without,) = pool.run(bytes_kept_for_backward, 1, {MODE: "none", **COMPILED})
+    assert kept[3] == without
+    assert kept[1] <= kept[0] + 0.3 * (kept[3] - kept[0]) + 1
+
+
+# --- which keys would help ---
+
+
+def list_levers(overrides: dict[str, object], world_size: int = 1, device_type: str = "cuda") -> dict[str, float]:
+    """Key -> GiB that it saves each rank of an 8B model at sequence 8,192."""
+    config = Config(training=Training(local_batch_size=2, seq_len=8192))
+    config = compare.override(config, {"model.flavor": "8B", **overrides})
+    shape = resolve_shape(config.model)
+    layout = plan_layout(config, shape, world_size)
+    levers = find_levers(
+        resolve_config(config, layout, device_type), shape, layout, count_parameters(shape) // world_size
+    )
+    return {lever.key: lever.saved_bytes / GIB for lever in levers}
+
+
+def test_levers_on_one_gpu_are_sized_and_sorted_and_those_that_take_more_gpus_come_last():
+    # 8.03 billion parameters of 16 and 12 bytes: 119.66 and 89.75 GiB. 2 x 8,192 tokens x 32 blocks: 100.125 KiB each
+    # under the default recompute, of which the input, 8 KiB, would remain.
+    assert list_levers({}) == pytest.approx(
+        {
+            "training.enable_cpu_offload": 119.66,
+            "activation_checkpoint.mode": 0.5 * (100.125 - 8),
+            "optimizer.moments_dtype": 119.66 - 89.75,
+            "training.local_batch_size": 0.5 * 100.125 / 2,
+            "parallelism.tensor_parallel_degree": (119.66 + 0.5 * 100.125) / 2,
+            "parallelism.data_parallel_shard_degree": 119.66 / 2,
+        },
+        rel=1e-3,
+    )
+    keys = list(list_levers({}))
+    assert keys[:4] == [
+        "training.enable_cpu_offload",
+        "activation_checkpoint.mode",
+        "optimizer.moments_dtype",
+        "training.local_batch_size",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "absent"),
+    [
+        ({"optimizer.beta2": 0.999}, 1, DTYPE),
+        ({"optimizer.implementation": "foreach"}, 1, DTYPE),
+        ({DTYPE: "bfloat16"}, 1, DTYPE),
+        ({MODE: "full"}, 1, MODE),
+        ({}, 2, ZERO),
+        ({"training.local_batch_size": 1}, 1, "training.local_batch_size"),
+        ({"training.enable_cpu_offload": True}, 1, DTYPE),
+        ({TP: 8}, 8, TP),
+        ({PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "full", "training.local_batch_size": 4}, 4, ZERO),
+    ],
+)
+def test_no_key_is_named_that_would_not_help_or_be_refused(overrides, world_size, absent):
+    assert absent not in list_levers(overrides, world_size)
+
+
+def test_sharding_between_microbatches_saves_what_stage_1_and_2_keep_whole():
+    weights_in_bf16 = 8_030_261_248 * 2 / GIB
+    others = 3 / 4  # of four ranks, what is not a rank's own
+    for stage, n_copies in ((1, 2), (2, 1)):
+        saved = list_levers({ZERO: stage}, world_size=4)[ZERO]
+        assert saved == pytest.approx(n_copies * weights_in_bf16 * others, rel=1e-6)
+
+
+# --- out of memory ---
+
+
+def run_out_of_memory(rank: int, world_size: int, overrides: dict[str, object], wrapped: bool) -> str:
+    """Worker: what is said when the second step finds no memory, and a pipeline may have wrapped that."""
+    run = compare.build_table_run(world_size, overrides)
+    shape = resolve_shape(run.config.model)
+    batch = compare.own_rows(run, compare.make_batch(0, shape.vocab_size))
+    stepping.train_step(run, batch)
+    run.parts[-1].register_full_backward_pre_hook(wrap_refusal if wrapped else refuse_memory)
+    with pytest.raises(torch.OutOfMemoryError) as failure:
+        with out_of_memory_explained(run.config, shape, run.layout, run.parameters, run.optimizer):
+            stepping.train_step(run, batch)
+    return str(failure.value)
+
+
+def refuse_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("Tried to allocate 2.50 GiB")
+
+
+def wrap_refusal(*_: object) -> None:
+    try:
+        refuse_memory()
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError("a stage failed") from error
+
+
+@pytest.mark.parametrize(("wrapped", "last_line"), [(False, "Tried to allocate 2.50 GiB"), (True, "a stage failed")])
+def test_out_of_memory_says_what_used_it_and_which_three_keys_would_help_most(pool, wrapped, last_line):
+    said = pool.run(run_out_of_memory, 2, {**ADAMW, "model.vocab_size": 131_072}, wrapped)[1].splitlines()
+    # 16.9 million parameters, half of them here: weights of 4 bytes, moments of 8; backward had not begun.
+    assert said[0].startswith("Out of memory")
+    assert said[1:3] == ["      0.03  weights", "      0.06  optimizer"]
+    assert said[4:7] == [
+        "      0.13  --training.enable_cpu_offload=true  (the optimizer runs on the host, slowly)",
+        "      0.03  --optimizer.moments_dtype=bfloat16  (moments keep 8 bits)",
+        "      0.00  --activation_checkpoint.mode=full  (a third more FLOPs)",
+    ]
+    assert said[7:] == [last_line]
+
+
+def test_any_other_error_passes_as_it_is():
+    run = (compare.TABLE_CONFIG, None, None, {}, None)
+    with pytest.raises(RuntimeError, match="^something else$"), out_of_memory_explained(*run):
+        raise RuntimeError("something else") from ValueError()
+
+
+# --- what cannot work is refused ---
+
+MEMORY_BUDGET, COMPILE = "--activation_checkpoint.mode=memory_budget", "--compile.enable"
+ASYNC_TP = ["--parallelism.enable_async_tensor_parallel", "--parallelism.tensor_parallel_degree=2"]
+REFUSED = [
+    (["--optimizer.moments_dtype=bfloat16", "--optimizer.beta2=0.999"], GPU, DTYPE, "at most 0.99"),
+    (["--optimizer.moments_dtype=bfloat16", "--optimizer.name=SGD"], GPU, DTYPE, '"AdamW"'),
+    (["--optimizer.moments_dtype=bfloat16", "--optimizer.implementation=foreach"], GPU, DTYPE, '"fused"'),
+    ([MEMORY_BUDGET], GPU, MODE, "compile.enable = true"),
+    ([MEMORY_BUDGET, COMPILE, "--compile.backend=eager"], GPU, MODE, "inductor"),
+    ([MEMORY_BUDGET, COMPILE, "--compile.components=loss"], GPU, MODE, '"model"'),
+    (["--training.enable_cpu_offload"], CPU, "training.enable_cpu_offload", "Leave this key out"),
+    ([*ASYNC_TP, COMPILE], CPU, "parallelism.enable_async_tensor_parallel", "Leave this key out"),
+    (ASYNC_TP, GPU, "parallelism.enable_async_tensor_parallel", "Leave this key out"),
+    ([ASYNC_TP[0], COMPILE], GPU, "parallelism.enable_async_tensor_parallel", "Leave this key out"),
+]
+
+
+def check(args: list[str], machine: Machine) -> list[Problem]:
+    return check_levers(read_config(["--config", "debug", *args]).config, machine)
+
+
+@pytest.mark.parametrize(("args", "machine", "key", "remedy"), REFUSED)
+def test_a_lever_that_cannot_work_is_refused_with_the_reason(args, machine, key, remedy):
+    (problem,) = check(args, machine)
+    assert problem.key == key and remedy in problem.remedy
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--optimizer.moments_dtype=bfloat16", "--optimizer.beta2=0.99"],
+        [MEMORY_BUDGET, COMPILE],
+        ["--training.enable_cpu_offload"],
+        [*ASYNC_TP, COMPILE],
+    ],
+)
+def test_a_lever_that_works_is_accepted(args):
+    assert check(args, GPU) == []
+
+
+def test_8b_with_bf16_moments_fits_one_h200_and_offloaded_it_is_the_host_that_must_hold_it(monkeypatch):
+    args = ["--config", "llama3_8b"]
+    assert preflight(args, machine=GPU, n_ranks=1).memory.needed_bytes == 8_030_261_248 * 16
+    assert preflight([*args, "--optimizer.moments_dtype=bfloat16"], machine=GPU).memory.needed_bytes == 96_363_134_976
+    monkeypatch.setattr("torchtitan_lite.preflight.measure_cpu_memory", lambda: 100 * GIB)
+    with pytest.raises(ConfigError, match="119.7 GiB on this host, which has 100.0 GiB"):
+        preflight([*args, "--training.enable_cpu_offload"], machine=GPU)
+
+
+def test_verify_leaves_out_what_only_a_gpu_or_adamw_has_and_keeps_the_rest():
+    config = read_config([*ASYNC_TP, MEMORY_BUDGET, COMPILE, "--optimizer.moments_dtype=bfloat16"]).config
+    reduction = reduce_config(config, max_ranks=4)
+    changed = {change.key for change in reduction.changes}
+    assert {"optimizer.name", DTYPE, "parallelism.enable_async_tensor_parallel"} <= changed
+    assert not changed & {MODE, BUDGET, "compile.enable"}
+    assert check_levers(reduction.config, CPU) == []
+
+
+# --- attention, offload on a GPU ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "said"),
+    [
+        ({}, 1, "flash (32 tokens, 8 heads of 8, float32)"),
+        ({"training.mixed_precision_param": "bfloat16", TP: 2}, 2, "flash (32 tokens, 4 heads of 8, bfloat16)"),
+        ({"parallelism.context_parallel_degree": 2}, 2, "cpu, allgather over cp (16 tokens, 8 heads of 8, float32)"),
+        ({"model.attention": "document"}, 1, "an explicit mask of the documents"),
+    ],
+)
+def test_the_log_names_the_kernel_of_attention(overrides, world_size, said):
+    config = compare.complete(overrides, world_size)
+    shape = resolve_shape(config.model)
+    layout = plan_layout(config, shape, world_size)
+    assert describe_attention(resolve_config(config, layout, "cpu"), shape, layout, torch.device("cpu")) == said
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: nothing can be moved off one")
+def test_an_offloaded_run_is_the_run_on_the_gpu(tmp_path):
+    device = torch.device("cuda", 0)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    backend = choose_backend(device, offload=True)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device)
+    weights = []
+    for offload in (False, True):
+        config = compare.complete({**ADAMW, "training.enable_cpu_offload": offload}, world_size=1)
+        shape = resolve_shape(config.model)
+        layout = plan_layout(config, shape, world_size=1)
+        run = stepping.build_run(
+            resolve_config(config, layout, "cuda"), shape, layout, build_mesh(layout, "cuda"), device
+        )
+        for step in range(3):
+            stepping.train_step(run, compare.make_batch(step, shape.vocab_size).to(device))
+        assert all(compare.local(p).is_cpu == offload for p in run.parameters.values())
+        weights.append(compare.gather(run, lambda parameter: parameter.cpu()))
+    dist.destroy_process_group()
+    assert all(compare.relative_error(weights[1][fqn], weights[0][fqn]) < 1e-3 for fqn in weights[0])

@@ -1,0 +1,149 @@
+"""Nothing inside a step makes the host wait for the device: no number is read, no shape depends on data.
+
+A host that waits cannot queue the next kernels, and the device then waits for the host. On a CPU nothing waits, but the
+operators that would are called all the same, and a dispatch mode sees them: below DTensor, in backward, in collectives,
+in the optimizer. Copies between devices it cannot see; those CUDA itself reports, in the last test.
+"""
+
+from unittest.mock import patch
+
+import compare
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import PRECOMPUTE, ROWWISE
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.layout import plan_layout, resolve_config
+from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.sizes import resolve_shape
+
+# What reads a number, or has as many results as the data say.
+WAITING = (
+    "_local_scalar_dense is_nonzero equal allclose nonzero masked_select unique_dim _unique _unique2 "
+    "unique_consecutive unique_dim_consecutive bincount histc repeat_interleave.Tensor _assert_async"
+).split()
+BY_MASK = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")  # masks among the indices count
+
+ADAMW = {"optimizer.name": "AdamW", "optimizer.lr": 0.01}
+PP, TP, CP = (f"parallelism.{name}_parallel_degree" for name in ("pipeline", "tensor", "context"))
+RUNS = {
+    "one rank": (1, {}),
+    "one rank, accumulation": (1, {"training.local_batch_size": 2}),
+    "one rank, bf16": (1, {"training.mixed_precision_param": "bfloat16"}),
+    "one rank, bf16 moments": (1, {"optimizer.moments_dtype": "bfloat16"}),
+    "one rank, documents": (1, {"model.attention": "document"}),
+    "one rank, float8": (1, ROWWISE),
+    "dp2, float8 gathered": (2, PRECOMPUTE),
+    "dp2 x tp2": (4, {TP: 2}),
+    "dp2 x tp2, bf16 moments": (4, {TP: 2, "optimizer.moments_dtype": "bfloat16"}),
+    "pp2": (2, {PP: 2}),
+    "cp2": (2, {CP: 2}),
+    "cp2, ring": (2, {CP: 2, "parallelism.context_parallel_rotate_method": "ring"}),
+}
+
+
+class HostWaits(AssertionError):
+    pass
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises HostWaits where an operator would make the host wait for a device."""
+
+    def __enter__(self):
+        # These two read memory without an operator.
+        self.readers = [patch.object(Tensor, name, refuse_reading) for name in ("tolist", "numpy")]
+        for reader in self.readers:
+            reader.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        for reader in self.readers:
+            reader.stop()
+        return super().__exit__(*exception)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
+            return NotImplemented  # a DTensor and its like: what they do with the tensors inside is looked at
+        name, overload = operator.__name__.split(".", 1)
+        if name in WAITING or f"{name}.{overload}" in WAITING or (name in BY_MASK and counts_by_mask(*args)):
+            raise HostWaits(f"{operator} makes the host wait for the device")
+        return operator(*args, **(kwargs or {}))
+
+
+def counts_by_mask(tensor: Tensor, indices: list[Tensor | None], values: Tensor | None = None, *_: object) -> bool:
+    """Whether it must count what a mask selects. To write one number it fills instead."""
+    masked = any(index is not None and index.dtype is torch.bool for index in indices)
+    return masked and (values is None or values.numel() > 1)
+
+
+def refuse_reading(tensor: Tensor, *args: object) -> None:
+    raise HostWaits("the host reads a tensor")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        lambda x: float(x[0]),
+        lambda x: x.tolist(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.index_put_((x > 0,), torch.zeros(3)),
+        lambda x: torch.where(x > 0),
+        lambda x: x.unique(),
+        lambda x: torch.equal(x, x),
+    ],
+)
+def test_the_watcher_sees_what_waits(read):
+    with NoWaiting(), pytest.raises(HostWaits):
+        read(torch.ones(3))
+
+
+def take_two_steps(rank: int, world_size: int, overrides: dict[str, object]) -> bool:
+    """Worker: the second step, in which everything is allocated and planned, must not wait."""
+    run = compare.build_table_run(world_size, overrides)
+    vocab_size = resolve_shape(run.config.model).vocab_size
+    batches = [compare.own_rows(run, compare.make_batch(step, vocab_size, documents=True)) for step in range(2)]
+    stepping.train_step(run, batches[0])
+    with NoWaiting():
+        result = stepping.train_step(run, batches[1])
+    return bool(result.finite)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_host_waits_for_the_device_inside_a_step(pool, name):
+    world_size, overrides = RUNS[name]
+    assert pool.run(take_two_steps, world_size, {**ADAMW, **overrides}) == [True] * world_size
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    """A GPU, and a group of one rank on it."""
+    device = torch.device("cuda", 0)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    yield device
+    torch.cuda.set_sync_debug_mode("default")
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA itself reports what waits for it")
+@pytest.mark.parametrize("name", [name for name, (world_size, _) in RUNS.items() if world_size == 1])
+def test_cuda_sees_no_wait_inside_a_step(gpu, name):
+    config = compare.complete({**ADAMW, **RUNS[name][1]}, world_size=1)
+    shape = resolve_shape(config.model)
+    layout = plan_layout(config, shape, world_size=1)
+    config = resolve_config(config, layout, "cuda")
+    run = stepping.build_run(config, shape, layout, build_mesh(layout, "cuda"), gpu)
+    batches = [compare.make_batch(step, shape.vocab_size, documents=True).to(gpu) for step in range(2)]
+    stepping.train_step(run, batches[0])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # raises in the operator that waits
+    result = stepping.train_step(run, batches[1])
+    torch.cuda.set_sync_debug_mode("default")
+    assert result.finite

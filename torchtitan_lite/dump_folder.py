@@ -1,0 +1,63 @@
+"""The folder in which a run leaves everything: `job.dump_folder`, of one run at a time.
+
+config.toml     as resolved              log.txt, metrics.jsonl, tb/                what the run said
+checkpoint/     step-N/ ...              traces/, comm_traces/, memory_snapshot/    where asked for
+lock            held by the run that is at work here
+"""
+
+import fcntl
+import shutil
+from pathlib import Path
+from typing import BinaryIO
+
+from torchtitan_lite.config import Config
+from torchtitan_lite.config_reader import dump_config_toml
+from torchtitan_lite.formats.manifest import CheckpointError
+
+
+def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> BinaryIO:
+    """Makes the folder, for this run alone, and puts the resolved config there. For rank 0.
+
+    `starting_over` deletes an earlier run's files first. Returns the lock, as `hold` does, and raises what it raises.
+    """
+    lock = hold(folder)
+    if starting_over:
+        for name in ("config.toml", "metrics.jsonl", "log.txt"):
+            (folder / name).unlink(missing_ok=True)
+        subfolders = (
+            config.metrics.save_tb_folder,
+            config.checkpoint.folder,
+            config.profiling.save_traces_folder,
+            config.profiling.save_memory_snapshot_folder,
+            config.comm.save_traces_folder,
+        )
+        for name in subfolders:
+            empty(folder / name)
+    (folder / "config.toml").write_text(dump_config_toml(config), encoding="utf-8")
+    return lock
+
+
+def hold(folder: Path) -> BinaryIO:
+    """Takes the lock of a dump folder, for as long as the returned file is open. The system closes it for the dead.
+
+    Raises CheckpointError where another run has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / "lock", "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise CheckpointError(
+            f"another run is at work in {folder}: wait until it has ended, or name another job.dump_folder"
+        ) from None
+    return file
+
+
+def empty(folder: Path) -> None:
+    """Deletes what is in the folder, if there is one. The folder stays: another rank may have made it just now."""
+    for path in folder.glob("*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

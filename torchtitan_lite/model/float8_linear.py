@@ -1,0 +1,159 @@
+"""A linear layer that multiplies in float8: 8 bits a number, at twice the matmul rate of bfloat16.
+
+    y  = x  @ w.T      forward       both factors of each matmul are rounded to float8 just before it;
+    dx = dy @ w        backward      products are summed in fp32 and leave in the dtype of x
+    dw = dy.T @ x
+
+A float8 has 2 or 3 bits of fraction and little range, so a tensor is first scaled to where its largest number is the
+largest float8. What shares a scale is the recipe:
+
+    recipe               one scale for each                   dy     dw
+    tensorwise           tensor                               e5m2   in float8
+    rowwise              vector that a dot product runs over  e4m3   in float8
+    rowwise_with_gw_hp   the same; for dx, w as a whole       e4m3   as before, in high precision
+
+x and w are always e4m3 (3 bits of fraction, up to 448); e5m2 has one bit less and reaches 57,344. Rowwise scales are
+powers of two: scaling by them rounds nothing, so that a number is the same float8 in forward and backward.
+
+Legend: M tokens, K in features, N out features. Sources: arXiv:2209.05433; the recipes are torchao's.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LEAST_AMAX = 1e-12  # so that a tensor of zeros has a scale
+
+
+@dataclass(frozen=True)
+class Recipe:
+    by_row: bool  # a scale for each vector that a dot product runs over; else one for the tensor
+    of_gradient: torch.dtype  # dy; more range than x and w where all of it shares a scale
+    dw_in_float8: bool
+
+
+RECIPES = {  # TOML's recipe_name
+    "tensorwise": Recipe(by_row=False, of_gradient=E5M2, dw_in_float8=True),
+    "rowwise": Recipe(by_row=True, of_gradient=E4M3, dw_in_float8=True),
+    "rowwise_with_gw_hp": Recipe(by_row=True, of_gradient=E4M3, dw_in_float8=False),
+}
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A matrix in float8: `data` is the matrix times `scale`."""
+
+    data: Tensor
+    scale: Tensor  # fp32: (), or (rows, 1), or (1, columns)
+
+    def t(self) -> "Rounded":
+        return Rounded(self.data.t(), self.scale.t())
+
+
+def choose_scale(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> Tensor:
+    """What takes the largest magnitude to the largest float8, fp32. In fp64, or compiled code would round otherwise."""
+    scale = (torch.finfo(dtype).max / amax.double().clamp(min=LEAST_AMAX)).float()
+    return scale.log2().floor().exp2() if power_of_two else scale
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * scale as float8. Clamped: what exceeds the range would become nan or infinite, in torch before 2.12."""
+    largest = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+
+
+def round_to_float8(x: Tensor, dtype: torch.dtype, *, dim: int | None = None, power_of_two: bool = False) -> Rounded:
+    """`dim`: along it numbers share a scale; None: all do."""
+    amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = choose_scale(amax, dtype, power_of_two=power_of_two)
+    return Rounded(cast(x, scale, dtype), scale)
+
+
+def multiply(a: Rounded, b: Rounded, dtype: torch.dtype, *, emulate: bool, fast: bool = False) -> Tensor:
+    """a (M, K) @ b (K, N) -> (M, N). `fast`: sum in fewer bits, good enough for activations.
+
+    `emulate`: the same rounding, and then a matmul in fp32, which runs anywhere.
+    """
+    if emulate:
+        return ((a.data.float() / a.scale) @ (b.data.float() / b.scale)).to(dtype)
+    scale_a, scale_b = a.scale.reciprocal(), b.scale.reciprocal()
+    by_row = a.scale.dim() > 0
+    scale_after = None
+    if by_row and not fast:  # the kernel that scales rows is slow when it sums exactly; that for tensors is not
+        scale_after = scale_a * scale_b
+        scale_a = scale_b = torch.ones((), device=scale_a.device)
+    product = torch._scaled_mm(
+        a.data.contiguous(),
+        b.data.t().contiguous().t(),  # it wants columns of b side by side in memory
+        scale_a=scale_a,
+        scale_b=scale_b,
+        out_dtype=torch.bfloat16 if by_row else dtype,  # it has no fp32 for rows
+        use_fast_accum=fast,
+    )
+    return (product if scale_after is None else (product * scale_after).bfloat16()).to(dtype)
+
+
+class Float8Multiply(torch.autograd.Function):
+    """x (..., K), weight (N, K) -> (..., N). What is kept for backward is x and the weight, as for any linear layer.
+
+    A weight that is float8 already comes as `held_data` and `held_scale`, of the tensorwise recipe; `weight` is then
+    looked at for its gradient only.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        held_data: Tensor | None,
+        held_scale: Tensor | None,
+        recipe_name: str,
+        emulate: bool,
+    ) -> Tensor:
+        recipe = RECIPES[recipe_name]
+        ctx.recipe, ctx.emulate = recipe, emulate
+        ctx.save_for_backward(x, weight if held_data is None else None, held_data, held_scale)
+        along = {"dim": 1, "power_of_two": True} if recipe.by_row else {}
+        x8 = round_to_float8(x.flatten(0, -2), E4M3, **along)
+        w8 = round_to_float8(weight, E4M3, **along) if held_data is None else Rounded(held_data, held_scale)
+        y = multiply(x8, w8.t(), x.dtype, emulate=emulate, fast=True)
+        return y.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, held_data, held_scale = ctx.saved_tensors
+        recipe, options = ctx.recipe, {"dtype": dy.dtype, "emulate": ctx.emulate}
+        rows = dy.flatten(0, -2)  # (M, N)
+        powers = {"power_of_two": recipe.by_row}
+        dy8 = round_to_float8(rows, recipe.of_gradient, dim=1 if recipe.by_row else None, **powers)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:  # a dot product runs over N: a scale for each column of w
+            w8 = Rounded(held_data, held_scale)
+            if held_data is None:
+                by_column = recipe.by_row and recipe.dw_in_float8
+                w8 = round_to_float8(weight, E4M3, dim=0 if by_column else None, **powers)
+            dx = multiply(dy8, w8, **options).view_as(x)
+        if ctx.needs_input_grad[1]:  # and here over M
+            x = x.flatten(0, -2)
+            if not recipe.dw_in_float8:
+                dw = rows.t() @ x
+            elif recipe.by_row:
+                dy8 = round_to_float8(rows, recipe.of_gradient, dim=0, **powers)
+                dw = multiply(dy8.t(), round_to_float8(x, E4M3, dim=0, **powers), **options)
+            else:
+                dw = multiply(dy8.t(), round_to_float8(x, E4M3), **options)
+        return dx, dw, None, None, None, None
+
+
+class Float8Linear(nn.Linear):
+    """nn.Linear without bias, in float8. The weight itself stays as it is: what is trained and saved is fp32."""
+
+    def __init__(self, in_features: int, out_features: int, *, recipe_name: str, emulate: bool):
+        super().__init__(in_features, out_features, bias=False)
+        self.recipe_name, self.emulate = recipe_name, emulate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K) -> (..., N)."""
+        return Float8Multiply.apply(x, self.weight, None, None, self.recipe_name, self.emulate)

@@ -1,0 +1,178 @@
+"""Float8 on many ranks: local matmuls under TP, weights that travel as float8 under FSDP (drawn for dp_shard=2).
+
+    wq.weight (N, K)   rank 0              rank 1
+    at rest            rows [:N/2], fp32   rows [N/2:], fp32     what the optimizer and checkpoints see, as ever
+    all-reduce         max |w| of both, 4 bytes                  both must round with the same scale
+    all-gather         all rows in float8, one scale             N*K bytes, half of what bf16 takes
+    in its block       all rows in float8                        already rounded, for forward and backward
+
+The all-reduce is made for each weight when it is gathered; or, with precomputed scales, once for all weights, after
+each optimizer step: 4 bytes for each weight over dp_shard x cp.
+
+Under TP each rank multiplies the slice that it has, of x and of w, and rounds it with its own scale: no rank talks
+more than without float8. (torch's DTensor cannot do rowwise scales over gloo, and would all-reduce every maximum.)
+
+Sources: TorchTitan arXiv:2410.06511; FSDP2's extension hooks, torch.distributed.fsdp.
+Effect: linear layers of the plan become Float8Linear; FQNs, parameters and what a checkpoint holds do not change.
+"""
+
+from math import ceil, inf
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from torchtitan_lite.config import Float8
+from torchtitan_lite.float8_plan import plan_float8
+from torchtitan_lite.model.float8_linear import E4M3, Float8Linear, Float8Multiply, cast, choose_scale
+
+aten = torch.ops.aten
+
+
+def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
+    """Replaces the linear layers of the plan (on meta)."""
+    linears = {fqn: module for fqn, module in part.named_modules() if type(module) is nn.Linear and module.bias is None}
+    plan = plan_float8({fqn: tuple(linear.weight.shape) for fqn, linear in linears.items()}, section, tp)
+    for fqn in plan.fqns:
+        old = linears[fqn]
+        with torch.device(old.weight.device):
+            new = ParallelFloat8Linear(
+                old.in_features, old.out_features, recipe_name=section.recipe_name, emulate=section.emulate
+            )
+        part.set_submodule(fqn, new)
+
+
+class ParallelFloat8Linear(Float8Linear):
+    """A Float8Linear whose weight may be a slice of tp, or gathered as float8, or both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K) -> (..., N); under TP DTensors, as torch's ColwiseParallel and RowwiseParallel have them."""
+        if not isinstance(self.weight, DTensor):
+            return self.multiply(x, self.weight)
+        (placement,) = self.weight.placements
+        if placement.is_shard(0):  # colwise: x is whole, and each rank has a share of its gradient
+            x, output = x.to_local(grad_placements=[Partial()]), Shard(-1)
+        else:  # rowwise: x is split as w is, and each rank has a share of y
+            x, output = x.to_local(), Partial()
+        y = self.multiply(x, self.weight.to_local())
+        return DTensor.from_local(y, self.weight.device_mesh, [output], run_check=False)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        held = (weight.data8, weight.scale) if isinstance(weight, GatheredWeight) else (None, None)
+        return Float8Multiply.apply(x, weight, *held, self.recipe_name, self.emulate)
+
+
+# ---------------------------------------------------------------- weights that travel as float8
+
+
+def gather_in_float8(parts: list[nn.Module], section: Float8) -> list["TravellingWeight"]:
+    """Has FSDP gather the weights of `parts` (allocated) as float8, where asked for. Returns those to precompute.
+
+    A rank that has its stage alone may be without FSDP: nothing is gathered, and its weights stay as they are.
+    """
+    if not section.enable_fsdp_float8_all_gather:
+        return []
+    weights = [
+        TravellingWeight(module.weight._local_tensor)  # not a view of it: FSDP looks at this one
+        for part in parts
+        for module in part.modules()
+        if isinstance(module, ParallelFloat8Linear) and isinstance(module.weight, DTensor)
+    ]
+    for weight in weights:  # FSDP2 looks for the two hooks on the tensor itself
+        weight.shard.fsdp_pre_all_gather = weight.before_gather
+        weight.shard.fsdp_post_all_gather = weight.after_gather
+    return weights if section.precompute_float8_dynamic_scale_for_fsdp else []
+
+
+@torch.no_grad()
+def precompute_scales(weights: list["TravellingWeight"], mesh: DeviceMesh) -> None:
+    """The scales of all weights until the next optimizer step. All-reduces 4 bytes for each over dp_shard x cp."""
+    if weights:
+        amax = torch.stack([find_amax(weight.shard) for weight in weights])
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
+        for weight, scale in zip(weights, choose_scale(amax, E4M3), strict=True):
+            weight.scale = scale
+
+
+class TravellingWeight:
+    """This rank's rows of a weight, and what FSDP2 calls before and after their all-gather.
+
+    A tensor subclass could have these methods too, but it would be what optimizer and checkpoints meet.
+    """
+
+    def __init__(self, shard: Tensor):
+        self.shard = shard
+        self.scale: Tensor | None = None  # of the whole weight, where it is precomputed
+
+    def before_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: object, module: nn.Module, mp_policy: object
+    ) -> tuple[tuple[Tensor], tuple[Tensor]]:
+        """What travels, and what the hook after it is told. `mesh`: of dp_shard x cp."""
+        scale = self.scale
+        if scale is None:
+            amax = find_amax(self.shard)
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
+            scale = choose_scale(amax, E4M3)
+        data = cast(self.shard, scale, E4M3).view(torch.uint8)  # no backend gathers float8 as such
+        n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer
+        return (F.pad(data, (0, 0, 0, n_rows - len(data))),), (scale,)
+
+    def after_gather(
+        self, gathered: tuple[Tensor], told: tuple[Tensor], dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor]] | None:
+        """The whole weight. With `out`, that is the one from before, whose memory has been filled anew."""
+        (data,), (scale,) = gathered, told
+        if scale.is_cuda:  # made on the stream that fills the all-gather, read on this one
+            scale.record_stream(torch.cuda.current_stream())
+        if out is None:
+            data8 = data.view(E4M3)
+            return GatheredWeight(data8, scale, dtype), (data8,)
+        # Under TP `out` is a DTensor; a scale that is set on that, not inside it, is lost, and the old one stays.
+        (out._local_tensor if isinstance(out, DTensor) else out).scale = scale
+        return None
+
+
+def find_amax(shard: Tensor) -> Tensor:
+    """Largest magnitude, () fp32; zero where a rank has no rows. Without a copy, unlike abs().amax()."""
+    return torch.linalg.vector_norm(shard, inf) if len(shard) else shard.new_zeros(())
+
+
+class GatheredWeight(Tensor):
+    """A whole weight in float8, which is of `dtype` to FSDP and autograd: its gradient is."""
+
+    @staticmethod
+    def __new__(cls, data8: Tensor, scale: Tensor, dtype: torch.dtype):
+        return Tensor._make_wrapper_subclass(
+            cls, data8.shape, strides=data8.stride(), dtype=dtype, device=data8.device, requires_grad=False
+        )
+
+    def __init__(self, data8: Tensor, scale: Tensor, dtype: torch.dtype):
+        self.data8, self.scale = data8, scale
+
+    def __tensor_flatten__(self):
+        return ["data8", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: object, stride: object):
+        return GatheredWeight(inner["data8"], inner["scale"], dtype)
+
+    def __repr__(self):
+        return f"GatheredWeight({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args, kwargs=None):
+        kwargs = kwargs or {}
+        if op in (aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default):
+            weight = args[0]
+            view = GatheredWeight(op(weight.data8, *args[1:], **kwargs), weight.scale, weight.dtype)
+            return return_and_correct_aliasing(op, args, kwargs, view)
+        # Anything else, such as zeros_like for a gradient, gets the numbers.
+        args, kwargs = pytree.tree_map_only(
+            GatheredWeight, lambda w: (w.data8.float() / w.scale).to(w.dtype), (args, kwargs)
+        )
+        return op(*args, **kwargs)
