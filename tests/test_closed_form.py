@@ -82,11 +82,15 @@ def test_the_zero_stage_says_how_often_parameters_and_gradients_travel(zero, mic
 
 @pytest.mark.parametrize(("mode", "gathers", "scatters"), [("none", 4, 4), ("selective", 6, 4), ("full", 6, 5)])
 def test_recompute_repeats_the_collectives_of_tensor_parallel_but_the_last(mode, gathers, scatters):
-    """With one layer for embedding (a scatter forward, a gather backward) and head (the other way round)."""
+    """With one layer for embedding (a scatter forward, a gather backward) and head (the other way round).
+
+    8 chunks of the loss each gather two fp32 numbers of each token from every rank.
+    """
     config = read("llama3_8b", degrees(tp=8), f"--activation_checkpoint.mode {mode}")
     hidden = 8192 * 4096 * 2
     moved = traffic_of(config, 8)
-    assert moved["tp", "all-gather"] == (32 * gathers + 2, (32 * gathers + 2) * hidden * 7 / 8)
+    of_loss = 8 * 8192 * 2 * 4
+    assert moved["tp", "all-gather"] == (32 * gathers + 2 + 8, ((32 * gathers + 2) * hidden + of_loss) * 7 / 8)
     assert moved["tp", "reduce-scatter"] == (32 * scatters + 2, (32 * scatters + 2) * hidden * 7 / 8)
 
 

@@ -88,9 +88,20 @@ def estimate_block(workload: Workload) -> float:
 
 
 def estimate_loss(workload: Workload) -> float:
-    """Of the logits (T, V): in backward three fp32 tensors, log-softmax and two gradients. Over tp most is held in
-    forward: the logits, in fp32 too, less their maximum, and the exponentials of that."""
+    """In chunks: the gradient of the weight in fp32, and either a chunk's logits in compute dtype and in fp32, or their
+    gradient and what they add to that of the weight.
+
+    All at once, of the logits (T, V): in backward three fp32 tensors, log-softmax and two gradients. Over tp most is
+    held in forward: the logits, in fp32 too, less their maximum, and the exponentials of that.
+    """
     tp = workload.layout.tp if workload.shards_loss else 1
+    if workload.loss_chunk_tokens:
+        width = workload.compute_bytes
+        weight = workload.shape.vocab_size * workload.shape.dim / workload.layout.tp
+        logits = min(workload.loss_chunk_tokens, workload.n_tokens) * workload.shape.vocab_size / tp
+        if width == MASTER_BYTES:  # one tensor is both, and what is added needs no memory of its own
+            return (weight + logits) * MASTER_BYTES
+        return weight * MASTER_BYTES + max(logits * (width + MASTER_BYTES), (weight + logits) * width)
     bytes_each = 12 if tp == 1 else 12 + workload.compute_bytes
     return bytes_each * workload.n_tokens * workload.shape.vocab_size / tp
 

@@ -81,11 +81,16 @@ def add_tensor_parallel(tally: Tally, workload: Workload, stage: Stage) -> None:
     norms = (2 * n_layers + stage.has_head) * workload.n_reductions
     width = workload.compute_bytes if workload.n_reductions == m else MASTER_BYTES
     tally.add(tp, "all-reduce", norms, workload.shape.dim * width)
-    if stage.has_head and workload.shards_loss:  # maximum, sum of exponentials, the target's logit: fp32, of each token
-        tally.add(tp, "all-reduce", 3 * m, workload.n_tokens * 4)
-    elif stage.has_head:
+    if not stage.has_head:
+        return
+    if not workload.shards_loss:
         logits = workload.n_tokens * workload.shape.vocab_size * workload.compute_bytes
-        tally.add(tp, "all-gather", m, logits)
+        tally.add(tp, "all-gather", m * workload.n_loss_chunks, logits / workload.n_loss_chunks)
+    elif workload.loss_chunk_tokens:  # of each rank, a sum of exponentials and the target's logit: fp32, of each token
+        sums = workload.layout.tp * workload.n_tokens * 8
+        tally.add(tp, "all-gather", m * workload.n_loss_chunks, sums / workload.n_loss_chunks)
+    else:  # maximum, sum of exponentials, the target's logit: fp32, of each token
+        tally.add(tp, "all-reduce", 3 * m, workload.n_tokens * 4)
 
 
 def add_context_parallel(tally: Tally, workload: Workload, stage: Stage) -> None:

@@ -11,9 +11,11 @@ V vocabulary, T = B*S/cp tokens of a microbatch on one rank.
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import ceil
 from typing import Literal
 
 from torchtitan_lite.config import ActivationCheckpoint, Config
+from torchtitan_lite.float8_plan import uses_float8
 from torchtitan_lite.layout import Layout
 from torchtitan_lite.pipeline_plan import Stages, splits_backward
 from torchtitan_lite.refused import recomputes_by_op
@@ -21,7 +23,7 @@ from torchtitan_lite.sizes import Shape, count_layer_parameters
 
 # "alternate" is no choice of ours: torchtitan's policy of 2024, which published rows use. It keeps every second matmul.
 Recompute = Literal["none", "op", "full", "alternate"]
-STATE_BYTES = {"AdamW": 8, "SGD": 0}  # of the optimizer, per parameter: two moments in fp32
+STATE_BYTES = {"AdamW": 8, "AdamW bfloat16": 4, "SGD": 0}  # of the optimizer, per parameter: two moments, or none
 MASTER_BYTES = 4  # of a parameter at rest, and of its gradient
 
 
@@ -52,6 +54,7 @@ class Workload:
     optimizer: str = "AdamW"
     splits_backward: bool = False
     shards_loss: bool = True
+    loss_chunk_tokens: int = 0  # 0: all logits at once
     compiled: bool = False
     ring: bool = False  # how keys and values get around under cp; else by all-gather
     documents: bool = False  # no token sees another document's
@@ -65,6 +68,11 @@ class Workload:
     def n_tokens(self) -> int:
         """T: tokens that one rank computes of a microbatch."""
         return self.layout.microbatch_size * self.seq_len // self.layout.cp
+
+    @property
+    def n_loss_chunks(self) -> int:
+        """Of a microbatch."""
+        return ceil(self.n_tokens / self.loss_chunk_tokens) if self.loss_chunk_tokens else 1
 
     @property
     def hidden_bytes(self) -> int:
@@ -145,16 +153,18 @@ def count_modules(stages: Stages) -> tuple[Stage, ...]:
 def describe_workload(config: Config, shape: Shape, layout: Layout) -> Workload:
     """A step of a run. Where the compute dtype is still "auto", that of a GPU is taken."""
     dtype = config.training.mixed_precision_param
+    dtype = "bfloat16" if dtype == "auto" else dtype
     return Workload(
         shape=shape,
         layout=layout,
         seq_len=config.training.seq_len,
         recompute=count_recompute(config.activation_checkpoint, shape.n_layers, recomputes_by_op(config)),
-        compute_dtype="bfloat16" if dtype == "auto" else dtype,
-        matmul_dtype="bfloat16" if dtype == "auto" else dtype,
-        optimizer=config.optimizer.name,
+        compute_dtype=dtype,
+        matmul_dtype="float8" if uses_float8(config) else dtype,
+        optimizer="AdamW bfloat16" if config.optimizer.moments_dtype == "bfloat16" else config.optimizer.name,
         splits_backward=splits_backward(config.parallelism),
         shards_loss=not config.parallelism.disable_loss_parallel,
+        loss_chunk_tokens=config.training.loss_chunk_tokens,
         compiled=config.compile.enable,
         ring=config.parallelism.context_parallel_rotate_method == "ring",
         documents=config.model.attention == "document",

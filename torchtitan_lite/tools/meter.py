@@ -51,7 +51,8 @@ OPERATIONS = {  # torch's name of a collective -> ours
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 aten = torch.ops.aten
 READ = aten._local_scalar_dense.default  # a number that the host asks for, by .item() or bool()
-FLOPS = {  # torch counts its CUDA kernels only
+FLOPS = {  # of attention, torch counts its CUDA kernels only
+    aten.addmm_: lambda total, left, right: 2 * left.shape[0] * left.shape[1] * right.shape[1],
     aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_: sdpa_flop_count(
         query.shape, key.shape, value.shape
     ),

@@ -129,6 +129,7 @@ def serve(rank: int, connection: Connection) -> None:
             timeout = timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
             try:
+                dist.barrier()  # a rank that has nothing to say may not leave while others still join
                 result = function(rank, world_size, *args, **kwargs)
             finally:
                 dist.destroy_process_group()
