@@ -20,6 +20,7 @@ Beside the rounds, fresh processes open corpora of 100 GB, which are sparse file
 
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr
@@ -156,7 +157,7 @@ def build_tokenising(
     """`pool` has `n_cores` processes."""
     encode, texts = read_texts(tuple(files))
     n_tokens = sum(len(encode(text)) for text in texts) * amounts.n_copies
-    copies = {n: link_copies(folder / f"texts-{n}", files, n * amounts.n_copies) for n in sorted({1, n_cores})}
+    copies = {n: copy_files(folder / f"texts-{n}", files, n * amounts.n_copies) for n in sorted({1, n_cores})}
     corpora = (folder / f"corpus-{number}" for number in count())  # a new one each time: deleting takes time too
 
     def encode_in_processes() -> None:
@@ -186,12 +187,12 @@ def read_texts(files: tuple[Path, ...]) -> tuple[Callable[[str], list[int]], lis
     return load_tokenizer(TOKENIZER).encoding.encode_ordinary, texts
 
 
-def link_copies(folder: Path, files: list[Path], n: int) -> Path:
-    """A folder with each file n times, as links."""
+def copy_files(folder: Path, files: list[Path], n: int) -> Path:
+    """A folder with each file n times."""
     for copy in range(n):
         (folder / f"{copy:04}").mkdir(parents=True)
         for number, file in enumerate(files):
-            (folder / f"{copy:04}" / f"{number:05}.py").symlink_to(file)
+            shutil.copyfile(file, folder / f"{copy:04}" / f"{number:05}.py")
     return folder
 
 

@@ -9,6 +9,7 @@ a memory map; here a tensor leaves its device in pieces while the piece before i
 be larger than the address space. Nothing in a header is believed: the manifest says what must be there.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -44,7 +45,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-PIECE_BYTES = 2**20  # is still in the processor's cache when it is hashed, and when it is written
+PIECE_BYTES = 2**20  # small enough that hashing and writing begin at once, large enough to hide handing it over
 MOST_PIECES = 8  # so that a thread which has to wait for a processor does not stop the others
 BYTES_UNTIL_SYNC = 16 * 2**20  # the disk is at work while the rest is hashed, and has little left to do at the end
 BLOCK_BYTES = 8 * 2**20  # read at once
@@ -56,8 +57,9 @@ Entries = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # name -> dtype and s
 class TensorFileWriter:
     """Writes `entries` to the new file `path`, in their order.
 
-    The caller copies a piece while one thread hashes those before, another writes them, and a third has the disk take
-    what is written. So a file takes hardly longer than the slowest of the four.
+    Pieces are hashed by one thread, written by another, and a third has the disk take what is written. So a file takes
+    hardly longer than the slowest of the three. What lies on the host in one run is not copied for that: a tensor that
+    was given must stay as it is until `finish`.
     """
 
     def __init__(self, path: Path, entries: Entries):
@@ -66,9 +68,8 @@ class TensorFileWriter:
         header = encode_header(entries)
         self.n_bytes = len(header) + sum(prod(shape) * dtype.itemsize for dtype, shape in entries.values())
         self.digest = hashlib.blake2b(digest_size=HASH_BYTES)
-        self.piece = bytearray(PIECE_BYTES)
-        self.queue: deque[tuple[bytearray, Future, Future]] = deque()  # pieces that are at work, or done by now
-        self.n_filled = self.n_written = self.n_syncing = 0
+        self.queue: deque[tuple[Tensor, Future, Future]] = deque()  # pieces that are at work, or done by now
+        self.n_written = self.n_syncing = 0
         try:
             self.file = open(path, "xb", buffering=0)
         except OSError as error:
@@ -89,25 +90,14 @@ class TensorFileWriter:
         self.append(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
 
     def append(self, content: Tensor) -> None:
-        """Bytes on any device, through the piece that is being filled."""
-        start = 0
-        while start < len(content):
-            n = min(len(content) - start, PIECE_BYTES - self.n_filled)
-            room = torch.frombuffer(self.piece, dtype=torch.uint8, count=n, offset=self.n_filled)
-            room.copy_(content[start : start + n])
-            start, self.n_filled = start + n, self.n_filled + n
-            if self.n_filled == PIECE_BYTES:
-                self.flush()
-
-    def flush(self) -> None:
-        """Begins to hash and to write the piece. Then there is another one to fill."""
-        content = memoryview(self.piece)[: self.n_filled]
-        hashing, writing = (
-            self.hasher.submit(self.digest.update, content),
-            self.writer.submit(self.write_piece, content),
-        )
-        self.queue.append((self.piece, hashing, writing))
-        self.piece, self.n_filled = self.wait() if len(self.queue) == MOST_PIECES else bytearray(PIECE_BYTES), 0
+        """Begins to hash and to write bytes, on any device: a device's come to the host a piece at a time."""
+        for piece in content.split(PIECE_BYTES):
+            if len(self.queue) == MOST_PIECES:
+                self.wait()
+            piece = piece.cpu()
+            view = view_bytes(piece)
+            hashing = self.hasher.submit(self.digest.update, view)
+            self.queue.append((piece, hashing, self.writer.submit(self.write_piece, view)))
 
     def write_piece(self, piece: memoryview) -> None:
         while piece:  # a disk that is nearly full takes a part
@@ -118,20 +108,18 @@ class TensorFileWriter:
             self.n_syncing = self.n_written
             self.syncing = self.syncer.submit(os.fdatasync, self.file.fileno())
 
-    def wait(self) -> bytearray:
+    def wait(self) -> None:
         """For the oldest piece of the queue. Raises CheckpointError where it could not be written."""
-        piece, hashing, writing = self.queue.popleft()
+        _piece, hashing, writing = self.queue.popleft()
         hashing.result()
         try:
             writing.result()
         except OSError as error:
             raise self.explain(error) from error
-        return piece
 
     def finish(self) -> FileRecord:
         """Everything is on the disk. Its size and hash."""
         assert not self.missing, f"{self.path} ends before {next(iter(self.missing))}"
-        self.flush()
         while self.queue:
             self.wait()
         try:
@@ -154,6 +142,11 @@ class TensorFileWriter:
             f"{self.path} cannot be written ({error.strerror}): it takes {self.n_bytes:,} bytes, "
             f"{self.n_written:,} were written, and the disk has {place.f_bavail * place.f_frsize:,} free"
         )
+
+
+def view_bytes(content: Tensor) -> memoryview:
+    """The memory of a uint8 tensor on the host, in one run. The tensor must outlive it."""
+    return memoryview((ctypes.c_uint8 * len(content)).from_address(content.data_ptr())).cast("B")
 
 
 def encode_header(entries: Entries) -> bytes:

@@ -24,6 +24,7 @@ from torchtitan_lite.components.preparation.sources import (
     Source,
     errors_named,
     open_source,
+    read_small,
 )
 from torchtitan_lite.components.tokenizer import MAX_CHARACTERS
 
@@ -64,8 +65,12 @@ def read_documents(
     `field` holds the text in a line of JSON. A line without text raises PreparationError, or is counted if `skip_bad`.
     `report` is told how many more bytes of the file, as it lies on disk, were read.
     """
-    position = part.start
-    with open_source(part.source) as (file, raw):
+    source, position = part.source, part.start
+    if source.n_bytes <= BLOCK_BYTES and not source.is_packed and not source.holds_lines:
+        yield cut(decode(read_small(source), tally).removeprefix(BYTE_ORDER_MARK))
+        report(source.n_bytes)
+        return
+    with open_source(source) as (file, raw):
 
         def count_bytes() -> None:
             nonlocal position
@@ -73,13 +78,24 @@ def read_documents(
             report(now - position)
             position = now
 
-        if part.source.holds_lines:
+        if source.holds_lines:
             for text in read_texts(file, part, field=field, skip_bad=skip_bad, tally=tally):
                 count_bytes()
-                yield (text[start : start + MAX_CHARACTERS] for start in range(0, len(text), MAX_CHARACTERS))
+                yield cut(text)
         else:
-            yield read_pieces(file, part.source, tally, count_bytes)
+            yield read_pieces(file, source, tally, count_bytes)
     report(part.stop - position)
+
+
+def cut(text: str) -> Iterator[str]:
+    return (text[start : start + MAX_CHARACTERS] for start in range(0, len(text), MAX_CHARACTERS))
+
+
+def decode(content: bytes, tally: Tally) -> str:
+    text = content.decode(errors="replace")
+    if not text.isascii():  # U+FFFD that stands in the file itself is not counted
+        tally.n_replaced += text.count(REPLACEMENT) - content.count(REPLACEMENT.encode())
+    return text
 
 
 def read_pieces(file: BinaryIO, source: Source, tally: Tally, count_bytes: Callable[[], None]) -> Iterator[str]:
@@ -93,13 +109,13 @@ def read_pieces(file: BinaryIO, source: Source, tally: Tally, count_bytes: Calla
             block = file.read(BLOCK_BYTES)
         count_bytes()
         decoded = decoder.decode(block, final=not block)
-        if not decoded.isascii():  # U+FFFD that stands in the file itself is not counted, also where two blocks meet
+        if not decoded.isascii():  # as in `decode`, also where two blocks meet
             tally.n_replaced += decoded.count(REPLACEMENT) - (seam + block).count(encoded)
         seam = (seam + block[1 - len(encoded) :])[1 - len(encoded) :]
         text += decoded.removeprefix(BYTE_ORDER_MARK) if at_start else decoded
         at_start = at_start and not decoded
         whole = len(text) - len(text) % MAX_CHARACTERS if block else len(text)
-        yield from (text[start : start + MAX_CHARACTERS] for start in range(0, whole, MAX_CHARACTERS))
+        yield from cut(text[:whole])
         text = text[whole:]
 
 
@@ -162,12 +178,7 @@ def parse_line(line: bytes, field: str, tally: Tally) -> str | None:
     """The text in `field`; None for an empty line. Raises BadLine."""
     if len(line) > MAX_LINE_BYTES:
         raise BadLine(f"it is longer than {MAX_LINE_BYTES >> 20} MiB")
-    try:
-        content = line.decode()
-    except UnicodeDecodeError:
-        content = line.decode(errors="replace")
-        tally.n_replaced += content.count(REPLACEMENT) - line.count(REPLACEMENT.encode())
-    content = content.removeprefix(BYTE_ORDER_MARK)
+    content = decode(line, tally).removeprefix(BYTE_ORDER_MARK)
     if not content or content.isspace():
         return None
     shown = repr(content[:60])

@@ -125,8 +125,24 @@ def open_source(source: Source) -> Iterator[tuple[BinaryIO, io.FileIO]]:
     with errors_named(source):
         with open(source.path, "rb", buffering=0) as raw, io.BufferedReader(raw, BLOCK_BYTES) as plain:
             yield gzip.GzipFile(fileobj=plain) if source.is_packed else plain, raw
-            status = os.fstat(raw.fileno())
-    if (status.st_size, status.st_mtime_ns) != (source.n_bytes, source.modified_ns):
+            refuse_change(source, raw)
+
+
+def read_small(source: Source) -> bytes:
+    """The bytes of a plain file, in one read: of many files of some KB each, open_source takes twice the time.
+
+    Raises as open_source does.
+    """
+    with errors_named(source), open(source.path, "rb", buffering=0) as raw:
+        content = raw.read(source.n_bytes + 1)
+        refuse_change(source, raw, n_bytes_read=len(content))
+    return content
+
+
+def refuse_change(source: Source, raw: io.FileIO, n_bytes_read: int | None = None) -> None:
+    status = os.fstat(raw.fileno())
+    is_same = (status.st_size, status.st_mtime_ns) == (source.n_bytes, source.modified_ns)
+    if not is_same or n_bytes_read not in (None, source.n_bytes):
         raise PreparationError(f"{source.path} was changed while the corpus was prepared. Try again when it stays.")
 
 

@@ -118,5 +118,5 @@ def choose_split(first_piece: str, held_out_share: float) -> str:
 
     The first piece stands for the document: when the split is needed, the others have not been read.
     """
-    number = int.from_bytes(hashlib.blake2b(first_piece.encode(), digest_size=8).digest(), "big")
+    number = int.from_bytes(hashlib.sha256(first_piece.encode()).digest()[:8], "big")
     return "held_out" if number < held_out_share * 2**64 else "train"
