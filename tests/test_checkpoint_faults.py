@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import FACTS
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -41,6 +42,16 @@ def limit_files(n_bytes: int) -> None:
 # ---------------------------------------------------------------- no room
 
 
+def try_to_save(saver: CheckpointSaver, step: int, tensors: dict[str, Tensor]) -> str:
+    """What was raised; nothing, where it worked or the run goes on."""
+    try:
+        saver.save(step, tensors)
+        saver.wait()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
 def save_without_room(rank: int, world_size: int, folder: str, mode: str, on_save_error: str) -> list[str]:
     """Worker: in every second of four saves, rank 1 has no room. What was raised at each of them, or after it."""
     said = []
@@ -49,12 +60,7 @@ def save_without_room(rank: int, world_size: int, folder: str, mode: str, on_sav
     with saver:
         for step in (1, 2, 3, 4):
             limit_files(MIB if rank == 1 and step % 2 == 0 else resource.RLIM_INFINITY)
-            try:
-                saver.save(step, tensors)
-                saver.wait()
-                said.append("")
-            except CheckpointError as error:
-                said.append(str(error))
+            said.append(try_to_save(saver, step, tensors))
     limit_files(resource.RLIM_INFINITY)
     return said
 
@@ -104,12 +110,7 @@ def save_on_small_disk(rank: int, world_size: int, folder: str, mode: str, on_sa
                 disk = os.statvfs(folder)
                 (Path(folder) / "filler").write_bytes(bytes(disk.f_bavail * disk.f_frsize - room))
             dist.barrier(saver.group)
-            try:
-                saver.save(step, tensors)
-                saver.wait()
-                said.append("")
-            except CheckpointError as error:
-                said.append(str(error))
+            said.append(try_to_save(saver, step, tensors))
             dist.barrier(saver.group)
             if rank == 0:
                 (Path(folder) / "filler").unlink(missing_ok=True)

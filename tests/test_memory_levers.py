@@ -4,7 +4,7 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import COMPILED, MODE, PP, SCHEDULE, TP, ZERO
+from layouts import CHUNK, COMPILED, MODE, PP, SCHEDULE, TP, ZERO
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite import step as stepping
@@ -144,6 +144,14 @@ def test_levers_on_one_gpu_are_sized_and_sorted_and_those_that_take_more_gpus_co
 )
 def test_no_key_is_named_that_would_not_help_or_be_refused(overrides, world_size, absent):
     assert absent not in list_levers(overrides, world_size)
+
+
+def test_a_loss_in_chunks_saves_the_logits_of_all_tokens():
+    # Three fp32 tensors of 2 x 8,192 tokens x 128,256 words. Left are the gradient of the head's weight in fp32, and in
+    # bf16 what a chunk adds to it, with the gradient of the chunk's logits.
+    whole, in_chunks = 3 * 4 * 2 * 8192 * 128256, (4 * 4096 + 2 * 4096 + 2 * 1024) * 128256
+    assert list_levers({CHUNK: 0})[CHUNK] == pytest.approx((whole - in_chunks) / GIB, rel=1e-6)
+    assert CHUNK not in list_levers({})
 
 
 def test_sharding_between_microbatches_saves_what_stage_1_and_2_keep_whole():

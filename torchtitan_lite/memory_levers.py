@@ -16,9 +16,11 @@ a fifth, since kernels differ in what they keep. Legend: D model dim, H heads, K
 
 from dataclasses import dataclass, replace
 
-from torchtitan_lite.config import ActivationCheckpoint, Config, Optimizer
+from torchtitan_lite.config import ActivationCheckpoint, Config, Optimizer, Training
 from torchtitan_lite.layout import Layout, check_divisibility
 from torchtitan_lite.lever_checks import check_moments
+from torchtitan_lite.planning.memory import estimate_loss
+from torchtitan_lite.planning.workload import describe_workload
 from torchtitan_lite.refused import find_refused
 from torchtitan_lite.sizes import Shape
 
@@ -91,6 +93,9 @@ def find_levers(config: Config, shape: Shape, layout: Layout, n_parameters: int)
     if layout.microbatch_size > 1:
         key = "parallelism.pipeline_parallel_microbatch_size" if layout.pp > 1 else "training.local_batch_size"
         levers.append(Lever(key, layout.microbatch_size // 2, kept_bytes / 2, "smaller matmuls"))
+    workload, chunk = describe_workload(config, shape, layout), Training.loss_chunk_tokens
+    logits_bytes = estimate_loss(workload) - estimate_loss(replace(workload, loss_chunk_tokens=chunk))
+    levers.append(Lever("training.loss_chunk_tokens", chunk, logits_bytes, "the loss is computed in chunks"))
     levers.append(Lever("training.enable_cpu_offload", "true", state_bytes, "the optimizer runs on the host, slowly"))
 
     key, degree = "parallelism.data_parallel_shard_degree", 2 * parallelism.data_parallel_shard_degree
