@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where it is r
 
 import compare
 from checkpoints import FACTS, list_differing, make_saver, train, whole_state
+from layouts import ADAMW
 
 from torchtitan_lite.components.checkpoint.loading import resume
 from torchtitan_lite.components.checkpoint.one_process import open_checkpoint
@@ -40,7 +41,6 @@ N_RANKS = 2
 ROWS = 2048  # 16 tensors of this many rows of 32 make 4 MB: a save takes some tens of milliseconds
 LONGEST_LIFE_S = 0.6  # from the first save on: a dozen of them
 TRAINED_STEPS = 8
-ADAMW = {"optimizer.name": "AdamW", "optimizer.lr": 0.01}
 
 
 @dataclass

@@ -27,9 +27,8 @@ CHUNK = "training.loss_chunk_tokens"
 # By default all 256 tokens of the table's batch are one chunk. 24 make several, of which the last is smaller.
 CHUNKS, WHOLE_LOGITS = {CHUNK: 24}, {CHUNK: 0}
 NO_LOSS_PARALLEL = {"parallelism.disable_loss_parallel": True}
+ADAMW = {"optimizer.name": "AdamW", "optimizer.implementation": "fused", "optimizer.lr": 0.01}
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
-# On a mesh of replicas, shards and tp, DTensor plans one operation on the list of all parameters for half a minute.
-ONE_BY_ONE = {"optimizer.implementation": "for-loop"}
 TWO_LAYERS = {"model.n_layers": 2}  # of eight ranks on two cores each layer takes seconds
 
 
@@ -62,7 +61,8 @@ LAYOUTS = {
     "dp2 tied": Row(2, {"model.tie_embeddings": True}),
     "tp4": Row(4, {TP: 4}),
     "dp2 x tp2": Row(4, {TP: 2}),
-    "hsdp2x2 x tp2": Row(8, {TP: 2, REPLICATE: 2, **ONE_BY_ONE, **TWO_LAYERS}),
+    "dp2 x tp2, all parameters in one operation": Row(4, {TP: 2, "optimizer.implementation": "foreach"}),
+    "hsdp2x2 x tp2": Row(8, {TP: 2, REPLICATE: 2, **TWO_LAYERS}),
     **{f"pp2 {name}": Row(2, {PP: 2, SCHEDULE: name, **PLAIN_FOR[name]}) for name in SCHEDULES},
     **{f"pp4 {name}": Row(4, {PP: 4, SCHEDULE: name, "model.n_layers": 8, **PLAIN_FOR[name]}) for name in SCHEDULES},
     **{
@@ -77,7 +77,7 @@ LAYOUTS = {
     "pp2 x tp2": Row(4, {PP: 2, TP: 2}),
     "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2}),
     "pp2 x dp2 x tp2 Interleaved1F1B": Row(8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
-    "pp2 x ddp2 x tp2": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **ONE_BY_ONE, **TWO_LAYERS}),
+    "pp2 x ddp2 x tp2": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TWO_LAYERS}),
     "pp2 accumulation 2": Row(2, {PP: 2, "training.local_batch_size": 4, "training.global_batch_size": 8}),
     "accumulation 2": Row(1, {"training.local_batch_size": 4, "training.global_batch_size": 8}),
     **{
@@ -120,7 +120,7 @@ LAYOUTS = {
     "cp2 ring, full recompute": Row(2, {CP: 2, **RING, MODE: "full"}),
     "cp2 ring, no recompute": Row(2, {CP: 2, **RING, MODE: "none"}),
     "cp2 x tp2 ring compile, full recompute": Row(4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED}),
-    "hsdp2 x cp2 x tp2 ring": Row(8, {REPLICATE: 2, CP: 2, TP: 2, **RING, **ONE_BY_ONE, **TWO_LAYERS}),
+    "hsdp2 x cp2 x tp2 ring": Row(8, {REPLICATE: 2, CP: 2, TP: 2, **RING, **TWO_LAYERS}),
     "dp2 x cp2 accumulation 4": Row(4, {CP: 2, **ACCUMULATION_4}),
     "pp2 x cp2 ring ZBVZeroBubble": Row(
         4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"]}

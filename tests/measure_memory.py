@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import compare
 import torch
-from layouts import MODE, OPTION, PP, TP
+from layouts import ADAMW, MODE, OPTION, PP, TP
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchtitan_lite import step as stepping
@@ -27,7 +27,6 @@ from torchtitan_lite.tools.meter import Meter
 
 BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
 MODEL = {  # small, but with activations larger than its weights
-    "optimizer.name": "AdamW",
     "training.seq_len": 128,
     "model.dim": 128,
     "model.head_dim": 16,
@@ -49,7 +48,7 @@ RECOMPUTE = {
 
 def plan(world_size: int, overrides: dict, device_type: str = "cpu") -> tuple[Config, Shape, Layout]:
     """The table config with these keys, resolved."""
-    config = compare.override(compare.TABLE_CONFIG, {"optimizer.name": "AdamW", GLOBAL_BATCH: -1, **overrides})
+    config = compare.override(compare.TABLE_CONFIG, {**ADAMW, GLOBAL_BATCH: -1, **overrides})
     shape = resolve_shape(config.model)
     layout = plan_layout(config, shape, world_size)
     return resolve_config(config, layout, device_type), shape, layout

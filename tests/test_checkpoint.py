@@ -21,7 +21,7 @@ from checkpoints import (
     train_and_save,
     whole_state,
 )
-from layouts import CP, ONE_BY_ONE, PP, REPLICATE, SCHEDULE, TP, ZERO
+from layouts import CP, PP, REPLICATE, SCHEDULE, TP, ZERO
 from made_corpora import BYTES, write_corpus
 
 from torchtitan_lite import certificates
@@ -58,7 +58,7 @@ OPENED_ON = {
     "tp4": (4, {TP: 4, **ADAMW}),
     "pp4": (4, {PP: 4, **ADAMW}),
     "dp2 x tp2": (4, {TP: 2, **ADAMW}),
-    "hsdp2x2": (4, {REPLICATE: 2, **ADAMW, **ONE_BY_ONE}),
+    "hsdp2x2": (4, {REPLICATE: 2, **ADAMW}),
     "pp2, one stage a rank": (2, {PP: 2, **ADAMW}),
     "cp2": (2, {CP: 2, **ADAMW}),
     "dp2, ZeRO 1": (2, {ZERO: 1, **ADAMW}),

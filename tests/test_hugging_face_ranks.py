@@ -9,7 +9,7 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import PP, REPLICATE, SCHEDULE, TP
+from layouts import ADAMW, PP, REPLICATE, SCHEDULE, TP
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,7 +29,6 @@ from torchtitan_lite.vocabulary.vocabulary import make_byte_vocabulary
 
 SHAPE = compare.resolve_shape(compare.TABLE_CONFIG.model)
 BYTES = make_byte_vocabulary()
-ADAMW = {"optimizer.name": "AdamW", "optimizer.lr": 0.01}
 SIX = {"training.global_batch_size": 6}  # a batch that three ranks can share
 LAYOUTS = {
     "one rank": (1, {}),

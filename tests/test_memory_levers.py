@@ -4,7 +4,7 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import CHUNK, COMPILED, MODE, PP, SCHEDULE, TP, ZERO
+from layouts import ADAMW, CHUNK, COMPILED, MODE, PP, SCHEDULE, TP, ZERO
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite import step as stepping
@@ -24,7 +24,6 @@ from torchtitan_lite.tools.reduction import reduce_config
 
 GIB = 2**30
 GPU, CPU = Machine("cuda", 1, 141 * 10**9, "NVIDIA H200"), Machine("cpu", 1, 64 * GIB, "a CPU")
-ADAMW = {"optimizer.name": "AdamW", "optimizer.lr": 0.01}
 DTYPE, BUDGET = "optimizer.moments_dtype", "activation_checkpoint.memory_budget"
 
 

@@ -11,7 +11,7 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import PRECOMPUTE, ROWWISE
+from layouts import ADAMW, PRECOMPUTE, ROWWISE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,7 +27,6 @@ WAITING = (
 ).split()
 BY_MASK = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")  # masks among the indices count
 
-ADAMW = {"optimizer.name": "AdamW", "optimizer.lr": 0.01}
 PP, TP, CP = (f"parallelism.{name}_parallel_degree" for name in ("pipeline", "tensor", "context"))
 RUNS = {
     "one rank": (1, {}),

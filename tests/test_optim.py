@@ -6,7 +6,7 @@ from dataclasses import replace
 import compare
 import pytest
 import torch
-from layouts import COMPILED
+from layouts import ADAMW, COMPILED
 from torch.distributed.tensor import distribute_tensor
 
 from torchtitan_lite.components.checkpoint.state import create_optimizer_state, name_tensors
@@ -133,9 +133,8 @@ def test_moments_in_bfloat16_are_adamw_with_rounded_moments_on_every_shard(pool,
     overrides = {
         **compiled,
         "parallelism.tensor_parallel_degree": 2,
-        "optimizer.name": "AdamW",
+        **ADAMW,
         "optimizer.moments_dtype": "bfloat16",
-        "optimizer.lr": 0.01,
         "optimizer.eps": 1e-3,
     }
     # fp32 and fp64 round a moment in a thousand to different neighbours in bf16. Not rounded it would be 1e-3 away.

@@ -6,6 +6,7 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import ADAMW
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.diagnosis import Finding, find_non_finite, name_culprit, natural_order
@@ -45,8 +46,8 @@ def snapshot(run: stepping.Run) -> dict[str, torch.Tensor]:
 
 
 OPTIMIZERS = {
-    "fused AdamW": {"optimizer.name": "AdamW", "optimizer.lr": 0.01},
-    "foreach AdamW": {"optimizer.name": "AdamW", "optimizer.implementation": "foreach", "optimizer.lr": 0.01},
+    "fused AdamW": ADAMW,
+    "foreach AdamW": {**ADAMW, "optimizer.implementation": "foreach"},
     "SGD": {},
 }
 

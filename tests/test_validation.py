@@ -42,7 +42,7 @@ LAYOUTS = {  # name -> ranks, keys
 def folder(tmp_path_factory) -> Path:
     """A corpus of documents with all sorts of lengths and letters, about half of them held out."""
     root = tmp_path_factory.mktemp("corpus")
-    files = [root / f"{number:02}.txt" for number in range(27)]
+    files = [root / f"{number:02}.txt" for number in range(30)]
     for number, path in enumerate(files):
         path.write_text(f"{number} Grüße, 世界! " * (1 + number * 7 % 5), encoding="utf-8")
     prepare_files(files, root / "prepared", load_tokenizer("bytes"), held_out_share=0.5)

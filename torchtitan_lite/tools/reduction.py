@@ -35,6 +35,7 @@ GIVEN_UP_FIRST = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 REPLACED = {  # values under which a fault shows, and the CPU can follow
     "optimizer.name": "SGD",  # AdamW's first steps amplify rounding, and it hides gradients of the wrong scale
+    "optimizer.implementation": "for-loop",  # computes the same; with tp, DTensor plans lists of parameters for seconds
     "optimizer.moments_dtype": "float32",  # SGD has none
     "optimizer.lr": 0.5,
     "optimizer.weight_decay": 0.01,
