@@ -127,13 +127,13 @@ def describe(ledger: Ledger) -> str:
     n_columns, when = (
         (2, "forecast") if ledger.measured is None else (3, f"forecast, and measured in step {ledger.step}")
     )
-    rows = [("", "predicted", "measured"), *(cells for _, *cells in list_rows(ledger))]
+    rows = [("", "predicted", "measured"), *(cells for _, *cells in list_quantities(ledger))]
     title = f"ledger of a step: {when} ({ledger.hardware})\n  {ledger.layout}"
     table = [format_table([tuple(row[:n_columns]) for row in rows])] * (len(rows) > 1)
     return "\n".join([title, *table, *(f"  {note}" for note in ledger.notes)])
 
 
-def list_rows(ledger: Ledger) -> list[tuple[str, str, str, str]]:
+def list_quantities(ledger: Ledger) -> list[tuple[str, str, str, str]]:
     """Of what is known: field of Costs, its name for people, predicted, measured."""
     rows = []
     for axis, moved in ledger.predicted.traffic.items():

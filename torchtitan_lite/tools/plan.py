@@ -82,7 +82,7 @@ def main(args: list[str]) -> int:
     except ConfigError as error:
         if options.json:
             print(json.dumps({"problems": [asdict(problem) for problem in error.problems]}, default=str))
-        print(f"There is no plan:\n{error}", file=sys.stderr)
+        print(f"There is no {'score' if options.score else 'plan'}:\n{error}", file=sys.stderr)
         return 2
     if options.svg:
         options.svg.write_text(draw_svg(plan.forecast.timeline, plan.planned.config_name), encoding="utf-8")

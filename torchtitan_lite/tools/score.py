@@ -9,10 +9,11 @@ Read from the ledger that the run has left in its metrics.jsonl (planning/ledger
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from torchtitan_lite.config import ConfigError, Problem
-from torchtitan_lite.planning.ledger import QUANTITIES, Ledger, list_rows, read_ledger
+from torchtitan_lite.planning.ledger import QUANTITIES, Ledger, list_quantities, read_ledger
 from torchtitan_lite.tables import format_table
 
 
@@ -21,18 +22,12 @@ def print_score(run: Path, *, as_json: bool) -> None:
     ledger = find_ledger(run)
     ratios = list_ratios(ledger)
     if as_json:
-        costs = {name: (getattr(ledger.predicted, name), getattr(ledger.measured, name)) for name in QUANTITIES}
-        quantities = {
-            name: {"predicted": predicted, "measured": measured, "ratio": ratios.get(name)}
-            for name, (predicted, measured) in costs.items()
-        }
-        told = {"layout": ledger.layout, "hardware": ledger.hardware, "step": ledger.step, "quantities": quantities}
-        print(json.dumps(told))
+        print(json.dumps({**asdict(ledger), "measured_over_predicted": ratios}))
         return
     table = [("", "predicted", "measured", "measured / predicted")]
-    for name, *cells in list_rows(ledger):
+    for name, *cells in list_quantities(ledger):
         table.append((*cells, f"{ratios[name]:.3g}" if name in ratios else "-"))
-    print(f"{run}, step {ledger.step}: {ledger.layout}; forecast for {ledger.hardware}")
+    print(f"{run}: {ledger.layout}\nforecast ({ledger.hardware}), and measured in step {ledger.step}")
     print("\n".join([format_table(table), *(f"  {note}" for note in ledger.notes)]))
 
 
