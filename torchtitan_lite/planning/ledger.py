@@ -1,11 +1,11 @@
 """The ledger of a run: what the closed form forecasts of a step, and beside it what the run measured.
 
-                        predicted                 measured
-    over tp             2.1 MiB in 54 collectives -            bytes that a rank moves: the one that moves most
-    memory at the peak  25.3 MiB                  61.2 MiB     of the rank that holds most
-    bubble              20.0%                     23.1%        idle share of the pipeline
-    step time           0.0497 s                  0.414 s
-    tokens/s/rank       10,300                    1,237
+                        predicted            measured
+    over tp             2.1 MiB in 54 calls  -           bytes that a rank moves: the one that moves most
+    memory at the peak  25.3 MiB             61.2 MiB    of the rank that holds most
+    bubble              20.0%                23.1%       idle share of the pipeline
+    step time           0.0497 s             0.414 s
+    tokens/s/rank       10,300               1,237
 
 Traffic is not measured: to see every collective of a step, a watcher must stand before every operator, which compiled
 code and flex attention do not bear. It is the dry run of `explain` that sees them, and a test holds this against it.
@@ -116,7 +116,7 @@ def sum_by_axis(traffic: list[list[Traffic]]) -> dict[str, Moved]:
     most: dict[str, Moved] = {}
     for of_rank in traffic:
         for axis in {each.axis: None for each in of_rank}:  # in the order of their first
-            calls = sum(each.count for each in of_rank if each.axis == axis)
+            calls = round(sum(each.count for each in of_rank if each.axis == axis))
             n_bytes = sum(each.n_bytes for each in of_rank if each.axis == axis)
             most[axis] = max(most.get(axis, Moved(0, 0.0)), Moved(calls, n_bytes), key=lambda moved: moved.n_bytes)
     return most
@@ -137,7 +137,7 @@ def list_quantities(ledger: Ledger) -> list[tuple[str, str, str, str]]:
     """Of what is known: field of Costs, its name for people, predicted, measured."""
     rows = []
     for axis, moved in ledger.predicted.traffic.items():
-        predicted = f"{format_bytes(moved.n_bytes)} in {moved.n_calls:,} collectives"
+        predicted = f"{format_bytes(moved.n_bytes)} in {moved.n_calls:,} call{'s' * (moved.n_calls != 1)}"
         rows.append(("traffic", f"  over {axis}", predicted, "-"))
     for name, (words, write) in QUANTITIES.items():
         pair = [getattr(costs, name, None) for costs in (ledger.predicted, ledger.measured)]
