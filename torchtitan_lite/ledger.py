@@ -44,9 +44,7 @@ class RunLedger:
         again = config.compile.enable or (layout.pp > 1 and config.validation.enable)
         self.n_steps, self.n_th_measured = 0, 3 if again else 2
         self.tokens_per_step = layout.global_batch_size * config.training.seq_len
-        self.bytes_before = (
-            0.0 if machine.device_type == "cuda" else read_peak_memory(torch.device("cpu")).peak_gib * GIB
-        )
+        self.bytes_before = 0.0 if machine.device_type == "cuda" else read_peak_bytes(torch.device("cpu"))
         self.ledger, self._for_metrics = None, None
         if dist.get_rank() == 0:
             self.ledger = open_ledger(config, shape, layout, machine, list_rows(config.parallelism, layout))
@@ -63,17 +61,18 @@ class RunLedger:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats(run.device)
         dist.barrier(group)
-        begin_s = time.perf_counter()
         with actions_timed(list_stages(run.schedule), run.device) as actions:
+            begin_s = time.perf_counter()
             yield
             if run.device.type == "cuda":
                 torch.cuda.synchronize()
             step_time_s = time.perf_counter() - begin_s
-        memory = torch.tensor(self._read_bytes(run.device), dtype=torch.float64)
+        memory = torch.tensor(read_peak_bytes(run.device) - self.bytes_before, dtype=torch.float64)
         dist.all_reduce(memory, dist.ReduceOp.MAX, group=group)  # 8 bytes
-        timeline, pipeline = None, list(range(0, self.layout.world_size, self.layout.world_size // self.layout.pp))
+        timeline = None
+        pipeline = range(0, self.layout.world_size, self.layout.world_size // self.layout.pp)  # that of rank 0
         if run.schedule is not None and dist.get_rank() in pipeline:
-            timeline = gather_timeline(actions.list_events(run.mesh.pp.get_local_rank()), pipeline, group)
+            timeline = gather_timeline(actions.list_events(run.mesh.pp.get_local_rank()), list(pipeline), group)
         if dist.get_rank() == 0:
             measured = Costs(
                 memory_bytes=memory.item(),
@@ -82,12 +81,6 @@ class RunLedger:
                 tokens_per_s_per_rank=self.tokens_per_step / step_time_s / self.layout.world_size,
             )
             self._tell(measured, step, timeline)
-
-    def _read_bytes(self, device: torch.device) -> float:
-        """At the peak: on CUDA of the step and in live tensors, on a CPU more than before the model was made."""
-        if device.type == "cuda":
-            return torch.cuda.memory_stats(device)["active_bytes.all.peak"]
-        return read_peak_memory(device).peak_gib * GIB - self.bytes_before
 
     def _tell(self, measured: Costs, step: int, timeline: Timeline | None) -> None:
         self.ledger = replace(self.ledger, measured=measured, step=step)
@@ -100,6 +93,13 @@ class RunLedger:
         """Both columns, once, for the next line of metrics.jsonl; None at all other times."""
         taken, self._for_metrics = self._for_metrics, None
         return taken
+
+
+def read_peak_bytes(device: torch.device) -> float:
+    """On CUDA of live tensors since the last reset; on a CPU of all that this process has ever held."""
+    if device.type == "cuda":
+        return torch.cuda.memory_stats(device)["active_bytes.all.peak"]
+    return read_peak_memory(device).peak_gib * GIB
 
 
 def leave_timeline(timeline: Timeline, dump_folder: Path, predicted_bubble: float | None) -> None:

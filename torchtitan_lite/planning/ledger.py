@@ -7,8 +7,9 @@
     step time           0.0497 s             0.414 s
     tokens/s/rank       10,300               1,237
 
-Traffic is not measured: to see every collective of a step, a watcher must stand before every operator, which compiled
-code and flex attention do not bear. It is the dry run of `explain` that sees them, and a test holds this against it.
+Traffic is not measured: who wants to see every collective of a real step must watch every operator, and under such a
+watch compiled code runs uncompiled and flex attention not at all. The dry run of `explain` sees them, without a device,
+and a test holds these numbers against it.
 
 Numbers only: ledger.py of the package measures and logs, tools/score.py reads it back from metrics.jsonl.
 """
@@ -43,7 +44,7 @@ class Costs:
     traffic: dict[str, Moved] = field(default_factory=dict)  # mesh axis -> of the rank that moves most over it
     memory_bytes: float | None = None  # at the peak, of the rank that holds most
     bubble: float | None = None  # idle share of the pipeline; None without one
-    step_time_s: float | None = None
+    step_time_s: float | None = None  # of train_step, its batch being there
     tokens_per_s_per_rank: float | None = None  # padding included
 
 
@@ -124,12 +125,13 @@ def sum_by_axis(traffic: list[list[Traffic]]) -> dict[str, Moved]:
 
 def describe(ledger: Ledger) -> str:
     """The block of the log. Before the measured step its column is not there."""
-    n_columns, when = (
-        (2, "forecast") if ledger.measured is None else (3, f"forecast, and measured in step {ledger.step}")
-    )
-    rows = [("", "predicted", "measured"), *(cells for _, *cells in list_quantities(ledger))]
-    title = f"ledger of a step: {when} ({ledger.hardware})\n  {ledger.layout}"
-    table = [format_table([tuple(row[:n_columns]) for row in rows])] * (len(rows) > 1)
+    title = f"ledger of a step, forecast for {ledger.hardware}: {ledger.layout}"
+    rows = [("", "predicted", "measured"), *(tuple(cells) for _, *cells in list_quantities(ledger))]
+    if ledger.measured is None:
+        rows = [row[:2] for row in rows]
+    else:
+        title = f"ledger of step {ledger.step}, forecast for {ledger.hardware} and measured: {ledger.layout}"
+    table = [format_table(rows)] * (len(rows) > 1)
     return "\n".join([title, *table, *(f"  {note}" for note in ledger.notes)])
 
 

@@ -42,15 +42,22 @@ def find_ledger(run: Path) -> Ledger:
     file = run / "metrics.jsonl" if run.is_dir() else run
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-        ledgers = [values for line in lines if (values := json.loads(line).get("ledger"))]
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(run, f"{file} cannot be read: {error}", "Name the dump folder of a run") from error
-    except (ValueError, AttributeError) as error:
-        raise refuse(run, f"{file} is no metrics.jsonl: {error}", "Name the dump folder of a run") from error
+    ledgers = [values for line in lines if (values := read_line(line).get("ledger"))]
     if not ledgers:
         why = f"none of the {len(lines)} lines of {file} has a ledger"
         raise refuse(run, why, "A run leaves it with the first line that it logs after its second step, or third")
     return read_ledger(ledgers[-1])
+
+
+def read_line(line: str) -> dict[str, object]:
+    """The values of a line; none where a kill tore it."""
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError:
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def refuse(run: Path, why: str, remedy: str) -> ConfigError:
