@@ -32,6 +32,7 @@ from torchtitan_lite.config_reader import dump_config_toml
 from torchtitan_lite.dump_folder import open_dump_folder
 from torchtitan_lite.formats.manifest import CheckpointError
 from torchtitan_lite.hardware import detect_machine, peak_flops
+from torchtitan_lite.ledger import RunLedger
 from torchtitan_lite.log import Progress, start_logging, told_by_rank
 from torchtitan_lite.parallel.attention_choice import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, set_timeouts, start_process_group
@@ -90,7 +91,8 @@ def main(args: list[str]) -> int:
         )
         bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
 
-    # ---- run: model parts, optimizer, schedules
+    # ---- run: model parts, optimizer, schedules; and first, what the planner says of its steps
+    ledger = RunLedger(config, shape, layout, machine, dump_folder)
     run = build_run(config, shape, layout, mesh, device)
 
     # ---- checkpoint: go on where the newest one, or the one named, ends; or begin with other weights
@@ -150,7 +152,7 @@ def main(args: list[str]) -> int:
                 batch = next(batches)
             progress.show(step, "computing")
             (lr,) = set(run.lr_scheduler.get_last_lr())
-            with recompilation_told(step - resumed_step):
+            with recompilation_told(step - resumed_step), ledger.measured(step, run, checkpoint_group):
                 result = train_step(run, batch)
             if not result.finite:  # the same on every rank; waits for the device
                 culprit = find_non_finite(result.local_loss, run.parameters, mesh.coordinates())
@@ -182,6 +184,7 @@ def main(args: list[str]) -> int:
                     flops_per_token=flops_per_token,
                     peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
                     validation=validation,
+                    ledger=ledger.take(),
                 )
                 writer.write(metrics, memory)
             saver.check()  # raises what went wrong while earlier steps ran

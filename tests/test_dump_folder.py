@@ -13,7 +13,8 @@ from torchtitan_lite.config_reader import REPOSITORY, dump_config_toml
 from torchtitan_lite.dump_folder import hold, open_dump_folder
 from torchtitan_lite.formats.manifest import CheckpointError
 
-OF_A_RUN = ["config.toml", "metrics.jsonl", "log.txt", "tb/events", "checkpoint/step-5/manifest.json", "traces/0.json"]
+OF_A_RUN = ["config.toml", "metrics.jsonl", "log.txt", "timeline.svg", "timeline.json", "tb/events", "traces/0.json"]
+OF_A_RUN += ["checkpoint/step-5/manifest.json"]
 OF_OTHERS = ["notes.txt", "elsewhere/step-5/manifest.json"]
 
 

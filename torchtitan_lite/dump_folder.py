@@ -2,6 +2,7 @@
 
 config.toml     as resolved              log.txt, metrics.jsonl, tb/                what the run said
 checkpoint/     step-N/ ...              traces/, comm_traces/, memory_snapshot/    where asked for
+timeline.svg, timeline.json              what each pipeline rank did in an early step: picture and Chrome trace
 lock            held by the run that is at work here
 """
 
@@ -22,7 +23,7 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
     """
     lock = hold(folder)
     if starting_over:
-        for name in ("config.toml", "metrics.jsonl", "log.txt"):
+        for name in ("config.toml", "metrics.jsonl", "log.txt", "timeline.svg", "timeline.json"):
             (folder / name).unlink(missing_ok=True)
         subfolders = (
             config.metrics.save_tb_folder,

@@ -129,6 +129,8 @@ class StepMetrics:
     val_loss: float | None = None  # on held-out documents, nats per token; None where the step was not validated
     val_perplexity: float | None = None
     val_bits_per_byte: float | None = None
+    # Forecast and measured costs of one early step, as planning/ledger.py has them: in the first line after that step.
+    ledger: dict[str, object] | None = None
 
 
 def compute_metrics(
@@ -144,6 +146,7 @@ def compute_metrics(
     flops_per_token: FlopsPerToken,
     peak_flops: float | None,  # of one device, FLOP/s
     validation: dict[str, float],  # val_loss and so on; empty where the step was not validated
+    ledger: dict[str, object] | None = None,
 ) -> StepMetrics:
     tokens_per_s_per_rank = tokens_per_step / times.step_time_s / world_size
     return StepMetrics(
@@ -159,6 +162,7 @@ def compute_metrics(
         step_time_s=times.step_time_s,
         data_time_s=times.data_time_s,
         **validation,
+        ledger=ledger,
     )
 
 

@@ -74,6 +74,13 @@ def build_schedule(
     return schedule_class(stages[0] if one_stage else stages, **options)
 
 
+def list_stages(schedule: _PipelineSchedule | None) -> list["Stage"]:
+    """This rank's stages, first to last; none without a pipeline. torch has no public name for them yet."""
+    if schedule is None:
+        return []
+    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
+
+
 class Stage(PipelineStage):
     """A stage that also runs forward only.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torchtitan_lite.config import ConfigError, Problem
 from torchtitan_lite.config_reader import tomllib
-from torchtitan_lite.hardware import MIB, PEAK_BF16_FLOPS
+from torchtitan_lite.hardware import MIB, PEAK_BF16_FLOPS, Machine
 from torchtitan_lite.layout import MESH_DIMS, Layout
 
 GB = 10**9
@@ -131,6 +131,21 @@ CLUSTERS = {
         reserve_factor=1.0,  # malloc gives back what is freed
     ),
 }
+
+
+# A GPU as its driver spells it -> its row. Other kinds of the same chip have other peaks or links: they have no row.
+ROW_OF_GPU = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA A100-SXM4-80GB": "a100-80",
+    "NVIDIA B200": "b200",
+    "Tesla V100-SXM2-32GB": "v100",
+}
+
+
+def find_row(machine: Machine) -> str | None:
+    """The row of CLUSTERS that this machine is one of; None: there is none."""
+    return "cpu" if machine.device_type == "cpu" else ROW_OF_GPU.get(machine.name)
 
 
 def find_cluster(gpu: str, file: Path | None = None) -> Cluster:

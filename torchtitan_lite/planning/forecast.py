@@ -56,16 +56,25 @@ def forecast(workload: Workload, cluster: Cluster, rows: Rows) -> Forecast:
     """`rows` is the order of work of each pp rank in a step (schedule_order.py)."""
     pace = Pace(workload, cluster)
     timeline = simulate(rows, pace.durations)
-    pp_ranks = range(workload.layout.pp)
     return Forecast(
         rate=rate_step(workload, cluster, timeline.end_time + pace.once_s + pace.optimizer_s),
         bubble=timeline.bubble,
-        memory=[estimate_memory(workload, rank, count_in_flight(rows[rank])) for rank in pp_ranks],
+        memory=list_memory(workload, rows),
         timeline=timeline,
         exposed_s=pace.exposed_s,
         optimizer_s=pace.optimizer_s,
-        traffic=[list_traffic(workload, rank, rows) for rank in pp_ranks],
+        traffic=list_all_traffic(workload, rows),
     )
+
+
+def list_memory(workload: Workload, rows: Rows) -> list[Memory]:
+    """Of each pp rank. It depends on no cluster."""
+    return [estimate_memory(workload, rank, count_in_flight(row)) for rank, row in enumerate(rows)]
+
+
+def list_all_traffic(workload: Workload, rows: Rows) -> list[list[Traffic]]:
+    """Of each pp rank. It depends on no cluster."""
+    return [list_traffic(workload, rank, rows) for rank in range(workload.layout.pp)]
 
 
 def sketch(pace: Pace, order: Callable[[int], Rows]) -> Sketch:

@@ -153,7 +153,7 @@ def add_sends(tally: Tally, workload: Workload, index: int) -> None:
 
 def add_numbers(tally: Tally, workload: Workload, pp_rank: int) -> None:
     """Counted tokens (int64), loss and gradient norm (fp32), once a step."""
-    n_tensors = sum(workload.stages[index].n_tensors for index in workload.layout.stages_of(pp_rank))
+    n_tensors = sum(workload.count_tensors(workload.stages[index]) for index in workload.layout.stages_of(pp_rank))
     tally.add(("dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 8)
     tally.add(("pp", "dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 4)
     tally.add(("dp_shard", "cp", "tp"), "all-reduce", 1, 4 * n_tensors)  # the norm of each parameter's gradient

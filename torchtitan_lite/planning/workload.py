@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from math import ceil
 from typing import Literal
 
-from torchtitan_lite.config import ActivationCheckpoint, Config
+from torchtitan_lite.config import ActivationCheckpoint, Config, ConfigError, Problem
 from torchtitan_lite.float8_plan import uses_float8
 from torchtitan_lite.layout import Layout
 from torchtitan_lite.pipeline_plan import Stages, splits_backward
@@ -34,11 +34,6 @@ class Stage:
     n_layers: int
     has_embedding: bool
     has_head: bool  # and the final norm
-
-    @property
-    def n_tensors(self) -> int:
-        """Parameters as tensors: nine a layer."""
-        return 9 * self.n_layers + self.has_embedding + 2 * self.has_head
 
 
 @dataclass(frozen=True)
@@ -136,9 +131,17 @@ class Workload:
 
     def count_stage_parameters(self, stage: Stage) -> int:
         norm = self.shape.dim * stage.has_head
-        tied = stage.has_embedding and stage.has_head and self.shape.tie_embeddings
-        n_vocabulary = stage.has_embedding + stage.has_head - tied
+        n_vocabulary = self.count_vocabulary_tensors(stage)
         return self.layer_parameters * stage.n_layers + self.vocabulary_parameters * n_vocabulary + norm
+
+    def count_tensors(self, stage: Stage) -> int:
+        """Its parameters as tensors: nine a layer."""
+        return 9 * stage.n_layers + stage.has_head + self.count_vocabulary_tensors(stage)
+
+    def count_vocabulary_tensors(self, stage: Stage) -> int:
+        """Embedding and head; tied, they are one."""
+        tied = stage.has_embedding and stage.has_head and self.shape.tie_embeddings
+        return stage.has_embedding + stage.has_head - tied
 
 
 @lru_cache
@@ -151,7 +154,11 @@ def count_modules(stages: Stages) -> tuple[Stage, ...]:
 
 
 def describe_workload(config: Config, shape: Shape, layout: Layout) -> Workload:
-    """A step of a run. Where the compute dtype is still "auto", that of a GPU is taken."""
+    """A step of a run. Where the compute dtype is still "auto", that of a GPU is taken. Raises ConfigError."""
+    if config.activation_checkpoint.mode == "memory_budget":
+        why = "what is computed again is the compiler's choice, which no closed form knows"
+        remedy = 'Ask for "none" and for "full": it lies between them'
+        raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
     dtype = config.training.mixed_precision_param
     dtype = "bfloat16" if dtype == "auto" else dtype
     return Workload(

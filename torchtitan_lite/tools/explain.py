@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config import ConfigError, Problem
+from torchtitan_lite.tables import format_bytes
 from torchtitan_lite.tools.dry_run import DryRun
 from torchtitan_lite.tools.explain_text import (
     describe_step,
     draw_mesh,
-    format_bytes,
     format_collectives,
     format_holdings,
     list_exchanges,

@@ -10,20 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from torchtitan_lite.layout import MESH_DIMS, Layout
+from torchtitan_lite.tables import format_bytes, format_table
 from torchtitan_lite.tools.dry_run import DryRun
 from torchtitan_lite.tools.meter import Collective
 from torchtitan_lite.tools.planned import Planned
 
 MOST_SHOWN = 8  # ranks or coordinates in a row; of more, the first and the last
-
-
-def format_bytes(n_bytes: float) -> str:
-    """524288 as 512.0 KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n_bytes < 1024 or unit == "GiB":
-            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1024
-    raise AssertionError("the last unit takes all")
 
 
 # ---------------------------------------------------------------- mesh and parameters
@@ -79,11 +71,6 @@ def format_holdings(layout: Layout, run: DryRun) -> str:
         prefix = f"layers.{name_layers(layers)}." if layers[0] else ""
         table.append((prefix + name, str(list(shape)), *slices))
     return format_table(table)
-
-
-def format_table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def locate(layout: Layout, rank: int) -> dict[str, int]:

@@ -4,7 +4,8 @@
     bubble, time, tokens/s    the schedule, simulated with the closed form's durations (planning/)
     warnings                  what is wrong with the layout, and the number that would be right
 
-`--search` ranks all layouts of the model on these GPUs, `--published` compares forecasts with published runs.
+`--search` ranks all layouts of the model on these GPUs, `--published` compares forecasts with published runs, `--score`
+with what a run of yours has measured.
 """
 
 import argparse
@@ -25,12 +26,13 @@ from torchtitan_lite.planning.forecast import Forecast, forecast
 from torchtitan_lite.planning.timeline import draw_svg, draw_text, trace_chrome
 from torchtitan_lite.planning.workload import describe_workload
 from torchtitan_lite.sizes import resolve_shape
+from torchtitan_lite.tables import format_bytes, format_table
 from torchtitan_lite.tools.dry_run import DryRun
-from torchtitan_lite.tools.explain_text import format_bytes, format_table
 from torchtitan_lite.tools.meter import KINDS
 from torchtitan_lite.tools.plan_warnings import list_warnings
 from torchtitan_lite.tools.planned import Planned, group_pp_ranks, plan_run
 from torchtitan_lite.tools.published import print_published
+from torchtitan_lite.tools.score import print_score
 from torchtitan_lite.tools.search_report import print_search
 
 HELP = """Any further argument is the config's: --config NAME_OR_PATH, --section.key value.
@@ -69,6 +71,9 @@ def main(args: list[str]) -> int:
         if options.published:
             print_published()
             return 0
+        if options.score:
+            print_score(options.score, as_json=options.json)
+            return 0
         cluster = find_cluster(options.gpu, options.hardware)
         if options.search:
             search_layouts(config_args, options, cluster)
@@ -77,7 +82,7 @@ def main(args: list[str]) -> int:
     except ConfigError as error:
         if options.json:
             print(json.dumps({"problems": [asdict(problem) for problem in error.problems]}, default=str))
-        print(f"There is no plan:\n{error}", file=sys.stderr)
+        print(f"There is no {'score' if options.score else 'plan'}:\n{error}", file=sys.stderr)
         return 2
     if options.svg:
         options.svg.write_text(draw_svg(plan.forecast.timeline, plan.planned.config_name), encoding="utf-8")
@@ -104,6 +109,9 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--search", action="store_true", help="rank all layouts of this model on these GPUs")
     parser.add_argument("--toml", type=Path, metavar="FILE", help="with --search: the best layout as a config")
     parser.add_argument("--published", action="store_true", help="published runs beside their forecasts")
+    parser.add_argument(
+        "--score", type=Path, metavar="RUN", help="a dump folder: what was forecast for that run, and what it measured"
+    )
     parser.add_argument("--json", action="store_true", help="print for programs")
     return parser.parse_known_args(args)
 
