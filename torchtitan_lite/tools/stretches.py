@@ -1,4 +1,4 @@
-"""From a few microbatches to all: a dry run is cut at its marks, and the pieces are laid out as the whole step has them.
+"""From a few microbatches to all: a dry run is cut at its marks, the pieces laid out as the whole step has them.
 
     run, of 8 microbatches   begin  F B  F B  F B                        the first, one between, the last: FEW
     told                     begin  F F F B F B F B F B F B F B B B      as often as they come, in the schedule's order
