@@ -79,6 +79,8 @@ def dry_run(
         stack.enter_context(static_stages(config, shape, short, meter))
         if device_type == "cuda":
             stack.enter_context(kernels_of_gpus())
+        # Drawing weights tells nothing of a step, and takes as long as a microbatch of it.
+        stack.enter_context(patch.object(stepping, "initialize_weights", leave_as_they_are))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter.watching())
         run = stepping.start_run(parts, config, short, mesh, CPU)
@@ -128,6 +130,10 @@ def name_dims(degrees: list[int], ranks: list[int]) -> str:
         dims = [dim] * (first % degree != last % degree) + dims
         first, last = first // degree, last // degree
     return " x ".join(dims)
+
+
+def leave_as_they_are(*args) -> None:
+    """In the place of the rule for initial weights."""
 
 
 def list_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -220,4 +226,20 @@ def attend_without_mask(query: Tensor, key: Tensor, value: Tensor, doc_ids: Tens
 
 
 def normalize_in_one_kernel(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
-    return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+    return FusedNorm.apply(x, weight)
+
+
+class FusedNorm(torch.autograd.Function):
+    """What CUDA's RMS norm makes and keeps. A CPU has no such kernel: there torch takes it apart into steps, which keep
+    three more tensors of the size of x for backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        per_token = x.sum(-1, dtype=torch.float32)  # in the place of 1 / rms
+        ctx.save_for_backward(x, weight, per_token)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), gradient.flatten(0, -2).sum(0, dtype=weight.dtype)
