@@ -15,7 +15,6 @@ from torchtitan_lite.planning.workload import describe_workload
 from torchtitan_lite.sizes import count_layer_parameters
 from torchtitan_lite.tools.dry_run import DryRun, dry_run
 
-
 DTYPE = "training.mixed_precision_param"
 
 
