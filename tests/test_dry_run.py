@@ -15,6 +15,8 @@ from torchtitan_lite.planning.workload import describe_workload
 from torchtitan_lite.sizes import count_layer_parameters
 from torchtitan_lite.tools.dry_run import DryRun, dry_run
 
+DTYPE = "training.mixed_precision_param"
+
 
 def count_bytes(run: DryRun) -> Counter:
     """Bytes by axis and operation."""
@@ -119,8 +121,18 @@ def test_a_gpu_makes_no_mask_of_the_sequence():
     assert masked - on_gpu > 512 * 512
 
 
+def test_a_gpu_keeps_no_steps_of_a_norm():
+    """In bfloat16 a CPU keeps two: x in fp32, and x over its rms before the weight."""
+    config, shape, layout = plan(1, {**MODEL, BATCH: 8, MODE: "none", DTYPE: "bfloat16"}, "cuda")
+    on_cpu, on_gpu = (dry_run(config, shape, layout, device_type=device) for device in ("cpu", "cuda"))
+    n_elements = 8 * config.training.seq_len * shape.dim
+    steps = (2 * shape.n_layers + 1) * n_elements * (4 + 2)
+    assert on_cpu.peak_bytes - on_gpu.peak_bytes == pytest.approx(steps, rel=0.05)
+    assert on_cpu.n_flops == on_gpu.n_flops
+
+
 def test_one_rank_of_thousands_is_run_like_any_other():
-    keys = {PP: 16, TP: 4, BATCH: 16, "model.n_layers": 16, "training.mixed_precision_param": "bfloat16"}
+    keys = {PP: 16, TP: 4, BATCH: 16, "model.n_layers": 16, DTYPE: "bfloat16"}
     run = dry_run(*plan(16384, keys), pp_rank=7)
     sharded = [collective for collective, _ in run.collectives if collective.axis == "dp_shard"]
     assert {collective.n_ranks for collective in sharded} == {256}

@@ -1,6 +1,8 @@
 """`explain` tells what ranks hold and say, and what a change of config or code changed."""
 
 import re
+import shutil
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +18,7 @@ from torchtitan_lite.tools import explain
 from torchtitan_lite.tools.dry_run import dry_run, fake_group
 from torchtitan_lite.tools.explain_text import describe_slice, draw_mesh, locate
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = ["--config", "debug", "--model.n_layers", "2", "--training.seq_len", "32"]
 TP2 = ["--gpus", "2", "--parallelism.tensor_parallel_degree", "2"]
 
@@ -86,6 +89,35 @@ def test_an_extra_collective_in_the_step_is_what_a_fork_has_changed(capsys):
     told = capsys.readouterr().out
     assert "+ 1 x all-reduce over tp, [7] float32, 28 B each (0 -> 1)" in told
     assert "test_explain.py:" in told and "with_one_more" in told
+
+
+def test_against_another_checkout_tells_what_its_code_does_differently(capsys, tmp_path):
+    """A copy without configs: the config is ours. What it adds to train_step is what our code lacks."""
+    package = tmp_path / "torchtitan_lite"
+    shutil.copytree(REPOSITORY / "torchtitan_lite", package, ignore=shutil.ignore_patterns("__pycache__"))
+    before = "    run.lr_scheduler.step()\n"
+    code = (package / "step.py").read_text(encoding="utf-8")
+    assert code.count(before) == 1
+    more = "    dist.all_reduce(grad_norm, group=run.mesh.tp.get_group())\n"
+    (package / "step.py").write_text(code.replace(before, more + before), encoding="utf-8")
+    line = code[: code.index(before)].count("\n") + 1
+    assert explain.main([*SMALL, *TP2, "--against", str(tmp_path)]) == 1
+    _, *changes = capsys.readouterr().out.splitlines()
+    assert [change.strip() for change in changes] == [
+        "- 1 x all-reduce over tp, [] float32, 4 B each (1 -> 0)",
+        f"pp rank 0, between: step.py:{line} train_step",
+    ]
+
+
+def test_what_is_no_checkout_or_fails_there_is_refused_in_one_line(capsys, tmp_path):
+    assert explain.main([*SMALL, *TP2, "--against", str(tmp_path)]) == 2
+    assert re.fullmatch(r"[^\n]*\n  1\. --against = [^\n]* is no checkout: [^\n]*\n", capsys.readouterr().err)
+    tools = tmp_path / "torchtitan_lite" / "tools"
+    tools.mkdir(parents=True)
+    (tools / "explain.py").write_text("raise RuntimeError('first line\\nof two')\n")
+    (tools.parent / "__main__.py").write_text("import torchtitan_lite.tools.explain\n")
+    assert explain.main([*SMALL, *TP2, "--against", str(tmp_path)]) == 2
+    assert re.fullmatch(r"[^\n]*\n  1\. --against = [^\n]* ended with 1: of two\. [^\n]*\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

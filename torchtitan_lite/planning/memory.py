@@ -3,6 +3,7 @@
     at rest      parameters, gradients (fp32), optimizer: of the stages of the rank, over tp, and over dp_shard x cp
     gathered     whole parameters in compute dtype: of a block and the next (ZeRO 3), or of everything (ZeRO 1, 2)
     activations  what forward keeps for backward, by recompute mode, times microbatches in flight
+    received     what a pipeline receives into: torch makes room for all microbatches of a step at once
     working      what one block needs beside that while it runs backward, or the logits and their gradients
 
 Live bytes are what tensors hold. What the allocator reserves is more: Cluster.reserve_factor.
@@ -29,6 +30,7 @@ class Memory:
     optimizer: float
     gathered: float
     activations: float
+    received: float  # hidden states and their gradients, of all microbatches
     working: float  # of the block or the loss that is being computed
 
     @property
@@ -44,12 +46,16 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, fl
     at_rest = n_parameters / workload.n_shards
     summed_whole = layout.zero_stage == 1 or layout.pp > 1
     gradients = MASTER_BYTES * (n_parameters if summed_whole else at_rest)
+    # DTensor forms the embedding's gradient for the whole vocabulary on each tp rank, and so it is added up.
+    has_embedding = any(stage.has_embedding for stage in stages.values())
+    embedding = workload.vocabulary_parameters * layout.tp * has_embedding
+    gradients += MASTER_BYTES * (embedding - embedding / layout.tp) * summed_whole
     kept_per_layer = workload.average(list_kept_bytes(workload))
     kept = kept_per_layer * sum(stages[index].n_layers * n for index, n in in_flight.items())
     block = estimate_block(workload)
     loss = estimate_loss(workload) * any(stage.has_head for stage in stages.values())
     if layout.n_microbatches > 1:
-        moments = [(gradients, kept, max(block, loss))]
+        moments = [(gradients, kept, max(block, loss, embedding * workload.compute_bytes))]
     else:  # gradients come as activations go: the peak is at the logits, or at the very end
         moments = [(0, kept, max(block, loss)), (gradients, kept_per_layer, block)]
     gradients, kept, working = max(moments, key=sum)
@@ -59,8 +65,16 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, fl
         optimizer=at_rest * STATE_BYTES[workload.optimizer],
         gathered=estimate_gathered(workload, list(stages.values())),
         activations=kept,
+        received=estimate_received(workload, list(stages)),
         working=working,
     )
+
+
+def estimate_received(workload: Workload, stages: list[int]) -> float:
+    """Hidden states for all stages of the rank but the first of the model, gradients for all but the last."""
+    layout = workload.layout
+    n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in stages)
+    return n_received * layout.n_microbatches * workload.hidden_bytes / layout.tp
 
 
 def list_kept_bytes(workload: Workload) -> dict[str, float]:

@@ -6,15 +6,12 @@ What is planned is what will run, line by line: the same functions with the same
 once, and the tensors have shapes and no numbers. So 16,384 ranks cost no more than one, and ranks that differ in their
 pipeline stage alone need one run each.
 
-Of many microbatches all but the first and last are alike, so that by default a FEW are run and counted as often as they
-come: in the order of the real schedule, each adding the activations that it adds, on top of those then in flight.
-`whole=True` runs them all. Schedules in which microbatches of one kind differ are always run whole (`is_uniform`).
+Of many microbatches a few are run and counted as often as they come (stretches.py); `whole=True` runs them all.
 
 For a GPU, kernels are chosen as the GPU would: no mask of S x S, norms in one kernel. compile is off: what it fuses is
 known on the device alone, and what is told here is an upper bound for it.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -37,16 +34,13 @@ from torchtitan_lite.layout import MESH_DIMS, Layout
 from torchtitan_lite.model import document_attention
 from torchtitan_lite.parallel import context_parallel, pipeline
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.parallel.schedule_order import list_rows
-from torchtitan_lite.pipeline_plan import splits_backward
 from torchtitan_lite.sizes import Shape
-from torchtitan_lite.tools.meter import Collective, Meter, find_peak, sum_by_kind
+from torchtitan_lite.tools.meter import Collective, Meter
 from torchtitan_lite.tools.ranks import forget_groups
+from torchtitan_lite.tools.stretches import FEW, count_collectives, cut, find_at_rest, find_most, is_uniform, lengthen
 
-FEW = 3  # microbatches that are run: the first, one like all others, and the last
 CPU = torch.device("cpu")  # where fake tensors say they are: torch has CUDA kernels only where there is CUDA
 BLOCK_BYTES = {"cuda": 512, "cpu": 1}  # of the allocator
-MOST_ACTIVE_STAGES = 3  # of a rank: with more of them, torch's runtime frees parameters between its actions
 
 
 @dataclass(frozen=True)
@@ -62,17 +56,6 @@ class DryRun:
     @property
     def peak_bytes(self) -> int:
         return sum(self.memory.values())
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """From one mark to the next."""
-
-    name: str
-    change: Counter  # bytes by kind that remain
-    peak: Counter  # bytes by kind, above those before, when most
-    collectives: list[Collective]
-    n_flops: int
 
 
 def dry_run(
@@ -96,6 +79,8 @@ def dry_run(
         stack.enter_context(static_stages(config, shape, short, meter))
         if device_type == "cuda":
             stack.enter_context(kernels_of_gpus())
+        # Drawing weights tells nothing of a step, and takes as long as a microbatch of it.
+        stack.enter_context(patch.object(stepping, "initialize_weights", leave_as_they_are))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter.watching())
         run = stepping.start_run(parts, config, short, mesh, CPU)
@@ -111,8 +96,7 @@ def dry_run(
         meter.assign("gradients", [parameter.grad for parameter in parameters])
         meter.assign("optimizer", list_state(run.optimizer))
         stretches = cut(meter)
-        at_rest = sum_by_kind(meter.events[: meter.marks[0].n_events])
-        at_rest += sum_by_kind(event for event in meter.events if event[0].kind == "optimizer")
+        at_rest = find_at_rest(meter)
     sequence = stretches
     if short.n_microbatches < layout.n_microbatches:
         sequence = lengthen(config, layout, pp_rank, stretches)
@@ -146,6 +130,14 @@ def name_dims(degrees: list[int], ranks: list[int]) -> str:
         dims = [dim] * (first % degree != last % degree) + dims
         first, last = first // degree, last // degree
     return " x ".join(dims)
+
+
+def leave_as_they_are(*args) -> None:
+    """In the place of the rule for initial weights."""
+
+
+def list_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 def make_batch(layout: Layout, seq_len: int) -> Batch:
@@ -234,88 +226,20 @@ def attend_without_mask(query: Tensor, key: Tensor, value: Tensor, doc_ids: Tens
 
 
 def normalize_in_one_kernel(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
-    return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+    return FusedNorm.apply(x, weight)
 
 
-# ---------------------------------------------------------------- from a few microbatches to all
+class FusedNorm(torch.autograd.Function):
+    """What CUDA's RMS norm makes and keeps. A CPU has no such kernel: there torch takes it apart into steps, which keep
+    three more tensors of the size of x for backward."""
 
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        per_token = x.sum(-1, dtype=torch.float32)  # in the place of 1 / rms
+        ctx.save_for_backward(x, weight, per_token)
+        return torch.empty_like(x)
 
-def is_uniform(config: Config, layout: Layout) -> bool:
-    """Whether all microbatches but the first and the last are alike, in whatever order they come."""
-    section = config.parallelism
-    if layout.pp == 1:
-        return True
-    resharded = layout.zero_stage == 3 and layout.dp_shard * layout.cp > 1  # an action finds what the one before left
-    crowded = len(layout.stages) > MOST_ACTIVE_STAGES * layout.pp
-    return not (resharded or crowded or section.pipeline_parallel_schedule_csv or splits_backward(section))
-
-
-def list_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-
-
-def cut(meter: Meter) -> list[Stretch]:
-    """The run between its marks. The optimizer's state, made in the first step, is there in all later ones."""
-    stretches = []
-    for mark, after in zip(meter.marks, meter.marks[1:], strict=False):
-        events = meter.events[mark.n_events : after.n_events]
-        events = [event for event in events if event[0].kind != "optimizer"]
-        collectives = meter.collectives[mark.n_collectives : after.n_collectives]
-        stretches.append(
-            Stretch(mark.name, sum_by_kind(events), find_peak(events), collectives, after.n_flops - mark.n_flops)
-        )
-    return stretches
-
-
-def lengthen(config: Config, layout: Layout, pp_rank: int, stretches: list[Stretch]) -> list[Stretch]:
-    """The stretches of the whole step, from those of a few microbatches, in the order of the schedule."""
-    begin, *others = stretches
-    if layout.pp == 1:
-        first, between, last = others
-        return [begin, first, *[between] * (layout.n_microbatches - 2), last]
-    seen: Counter[str] = Counter()
-    sequence = [begin]
-    for action in list_rows(config.parallelism, layout)[pp_rank]:
-        name = f"{action.kind}{action.stage}"
-        alike = [stretch for stretch in others if stretch.name == name]
-        sequence.append(alike[min(seen[name], 1)])
-        seen[name] += 1
-        if action.kind == "B" and seen[name] == layout.n_microbatches:
-            sequence += [stretch for stretch in others if stretch.name == f"reduce{action.stage}"]
-    return sequence
-
-
-def find_most(at_rest: Counter, sequence: list[Stretch], longer: float) -> Counter:
-    """Bytes by kind when all together are most. `at_rest`: between two steps."""
-    live, most = at_rest.copy(), at_rest.copy()
-    # Rows of the batch, and what a pipeline receives into, are there for all microbatches from the beginning.
-    live["data"] += round((longer - 1) * sequence[0].change["data"])
-    for stretch in sequence:
-        if live.total() + stretch.peak.total() > most.total():
-            most = live.copy()
-            most.update(stretch.peak)
-        live.update(stretch.change)
-    return most
-
-
-def count_collectives(
-    stretches: list[Stretch], sequence: list[Stretch], n_microbatches: int, n_run: int
-) -> list[tuple[Collective, int]]:
-    """Each collective that was seen, and how often it comes in `sequence`.
-
-    Sends and receives do not keep to the borders of stretches. But each comes once with every microbatch: of n_run that
-    are alike, each stands for its share of n_microbatches.
-    """
-    times = Counter(id(stretch) for stretch in sequence)
-    seen: Counter[tuple] = Counter()
-    counted = []
-    for stretch in stretches:
-        for collective in stretch.collectives:
-            n = times[id(stretch)]
-            if collective.place.through == "pipeline":
-                key = collective.operation, collective.shape
-                at = seen[key] % n_run
-                n = n_microbatches * (at + 1) // n_run - n_microbatches * at // n_run
-                seen[key] += 1
-            counted.append((collective, n))
-    return counted
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), gradient.flatten(0, -2).sum(0, dtype=weight.dtype)

@@ -11,7 +11,6 @@ it did. So `--against BASE.toml`, or the folder of another checkout, tells what 
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config import ConfigError, Problem
+from torchtitan_lite.config_reader import find_config_file
 from torchtitan_lite.tables import format_bytes
 from torchtitan_lite.tools.dry_run import DryRun
 from torchtitan_lite.tools.explain_text import (
@@ -51,7 +51,7 @@ def main(args: list[str]) -> int:
         if options.stage is not None and not 0 <= options.stage < planned.layout.pp:
             why, remedy = f"there are {planned.layout.pp} pp ranks", f"Use 0 to {planned.layout.pp - 1}"
             raise ConfigError([Problem("--stage", options.stage, why, remedy)])
-        of_base = read_base(options, config_args) if options.against else None
+        of_base = read_base(options, config_args, planned.config.job.config_file) if options.against else None
     except ConfigError as error:
         print(f"This run could not start:\n{error}", file=sys.stderr)
         return 2
@@ -93,20 +93,26 @@ def list_for_programs(runs: dict[int, DryRun]) -> list[dict[str, object]]:
     ]
 
 
-def read_base(options: argparse.Namespace, config_args: list[str]) -> list[dict[str, object]]:
+def read_base(options: argparse.Namespace, config_args: list[str], config_name: str) -> list[dict[str, object]]:
     """The collectives of another config with this code, or of this config with the code of another checkout."""
-    if not Path(options.against).is_dir():
+    folder = Path(options.against)
+    if not folder.is_dir():
         base = plan_run(["--config", options.against], options.gpus, options.device)
         ranks = group_pp_ranks(base) if options.stage is None else [options.stage]
         return list_for_programs({rank: base.dry_run(rank) for rank in ranks})
+    if not (folder / "torchtitan_lite" / "tools" / "explain.py").is_file():
+        why = "this folder is no checkout: there is no torchtitan_lite/tools/explain.py in it"
+        raise ConfigError([Problem("--against", options.against, why, "Name a TOML file or a checkout")])
     command = [sys.executable, "-m", "torchtitan_lite", "explain", "--json", "--device", options.device, *config_args]
+    command += ["--config", str(find_config_file(config_name).resolve())]  # ours: that checkout's own may differ
     command += ["--gpus", str(options.gpus)] * (options.gpus is not None)
     command += ["--stage", str(options.stage)] * (options.stage is not None)
-    environment = {**os.environ, "PYTHONPATH": str(Path(options.against).resolve())}
-    answer = subprocess.run(command, env=environment, cwd=options.against, capture_output=True, text=True)
+    # Python looks for torchtitan_lite where it stands before it looks elsewhere.
+    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if answer.returncode != 0:
-        why = f"its own `explain` ended with {answer.returncode}: {answer.stderr.strip()[-300:]}"
-        raise ConfigError([Problem("--against", options.against, why, "Name a checkout that has `explain`")])
+        last_line = "".join(answer.stderr.strip().splitlines()[-1:]).strip()
+        why = f"its own `explain` ended with {answer.returncode}: {last_line}"
+        raise ConfigError([Problem("--against", options.against, why, "Name a checkout that can run this config")])
     return json.loads(answer.stdout)["collectives"]
 
 
@@ -126,11 +132,12 @@ def report_difference(ours: list[dict], base: list[dict], name: str) -> int:
     print(f"beside {name}, in one step of each kind of pipeline rank:")
     for key in changed:
         pp_rank, operation, axis, shape, dtype, module, walk = key
+        place = f"{walk or 'between'} {module}".rstrip()
         before, after = (count[key] for count in counts)
         print(
             f"  {'+' if after > before else '-'} {abs(after - before)} x {operation} over {axis}, {list(shape)} "
             f"{dtype}, {format_bytes(sizes[key])} each ({before} -> {after})\n"
-            f"      pp rank {pp_rank}, {walk or 'between'} {module}: {lines[key]}"
+            f"      pp rank {pp_rank}, {place}: {lines[key]}"
         )
     return 1
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -51,6 +52,7 @@ OPERATIONS = {  # torch's name of a collective -> ours
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 aten = torch.ops.aten
 READ = aten._local_scalar_dense.default  # a number that the host asks for, by .item() or bool()
+DEVICE = torch.ops.prim.device.default  # `tensor.device`: of fake tensors it is an operator, and every second one
 FLOPS = {  # of attention, torch counts its CUDA kernels only
     aten.addmm_: lambda total, left, right: 2 * left.shape[0] * left.shape[1] * right.shape[1],
     aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_: sdpa_flop_count(
@@ -156,6 +158,8 @@ class Meter(TorchDispatchMode):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # they take themselves apart first, and come again as plain tensors
         kwargs = kwargs or {}
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if self._is_paused:
             return func(*args, **kwargs)
         if self._is_fake and func is READ:
@@ -191,7 +195,7 @@ class Meter(TorchDispatchMode):
         """The storage of a tensor; a new one is `kind`."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
-        if tensor.device.type == "meta":
+        if not isinstance(tensor, FakeTensor) and tensor.is_meta:
             return None
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -1,6 +1,12 @@
 """What `plan --search` says: the ten best layouts, where the config's own loses, and the winner as a TOML file."""
 
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+
+import torch
 
 from torchtitan_lite.config import Config, ConfigError, Problem
 from torchtitan_lite.config_reader import dump_config_toml
@@ -43,10 +49,9 @@ def print_search(
         )
     print(f"\n{format_choices(found.best, cluster)}\n")
     print(explain_own(config, shape, world_size, cluster, found.best[0]))
-    for number, (candidate, _) in enumerate(found.best[:n_dry_runs], 1):
-        print(compare_with_dry_run(number, candidate))
-    toml_file.write_text(format_winner(found.best[0], world_size), encoding="utf-8")
-    print(f"\nThe first is written to {toml_file}.")
+    number = choose_by_dry_run(found.best, cluster, n_dry_runs) if n_dry_runs else 1
+    toml_file.write_text(format_winner(found.best[number - 1], world_size), encoding="utf-8")
+    print(f"\nNumber {number} is written to {toml_file}.")
 
 
 def describe_misfit(leanest: Candidate, cluster: Cluster, least: int | None) -> Problem:
@@ -133,13 +138,41 @@ def split_step(candidate: Candidate, sketch: Sketch) -> dict[str, float]:
 # ---------------------------------------------------------------- the dry run, the file
 
 
-def compare_with_dry_run(number: int, candidate: Candidate) -> str:
-    """Closed form against step.py itself on fake tensors, for the first and the last pipeline stage."""
+def choose_by_dry_run(best: list[Choice], cluster: Cluster, n_dry_runs: int) -> int:
+    """The number of the first that fits the memory by its dry run too; 1 where none does.
+
+    Prints what the dry runs of the first few say, which go on at the same time, and of more until one fits.
+    """
+    winner = None
+    n_workers = min(n_dry_runs, os.cpu_count() or 1)
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(n_workers, context, initializer=torch.set_num_threads, initargs=(1,)) as workers:
+        answers = [workers.submit(compare_with_dry_run, *pair) for pair in number_candidates(best[:n_dry_runs])]
+        for number, candidate in number_candidates(best):
+            if number > n_dry_runs and winner:
+                break
+            if number > len(answers):
+                answers.append(workers.submit(compare_with_dry_run, number, candidate))
+            live_bytes, told = answers[number - 1].result()
+            fits = live_bytes * cluster.reserve_factor <= cluster.memory_bytes
+            print(told + "\n  which does not fit" * (not fits), flush=True)
+            winner = winner or (number if fits else None)
+    return winner or 1
+
+
+def number_candidates(best: list[Choice]) -> Iterator[tuple[int, Candidate]]:
+    return ((number, candidate) for number, (candidate, _) in enumerate(best, 1))
+
+
+def compare_with_dry_run(number: int, candidate: Candidate) -> tuple[int, str]:
+    """Closed form against step.py itself on fake tensors, for the first and the last pipeline stage. Returns the live
+    bytes of the one that holds more, and what to say of both."""
     layout, workload = candidate.workload.layout, candidate.workload
     resolved = resolve_config(candidate.config, layout, "cuda")
-    lines = []
+    lines, most = [], 0
     for pp_rank in sorted({0, layout.pp - 1}):
         measured = dry_run(resolved, workload.shape, layout, pp_rank=pp_rank, device_type="cuda")
+        most = max(most, measured.peak_bytes)
         closed = sketch_candidate(candidate).memory[pp_rank].live
         moved = sum(call.n_bytes * count for call, count in measured.collectives)
         closed_moved = sum(
@@ -151,7 +184,7 @@ def compare_with_dry_run(number: int, candidate: Candidate) -> str:
             f"(closed form {closed / measured.peak_bytes - 1:+.1%}), moved {moved / GIB:.2f} GiB "
             f"(closed form {closed_moved / max(1, moved) - 1:+.2%})"
         )
-    return "\n".join(lines)
+    return most, "\n".join(lines)
 
 
 def format_winner(best: Choice, world_size: int) -> str:
