@@ -121,6 +121,34 @@ def test_actions_are_told_by_kind_and_waits_between_them_are_no_work(monkeypatch
     assert vars(stage).keys() == {"now_s"}, "a failure leaves nothing patched"
 
 
+class SpinningStage:
+    """Its forward returns at once and has the device spin for some 50 ms; its backward asks nothing of it."""
+
+    stage_index = 0
+
+    def forward_one_chunk(self, microbatch):
+        torch.cuda._sleep(10**8)
+
+    def backward_one_chunk(self, microbatch, full_backward=True):
+        pass
+
+    backward_weight_one_chunk = backward_one_chunk
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: reads CUDA events")
+def test_actions_of_a_gpu_last_as_long_as_its_stream_works_on_them():
+    stage = SpinningStage()
+    torch.cuda.synchronize()
+    with actions_timed([stage], torch.device("cuda")) as times:
+        stage.forward_one_chunk(0)
+        stage.backward_one_chunk(0)
+    torch.cuda.synchronize()
+    forward, backward = times.list_events(pp_rank=0)
+    assert 0 <= forward.start < forward.end <= backward.start <= backward.end
+    assert forward.end - forward.start > 10 * (backward.end - backward.start)
+
+
 def write_csv(folder: Path) -> str:
     """GPipe on two ranks with split backwards."""
     path = folder / "schedule.csv"
