@@ -199,6 +199,23 @@ def test_a_gpipe_holds_all_microbatches_and_1f1b_as_many_as_there_are_stages():
     assert [a / b for a, b in zip(kept["GPipe"], kept["1F1B"], strict=True)] == pytest.approx([4, 16 / 3, 8, 16])
 
 
+def test_a_pipeline_has_room_for_all_it_receives_and_tp_a_whole_gradient_of_the_embedding():
+    """16 microbatches of hidden states, and 2304 x 128 numbers of which a tp rank of four reduces a quarter: each is
+    more of this small model than the closed form may be off by."""
+    options = (
+        "--training.mixed_precision_param bfloat16 --training.local_batch_size 16 --activation_checkpoint.mode none"
+    )
+    config = read("debug", degrees(pp=2, tp=4), options, "--training.seq_len 512 --model.n_kv_heads 4")
+    workload = describe(config, 8)
+    resolved = resolve_config(config, workload.layout, "cuda")
+    run = dry_run(resolved, workload.shape, workload.layout, device_type="cuda")
+    rows = list_rows(config.parallelism, workload.layout)
+    memory = estimate_memory(workload, 0, count_in_flight(rows[0]))
+    tokens = 4 * 16 * 512 * 8  # and targets, positions, documents
+    assert memory.received == run.memory["data"] - tokens
+    assert memory.live == pytest.approx(run.peak_bytes, rel=0.04)
+
+
 def test_gradients_are_whole_where_a_pipeline_adds_them_up():
     config = read("llama3_8b", degrees(pp=2, dp=4), "--training.local_batch_size 4")
     workload = describe(config, 8)

@@ -11,7 +11,7 @@ from torchtitan_lite.layout import plan_layout
 from torchtitan_lite.planning.cluster import CLUSTERS, Cluster
 from torchtitan_lite.sizes import Shape, resolve_shape
 from torchtitan_lite.tools.search import Search, find_least_gpus, list_candidates, search, sketch_candidate
-from torchtitan_lite.tools.search_report import format_winner, name_layout, print_search, split_step
+from torchtitan_lite.tools.search_report import choose_by_dry_run, format_winner, name_layout, print_search, split_step
 
 H100 = CLUSTERS["h100"]
 
@@ -112,6 +112,18 @@ def test_the_report_says_where_the_configs_own_layout_loses(tmp_path, capsys):
     assert "pipeline idle (bubble)" in said
     assert said.count("GiB") >= 1
     assert (tmp_path / "winner.toml").exists()
+
+
+def test_the_first_that_fits_by_its_dry_run_is_chosen(capsys):
+    """Of two layouts of which the closed form prefers the one that needs more memory than there is."""
+    found = search(*read("debug", "--training.local_batch_size 8"), 1, H100)
+    by_memory = sorted(found.fitting, key=lambda candidate: candidate.live_bytes)
+    leanest, fattest = ((candidate, sketch_candidate(candidate)) for candidate in (by_memory[0], by_memory[-1]))
+    between = (leanest[0].live_bytes * fattest[0].live_bytes) ** 0.5 * H100.reserve_factor
+    cluster = replace(H100, memory_bytes=between)
+    assert choose_by_dry_run([fattest, leanest], cluster, n_dry_runs=1) == 2
+    first, second = capsys.readouterr().out.split("dry run of 2")
+    assert first.endswith("which does not fit\n") and "does not fit" not in second
 
 
 # ---------------------------------------------------------------- no answer
