@@ -4,10 +4,9 @@ all rows; test_dry_run.py has some of them.
     alone     as one rank of a fake group, whose collectives return at once     within 0.1 % of the plan
     on gloo   all ranks, as processes                                           not twice the same, and more
 
-Gloo moves bytes in threads of its own. What a collective reads and writes (gradients that are being reduced, hidden
-states on their way to the next stage) stays until they have come to it, and with the same allocator they copy the whole
-of what is gathered. In steps in which they kept up, dp2 x tp2 took what was planned within 0.01 %; on a CPU with more
-to do than it could, up to 19 % more. That is gloo's, and races with the step, so it is no part of a plan.
+Gloo moves bytes in threads of its own, which allocate and free beside the step, so that the same step has another peak
+each time: on two cores, of small models, up to 19 % above the plan. Which of their tensors lie there at the peak was not
+traced; on pipelines the excess was whole hidden states. It is gloo's, and races with the step, so no plan has it.
 """
 
 import gc
