@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 from layouts import CP, DOCUMENTS, MODE, PP, SCHEDULE, TP, TWO_LAYERS, ZERO
-from measure_memory import BATCH, GLOBAL_BATCH, LAYOUTS, MODEL, RECOMPUTE, measure_peak, plan
+from measure_memory import BATCH, GLOBAL_BATCH, LAYOUTS, MODEL, RECOMPUTE, measure_on_gloo, measure_peak, plan
 
 from torchtitan_lite import step
 from torchtitan_lite.parallel.schedule_order import list_rows
@@ -40,6 +40,14 @@ def test_memory_is_what_the_allocator_gives_out_with_real_tensors(layout, recomp
     world_size, keys = LAYOUTS[layout]
     run = plan(world_size, {**MODEL, **keys, **RECOMPUTE[recompute]})
     assert dry_run(*run, pp_rank=pp_rank).peak_bytes == pytest.approx(measure_peak(*run, pp_rank), rel=0.001)
+
+
+@pytest.mark.parametrize(("layout", "recompute"), [("dp2 x tp2", "none"), ("dp2 x tp2", "full")])
+def test_memory_is_that_of_real_ranks_over_gloo(pool, layout, recompute):
+    world_size, keys = LAYOUTS[layout]
+    run = plan(world_size, {**MODEL, **keys, **RECOMPUTE[recompute]})
+    least = min(min(steps) for steps in pool.run(measure_on_gloo, world_size, *run))
+    assert dry_run(*run, pp_rank=0).peak_bytes == pytest.approx(least, rel=0.02)
 
 
 @pytest.mark.parametrize(
