@@ -29,7 +29,7 @@ CHUNKS, WHOLE_LOGITS = {CHUNK: 24}, {CHUNK: 0}
 NO_LOSS_PARALLEL = {"parallelism.disable_loss_parallel": True}
 ADAMW = {"optimizer.name": "AdamW", "optimizer.implementation": "fused", "optimizer.lr": 0.01}
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
-TWO_LAYERS = {"model.n_layers": 2}  # of eight ranks on two cores each layer takes seconds
+TWO_LAYERS = {"model.n_layers": 2}  # of many ranks on two cores each layer takes seconds
 
 
 # A split backward and per-op recompute, which is the default, exclude each other.
@@ -61,7 +61,7 @@ LAYOUTS = {
     "dp2 tied": Row(2, {"model.tie_embeddings": True}),
     "tp4": Row(4, {TP: 4}),
     "dp2 x tp2": Row(4, {TP: 2}),
-    "dp2 x tp2, all parameters in one operation": Row(4, {TP: 2, "optimizer.implementation": "foreach"}),
+    "dp2 x tp2, all parameters in one operation": Row(4, {TP: 2, "optimizer.implementation": "foreach", **TWO_LAYERS}),
     "hsdp2x2 x tp2": Row(8, {TP: 2, REPLICATE: 2, **TWO_LAYERS}),
     **{f"pp2 {name}": Row(2, {PP: 2, SCHEDULE: name, **PLAIN_FOR[name]}) for name in SCHEDULES},
     **{f"pp4 {name}": Row(4, {PP: 4, SCHEDULE: name, "model.n_layers": 8, **PLAIN_FOR[name]}) for name in SCHEDULES},
@@ -74,7 +74,7 @@ LAYOUTS = {
     "pp2 uneven": Row(2, {PP: 2, "parallelism.pipeline_parallel_first_stage_less_layers": 3}),
     "pp2 x dp2": Row(4, {PP: 2}),
     "pp2 x dp2 resharded": Row(4, {PP: 2, RESHARD: "always"}),
-    "pp2 x tp2": Row(4, {PP: 2, TP: 2}),
+    "pp2 x tp2": Row(4, {PP: 2, TP: 2, **TWO_LAYERS}),
     "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2}),
     "pp2 x dp2 x tp2 Interleaved1F1B": Row(8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
     "pp2 x ddp2 x tp2": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TWO_LAYERS}),
@@ -92,12 +92,12 @@ LAYOUTS = {
     "no recompute": Row(1, {MODE: "none"}),
     "full recompute": Row(1, {MODE: "full"}),
     "every second layer": Row(1, {MODE: "selective", OPTION: "2"}),
-    "dp2 x tp2 full recompute": Row(4, {TP: 2, MODE: "full"}),
+    "dp2 x tp2 full recompute": Row(4, {TP: 2, MODE: "full", **TWO_LAYERS}),
     "pp2 x tp2 every second layer": Row(4, {PP: 2, TP: 2, MODE: "selective", OPTION: "2"}),
     "dp2 x tp2 compile": Row(4, {TP: 2, MODE: "none", **COMPILED}),
-    "dp2 x tp2 compile, per-op recompute": Row(4, {TP: 2, **COMPILED}),
-    "dp2 x tp2 compile, full recompute": Row(4, {TP: 2, MODE: "full", **COMPILED}),
-    "dp2 x tp2 compile, memory budget": Row(4, {TP: 2, **BUDGET}),
+    "dp2 x tp2 compile, per-op recompute": Row(4, {TP: 2, **COMPILED, **TWO_LAYERS}),
+    "dp2 x tp2 compile, full recompute": Row(4, {TP: 2, MODE: "full", **COMPILED, **TWO_LAYERS}),
+    "dp2 x tp2 compile, memory budget": Row(4, {TP: 2, **BUDGET, **TWO_LAYERS}),
     "one rank offloaded": Row(1, OFFLOAD),
     "dp2 offloaded, accumulation 2": Row(2, {**OFFLOAD, "training.local_batch_size": 2}),
     "pp2 x dp2 x tp2 offloaded": Row(8, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
@@ -107,7 +107,7 @@ LAYOUTS = {
         for name, world_size, degrees in (
             ("cp2", 2, {CP: 2}),
             ("cp4", 4, {CP: 4}),
-            ("cp2 x tp2", 4, {CP: 2, TP: 2}),
+            ("cp2 x tp2", 4, {CP: 2, TP: 2, **TWO_LAYERS}),
             ("cp4 x tp2", 8, {CP: 4, TP: 2, **TWO_LAYERS}),
             ("dp2 x cp2", 4, {CP: 2}),
             ("dp2 x cp4", 8, {CP: 4, **TWO_LAYERS}),
@@ -119,7 +119,7 @@ LAYOUTS = {
     },
     "cp2 ring, full recompute": Row(2, {CP: 2, **RING, MODE: "full"}),
     "cp2 ring, no recompute": Row(2, {CP: 2, **RING, MODE: "none"}),
-    "cp2 x tp2 ring compile, full recompute": Row(4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED}),
+    "cp2 x tp2 ring compile, full recompute": Row(4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED, **TWO_LAYERS}),
     "hsdp2 x cp2 x tp2 ring": Row(8, {REPLICATE: 2, CP: 2, TP: 2, **RING, **TWO_LAYERS}),
     "dp2 x cp2 accumulation 4": Row(4, {CP: 2, **ACCUMULATION_4}),
     "pp2 x cp2 ring ZBVZeroBubble": Row(
@@ -137,8 +137,8 @@ LAYOUTS = {
             ("compile", 1, COMPILED),
         )
     },
-    "dp2 x tp2, many chunks": Row(4, {TP: 2, **CHUNKS}),
-    "tp2 compile, many chunks": Row(2, {TP: 2, **COMPILED, **CHUNKS}),
+    "dp2 x tp2, many chunks": Row(4, {TP: 2, **CHUNKS, **TWO_LAYERS}),
+    "tp2 compile, many chunks": Row(2, {TP: 2, **COMPILED, **CHUNKS, **TWO_LAYERS}),
     "pp2 x tp2 ZBVZeroBubble, many chunks": Row(4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "full", **CHUNKS}),
     "cp2, many chunks": Row(2, {CP: 2, **CHUNKS}),
     "tp2 tied, many chunks": Row(2, {TP: 2, "model.tie_embeddings": True, **CHUNKS}),
