@@ -73,7 +73,8 @@ def test_prepare_makes_the_tokens_that_are_counted_for_each_core(tmp_path, token
     n_expected = sum(len(tokenizer.encode(file.read_text("utf-8"))) for file in files)
     contenders = build_tokenising(tmp_path, files, PoolOfThis(), 2, TINY)
     counted = {name: contender.n_tokens for name, contender in contenders.items()}
-    assert counted == dict.fromkeys(("tiktoken", "tiktoken_per_core", "prepare", "prepare_per_core"), 2 * n_expected)
+    names = ("tiktoken", "tiktoken_grouped", "tiktoken_per_core", "prepare", "prepare_per_core")
+    assert counted == dict.fromkeys(names, 2 * n_expected)
     for number, (name, n_copies) in enumerate([("prepare", 2), ("prepare_per_core", 4), ("prepare", 2)]):
         contenders[name].work()
         manifest = read_manifest(tmp_path / f"corpus-{number}")
@@ -87,15 +88,26 @@ def test_prepare_makes_the_tokens_that_are_counted_for_each_core(tmp_path, token
 def test_tiktoken_encodes_each_copy_of_each_text_once_for_each_core(tmp_path, monkeypatch):
     files = NAMED["python_stdlib"]()[: TINY.n_texts]
     texts = [file.read_text("utf-8") for file in files]
-    encoded = []
-    monkeypatch.setattr(bench_data, "read_texts", lambda files: (lambda text: encoded.append(text) or [0], texts))
+    encoded = []  # whether with the grouped pattern, and what
+    monkeypatch.setattr(
+        bench_data, "load_encode", lambda *, grouped: lambda text: encoded.append((grouped, text)) or [0]
+    )
     pool = PoolOfThis()
     contenders = build_tokenising(tmp_path, files, pool, 3, TINY)
-    for name, n_cores in (("tiktoken", 1), ("tiktoken_per_core", 3)):
+    for name, n_cores in (("tiktoken", 1), ("tiktoken_grouped", 1), ("tiktoken_per_core", 3)):
         encoded.clear()
         contenders[name].work()
-        assert encoded == texts * TINY.n_copies * n_cores
+        assert encoded == [(name == "tiktoken_grouped", text) for text in texts] * TINY.n_copies * n_cores
     assert pool.told == [(1, [(files, TINY.n_copies)] * 3)], "each process is given one part"
+
+
+def test_what_is_called_published_is_the_pattern_of_the_vocabulary(tokenizer, monkeypatch):
+    monkeypatch.setattr(bench_data, "load_tokenizer", lambda path: tokenizer)
+    of_published, of_grouped = (
+        bench_data.load_encode.__wrapped__(grouped=grouped).__self__ for grouped in (False, True)
+    )
+    assert of_published._pat_str == tokenizer.vocabulary.pattern != of_grouped._pat_str
+    assert of_grouped is tokenizer.encoding
 
 
 # ---------------------------------------------------------------- reading

@@ -5,11 +5,13 @@ import torch
 import torch.nn.functional as F
 from compare import TABLE_CONFIG, complete, local
 from layouts import COMPILED, CP, DOCUMENTS, MODE, ROTATIONS
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from watching import AttentionWork, Collectives, LargestTensor, PeakMemory, Watch
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.parallel.attention_kernels import KERNELS, choose_kernel, merge_into
+from torchtitan_lite.parallel.context_attention import context_attention, context_attention_backward
 from torchtitan_lite.parallel.context_parallel import CausalContext, DocumentContext, plan_places, shard_sequence
 from torchtitan_lite.tools.comparison import build_small_run, make_batch_of, own_rows
 
@@ -95,6 +97,33 @@ def shard_positions(rank: int, world_size: int) -> torch.Tensor:
 def test_each_rank_holds_an_early_and_a_late_piece(pool):
     first, second = pool.run(shard_positions, 2)
     assert first.tolist() == [[0, 1, 6, 7]] * 2 and second.tolist() == [[2, 3, 4, 5]] * 2
+
+
+def compare_layouts(rank: int, world_size: int, method: str, batch_first: bool) -> list[tuple[str, tuple, tuple]]:
+    """Worker: of each result of the two operators its strides, and those that compile is told beforehand."""
+    where = (method, init_device_mesh("cpu", (world_size,)).get_group().group_name, rank, world_size)
+    query, key, value, grad_out = (tensor[:, :, : SEQ_LEN // world_size].contiguous() for tensor in make_inputs(2))
+    if batch_first:  # (B, S, H, E) in memory, as projections leave it
+        query, key, value, grad_out = (
+            tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (query, key, value, grad_out)
+        )
+    out, lse = context_attention(query, key, value, *where)
+    backward = context_attention_backward, (grad_out, query, key, value, out, lse)
+    told = []
+    for operator, tensors in ((context_attention, (query, key, value)), backward):
+        real = operator(*tensors, *where)
+        with FakeTensorMode() as mode:
+            fake = operator(*map(mode.from_tensor, tensors), *where)
+        told += [(operator._name, one.stride(), other.stride()) for one, other in zip(real, fake, strict=True)]
+    return told
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_results_lie_in_memory_as_compile_is_told(pool, method, batch_first):
+    """Inductor reads them where they are said to be, and stops where they are not."""
+    for name, real, fake in pool.run(compare_layouts, 2, method, batch_first)[0]:
+        assert real == fake, name
 
 
 # ---------------------------------------------------------------- work and memory

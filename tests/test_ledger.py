@@ -9,8 +9,23 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import BUDGET, CP, MODE, PLAIN_FOR, PP, SCHEDULE, TP, TWO_LAYERS
+from layouts import (
+    ACCUMULATION_4,
+    BUDGET,
+    COMPILED,
+    CP,
+    DOCUMENTS,
+    MODE,
+    PLAIN_FOR,
+    PP,
+    REPLICATE,
+    RING,
+    SCHEDULE,
+    TP,
+    TWO_LAYERS,
+)
 from measure_memory import BATCH, plan
+from torch._dynamo.utils import counters
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.metrics import StepMetrics, format_json_line
@@ -19,6 +34,7 @@ from torchtitan_lite.ledger import RunLedger
 from torchtitan_lite.parallel.action_times import KINDS, ActionTimes, actions_timed, gather_timeline
 from torchtitan_lite.parallel.pipeline import list_stages
 from torchtitan_lite.parallel.schedule_order import list_rows
+from torchtitan_lite.parallel.traffic_count import find_most_moved, traffic_counted
 from torchtitan_lite.planning.cluster import CLUSTERS, ROW_OF_GPU
 from torchtitan_lite.planning.ledger import Ledger, describe, open_ledger
 from torchtitan_lite.tools import plan as plan_tool
@@ -189,6 +205,52 @@ def test_each_kind_of_schedule_tells_what_each_rank_did_in_the_order_of_the_plan
         assert same_loss and left == []
 
 
+# ---------------------------------------------------------------- the traffic of a step
+
+
+def count_steps(rank: int, world_size: int, all_keys: list[dict]) -> list[tuple[dict, dict, int]]:
+    """Worker: of each layout what its second step was forecast to move, and moved, and what was compiled for it."""
+    elsewhere = dist.new_group(list(range(world_size)), backend="gloo")
+    told = []
+    for keys in all_keys:
+        torch._dynamo.reset()
+        run = compare.build_table_run(world_size, keys)
+        batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+        for _ in range(2):  # compiled code meets the optimizer's state in the second
+            stepping.train_step(run, batch)
+        n_graphs = counters["stats"]["unique_graphs"]
+        with traffic_counted(run.layout, besides=elsewhere) as count:
+            stepping.train_step(run, batch)
+            dist.all_reduce(torch.ones(1000), group=elsewhere)
+        counted = dict(count.moved)
+        stepping.train_step(run, batch)
+        assert count.moved == counted, "what comes after is not counted"
+        rows = list_rows(run.config.parallelism, run.layout)
+        forecast = open_ledger(run.config, resolve(run), run.layout, CPU, rows).predicted.traffic
+        told.append((forecast, find_most_moved(counted, elsewhere), counters["stats"]["unique_graphs"] - n_graphs))
+    dist.destroy_process_group(elsewhere)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("world_size", "all_keys"),
+    [
+        (8, [{PP: 2, TP: 2}]),
+        (4, [{TP: 2, MODE: "full"}, {CP: 2, **DOCUMENTS}, {REPLICATE: 2}, {PP: 2, **ACCUMULATION_4}]),
+        (2, [{CP: 2, **RING}, {TP: 2, **COMPILED}, {CP: 2, **COMPILED, "compile.backend": "inductor"}]),
+    ],
+)
+def test_a_real_step_moves_what_was_forecast(pool, world_size, all_keys):
+    """Bytes and calls over each axis, from the operators that gloo is called through."""
+    for of_layouts in pool.run(count_steps, world_size, [{**keys, **TWO_LAYERS} for keys in all_keys]):
+        for (forecast, counted, n_compiled), keys in zip(of_layouts, all_keys, strict=True):
+            assert forecast.keys() == counted.keys(), keys
+            for axis, moved in forecast.items():
+                assert counted[axis].n_bytes == pytest.approx(moved.n_bytes, rel=1e-9), (keys, axis)
+                assert counted[axis].n_calls == moved.n_calls, (keys, axis)
+            assert n_compiled == 0, "counting leaves compiled code as it is"
+
+
 # ---------------------------------------------------------------- a run
 
 
@@ -197,13 +259,15 @@ def train_with_ledger(rank: int, world_size: int, folder: Path) -> list[tuple[ob
     logging.disable(logging.CRITICAL)
     run = compare.build_table_run(world_size, {PP: 2})
     ledger = RunLedger(run.config, resolve(run), run.layout, CPU, folder)
+    group = dist.new_group([0, 1], backend="gloo")
     batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
     told = []
     for step in (11, 12, 13):
-        with ledger.measured(step, run, dist.group.WORLD):
+        with ledger.measured(step, run, group):
             is_timed = "forward_one_chunk" in vars(run.schedule._stage)
             stepping.train_step(run, batch)
         told.append((ledger.take(), is_timed))
+    dist.destroy_process_group(group)
     logging.disable(logging.NOTSET)
     return told
 
@@ -235,10 +299,11 @@ def test_the_second_step_of_a_process_is_measured_and_scored(pool, tmp_path, cap
         assert plan_tool.main(["--score", str(run), "--json"]) == 0
         ratios = json.loads(capsys.readouterr().out)["measured_over_predicted"]
         assert ratios["bubble"] == measured["bubble"] / values["predicted"]["bubble"]
+        assert ratios["over pp"] == 1
     assert plan_tool.main(["--score", str(tmp_path)]) == 0
     rows = {line[:20].strip(): line.split() for line in capsys.readouterr().out.splitlines()}
     assert float(rows["step time"][-1]) == pytest.approx(ratios["step_time_s"], rel=0.01)
-    assert rows["over pp"][-1] == "-"
+    assert float(rows["over pp"][-1]) == 1
 
 
 @pytest.mark.parametrize(

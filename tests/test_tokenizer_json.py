@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as HuggingFace
 from torchtitan_lite.components.nfc import compose
 from torchtitan_lite.components.tokenizer import MAX_CHARACTERS, Tokenizer, load_tokenizer, pack_ids
 from torchtitan_lite.config import ConfigError
+from torchtitan_lite.vocabulary.fast_pattern import group_plain_alternatives
 from torchtitan_lite.vocabulary.find_vocabulary import read_vocabulary
 from torchtitan_lite.vocabulary.merges import choose_mergeable
 from torchtitan_lite.vocabulary.split_pattern import read_split
@@ -303,8 +304,24 @@ def test_patterns_that_are_taken_cut_as_hugging_face_does():
         parts = {text[start:end] for start in range(len(text)) for end in range(start + 1, len(text) + 1)}
         tokens = dict.fromkeys([bytes([n]) for n in range(256)] + sorted(part.encode() for part in parts))  # any word
         ranks = {token: n for n, token in enumerate(tokens)}
-        encoding = tiktoken.Encoding("any", pat_str=taken, mergeable_ranks=ranks, special_tokens={})
+        faster = group_plain_alternatives(taken)
+        encoding = tiktoken.Encoding("any", pat_str=faster, mergeable_ranks=ranks, special_tokens={})
         assert encoding.decode_tokens_bytes(encoding.encode_ordinary(text)) == [w.encode() for w in expected], pattern
+
+
+@pytest.mark.parametrize(
+    ("pattern", "grouped"),
+    [
+        (r"a|[b|c]|\||x(?!\S)|d", r"(?:a|[b|c]|\|)|x(?!\S)|d"),
+        (r"a|(b|(?:c|d))+e", r"(?:a|(b|(?:c|d))+e)"),
+        (r"a|[(]|b++|[)]|c", r"(?:a|[(])|b++|(?:[)]|c)"),
+        (r"[\]|(]|\(|\p{L}+", r"(?:[\]|(]|\(|\p{L}+)"),
+        (r"\s+(?!\S)|\s+", r"\s+(?!\S)|\s+"),
+        ("(?s:.+)", "(?s:.+)"),
+    ],
+)
+def test_plain_neighbours_are_grouped_and_nothing_else_is_changed(pattern, grouped):
+    assert group_plain_alternatives(pattern) == grouped
 
 
 # ---------------------------------------------------------------- merges and ranks

@@ -1,7 +1,8 @@
 """Every run scores the planner: a forecast of its steps before the first one, and what a step really took beside it.
 
     before the model is built    rank 0 logs the forecast (planning/ledger.py)
-    one early step               every rank times it; in a pipeline its actions too (parallel/action_times.py)
+    one early step               every rank times it; counts its collectives (parallel/traffic_count.py), and times
+                                 the actions of its pipeline (parallel/action_times.py)
     after it                     rank 0 logs both columns, leaves them to metrics.jsonl, and draws the pipeline
 
 The step is the second of this process, for the first one compiles, connects and allocates. It is the third where the
@@ -27,6 +28,7 @@ from torchtitan_lite.layout import Layout
 from torchtitan_lite.parallel.action_times import actions_timed, gather_timeline
 from torchtitan_lite.parallel.pipeline import list_stages
 from torchtitan_lite.parallel.schedule_order import list_rows
+from torchtitan_lite.parallel.traffic_count import find_most_moved, traffic_counted
 from torchtitan_lite.planning.ledger import Costs, describe, open_ledger
 from torchtitan_lite.planning.simulator import Timeline
 from torchtitan_lite.planning.timeline import draw_svg, draw_text, trace_chrome
@@ -61,7 +63,10 @@ class RunLedger:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats(run.device)
         dist.barrier(group)
-        with actions_timed(list_stages(run.schedule), run.device) as actions:
+        with (
+            traffic_counted(self.layout, besides=group) as count,
+            actions_timed(list_stages(run.schedule), run.device) as actions,
+        ):
             begin_s = time.perf_counter()
             yield
             if run.device.type == "cuda":
@@ -69,12 +74,14 @@ class RunLedger:
             step_time_s = time.perf_counter() - begin_s
         memory = torch.tensor(read_peak_bytes(run.device) - self.bytes_before, dtype=torch.float64)
         dist.all_reduce(memory, dist.ReduceOp.MAX, group=group)  # 8 bytes
+        traffic = find_most_moved(count.moved, group)
         timeline = None
         pipeline = range(0, self.layout.world_size, self.layout.world_size // self.layout.pp)  # that of rank 0
         if run.schedule is not None and dist.get_rank() in pipeline:
             timeline = gather_timeline(actions.list_events(run.mesh.pp.get_local_rank()), list(pipeline), group)
         if dist.get_rank() == 0:
             measured = Costs(
+                traffic=traffic,
                 memory_bytes=memory.item(),
                 bubble=timeline.bubble if timeline else None,
                 step_time_s=step_time_s,

@@ -20,6 +20,7 @@ import tiktoken
 
 from torchtitan_lite.components.added_tokens import TokenFinder
 from torchtitan_lite.components.nfc import compose
+from torchtitan_lite.vocabulary.fast_pattern import group_plain_alternatives
 from torchtitan_lite.vocabulary.find_vocabulary import read_vocabulary
 from torchtitan_lite.vocabulary.vocabulary import Vocabulary
 
@@ -125,7 +126,7 @@ def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     return Tokenizer(
         encoding=tiktoken.Encoding(
             "torchtitan_lite",
-            pat_str=vocabulary.pattern,
+            pat_str=group_plain_alternatives(vocabulary.pattern),
             mergeable_ranks=vocabulary.ranks,
             special_tokens={UNUSED: vocabulary.n_words},
         ),

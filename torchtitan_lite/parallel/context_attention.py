@@ -45,7 +45,7 @@ def attend(
     out lies in memory as (B, 2C, H, E), the order in which the output projection wants it. Collective.
     """
     out, lse = METHODS[method][0](query, torch.stack((key, value)), group_name, rank, n_ranks)
-    return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
+    return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
 
 
 def attend_backward(
@@ -63,7 +63,8 @@ def attend_backward(
     """Gradients of this rank's query, and of its key and value, stacked (2, B, K, 2C, E). Collective."""
     saved = grad_out, query, out, lse
     grad_query, grad_key_value = METHODS[method][1](saved, torch.stack((key, value)), group_name, rank, n_ranks)
-    return grad_query.to(query.dtype), grad_key_value.to(key.dtype)
+    # A kernel's results lie as it likes; compile is told how before it runs (register_fake), so they are put that way.
+    return torch.empty_like(query).copy_(grad_query), grad_key_value.to(key.dtype).contiguous()
 
 
 def attend_gathered(

@@ -1,15 +1,11 @@
 """The ledger of a run: what the closed form forecasts of a step, and beside it what the run measured.
 
                         predicted            measured
-    over tp             2.1 MiB in 54 calls  -           bytes that a rank moves: the one that moves most
+    over tp             2.1 MiB in 54 calls  2.1 MiB in 54 calls  bytes that a rank moves: the one that moves most
     memory at the peak  25.3 MiB             61.2 MiB    of the rank that holds most
     bubble              20.0%                23.1%       idle share of the pipeline
     step time           0.0497 s             0.414 s
     tokens/s/rank       10,300               1,237
-
-Traffic is not measured: who wants to see every collective of a real step must watch every operator, and under such a
-watch compiled code runs uncompiled and flex attention not at all. The dry run of `explain` sees them, without a device,
-and a test holds these numbers against it.
 
 Numbers only: ledger.py of the package measures and logs, tools/score.py reads it back from metrics.jsonl.
 """
@@ -23,18 +19,10 @@ from torchtitan_lite.layout import Layout
 from torchtitan_lite.planning.cluster import CLUSTERS, find_row
 from torchtitan_lite.planning.forecast import forecast, list_all_traffic, list_memory
 from torchtitan_lite.planning.simulator import Rows
-from torchtitan_lite.planning.traffic import Traffic
+from torchtitan_lite.planning.traffic import Moved, Traffic
 from torchtitan_lite.planning.workload import describe_workload
 from torchtitan_lite.sizes import Shape
 from torchtitan_lite.tables import format_bytes, format_table
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What one rank moves over a mesh axis in a step."""
-
-    n_calls: int
-    n_bytes: float
 
 
 @dataclass(frozen=True)
@@ -136,16 +124,22 @@ def describe(ledger: Ledger) -> str:
 
 
 def list_quantities(ledger: Ledger) -> list[tuple[str, str, str, str]]:
-    """Of what is known: field of Costs, its name for people, predicted, measured."""
+    """Of what is known: name in JSON, name for people, predicted, measured."""
     rows = []
-    for axis, moved in ledger.predicted.traffic.items():
-        predicted = f"{format_bytes(moved.n_bytes)} in {moved.n_calls:,} call{'s' * (moved.n_calls != 1)}"
-        rows.append(("traffic", f"  over {axis}", predicted, "-"))
+    traffic = [costs.traffic if costs else {} for costs in (ledger.predicted, ledger.measured)]
+    for axis in {**traffic[0], **traffic[1]}:
+        rows.append((f"over {axis}", f"  over {axis}", *(write_moved(moved.get(axis)) for moved in traffic)))
     for name, (words, write) in QUANTITIES.items():
         pair = [getattr(costs, name, None) for costs in (ledger.predicted, ledger.measured)]
         if pair != [None, None]:
             rows.append((name, f"  {words}", *("-" if value is None else write(value) for value in pair)))
     return rows
+
+
+def write_moved(moved: Moved | None) -> str:
+    if moved is None:
+        return "-"
+    return f"{format_bytes(moved.n_bytes)} in {moved.n_calls:,} call{'s' * (moved.n_calls != 1)}"
 
 
 def read_ledger(values: dict) -> Ledger:

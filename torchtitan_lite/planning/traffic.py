@@ -13,9 +13,11 @@ Per rank, P = bytes of the whole tensor, n ranks: an all-gather or reduce-scatte
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from torchtitan_lite.layout import MESH_DIMS, Layout
 from torchtitan_lite.planning.simulator import Rows
 from torchtitan_lite.planning.workload import MASTER_BYTES, Stage, Workload
 
@@ -28,6 +30,35 @@ class Traffic:
     operation: str
     count: int
     n_bytes: float  # that this rank moves in all of them
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one rank moves over a mesh axis in a step."""
+
+    n_calls: int
+    n_bytes: float
+
+
+def share_moved(operation: str, n_ranks: int, rank: int = 0, splits: Sequence[int] = ()) -> float:
+    """Part of the bytes of the whole tensor that one rank of a group moves.
+
+    `splits`: of an all-to-all, how many rows this `rank` has for each one; none where all get as many.
+    """
+    if operation == "all-to-all" and splits:
+        return 1 - splits[rank] / max(1, sum(splits))
+    ring = (n_ranks - 1) / n_ranks
+    return {"all-reduce": 2 * ring, "broadcast": 1, "send": 1, "receive": 1}.get(operation, ring)
+
+
+def name_axis(layout: Layout, ranks: list[int]) -> str:
+    """Mesh dims along which these ranks lie: those in which the first and the last of them differ."""
+    first, last, dims = ranks[0], ranks[-1], []
+    for dim in reversed(MESH_DIMS):  # innermost first
+        degree = layout.degrees[dim]
+        dims = [dim] * (first % degree != last % degree) + dims
+        first, last = first // degree, last // degree
+    return " x ".join(dims)
 
 
 class Tally:
@@ -44,10 +75,10 @@ class Tally:
         n = prod(getattr(self.layout, dim) for dim in used)
         if n == 1 or not count:
             return
-        shares = {"all-gather": (n - 1) / n, "reduce-scatter": (n - 1) / n, "all-reduce": 2 * (n - 1) / n}
+        share = 1 if operation == "all-to-all" else share_moved(operation, n)  # to the next rank goes all of it
         key = " x ".join(used), operation
         self.count[key] += count
-        self.n_bytes[key] += count * whole_bytes * shares.get(operation, 1)
+        self.n_bytes[key] += count * whole_bytes * share
 
     def list(self) -> list[Traffic]:
         return [Traffic(*key, count, self.n_bytes[key]) for key, count in self.count.items()]

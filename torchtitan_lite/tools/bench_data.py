@@ -1,8 +1,9 @@
 """The contenders of `bench data`: text to shards, shards to batches, and a debug step beside its batch.
 
     tokenising, of the sources of Python's standard library
-      tiktoken              encode_ordinary in one thread, over documents that are in memory
-      tiktoken_per_core     the same in a process a core: what the machine gives when all its cores are at work
+      tiktoken              encode_ordinary in one thread, over documents that are in memory, Llama 3's own pattern
+      tiktoken_grouped      the same with that pattern in the form of fast_pattern.py, which `prepare` uses
+      tiktoken_per_core     `tiktoken` in a process a core: what the machine gives when all its cores are at work
       prepare               `prepare --processes 1`: from files to a corpus that is whole
       prepare_per_core      `prepare` with a process a core; their start is inside the clock
     reading, in windows of seq_len + 1 tokens from all over a corpus
@@ -56,6 +57,7 @@ from torchtitan_lite.tools.rounds import Report, measure_rounds
 RATIO_OF = {  # ratio -> (contender, the one it is divided by)
     "tokenising": ("prepare_per_core", "tiktoken"),
     "tokenising_alone": ("prepare", "tiktoken"),
+    "grouping": ("tiktoken_grouped", "tiktoken"),
     "all_cores": ("tiktoken_per_core", "tiktoken"),
     "reading": ("corpus_read", "raw_mmap"),
     "batches": ("batches", "raw_mmap"),
@@ -155,8 +157,7 @@ def build_tokenising(
     folder: Path, files: list[Path], pool: Pool, n_cores: int, amounts: Amounts
 ) -> dict[str, Contender]:
     """`pool` has `n_cores` processes."""
-    encode, texts = read_texts(tuple(files))
-    n_tokens = sum(len(encode(text)) for text in texts) * amounts.n_copies
+    n_tokens = sum(map(len, map(load_encode(grouped=True), read_texts(tuple(files))))) * amounts.n_copies
     copies = {n: copy_files(folder / f"texts-{n}", files, n * amounts.n_copies) for n in sorted({1, n_cores})}
     corpora = (folder / f"corpus-{number}" for number in count())  # a new one each time: deleting takes time too
 
@@ -168,23 +169,32 @@ def build_tokenising(
 
     return {
         "tiktoken": Contender(partial(encode_texts, files, amounts.n_copies), n_tokens),
+        "tiktoken_grouped": Contender(partial(encode_texts, files, amounts.n_copies, grouped=True), n_tokens),
         "tiktoken_per_core": Contender(encode_in_processes, n_tokens),
         "prepare": Contender(partial(prepare_in_processes, 1), n_tokens),
         "prepare_per_core": Contender(partial(prepare_in_processes, n_cores), n_tokens),
     }
 
 
-def encode_texts(files: list[Path], n_copies: int) -> None:
-    encode, texts = read_texts(tuple(files))
+def encode_texts(files: list[Path], n_copies: int, *, grouped: bool = False) -> None:
+    encode, texts = load_encode(grouped=grouped), read_texts(tuple(files))
     for _ in range(n_copies):
         for text in texts:
             encode(text)
 
 
+@cache
+def load_encode(*, grouped: bool) -> Callable[[str], list[int]]:
+    tokenizer = load_tokenizer(TOKENIZER)
+    if grouped:
+        return tokenizer.encoding.encode_ordinary
+    pattern, ranks = tokenizer.vocabulary.pattern, tokenizer.vocabulary.ranks
+    return tiktoken.Encoding("published", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}).encode_ordinary
+
+
 @cache  # in each process of the pool, the first turn reads them, and nobody measures that one
-def read_texts(files: tuple[Path, ...]) -> tuple[Callable[[str], list[int]], list[str]]:
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    return load_tokenizer(TOKENIZER).encoding.encode_ordinary, texts
+def read_texts(files: tuple[Path, ...]) -> list[str]:
+    return [file.read_text(encoding="utf-8", errors="replace") for file in files]
 
 
 def copy_files(folder: Path, files: list[Path], n: int) -> Path:

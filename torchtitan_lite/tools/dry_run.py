@@ -30,10 +30,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.data import Batch
 from torchtitan_lite.config import Config
-from torchtitan_lite.layout import MESH_DIMS, Layout
+from torchtitan_lite.layout import Layout
 from torchtitan_lite.model import document_attention
 from torchtitan_lite.parallel import context_parallel, pipeline
 from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.planning.traffic import name_axis
 from torchtitan_lite.sizes import Shape
 from torchtitan_lite.tools.meter import Collective, Meter
 from torchtitan_lite.tools.ranks import forget_groups
@@ -71,8 +72,7 @@ def dry_run(
     config = replace(config, compile=replace(config.compile, enable=False))
     n_run = layout.n_microbatches if whole or not is_uniform(config, layout) else FEW
     short = shorten(layout, min(n_run, layout.n_microbatches))
-    name_axis = partial(name_dims, list(layout.degrees.values()))
-    meter = Meter(name_axis, block_bytes=BLOCK_BYTES[device_type])
+    meter = Meter(partial(name_axis, layout), block_bytes=BLOCK_BYTES[device_type])
     with fake_group(layout.world_size, rank=pp_rank * (layout.world_size // layout.pp)), ExitStack() as stack:
         mesh = build_mesh(layout, CPU.type)
         parts = stepping.build_parts(config, shape, short, mesh)
@@ -121,15 +121,6 @@ def fake_group(world_size: int, *, rank: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         forget_groups()
-
-
-def name_dims(degrees: list[int], ranks: list[int]) -> str:
-    """Mesh dims along which these ranks lie: those in which the first and the last of them differ."""
-    first, last, dims = ranks[0], ranks[-1], []
-    for dim, degree in zip(reversed(MESH_DIMS), reversed(degrees), strict=True):  # innermost first
-        dims = [dim] * (first % degree != last % degree) + dims
-        first, last = first // degree, last // degree
-    return " x ".join(dims)
 
 
 def leave_as_they_are(*args) -> None:

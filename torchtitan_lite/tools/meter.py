@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
+from torchtitan_lite.planning.traffic import share_moved
 from torchtitan_lite.tools.places import Place, Places
 
 # gathered: FSDP's whole parameters; data: tokens, targets and the like, and what a pipeline receives into
@@ -226,9 +227,8 @@ class Meter(TorchDispatchMode):
         # The larger side of the call is the whole tensor.
         tensors = [tensor for tensor in tree_leaves((args, result)) if isinstance(tensor, Tensor)]
         whole = max(tensors, key=Tensor.numel)
-        share = {"all-reduce": 2 * (n - 1) / n, "broadcast": 1, "send": 1, "receive": 1}.get(operation, (n - 1) / n)
-        if operation == "all-to-all" and isinstance(args[2], list):  # unequal shares: all of it goes to other ranks
-            share = 1 - args[2][group.rank()] / max(1, sum(args[2]))
+        splits = args[2] if operation == "all-to-all" and isinstance(args[2], list) else ()
+        share = share_moved(operation, n, group.rank(), splits)
         self.collectives.append(
             Collective(
                 operation=operation,

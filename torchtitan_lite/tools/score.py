@@ -33,7 +33,11 @@ def print_score(run: Path, *, as_json: bool) -> None:
 
 def list_ratios(ledger: Ledger) -> dict[str, float]:
     """Measured over predicted, of what is both."""
-    pairs = {name: (getattr(ledger.predicted, name), getattr(ledger.measured, name)) for name in QUANTITIES}
+    predicted, measured = ledger.predicted, ledger.measured
+    pairs = {name: (getattr(predicted, name), getattr(measured, name)) for name in QUANTITIES}
+    for axis, moved in predicted.traffic.items():
+        if axis in measured.traffic:
+            pairs[f"over {axis}"] = moved.n_bytes, measured.traffic[axis].n_bytes
     return {name: measured / predicted for name, (predicted, measured) in pairs.items() if predicted and measured}
 
 
