@@ -8,6 +8,10 @@ pipeline stage alone need one run each.
 
 Of many microbatches a few are run and counted as often as they come (stretches.py); `whole=True` runs them all.
 
+What a kernel takes for itself while it runs is not seen: no operator puts it out. Of CPU kernels it grows with their
+threads, not with the run: nothing beside the peak with one thread a rank, as run_train.sh has it, and half as much
+again with 16 (oneDNN's matmul in bf16; the last rows of tests/measure_memory.py).
+
 For a GPU, kernels are chosen as the GPU would: no mask of S x S, norms in one kernel. compile is off: what it fuses is
 known on the device alone, and what is told here is an upper bound for it.
 """
@@ -25,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
+from torch.distributed.tensor import DTensor, Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite import step as stepping
@@ -45,6 +50,15 @@ BLOCK_BYTES = {"cuda": 512, "cpu": 1}  # of the allocator
 
 
 @dataclass(frozen=True)
+class Spread:
+    """A parameter, and how it lies on the mesh. A DTensor would hold the mesh, which is large: lists of all ranks."""
+
+    shape: tuple[int, ...]  # of the whole
+    degrees: dict[str, int]  # mesh dims that it lies on; none if it is on every rank
+    placements: tuple[Placement, ...]  # one for each
+
+
+@dataclass(frozen=True)
 class DryRun:
     """What one step costs one rank, from the second step on."""
 
@@ -52,7 +66,7 @@ class DryRun:
     memory: dict[str, int]  # bytes by kind (KINDS in meter.py) at the moment when all together are most
     collectives: list[tuple[Collective, int]]  # in the order of the first time, and how often
     n_flops: int
-    run: stepping.Run  # of tensors without storage
+    parameters: dict[str, Spread]  # by FQN
 
     @property
     def peak_bytes(self) -> int:
@@ -105,8 +119,16 @@ def dry_run(
         memory=dict(find_most(at_rest, sequence, layout.n_microbatches / short.n_microbatches)),
         collectives=count_collectives(stretches, sequence, layout.n_microbatches, short.n_microbatches),
         n_flops=sum(stretch.n_flops for stretch in sequence),
-        run=run,
+        parameters={fqn: describe_spread(parameter) for fqn, parameter in run.parameters.items()},
     )
+
+
+def describe_spread(parameter: Tensor) -> Spread:
+    if not isinstance(parameter, DTensor):
+        return Spread(tuple(parameter.shape), {}, ())
+    mesh = parameter.device_mesh
+    degrees = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    return Spread(tuple(parameter.shape), degrees, tuple(parameter.placements))
 
 
 # ---------------------------------------------------------------- the world that is not there

@@ -5,13 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from torchtitan_lite.layout import MESH_DIMS, Layout
 from torchtitan_lite.tables import format_bytes, format_table
-from torchtitan_lite.tools.dry_run import DryRun
+from torchtitan_lite.tools.dry_run import DryRun, Spread
 from torchtitan_lite.tools.meter import Collective
 from torchtitan_lite.tools.planned import Planned
 
@@ -61,11 +59,11 @@ def format_holdings(layout: Layout, run: DryRun) -> str:
     per_stage = layout.world_size // layout.pp
     ranks = elide(range(run.pp_rank * per_stage, (run.pp_rank + 1) * per_stage))
     rows: dict[tuple, list[str]] = {}
-    for fqn, parameter in run.run.parameters.items():
+    for fqn, parameter in run.parameters.items():
         head, _, rest = fqn.partition(".")
         layer, _, name = rest.partition(".") if head == "layers" else ("", "", fqn)
         slices = tuple("..." if rank is None else describe_slice(parameter, locate(layout, rank)) for rank in ranks)
-        rows.setdefault((name, tuple(parameter.shape), slices), []).append(layer)
+        rows.setdefault((name, parameter.shape, slices), []).append(layer)
     table = [("", "", *("..." if rank is None else f"rank {rank}" for rank in ranks))]
     for (name, shape, slices), layers in rows.items():
         prefix = f"layers.{name_layers(layers)}." if layers[0] else ""
@@ -81,15 +79,11 @@ def locate(layout: Layout, rank: int) -> dict[str, int]:
     return {**place, "shard": place["dp_shard"] * layout.cp + place["cp"]}
 
 
-def describe_slice(parameter: Tensor, place: dict[str, int]) -> str:
+def describe_slice(parameter: Spread, place: dict[str, int]) -> str:
     """What the rank at this place holds of it: "rows 0..31, columns 16..31"."""
-    if not isinstance(parameter, DTensor):
-        return "all"
-    mesh = parameter.device_mesh
-    coordinate = [place[dim] for dim in mesh.mesh_dim_names]
-    shape, offset = _compute_local_shape_and_global_offset(
-        parameter.shape, mesh.shape, coordinate, parameter.placements
-    )
+    degrees = tuple(parameter.degrees.values())
+    coordinate = [place[dim] for dim in parameter.degrees]
+    shape, offset = _compute_local_shape_and_global_offset(parameter.shape, degrees, coordinate, parameter.placements)
     if 0 in shape:
         return "nothing"
     names = ("rows", "columns") if len(shape) == 2 else ("elements",)
