@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from torchtitan_lite import step
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools import explain
-from torchtitan_lite.tools.dry_run import dry_run, fake_group
+from torchtitan_lite.tools.dry_run import describe_spread, dry_run, fake_group
 from torchtitan_lite.tools.explain_text import describe_slice, draw_mesh, locate
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -41,7 +41,7 @@ def test_slices_are_those_that_the_rank_holds(keys, rank):
         for fqn, parameter in part.named_parameters():
             full = torch.arange(parameter.numel()).view(parameter.shape)
             own = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            told = describe_slice(parameter, locate(layout, rank))
+            told = describe_slice(describe_spread(parameter), locate(layout, rank))
             assert cut(full, told).equal(own.to_local()), f"{fqn}: {told}"
 
 
