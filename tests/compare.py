@@ -47,7 +47,7 @@ SEQ_LEN = 32
 TABLE_CONFIG = Config(
     model=Model(flavor="debug", dim=64, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=96, vocab_size=256),
     # One by one: on a mesh with tp, DTensor plans one operation on the list of all parameters for seconds.
-    optimizer=Optimizer(name="SGD", lr=0.5, weight_decay=0.1, implementation="for-loop"),
+    optimizer=Optimizer(name="SGD", lr=0.5, weight_decay=0.0, implementation="for-loop"),
     lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
     training=Training(
         local_batch_size=GLOBAL_BATCH_SIZE, global_batch_size=GLOBAL_BATCH_SIZE, seq_len=SEQ_LEN, max_norm=0.5

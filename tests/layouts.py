@@ -27,7 +27,12 @@ CHUNK = "training.loss_chunk_tokens"
 # By default all 256 tokens of the table's batch are one chunk. 24 make several, of which the last is smaller.
 CHUNKS, WHOLE_LOGITS = {CHUNK: 24}, {CHUNK: 0}
 NO_LOSS_PARALLEL = {"parallelism.disable_loss_parallel": True}
-ADAMW = {"optimizer.name": "AdamW", "optimizer.implementation": "fused", "optimizer.lr": 0.01}
+ADAMW = {
+    "optimizer.name": "AdamW",
+    "optimizer.implementation": "fused",
+    "optimizer.lr": 0.01,
+    "optimizer.weight_decay": 0.1,
+}
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 TWO_LAYERS = {"model.n_layers": 2}  # of many ranks on two cores each layer takes seconds
 

@@ -117,6 +117,7 @@ def test_optimizer_on_shards_equals_torchs_on_whole_tensors(pool, name, implemen
         "optimizer.name": name,
         "optimizer.implementation": implementation,
         "optimizer.lr": 0.01,
+        "optimizer.weight_decay": 0.1,
         "optimizer.eps": 1e-3,
     }
     errors = pool.run(step_on_given_gradients, 4, overrides)

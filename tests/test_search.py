@@ -107,7 +107,7 @@ def test_the_report_says_where_the_configs_own_layout_loses(tmp_path, capsys):
     print_search(config, shape, 16, H100, tmp_path / "winner.toml", n_dry_runs=0)
     said = capsys.readouterr().out
     assert (
-        "The config's own layout, pp8 x tp2, 1F1B with 8 stages, 32 microbatches of 1, ZeRO 1, recompute full" in said
+        "The config's own layout, pp8 x tp2, 1F1B with 8 stages, microbatches: 32 x 1, ZeRO 1, recompute full" in said
     )
     assert "pipeline idle (bubble)" in said
     assert said.count("GiB") >= 1

@@ -152,7 +152,7 @@ def describe(plan: Plan, n_tokens: float | None) -> str:
     blocks = [
         f"{planned.config_name} on {layout.world_size:,} x {plan.gpu}: {layout}" + schedule * (layout.pp > 1),
         f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens_per_step:,} tokens a step: "
-        f"{layout.dp} data-parallel ranks x {layout.n_microbatches} microbatches x {layout.microbatch_size}",
+        f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}",
         f"memory of a GPU at its peak, of {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
         f"traffic of one step, by the rank that moves most\n{describe_traffic(plan)}",
         f"FLOPs of one step (matmuls and attention, recompute included): {describe_flops(plan)}",

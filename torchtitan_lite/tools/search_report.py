@@ -79,12 +79,12 @@ def format_choices(choices: list[Choice], cluster: Cluster) -> str:
 
 
 def name_layout(candidate: Candidate) -> str:
-    """pp4 x dp_shard8 x tp2, Interleaved1F1B with 8 stages, 32 microbatches of 1, ZeRO 1, recompute op."""
+    """pp4 x dp_shard8 x tp2, Interleaved1F1B with 8 stages, microbatches: 32 x 1, ZeRO 1, recompute op."""
     layout, section = candidate.workload.layout, candidate.config.parallelism
     parts = [str(layout)]
     if layout.pp > 1:
         parts.append(f"{section.pipeline_parallel_schedule} with {len(layout.stages)} stages")
-    parts.append(f"{layout.n_microbatches} microbatches of {layout.microbatch_size}")
+    parts.append(f"microbatches: {layout.n_microbatches} x {layout.microbatch_size}")
     modes = [
         f"{mode} ({n})" if len(candidate.workload.recompute) > 1 else mode
         for mode, n in candidate.workload.recompute.items()
