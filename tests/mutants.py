@@ -143,7 +143,7 @@ def masked_targets_counted():
 
 
 @mutant(
-    "dp2 x tp2 compile",
+    "tp2 compile, many chunks",
     "gradient",
     ("gradient", "tok_embeddings.weight"),
     cause="the embedding's AsyncCollectiveTensor",

@@ -21,7 +21,7 @@ from checkpoints import (
     train_and_save,
     whole_state,
 )
-from layouts import CP, PP, REPLICATE, SCHEDULE, TP, ZERO
+from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO
 from made_corpora import BYTES, write_corpus
 
 from torchtitan_lite import certificates
@@ -46,6 +46,7 @@ ADAMW = {
     "optimizer.weight_decay": 0.1,
     "lr_scheduler.warmup_steps": 4,
     "lr_scheduler.total_steps": 10,
+    MODE: "none",  # what is computed again, is not saved
 }
 TIED = {"model.tie_embeddings": True}
 IN_3D = (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B", **ADAMW})

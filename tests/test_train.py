@@ -10,6 +10,7 @@ from kill_while_training import finish, kill_rank, launch, list_differences, rea
 STEPS = 28
 KEYS = [
     f"--training.steps={STEPS}",
+    "--model.n_layers=2",
     "--training.seq_len=32",
     "--training.global_batch_size=12",
     "--validation.enable",
