@@ -37,6 +37,7 @@ from torchtitan_lite.parallel.schedule_order import list_rows
 from torchtitan_lite.parallel.traffic_count import find_most_moved, traffic_counted
 from torchtitan_lite.planning.cluster import CLUSTERS, ROW_OF_GPU
 from torchtitan_lite.planning.ledger import Ledger, describe, open_ledger
+from torchtitan_lite.planning.traffic import Moved
 from torchtitan_lite.tools import plan as plan_tool
 from torchtitan_lite.tools.dry_run import dry_run
 
@@ -237,7 +238,7 @@ def count_steps(rank: int, world_size: int, all_keys: list[dict]) -> list[tuple[
     [
         (8, [{PP: 2, TP: 2}]),
         (4, [{TP: 2, MODE: "full"}, {CP: 2, **DOCUMENTS}, {REPLICATE: 2}, {PP: 2, **ACCUMULATION_4}]),
-        (2, [{CP: 2, **RING}, {TP: 2, **COMPILED}, {CP: 2, **COMPILED, "compile.backend": "inductor"}]),
+        (2, [{CP: 2, **RING}, {TP: 2, **COMPILED}, {CP: 2, **COMPILED}]),
     ],
 )
 def test_a_real_step_moves_what_was_forecast(pool, world_size, all_keys):
@@ -249,6 +250,26 @@ def test_a_real_step_moves_what_was_forecast(pool, world_size, all_keys):
                 assert counted[axis].n_bytes == pytest.approx(moved.n_bytes, rel=1e-9), (keys, axis)
                 assert counted[axis].n_calls == moved.n_calls, (keys, axis)
             assert n_compiled == 0, "counting leaves compiled code as it is"
+
+
+def gather_by_inductor(rank: int, world_size: int) -> tuple[dict, int]:
+    """Worker: what a function moves that inductor has compiled before; and how often it was compiled while counted."""
+
+    @torch.compile
+    def gather(x: torch.Tensor) -> torch.Tensor:  # needs no kernel of its own, and so no C++ compiler
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(x, world_size, dist.group.WORLD.group_name)
+        return torch.ops._c10d_functional.wait_tensor(gathered)
+
+    x = torch.full((10, 8), float(rank))
+    gather(x)
+    n_graphs = counters["stats"]["unique_graphs"]
+    with traffic_counted(plan(world_size, {TP: 2})[2], besides=dist.new_group(backend="gloo")) as count:
+        assert gather(x)[:, 0].tolist() == [0.0] * 10 + [1.0] * 10
+    return count.moved, counters["stats"]["unique_graphs"] - n_graphs
+
+
+def test_what_inductor_has_compiled_is_counted_too(pool):
+    assert pool.run(gather_by_inductor, 2) == [({"tp": Moved(1, 320.0)}, 0)] * 2  # 320 bytes from the other rank
 
 
 # ---------------------------------------------------------------- a run
