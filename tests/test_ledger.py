@@ -217,7 +217,9 @@ def count_steps(rank: int, world_size: int, all_keys: list[dict]) -> list[tuple[
         torch._dynamo.reset()
         run = compare.build_table_run(world_size, keys)
         batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
-        for _ in range(2):  # compiled code meets the optimizer's state in the second
+        stepping.train_step(run, batch)
+        stepping.forward_only(run, stepping.take_pieces(run, batch), torch.ones((), dtype=torch.int64))  # as validation
+        if run.schedule is not None or run.config.compile.enable:  # sets itself up, or compiles, once more
             stepping.train_step(run, batch)
         n_graphs = counters["stats"]["unique_graphs"]
         with traffic_counted(run.layout, besides=elsewhere) as count:

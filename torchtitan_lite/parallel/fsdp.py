@@ -90,7 +90,13 @@ def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> No
 
 
 def free_gathered(part: nn.Module) -> None:
-    """Frees parameters that a forward without backward left whole; the next forward gathers them again."""
-    for module in part.modules():
+    """Frees parameters that a forward without backward left whole; the next forward gathers them again.
+
+    It also forgets the order of that forward, by which the next backward would gather one group in vain.
+    """
+    if isinstance(part, FSDPModule) and hasattr(part, "reset_iter_state"):
+        part.reset_iter_state()
+        return
+    for module in part.modules():  # an older torch, which gathers in vain
         if isinstance(module, FSDPModule):
             module.reshard()
