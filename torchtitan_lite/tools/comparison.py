@@ -10,9 +10,11 @@ AdamW hides gradients of the wrong scale.
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -80,15 +82,12 @@ def measure_layout(
     initial = gather(run, lambda parameter: parameter)
     if prepare is not None:
         prepare(run, oracle)
-    batch = stepping.take_pieces(run, own_rows(run, make_batch_of(run.config, 0)))
-    n_tokens = stepping.count_global_tokens(run, batch)
-    stepping.forward_backward(run, batch, n_tokens)
-    gradients = gather(run, lambda parameter: parameter.grad)
-    losses, grad_norms = [], []
-    for step in range(N_STEPS):
-        result = stepping.train_step(run, own_rows(run, make_batch_of(run.config, step)))
-        losses.append(result.loss.item())
-        grad_norms.append(result.grad_norm.item())
+    batches = [own_rows(run, make_batch_of(run.config, step)) for step in range(N_STEPS)]
+    n_tokens = stepping.count_global_tokens(run, stepping.take_pieces(run, batches[0]))
+    with gradients_noted(run) as gradients:
+        results = [stepping.train_step(run, batch) for batch in batches]
+    losses = [result.loss.item() for result in results]
+    grad_norms = [result.grad_norm.item() for result in results]
     weights = gather(run, lambda parameter: parameter)
     return Share(
         coordinates=run.mesh.coordinates(),
@@ -114,6 +113,21 @@ def measure_layout(
             "grad_norm": largest_relative(grad_norms, oracle.grad_norms),
         },
     )
+
+
+@contextmanager
+def gradients_noted(run: stepping.Run) -> Iterator[dict[str, Tensor]]:
+    """Full copies of the gradients of the first step inside, as they are before they are clipped. Collective."""
+    gradients: dict[str, Tensor] = {}
+    clip = stepping.clip_grad_norm
+
+    def note_and_clip(*args) -> Tensor:
+        if not gradients:
+            gradients.update(gather(run, lambda parameter: parameter.grad))
+        return clip(*args)
+
+    with patch.object(stepping, "clip_grad_norm", note_and_clip):
+        yield gradients
 
 
 @torch.no_grad()
