@@ -46,7 +46,7 @@ SEQ_LEN = 32
 # 4 key/value heads, so that tp4 has something to hold; rows with many stages ask for 8 layers.
 TABLE_CONFIG = Config(
     model=Model(flavor="debug", dim=64, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=96, vocab_size=256),
-    # One by one: on a mesh with tp, DTensor plans one operation on the list of all parameters for seconds.
+    # One by one, and without decay: on a mesh with tp, DTensor plans lists of parameters, and sums, for seconds.
     optimizer=Optimizer(name="SGD", lr=0.5, weight_decay=0.0, implementation="for-loop"),
     lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
     training=Training(

@@ -43,7 +43,7 @@ def list_compiled_by_step(rank: int, world_size: int, overrides: dict[str, objec
 COMPILED_RUNS = {  # name -> ranks, keys
     "chunks of two sizes": (1, {MODE: "full", **CHUNKS}),
     "plain loss, accumulation": (1, {**WHOLE_LOGITS, "training.local_batch_size": 2, "training.global_batch_size": 8}),
-    "dp2 x tp2": (4, {TP: 2, **CHUNKS}),
+    "tp2": (2, {TP: 2, **CHUNKS}),
     "pp2": (2, {PP: 2, MODE: "none", **CHUNKS}),
 }
 

@@ -22,11 +22,10 @@ KEYS = [
     "--job.no_overwrite",
 ]
 RANKS = 4
-OTHER_LAYOUTS = {  # ranks, keys: three data-parallel degrees with other microbatches, and tp
+OTHER_LAYOUTS = {  # ranks, keys: three data-parallel degrees with other microbatches
     "one rank": (1, ["--training.local_batch_size=6"]),
     "dp2": (2, ["--training.local_batch_size=3"]),
     "dp3": (3, ["--training.local_batch_size=4"]),
-    "tp2": (2, ["--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=12"]),
 }
 
 
