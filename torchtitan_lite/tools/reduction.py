@@ -38,7 +38,7 @@ REPLACED = {  # values under which a fault shows, and the CPU can follow
     "optimizer.implementation": "for-loop",  # computes the same; with tp, DTensor plans lists of parameters for seconds
     "optimizer.moments_dtype": "float32",  # SGD has none
     "optimizer.lr": 0.5,
-    "optimizer.weight_decay": 0.0,  # DTensor plans it for seconds on three mesh dims; a layout has no part in it
+    "optimizer.weight_decay": 0.01,
     "lr_scheduler.warmup_steps": 0,  # a rate of nearly zero would show nothing
     "lr_scheduler.decay_ratio": 0.0,
     "training.max_norm": 0.1,  # so that gradients are clipped
