@@ -17,7 +17,7 @@ from typing import Any
 MOST_VALUES = 4_000_000  # the largest published tokenizer.json has half as many; these take about a second
 MOST_DEPTH = 64  # of lists and objects in each other; published files have less than ten
 MOST_DIGITS = 100  # of a number
-MOST_SHOWN = 100  # characters of a key that is named
+MOST_SHOWN = 1000  # characters of a message that repeats what a file says
 HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells a character above U+FFFF: in two halves
 
 
@@ -81,7 +81,7 @@ def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"has the key {twice[:MOST_SHOWN]!r} twice in one object")
+        raise ValueError(f"has the key {twice!r:.100} twice in one object")
     return made
 
 
@@ -105,6 +105,12 @@ def check_length(digits: str) -> None:
 
 def refuse_constant(name: str) -> float:
     raise ValueError(f"has the number {name}, which is not finite")
+
+
+def in_one_line(message: str) -> str:
+    """`message` as a terminal can show it: what it repeats of a file may be long, or hold control characters."""
+    shown = message if len(message) <= MOST_SHOWN else f"{message[:MOST_SHOWN]} ..."
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
 
 
 def check_depth(parsed: Any) -> None:
