@@ -115,13 +115,6 @@ def choose_backend(device: torch.device, offload: bool) -> str:
     return "cuda:nccl,cpu:gloo" if offload else "nccl"
 
 
-def set_timeouts(mesh: Mesh, timeout_s: int) -> None:
-    """Shortens the timeout of every group, once all ranks run in step: a hung peer is then told soon.
-
-    Collective: no rank may wait with the short timeout for one that is still in its first step.
-    """
-    dist.barrier()
-    meshes = [mesh.world, mesh.parameters, mesh.tokens, mesh.losses]
-    groups = {group for one in meshes for group in one.get_all_groups()} | {dist.group.WORLD}
-    for group in groups:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+def make_host_group(name: str, timeout_s: int) -> dist.ProcessGroup:
+    """Make a group of all ranks for objects and CPU tensors, to be used by one thread. Collective."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=name)
