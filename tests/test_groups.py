@@ -9,6 +9,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,6 +25,8 @@ from torchtitan_lite import ledger
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.checkpoint.saving import CheckpointSaver
 from torchtitan_lite.components.checkpoint.storage import StorageWriter
+from torchtitan_lite.config import Checkpoint
+from torchtitan_lite.parallel.mesh import make_host_group
 from torchtitan_lite.parallel.timeouts import list_groups, set_timeouts
 from torchtitan_lite.parallel.traffic_count import FRONT, TrafficCount
 
@@ -66,13 +69,15 @@ def corpus(tmp_path_factory) -> Path:
 
 
 def start(rank: int, world_size: int, keys: list[str], slow_rank: int | None = None) -> int:
-    """Worker: train.py from top to bottom over the group that this worker is in. Its exit status."""
+    """Worker: train.py from top to bottom over the group that this worker is in. Its exit status.
+
+    The disk of `slow_rank` is the slowest there can be: it has written nothing before the steps wait for it.
+    """
     names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     write_data, wait = StorageWriter.write_data, CheckpointSaver.wait
     waited_for = threading.Event()
 
     def write_slowly(*args):
-        """The slowest disk: it is done with nothing before the steps wait for it."""
         waited_for.wait()
         return write_data(*args)
 
@@ -103,7 +108,10 @@ def start(rank: int, world_size: int, keys: list[str], slow_rank: int | None = N
 
 @contextmanager
 def groups_watched() -> Iterator[dict[str, set[str]]]:
-    """Notes, by group, the threads of this process that issue collectives, sends and receives over it."""
+    """Notes, by group, the threads of this process that issue collectives, sends and receives over it.
+
+    On a CPU autograd calls them in the thread that called it, so that two names are two threads at work at once.
+    """
     threads: dict[str, set[str]] = defaultdict(set)
 
     def note(operator: torch._ops.OpOverload, keys: torch.DispatchKeySet, *args):
@@ -111,14 +119,11 @@ def groups_watched() -> Iterator[dict[str, set[str]]]:
         threads[name_group(dist.ProcessGroup.unbox(boxed))].add(threading.current_thread().name)
         return operator.redispatch(keys.remove(FRONT), *args)
 
+    operators = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
     with torch.library._scoped_library("c10d", "IMPL") as library:
-        for name in torch._C._dispatch_get_all_op_names():
-            if name.startswith("c10d::"):
-                packet = getattr(torch.ops.c10d, name.removeprefix("c10d::"))
-                if "ProcessGroup" in str(packet.default._schema):
-                    library.impl(
-                        packet.default, lambda *args, o=packet.default: note(o, *args), FRONT.name, with_keyset=True
-                    )
+        for operator in (getattr(torch.ops.c10d, name.removeprefix("c10d::")).default for name in operators):
+            if "ProcessGroup" in str(operator._schema):
+                library.impl(operator, partial(note, operator), FRONT.name, with_keyset=True)
         yield threads
 
 
@@ -199,3 +204,31 @@ def wait_for_hung_peers(rank: int, world_size: int, keys: dict[str, object], n_s
 def test_a_hung_peer_is_waited_for_as_long_as_was_set_and_no_longer(pool, name):
     world_size, *args = HUNG[name]
     assert "1000ms" in pool.run(wait_for_hung_peers, world_size, *args)[0]
+
+
+def wait_for_slow_disk(rank: int, world_size: int, folder: Path) -> str:
+    """Worker: what a rank raises when the disk of rank 1 has not finished in a second."""
+    group = make_host_group("saver", timeout_s=1)
+    tensors = {name: torch.ones(3) for name in "ab"}
+    optimizer = torch.optim.SGD(list(tensors.values()))
+    options = {"facts": {}, "run": {}, "group": group, "device": torch.device("cpu")}
+    saver = CheckpointSaver(folder, Checkpoint(enable=True, on_save_error="continue"), optimizer, **options)
+    store, write_data = dist.distributed_c10d._get_default_store(), StorageWriter.write_data
+
+    def write_late(*args):
+        store.wait(["rank 0 gave up"])
+        return write_data(*args)
+
+    with patch.object(StorageWriter, "write_data", write_late if rank == 1 else write_data):
+        try:
+            saver.save(1, tensors)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            store.set("rank 0 gave up", "")
+    return "no time-out"
+
+
+def test_a_save_that_waits_too_long_for_a_disk_names_the_key_and_ends_the_run(pool, tmp_path):
+    said = pool.run(wait_for_slow_disk, 2, tmp_path)[0]
+    assert "step-1 was not saved" in said and "comm.init_timeout_seconds" in said and "1000ms" in said
