@@ -120,7 +120,7 @@ def sum_squares(tensors: list[Tensor]) -> Tensor:
     dtype = None
     if tensors[0].device.type == "cpu":
         tensors, dtype = [piece for tensor in tensors for piece in tensor.flatten().split(2**18)], torch.float64
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype)).double().square().sum()
+    return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).double().square().sum()
 
 
 def step_if_finite(optimizer: TorchOptimizer, grad_norm: Tensor) -> Tensor:
