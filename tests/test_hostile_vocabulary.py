@@ -76,8 +76,11 @@ UNKNOWN_PATTERN = "is not one of the known ones"
 LONG = tuple("ab" * 500 + format(n, "010b").replace("0", "a").replace("1", "b") for n in range(200))
 HOSTILE = {  # name -> file, content, reason
     "counted repeats": ("tokenizer.json", describe(pattern="(?:a{1,1000}){1,1000}"), UNKNOWN_PATTERN),
-    "a repeat that makes tiktoken panic": ("tokenizer.json", describe(pattern=r"\p{L}{9999999}"), UNKNOWN_PATTERN),
-    "repeats in repeats": ("tokenizer.json", describe(pattern=r"(?:(?:a|a)+)+(?!\S)"), UNKNOWN_PATTERN),
+    "repeats that make tiktoken panic": (
+        "tokenizer.json",
+        describe(pattern=r"(?:a(?![b])|a(?![c]))+X"),
+        UNKNOWN_PATTERN,
+    ),
     "deep groups": ("tokenizer.json", describe(pattern="(?:" * 50_000 + "a" + ")" * 50_000), UNKNOWN_PATTERN),
     "deep pre-tokenizer": ("tokenizer.json", describe(pre_tokenizer=nest("pretokenizers", 300)), "64 deep"),
     "deep normalizer": ("tokenizer.json", describe(normalizer=nest("normalizers", 300)), "64 deep"),
@@ -92,24 +95,21 @@ HOSTILE = {  # name -> file, content, reason
     "no number": ("tokenizer.json", b'{"model": NaN}', "the number NaN"),
     "a number of a million digits": ("tokenizer.json", b'{"model": ' + b"9" * 10**6 + b"}", "1,000,000 characters"),
     "a message over many lines": ("tokenizer.json", describe(pre_tokenizer={"type": "\x1b[2J\n" * 999}), r"\x1b[2J\n"),
-    "a token of 20,000 letters": ("tokenizer.json", describe(tokens=("a" * 20_000,), whole=True), "20,000 characters"),
+    "a token of 20,000 letters": ("tokenizer.json", describe(tokens=("ab" * 10_000,), whole=True), "20,000 characters"),
     "tokens that no merge makes": ("tokenizer.json", describe(tokens=LONG, whole=True), "no merges make 200"),
     "a token of a huge id": (
         "tokenizer.json",
-        describe(model={"type": "BPE", "vocab": {**dict.fromkeys(spell_bytes(), 0), "ab": 2**32}}),
+        describe(
+            model={"vocab": {**{c: n for n, c in enumerate(spell_bytes())}, EOS: 2**32}, "merges": []}, added_tokens=[]
+        ),
         "an id from 0 to 16,777,215",
     ),
     "too many added tokens": (
         "tokenizer.json",
-        describe(added=tuple(map(str, range(150_000)))),
+        describe(added=tuple(f"<{n}>" for n in range(150_000))),
         "150,001 added tokens, and 131,072 can be done",
     ),
     "a long added token": ("tokenizer.json", describe(added=("x" * 10**6,)), "1,000,000 characters"),
-    "an id that is no whole number": (
-        "tokenizer.json",
-        describe(added_tokens=[{"id": 257.5, "content": EOS, "special": True, "normalized": False}]),
-        "id 257.5",
-    ),
     "deep neighbour": ("tokenizer_config.json", b"[" * 100_000, "64 deep"),
     "another deep neighbour": ("config.json", b'{"a":' * 100_000, "64 deep"),
     "a neighbour that is a pipe": ("special_tokens_map.json", "pipe", "not a regular file"),
@@ -135,7 +135,7 @@ def test_a_hostile_file_is_refused_in_seconds_by_its_name(name, content, reason,
     assert time.process_time() - before < MOST_CPU_S
     (problem,) = error.value.problems
     assert name in problem.why and reason in problem.why
-    assert len(problem.why) < 2000 and problem.why.isprintable()
+    assert len(problem.why) < 1500 and problem.why.isprintable()
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, "pipe", 2**40, b'{"eos_token_id": 1, "eos_token_id": 2}'])

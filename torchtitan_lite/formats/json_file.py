@@ -33,11 +33,14 @@ def read_regular_file(path: Path, most_bytes: int) -> bytes:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise ValueError("is not a regular file")
-            content = file.read(most_bytes + 1)
+            n_bytes, content = found.st_size, b""
+            if n_bytes <= most_bytes:
+                content = file.read(most_bytes + 1)  # it may have grown since, or not say its size, as in /proc
+                n_bytes = len(content)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from None
-    if len(content) > most_bytes:
-        raise ValueError(f"has {max(found.st_size, len(content)):,} bytes, and at most {most_bytes:,} are read")
+    if n_bytes > most_bytes:
+        raise ValueError(f"has {n_bytes:,} bytes, and at most {most_bytes:,} are read")
     return content
 
 
@@ -109,8 +112,8 @@ def refuse_constant(name: str) -> float:
 
 def in_one_line(message: str) -> str:
     """`message` as a terminal can show it: what it repeats of a file may be long, or hold control characters."""
-    shown = message if len(message) <= MOST_SHOWN else f"{message[:MOST_SHOWN]} ..."
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message[: MOST_SHOWN + 1])
+    return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]} ..."
 
 
 def check_depth(parsed: Any) -> None:
