@@ -13,7 +13,7 @@ Where the repeated step is finite, or no rank made anything, the answer is "unkn
 to all others: one object of some hundred bytes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,7 +30,7 @@ from torchtitan_lite.components.places import Places
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")  # libraries whose results come from other ranks
 UNINITIALIZED = ("aten::empty", "aten::new_empty")  # and all that begin so: whatever was in that memory before
-MASKS = ("aten::where", "aten::masked_fill", "aten::full", "aten::new_full")  # put infinity where nothing is to be seen
+MASKS = ("aten::where", "aten::masked_fill", "aten::full", "aten::scalar_tensor")  # infinity: there is nothing to see
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,22 @@ class Finding:
 
 
 def find_non_finite(
-    local_loss: Tensor, parts: list[nn.Module], coordinates: dict[str, int], repeat: Callable[[], object]
+    local_loss: Tensor,
+    parts: list[nn.Module],
+    coordinates: dict[str, int],
+    repeat: Callable[[], object],
+    *,
+    composed: Mapping[OpOverload, Callable],
 ) -> str:
     """Say in one sentence which rank made the first number that is not finite. Collective.
 
-    `local_loss` and the gradients in `parts` are those of the step; `repeat` makes them once more.
+    `local_loss` and the gradients in `parts` are those of the step; `repeat` makes them once more. `composed`: the
+    operators that consist of others, collectives among them, and the functions that call these.
     """
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
     bad_weights = [fqn for fqn, parameter in parameters.items() if not is_finite(parameter)]
     gradients_are_finite = all(is_finite(parameter.grad) for parameter in parameters.values())
-    watch = OriginWatch(parts)
+    watch = OriginWatch(parts, composed)
     with torch.compiler.set_stance("force_eager"), watch:  # compiled code shows no operators
         repeat()
     own = Finding(
@@ -88,8 +94,9 @@ def find_non_finite(
 class OriginWatch(TorchDispatchMode):
     """Looks at the result of every operator inside until one is the origin. Makes the host wait at each of them."""
 
-    def __init__(self, parts: list[nn.Module]):
+    def __init__(self, parts: list[nn.Module], composed: Mapping[OpOverload, Callable]):
         super().__init__()
+        self.composed = composed
         self.parts, self.places = parts, Places()
         self.places.name_modules(parts)
         self.origin: Origin | None = None
@@ -103,6 +110,9 @@ class OriginWatch(TorchDispatchMode):
             made = self.places.place_of(node)
             module = made.module or self.find_owner(getattr(node, "variable", None))
             place = replace(made, module=module, line=made.line or place.line, walk="backward")
+        if func in self.composed:
+            with self:
+                return self.composed[func](*args, **kwargs)
         passes_on = func.namespace in COLLECTIVES or name.startswith(UNINITIALIZED) or is_view(func)
         if self.origin or passes_on:
             return func(*args, **kwargs)
