@@ -35,11 +35,12 @@ from torchtitan_lite.hardware import detect_machine, peak_flops
 from torchtitan_lite.ledger import RunLedger
 from torchtitan_lite.log import Progress, start_logging, told_by_rank
 from torchtitan_lite.parallel.attention_choice import describe_attention
+from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_group, start_process_group
 from torchtitan_lite.parallel.timeouts import set_timeouts
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.sizes import Shape, count_flops_per_token, count_parameters
-from torchtitan_lite.step import build_run, train_step
+from torchtitan_lite.step import build_run, compute_gradients, train_step
 from torchtitan_lite.validation import is_validated, validate
 
 logger = logging.getLogger("torchtitan_lite.train")
@@ -159,7 +160,10 @@ def main(args: list[str]) -> int:
             with recompilation_told(step - resumed_step), ledger.measured(step, run, host_group, besides=saver_group):
                 result = train_step(run, batch)
             if not result.finite:  # the same on every rank; waits for the device
-                culprit = find_non_finite(result.local_loss, run.parameters, mesh.coordinates())
+                repeat = partial(compute_gradients, run, batch)
+                culprit = find_non_finite(
+                    result.local_loss, run.parts, mesh.coordinates(), repeat, composed=CONTEXT_ATTENTION
+                )
                 logger.log(
                     logging.ERROR if rank == 0 else logging.INFO,
                     f"step {step}: gradient norm {result.grad_norm.item()}, weights left as they were: {culprit}",
