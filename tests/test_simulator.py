@@ -75,6 +75,12 @@ def test_the_slowest_stage_and_the_way_between_ranks_count():
     assert timeline.busy == [8, 18]
 
 
+def test_an_embedding_alone_computes_no_gradient_of_inputs():
+    """Its backward is all W: a half of zero seconds is not taken for a whole backward."""
+    durations = Durations((1.0, 1.0), (0.0, 1.0), (1.0, 1.0))
+    assert [durations.of(Action(0, kind, 0)) for kind in "FIWB"] == [1, 0, 1, 1]
+
+
 def test_stages_of_one_rank_hand_over_without_a_send():
     """In a V the last rank holds the two middle stages, one after the other."""
     timeline = simulate(order_of("ZBVZeroBubble", 2, 4, 2), even_durations(4, send=5.0))

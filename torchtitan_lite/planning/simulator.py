@@ -40,7 +40,7 @@ class Durations:
         if action.kind == "F":
             return self.forward[action.stage]
         halves = {"I": self.backward_input[action.stage], "W": self.backward_weight[action.stage]}
-        return halves.get(action.kind) or sum(halves.values())
+        return sum(halves.values()) if action.kind == "B" else halves[action.kind]
 
 
 def even_durations(n_stages: int, forward=1.0, backward_input=1.0, backward_weight=1.0, send=0.0) -> Durations:
