@@ -58,8 +58,6 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     world = init_device_mesh(device_type, tuple(layout.degrees.values()), mesh_dim_names=MESH_DIMS)
     shard = world["dp_shard", "cp"]._flatten("shard")
     replicate = world["dp_replicate"]
-    # DTensor looks this one up by itself: the gradient norm then takes one all-reduce instead of one per dim.
-    world["dp_shard", "cp", "tp"]._flatten("shard_tp")
     coordinates = dict(zip(MESH_DIMS, world.get_coordinate(), strict=True))
     return Mesh(
         world=world,
