@@ -12,6 +12,11 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from torchtitan_lite.environment import continue_with_packages
+
+if __name__ == "__main__":  # started by hand, perhaps with a Python that has no torch
+    continue_with_packages()
+
 import torch
 import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir

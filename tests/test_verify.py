@@ -18,6 +18,7 @@ from layouts import LAYOUTS
 from mutants import MUTANTS
 
 from torchtitan_lite import step
+from torchtitan_lite.command_lines import make_verify_parser
 from torchtitan_lite.config import Config, ConfigError
 from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.layout import plan_layout
@@ -358,7 +359,7 @@ def test_tied_embeddings_are_refused_under_a_pipeline_only():
 
 def verify(pool, folder, args: list[str], mutant: str | None = None) -> int:
     """What main does, on the tests' ranks."""
-    options, config_args = tool.parse(args)
+    options, config_args = make_verify_parser().parse_known_args(args)
     reduction = reduce_config(read(*config_args), options.ranks)
 
     def run_ranks(worker, world_size, *args, **options):

@@ -58,8 +58,9 @@ class Metrics:
 class Model:
     name: Literal["llama3"] = "llama3"  # a row of MODELS in step.py
     flavor: str = "debug"  # a row of sizes.py; the numbers below, where given, override that row
-    # folder with tokenizer.json or tokenizer.model, from the working directory, else from this repository; or "bytes"
-    hf_assets_path: str = "assets/tokenizer"
+    # folder with tokenizer.json or tokenizer.model, from the working directory, else from this repository; or "bytes";
+    # auto: that of the weights which the run resumes or starts from, else assets/tokenizer
+    hf_assets_path: str = "auto"
     dim: Count | None = None  # new: width of the residual stream
     n_layers: Count | None = None  # new
     n_heads: Count | None = None  # new: query heads
