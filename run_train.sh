@@ -18,8 +18,8 @@ working directory stays the caller's. Exit status: 0 trained, 2 refused by check
 Environment:
   CONFIG_FILE    the same as --config, which wins over it
   NGPU           ranks on each host; default: all GPUs; on a CPU what the config's degrees multiply to, else 2
-  LOG_RANK       ranks of this host whose output is shown (default 0; 0,1 for two). If the run fails, the stderr of
-                 every rank is kept in a folder that the last line names
+  LOG_RANK       ranks of this host whose output is shown (default 0; 0,1 for two). If a rank fails, the stderr of
+                 every rank is kept, in a folder that is named at the end
   MAX_RESTARTS   how often torchrun restarts all ranks after a failure (default 0). With --checkpoint.enable a
                  restarted run resumes the newest whole checkpoint
   PYTHON         the Python to begin with (default python3; 3.10 or newer)

@@ -147,7 +147,7 @@ WORKERS = {  # script of a tool whose two workers name themselves, the signal th
         """
 from torchtitan_lite.tools import search_report
 def work(number, candidate):
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\\n" % os.getpid())
     time.sleep(600)
 search_report.compare_with_dry_run = work
 if __name__ == "__main__":
@@ -159,7 +159,7 @@ if __name__ == "__main__":
         """
 from torchtitan_lite.tools.ranks import RankPool
 def work(rank, world_size):
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\\n" % os.getpid())
     time.sleep(600)
 if __name__ == "__main__":
     RankPool(2).run(work, 2)

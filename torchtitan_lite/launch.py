@@ -3,7 +3,7 @@
     run_train.sh:  python -m torchtitan_lite.launch OPTION_OF_TORCHRUN... train.py ARGUMENT...
 
 torchrun itself ends with its own traceback and a report of every rank that it stopped, below the line that matters.
-The stderr of every rank goes to files in a temporary folder, which stays only where the run failed and wrote to it.
+The stderr of every rank goes to files in a temporary folder, which stays if a rank failed and any wrote to it.
 
 Exit status: 0 if every rank ended with 0, else 1.
 """
@@ -25,8 +25,8 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-# torchrun tells these to ranks. SIGINT is not among them: the KeyboardInterrupt that it becomes here ends the ranks by
-# SIGTERM, at once, where SIGINT would have each of them print a traceback.
+# Signals that torchrun passes on to the ranks. SIGINT is not among them: here it becomes a KeyboardInterrupt, for which
+# torchrun ends the ranks by SIGTERM, at once; a rank that gets SIGINT itself prints a traceback.
 PASSED_ON = "SIGTERM,SIGHUP,SIGQUIT"
 REPEATED = {  # logger of torchrun -> the lines that say again, or in other words, what the last line says
     "torch.distributed.elastic.agent.server.api": ("Received %s death signal",),
@@ -44,7 +44,7 @@ def main(args: list[str]) -> int:
     options.log_dir = str(folder)
     print(
         f"The stderr of each of {options.nproc_per_node} ranks on {platform.node()} goes to {folder}, "
-        "which is kept if the run fails.",
+        "which is kept if a rank fails.",
         file=sys.stderr,
     )
     for name, starts in REPEATED.items():
@@ -53,11 +53,11 @@ def main(args: list[str]) -> int:
         logging.getLogger(name).addFilter(lambda record, dropped=dropped: not str(record.msg).startswith(dropped))
 
     failure = run_ranks(options, folder)
-    is_kept = failure is not None and any(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    if not is_kept:
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
+    has_failed = failure is not None or len(list(folder.glob("*/attempt_*"))) > 1  # torchrun makes one at each start
+    if has_failed and any(path.stat().st_size for path in folder.rglob("*") if path.is_file()):
         print(f"The stderr of every rank is in {folder}.", file=sys.stderr)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
     if failure is None:
         return 0
     print(f"run_train.sh: {failure}", file=sys.stderr)
