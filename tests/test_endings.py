@@ -1,4 +1,4 @@
-"""How a run ends: one clear last line, the exit status, and nothing that stays alive or lies about."""
+"""How a run ends: one clear last line and the exit status; no process and no temporary folder stays behind."""
 
 import os
 import re
