@@ -184,7 +184,8 @@ class Checkpoint:
     interval: Count = 500  # steps between two saves; the last step is always saved
     enable_first_step_checkpoint: bool = False  # save after the first step too: storage that fails is told at once
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"  # copy, then write beside the steps
-    on_save_error: Literal["stop", "continue"] = "stop"  # new: what the run does when a checkpoint cannot be written
+    # new: what the run does when a checkpoint cannot be written. continue: it still ends with 1 if the last one failed
+    on_save_error: Literal["stop", "continue"] = "stop"
     keep_latest_k: NonNegativeInt = 10  # 0 keeps all
     keep_every_m: NonNegativeInt = 0  # new: checkpoints of steps that m divides are kept too; 0: none
     load_step: Annotated[int, Range(0, auto=-1)] = -1  # resume from this step; auto: the newest that is sound
