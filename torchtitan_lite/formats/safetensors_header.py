@@ -10,11 +10,15 @@ of a file come from whoever made it.
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # the types in which weights are published, and nothing else
+from torchtitan_lite.formats.json_file import parse_json_object
+
+DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
+PUBLISHED = ("F32", "BF16", "F16")  # the types in which weights are published, and nothing else
 LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 MOST_DIMS = 8
@@ -38,8 +42,8 @@ class Entry:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """Every tensor of the file by name. Raises TensorFileError, and OSError where it cannot be read."""
+def read_header(path: Path, *, dtypes: Collection[str] = PUBLISHED) -> dict[str, Entry]:
+    """Return every tensor of the file by name. Raises TensorFileError, and OSError where it cannot be read."""
     n_file_bytes = path.stat().st_size
     with open(path, "rb") as file:
         n_header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -47,30 +51,28 @@ def read_header(path: Path) -> dict[str, Entry]:
         if n_file_bytes < LENGTH_BYTES or n_header_bytes > MOST_HEADER_BYTES or data_start > n_file_bytes:
             raise TensorFileError(f"{path} is no whole safetensors file: its {n_file_bytes} bytes cannot hold a header")
         header = parse_header(path, file.read(n_header_bytes))
-    entries = {name: parse_entry(path, name, value, data_start) for name, value in header.items()}
+    entries = {name: parse_entry(path, name, value, data_start, dtypes) for name, value in header.items()}
     check_cover(path, entries, data_start, n_file_bytes)
     return entries
 
 
 def parse_header(path: Path, text: bytes) -> dict[str, object]:
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict):
-        raise TensorFileError(f"{path} is no safetensors file: its header is no JSON object")
+        header = parse_json_object(text)
+    except ValueError as error:
+        raise TensorFileError(f"{path} is no safetensors file: its header {error}") from None
     header.pop("__metadata__", None)  # remarks of whoever wrote it
     return header
 
 
-def parse_entry(path: Path, name: str, value: object, data_start: int) -> Entry:
+def parse_entry(path: Path, name: str, value: object, data_start: int, dtypes: Collection[str]) -> Entry:
     match value:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]}:
             pass
         case _:
             raise TensorFileError(f"{path}: the header's entry of {name!r} is not as the format has it")
-    if dtype not in DTYPE_BYTES:
-        raise TensorFileError(f"{path}: {name} is of type {dtype}; weights can be of {', '.join(DTYPE_BYTES)}")
+    if dtype not in dtypes:
+        raise TensorFileError(f"{path}: {name} is of type {dtype}, and only {', '.join(dtypes)} are read")
     if len(shape) > MOST_DIMS or not all(type(size) is int and 0 <= size < 2**48 for size in shape):
         raise TensorFileError(f"{path}: {name} has no possible shape")
     entry = Entry(path, dtype, tuple(shape), data_start + start)
