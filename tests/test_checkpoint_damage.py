@@ -477,7 +477,7 @@ def test_a_manifest_that_is_too_large_is_not_read(checkpoint):
 
 OTHER = "model.c.weight"
 HEADERS = {  # what an edited header of a tensor file says of one entry
-    "offsets beyond the file": (OTHER, {"data_offsets": [2**40, 2**40 + 64 * 48 * 4]}),
+    "offsets beyond the file": (WEIGHT, {"data_offsets": [2**40, 2**40 + 64 * 48 * 4]}),
     "offsets that are too far apart": (WEIGHT, {"data_offsets": [0, 2**50]}),
     "negative offsets": (WEIGHT, {"data_offsets": [-64 * 48 * 4, 0]}),
     "offsets that are no numbers": (WEIGHT, {"data_offsets": ["0", 64 * 48 * 4]}),

@@ -85,11 +85,12 @@ def check_cover(path: Path, entries: dict[str, Entry], data_start: int, n_file_b
     """The tensors fill the file from the header to its end, without a gap, an overlap or a cut."""
     in_order = sorted((entry.start, entry.start + entry.n_bytes, name) for name, entry in entries.items())
     borders = [(data_start, data_start, "the header"), *in_order]
+    _, last, name = borders[-1]
+    if last != n_file_bytes:
+        raise TensorFileError(f"{path} has {n_file_bytes} bytes, and its header speaks of {last} ({name} ends there)")
     for (_, stop, before), (start, _, name) in pairwise(borders):
         if start != stop:
             raise TensorFileError(f"{path}: {name} begins at byte {start}, and {before} ends at {stop}")
-    if borders[-1][1] != n_file_bytes:
-        raise TensorFileError(f"{path} has {n_file_bytes} bytes, and its header speaks of {borders[-1][1]}")
 
 
 def make_header(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> bytes:
