@@ -58,8 +58,9 @@ class Metrics:
 class Model:
     name: Literal["llama3"] = "llama3"  # a row of MODELS in step.py
     flavor: str = "debug"  # a row of sizes.py; the numbers below, where given, override that row
-    # folder with tokenizer.json or tokenizer.model, from the working directory, else from this repository; or "bytes"
-    hf_assets_path: str = "assets/tokenizer"
+    # folder with tokenizer.json or tokenizer.model, from the working directory, else from this repository; or "bytes";
+    # auto: that of the weights which the run resumes or starts from, else assets/tokenizer
+    hf_assets_path: str = "auto"
     dim: Count | None = None  # new: width of the residual stream
     n_layers: Count | None = None  # new
     n_heads: Count | None = None  # new: query heads
@@ -183,7 +184,8 @@ class Checkpoint:
     interval: Count = 500  # steps between two saves; the last step is always saved
     enable_first_step_checkpoint: bool = False  # save after the first step too: storage that fails is told at once
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"  # copy, then write beside the steps
-    on_save_error: Literal["stop", "continue"] = "stop"  # new: what the run does when a checkpoint cannot be written
+    # new: what the run does when a checkpoint cannot be written. continue: it still ends with 1 if the last one failed
+    on_save_error: Literal["stop", "continue"] = "stop"
     keep_latest_k: NonNegativeInt = 10  # 0 keeps all
     keep_every_m: NonNegativeInt = 0  # new: checkpoints of steps that m divides are kept too; 0: none
     load_step: Annotated[int, Range(0, auto=-1)] = -1  # resume from this step; auto: the newest that is sound
@@ -208,8 +210,8 @@ class Validation:
 
 @dataclass(frozen=True)
 class Comm:
-    init_timeout_seconds: Count = 300  # of collectives until the first step is done
-    train_timeout_seconds: Count = 100  # of collectives after it
+    init_timeout_seconds: Count = 300  # how long ranks wait for each other until the first step is done, and for disks
+    train_timeout_seconds: Count = 100  # after the first step, but for checkpoints and exports: a disk may be slower
     trace_buf_size: NonNegativeInt = 20000  # entries of NCCL's flight recorder, written on a time-out; 0: off
     save_traces_folder: str = "comm_traces"  # inside dump_folder
 

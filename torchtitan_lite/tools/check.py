@@ -1,33 +1,21 @@
-"""`python -m torchtitan_lite check --config NAME`: is this config sound on this many ranks?
+"""`check`: prints what a run will be, or every problem that would stop it, without torch."""
 
-Says what the run will be, or every problem that would stop it, in under a second and without torch. run_train.sh asks
-it before torchrun, because torchrun turns every failure into exit status 1.
-"""
-
-import argparse
 import json
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from torchtitan_lite.command_lines import make_check_parser
 from torchtitan_lite.config import ConfigError, Problem
 from torchtitan_lite.hardware import Machine, detect_machine
 from torchtitan_lite.preflight import GIB, Prepared, preflight
 from torchtitan_lite.sizes import count_flops_per_token, count_parameters
 
-HELP = """Any further argument is the config's: --config NAME_OR_PATH, --section.key value.
-Environment: NGPU (ranks per host; on a CPU too), NNODES (hosts). Exit status: 0 sound, 2 not."""
-
 
 def main(args: list[str]) -> int:
     """Print the verdict; 0 where the run can start, 2 where it cannot."""
-    parser = argparse.ArgumentParser("check", description=__doc__, epilog=HELP, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--ranks", metavar="N", help="number of ranks on all hosts together; default: NGPU x NNODES")
-    parser.add_argument("--json", action="store_true", help="print for programs")
-    parser.add_argument("--launch", action="store_true", help="print the ranks of one host; the verdict goes to stderr")
-    options, config_args = parser.parse_known_args(args)
+    options, config_args = make_check_parser().parse_known_args(args)
     prepared, problems = None, []
     n_hosts = read_count(os.environ, "NNODES", problems) or 1
     n_ranks = read_count({"--ranks": options.ranks}, "--ranks", problems)
