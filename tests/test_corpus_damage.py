@@ -17,7 +17,7 @@ from torchtitan_lite.components.background_hash import BackgroundHash
 from torchtitan_lite.components.corpus import Corpus, IndexedShard, NumberFile, open_corpus
 from torchtitan_lite.corpora import CorpusError, read_manifest
 
-FILES = ["train-00000.documents", "train-00000.tokens", "train-00001.documents", "train-00001.tokens"]
+FILES = ["train-00000.documents", "train-00001.documents", "train-00000.tokens", "train-00001.tokens"]
 BORDERS = [0, 2, 3, 7]
 
 

@@ -32,7 +32,8 @@ class BackgroundHash:
 
     def __init__(self, corpora: Iterable[Corpus], *, part: int, n_parts: int):
         hashes = {path: sha256 for corpus in corpora for path, sha256 in corpus.unhashed.items()}
-        self.hashes = {path: hashes[path] for path in sorted(hashes)[part::n_parts]}
+        alike = sorted(hashes, key=lambda path: (path.suffix, path))  # each part gets large files and small ones
+        self.hashes = {path: hashes[path] for path in alike[part::n_parts]}
         self.leaving = Event()
         self.n_hashed = 0
         self.result: Future[None] | None = None
