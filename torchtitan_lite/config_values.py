@@ -58,7 +58,7 @@ def convert(annotation: Any, value: object, *, is_text: bool) -> Any:
         if not isinstance(value, str):
             raise WrongValue("text is needed", f'Put it in quotes: "{value}"', value)
         if "\0" in value or value.encode(errors="ignore").decode() != value:  # Python reads bad bytes as surrogates
-            raise WrongValue("it holds what no name and no TOML holds", "Leave out NUL, and what is not UTF-8", value)
+            raise WrongValue("it holds a NUL, or bytes that are not UTF-8", "Leave them out", value)
         return value
     return convert_number(annotation, value, is_text=is_text)
 
