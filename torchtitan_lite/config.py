@@ -80,8 +80,9 @@ class Metrics:
 class Model:
     name: Literal["llama3"] = "llama3"  # a row of MODELS in step.py
     flavor: str = "debug"  # a row of sizes.py; the numbers below, where given, override that row
-    # folder with tokenizer.json or tokenizer.model, from the working directory, else from this repository; or "bytes"
-    hf_assets_path: FilePath = "assets/tokenizer"
+    # folder with tokenizer.json or tokenizer.model, from the working directory, else from this repository; or "bytes";
+    # auto: that of the weights which the run resumes or starts from, else assets/tokenizer
+    hf_assets_path: FilePath = "auto"
     dim: Width | None = None  # new: width of the residual stream
     n_layers: Layers | None = None  # new
     n_heads: Width | None = None  # new: query heads
@@ -205,7 +206,8 @@ class Checkpoint:
     interval: Steps = 500  # steps between two saves; the last step is always saved
     enable_first_step_checkpoint: bool = False  # save after the first step too: storage that fails is told at once
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"  # copy, then write beside the steps
-    on_save_error: Literal["stop", "continue"] = "stop"  # new: what the run does when a checkpoint cannot be written
+    # new: what the run does when a checkpoint cannot be written. continue: it still ends with 1 if the last one failed
+    on_save_error: Literal["stop", "continue"] = "stop"
     keep_latest_k: StepsOrZero = 10  # 0 keeps all
     keep_every_m: StepsOrZero = 0  # new: checkpoints of steps that m divides are kept too; 0: none
     load_step: Annotated[int, Range(0, 10**15, auto=-1)] = -1  # resume from this step; auto: the newest that is sound
