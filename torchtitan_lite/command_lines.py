@@ -30,11 +30,19 @@ def make_check_parser() -> ArgumentParser:
 Is this config sound on this many ranks? (without torch, under a second)
 
 Says what the run will be, or every problem that would stop it. run_train.sh asks it before torchrun, because torchrun
-turns every failure into exit status 1."""
+turns every failure into exit status 1.
+
+Without options, or with --launch, the run is one on this host: NGPU ranks (default: all GPUs; on a CPU what the degrees
+multiply to, else 2) on each of NNODES hosts like this one, and everything is judged. --ranks and --gpus ask about a run
+elsewhere: degrees, batch and files are judged, compilers are not. What only GPUs can do, and memory, are judged by what
+--gpu names; with --ranks the one is judged by this host, the other not at all."""
     epilog = "Environment: NGPU (ranks per host; on a CPU too), NNODES (hosts). Exit status: 0 sound, 2 not."
     parser = make_parser("check", description, OF_THE_CONFIG + epilog)
     add = parser.add_argument
-    add("--ranks", metavar="N", help="number of ranks on all hosts together; default: NGPU x NNODES")
+    add("--ranks", metavar="N", help="judge a run of N ranks elsewhere, but not its memory")
+    add("--gpus", metavar="N", help="judge a run on N GPUs elsewhere, with their memory")
+    add("--gpu", help="what they are: a row of planning/cluster.py, as for plan; default: h100")
+    add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
     add("--json", action="store_true", help="print for programs")
     add("--launch", action="store_true", help="print the ranks of one host; the verdict goes to stderr")
     return parser

@@ -8,6 +8,7 @@ What a key may hold is read off its type in config.py, so a new key needs no lin
 replaced by its default, so that the checks that follow still run and the user sees all problems at once.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
@@ -142,7 +143,7 @@ def read_toml(name: str) -> tuple[list[Setting], list[Problem]]:
 def find_config_file(name: str) -> Path | None:
     """A path first, then a bare name in configs/; both with or without `.toml`."""
     candidates = [Path(name), Path(f"{name}.toml"), CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.toml"]
-    return next((path for path in candidates if path.is_file()), None)
+    return next((path for path in candidates if os.path.isfile(path)), None)  # a bad name is one of no file
 
 
 def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[Setting]:
