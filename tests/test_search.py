@@ -7,11 +7,19 @@ import pytest
 
 from torchtitan_lite.config import Config, ConfigError
 from torchtitan_lite.config_reader import read_config
-from torchtitan_lite.layout import plan_layout
+from torchtitan_lite.layout import plan_layout, resolve_config
 from torchtitan_lite.planning.cluster import CLUSTERS, Cluster
 from torchtitan_lite.sizes import Shape, resolve_shape
+from torchtitan_lite.tools.dry_run import dry_run
 from torchtitan_lite.tools.search import Search, find_least_gpus, list_candidates, search, sketch_candidate
-from torchtitan_lite.tools.search_report import choose_by_dry_run, format_winner, name_layout, print_search, split_step
+from torchtitan_lite.tools.search_report import (
+    choose_by_dry_run,
+    fill_pipeline,
+    format_winner,
+    name_layout,
+    print_search,
+    split_step,
+)
 
 H100 = CLUSTERS["h100"]
 
@@ -124,6 +132,24 @@ def test_the_first_that_fits_by_its_dry_run_is_chosen(capsys):
     assert choose_by_dry_run([fattest, leanest], cluster, n_dry_runs=1) == 2
     first, second = capsys.readouterr().out.split("dry run of 2")
     assert first.endswith("which does not fit\n") and "does not fit" not in second
+
+
+@pytest.mark.parametrize("pp_rank", [0, 1])
+def test_a_full_pipeline_tells_what_all_its_microbatches_take(pp_rank):
+    """Four stages a rank: torch frees parameters between actions, so that a whole dry run makes every microbatch."""
+    given, shape = read(
+        "debug",
+        "--model.n_layers 6 --training.local_batch_size 16 --parallelism.pipeline_parallel_degree 2",
+        "--parallelism.pipeline_parallel_schedule Interleaved1F1B --parallelism.pipeline_parallel_layers_per_stage 1",
+    )
+    layout = plan_layout(given, shape, 4)
+    config = resolve_config(given, layout, "cuda")
+    short = fill_pipeline(config, layout)
+    assert (layout.n_microbatches, short.n_microbatches) == (16, 4)
+    whole = dry_run(config, shape, layout, pp_rank=pp_rank, device_type="cuda").peak_bytes
+    measured = dry_run(config, shape, short, pp_rank=pp_rank, device_type="cuda")
+    assert measured.peak_bytes < 0.9 * whole
+    assert measured.peak_bytes + 3 * measured.memory["data"] == pytest.approx(whole, rel=0.01)
 
 
 # ---------------------------------------------------------------- no answer

@@ -10,13 +10,15 @@ import torch
 
 from torchtitan_lite.config import Config, ConfigError, Problem
 from torchtitan_lite.config_reader import dump_config_toml
-from torchtitan_lite.layout import plan_layout, resolve_config
+from torchtitan_lite.layout import Layout, plan_layout, resolve_config
 from torchtitan_lite.parallel.schedule_order import list_rows
+from torchtitan_lite.pipeline_plan import SCHEDULES
 from torchtitan_lite.planning.cluster import Cluster
 from torchtitan_lite.planning.forecast import Sketch
 from torchtitan_lite.planning.traffic import list_traffic
+from torchtitan_lite.planning.workload import describe_workload
 from torchtitan_lite.sizes import Shape
-from torchtitan_lite.tools.dry_run import dry_run
+from torchtitan_lite.tools.dry_run import dry_run, shorten
 from torchtitan_lite.tools.ranks import end_with_parent
 from torchtitan_lite.tools.search import (
     Candidate,
@@ -26,6 +28,7 @@ from torchtitan_lite.tools.search import (
     search,
     sketch_candidate,
 )
+from torchtitan_lite.tools.stretches import is_uniform
 
 GIB = 2**30
 N_DRY_RUNS = 3
@@ -175,22 +178,41 @@ def compare_with_dry_run(number: int, candidate: Candidate) -> tuple[int, str]:
     bytes of the one that holds more, and what to say of both."""
     layout, workload = candidate.workload.layout, candidate.workload
     resolved = resolve_config(candidate.config, layout, "cuda")
+    short = fill_pipeline(resolved, layout)
     lines, most = [], 0
     for pp_rank in sorted({0, layout.pp - 1}):
-        measured = dry_run(resolved, workload.shape, layout, pp_rank=pp_rank, device_type="cuda")
-        most = max(most, measured.peak_bytes)
+        measured = dry_run(resolved, workload.shape, short, pp_rank=pp_rank, device_type="cuda")
+        further_data = measured.memory["data"] * (layout.n_microbatches / short.n_microbatches - 1)
+        live = measured.peak_bytes + int(further_data)
+        most = max(most, live)
         closed = sketch_candidate(candidate).memory[pp_rank].live
         moved = sum(call.n_bytes * count for call, count in measured.collectives)
         closed_moved = sum(
             traffic.n_bytes
-            for traffic in list_traffic(workload, pp_rank, list_rows(candidate.config.parallelism, layout))
+            for traffic in list_traffic(
+                describe_workload(resolved, workload.shape, short), pp_rank, list_rows(resolved.parallelism, short)
+            )
         )
+        of_some = f" ({short.n_microbatches} microbatches)" * (short != layout)
         lines.append(
-            f"dry run of {number}, pp rank {pp_rank}: live {measured.peak_bytes / GIB:.2f} GiB "
-            f"(closed form {closed / measured.peak_bytes - 1:+.1%}), moved {moved / GIB:.2f} GiB "
+            f"dry run of {number}, pp rank {pp_rank}: live {live / GIB:.2f} GiB "
+            f"(closed form {closed / live - 1:+.1%}), moved {moved / GIB:.2f} GiB{of_some} "
             f"(closed form {closed_moved / max(1, moved) - 1:+.2%})"
         )
     return most, "\n".join(lines)
+
+
+def fill_pipeline(config: Config, layout: Layout) -> Layout:
+    """The layout with as many microbatches as fill its pipeline, where a dry run would make all of them, for minutes.
+
+    An interleaved 1F1B works in rounds of pp microbatches and holds most activations within two rounds. Only what it
+    keeps for every microbatch, tokens and receive buffers, grows with their number.
+    """
+    schedule = SCHEDULES[config.parallelism.pipeline_parallel_schedule]
+    is_interleaved = layout.pp > 1 and schedule.in_rounds and not schedule.splits_backward
+    if is_uniform(config, layout) or not is_interleaved or layout.n_microbatches <= 2 * layout.pp:
+        return layout
+    return shorten(layout, 2 * layout.pp)
 
 
 def format_winner(best: Choice, world_size: int) -> str:
