@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Annotated, Literal
 
+from torchtitan_lite.shown import show_json, show_text, show_value
+
+MOST_PROBLEMS, MOST_CHARACTERS = 20, 6000  # that are listed: a screen
+
 
 @dataclass(frozen=True)
 class Range:
@@ -250,7 +254,13 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.value!r}: {self.why}. {self.remedy}."
+        key, why, remedy = show_text(self.key, 100), show_text(self.why, 600), show_text(self.remedy, 1200)
+        return f"{key} = {show_value(self.value)}: {why}. {remedy}."
+
+    def for_json(self) -> dict[str, object]:
+        """What `--json` prints of it: the value itself where it is short."""
+        shown = {name: show_text(text, 1200) for name, text in vars(self).items() if name != "value"}
+        return {"key": shown["key"], "value": show_json(self.value), "why": shown["why"], "remedy": shown["remedy"]}
 
 
 class ConfigError(ValueError):
@@ -258,4 +268,20 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: list[Problem]):
         self.problems = problems
-        super().__init__("\n".join(f"  {n}. {problem}" for n, problem in enumerate(problems, 1)))
+        super().__init__("\n".join(f"  {n}. {problem}" for n, problem in enumerate(list_first(problems), 1)))
+
+    def for_json(self) -> list[dict[str, object]]:
+        """What `--json` prints."""
+        return [problem.for_json() for problem in list_first(self.problems)]
+
+
+def list_first(problems: list[Problem]) -> list[Problem]:
+    """As many problems as fit on a screen, and how many there are if those are not all."""
+    listed, n_characters = [], 0
+    for problem in problems:
+        n_characters += len(str(problem))
+        if listed and (len(listed) == MOST_PROBLEMS or n_characters > MOST_CHARACTERS):
+            why = f"the list ends after {len(listed)} of them"
+            return [*listed, Problem("problems", len(problems), why, "Repair these first")]
+        listed.append(problem)
+    return listed

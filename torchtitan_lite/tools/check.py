@@ -42,7 +42,7 @@ def main(args: list[str]) -> int:
         problems += error.problems
     if prepared is None or problems:
         if options.json:
-            print(json.dumps({"sound": False, "problems": [asdict(problem) for problem in problems]}, default=str))
+            print(json.dumps({"sound": False, "problems": ConfigError(problems).for_json()}))
         reasons = "1 reason" if len(problems) == 1 else f"{len(problems)} reasons"
         print(f"This run cannot start, for {reasons}:\n{ConfigError(problems)}", file=sys.stderr)
         return 2

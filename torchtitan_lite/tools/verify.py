@@ -43,7 +43,7 @@ def main(args: list[str]) -> int:
         reduction = reduce_config(reading.config, options.ranks)
     except ConfigError as error:
         if options.json:
-            print(json.dumps({"certified": False, "problems": [asdict(p) for p in error.problems]}, default=str))
+            print(json.dumps({"certified": False, "problems": error.for_json()}))
         print(f"This run could not start:\n{error}", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
