@@ -144,20 +144,24 @@ def make_odd_files(folder: Path) -> list[str]:
 
 
 class Cases:
-    """Draws the cases of one seed; the files that they name are written into `folder`, the working directory."""
+    """Draws the cases of one seed, which change `bases`; their files are in `folder`, the working directory."""
 
-    def __init__(self, seed: int, folder: Path):
+    def __init__(self, seed: int, folder: Path, bases: list[Path]):
         self.draw = random.Random(seed)
         self.folder = folder
+        self.bases = bases
         self.files = make_odd_files(folder)
         self.n = seed  # of the next case: the keys come one after the other
 
+    def next_args(self) -> list[str]:
+        """A base with values for one key, or for some."""
+        self.n += 1
+        kinds = [self.one_key_of_toml, self.one_key_of_command_line, self.several_keys]
+        return self.draw.choices(kinds, weights=[8, 7, 3])[0]()
+
     def next(self) -> Case:
         draw = self.draw
-        self.n += 1
-        kinds = [self.one_key_of_toml, self.one_key_of_command_line, self.several_keys, self.damaged_toml]
-        kinds += [self.odd_toml, self.odd_arguments]
-        (kind,) = draw.choices(kinds, weights=[8, 7, 3, 3, 1, 1])
+        (kind,) = draw.choices([self.next_args, self.damaged_toml, self.odd_toml, self.odd_arguments], [18, 3, 1, 1])
         args = kind()
         if draw.random() < 0.9:
             args = [*args, "--ranks", str(draw.choice([1, 1, 2, 4, 8]))]
@@ -172,15 +176,14 @@ class Cases:
         return ALL_KEYS[self.n % len(ALL_KEYS)]
 
     def one_key_of_toml(self) -> list[str]:
-        base = self.draw.choice(["debug", "debug", "debug_3d", "llama3_8b"])
-        return self.write_toml(base, [(self.next_key(), self.draw_toml_value(self.next_key()))])
+        return self.write_toml([(self.next_key(), self.draw_toml_value(self.next_key()))])
 
     def one_key_of_command_line(self) -> list[str]:
-        return self.spell_argument(self.next_key())
+        return [f"--config={self.draw.choice(self.bases)}", *self.spell_argument(self.next_key())]
 
     def several_keys(self) -> list[str]:
         keys = [self.next_key(), *self.draw.choices(ALL_KEYS, k=self.draw.randint(1, 4))]
-        args = self.write_toml("debug", [(key, self.draw_toml_value(key)) for key in keys])
+        args = self.write_toml([(key, self.draw_toml_value(key)) for key in keys])
         return args + [arg for key in self.draw.sample(keys, 2) for arg in self.spell_argument(key)]
 
     def damaged_toml(self) -> list[str]:
@@ -295,10 +298,10 @@ class Cases:
 
     # ------------------------------------------------------------ files
 
-    def write_toml(self, base: str, lines: list[tuple[str, str]]) -> list[str]:
-        """A shipped config without these keys, and these behind it as dotted names of their sections."""
+    def write_toml(self, lines: list[tuple[str, str]]) -> list[str]:
+        """A base with these keys in place of its own."""
         names = {key.rpartition(".")[2] for key, _ in lines}
-        kept = (CONFIG_FOLDER / f"{base}.toml").read_text().splitlines()
+        kept = self.draw.choice(self.bases).read_text().splitlines()
         kept = [line for line in kept if line.partition(" ")[0] not in names]
         sections = {line for line in kept if line.startswith("[")}
         text = "\n".join(kept) + "\n"

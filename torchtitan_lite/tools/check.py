@@ -14,20 +14,28 @@ from dataclasses import asdict
 from torchtitan_lite.config import ConfigError, Problem
 from torchtitan_lite.hardware import Machine, detect_machine
 from torchtitan_lite.preflight import GIB, Prepared, preflight
+from torchtitan_lite.shown import show_text
 from torchtitan_lite.sizes import count_flops_per_token, count_parameters
 
 HELP = """Any further argument is the config's: --config NAME_OR_PATH, --section.key value.
 Environment: NGPU (ranks per host; on a CPU too), NNODES (hosts). Exit status: 0 sound, 2 not."""
+MOST_ARGUMENTS = 1000  # argparse takes a time that grows with the square of their number
 
 
 def main(args: list[str]) -> int:
     """Print the verdict; 0 where the run can start, 2 where it cannot."""
-    parser = argparse.ArgumentParser("check", description=__doc__, epilog=HELP, allow_abbrev=False)
+    parser = argparse.ArgumentParser("check", description=__doc__, epilog=HELP, allow_abbrev=False, exit_on_error=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", metavar="N", help="number of ranks on all hosts together; default: NGPU x NNODES")
     parser.add_argument("--json", action="store_true", help="print for programs")
     parser.add_argument("--launch", action="store_true", help="print the ranks of one host; the verdict goes to stderr")
-    options, config_args = parser.parse_known_args(args)
+    try:
+        if len(args) > MOST_ARGUMENTS:
+            raise argparse.ArgumentError(None, f"{len(args):,} arguments are more than {MOST_ARGUMENTS:,}")
+        options, config_args = parser.parse_known_args(args)
+    except argparse.ArgumentError as error:
+        print(f"This cannot be read: {show_text(str(error), 300)}. See check --help", file=sys.stderr)
+        return 2
     prepared, problems = None, []
     n_hosts = read_count(os.environ, "NNODES", problems) or 1
     n_ranks = read_count({"--ranks": options.ranks}, "--ranks", problems)
@@ -58,7 +66,7 @@ def read_count(variables: Mapping[str, str | None], name: str, problems: list[Pr
     text = variables.get(name)
     if not text:
         return None
-    if text.isdecimal() and int(text) > 0:
+    if text.isdecimal() and len(text) < 10 and int(text) > 0:
         return int(text)
     problems.append(Problem(name, text, "a positive whole number is needed", "Write 2, for instance, or leave it out"))
     return None
@@ -86,7 +94,7 @@ def describe(prepared: Prepared, machine: Machine, n_hosts: int) -> str:
     flops = count_flops_per_token(shape, config.training.seq_len)
     place = f"{n_hosts} hosts, each " * (n_hosts > 1)
     place += f"{machine.n_devices} x {machine.name}" if machine.device_type == "cuda" else machine.name
-    layers = [sum(name.startswith("layers.") for name in stage) for stage in layout.stages]
+    layers = show_text(str([sum(name.startswith("layers.") for name in stage) for stage in layout.stages]), 300)
     tokens = layout.global_batch_size * config.training.seq_len
     sharing = f"{memory.n_ranks} ranks share" if memory.on_host else "each GPU has"
     rows = {
@@ -98,15 +106,18 @@ def describe(prepared: Prepared, machine: Machine, n_hosts: int) -> str:
         f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}",
         "memory": f"at least {memory.needed_bytes / GIB:.2f} GiB for weights, gradients and optimizer; "
         f"{sharing} {memory.available_bytes / GIB:.1f} GiB",
-        "files": f"{prepared.dump_folder}, tokens cached in {prepared.cache_folder}",
+        "files": f"{show_text(str(prepared.dump_folder), 200)}, "
+        f"tokens cached in {show_text(str(prepared.cache_folder), 200)}",
     }
     if layout.pp == 1:
         del rows["stages"]
     if prepared.resumed_step:
         rows["resumes"] = f"after step {prepared.resumed_step}"
-    notices = "".join(f"\n  note    {notice}" for notice in prepared.notices)
+    notices = "".join(f"\n  note    {show_text(notice, 300)}" for notice in prepared.notices)
     return (
-        f"{prepared.config_name} is sound on {place}:\n" + "\n".join(f"  {k:7} {v}" for k, v in rows.items()) + notices
+        f"{show_text(prepared.config_name, 200)} is sound on {place}:\n"
+        + "\n".join(f"  {k:7} {v}" for k, v in rows.items())
+        + notices
     )
 
 
