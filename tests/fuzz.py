@@ -69,6 +69,8 @@ ARGUMENTS = [
     *("--no_", "--model.no_", "--model.no_dim", "--checkpoint.no_enable", "--checkpoint.no-enable=1", "--json=1"),
     *("--config", "--config=", "--config=.", "--config=/", "--config=..", "--config=debug", "--job.config_file"),
     *("--ranks", "--ranks=", "--ranks=0", "--ranks=-1", "--ranks=x", "--ranks=٣", "--ranks=" + "9" * 5000, "--launch"),
+    *("--gpus", "--gpus=0", "--gpus=8", "--gpus=" + "8" * 400, "--gpu=h100", "--gpu=\x1b[2J", "--gpu=" + "g" * 9000),
+    *("--hardware", "--hardware=", "--hardware=pipe/odd.toml", "--hardware=/dev/zero", "--hardware=deep/odd.toml"),
     *("--" + "a." * 30000, "--" + "k" * 100000, "--model." + "k" * 100000, "--a.\x1b[2J=1", "--model.\udcff=\udcfe"),
     *("--model.dim=" + "9" * 100000, "--job.description=" + "d" * 1000000, "\udcff", "--config=\udcff", "\x1b[2J"),
     *(
@@ -263,7 +265,9 @@ class Cases:
         if origin is Literal:
             return draw.choice(arguments)
         if origin is Annotated:
-            allowed = next(extra for extra in arguments[1:] if isinstance(extra, Range))
+            allowed = next((extra for extra in arguments[1:] if isinstance(extra, Range)), None)
+            if allowed is None:
+                return self.draw_fitting(arguments[0])
             edges = [edge for edge in (allowed.low, allowed.high, allowed.auto) if edge is not None]
             edges += [edge + step for edge in edges for step in (-1, 1)]
             number = draw.choice([*edges, self.draw_number()])

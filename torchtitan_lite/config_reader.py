@@ -105,8 +105,11 @@ def read_config(args: list[str]) -> ConfigReading:
     config = build_section(Config, values)
     problems += [problem for setting in settings.values() if (problem := refuse_absent(setting, config))]
     notices = [f"{setting.written} is now {setting.key}" for setting in settings.values() if note_old_name(setting)]
-    # "..." is the stem of a file too, and outputs/.. would be the dump folder
-    return ConfigReading(config, problems, notices[:MOST_NAMED], Path(config_file).stem.strip(".") or "config")
+    found = find_config_file(config_file)
+    config_name = (
+        found.stem.strip(".") if found else ""
+    )  # "...toml" has the stem "..", and outputs/.. is no dump folder
+    return ConfigReading(config, problems, notices[:MOST_NAMED], config_name or "config")
 
 
 # --- what was written ---
