@@ -71,6 +71,7 @@ ARGUMENTS = [
     *("--ranks", "--ranks=", "--ranks=0", "--ranks=-1", "--ranks=x", "--ranks=٣", "--ranks=" + "9" * 5000, "--launch"),
     *("--gpus", "--gpus=0", "--gpus=8", "--gpus=" + "8" * 400, "--gpu=h100", "--gpu=\x1b[2J", "--gpu=" + "g" * 9000),
     *("--hardware", "--hardware=", "--hardware=pipe/odd.toml", "--hardware=/dev/zero", "--hardware=deep/odd.toml"),
+    *("--gpus=8 --hardware=hardware.toml".split()),
     *("--" + "a." * 30000, "--" + "k" * 100000, "--model." + "k" * 100000, "--a.\x1b[2J=1", "--model.\udcff=\udcfe"),
     *("--model.dim=" + "9" * 100000, "--job.description=" + "d" * 1000000, "\udcff", "--config=\udcff", "\x1b[2J"),
     *(
@@ -130,16 +131,17 @@ def make_odd_files(folder: Path) -> list[str]:
                 path.symlink_to(path)
             else:
                 path.mkdir()
-    schedules = {
+    others = {
         "gpipe.csv": "0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1\n",
         "stuck.csv": "0B0,0F0\n1F0,1B0\n",
         "far.csv": "0F0,0F99999999999\n1F0,1B0\n",
         "chain.csv": "".join(f"{stage}F0,{stage}B0\n" for stage in reversed(range(4000))),
     }
-    for name, text in schedules.items():
+    others["hardware.toml"] = "[hardware]\nmemory_bytes = 1e308\nnode_size = 1e308\n"
+    for name, text in others.items():
         (folder / name).write_text(text)
     devices = ["/dev/zero", "/dev/null", "/dev/full", "/dev/random", "/proc/self/mem", "/proc/self/pagemap", "/proc"]
-    return [*paths, *schedules, *devices]
+    return [*paths, *others, *devices]
 
 
 # ---------------------------------------------------------------- cases

@@ -14,7 +14,8 @@ from torchtitan_lite import __main__, hardware
 from torchtitan_lite.config import ConfigError
 from torchtitan_lite.config_reader import REPOSITORY, dump_config_toml
 from torchtitan_lite.hardware import Gpu, Machine, detect_machine, peak_flops, select_visible
-from torchtitan_lite.preflight import GIB, preflight
+from torchtitan_lite.memory_bound import GIB, MemoryBound
+from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools import check
 
 LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
@@ -61,8 +62,8 @@ CP = "--parallelism.context_parallel_degree"
 BAD_INPUT = [  # what is wrong | arguments | ranks | key as far as told, value, part of the remedy
     ("misspelt key", "--training.stepz 4", 2, "training.stepz", "4", "training.steps"),
     ("wrong type", "--training.steps x", 2, "training.steps", "x", "digits"),
-    ("zero degree", f"{TP}=0", 2, "parallelism.tensor_parallel_degree", 0, "1 or more"),
-    ("negative degree", f"{PP}=-2", 2, "parallelism.pipeline_parallel_degree", -2, "1 or more"),
+    ("zero degree", f"{TP}=0", 2, "parallelism.tensor_parallel_degree", 0, "from 1 to"),
+    ("negative degree", f"{PP}=-2", 2, "parallelism.pipeline_parallel_degree", -2, "from 1 to"),
     ("degrees and ranks", f"{TP}=2", 3, "parallelism.data_parallel_shard_degree", -1, "NGPU=4"),
     ("heads", f"{TP}=4 --model.n_heads=2", 4, "model.n_heads", 2, "divides 2"),
     ("kv heads", f"{TP}=2 --model.n_kv_heads=1", 2, "model.n_kv_heads", 1, "divides 1"),
@@ -93,9 +94,12 @@ BAD_INPUT = [  # what is wrong | arguments | ranks | key as far as told, value, 
     [row[1:] for row in BAD_INPUT],
     ids=[row[0] for row in BAD_INPUT],
 )
-def test_bad_input_ends_with_status_2_and_names_key_value_and_remedy(args, n_ranks, key, value, remedy, capsys):
+def test_bad_input_ends_with_status_2_and_names_key_value_and_remedy(
+    args, n_ranks, key, value, remedy, monkeypatch, capsys
+):
     Path("file").write_text("in the way")
-    assert check.main([*args.split(), "--ranks", str(n_ranks), "--json"]) == 2
+    monkeypatch.setenv("NGPU", str(n_ranks))
+    assert check.main([*args.split(), "--json"]) == 2
     out, err = capsys.readouterr()
     problem, *others = json.loads(out)["problems"]
     assert [other["key"] for other in others] in ([], ["model.n_kv_heads"])  # what splits no heads splits no kv heads
@@ -206,13 +210,20 @@ def test_more_ranks_than_gpus_are_refused_for_a_launch_but_may_be_asked_about(mo
 # --- memory ---
 
 
+SHORT = "--training.seq_len=16"  # so that weights, gradients and optimizer decide
+
+
+def bound_memory(args: list[str], **options) -> MemoryBound:
+    (bound,) = preflight(args, **options).memory
+    return bound
+
+
 def test_8b_needs_two_gpus_of_80_gib_or_a_host_with_as_much():
-    args = ["--config", "llama3_8b"]
+    args = ["--config", "llama3_8b", SHORT]
     problem = find_one_problem(args, machine=EIGHT_H100, n_ranks=1)
     assert "8.03 billion parameters of 16 bytes" in problem.why and "119.7 GiB" in problem.why
     assert "at least 2 such GPUs" in problem.remedy and "debug" in problem.remedy
-    prepared = preflight(args, machine=EIGHT_H100, n_ranks=2)
-    assert prepared.memory.needed_bytes == 8_030_261_248 * 16 // 2
+    assert bound_memory(args, machine=EIGHT_H100, n_ranks=2).state_bytes == 8_030_261_248 * 16 // 2
 
     host = Machine("cpu", 1, 119 * GIB, "a host")
     assert find_one_problem(args, machine=host, n_ranks=8).key == "model.flavor"
@@ -221,14 +232,30 @@ def test_8b_needs_two_gpus_of_80_gib_or_a_host_with_as_much():
 
 
 def test_replicas_do_not_share_memory_and_every_other_dim_does():
-    args = ["--config", "llama3_8b", "--parallelism.data_parallel_replicate_degree=2"]
+    args = ["--config", "llama3_8b", SHORT, "--parallelism.data_parallel_replicate_degree=2"]
     whole = 8_030_261_248 * 16
-    assert preflight(args, machine=EIGHT_H100, n_ranks=8).memory.needed_bytes == whole // 4
+    assert bound_memory(args, machine=EIGHT_H100, n_ranks=8).state_bytes == whole // 4
     args += ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
     args += ["--training.local_batch_size=2"]
-    assert preflight(args, machine=EIGHT_H100, n_ranks=16).memory.needed_bytes == whole // 8
-    sgd = preflight([*args, "--optimizer.name=SGD"], machine=EIGHT_H100, n_ranks=16)
-    assert sgd.memory.needed_bytes == whole // 16
+    assert bound_memory(args, machine=EIGHT_H100, n_ranks=16).state_bytes == whole // 8
+    sgd = bound_memory([*args, "--optimizer.name=SGD"], machine=EIGHT_H100, n_ranks=16)
+    assert sgd.state_bytes == whole // 16
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "value", "remedy"),
+    [
+        ("--training.seq_len=1000000", "training.seq_len", 1_000_000, "mode = \"full\""),
+        ("--training.local_batch_size=100000", "training.local_batch_size", 100_000, "More than about"),
+        ("--training.global_batch_size=100000000 --training.local_batch_size=2000 --activation_checkpoint.mode=full",
+         "training.global_batch_size", 100_000_000, "More than about"),
+    ],
+)  # fmt: skip
+def test_tokens_that_cannot_fit_are_refused_by_the_key_that_makes_them_too_many(args, key, value, remedy):
+    problem = find_one_problem(args.split())
+    assert (problem.key, problem.value) == (key, value) and remedy in problem.remedy
+    assert "activations" in problem.why and "this host, which has 16.0 GiB" in problem.why
+    assert preflight(args.split(), machine=Machine("cpu", 1, 2**50, "a large host"))
 
 
 @pytest.mark.parametrize(
@@ -240,6 +267,58 @@ def test_every_preset_is_sound_on_the_gpus_that_it_names(name, n_ranks, monkeypa
     monkeypatch.setattr("torchtitan_lite.preflight.check_compilers", lambda section, device_type: [])
     prepared = preflight(["--config", name], machine=EIGHT_H100, n_ranks=n_ranks, n_hosts=max(1, n_ranks // 8))
     assert prepared.layout.world_size == n_ranks and prepared.config_name == name
+
+
+def ask(args: str, capsys) -> tuple[int, dict, str]:
+    """Status, --json's answer and what is printed for people, of one question."""
+    status = check.main([*args.split(), "--json"])
+    verdict = json.loads(capsys.readouterr().out)
+    assert check.main(args.split()) == status
+    out, err = capsys.readouterr()
+    return status, verdict, out + err
+
+
+def test_a_run_elsewhere_is_judged_without_memory_unless_its_gpus_are_said(capsys):
+    status, verdict, said = ask("--config llama3_70b --ranks 64", capsys)
+    assert status == 0 and verdict["memory"] is None and verdict["layout"]["tp"] == 8
+    assert "memory  not judged" in said and "--gpus 64 --gpu h100" in said
+
+    status, verdict, said = ask("--config llama3_70b --gpus 64", capsys)
+    (bound,) = verdict["memory"]
+    assert status == 0 and bound["needed_bytes"] < bound["available_bytes"] == 81559 * 2**20
+    assert "sound on 64 x h100" in said and verdict["config"]["training"]["mixed_precision_param"] == "bfloat16"
+
+    status, verdict, said = ask("--config llama3_70b --gpus 8 --gpu a100-80", capsys)
+    assert status == 2 and [problem["key"] for problem in verdict["problems"]] == ["model.flavor"]
+    assert "on each NVIDIA A100-SXM4-80GB, which has 80.0 GiB" in said
+
+    Path("small.toml").write_text("[hardware]\nmemory_bytes = 1e9\n")
+    assert ask("--config llama3_1b --gpus 1 --hardware small.toml", capsys)[0] == 2
+    assert ask("--gpus 4 --gpu cpu", capsys)[1]["memory"][0]["available_bytes"] == 4 * 4 * GIB
+
+
+def test_what_only_a_gpu_has_is_judged_by_the_machine_that_is_named_and_compilers_by_none(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    args = "--compile.enable --parallelism.enable_async_tensor_parallel --parallelism.tensor_parallel_degree=2"
+    assert ask(f"{args} --gpus 2", capsys)[0] == 0
+    (problem,) = ask(f"{args} --ranks 2", capsys)[1]["problems"]
+    assert problem["key"] == "parallelism.enable_async_tensor_parallel" and "there is no GPU" in problem["why"]
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "remedy"),
+    [
+        ("--ranks two", "--ranks", "Write 2"),
+        ("--gpus 0", "--gpus", "Write 2"),
+        ("--gpu h200", "--gpus", "--gpus 64"),
+        ("--gpus 8 --gpu h900", "--gpu", "h200"),
+        ("--gpus 8 --ranks 8", "--ranks", "Leave one"),
+    ],
+)
+def test_options_that_name_no_place_are_refused(args, key, remedy, capsys):
+    status, verdict, _ = ask(args, capsys)
+    (problem,) = verdict["problems"]
+    assert status == 2 and problem["key"] == key and remedy in problem["remedy"]
 
 
 # --- files ---

@@ -20,7 +20,8 @@ from torchtitan_lite.components import compile_watch
 from torchtitan_lite.components.compile_watch import list_compiled_since, recompilation_told
 from torchtitan_lite.config import Compile
 from torchtitan_lite.hardware import Machine
-from torchtitan_lite.preflight import GIB, preflight
+from torchtitan_lite.memory_bound import GIB
+from torchtitan_lite.preflight import preflight
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 N_STEPS = 5

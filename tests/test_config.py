@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from torchtitan_lite.config import Config, Count, Fraction
+from torchtitan_lite.config import Config, Fraction, Steps
 from torchtitan_lite.config_reader import (
     CONFIG_FOLDER,
     KEYS,
@@ -134,7 +134,7 @@ def test_none_on_the_command_line_takes_a_value_of_the_file_back(write_toml):
         (list[int], "1,2", [1, 2]),
         (int | None, "none", None),
         (int | None, "4", 4),
-        (Count | None, "4", 4),
+        (Steps | None, "4", 4),
         (Fraction, "1e-3", 1e-3),
         (Literal["x", "y"], "y", "y"),
         (str, "7", "7"),
@@ -157,7 +157,7 @@ def test_text_of_the_command_line_becomes_the_type_of_its_key(annotation, text, 
         (float, "inf"),
         (Fraction, "1.01"),
         (Fraction, "-0.1"),
-        (Count | None, "0"),
+        (Steps | None, "0"),
         (Literal["x"], "X"),
         (list[int], "1,b"),
         (str, None),
@@ -223,7 +223,7 @@ def test_a_config_written_as_toml_reads_back_as_the_same_config(path, write_toml
 
 def test_awkward_values_survive_the_way_through_toml(write_toml):
     config = read_sound(
-        ["--optimizer.eps", "1e-30", "--optimizer.lr", "1e22", "--lr_scheduler.total_steps", "5"]
+        ["--optimizer.eps", "1e-30", "--training.max_norm", "1e22", "--lr_scheduler.total_steps", "5"]
         + ["--metrics.no_enable_tensorboard", "--comm.trace_buf_size", "0", "--checkpoint.folder="]
     )
     text = 'quotes " and \\ backslash, tab\t, newline\n, DEL\x7f, bell\x07, é, 😀, # no comment'
@@ -262,8 +262,13 @@ def test_a_key_that_may_be_none_is_none_by_default_since_toml_cannot_say_it():
         (["--compile.enable", "maybe"], "compile.enable", "maybe", "true or false"),
         (["--compile.no_enable", "true"], "compile.no_enable", "true", "compile.enable"),
         (["--optimizer.lr", "fast"], "optimizer.lr", "fast", "3e-4"),
-        (["--optimizer.beta1", "2"], "optimizer.beta1", 2.0, "from 0 to 1"),
-        (["--parallelism.tensor_parallel_degree", "-2"], "parallelism.tensor_parallel_degree", -2, "1 or more"),
+        (["--optimizer.beta1", "2"], "optimizer.beta1", 2.0, "from 0 to 0.999999"),
+        (
+            ["--parallelism.tensor_parallel_degree", "-2"],
+            "parallelism.tensor_parallel_degree",
+            -2,
+            "from 1 to 1,048,576",
+        ),
         (["--parallelism.data_parallel_shard_degree=0"], "parallelism.data_parallel_shard_degree", 0, "or -1"),
         (["--optimizer.name", "Adam"], "optimizer.name", "Adam", "'AdamW', 'SGD'"),
         (["stray"], "argument", "stray", "--section.key value"),

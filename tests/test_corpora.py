@@ -12,7 +12,8 @@ from torchtitan_lite import corpora
 from torchtitan_lite.config import ConfigError, Problem
 from torchtitan_lite.corpora import NAMED, CorpusError, measure_flat
 from torchtitan_lite.hardware import Machine
-from torchtitan_lite.preflight import GIB, preflight
+from torchtitan_lite.memory_bound import GIB
+from torchtitan_lite.preflight import preflight
 
 LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
 BYTES = ["--model.hf_assets_path=bytes"]

@@ -1,5 +1,7 @@
 """What saves memory: the arithmetic against what really lies in memory, and the keys that cannot work, refused."""
 
+from dataclasses import replace
+
 import compare
 import pytest
 import torch
@@ -250,12 +252,17 @@ def test_a_lever_that_works_is_accepted(args):
 
 
 def test_8b_with_bf16_moments_fits_one_h200_and_offloaded_it_is_the_host_that_must_hold_it(monkeypatch):
-    args = ["--config", "llama3_8b"]
-    assert preflight(args, machine=GPU, n_ranks=1).memory.needed_bytes == 8_030_261_248 * 16
-    assert preflight([*args, "--optimizer.moments_dtype=bfloat16"], machine=GPU).memory.needed_bytes == 96_363_134_976
-    monkeypatch.setattr("torchtitan_lite.preflight.measure_cpu_memory", lambda: 100 * GIB)
+    args = ["--config", "llama3_8b", "--training.seq_len=16"]
+    (bound,) = preflight(args, machine=GPU, n_ranks=1).memory
+    assert bound.state_bytes == 8_030_261_248 * 16
+    (bound,) = preflight([*args, "--optimizer.moments_dtype=bfloat16"], machine=GPU).memory
+    assert bound.state_bytes == 96_363_134_976
+    monkeypatch.setattr("torchtitan_lite.memory_bound.measure_cpu_memory", lambda: 100 * GIB)
+    args += ["--training.enable_cpu_offload"]
     with pytest.raises(ConfigError, match="119.7 GiB on this host, which has 100.0 GiB"):
-        preflight([*args, "--training.enable_cpu_offload"], machine=GPU)
+        preflight(args, machine=GPU)
+    (on_gpu,) = preflight(args, machine=replace(GPU, is_here=False)).memory  # nothing says what its host has
+    assert on_gpu.state_bytes == 0 < on_gpu.activation_bytes
 
 
 def test_verify_leaves_out_what_only_a_gpu_or_adamw_has_and_keeps_the_rest():

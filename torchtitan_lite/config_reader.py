@@ -106,9 +106,8 @@ def read_config(args: list[str]) -> ConfigReading:
     problems += [problem for setting in settings.values() if (problem := refuse_absent(setting, config))]
     notices = [f"{setting.written} is now {setting.key}" for setting in settings.values() if note_old_name(setting)]
     found = find_config_file(config_file)
-    config_name = (
-        found.stem.strip(".") if found else ""
-    )  # "...toml" has the stem "..", and outputs/.. is no dump folder
+    # The stem of "...toml" is "..", and outputs/.. must not become the dump folder.
+    config_name = found.stem.strip(".") if found else ""
     return ConfigReading(config, problems, notices[:MOST_NAMED], config_name or "config")
 
 

@@ -1,14 +1,15 @@
 """What a key may hold: checks a value against the type that config.py gives its key, and writes values as TOML.
 
-`Literal` is a choice, `Annotated[..., Range]` a number within bounds, `X | None` may be left out. There is no guessing:
-1 is not true and "1" is not 1; only a whole number where a fraction may stand is taken as one (1 is 1.0).
+`Literal` is a choice, `Annotated` with a Range a number within bounds, with PathLimits a path that is not too long,
+`X | None` may be left out. There is no guessing: 1 is not true and "1" is not 1; only a whole number where a fraction
+may stand is taken as one (1 is 1.0).
 """
 
 import json
-from math import inf, isfinite
+from math import isfinite
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from torchtitan_lite.config import Config, Range
+from torchtitan_lite.config import Config, PathLimits, Range
 from torchtitan_lite.shown import show_value
 
 MOST_OF_TEXT = 4096  # characters: the longest path that Linux takes
@@ -37,11 +38,9 @@ def convert(annotation: Any, value: object, *, is_text: bool) -> Any:
             raise WrongValue("there is no such choice", f"Choose from {', '.join(map(repr, arguments))}", value)
         return named[value]
     if origin is Annotated:
-        number = convert(arguments[0], value, is_text=is_text)
-        allowed = next(extra for extra in arguments[1:] if isinstance(extra, Range))
-        if not allowed.low <= number <= allowed.high and number != allowed.auto:
-            raise WrongValue("it is out of range", f"Use {describe_range(allowed)}", number)
-        return number
+        converted = convert(arguments[0], value, is_text=is_text)
+        check_limits(arguments[1], converted)
+        return converted
     if origin is list:
         separator = ";" if get_origin(arguments[0]) is list else ","
         items = [item.strip() for item in value.split(separator) if item.strip()] if isinstance(value, str) else value
@@ -82,6 +81,8 @@ def convert_bool(value: object, *, is_text: bool) -> bool:
 def convert_text(value: object) -> str:
     if not isinstance(value, str):
         raise WrongValue("text is needed", f'Put it in quotes: "{show_value(value)}"', value)
+    if "\0" in value or value.encode(errors="ignore").decode() != value:  # Python reads bad bytes as surrogates
+        raise WrongValue("it holds what no name and no TOML holds", "Leave out NUL, and what is not UTF-8", value)
     if len(value) > MOST_OF_TEXT:
         raise WrongValue(f"it has {len(value):,} characters", f"Use {MOST_OF_TEXT:,} at most", value)
     return value
@@ -104,9 +105,22 @@ def convert_number(kind: type, value: object, *, is_text: bool) -> int | float:
         raise WrongValue("it is beyond every fraction", "Write it as in 0.1 or 3e-4", value) from None
 
 
+def check_limits(limits: Range | PathLimits, value: Any) -> None:
+    """Raises WrongValue where the key of these limits cannot hold `value`."""
+    if isinstance(limits, Range):
+        if not limits.low <= value <= limits.high and value != limits.auto:
+            raise WrongValue("it is out of range", f"Use {describe_range(limits)}", value)
+        return
+    path = value.encode()
+    if len(path) > limits.path_bytes or any(len(name) > limits.name_bytes for name in path.split(b"/")):
+        why, remedy = "no file system takes so long a name", f"Use at most {limits.name_bytes} bytes a name"
+        raise WrongValue(why, f"{remedy}, and {limits.path_bytes} in all", value)
+
+
 def describe_range(allowed: Range) -> str:
     """What a number may be, in words."""
-    bounds = f"{allowed.low:g} or more" if allowed.high == inf else f"a value from {allowed.low:g} to {allowed.high:g}"
+    low, high = (f"{bound:,}" if isinstance(bound, int) else f"{bound:g}" for bound in (allowed.low, allowed.high))
+    bounds = f"a value from {low} to {high}"
     return bounds if allowed.auto is None else f"{bounds}, or {allowed.auto} to have it derived"
 
 

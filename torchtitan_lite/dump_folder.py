@@ -13,7 +13,19 @@ from typing import BinaryIO
 
 from torchtitan_lite.config import Config
 from torchtitan_lite.config_reader import dump_config_toml
+from torchtitan_lite.config_values import get_value
 from torchtitan_lite.formats.manifest import CheckpointError
+
+LOCK = "lock"
+# Whatever a run writes into the dump folder itself; metrics.jsonl.new becomes metrics.jsonl.
+FILES = (LOCK, "config.toml", "log.txt", "metrics.jsonl", "metrics.jsonl.new", "timeline.svg", "timeline.json")
+FOLDERS = (  # keys that name a folder inside it
+    "checkpoint.folder",
+    "metrics.save_tb_folder",
+    "profiling.save_traces_folder",
+    "profiling.save_memory_snapshot_folder",
+    "comm.save_traces_folder",
+)
 
 
 def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> BinaryIO:
@@ -23,17 +35,11 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
     """
     lock = hold(folder)
     if starting_over:
-        for name in ("config.toml", "metrics.jsonl", "log.txt", "timeline.svg", "timeline.json"):
-            (folder / name).unlink(missing_ok=True)
-        subfolders = (
-            config.metrics.save_tb_folder,
-            config.checkpoint.folder,
-            config.profiling.save_traces_folder,
-            config.profiling.save_memory_snapshot_folder,
-            config.comm.save_traces_folder,
-        )
-        for name in subfolders:
-            empty(folder / name)
+        for name in FILES:
+            if name != LOCK:
+                (folder / name).unlink(missing_ok=True)
+        for key in FOLDERS:
+            empty(folder / get_value(config, key))
     (folder / "config.toml").write_text(dump_config_toml(config), encoding="utf-8")
     return lock
 
@@ -44,7 +50,7 @@ def hold(folder: Path) -> BinaryIO:
     Raises CheckpointError where another run has it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / "lock", "ab")
+    file = open(folder / LOCK, "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -18,8 +18,11 @@ class Machine:
 
     device_type: Literal["cuda", "cpu"]
     n_devices: int
-    memory_bytes_per_device: int
+    memory_bytes_per_device: int | None  # None: not known
     name: str  # as the driver spells it
+    is_here: bool = (
+        True  # False: a run elsewhere is asked about, so that this host's compilers and memory do not matter
+    )
 
 
 # Dense bfloat16 peak of one GPU in FLOP/s. Where NVIDIA's sheet counts 2:4 sparsity, half of its number stands here.

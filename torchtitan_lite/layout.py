@@ -19,6 +19,7 @@ from torchtitan_lite.refused import find_refused
 from torchtitan_lite.schedule_csv import check_csv
 from torchtitan_lite.sizes import Shape
 
+MOST_MICROBATCHES = 2**16  # per rank and step: schedule, forecast and drawing list each of them
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 
 
@@ -193,6 +194,10 @@ def plan_batch(config: Config, degrees: dict[str, int], n_stages: int) -> tuple[
         key = "parallelism.pipeline_parallel_microbatch_size"
         problems.append(Problem(key, microbatch_size, why, "Use a divisor of it, 1 for instance"))
     n_microbatches = global_batch_size // dp // microbatch_size
+    if n_microbatches > MOST_MICROBATCHES:
+        why = f"it makes {n_microbatches:,} microbatches per rank and step, and {MOST_MICROBATCHES:,} is the limit"
+        remedy = "Lower it, or raise local_batch_size (with PP pipeline_parallel_microbatch_size)"
+        problems.append(Problem("training.global_batch_size", global_batch_size, why, remedy))
     if pp > 1 and not problems:
         problems += check_microbatches(parallelism, training.local_batch_size, n_microbatches, n_stages)
     plan = {"global_batch_size": global_batch_size, "microbatch_size": microbatch_size}

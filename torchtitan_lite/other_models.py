@@ -28,9 +28,6 @@ def check_initial_load(config: Config, shape: Shape) -> list[Problem]:
         return [Problem("checkpoint.initial_load_in_hf", True, why, remedy)]
     if not section.enable:
         return [Problem(KEY, path, "checkpoint.enable is false, and nothing is loaded then", "Set it to true")]
-    own = Path(config.job.dump_folder) / section.folder
-    if config.job.overwrite and Path(path).resolve().is_relative_to(own.resolve()):
-        return [Problem(KEY, path, f"job.overwrite deletes {own} first", "Copy it to another place")]
     check = check_hugging_face if section.initial_load_in_hf else check_own
     return check(path, section.initial_load_model_only, shape)
 

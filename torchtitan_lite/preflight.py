@@ -4,47 +4,26 @@
 one; a problem that only follows from another (a layout computed with the default of a bad key) is left out.
 """
 
-import os
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import prod
 from pathlib import Path
 
 from torchtitan_lite.certificates import find_certificate
 from torchtitan_lite.compilers import check_compilers
-from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
+from torchtitan_lite.config import Config, ConfigError, Optimizer, Parallelism, Problem
 from torchtitan_lite.config_reader import read_config
-from torchtitan_lite.config_values import get_value
 from torchtitan_lite.corpora import NAMED, check_corpora, check_weights
+from torchtitan_lite.file_checks import check_files
 from torchtitan_lite.float8_plan import check_float8_machine, describe_float8
 from torchtitan_lite.formats.manifest import CheckpointError, find_steps, read_manifest
-from torchtitan_lite.hardware import Machine, measure_cpu_memory
+from torchtitan_lite.hardware import Machine
 from torchtitan_lite.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
 from torchtitan_lite.lever_checks import check_levers
-from torchtitan_lite.memory_levers import count_state_bytes
+from torchtitan_lite.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.other_models import check_export, check_initial_load
-from torchtitan_lite.sizes import Shape, count_parameters, resolve_shape
+from torchtitan_lite.sizes import Shape, resolve_shape
 from torchtitan_lite.vocabulary.find_vocabulary import read_vocabulary
 from torchtitan_lite.vocabulary.vocabulary import Vocabulary
-
-GIB = 2**30
-
-SUBFOLDERS = (  # keys that name a folder inside job.dump_folder
-    "checkpoint.folder",
-    "metrics.save_tb_folder",
-    "profiling.save_traces_folder",
-    "profiling.save_memory_snapshot_folder",
-    "comm.save_traces_folder",
-)
-
-
-@dataclass(frozen=True)
-class MemoryBound:
-    """What the training state alone takes of one memory: a GPU's, or a host's, which all its CPU ranks share."""
-
-    needed_bytes: int
-    available_bytes: int
-    n_ranks: int  # that share this memory
-    on_host: bool  # not on a GPU
 
 
 @dataclass(frozen=True)
@@ -55,7 +34,7 @@ class Prepared:
     config_name: str
     shape: Shape
     layout: Layout
-    memory: MemoryBound
+    memory: list[MemoryBound]  # empty: not judged, for the memory is not known
     notices: list[str]
     dump_folder: Path
     resumed_step: int  # the last step that is already done; 0: the run begins
@@ -80,7 +59,8 @@ def preflight(
         n_ranks = choose_n_ranks(config.parallelism, machine, n_hosts)
 
     problems = []
-    shape = layout = memory = None
+    shape = layout = None
+    memory: list[MemoryBound] = []
     degrees, degree_problems = plan_degrees(config.parallelism, n_ranks)
     try:
         shape = resolve_shape(config.model)
@@ -98,10 +78,10 @@ def preflight(
         problems += check_vocabulary(config, vocabulary, shape) + check_data(config, vocabulary)
     except ConfigError as error:
         problems += error.problems
-    problems += check_levers(config, machine)
-    problems += check_compilers(config.compile, machine.device_type)
-    problems += check_dump_folder(config, restarted) + check_subfolders(config)
-    problems += check_writable("training.cache_folder", config.training.cache_folder)
+    problems += check_decay(config.optimizer) + check_levers(config, machine)
+    if machine.is_here:
+        problems += check_compilers(config.compile, machine.device_type)
+    problems += check_files(config, restarted)
     problems += check_float8_machine(config, machine)
     problems += check_profiling(config, machine) + ([] if restarted else check_load_step(config))
     if shape is not None:
@@ -112,7 +92,7 @@ def preflight(
     problems = reading.problems + drop_follow_ups(problems, reading.problems)
     if problems:
         raise ConfigError(problems)
-    assert shape and layout and memory and vocabulary, "without a problem there is a plan"
+    assert shape and layout and vocabulary, "without a problem there is a plan"
     return Prepared(
         config=resolve_config(config, layout, machine.device_type),
         config_name=reading.config_name,
@@ -152,41 +132,7 @@ def name_family(key: str) -> str:
     return "shape" if key.startswith("model.") and key != "model.hf_assets_path" else key
 
 
-# --- memory ---
-
-
-def bound_memory(config: Config, shape: Shape, degrees: dict[str, int], machine: Machine, n_hosts: int) -> MemoryBound:
-    """Lower bound: the state of all parameters, spread evenly over the ranks that share one copy of the model."""
-    n_shares = prod(degree for dim, degree in degrees.items() if dim != "dp_replicate")
-    state_bytes = count_parameters(shape) * count_state_bytes(config.optimizer)
-    on_host = machine.device_type == "cpu" or config.training.enable_cpu_offload
-    n_ranks = ceil(prod(degrees.values()) / n_hosts) if on_host else 1
-    offloaded = on_host and machine.device_type == "cuda"
-    available = measure_cpu_memory() if offloaded else machine.memory_bytes_per_device
-    return MemoryBound(ceil(state_bytes / n_shares) * n_ranks, available, n_ranks, on_host)
-
-
-def check_memory(config: Config, shape: Shape, memory: MemoryBound, machine: Machine) -> list[Problem]:
-    """Refuse what cannot fit even without activations; what fits for certain, only a run or a planner can tell."""
-    if memory.needed_bytes <= memory.available_bytes:
-        return []
-    n_parameters = count_parameters(shape)
-    bytes_each = count_state_bytes(config.optimizer)
-    place = "this host" if memory.on_host else f"each {machine.name}"
-    why = (
-        f"{n_parameters / 1e9:.2f} billion parameters of {bytes_each} bytes (weight, gradient, optimizer state) need "
-        f"at least {memory.needed_bytes / GIB:.1f} GiB on {place}, which has {memory.available_bytes / GIB:.1f} GiB"
-    )
-    remedy = "Run `./run_train.sh --config debug` here"
-    if machine.device_type == "cuda":
-        n_gpus = ceil(n_parameters * bytes_each / machine.memory_bytes_per_device)
-        remedy += f", or share one copy of the model among at least {n_gpus} such GPUs"
-    else:
-        remedy += f", or this config on GPUs with more than {n_parameters * bytes_each / GIB:.0f} GiB among them"
-    return [Problem("model.flavor", config.model.flavor, why, remedy)]
-
-
-# --- files ---
+# --- data and files ---
 
 
 def check_vocabulary(config: Config, vocabulary: Vocabulary, shape: Shape | None) -> list[Problem]:
@@ -214,29 +160,6 @@ def check_data(config: Config, vocabulary: Vocabulary) -> list[Problem]:
         else:
             problems += check_corpora("training.dataset", trained, split="held_out", vocabulary=vocabulary)
     return problems
-
-
-def check_dump_folder(config: Config, restarted: bool) -> list[Problem]:
-    """A run must be able to write its files, and must not mix them with those of an earlier run."""
-    key, value = "job.dump_folder", config.job.dump_folder
-    if problems := check_writable(key, value):
-        return problems
-    earlier = [name for name in ("config.toml", "metrics.jsonl") if (Path(value) / name).exists()]
-    if not earlier or config.checkpoint.enable or config.job.overwrite or restarted:
-        return []
-    why = f"it holds an earlier run ({earlier[0]})"
-    remedy = "Resume that run with --checkpoint.enable, delete it with --job.overwrite, or name another folder"
-    return [Problem(key, value, why, remedy)]
-
-
-def check_subfolders(config: Config) -> list[Problem]:
-    """What lies inside the dump folder must stay there: job.overwrite deletes it whole."""
-    remedy = "Use a name such as traces, or sub/traces"
-    return [
-        Problem(key, get_value(config, key), "it is not a folder inside job.dump_folder", remedy)
-        for key in SUBFOLDERS
-        if (path := Path(get_value(config, key))).is_absolute() or ".." in path.parts or path == Path(".")
-    ]
 
 
 def check_load_step(config: Config) -> list[Problem]:
@@ -271,14 +194,14 @@ def find_resumed_step(config: Config, restarted: bool) -> int:
     return max(steps, default=0) if restored == -1 or restarted else restored
 
 
-def check_writable(key: str, value: str) -> list[Problem]:
-    """A folder that can be written, or made below the nearest one that is there."""
-    folder = Path(value).absolute()
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+def check_decay(section: Optimizer) -> list[Problem]:
+    """A step multiplies all weights by 1 - lr x weight_decay."""
+    factor = 1 - section.lr * section.weight_decay
+    if factor >= 0:
         return []
-    why = f"{nearest} is not a folder" if not nearest.is_dir() else f"{nearest} is not writable"
-    return [Problem(key, value, why, "Name a folder that this user can write, or make")]
+    why = f"with optimizer.lr = {section.lr:g} a step multiplies every weight by {factor:g}"
+    remedy = f"Use at most {1 / section.lr:g}, which is 1 / lr"
+    return [Problem("optimizer.weight_decay", section.weight_decay, why, remedy)]
 
 
 def check_profiling(config: Config, machine: Machine) -> list[Problem]:

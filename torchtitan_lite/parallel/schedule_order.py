@@ -19,7 +19,7 @@ KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_
 
 def list_rows(section: Parallelism, layout: Layout) -> list[list[Action]]:
     """The actions of each pp rank in one step, without the waits."""
-    if section.pipeline_parallel_schedule_csv:
+    if layout.pp > 1 and section.pipeline_parallel_schedule_csv:
         return read_rows(section.pipeline_parallel_schedule_csv)
     n_stages_per_rank = len(layout.stages) // layout.pp
     return order_of(section.pipeline_parallel_schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)

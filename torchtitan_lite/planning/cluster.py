@@ -148,6 +148,14 @@ def find_row(machine: Machine) -> str | None:
     return "cpu" if machine.device_type == "cpu" else ROW_OF_GPU.get(machine.name)
 
 
+def describe_node(gpu: str, cluster: Cluster, n_ranks: int) -> Machine:
+    """A host elsewhere with `n_ranks` of what the row `gpu` describes."""
+    if gpu == "cpu":  # a row is one core with its share of the memory
+        return Machine("cpu", 1, int(cluster.memory_bytes * n_ranks), "CPU", is_here=False)
+    name = next((name for name, row in ROW_OF_GPU.items() if row == gpu), gpu)
+    return Machine("cuda", n_ranks, int(cluster.memory_bytes), name, is_here=False)
+
+
 def find_cluster(gpu: str, file: Path | None = None) -> Cluster:
     """The row of CLUSTERS, with what [hardware] of a TOML file says in place of its values. Raises ConfigError."""
     given, problems = read_hardware(file) if file else ({}, [])

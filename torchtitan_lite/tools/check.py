@@ -9,43 +9,48 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from torchtitan_lite.config import ConfigError, Problem
 from torchtitan_lite.hardware import Machine, detect_machine
-from torchtitan_lite.preflight import GIB, Prepared, preflight
+from torchtitan_lite.memory_bound import GIB, MemoryBound
+from torchtitan_lite.planning.cluster import describe_node, find_cluster
+from torchtitan_lite.preflight import Prepared, preflight
 from torchtitan_lite.shown import show_text
 from torchtitan_lite.sizes import count_flops_per_token, count_parameters
 
 HELP = """Any further argument is the config's: --config NAME_OR_PATH, --section.key value.
-Environment: NGPU (ranks per host; on a CPU too), NNODES (hosts). Exit status: 0 sound, 2 not."""
+
+Without options, or with --launch, the run is one on this host: NGPU ranks (default: all GPUs; on a CPU what the degrees
+multiply to, else 2) on each of NNODES hosts like this one. --ranks and --gpus ask about a run elsewhere: degrees, batch
+and files are judged as ever, compilers are not, and memory only where --gpus says what there is.
+Exit status: 0 sound, 2 not."""
 MOST_ARGUMENTS = 1000  # argparse takes a time that grows with the square of their number
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the run is to be."""
+
+    machine: Machine
+    n_ranks: int | None  # None: preflight chooses
+    n_hosts: int
+    name: str
 
 
 def main(args: list[str]) -> int:
     """Print the verdict; 0 where the run can start, 2 where it cannot."""
-    parser = argparse.ArgumentParser("check", description=__doc__, epilog=HELP, allow_abbrev=False, exit_on_error=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--ranks", metavar="N", help="number of ranks on all hosts together; default: NGPU x NNODES")
-    parser.add_argument("--json", action="store_true", help="print for programs")
-    parser.add_argument("--launch", action="store_true", help="print the ranks of one host; the verdict goes to stderr")
     try:
-        if len(args) > MOST_ARGUMENTS:
-            raise argparse.ArgumentError(None, f"{len(args):,} arguments are more than {MOST_ARGUMENTS:,}")
-        options, config_args = parser.parse_known_args(args)
+        options, config_args = parse(args)
     except argparse.ArgumentError as error:
         print(f"This cannot be read: {show_text(str(error), 300)}. See check --help", file=sys.stderr)
         return 2
     prepared, problems = None, []
-    n_hosts = read_count(os.environ, "NNODES", problems) or 1
-    n_ranks = read_count({"--ranks": options.ranks}, "--ranks", problems)
-    machine = detect_machine()
-    if n_ranks is None and (n_ranks_per_host := read_count(os.environ, "NGPU", problems)):
-        n_ranks = n_ranks_per_host * n_hosts
-        problems += check_gpus(n_ranks_per_host, machine)
     try:
-        prepared = preflight(config_args, machine=machine, n_ranks=n_ranks, n_hosts=n_hosts)
-        problems += check_hosts(prepared.layout.world_size, n_hosts)
+        place = choose_place(options, problems)
+        prepared = preflight(config_args, machine=place.machine, n_ranks=place.n_ranks, n_hosts=place.n_hosts)
+        problems += check_hosts(prepared.layout.world_size, place.n_hosts)
     except ConfigError as error:
         problems += error.problems
     if prepared is None or problems:
@@ -54,11 +59,57 @@ def main(args: list[str]) -> int:
         reasons = "1 reason" if len(problems) == 1 else f"{len(problems)} reasons"
         print(f"This run cannot start, for {reasons}:\n{ConfigError(problems)}", file=sys.stderr)
         return 2
-    report = describe_json(prepared) if options.json else describe(prepared, machine, n_hosts)
+    report = describe_json(prepared, place) if options.json else describe(prepared, place)
     print(report, file=sys.stderr if options.launch else sys.stdout)
     if options.launch:
-        print(prepared.layout.world_size // n_hosts)
+        print(prepared.layout.world_size // place.n_hosts)
     return 0
+
+
+def parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options of `check`, and arguments of the config. Raises ArgumentError."""
+    parser = argparse.ArgumentParser("check", description=__doc__, epilog=HELP, allow_abbrev=False, exit_on_error=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--ranks", metavar="N", help="judge a run of N ranks elsewhere, but not its memory")
+    parser.add_argument("--gpus", metavar="N", help="judge a run on N GPUs elsewhere, with their memory")
+    parser.add_argument("--gpu", help="what they are: a row of planning/cluster.py, as for `plan`; default: h100")
+    parser.add_argument(
+        "--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row"
+    )
+    parser.add_argument("--json", action="store_true", help="print for programs")
+    parser.add_argument("--launch", action="store_true", help="print the ranks of one host; the verdict goes to stderr")
+    if len(args) > MOST_ARGUMENTS:
+        raise argparse.ArgumentError(None, f"{len(args):,} arguments are more than {MOST_ARGUMENTS:,}")
+    return parser.parse_known_args(args)
+
+
+def choose_place(options: argparse.Namespace, problems: list[Problem]) -> Place:
+    """This host and those like it, or where --ranks or --gpus put the run. Adds what is wrong with the environment to
+    `problems`. Raises ConfigError where the options make no sense.
+    """
+    given = {"--ranks": options.ranks, "--gpus": options.gpus}
+    if options.gpus or options.gpu or options.hardware:
+        wrong: list[Problem] = []
+        gpu, n_gpus = options.gpu or "h100", read_count(given, "--gpus", wrong)
+        if options.ranks:
+            wrong.append(Problem("--ranks", options.ranks, "--gpus says how many there are", "Leave one of them out"))
+        elif not options.gpus:
+            wrong.append(Problem("--gpus", None, "their number is needed", "Write --gpus 64, for instance"))
+        cluster = find_cluster(gpu, options.hardware)
+        if n_gpus is None or wrong:
+            raise ConfigError(wrong)
+        return Place(describe_node(gpu, cluster, n_gpus), n_gpus, 1, f"{n_gpus} x {gpu}")
+    machine, n_hosts = detect_machine(), read_count(os.environ, "NNODES", problems) or 1
+    n_ranks = read_count(given, "--ranks", problems)
+    if n_ranks:
+        machine = replace(machine, memory_bytes_per_device=None, is_here=False)
+        return Place(machine, n_ranks, n_hosts, f"{n_ranks} ranks elsewhere")
+    if n_ranks_per_host := read_count(os.environ, "NGPU", problems):
+        n_ranks = n_ranks_per_host * n_hosts
+        problems += check_gpus(n_ranks_per_host, machine)
+    name = f"{n_hosts} hosts, each " * (n_hosts > 1)
+    name += f"{machine.n_devices} x {machine.name}" if machine.device_type == "cuda" else machine.name
+    return Place(machine, n_ranks, n_hosts, name)
 
 
 def read_count(variables: Mapping[str, str | None], name: str, problems: list[Problem]) -> int | None:
@@ -88,15 +139,12 @@ def check_hosts(world_size: int, n_hosts: int) -> list[Problem]:
     return [Problem("NNODES", n_hosts, why, remedy)]
 
 
-def describe(prepared: Prepared, machine: Machine, n_hosts: int) -> str:
+def describe(prepared: Prepared, place: Place) -> str:
     """The verdict for people, one line per question."""
-    config, shape, layout, memory = prepared.config, prepared.shape, prepared.layout, prepared.memory
+    config, shape, layout = prepared.config, prepared.shape, prepared.layout
     flops = count_flops_per_token(shape, config.training.seq_len)
-    place = f"{n_hosts} hosts, each " * (n_hosts > 1)
-    place += f"{machine.n_devices} x {machine.name}" if machine.device_type == "cuda" else machine.name
     layers = show_text(str([sum(name.startswith("layers.") for name in stage) for stage in layout.stages]), 300)
     tokens = layout.global_batch_size * config.training.seq_len
-    sharing = f"{memory.n_ranks} ranks share" if memory.on_host else "each GPU has"
     rows = {
         "model": f"{config.model.name} {config.model.flavor}, {count_parameters(shape):,} parameters, "
         f"{format_flops(flops.full)} per token ({format_flops(flops.causal)} with causal attention)",
@@ -104,8 +152,8 @@ def describe(prepared: Prepared, machine: Machine, n_hosts: int) -> str:
         "stages": f"{layers} layers on {layout.pp} pp ranks, {config.parallelism.pipeline_parallel_schedule}",
         "batch": f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens make {tokens:,} per step: "
         f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}",
-        "memory": f"at least {memory.needed_bytes / GIB:.2f} GiB for weights, gradients and optimizer; "
-        f"{sharing} {memory.available_bytes / GIB:.1f} GiB",
+        "memory": "\n          ".join(map(describe_memory, prepared.memory))
+        or f"not judged, for nothing says how much there is. Use --gpus {layout.world_size} --gpu h100, for instance",
         "files": f"{show_text(str(prepared.dump_folder), 200)}, "
         f"tokens cached in {show_text(str(prepared.cache_folder), 200)}",
     }
@@ -115,10 +163,21 @@ def describe(prepared: Prepared, machine: Machine, n_hosts: int) -> str:
         rows["resumes"] = f"after step {prepared.resumed_step}"
     notices = "".join(f"\n  note    {show_text(notice, 300)}" for notice in prepared.notices)
     return (
-        f"{show_text(prepared.config_name, 200)} is sound on {place}:\n"
+        f"{show_text(prepared.config_name, 200)} is sound on {show_text(place.name, 200)}:\n"
         + "\n".join(f"  {k:7} {v}" for k, v in rows.items())
         + notices
     )
+
+
+def describe_memory(bound: MemoryBound) -> str:
+    parts = {
+        "weights, gradients and optimizer": bound.state_bytes,
+        "activations and logits": bound.activation_bytes,
+        "the batch": bound.batch_bytes,
+    }
+    shares = ", ".join(f"{n_bytes / GIB:.2f} for {part}" for part, n_bytes in parts.items() if n_bytes)
+    sharing = f"{bound.n_ranks} ranks share" if bound.on_host else "each GPU has"
+    return f"at least {bound.needed_bytes / GIB:.2f} GiB ({shares}); {sharing} {bound.available_bytes / GIB:.1f} GiB"
 
 
 def format_flops(flops: int) -> str:
@@ -127,8 +186,8 @@ def format_flops(flops: int) -> str:
     return f"{flops / 1000**unit:.3g} {('', 'k', 'M', 'G', 'T')[unit]}FLOP"
 
 
-def describe_json(prepared: Prepared) -> str:
-    """The verdict for programs."""
+def describe_json(prepared: Prepared, place: Place) -> str:
+    """The verdict for programs. `memory` is null where it was not judged."""
     flops = count_flops_per_token(prepared.shape, prepared.config.training.seq_len)
     return json.dumps(
         {
@@ -138,7 +197,8 @@ def describe_json(prepared: Prepared) -> str:
             "world_size": prepared.layout.world_size,
             "layout": asdict(prepared.layout),
             "shape": asdict(prepared.shape),
-            "memory": asdict(prepared.memory),
+            "place": place.name,
+            "memory": [asdict(bound) | {"needed_bytes": bound.needed_bytes} for bound in prepared.memory] or None,
             "notices": prepared.notices,
             "config": asdict(prepared.config),
         }
