@@ -35,7 +35,8 @@ from torchtitan_lite.hardware import detect_machine, peak_flops
 from torchtitan_lite.ledger import RunLedger
 from torchtitan_lite.log import Progress, start_logging, told_by_rank
 from torchtitan_lite.parallel.attention_choice import describe_attention
-from torchtitan_lite.parallel.mesh import build_mesh, choose_device, set_timeouts, start_process_group
+from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_group, start_process_group
+from torchtitan_lite.parallel.timeouts import set_timeouts
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.sizes import Shape, count_flops_per_token, count_parameters
 from torchtitan_lite.step import build_run, train_step
@@ -97,7 +98,10 @@ def main(args: list[str]) -> int:
 
     # ---- checkpoint: go on where the newest one, or the one named, ends; or begin with other weights
     checkpoints = dump_folder / config.checkpoint.folder
-    checkpoint_group = dist.new_group(backend="gloo")  # all ranks: a save talks beside the collectives of a step
+    # Two threads that share a group deadlock: ranks match its calls by their order, and two threads have none.
+    host_group = make_host_group("host", config.comm.init_timeout_seconds)
+    saver_group = make_host_group("saver", config.comm.init_timeout_seconds)
+    set_timeouts(config.comm.init_timeout_seconds, run.schedule)
     facts = {
         **stream.facts,
         "tokenizer": tokenizer.identity,
@@ -114,7 +118,7 @@ def main(args: list[str]) -> int:
         section=config.checkpoint,
         shape=shape,
         facts=facts,
-        group=checkpoint_group,
+        group=host_group,
     )
     saver = CheckpointSaver(
         checkpoints,
@@ -122,7 +126,7 @@ def main(args: list[str]) -> int:
         run.optimizer,
         facts=facts,
         run=describe_run(config, layout.degrees, prepared.certificate),
-        group=checkpoint_group,
+        group=saver_group,
         device=device,
     )
 
@@ -152,7 +156,7 @@ def main(args: list[str]) -> int:
                 batch = next(batches)
             progress.show(step, "computing")
             (lr,) = set(run.lr_scheduler.get_last_lr())
-            with recompilation_told(step - resumed_step), ledger.measured(step, run, checkpoint_group):
+            with recompilation_told(step - resumed_step), ledger.measured(step, run, host_group, besides=saver_group):
                 result = train_step(run, batch)
             if not result.finite:  # the same on every rank; waits for the device
                 culprit = find_non_finite(result.local_loss, run.parameters, mesh.coordinates())
@@ -163,7 +167,7 @@ def main(args: list[str]) -> int:
                 break
 
             if step == resumed_step + 1:  # all ranks have compiled, connected and allocated
-                set_timeouts(mesh, config.comm.train_timeout_seconds)
+                set_timeouts(config.comm.train_timeout_seconds, run.schedule, besides=(host_group, saver_group))
             validation = {}
             if is_validated(step, config.validation, n_steps):
                 progress.show(step, "validating")
@@ -196,7 +200,7 @@ def main(args: list[str]) -> int:
                     run.optimizer,
                     section=config.checkpoint,
                     is_last=step == n_steps,
-                    group=checkpoint_group,
+                    group=host_group,
                 )
                 saver.save(step, tensors)
             profiler.step()
@@ -212,7 +216,7 @@ def main(args: list[str]) -> int:
                     section=config.checkpoint,
                     shape=shape,
                     vocabulary=prepared.vocabulary,
-                    group=checkpoint_group,
+                    group=host_group,
                 )
             logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
             trained = True

@@ -65,7 +65,14 @@ def mutant(row: str | Row, noticed_by: str, culprit: tuple[str, str], *, dims: t
 @mutant("pp2 1F1B", "grad_norm", ("gradient norm", "clip_grad_norm"), dims=("pp",))
 def clip_norm_forgets_pp():
     """Each stage clips by the norm of its own gradients. The loss falls; deep stages just learn at another rate."""
-    return patch.object(optim, "dist", SimpleNamespace(all_reduce=lambda tensor, group: None))
+    return patch.object(optim, "dist", SimpleNamespace(all_reduce=lambda tensor: None))
+
+
+@mutant("tp2", "grad_norm", ("gradient norm", "clip_grad_norm"))
+def norm_counts_every_copy():
+    """What several ranks hold, norm weights under tp, counts once on each of them. Clipping sets in a little too early,
+    and earlier the more ranks there are."""
+    return patch.object(optim, "count_copies", lambda tensor: 1)
 
 
 @mutant("tp2", "initial", ("initial weights", "tok_embeddings.weight"), cause="the rule of the initial weights")

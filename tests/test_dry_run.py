@@ -9,6 +9,8 @@ from layouts import CP, DOCUMENTS, MODE, PP, SCHEDULE, TP, TWO_LAYERS, ZERO
 from measure_memory import BATCH, GLOBAL_BATCH, LAYOUTS, MODEL, RECOMPUTE, measure_on_gloo, measure_peak, plan
 
 from torchtitan_lite import step
+from torchtitan_lite.hardware import Machine
+from torchtitan_lite.memory_bound import bound_memory
 from torchtitan_lite.parallel.schedule_order import list_rows
 from torchtitan_lite.planning.traffic import list_traffic
 from torchtitan_lite.planning.workload import describe_workload
@@ -40,6 +42,18 @@ def test_memory_is_what_the_allocator_gives_out_with_real_tensors(layout, recomp
     world_size, keys = LAYOUTS[layout]
     run = plan(world_size, {**MODEL, **keys, **RECOMPUTE[recompute]})
     assert dry_run(*run, pp_rank=pp_rank).peak_bytes == pytest.approx(measure_peak(*run, pp_rank), rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [("one rank", "op"), ("one rank", "none"), ("dp2 x tp2", "every second layer"), ("pp2 x dp2 x tp2", "full")],
+)
+def test_the_bound_by_which_check_refuses_is_below_what_some_rank_holds(layout, recompute):
+    world_size, keys = LAYOUTS[layout]
+    run = config, shape, layout = plan(world_size, {**MODEL, **keys, **RECOMPUTE[recompute]})
+    (bound,) = bound_memory(config, shape, layout.degrees, Machine("cuda", world_size, 2**40, "a GPU"), n_hosts=1)
+    most = max(dry_run(*run, pp_rank=pp_rank, device_type="cuda").peak_bytes for pp_rank in range(layout.pp))
+    assert bound.needed_bytes < most < 3 * bound.needed_bytes
 
 
 @pytest.mark.parametrize(("layout", "recompute"), [("dp2 x tp2", "none"), ("dp2 x tp2", "full")])

@@ -2,16 +2,20 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import compare
 import pytest
 import torch
+import torch.distributed as dist
 from layouts import ADAMW, COMPILED
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtitan_lite.components.checkpoint.state import create_optimizer_state, name_tensors
 from torchtitan_lite.components.optim import (
     build_optimizer,
+    clip_grad_norm,
     compile_optimizer,
     learning_rate_factor,
     step_if_finite,
@@ -122,6 +126,28 @@ def test_optimizer_on_shards_equals_torchs_on_whole_tensors(pool, name, implemen
     }
     errors = pool.run(step_on_given_gradients, 4, overrides)
     assert max(errors) < 1e-6
+
+
+def clip_large_gradient(rank: int, world_size: int, n_numbers: int) -> tuple[float, float]:
+    """Worker: the norm that clipping finds of a gradient over all ranks, and the norm it leaves; the true one is 1."""
+    own, true = [], 0.0
+    for n in range(8):
+        piece = torch.randn(n_numbers // 8, generator=torch.Generator().manual_seed(n))
+        true += piece.double().square().sum().item()
+        own += [piece] * (n * world_size // 8 == rank)
+    true, own = math.sqrt(true), torch.cat(own)
+    gradient = DTensor.from_local(own, init_device_mesh("cpu", (world_size,)), [Shard(0)])
+    norm = clip_grad_norm([SimpleNamespace(grad=gradient)], true / 2)
+    left = sum(piece.double().square().sum() for piece in own.split(2**20))
+    dist.all_reduce(left)
+    return norm.item() / true, math.sqrt(left.item()) / true
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 8])
+def test_the_norm_of_a_large_gradient_is_right_whole_and_in_slices(pool, n_ranks):
+    for found, left in pool.run(clip_large_gradient, n_ranks, 50_000_000):
+        assert found == pytest.approx(1, rel=1e-6)
+        assert left == pytest.approx(0.5, rel=1e-6)
 
 
 # --- moments in bf16 ---

@@ -1,5 +1,6 @@
 """What no run can hold is refused before it starts, by the key that says it; what is not refused makes its steps."""
 
+import shutil
 from pathlib import Path
 from typing import get_args
 
@@ -7,7 +8,7 @@ import pytest
 from kill_while_training import finish, launch, read_losses
 
 from torchtitan_lite.config import ConfigError, Range
-from torchtitan_lite.config_reader import KEYS
+from torchtitan_lite.config_reader import KEYS, REPOSITORY
 from torchtitan_lite.hardware import Machine
 from torchtitan_lite.memory_bound import GIB
 from torchtitan_lite.preflight import preflight
@@ -75,6 +76,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     for name in ("run/file", "run/traces/data.bin", "bytes.bin"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(bytes(1000))
+    shutil.copytree(REPOSITORY / "assets" / "tokenizer", "run/tb/tokenizer")
     return tmp_path
 
 

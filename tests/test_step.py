@@ -5,13 +5,10 @@ import math
 import compare
 import pytest
 import torch
-import torch.distributed as dist
 from layouts import ADAMW
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.diagnosis import Finding, find_non_finite, name_culprit, natural_order
-from torchtitan_lite.layout import plan_layout
-from torchtitan_lite.parallel.mesh import build_mesh, set_timeouts
 from torchtitan_lite.sizes import resolve_shape
 
 
@@ -82,27 +79,3 @@ def test_the_first_bad_gradient_is_the_first_in_the_order_of_layers():
 
 def test_an_overflow_of_the_norm_alone_is_told_apart():
     assert "more than fp32 holds" in name_culprit([Finding(0, {"pp": 0}, True, None)])
-
-
-def wait_for_an_absent_rank(rank: int, world_size: int) -> str:
-    """Worker: rank 1 does not join a collective until rank 0 has given up on it."""
-    config = compare.override(compare.TABLE_CONFIG, {"training.local_batch_size": 1, "training.global_batch_size": -1})
-    layout = plan_layout(config, resolve_shape(config.model), world_size)
-    mesh = build_mesh(layout, "cpu")
-    set_timeouts(mesh, timeout_s=1)
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(["rank 0 gave up"])
-        return ""
-    try:
-        dist.all_reduce(torch.ones(1), group=mesh.tokens.get_group())
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        store.set("rank 0 gave up", "")
-    return "no timeout"
-
-
-def test_the_train_timeout_holds_for_the_groups_of_the_mesh(pool):
-    said, _ = pool.run(wait_for_an_absent_rank, 2)
-    assert "1000ms" in said  # the pool's groups start with two minutes

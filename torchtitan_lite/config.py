@@ -234,8 +234,10 @@ class Validation:
 
 @dataclass(frozen=True)
 class Comm:
-    init_timeout_seconds: Seconds = 300  # of collectives until the first step is done
-    train_timeout_seconds: Seconds = 100  # of collectives after it
+    init_timeout_seconds: Seconds = (
+        300  # how long ranks wait for each other until the first step is done, and for disks
+    )
+    train_timeout_seconds: Seconds = 100  # after the first step, but for checkpoints and exports: a disk may be slower
     trace_buf_size: Entries = 20000  # entries of NCCL's flight recorder, written on a time-out; 0: off
     save_traces_folder: FilePath = "comm_traces"  # inside dump_folder
 

@@ -82,7 +82,7 @@ def convert_text(value: object) -> str:
     if not isinstance(value, str):
         raise WrongValue("text is needed", f'Put it in quotes: "{show_value(value)}"', value)
     if "\0" in value or value.encode(errors="ignore").decode() != value:  # Python reads bad bytes as surrogates
-        raise WrongValue("it holds what no name and no TOML holds", "Leave out NUL, and what is not UTF-8", value)
+        raise WrongValue("it holds a NUL, or bytes that are not UTF-8", "Leave them out", value)
     if len(value) > MOST_OF_TEXT:
         raise WrongValue(f"it has {len(value):,} characters", f"Use {MOST_OF_TEXT:,} at most", value)
     return value

@@ -53,8 +53,12 @@ class RunLedger:
             logger.info(describe(self.ledger))
 
     @contextmanager
-    def measured(self, step: int, run: Run, group: dist.ProcessGroup) -> Iterator[None]:
-        """Stands around every step. `group`: all ranks, by gloo. Collective."""
+    def measured(self, step: int, run: Run, group: dist.ProcessGroup, *, besides: dist.ProcessGroup) -> Iterator[None]:
+        """Context manager around every step. Collective.
+
+        `group`: all ranks, with gloo, for this thread alone. `besides`: what another thread talks over meanwhile, which
+        is not counted.
+        """
         self.n_steps += 1
         if self.n_steps != self.n_th_measured:
             yield
@@ -64,7 +68,7 @@ class RunLedger:
             torch.cuda.reset_peak_memory_stats(run.device)
         dist.barrier(group)
         with (
-            traffic_counted(self.layout, besides=group) as count,
+            traffic_counted(self.layout, besides=besides) as count,
             actions_timed(list_stages(run.schedule), run.device) as actions,
         ):
             begin_s = time.perf_counter()

@@ -128,7 +128,7 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     n_tokens = count_global_tokens(run, batch)  # all-reduces one integer over dp and cp
     local_loss = forward_backward(run, batch, n_tokens)  # FSDP reduce-scatters gradients as they come
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
-    grad_norm = clip_grad_norm(run.parameters.values(), run.config.training.max_norm, run.mesh.pp)
+    grad_norm = clip_grad_norm(run.parameters.values(), run.config.training.max_norm)  # one float over all ranks
     finite = step_if_finite(run.optimizer, grad_norm)
     precompute_scales(run.float8_weights, run.mesh.parameters)  # where asked for; all-reduces one float per weight
     run.lr_scheduler.step()

@@ -58,8 +58,6 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     world = init_device_mesh(device_type, tuple(layout.degrees.values()), mesh_dim_names=MESH_DIMS)
     shard = world["dp_shard", "cp"]._flatten("shard")
     replicate = world["dp_replicate"]
-    # DTensor looks this one up by itself: the gradient norm then takes one all-reduce instead of one per dim.
-    world["dp_shard", "cp", "tp"]._flatten("shard_tp")
     coordinates = dict(zip(MESH_DIMS, world.get_coordinate(), strict=True))
     return Mesh(
         world=world,
@@ -115,13 +113,6 @@ def choose_backend(device: torch.device, offload: bool) -> str:
     return "cuda:nccl,cpu:gloo" if offload else "nccl"
 
 
-def set_timeouts(mesh: Mesh, timeout_s: int) -> None:
-    """Shortens the timeout of every group, once all ranks run in step: a hung peer is then told soon.
-
-    Collective: no rank may wait with the short timeout for one that is still in its first step.
-    """
-    dist.barrier()
-    meshes = [mesh.world, mesh.parameters, mesh.tokens, mesh.losses]
-    groups = {group for one in meshes for group in one.get_all_groups()} | {dist.group.WORLD}
-    for group in groups:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+def make_host_group(name: str, timeout_s: int) -> dist.ProcessGroup:
+    """Make a group of all ranks for objects and CPU tensors, to be used by one thread. Collective."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=name)

@@ -93,7 +93,7 @@ def list_traffic(workload: Workload, pp_rank: int, rows: Rows) -> list[Traffic]:
         add_context_parallel(tally, workload, stage)
         add_sharding(tally, workload, stage, [action.kind for action in rows[pp_rank] if action.stage == index])
         add_sends(tally, workload, index)
-    add_numbers(tally, workload, pp_rank)
+    add_numbers(tally)
     return tally.list()
 
 
@@ -182,10 +182,8 @@ def add_sends(tally: Tally, workload: Workload, index: int) -> None:
         tally.add(("pp",), operation, len(neighbours) * workload.layout.n_microbatches, n_bytes)
 
 
-def add_numbers(tally: Tally, workload: Workload, pp_rank: int) -> None:
-    """Counted tokens (int64), loss and gradient norm (fp32), once a step."""
-    n_tensors = sum(workload.count_tensors(workload.stages[index]) for index in workload.layout.stages_of(pp_rank))
+def add_numbers(tally: Tally) -> None:
+    """Counted tokens (int64), loss (fp32) and squared gradient norm (float64), once a step."""
     tally.add(("dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 8)
     tally.add(("pp", "dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 4)
-    tally.add(("dp_shard", "cp", "tp"), "all-reduce", 1, 4 * n_tensors)  # the norm of each parameter's gradient
-    tally.add(("pp",), "all-reduce", 1, 4)
+    tally.add(MESH_DIMS, "all-reduce", 1, 8)

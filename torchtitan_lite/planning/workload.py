@@ -134,10 +134,6 @@ class Workload:
         n_vocabulary = self.count_vocabulary_tensors(stage)
         return self.layer_parameters * stage.n_layers + self.vocabulary_parameters * n_vocabulary + norm
 
-    def count_tensors(self, stage: Stage) -> int:
-        """Its parameters as tensors: nine a layer."""
-        return 9 * stage.n_layers + stage.has_head + self.count_vocabulary_tensors(stage)
-
     def count_vocabulary_tensors(self, stage: Stage) -> int:
         """Embedding and head; tied, they are one."""
         tied = stage.has_embedding and stage.has_head and self.shape.tie_embeddings

@@ -23,8 +23,9 @@ from torchtitan_lite.sizes import count_flops_per_token, count_parameters
 HELP = """Any further argument is the config's: --config NAME_OR_PATH, --section.key value.
 
 Without options, or with --launch, the run is one on this host: NGPU ranks (default: all GPUs; on a CPU what the degrees
-multiply to, else 2) on each of NNODES hosts like this one. --ranks and --gpus ask about a run elsewhere: degrees, batch
-and files are judged as ever, compilers are not, and memory only where --gpus says what there is.
+multiply to, else 2) on each of NNODES hosts like this one, and everything is judged. --ranks and --gpus ask about a run
+elsewhere: degrees, batch and files are judged, compilers are not. What only GPUs can do, and memory, are judged by what
+--gpu names; with --ranks the one is judged by this host, the other not at all.
 Exit status: 0 sound, 2 not."""
 MOST_ARGUMENTS = 1000  # argparse takes a time that grows with the square of their number
 

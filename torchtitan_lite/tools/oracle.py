@@ -97,7 +97,9 @@ def run_one_process(config: Config) -> Outcome:
             outcome.outputs |= dict.fromkeys(heads, token_losses.view_as(batch.targets))
             for hook in hooks:
                 hook.remove()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+        # In float64, for torch's own norm adds fp32 numbers one after another on a CPU.
+        norm = sum(parameter.grad.double().square().sum() for parameter in parameters.values()).sqrt()
+        torch.nn.utils.clip_grads_with_norm_(parameters.values(), config.training.max_norm, norm)
         optimizer.step()
         outcome.losses.append(loss.item())
         outcome.grad_norms.append(norm.item())

@@ -6,7 +6,7 @@
       v                                       v        thread met them; `close` waits for the last one
       thread: copy, plan, write, hash, commit, retire
 
-Ranks talk over a group of their own, so that nothing gets between the collectives of training.
+Ranks save over a group that no other code uses: calls of two threads over one group have no order, and may deadlock.
 """
 
 import logging
@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 class CheckpointSaver:
     """Saves into `folder`, as [checkpoint] says. A context manager: leaving it waits for what is being written.
 
-    `facts` must hold again when a run goes on; `run` is for the reader. `group`: of all ranks, with gloo.
+    `facts` must hold again when a run goes on; `run` is for the reader. `group`: all ranks, with gloo, for
+    this saver alone.
     """
 
     def __init__(
@@ -106,6 +107,11 @@ class CheckpointSaver:
             if rank == 0:
                 shutil.rmtree(folders.name_unfinished(final), ignore_errors=True)
             raise explain(error) from error
+        except RuntimeError as error:  # of a collective: this group is of no use any more, so the run cannot go on
+            raise RuntimeError(
+                f"{final} was not saved: a rank died, or its disk is slower than that of another one by more than "
+                f"comm.init_timeout_seconds ({error})"
+            ) from error
         if rank == 0:
             logger.info(f"saved checkpoint {final}")
             self.retire()
