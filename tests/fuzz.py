@@ -33,7 +33,7 @@ LIMITS = {  # when a check that does not end is stopped, in seconds
     (signal.ITIMER_REAL, signal.SIGALRM): 120,  # a loaded machine takes long, one that waits for a pipe takes longer
 }
 MOST_LINES, MOST_CHARACTERS = 60, 8_000  # a screen of text
-MOST_JSON_CHARACTERS = 100_000
+MOST_JSON_CHARACTERS = 500_000  # a sound layout lists every module
 
 NUMBERS = [
     *(0, 1, 2, 3, 7, 16, 64, 127, 128, 255, 1000, 4096, 65536, 10**6, 10**9, 10**18, 10**30, 10**400, 16**5000),

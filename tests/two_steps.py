@@ -76,4 +76,7 @@ def make_two_steps(args: list[str], log: Path) -> tuple[int, str]:
         process.kill()
         process.join()
         return 0, f"no end after {MOST_SECONDS} s"
-    return receiver.recv() if receiver.poll() else (0, f"exit code {process.exitcode}")
+    try:
+        return receiver.recv()
+    except EOFError:  # it ended before it could report
+        return 0, f"exit code {process.exitcode}"
