@@ -18,8 +18,8 @@ working directory stays the caller's. Exit status: 0 trained, 2 refused by check
 Environment:
   CONFIG_FILE    the same as --config, which wins over it
   NGPU           ranks on each host; default: all GPUs; on a CPU what the config's degrees multiply to, else 2
-  LOG_RANK       ranks of this host whose output is shown (default 0; 0,1 for two). The stderr of every rank is kept
-                 in a folder that is named at the start
+  LOG_RANK       ranks of this host whose output is shown (default 0; 0,1 for two). If a rank fails, the stderr of
+                 every rank is kept, in a folder that is named at the end
   MAX_RESTARTS   how often torchrun restarts all ranks after a failure (default 0). With --checkpoint.enable a
                  restarted run resumes the newest whole checkpoint
   PYTHON         the Python to begin with (default python3; 3.10 or newer)
@@ -92,8 +92,6 @@ fi
 
 # LOG_RANK's stdout goes straight to the terminal (with --tee 3 it would pass through a file, each line with a prefix);
 # what other ranks print there is dropped. The stderr of all goes to files, and LOG_RANK's from there to the terminal.
-log_folder=$(mktemp -d "${TMPDIR:-/tmp}/torchtitan_lite.XXXXXX")
-echo "The stderr of each of $ranks ranks on $(uname -n) is kept in $log_folder." >&2
-exec "$PYTHON" -m torch.distributed.run --nnodes "$NNODES" --nproc-per-node "$ranks" --rdzv-backend c10d \
+exec "$PYTHON" -m torchtitan_lite.launch --nnodes "$NNODES" --nproc-per-node "$ranks" --rdzv-backend c10d \
     "${rendezvous[@]}" --max-restarts "${MAX_RESTARTS:-0}" --role rank --local-ranks-filter "${LOG_RANK:-0}" --tee 2 \
-    --log-dir "$log_folder" "$repository/train.py" "$@"
+    "$repository/train.py" "$@"

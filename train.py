@@ -12,11 +12,17 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from torchtitan_lite.environment import continue_with_packages
+
+if __name__ == "__main__":  # started by hand, perhaps with a Python that has no torch
+    continue_with_packages()
+
 import torch
 import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from torchtitan_lite.components.checkpoint.agreement import do_together
 from torchtitan_lite.components.checkpoint.exchange import begin, choose_tensors, leave_export
 from torchtitan_lite.components.checkpoint.saving import CheckpointSaver, describe_run, is_saved
 from torchtitan_lite.components.compile_watch import recompilation_told
@@ -29,24 +35,25 @@ from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.components.tokenizer import Tokenizer, make_tokenizer
 from torchtitan_lite.config import Comm, Config, ConfigError, Debug
 from torchtitan_lite.config_reader import dump_config_toml
-from torchtitan_lite.dump_folder import open_dump_folder
+from torchtitan_lite.dump_folder import check_still_held, open_dump_folder
 from torchtitan_lite.formats.manifest import CheckpointError
 from torchtitan_lite.hardware import detect_machine, peak_flops
 from torchtitan_lite.ledger import RunLedger
 from torchtitan_lite.log import Progress, start_logging, told_by_rank
 from torchtitan_lite.parallel.attention_choice import describe_attention
+from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_group, start_process_group
 from torchtitan_lite.parallel.timeouts import set_timeouts
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.sizes import Shape, count_flops_per_token, count_parameters
-from torchtitan_lite.step import build_run, train_step
+from torchtitan_lite.step import build_run, compute_gradients, train_step
 from torchtitan_lite.validation import is_validated, validate
 
 logger = logging.getLogger("torchtitan_lite.train")
 
 
 def main(args: list[str]) -> int:
-    """Exit status: 0 trained, 1 a step was not finite or a checkpoint failed, 2 refused. torchrun makes them all 1."""
+    """Exit status: 0 trained and saved, 1 a step was not finite or a checkpoint failed, 2 refused. launch.py says 1."""
     # ---- config: everything that can be wrong with it is told before any process group exists
     rank, world_size, local_world_size, local_rank, restarts = read_torchrun_environment(os.environ)
     machine = detect_machine()
@@ -63,10 +70,10 @@ def main(args: list[str]) -> int:
     record_collectives(config.comm, dump_folder)
     start_process_group(device, config.comm.init_timeout_seconds, restarts, offload=config.training.enable_cpu_offload)
     mesh = build_mesh(layout, device.type)
-    lock = None
-    if rank == 0:  # two runs do not share a folder
-        lock = open_dump_folder(dump_folder, config, starting_over=config.job.overwrite and restarts == 0)
-    dist.barrier()  # nobody looks into the folder before it is ready
+    starting_over = config.job.overwrite and restarts == 0
+    open_folder = partial(open_dump_folder, dump_folder, config, starting_over=starting_over)
+    # Two runs do not share a folder, and nobody looks into it before it is ready.
+    lock = do_together(dist.group.WORLD, open_folder if rank == 0 else lambda: None)
     start_logging(rank, dump_folder, color=not config.metrics.disable_color_printing)
     for notice in prepared.notices:
         logger.info(notice)
@@ -159,7 +166,10 @@ def main(args: list[str]) -> int:
             with recompilation_told(step - resumed_step), ledger.measured(step, run, host_group, besides=saver_group):
                 result = train_step(run, batch)
             if not result.finite:  # the same on every rank; waits for the device
-                culprit = find_non_finite(result.local_loss, run.parameters, mesh.coordinates())
+                repeat = partial(compute_gradients, run, batch)
+                culprit = find_non_finite(
+                    result.local_loss, run.parts, mesh.coordinates(), repeat, composed=CONTEXT_ATTENTION
+                )
                 logger.log(
                     logging.ERROR if rank == 0 else logging.INFO,
                     f"step {step}: gradient norm {result.grad_norm.item()}, weights left as they were: {culprit}",
@@ -175,6 +185,8 @@ def main(args: list[str]) -> int:
                     held_out_batches = prefetch(held_out, rows, steps=range(held_out.n_batches), device=device)
                     validation = validate(run, held_out_batches, bytes_of_tokens)
             if writer and (validation or step % config.metrics.log_freq == 0 or step in (resumed_step + 1, n_steps)):
+                check_still_held(lock)
+                saver.notice_loss()
                 memory = read_peak_memory(device)
                 metrics = compute_metrics(
                     step=step,
@@ -218,8 +230,11 @@ def main(args: list[str]) -> int:
                     vocabulary=prepared.vocabulary,
                     group=host_group,
                 )
-            logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
-            trained = True
+            if saver.failure is None:
+                logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
+                trained = True
+            elif rank == 0:
+                logger.error(f"trained {n_steps} steps, and {saver.describe_saved()}: {saver.failure}")
     progress.clear()
     batches.close()
     if writer:

@@ -35,6 +35,9 @@ ADAMW = {
 }
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 TWO_LAYERS = {"model.n_layers": 2}  # of many ranks on two cores each layer takes seconds
+# As in Llama 3, the first stage is the embedding alone and the last one norm and head. Two layers on four stages make
+# that too.
+ENDS_ALONE = [["tok_embeddings"], ["layers.0", "layers.1"], ["layers.2", "layers.3"], ["norm", "output"]]
 
 
 # A split backward and per-op recompute, which is the default, exclude each other.
@@ -77,6 +80,10 @@ LAYOUTS = {
         if keys != PLAIN_FOR[name]
     },
     "pp2 uneven": Row(2, {PP: 2, "parallelism.pipeline_parallel_first_stage_less_layers": 3}),
+    "pp2 Interleaved1F1B, embedding and head alone": Row(2, {PP: 2, SCHEDULE: "Interleaved1F1B", **TWO_LAYERS}),
+    "pp2 x dp2 x tp2 ZBVZeroBubble, embedding and head alone": Row(
+        8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", "parallelism.module_fqns_per_model_part": ENDS_ALONE}
+    ),
     "pp2 x dp2": Row(4, {PP: 2}),
     "pp2 x dp2 resharded": Row(4, {PP: 2, RESHARD: "always"}),
     "pp2 x tp2": Row(4, {PP: 2, TP: 2, **TWO_LAYERS}),

@@ -9,6 +9,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan_lite.environment import continue_with_packages
+
+if __name__ == "__main__":
+    continue_with_packages(extras=["test"])
+
 import compare
 from mutants import MUTANTS
 

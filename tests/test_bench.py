@@ -239,7 +239,7 @@ def test_contenders_that_compute_something_else_are_not_compared(monkeypatch, ca
         "torchtitan_lite.step.build_optimizer",
         lambda section, parameters: build(replace(section, lr=section.lr * 1.1), parameters),
     )
-    monkeypatch.setattr(bench, "BENCHES", {"step": bench.Bench(run_tiny, "")})
+    monkeypatch.setattr(bench, "BENCHES", {"step": run_tiny})
     assert bench.main(["step", "--json"]) == 1
     said = capsys.readouterr()
     assert "trainer and bare_loop" in said.err and said.out == ""
@@ -352,11 +352,12 @@ def test_wrong_input_ends_with_status_2_and_says_what_is_right(args, named, caps
 
 def test_what_is_not_given_the_bench_decides(monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(
-        bench,
-        "BENCHES",
-        {"data": bench.Bench(lambda **options: asked.append(options) or make_report({"trainer": [1.0] * 3}), "")},
-    )
+
+    def measure(**options) -> Report:
+        asked.append(options)
+        return make_report({"trainer": [1.0] * 3})
+
+    monkeypatch.setattr(bench, "BENCHES", {"data": measure})
     assert door.main(["bench", "data"]) == 0
     assert door.main(["bench", "data", "--rounds", "3"]) == 0
     assert asked == [{}, {"n_rounds": 3}]
@@ -373,7 +374,7 @@ def test_what_cannot_be_measured_ends_with_status_1_and_prints_no_report(error, 
     def fail() -> Report:
         raise error
 
-    monkeypatch.setattr(bench, "BENCHES", {"data": bench.Bench(fail, "")})
+    monkeypatch.setattr(bench, "BENCHES", {"data": fail})
     assert bench.main(["data"]) == 1
     printed = capsys.readouterr()
     assert said in printed.err and printed.out == ""
@@ -387,7 +388,7 @@ def test_the_command_hands_its_numbers_on_and_prints_one_report(as_json, monkeyp
         asked.update(options)
         return make_report({"trainer": [1.0] * 3, "bare_loop": [1.0] * 3})
 
-    monkeypatch.setattr(bench, "BENCHES", {"step": bench.Bench(measure, "")})
+    monkeypatch.setattr(bench, "BENCHES", {"step": measure})
     assert door.main(["bench", "step", "--rounds", "7", "--steps", "2", *["--json"] * as_json]) == 0
     assert asked == {"n_rounds": 7, "n_steps": 2}
     printed = capsys.readouterr().out

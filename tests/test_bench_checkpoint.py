@@ -39,4 +39,4 @@ def test_every_contender_handles_the_same_bytes_and_each_ratio_is_of_the_same_ro
 
 
 def test_the_bench_has_a_name_on_the_command_line():
-    assert bench.BENCHES["checkpoint"].measure is bench_checkpoint.bench_checkpoint
+    assert bench.BENCHES["checkpoint"] is bench_checkpoint.bench_checkpoint

@@ -5,6 +5,7 @@ All but one test put stubs in the place of `python -m venv` and pip, which recor
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement as PackagingRequirement
 
 from torchtitan_lite import environment
+from torchtitan_lite.command_lines import TOOLS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -78,14 +80,14 @@ class Checkout:
         (stub / "__main__.py").write_text(STUB_VENV, encoding="utf-8")
         self.variables["PYTHONPATH"] = str(stub.parent)
 
-    def start(self, *args: str, **variables: str) -> subprocess.Popen:
-        command = [sys.executable, str(self.script), *args]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    def start(self, *args: str, command: list[str] | None = None, **variables: str) -> subprocess.Popen:
+        command = command or [sys.executable, str(self.script), *args]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": self.root}
         self.started.append(subprocess.Popen(command, env=self.variables | variables, start_new_session=True, **pipes))
         return self.started[-1]
 
-    def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess:
-        process = self.start(*args, **variables)
+    def run(self, *args: str, **options) -> subprocess.CompletedProcess:
+        process = self.start(*args, **options)
         out, err = process.communicate()
         return subprocess.CompletedProcess(process.args, process.returncode, out.strip(), err)
 
@@ -222,6 +224,32 @@ def test_a_real_venv_gets_the_tested_version_by_pip(bare_checkout, tmp_path):
     assert answer.stdout == bare_checkout.python, answer.stderr
     ask = "from importlib import metadata; print(metadata.version('alpha'))"
     assert subprocess.check_output([answer.stdout, "-c", ask], text=True).strip() == "1.5"
+
+
+# --- every door ---
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["-m torchtitan_lite verify --ranks 2", "train.py --config debug", "tests/show_mutant.py a_mutant"],
+)
+def test_a_command_of_a_python_without_packages_continues_in_the_one_that_has_them(checkout, command):
+    shutil.copytree(REPOSITORY / "torchtitan_lite", checkout.root / "torchtitan_lite", dirs_exist_ok=True)
+    shutil.copytree(REPOSITORY / "tests", checkout.root / "tests")
+    shutil.copy(REPOSITORY / "train.py", checkout.root)
+    assert checkout.run().stdout == checkout.python
+    (checkout.venv / "site" / "torch.py").write_text("import sys\nsys.exit(' '.join(sys.orig_argv[1:]))\n")
+    answer = checkout.run(command=[sys.executable, *command.split()])
+    assert answer.stderr.splitlines() == [command], "the torch of .venv is the first package that is imported"
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help_needs_no_packages(tool):
+    command = [sys.executable, "-S", "-E", "-m", "torchtitan_lite", tool, "--help"]  # -S: without site-packages
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith(f"usage: python -m torchtitan_lite {tool}") and "xit status" in answer.stdout
+    assert ("--config" in answer.stdout) == (tool in ("check", "verify", "plan", "explain"))
 
 
 # --- what can go wrong ---

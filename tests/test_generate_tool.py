@@ -336,13 +336,13 @@ def test_prompt_that_is_no_text_is_refused(checkpoint, refuse, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--temperature", "-1"], "'-1' is not a number 0 or more"),
-        (["--temperature", "nan"], "'nan' is not a number 0 or more"),
+        (["--temperature", "-1"], "'-1' is not a number of 0 or more"),
+        (["--temperature", "nan"], "'nan' is not a number of 0 or more"),
         (["--temperature", "inf"], "'inf' is not a number"),
         (["--top-p", "1.5"], "'1.5' is not a number from 0 to 1"),
-        (["--top-k", "2.5"], "'2.5' is not a whole number 0 or more"),
+        (["--top-k", "2.5"], "'2.5' is not a whole number of 0 or more"),
         (["--seed", "1" + "0" * 400], "is not a whole number from 0 to"),
-        (["--n", "0"], "'0' is not a whole number 1 or more"),
+        (["--n", "0"], "'0' is not a whole number of 1 or more"),
         (["--prompt", "a", "--prompt-file", "b"], "not allowed with"),
     ],
 )

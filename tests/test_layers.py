@@ -18,6 +18,7 @@ FLOORS = {
     "torchtitan_lite.step": 3,
     "torchtitan_lite.validation": 4,
     "torchtitan_lite.ledger": 4,
+    "torchtitan_lite.launch": 5,
     "torchtitan_lite.tools": 5,
     "torchtitan_lite.__main__": 5,
     "train": 5,

@@ -9,6 +9,7 @@ import torch
 from torchtitan_lite.components.checkpoint.one_process import CheckpointWriter
 from torchtitan_lite.components.hugging_face_export import Export, write_folder
 from torchtitan_lite.config import Checkpoint, Config, Job
+from torchtitan_lite.file_checks import check_files
 from torchtitan_lite.formats.hugging_face_folder import list_tensors
 from torchtitan_lite.other_models import check_export, check_initial_load
 from torchtitan_lite.sizes import RopeScaling, Shape
@@ -93,7 +94,7 @@ def test_every_problem_of_a_folder_is_told(theirs):
 
 
 def test_weights_that_overwriting_would_delete_first_are_refused(ours):
-    (problem,) = check_initial_load(make_config(ours.parents[1], overwrite=True, initial_load_path=ours), SHAPE)
+    (problem,) = check_files(make_config(ours.parents[1], overwrite=True, initial_load_path=ours), restarted=False)
     assert "job.overwrite deletes" in str(problem)
 
 

@@ -1,7 +1,7 @@
 """run_train.sh: what it starts, with which arguments, and which exit status comes back.
 
-In a copy of the checkout, stubs stand for `check`, torchrun, srun and scontrol, and write down how they were called.
-One test starts the real torchrun.
+In a copy of the checkout, stubs stand for `check`, launch.py with torchrun in it, srun and scontrol, and write down
+how they were called. One test starts the real torchrun; how its runs end is in test_endings.py.
 """
 
 import json
@@ -33,6 +33,7 @@ if status == 0:
     print(2)
 sys.exit(status)
 """
+STUB_LAUNCH = STUB.replace("NAME", "'torchrun'", 1)
 STUB_SRUN = """#!/bin/sh
 echo "$@" > "$SRUN_CALL"
 while [ "$1" != bash ]; do shift; done
@@ -68,15 +69,12 @@ class Checkout:
         self.srun_file = folder / "srun"
         self.folder.mkdir(parents=True)
         self.write("run_train.sh", (REPOSITORY / "run_train.sh").read_text(encoding="utf-8"), executable=True)
-        script = "torchtitan_lite/environment.py"
-        self.write(script, (REPOSITORY / script).read_text(encoding="utf-8"))
+        self.take_real("torchtitan_lite/environment.py")
         self.write("pyproject.toml", "dependencies = [\n]\n")  # the Python of these tests will do
         self.write("train.py", "")
         self.write("torchtitan_lite/__init__.py", "")
         self.write("torchtitan_lite/__main__.py", STUB_CHECK)
-        for package in ("torch", "torch/distributed"):
-            self.write(f"{package}/__init__.py", "")
-        self.write("torch/distributed/run.py", STUB.replace("NAME", "'torchrun'", 1))
+        self.write("torchtitan_lite/launch.py", STUB_LAUNCH)
         self.write("bin/srun", STUB_SRUN, executable=True)
         self.write("bin/scontrol", STUB_SCONTROL, executable=True)
         self.variables = {
@@ -92,6 +90,9 @@ class Checkout:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         path.chmod(0o755 if executable else 0o644)
+
+    def take_real(self, name: str) -> None:
+        self.write(name, (REPOSITORY / name).read_text(encoding="utf-8"))
 
     def start(self, *args: str, stdout=subprocess.PIPE, **variables: str) -> subprocess.Popen:
         command = [str(self.root / "run_train.sh"), *args]
@@ -125,7 +126,7 @@ def test_help_names_every_environment_variable_and_starts_nothing(checkout):
     assert answer.returncode == 0 and not checkout.calls_file.exists()
     script = (REPOSITORY / "run_train.sh").read_text(encoding="utf-8")
     read = set(re.findall(r"\$\{([A-Z_]+):[-=]", script)) - {"SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"}
-    for name in read - {"SLURM_JOB_NUM_NODES", "PYTHONPATH", "TMPDIR"} | {"NGPU", "MASTER_PORT", "srun", "--config"}:
+    for name in read - {"SLURM_JOB_NUM_NODES", "PYTHONPATH"} | {"NGPU", "MASTER_PORT", "srun", "--config"}:
         assert name in answer.stdout, name
 
 
@@ -250,6 +251,7 @@ def test_a_bare_config_name_is_found_and_a_misspelt_key_refused_by_the_real_chec
     shutil.rmtree(checkout.root / "torchtitan_lite")
     for name in ("torchtitan_lite", "configs", "assets"):
         shutil.copytree(REPOSITORY / name, checkout.root / name)
+    checkout.write("torchtitan_lite/launch.py", STUB_LAUNCH)
     checkout.variables["CUDA_VISIBLE_DEVICES"] = ""
     answer = checkout.run("--config", "debug.toml", "--training.step", "20")
     assert answer.returncode == 2 and "training.steps" in answer.stderr
@@ -259,7 +261,7 @@ def test_a_bare_config_name_is_found_and_a_misspelt_key_refused_by_the_real_chec
 
 
 def test_the_terminal_shows_one_rank_plainly_and_no_stderr_is_lost(checkout):
-    shutil.rmtree(checkout.root / "torch")
+    checkout.take_real("torchtitan_lite/launch.py")
     checkout.write("train.py", SPEAK_AND_FAIL)
     os.mkfifo(checkout.folder / "gate")
     terminal, end_of_ranks = pty.openpty()
@@ -269,7 +271,7 @@ def test_the_terminal_shows_one_rank_plainly_and_no_stderr_is_lost(checkout):
     assert process.returncode == 1, "rank 1 has failed"
     assert read_all(terminal).splitlines() == ["out 0 True"]
     assert "err 0" in err and "err 1" not in err
-    (log_folder,) = re.findall(r"is kept in (.+)\.\n", err)
+    (log_folder,) = re.findall(r"The stderr of every rank is in (.+)\.\n", err)
     kept = {path.parent.name: path.read_text().strip() for path in Path(log_folder).rglob("stderr.log")}
     assert kept == {"0": "err 0", "1": "err 1"}
 

@@ -41,6 +41,10 @@ def count_layers(parallelism: Parallelism, n_layers: int) -> list[int]:
         (pipeline(2, "Interleaved1F1B", layers_per_stage=2), 10, [1, 2, 2, 2, 2, 1]),
         (pipeline(2, "LoopedBFS", layers_per_stage=3), 10, [2, 3, 3, 2]),
         (pipeline(16, "1F1B"), 126, [7, *[8] * 14, 7]),  # Llama 3 405B
+        (pipeline(16, "Interleaved1F1B", layers_per_stage=1), 126, [0, *[1] * 126, 0]),  # the same, as it was trained
+        (pipeline(4), 3, [1, 1, 1, 0]),
+        (pipeline(2, "Interleaved1F1B", first_stage_less_layers=3), 8, [0, 3, 3, 2]),
+        (pipeline(4, first_stage_less_layers=0, last_stage_less_layers=0), 2, [0, 1, 1, 0]),
     ],
 )
 def test_layers_are_spread_evenly_with_embedding_and_head_counted(parallelism, n_layers, layers):
@@ -55,7 +59,7 @@ def test_stages_are_placed_round_robin_or_in_a_v():
 @pytest.mark.parametrize(
     ("parallelism", "n_layers", "key"),
     [
-        (pipeline(4), 3, "model.n_layers"),
+        (pipeline(4), 1, "model.n_layers"),
         (pipeline(2, "1F1B", layers_per_stage=1), 8, "parallelism.pipeline_parallel_layers_per_stage"),
         (pipeline(2, "Interleaved1F1B", layers_per_stage=4), 8, "parallelism.pipeline_parallel_layers_per_stage"),
         (pipeline(2, "ZBVZeroBubble", layers_per_stage=1), 8, "parallelism.pipeline_parallel_layers_per_stage"),
@@ -69,10 +73,15 @@ def test_impossible_stages_are_refused_by_key(parallelism, n_layers, key):
 GIVEN = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
 
 
-def test_stages_can_be_listed_module_by_module():
-    stages, problems = plan_stages(Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=GIVEN), 4)
+FIRST_ALONE = [["tok_embeddings"], ["layers.0", *GIVEN[1]]]
+LAST_ALONE = [[*GIVEN[0], *GIVEN[1][:-2]], ["norm", "output"]]
+
+
+@pytest.mark.parametrize("given", [GIVEN, FIRST_ALONE, LAST_ALONE])
+def test_stages_can_be_listed_module_by_module(given):
+    stages, problems = plan_stages(Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=given), 4)
     assert problems == []
-    assert stages == tuple(map(tuple, GIVEN))
+    assert stages == tuple(map(tuple, given))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +89,9 @@ def test_stages_can_be_listed_module_by_module():
     [
         ([GIVEN[0], GIVEN[1][1:]], "there is layers.2 for layers.1"),
         ([GIVEN[0], GIVEN[1][:-1]], "there is nothing for output"),
-        ([[*GIVEN[0], *GIVEN[1][:-2]], ["norm", "output"]], "a stage has no layer"),
+        ([[], [*GIVEN[0], *GIVEN[1]]], "stage 0 has no layer"),
+        ([[*GIVEN[0], *GIVEN[1][:-1]], ["output"]], "stage 1 has no layer"),
+        ([GIVEN[0], [], [], GIVEN[1]], "stage 1 has no layer"),
         ([[*GIVEN[0], *GIVEN[1]]], "lists 1 stages for 2 pp ranks"),
     ],
 )

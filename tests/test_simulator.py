@@ -1,14 +1,17 @@
 """Schedules on paper, against the formulas of the papers that describe them, and the pictures of them."""
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 from torchtitan_lite.config import Config, Parallelism, Training
 from torchtitan_lite.layout import plan_layout
+from torchtitan_lite.parallel import action_times, pipeline
 from torchtitan_lite.parallel.schedule_order import list_rows, order_of
 from torchtitan_lite.pipeline_plan import SCHEDULES
+from torchtitan_lite.planning import simulator, timeline
 from torchtitan_lite.planning.simulator import (
     Durations,
     Timeline,
@@ -73,6 +76,12 @@ def test_the_slowest_stage_and_the_way_between_ranks_count():
     assert times[0, "0B1"] == (39, 42)
     assert timeline.end_time == 42
     assert timeline.busy == [8, 18]
+
+
+def test_an_embedding_alone_computes_no_gradient_of_inputs():
+    """Its backward is all W: a half of zero seconds is not taken for a whole backward."""
+    durations = Durations((1.0, 1.0), (0.0, 1.0), (1.0, 1.0))
+    assert [durations.of(Action(0, kind, 0)) for kind in "FIWB"] == [1, 0, 1, 1]
 
 
 def test_stages_of_one_rank_hand_over_without_a_send():
@@ -146,6 +155,17 @@ def test_the_text_shows_who_does_what_when():
         "rank 0  F0F1....B0--F2B1--F3B2--..B3--",
         "rank 1  ..F0B0--F1B1--F2B2--F3B3--....",
     ]
+
+
+@pytest.mark.parametrize(
+    ("module", "schedule", "backward"),
+    [(pipeline, "1F1B", 1), (simulator, "1F1B", 2), (action_times, "1F1B", 2), (timeline, "GPipe", 2)],
+)
+def test_a_docstring_draws_the_pipeline_that_runs(module, schedule, backward):
+    drawn = re.sub(r" \. ", " .. ", module.__doc__).replace(" ", "")  # a lone dot fills a column too
+    halves = {"backward_input": backward / 2, "backward_weight": backward / 2}
+    for line in draw_text(run(schedule, 2, 4, **halves)).splitlines():
+        assert line.split()[-1] in drawn
 
 
 def test_the_text_of_a_long_schedule_fits_the_line_and_shows_the_bubble():

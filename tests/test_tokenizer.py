@@ -261,4 +261,4 @@ def test_tool_refuses_more_tokens_than_the_text_has_pairs(small_corpus, tmp_path
 def test_tool_refuses_less_than_the_256_bytes(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         tool.main(["--vocab", "255", "--out", str(tmp_path)])
-    assert stopped.value.code == 2 and "--vocab 255" in capsys.readouterr().err
+    assert stopped.value.code == 2 and "'255' is not a whole number of 256 or more" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from layouts import LAYOUTS
 from mutants import MUTANTS
 
 from torchtitan_lite import step
+from torchtitan_lite.command_lines import make_verify_parser
 from torchtitan_lite.config import Config, ConfigError
 from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.layout import plan_layout
@@ -68,6 +69,7 @@ WATCHED = [
     "ddp2 accumulation 2",
     "tp2 whole logits",
     "pp2 DualPipeV",
+    "pp2 Interleaved1F1B, embedding and head alone",
     "pp2 x dp2 x tp2 Interleaved1F1B",
     "dp2 x tp2 full recompute",
 ]
@@ -208,15 +210,19 @@ def test_every_shipped_config_reduces_to_a_sound_small_one(name, ranks):
 
 
 EVEN = ("--model.n_layers=30", f"--{PP}=4")  # embedding and head weigh a layer each: 32 on 4 stages
+ENDS_ALONE = (*EVEN, f"--{SCHEDULE}=Interleaved1F1B", f"--{LAYERS_PER_STAGE}=1")
 
 
 @pytest.mark.parametrize(
     ("args", "n_stages", "layers_of_stages"),
     [
         (EVEN, 2, [2, 2]),
-        ((*EVEN, "--model.n_layers=31"), 2, [1, 2]),
+        ((*EVEN, "--model.n_layers=31"), 2, [2, 1]),
         ((*EVEN, f"--{SCHEDULE}=Interleaved1F1B", f"--{LAYERS_PER_STAGE}=4"), 4, [1, 2, 2, 1]),
         ((*EVEN, f"--{SCHEDULE}=ZBVZeroBubble", "--activation_checkpoint.mode=full"), 4, [1, 2, 2, 1]),
+        (ENDS_ALONE, 4, [0, 1, 1, 0]),
+        (("--model.n_layers=3", f"--{PP}=4"), 2, [1, 0]),
+        (("--model.n_layers=2", f"--{PP}=4"), 2, [0, 1]),  # both ends alone would be no model
     ],
 )
 def test_stages_stay_as_many_per_rank_and_as_even(args, n_stages, layers_of_stages):
@@ -224,7 +230,7 @@ def test_stages_stay_as_many_per_rank_and_as_even(args, n_stages, layers_of_stag
     layout = reduce_config(config, 2).layout
     layers = [sum(name.startswith("layers.") for name in stage) for stage in layout.stages]
     assert len(layout.stages) == n_stages
-    assert sorted(layers) == sorted(layers_of_stages)
+    assert layers == layers_of_stages
 
 
 def test_explicit_stages_keep_which_of_them_is_short():
@@ -239,8 +245,10 @@ def test_explicit_stages_keep_which_of_them_is_short():
     config = override(config, {"parallelism.module_fqns_per_model_part": stages})
     full = reduce_config(config, 4).layout
     assert [sum(name.startswith("layers.") for name in stage) for stage in full.stages] == [1, 2, 2, 1]
-    half = reduce_config(config, 2).layout
-    assert [len(stage) for stage in half.stages] == [2, 3]
+    half = reduce_config(config, 2)
+    assert [len(stage) for stage in half.layout.stages] == [2, 3]
+    alone, _ = turn_off(half.config, half.layout, frozenset({"pp"}))
+    assert alone.parallelism.module_fqns_per_model_part == []
 
 
 @pytest.mark.parametrize(
@@ -351,7 +359,7 @@ def test_tied_embeddings_are_refused_under_a_pipeline_only():
 
 def verify(pool, folder, args: list[str], mutant: str | None = None) -> int:
     """What main does, on the tests' ranks."""
-    options, config_args = tool.parse(args)
+    options, config_args = make_verify_parser().parse_known_args(args)
     reduction = reduce_config(read(*config_args), options.ranks)
 
     def run_ranks(worker, world_size, *args, **options):

@@ -6,6 +6,7 @@ The spelling is torchtitan's (v0.2); keys that only exist here are marked `new`.
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Annotated, Literal
 
 from torchtitan_lite.shown import show_json, show_text, show_value
@@ -84,8 +85,9 @@ class Metrics:
 class Model:
     name: Literal["llama3"] = "llama3"  # a row of MODELS in step.py
     flavor: str = "debug"  # a row of sizes.py; the numbers below, where given, override that row
-    # folder with tokenizer.json or tokenizer.model, from the working directory, else from this repository; or "bytes"
-    hf_assets_path: FilePath = "assets/tokenizer"
+    # folder with tokenizer.json or tokenizer.model, from the working directory, else from this repository; or "bytes";
+    # auto: that of the weights which the run resumes or starts from, else assets/tokenizer
+    hf_assets_path: FilePath = "auto"
     dim: Width | None = None  # new: width of the residual stream
     n_layers: Layers | None = None  # new
     n_heads: Width | None = None  # new: query heads
@@ -111,9 +113,8 @@ class Optimizer:
     eps: Annotated[float, Range(1e-30, 1)] = 1e-8  # 0 would be 0/0 where a gradient is 0
     weight_decay: Annotated[float, Range(0, 1000)] = 0.1  # decoupled, on every parameter
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # AdamW; SGD: foreach
-    moments_dtype: Literal["float32", "bfloat16"] = (
-        "float32"  # new: of AdamW between steps; bfloat16 saves 4 bytes each
-    )
+    # new: of AdamW between steps; bfloat16 saves 4 bytes each
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,8 @@ class Parallelism:
     data_parallel_replicate_degree: Degree = 1  # copies of the sharded model (HSDP; alone: plain data parallel)
     data_parallel_shard_degree: DegreeOrAuto = -1  # FSDP2: ranks that share one copy; auto: all ranks that remain
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # always: zero_stage 3, never: 2
-    zero_stage: Literal["auto", 1, 2, 3] = (
-        "auto"  # new: what dp_shard shards, see parallel/fsdp.py; auto: 3, under PP 1
-    )
+    # new: what dp_shard shards, see parallel/fsdp.py; auto: 3, under PP 1
+    zero_stage: Literal["auto", 1, 2, 3] = "auto"
     tensor_parallel_degree: Degree = 1
     enable_async_tensor_parallel: bool = False  # overlap its collectives with pieces of the matmuls; inductor on CUDA
     disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss
@@ -209,7 +209,8 @@ class Checkpoint:
     interval: Steps = 500  # steps between two saves; the last step is always saved
     enable_first_step_checkpoint: bool = False  # save after the first step too: storage that fails is told at once
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"  # copy, then write beside the steps
-    on_save_error: Literal["stop", "continue"] = "stop"  # new: what the run does when a checkpoint cannot be written
+    # new: what the run does when a checkpoint cannot be written. continue: it still ends with 1 if the last one failed
+    on_save_error: Literal["stop", "continue"] = "stop"
     keep_latest_k: StepsOrZero = 10  # 0 keeps all
     keep_every_m: StepsOrZero = 0  # new: checkpoints of steps that m divides are kept too; 0: none
     load_step: Annotated[int, Range(0, 10**15, auto=-1)] = -1  # resume from this step; auto: the newest that is sound
@@ -234,9 +235,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Comm:
-    init_timeout_seconds: Seconds = (
-        300  # how long ranks wait for each other until the first step is done, and for disks
-    )
+    init_timeout_seconds: Seconds = 300  # how long ranks wait for each other until the first step ends, and for disks
     train_timeout_seconds: Seconds = 100  # after the first step, but for checkpoints and exports: a disk may be slower
     trace_buf_size: Entries = 20000  # entries of NCCL's flight recorder, written on a time-out; 0: off
     save_traces_folder: FilePath = "comm_traces"  # inside dump_folder
@@ -283,8 +282,7 @@ class Problem:
 
     def for_json(self) -> dict[str, object]:
         """What `--json` prints of it: the value itself where it is short."""
-        shown = {name: show_text(text, 1200) for name, text in vars(self).items() if name != "value"}
-        return {"key": shown["key"], "value": show_json(self.value), "why": shown["why"], "remedy": shown["remedy"]}
+        return {name: show_json(x) if name == "value" else show_text(x, 1200) for name, x in vars(self).items()}
 
 
 class ConfigError(ValueError):
@@ -292,20 +290,11 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: list[Problem]):
         self.problems = problems
-        super().__init__("\n".join(f"  {n}. {problem}" for n, problem in enumerate(list_first(problems), 1)))
+        super().__init__("\n".join(f"  {n}. {problem}" for n, problem in enumerate(self.list_first(), 1)))
 
-    def for_json(self) -> list[dict[str, object]]:
-        """What `--json` prints."""
-        return [problem.for_json() for problem in list_first(self.problems)]
-
-
-def list_first(problems: list[Problem]) -> list[Problem]:
-    """As many problems as fit on a screen, and how many there are if those are not all."""
-    listed, n_characters = [], 0
-    for problem in problems:
-        n_characters += len(str(problem))
-        if listed and (len(listed) == MOST_PROBLEMS or n_characters > MOST_CHARACTERS):
-            why = f"the list ends after {len(listed)} of them"
-            return [*listed, Problem("problems", len(problems), why, "Repair these first")]
-        listed.append(problem)
-    return listed
+    def list_first(self) -> list[Problem]:
+        """As many problems as fit on a screen, and how many there are if those are not all."""
+        ends = accumulate(len(str(problem)) for problem in self.problems[:MOST_PROBLEMS])
+        n = max(1, sum(end <= MOST_CHARACTERS for end in ends))
+        cut = Problem("problems", len(self.problems), f"the list ends after {n} of them", "Repair these first")
+        return [*self.problems[:n], cut] if n < len(self.problems) else self.problems

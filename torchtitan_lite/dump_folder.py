@@ -7,6 +7,7 @@ lock            held by the run that is at work here
 """
 
 import fcntl
+import os
 import shutil
 from pathlib import Path
 from typing import BinaryIO
@@ -59,6 +60,20 @@ def hold(folder: Path) -> BinaryIO:
             f"another run is at work in {folder}: wait until it has ended, or name another job.dump_folder"
         ) from None
     return file
+
+
+def check_still_held(lock: BinaryIO) -> None:
+    """Raise CheckpointError if the folder of this lock was deleted, moved or made anew since `hold`."""
+    path = Path(lock.name)
+    try:
+        if os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+            return
+    except FileNotFoundError:
+        pass
+    raise CheckpointError(
+        f"the dump folder {path.parent} was deleted or moved while the run was at work, and with it what the run has "
+        "logged and saved"
+    )
 
 
 def empty(folder: Path) -> None:

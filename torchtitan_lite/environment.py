@@ -4,8 +4,9 @@
     .venv at the root of the repository has them   -> .venv/bin/python
     otherwise                                      -> .venv is made, or what it lacks is added, once
 
-run_train.sh and tests/run.sh begin with it. Standard library only, and no package is imported to look at it. Progress
-goes to stderr. Exit status: 0, or 1 with the reason.
+run_train.sh and tests/run.sh run it first; `python -m torchtitan_lite` and train.py call continue_with_packages().
+Standard library only, and no package is imported to look at it. Progress goes to stderr. Exit status: 0, or 1 with the
+reason.
 """
 
 import sys
@@ -20,10 +21,11 @@ if sys.version_info < (3, 10):  # said before anything that an older Python does
 import argparse
 import fcntl
 import operator
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -46,18 +48,31 @@ def main() -> None:
     parser.add_argument("--extra", action="append", default=[], help="the packages of this extra too")
     parser.add_argument("--missing", action="store_true", help="only list what this Python lacks")
     options = parser.parse_args()
-    requirements = read_requirements((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"), options.extra)
-    missing = [requirement for requirement in requirements if not requirement.is_met()]
     if options.missing:
-        for requirement in missing:
-            print(requirement.text)
-    elif not missing:
-        print(sys.executable)
+        for requirement in list_requirements(options.extra):
+            if not requirement.is_met():
+                print(requirement.text)
     else:
-        if not is_venv_finished() or list_missing_in_venv(options.extra):
-            has_torch = any(requirement.name == "torch" for requirement in set(requirements) - set(missing))
-            prepare_venv(options.extra, share_packages=has_torch)
-        print(VENV_PYTHON)
+        print(find_python(options.extra))
+
+
+def find_python(extras: list[str], only: Container[str] | None = None) -> str:
+    """The Python that has the packages. `only`: this one will do where it has those of them."""
+    requirements = list_requirements(extras)
+    missing = [requirement for requirement in requirements if not requirement.is_met()]
+    if not any(only is None or requirement.name in only for requirement in missing):
+        return sys.executable
+    if not is_venv_finished() or list_missing_in_venv(extras):
+        has_torch = any(requirement.name == "torch" for requirement in set(requirements) - set(missing))
+        prepare_venv(extras, share_packages=has_torch)
+    return str(VENV_PYTHON)
+
+
+def continue_with_packages(*, extras: list[str] | None = None, only: Container[str] | None = None) -> None:
+    """Run this command again, as it was given, by the Python that has the packages. Returns where that is this one."""
+    python = find_python(extras or [], only)
+    if python != sys.executable:
+        os.execv(python, [python, *sys.orig_argv[1:]])
 
 
 # --- what is needed ---
@@ -81,6 +96,10 @@ class Requirement:
         except metadata.PackageNotFoundError:
             return False
         return all(COMPARISONS[sign](installed, parse_release(bound)) for sign, bound in self.bounds)
+
+
+def list_requirements(extras: list[str]) -> list[Requirement]:
+    return read_requirements((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"), extras)
 
 
 def read_requirements(pyproject: str, extras: list[str]) -> list[Requirement]:

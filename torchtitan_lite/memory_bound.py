@@ -39,40 +39,38 @@ class MemoryBound:
     def needed_bytes(self) -> int:
         return self.state_bytes + self.activation_bytes + self.batch_bytes
 
-    @property
-    def fits(self) -> bool:
-        return self.needed_bytes <= self.available_bytes
-
 
 def bound_memory(
     config: Config, shape: Shape, degrees: dict[str, int], machine: Machine, n_hosts: int
 ) -> list[MemoryBound]:
     """A bound for each kind of memory that is known. `degrees` multiply to the world size."""
     n_ranks = ceil(prod(degrees.values()) / n_hosts)
-    peak = bound_rank(config, shape, degrees, machine.device_type)
-    available = machine.memory_bytes_per_device
-    if machine.device_type == "cpu":
-        return [] if available is None else [MemoryBound(*(n_ranks * part for part in peak), available, n_ranks, True)]
-    if not config.training.enable_cpu_offload:
-        return [] if available is None else [MemoryBound(*peak, available, 1, False)]
-    bounds = [] if available is None else [MemoryBound(0, *peak[1:], available, 1, False)]
-    if machine.is_here:
-        state_bytes = share_state(config, shape, degrees, count_state_bytes(config.optimizer))
-        bounds.append(MemoryBound(n_ranks * state_bytes, 0, 0, measure_cpu_memory(), n_ranks, True))
+    bytes_each = count_state_bytes(config.optimizer)
+    offloads = machine.device_type == "cuda" and config.training.enable_cpu_offload
+    bounds = []
+    if (available := machine.memory_bytes_per_device) is not None:
+        on_host = machine.device_type == "cpu"
+        n_sharing = n_ranks if on_host else 1
+        peak = bound_rank(config, shape, degrees, machine.device_type, 0 if offloads else bytes_each)
+        bounds.append(MemoryBound(*(n_sharing * part for part in peak), available, n_sharing, on_host))
+    if offloads and machine.is_here:
+        state_bytes = n_ranks * share_state(config, shape, degrees, bytes_each)
+        bounds.append(MemoryBound(state_bytes, 0, 0, measure_cpu_memory(), n_ranks, on_host=True))
     return bounds
 
 
-def bound_rank(config: Config, shape: Shape, degrees: dict[str, int], device_type: str) -> tuple[int, int, int]:
-    """Bytes of state, of activations and of the batch, at the moment when a rank holds most."""
+def bound_rank(
+    config: Config, shape: Shape, degrees: dict[str, int], device_type: str, bytes_each: int
+) -> tuple[int, int, int]:
+    """Bytes of state (`bytes_each` per parameter), of activations and of the batch, when a rank holds most."""
     training = config.training
     batch, _ = plan_batch(config, degrees, n_stages=degrees["pp"])
     dp, n_pieces = degrees["dp_replicate"] * degrees["dp_shard"], degrees["cp"] * degrees["tp"]
     batch_bytes = BATCH_BYTES * batch["global_batch_size"] // dp * training.seq_len
 
-    bytes_each = count_state_bytes(config.optimizer)
     after_backward = share_state(config, shape, degrees, bytes_each)
-    no_gradients_yet = batch["n_microbatches"] == 1
-    at_loss = share_state(config, shape, degrees, bytes_each - GRADIENT_BYTES * no_gradients_yet)
+    gradient_bytes = GRADIENT_BYTES if batch["n_microbatches"] == 1 else 0  # not there yet
+    at_loss = share_state(config, shape, degrees, max(0, bytes_each - gradient_bytes))
 
     param = training.mixed_precision_param
     itemsize = 2 if param == "bfloat16" or (param == "auto" and device_type == "cuda") else 4
@@ -84,7 +82,7 @@ def bound_rank(config: Config, shape: Shape, degrees: dict[str, int], device_typ
     per_layer = count_activation_bytes(section, shape, itemsize)
     activations = batch["microbatch_size"] * training.seq_len / n_pieces * shape.n_layers * per_layer
     n_at_once = min(training.loss_chunk_tokens or n_tokens, n_tokens)
-    logits = 4 * n_at_once * shape.vocab_size / degrees["tp"]  # in fp32
+    logits = itemsize * n_at_once * shape.vocab_size / degrees["tp"]
     activation_bytes = int((activations + logits) / degrees["pp"])
     if at_loss + activation_bytes > after_backward:
         return at_loss, activation_bytes, batch_bytes

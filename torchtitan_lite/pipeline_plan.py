@@ -58,8 +58,9 @@ def splits_backward(parallelism: Parallelism) -> bool:
 def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
     """FQNs of each stage, first to last.
 
-    Every stage gets one layer; each further layer goes to the stage that carries least, the earliest of equals, where
-    embedding and head weigh as much as the two `less_layers` keys say. Llama 3 8B on pp4: 8, 9, 8, 7 layers.
+    Every stage between the first and the last gets one layer; each further layer goes to the stage that carries least,
+    of equals to one without a layer, then to the earliest. Embedding and head weigh as much as the two `less_layers`
+    keys say. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3 405B on 128 stages: 0, 1, 1, ..., 1, 0.
     """
     pp = parallelism.pipeline_parallel_degree
     if parallelism.module_fqns_per_model_part:
@@ -70,12 +71,12 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[P
     if problems:
         return (), problems
 
-    n_layers_of = [1] * n_stages
-    load = [1] * n_stages
+    n_layers_of = [0, *[1] * (n_stages - 2), 0]
+    load = list(n_layers_of)
     load[0] += parallelism.pipeline_parallel_first_stage_less_layers
     load[-1] += parallelism.pipeline_parallel_last_stage_less_layers
-    for _ in range(n_layers - n_stages):
-        lightest = load.index(min(load))
+    for _ in range(n_layers - sum(n_layers_of)):
+        lightest = min(range(n_stages), key=lambda stage: (load[stage], n_layers_of[stage] > 0))
         n_layers_of[lightest] += 1
         load[lightest] += 1
     starts = [sum(n_layers_of[:stage]) for stage in range(n_stages + 1)]
@@ -94,10 +95,8 @@ def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Pro
     """Number of stages of the whole pipeline, as the schedule and layers_per_stage have it."""
     pp, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     if parallelism.pipeline_parallel_schedule_csv:
-        n_stages = 1 + max(
-            action.stage for row in read_rows(parallelism.pipeline_parallel_schedule_csv) for action in row
-        )
-        return n_stages, [refuse_too_few_layers(n_layers, n_stages, pp, "the CSV schedule")][: n_layers < n_stages]
+        n_stages = count_csv_stages(parallelism)
+        return n_stages, check_enough_layers(n_layers, n_stages, pp, "the CSV schedule")
     schedule = SCHEDULES[name]
     layers_per_stage = parallelism.pipeline_parallel_layers_per_stage
     if layers_per_stage is None:
@@ -106,22 +105,37 @@ def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Pro
         weights = parallelism.pipeline_parallel_first_stage_less_layers
         weights += parallelism.pipeline_parallel_last_stage_less_layers
         n_stages = -(-(n_layers + weights) // layers_per_stage)
-    per_rank, rest = divmod(n_stages, pp)
-    most = schedule.most_stages_per_rank
-    if rest or per_rank < schedule.least_stages_per_rank or (most and per_rank > most):
+    if not can_run(parallelism, n_stages):
         count = {1: "one stage", 2: "two stages"}[schedule.least_stages_per_rank]
-        needs = f"exactly {count}" if most else f"{count} or more"
+        needs = f"exactly {count}" if schedule.most_stages_per_rank else f"{count} or more"
         why = f"it makes {n_stages} stages for {pp} pp ranks, and {name} takes {needs} on every rank"
         remedy = f"Remove the key, for {pp * schedule.least_stages_per_rank} stages, or choose another schedule"
         key = "parallelism.pipeline_parallel_layers_per_stage"
         return 0, [Problem(key, layers_per_stage, why, remedy)]
-    return n_stages, [refuse_too_few_layers(n_layers, n_stages, pp, name)][: n_layers < n_stages]
+    return n_stages, check_enough_layers(n_layers, n_stages, pp, name)
 
 
-def refuse_too_few_layers(n_layers: int, n_stages: int, pp: int, schedule: str) -> Problem:
-    why = f"{n_stages} pipeline stages ({pp} pp ranks, {schedule}) need a layer each"
-    remedy = f"Use a parallelism.pipeline_parallel_degree of at most {max(1, n_layers * pp // n_stages)}"
-    return Problem("model.n_layers", n_layers, why, remedy)
+def count_csv_stages(parallelism: Parallelism) -> int:
+    """Number of stages in the schedule file."""
+    return 1 + max(action.stage for row in read_rows(parallelism.pipeline_parallel_schedule_csv) for action in row)
+
+
+def can_run(parallelism: Parallelism, n_stages: int) -> bool:
+    """Whether the schedule takes this number of stages."""
+    if parallelism.pipeline_parallel_schedule_csv:
+        return n_stages == count_csv_stages(parallelism)
+    schedule = SCHEDULES[parallelism.pipeline_parallel_schedule]
+    per_rank, rest = divmod(n_stages, parallelism.pipeline_parallel_degree)
+    return not rest and schedule.least_stages_per_rank <= per_rank <= (schedule.most_stages_per_rank or per_rank)
+
+
+def check_enough_layers(n_layers: int, n_stages: int, pp: int, schedule: str) -> list[Problem]:
+    """The first stage may hold the embedding alone, and the last one norm and head."""
+    if n_layers >= n_stages - 2:
+        return []
+    why = f"{n_stages} pipeline stages ({pp} pp ranks, {schedule}) need a layer each, the first and the last excepted"
+    remedy = f"Use a parallelism.pipeline_parallel_degree of at most {max(1, (n_layers + 2) * pp // n_stages)}"
+    return [Problem("model.n_layers", n_layers, why, remedy)]
 
 
 def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
@@ -137,15 +151,26 @@ def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages,
         seen, wanted = (names[at] if at < len(names) else "nothing" for names in (listed, expected))
         why = f"all lists together must name every module once, in the order of the model; there is {seen} for {wanted}"
         problems.append(Problem(key, given, why, f"The order is {', '.join(expected)}"))
-    elif any(not any(fqn.startswith("layers.") for fqn in stage) for stage in given):
-        problems.append(Problem(key, given, "a stage has no layer", "Give every stage one at least"))
-    n_stages, schedule = len(given), SCHEDULES[parallelism.pipeline_parallel_schedule]
-    most = schedule.most_stages_per_rank or n_stages
-    if pp == 1 or n_stages % pp or not schedule.least_stages_per_rank <= n_stages // pp <= most:
-        why = f"it lists {n_stages} stages for {pp} pp ranks under {parallelism.pipeline_parallel_schedule}"
-        remedy = f"List {pp * schedule.least_stages_per_rank} stages" if pp > 1 else "Raise pipeline_parallel_degree"
-        problems.append(Problem(key, given, why, remedy))
+    elif lacking := find_stages_without_layer(given):
+        why = f"stage {lacking[0]} has no layer; only a first one of tok_embeddings and a last one of norm, output may"
+        problems.append(Problem(key, given, why, "Give it one at least"))
+    n_stages, per_rank = len(given), SCHEDULES[parallelism.pipeline_parallel_schedule].least_stages_per_rank
+    if pp == 1 or not can_run(parallelism, n_stages):
+        csv = parallelism.pipeline_parallel_schedule_csv
+        why = f"it lists {n_stages} stages for {pp} pp ranks under {csv or parallelism.pipeline_parallel_schedule}"
+        remedy = f"List {count_csv_stages(parallelism) if csv else pp * per_rank} stages"
+        problems.append(Problem(key, given, why, remedy if pp > 1 else "Raise pipeline_parallel_degree"))
     return tuple(tuple(stage) for stage in given), problems
+
+
+def find_stages_without_layer(given: list[list[str]]) -> list[int]:
+    """Stages that must have a layer: all but a first one of the embedding alone and a last one of norm and head."""
+    ends = {0: ["tok_embeddings"], len(given) - 1: ["norm", "output"]}
+    return [
+        index
+        for index, stage in enumerate(given)
+        if not any(fqn.startswith("layers.") for fqn in stage) and stage != ends.get(index)
+    ]
 
 
 def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:

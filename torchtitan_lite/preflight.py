@@ -22,8 +22,8 @@ from torchtitan_lite.lever_checks import check_levers
 from torchtitan_lite.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.other_models import check_export, check_initial_load
 from torchtitan_lite.sizes import Shape, resolve_shape
-from torchtitan_lite.vocabulary.find_vocabulary import read_vocabulary
 from torchtitan_lite.vocabulary.vocabulary import Vocabulary
+from torchtitan_lite.weights_tokenizer import choose_tokenizer
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,11 @@ def preflight(
         problems += error.problems
     if shape is None:  # what does not depend on the shape can still be told
         problems += degree_problems + plan_batch(config, degrees, n_stages=degrees["pp"])[1]
-    vocabulary = None
+    tokenizer, resumed_step = None, find_resumed_step(config, restarted)
     try:
-        vocabulary = read_vocabulary(config.model.hf_assets_path)
-        problems += check_vocabulary(config, vocabulary, shape) + check_data(config, vocabulary)
+        tokenizer = choose_tokenizer(config, resumed_step)
+        config = replace(config, model=replace(config.model, hf_assets_path=tokenizer.assets))
+        problems += check_vocabulary(config, tokenizer.vocabulary, shape) + check_data(config, tokenizer.vocabulary)
     except ConfigError as error:
         problems += error.problems
     problems += check_decay(config.optimizer) + check_levers(config, machine)
@@ -86,25 +87,25 @@ def preflight(
     problems += check_profiling(config, machine) + ([] if restarted else check_load_step(config))
     if shape is not None:
         problems += check_export(config, shape)
-        if not find_resumed_step(config, restarted):
+        if not resumed_step:
             problems += check_initial_load(config, shape)
 
     problems = reading.problems + drop_follow_ups(problems, reading.problems)
     if problems:
         raise ConfigError(problems)
-    assert shape and layout and vocabulary, "without a problem there is a plan"
+    assert shape and layout and tokenizer, "without a problem there is a plan"
     return Prepared(
         config=resolve_config(config, layout, machine.device_type),
         config_name=reading.config_name,
         shape=shape,
         layout=layout,
         memory=memory,
-        notices=reading.notices + describe_float8(config, shape, layout.tp),
+        notices=reading.notices + tokenizer.notices + describe_float8(config, shape, layout.tp),
         dump_folder=Path(config.job.dump_folder),
-        resumed_step=find_resumed_step(config, restarted),
+        resumed_step=resumed_step,
         certificate=find_certificate(config),
         cache_folder=Path(config.training.cache_folder),
-        vocabulary=vocabulary,
+        vocabulary=tokenizer.vocabulary,
     )
 
 

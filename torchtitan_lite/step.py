@@ -123,16 +123,21 @@ def start_run(parts: list[nn.Module], config: Config, layout: Layout, mesh: Mesh
 
 def train_step(run: Run, batch: Batch) -> StepResult:
     """One optimizer step. `batch` is this rank's share of the global batch, on its device. Nothing is read back."""
-    run.optimizer.zero_grad()
-    batch = take_pieces(run, batch)
-    n_tokens = count_global_tokens(run, batch)  # all-reduces one integer over dp and cp
-    local_loss = forward_backward(run, batch, n_tokens)  # FSDP reduce-scatters gradients as they come
+    local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
     grad_norm = clip_grad_norm(run.parameters.values(), run.config.training.max_norm)  # one float over all ranks
     finite = step_if_finite(run.optimizer, grad_norm)
     precompute_scales(run.float8_weights, run.mesh.parameters)  # where asked for; all-reduces one float per weight
     run.lr_scheduler.step()
     return StepResult(loss, local_loss, grad_norm, finite)
+
+
+def compute_gradients(run: Run, batch: Batch) -> Tensor:
+    """The gradients of `batch`, in place of any earlier ones. Returns what `forward_backward` does."""
+    run.optimizer.zero_grad()
+    batch = take_pieces(run, batch)
+    n_tokens = count_global_tokens(run, batch)  # all-reduces one integer over dp and cp
+    return forward_backward(run, batch, n_tokens)  # FSDP reduce-scatters gradients as they come
 
 
 def take_pieces(run: Run, batch: Batch) -> Batch:

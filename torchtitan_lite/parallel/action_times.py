@@ -1,7 +1,7 @@
 """When each stage did what in one step, measured: a timeline like the simulator's, with real times in it.
 
-    rank 0  F0 F1 B0-- F2 B1-- ...    each rank times its own actions: by CUDA events, or the clock of a CPU host
-    rank 1  .. F0 B0-- F1 B1-- ...    all count from one barrier; rank 0 gets those of its own pipeline together
+    rank 0  F0F1....B0--F2B1--F3B2--..B3--    each rank times its own actions: by CUDA events, or the CPU's clock
+    rank 1  ..F0B0--F1B1--F2B2--F3B3--....    all count from one barrier; rank 0 gets those of its own pipeline
 
 torch's schedules wait for what other stages send between their calls of a stage, on CUDA in the stream between the
 events: such a wait is a gap here, the bubble. What a stage waits for inside a call, its tp and cp neighbours or FSDP's

@@ -1,6 +1,6 @@
 """Pipeline parallel: cut the model by layers; microbatches flow through the stages (drawn for pp=2, 4 microbatches).
 
-    stage 0  tok_embeddings, layers 0-1    F0 F1 F2 B0 F3 B1 .  B2 .  B3      1F1B: one forward, one backward
+    stage 0  tok_embeddings, layers 0-1    F0 F1 .  B0 F2 B1 F3 B2 .  B3      1F1B: one forward, one backward
     stage 1  layers 2-3, norm, output      .  F0 B0 F1 B1 F2 B2 F3 B3 .       dots: idle, the bubble
 
 Each rank holds its stages' parameters only. Per microbatch and stage border: one send/recv of hidden states

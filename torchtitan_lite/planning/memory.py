@@ -50,9 +50,16 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, fl
     has_embedding = any(stage.has_embedding for stage in stages.values())
     embedding = workload.vocabulary_parameters * layout.tp * has_embedding
     gradients += MASTER_BYTES * (embedding - embedding / layout.tp) * summed_whole
-    kept_per_layer = workload.average(list_kept_bytes(workload))
+    has_layers = any(stage.n_layers for stage in stages.values())
+    kept_per_layer = workload.average(list_kept_bytes(workload)) * has_layers
     kept = kept_per_layer * sum(stages[index].n_layers * n for index, n in in_flight.items())
-    block = estimate_block(workload)
+    # A stage keeps its output too. With layers that is made up for by its input, which counts as received and as kept.
+    kept += sum(
+        workload.hidden_bytes / layout.tp * n
+        for index, n in in_flight.items()
+        if stages[index].has_embedding and not stages[index].n_layers
+    )
+    block = estimate_block(workload) * has_layers
     loss = estimate_loss(workload) * any(stage.has_head for stage in stages.values())
     if layout.n_microbatches > 1:
         moments = [(gradients, kept, max(block, loss, embedding * workload.compute_bytes))]
@@ -121,12 +128,14 @@ def estimate_loss(workload: Workload) -> float:
 
 
 def estimate_gathered(workload: Workload, stages: list[Stage]) -> float:
-    """Parameters in compute dtype. ZeRO 3: two blocks, and the head from its forward to its backward; and the gradients
-    of a block, once in compute dtype and once as they are reduced."""
+    """Parameters in compute dtype. ZeRO 3: two blocks, and the head from its forward to its backward, or an embedding
+    that is alone; and the gradients of a block, once in compute dtype and once as they are reduced."""
     if workload.is_whole:
         return 0
     if workload.layout.zero_stage < 3:
         return sum(map(workload.count_stage_parameters, stages)) * workload.compute_bytes
-    heads = workload.vocabulary_parameters * any(stage.has_head for stage in stages)
+    has_layers = any(stage.n_layers for stage in stages)
+    has_matrix = any(stage.has_head for stage in stages) or not has_layers
     reduced = workload.layer_parameters * (workload.compute_bytes + MASTER_BYTES) * (workload.layout.pp == 1)
-    return (2 * workload.layer_parameters + heads) * workload.compute_bytes + reduced
+    gathered = 2 * workload.layer_parameters * has_layers + workload.vocabulary_parameters * has_matrix
+    return gathered * workload.compute_bytes + reduced

@@ -1,7 +1,7 @@
 """A pipeline schedule run on paper with durations: how long a step takes, who idles, what is held for backward.
 
-    rank 0  F0 F1 F2 B0-- F3 B1-- ...      rows: the order of work of each pp rank (schedule_order.py, or a CSV file)
-    rank 1  .. F0 B0-- F1 B1-- F2 ...      F forward, B backward, or its halves I (gradients of inputs), W (of weights)
+    rank 0  F0F1....B0--F2B1--F3B2--..B3--    rows: the order of work of each pp rank (schedule_order.py, or a CSV file)
+    rank 1  ..F0B0--F1B1--F2B2--F3B3--....    F forward, B backward, or its halves I (gradients of inputs), W (weights)
 
 A rank starts its next action when it is free and what that needs has arrived: from another rank one `send` after it was
 done. Sends cost the ranks nothing but this delay. Bubble is the share of all ranks' time, start to end, that is idle.
@@ -40,7 +40,7 @@ class Durations:
         if action.kind == "F":
             return self.forward[action.stage]
         halves = {"I": self.backward_input[action.stage], "W": self.backward_weight[action.stage]}
-        return halves.get(action.kind) or sum(halves.values())
+        return sum(halves.values()) if action.kind == "B" else halves[action.kind]
 
 
 def even_durations(n_stages: int, forward=1.0, backward_input=1.0, backward_weight=1.0, send=0.0) -> Durations:

@@ -1,7 +1,7 @@
 """Pictures of a pipeline's timeline: text for a terminal, SVG for a page, a trace for chrome://tracing or Perfetto.
 
-rank 0  F0F1F2F3............B0--B1--B2--B3--
-rank 1  ..F0F1F2F3......B0--B1--B2--B3--....       one column is a slice of time; dots are the bubble
+rank 0  F0F1F2F3......B0--B1--B2--B3--
+rank 1  ..F0F1F2F3B0--B1--B2--B3--....       one column is a slice of time; dots are the bubble
 """
 
 from html import escape

@@ -40,6 +40,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
+from torchtitan_lite.command_lines import count_cores, make_prepare_parser
 from torchtitan_lite.components.corpus import Corpus, open_corpus
 from torchtitan_lite.components.data import SampleReader, SampleStream, rows_of_rank
 from torchtitan_lite.components.tokenizer import Tokenizer, load_tokenizer
@@ -51,7 +52,7 @@ from torchtitan_lite.sizes import resolve_shape
 from torchtitan_lite.tools.bench_step import build_trainer, one_rank_group
 from torchtitan_lite.tools.fabricated import fabricate_corpus
 from torchtitan_lite.tools.large_corpora import measure_large_corpora
-from torchtitan_lite.tools.prepare import count_cores, make_parser, prepare
+from torchtitan_lite.tools.prepare import prepare
 from torchtitan_lite.tools.rounds import Report, measure_rounds
 
 RATIO_OF = {  # ratio -> (contender, the one it is divided by)
@@ -210,7 +211,7 @@ def prepare_corpus(texts: Path, out: Path, *, n_processes: int) -> None:
     """What the command does after its imports."""
     args = [str(texts), "--out", str(out), "--processes", str(n_processes), "--tokenizer", TOKENIZER]
     with redirect_stderr(StringIO()):  # its progress
-        prepare(make_parser().parse_args(args))
+        prepare(make_prepare_parser().parse_args(args))
 
 
 # ---------------------------------------------------------------- reading

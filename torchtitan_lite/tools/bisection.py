@@ -31,7 +31,8 @@ ONE_STAGE_PER_RANK = {
 
 
 def axis(dim: str) -> Feature:
-    return Feature(lambda config, layout: layout.degrees[dim] > 1, {DEGREE_KEYS[dim]: 1})
+    stages = {"parallelism.module_fqns_per_model_part": []} if dim == "pp" else {}  # without pp none may be listed
+    return Feature(lambda config, layout: layout.degrees[dim] > 1, {DEGREE_KEYS[dim]: 1, **stages})
 
 
 FEATURES = {  # axes first: with each, the trials that follow have fewer ranks

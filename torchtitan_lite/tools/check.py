@@ -1,17 +1,13 @@
-"""`python -m torchtitan_lite check --config NAME`: is this config sound on this many ranks?
+"""`check`: prints what a run will be, or every problem that would stop it, without torch."""
 
-Says what the run will be, or every problem that would stop it, in under a second and without torch. run_train.sh asks
-it before torchrun, because torchrun turns every failure into exit status 1.
-"""
-
-import argparse
 import json
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
+from torchtitan_lite.command_lines import make_check_parser
 from torchtitan_lite.config import ConfigError, Problem
 from torchtitan_lite.hardware import Machine, detect_machine
 from torchtitan_lite.memory_bound import GIB, MemoryBound
@@ -19,15 +15,6 @@ from torchtitan_lite.planning.cluster import describe_node, find_cluster
 from torchtitan_lite.preflight import Prepared, preflight
 from torchtitan_lite.shown import show_text
 from torchtitan_lite.sizes import count_flops_per_token, count_parameters
-
-HELP = """Any further argument is the config's: --config NAME_OR_PATH, --section.key value.
-
-Without options, or with --launch, the run is one on this host: NGPU ranks (default: all GPUs; on a CPU what the degrees
-multiply to, else 2) on each of NNODES hosts like this one, and everything is judged. --ranks and --gpus ask about a run
-elsewhere: degrees, batch and files are judged, compilers are not. What only GPUs can do, and memory, are judged by what
---gpu names; with --ranks the one is judged by this host, the other not at all.
-Exit status: 0 sound, 2 not."""
-MOST_ARGUMENTS = 1000  # argparse takes a time that grows with the square of their number
 
 
 @dataclass(frozen=True)
@@ -42,11 +29,7 @@ class Place:
 
 def main(args: list[str]) -> int:
     """Print the verdict; 0 where the run can start, 2 where it cannot."""
-    try:
-        options, config_args = parse(args)
-    except argparse.ArgumentError as error:
-        print(f"This cannot be read: {show_text(str(error), 300)}. See check --help", file=sys.stderr)
-        return 2
+    options, config_args = make_check_parser().parse_known_args(args)
     prepared, problems = None, []
     try:
         place = choose_place(options, problems)
@@ -56,7 +39,11 @@ def main(args: list[str]) -> int:
         problems += error.problems
     if prepared is None or problems:
         if options.json:
-            print(json.dumps({"sound": False, "problems": ConfigError(problems).for_json()}))
+            print(
+                json.dumps(
+                    {"sound": False, "problems": [problem.for_json() for problem in ConfigError(problems).list_first()]}
+                )
+            )
         reasons = "1 reason" if len(problems) == 1 else f"{len(problems)} reasons"
         print(f"This run cannot start, for {reasons}:\n{ConfigError(problems)}", file=sys.stderr)
         return 2
@@ -67,24 +54,7 @@ def main(args: list[str]) -> int:
     return 0
 
 
-def parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options of `check`, and arguments of the config. Raises ArgumentError."""
-    parser = argparse.ArgumentParser("check", description=__doc__, epilog=HELP, allow_abbrev=False, exit_on_error=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--ranks", metavar="N", help="judge a run of N ranks elsewhere, but not its memory")
-    parser.add_argument("--gpus", metavar="N", help="judge a run on N GPUs elsewhere, with their memory")
-    parser.add_argument("--gpu", help="what they are: a row of planning/cluster.py, as for `plan`; default: h100")
-    parser.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row"
-    )
-    parser.add_argument("--json", action="store_true", help="print for programs")
-    parser.add_argument("--launch", action="store_true", help="print the ranks of one host; the verdict goes to stderr")
-    if len(args) > MOST_ARGUMENTS:
-        raise argparse.ArgumentError(None, f"{len(args):,} arguments are more than {MOST_ARGUMENTS:,}")
-    return parser.parse_known_args(args)
-
-
-def choose_place(options: argparse.Namespace, problems: list[Problem]) -> Place:
+def choose_place(options: Namespace, problems: list[Problem]) -> Place:
     """This host and those like it, or where --ranks or --gpus put the run. Adds what is wrong with the environment to
     `problems`. Raises ConfigError where the options make no sense.
     """

@@ -1,14 +1,4 @@
-"""`python -m torchtitan_lite convert SOURCE OUT`: a checkpoint to a Hugging Face folder, or the way back.
-
-    outputs/debug, step-200, ...  ->  OUT/config.json, model.safetensors or several files and their index, tokenizer
-    Hugging Face folder           ->  OUT/manifest.json, rank-00000.safetensors: weights at step 0
-
-What SOURCE is, its files say. The first kind is for transformers and whatever else reads its folders; the second for
-`generate`, and for runs that begin with it: --checkpoint.initial_load_path OUT. (A run can begin with a Hugging Face
-folder itself too: --checkpoint.initial_load_in_hf.)
-
-One tensor at a time is in memory, so that the model may be larger than that. OUT is whole or absent.
-"""
+"""`convert`: a checkpoint to a Hugging Face folder, or back. One tensor at a time is in memory."""
 
 import argparse
 import json
@@ -21,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchtitan_lite.command_lines import make_convert_parser
 from torchtitan_lite.components.checkpoint.one_process import CheckpointWriter
-from torchtitan_lite.components.hugging_face_export import TYPES, Export, convert_dtype, write_folder
+from torchtitan_lite.components.hugging_face_export import Export, convert_dtype, write_folder
 from torchtitan_lite.formats.hugging_face_config import CONFIG, HuggingFaceError, find_unwritable
 from torchtitan_lite.formats.hugging_face_folder import list_tensors
 from torchtitan_lite.formats.manifest import UNFINISHED, CheckpointError
@@ -31,12 +22,11 @@ from torchtitan_lite.sizes import count_parameters
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 from torchtitan_lite.tools.prepare_report import Progress
 
-EXIT_STATUS = "exit status: 0 fine, 1 it failed or was stopped, 2 wrong input"
 FINAL_NORM = "norm.weight"
 
 
 def main(args: list[str]) -> int:
-    options = make_parser().parse_args(args)
+    options = make_convert_parser().parse_args(args)
     try:
         print(convert(options))
     except (SourceError, HuggingFaceError) as error:
@@ -49,36 +39,6 @@ def main(args: list[str]) -> int:
         print(f"Stopped. {options.out} was not made.", file=sys.stderr)
         return 1
     return 0
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m torchtitan_lite convert", description=__doc__, epilog=EXIT_STATUS)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.allow_abbrev = False
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="checkpoint, run, or Hugging Face folder")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
-    parser.add_argument("--dtype", choices=TYPES, help="of all weights; by default that of the source")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="in the place of the one that SOURCE names")
-    parser.add_argument(
-        "--file-gb",
-        type=read_gigabytes,
-        default=5.0,
-        metavar="N",
-        help="size of a Hugging Face file, at most; a larger tensor has one of its own (%(default)s)",
-    )
-    parser.add_argument("--no-verify", action="store_true", help="do not compare a checkpoint with its manifest")
-    parser.add_argument("--json", action="store_true", help="print the result for programs")
-    return parser
-
-
-def read_gigabytes(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0
-    if not 0 < size < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return size
 
 
 def convert(options: argparse.Namespace) -> str:

@@ -1,12 +1,6 @@
-"""`python -m torchtitan_lite explain --config NAME`: who holds what, and everything that ranks say to each other.
+"""`explain`: who holds what, and everything that ranks exchange in a step.
 
-    mesh          where each rank stands
-    parameters    which rows and columns of which weight each rank holds
-    collectives   of one step in order: operation, mesh axis, shape, bytes, the line of code that causes it
-    the step      in words
-
-Nothing here is a table of what should happen: step.py is run as one rank of that world (dry_run.py), and this is what
-it did. So `--against BASE.toml`, or the folder of another checkout, tells what a change of config or code changed.
+step.py is run as one rank of that world (dry_run.py), and this is what it did: there is no table of what should happen.
 """
 
 import argparse
@@ -19,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_lite.command_lines import make_explain_parser
 from torchtitan_lite.config import ConfigError, Problem
 from torchtitan_lite.config_reader import find_config_file
 from torchtitan_lite.tables import format_bytes
@@ -32,19 +27,9 @@ from torchtitan_lite.tools.explain_text import (
 )
 from torchtitan_lite.tools.planned import Planned, group_pp_ranks, plan_run
 
-HELP = """Any further argument is the config's: --config NAME_OR_PATH, --section.key value.
-Exit status: 0 explained (--against: no difference), 1 --against has found one, 2 wrong input."""
-
 
 def main(args: list[str]) -> int:
-    parser = argparse.ArgumentParser("explain", description=__doc__, epilog=HELP, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--gpus", type=int, metavar="N", help="ranks; default: what the degrees multiply to")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run; default: cuda")
-    parser.add_argument("--stage", type=int, metavar="P", help="only this pp rank; default: one of each kind")
-    parser.add_argument("--against", metavar="BASE", help="a TOML file, or the folder of another checkout")
-    parser.add_argument("--json", action="store_true", help="print for programs, every collective by itself")
-    options, config_args = parser.parse_known_args(args)
+    options, config_args = make_explain_parser().parse_known_args(args)
     torch.set_num_threads(1)
     try:
         planned = plan_run(config_args, options.gpus, options.device)

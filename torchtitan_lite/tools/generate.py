@@ -1,14 +1,8 @@
-"""`python -m torchtitan_lite generate SOURCE --prompt TEXT`: how a model goes on with a text.
-
-SOURCE is a checkpoint (step-200), the folder of one or of a whole run (the newest whole checkpoint is taken), or a
-Hugging Face folder. The prompt is taken as it is, with its spaces and line ends; without --prompt and --prompt-file it
-is read from standard input. The text goes to standard output, prompt first; what is said about it, to standard error.
-"""
+"""`generate`: continues a text with the model of a checkpoint or a Hugging Face folder."""
 
 import argparse
 import codecs
 import json
-import math
 import os
 import sys
 import time
@@ -19,6 +13,7 @@ from unicodedata import category
 
 import torch
 
+from torchtitan_lite.command_lines import make_generate_parser
 from torchtitan_lite.components.sampling import GenerationError, Sampling, generate
 from torchtitan_lite.components.tokenizer import Tokenizer
 from torchtitan_lite.formats.hugging_face_config import HuggingFaceError
@@ -27,11 +22,6 @@ from torchtitan_lite.hardware import detect_machine
 from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.parallel.mesh import choose_device
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
-
-EPILOG = """Sample number i is drawn with seed + i, so that it can be had again alone: --seed SEED+i.
-Ends at a token that ends a text (of the tokenizer, or of a generation_config.json beside it or the weights), after
---max-new-tokens, or where the context is full.
-Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input."""
 
 
 class PromptError(ValueError):
@@ -51,7 +41,7 @@ class Sample:
 
 def main(args: list[str]) -> int:
     """Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input."""
-    options = make_parser().parse_args(args)
+    options = make_generate_parser().parse_args(args)
     sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal has no character for
     try:
         run(options)
@@ -73,52 +63,6 @@ def fail(error: Exception, status: int, as_json: bool) -> int:
         print(json.dumps({"error": str(error)}))
     print(error, file=sys.stderr)
     return status
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m torchtitan_lite generate", description=__doc__, epilog=EPILOG)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.allow_abbrev = False
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="checkpoint, run, or Hugging Face folder")
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="text in UTF-8; - is standard input")
-    for flag, kind, default, metavar, meaning in (
-        ("--max-new-tokens", number(int, 1), 256, "N", "tokens at most"),
-        ("--n", number(int, 1), 1, "N", "samples, one after another"),
-        ("--temperature", number(float, 0), 0.8, "T", "0: always the most likely token; 1: as the model has it"),
-        ("--top-k", number(int, 0), 0, "K", "draw from the K most likely tokens; 0: from all"),
-        ("--top-p", number(float, 0, 1), 1.0, "P", "draw from the most likely tokens that hold P of the probability"),
-        ("--seed", number(int, 0, 2**62), 0, "N", "the same text for the same seed, on the same device"),
-    ):
-        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{meaning} (%(default)s)")
-    parser.add_argument(
-        "--context",
-        type=number(int, 1),
-        metavar="N",
-        help="tokens that prompt and answer may have together; by default what the model was trained with",
-    )
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="in the place of the one that SOURCE names")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare a checkpoint with its manifest")
-    parser.add_argument("--json", action="store_true", help="print for programs, when all is done")
-    return parser
-
-
-def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], int | float]:
-    """An argument's type: a finite number from `low` to `high`."""
-
-    def parse(text: str) -> int | float:
-        bounds = f"{low} or more" if high == math.inf else f"from {low} to {high}"
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (low <= value <= high and value != math.inf):
-            whole = "whole " if kind is int else ""
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {whole}number {bounds}")
-        return value
-
-    return parse
 
 
 def run(options: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from torchtitan_lite.hardware import detect_machine
 from torchtitan_lite.parallel.mesh import choose_device
 from torchtitan_lite.sizes import resolve_shape
 from torchtitan_lite.tools.bench_step import build_trainer, make_batch, one_rank_group
+from torchtitan_lite.tools.ranks import end_with_parent
 from torchtitan_lite.tools.rounds import measure_rounds
 from torchtitan_lite.tools.setting import read_clocks
 
@@ -111,6 +112,7 @@ def run_row(config: Config, *, n_rounds: int, n_steps: int, timeout_s: float) ->
 
 def answer(connection: Connection, config: Config, n_rounds: int, n_steps: int) -> None:
     """What the process does."""
+    end_with_parent()
     try:
         connection.send(measure_row(config, n_rounds=n_rounds, n_steps=n_steps))
     except torch.OutOfMemoryError as error:

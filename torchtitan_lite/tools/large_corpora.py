@@ -21,6 +21,7 @@ from torchtitan_lite.components.tokenizer import load_tokenizer
 from torchtitan_lite.config import Training
 from torchtitan_lite.corpora import BYTES_OF, choose_dtype
 from torchtitan_lite.tools.fabricated import fabricate_corpus, write_repeated
+from torchtitan_lite.tools.ranks import end_with_parent
 
 MIB = 2**20
 PROCESS_MEMORY = Path("/proc/self/statm")  # of Linux: all, resident, ... in pages
@@ -37,7 +38,7 @@ def measure_large_corpora(
     figures: dict[str, list[float]] = {}
     for _ in range(n_rounds):
         for kind, name in (("prepared", "large"), ("flat", "large.bin")):
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            with ProcessPoolExecutor(1, get_context("spawn"), initializer=end_with_parent) as process:
                 measured = process.submit(measure_corpus, str(folder / name), tokenizer_folder, n_batches).result()
             for figure, value in measured.items():
                 figures.setdefault(f"{kind}_{figure}", []).append(value)

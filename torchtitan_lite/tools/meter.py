@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from torchtitan_lite.components.places import Place, Places
 from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.planning.traffic import share_moved
-from torchtitan_lite.tools.places import Place, Places
 
 # gathered: FSDP's whole parameters; data: tokens, targets and the like, and what a pipeline receives into
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "loss", "data")

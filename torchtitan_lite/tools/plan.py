@@ -1,11 +1,8 @@
-"""`python -m torchtitan_lite plan --config NAME --gpus 16384 --gpu h100`: what a layout costs, before it is queued.
+"""`plan`: what a layout costs, before it is queued.
 
-    memory, traffic, FLOPs    what step.py does as one rank of each kind (dry_run.py)
-    bubble, time, tokens/s    the schedule, simulated with the closed form's durations (planning/)
-    warnings                  what is wrong with the layout, and the number that would be right
-
-`--search` ranks all layouts of the model on these GPUs, `--published` compares forecasts with published runs, `--score`
-with what a run of yours has measured.
+memory, traffic, FLOPs    what step.py does as one rank of each kind (dry_run.py)
+bubble, time, tokens/s    the schedule, simulated with the closed form's durations (planning/)
+warnings                  what is wrong with the layout, and the number that would be right (plan_warnings.py)
 """
 
 import argparse
@@ -18,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_lite.command_lines import make_plan_parser
 from torchtitan_lite.config import ConfigError, Problem
 from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.parallel.schedule_order import list_rows
@@ -35,8 +33,6 @@ from torchtitan_lite.tools.published import print_published
 from torchtitan_lite.tools.score import print_score
 from torchtitan_lite.tools.search_report import print_search
 
-HELP = """Any further argument is the config's: --config NAME_OR_PATH, --section.key value.
-Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input."""
 GIB = 2**30
 
 
@@ -65,7 +61,7 @@ class Plan:
 
 
 def main(args: list[str]) -> int:
-    options, config_args = parse(args)
+    options, config_args = make_plan_parser().parse_known_args(args)
     torch.set_num_threads(1)
     try:
         if options.published:
@@ -81,7 +77,7 @@ def main(args: list[str]) -> int:
         plan = make_plan(config_args, options, cluster)
     except ConfigError as error:
         if options.json:
-            print(json.dumps({"problems": error.for_json()}))
+            print(json.dumps({"problems": [problem.for_json() for problem in error.list_first()]}))
         print(f"There is no {'score' if options.score else 'plan'}:\n{error}", file=sys.stderr)
         return 2
     if options.svg:
@@ -90,30 +86,6 @@ def main(args: list[str]) -> int:
         options.trace.write_text(json.dumps(trace_chrome(plan.forecast.timeline)), encoding="utf-8")
     print(json.dumps(describe_json(plan)) if options.json else describe(plan, options.tokens))
     return 0 if plan.fits else 1
-
-
-def parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser("plan", description=__doc__, epilog=HELP, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all; default: what the degrees multiply to")
-    parser.add_argument("--gpu", default="h100", help="a row of planning/cluster.py; default: h100")
-    parser.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row"
-    )
-    parser.add_argument("--full", action="store_true", help="run every microbatch instead of a few that stand for all")
-    parser.add_argument(
-        "--tokens", type=float, metavar="N", help="a budget, to be told in days; default: training.steps"
-    )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the timeline")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="also write it for chrome://tracing or Perfetto")
-    parser.add_argument("--search", action="store_true", help="rank all layouts of this model on these GPUs")
-    parser.add_argument("--toml", type=Path, metavar="FILE", help="with --search: the best layout as a config")
-    parser.add_argument("--published", action="store_true", help="published runs beside their forecasts")
-    parser.add_argument(
-        "--score", type=Path, metavar="RUN", help="a dump folder: what was forecast for that run, and what it measured"
-    )
-    parser.add_argument("--json", action="store_true", help="print for programs")
-    return parser.parse_known_args(args)
 
 
 def search_layouts(config_args: list[str], options: argparse.Namespace, cluster: Cluster) -> None:

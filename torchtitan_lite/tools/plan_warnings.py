@@ -37,7 +37,7 @@ def warn_of_bubble(planned: Planned, cluster: Cluster, bubble: float) -> list[st
     per_rank = len(layout.stages) // pp
     stages = ceil(needed / layout.n_microbatches)
     others = ""
-    if per_rank < stages and stages * pp <= planned.shape.n_layers:
+    if per_rank < stages and stages * pp <= planned.shape.n_layers + 2:
         others = f", or about {stages} stages a rank (Interleaved1F1B, pipeline_parallel_layers_per_stage)"
     for times in (1, 2, 4, 8):
         n = ceil(needed / per_rank / pp) * pp * times

@@ -1,20 +1,11 @@
-"""`python -m torchtitan_lite prepare FILES_AND_FOLDERS --out FOLDER`: text to a corpus that `--training.dataset FOLDER`
-names.
-
-It reads .txt, .md and source files, one document each, and .jsonl, one document a line; .gz of all these; and folders.
-Of a folder, files whose suffix is not known as text are left out and counted; hidden ones are left out. A file that is
-named itself is read, unless it looks binary.
-
-It may be killed at any time: the same command goes on, and ends with the same bytes. OUT is whole or absent.
-`prepare --check FOLDER` reads a corpus again and compares every file with its manifest.
-"""
+"""`prepare`: makes a corpus of text files. The work is done in components/preparation; here is what a user sees."""
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
+from torchtitan_lite.command_lines import make_prepare_parser
 from torchtitan_lite.components.preparation.prepare import commit, finish_unit, make_plan
 from torchtitan_lite.components.preparation.shards import find_damage
 from torchtitan_lite.components.preparation.sources import PreparationError, find_sources
@@ -26,11 +17,9 @@ from torchtitan_lite.corpora import MANIFEST, CorpusError, parse_manifest
 from torchtitan_lite.tools.prepare_report import Progress, count, describe, describe_left_out
 from torchtitan_lite.tools.prepare_workers import make_units_in_parallel
 
-EXIT_STATUS = "exit status: 0 fine, 1 it could not be finished or --check found damage, 2 wrong input"
-
 
 def main(args: list[str]) -> int:
-    parser = make_parser()
+    parser = make_prepare_parser()
     options = parser.parse_args(args)
     sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
     if options.check:
@@ -49,68 +38,6 @@ def main(args: list[str]) -> int:
         print("Stopped. What is finished is kept, and the same command goes on with it.", file=sys.stderr)
         return 1
     return 0
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m torchtitan_lite prepare", description=__doc__, epilog=EXIT_STATUS)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.allow_abbrev = False
-    parser.add_argument("inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER", help="in the order of the corpus")
-    parser.add_argument("--out", metavar="FOLDER", help="where the corpus will be")
-    parser.add_argument("--tokenizer", default="assets/tokenizer", metavar="FOLDER", help="(%(default)s)")
-    parser.add_argument(
-        "--held-out",
-        type=read_share,
-        default=0.01,
-        metavar="SHARE",
-        help="of the documents, kept for validation (%(default)s)",
-    )
-    parser.add_argument("--field", default="text", help="of a line of .jsonl, which holds the text (%(default)s)")
-    parser.add_argument(
-        "--suffix", action="append", default=[], metavar=".X", help="also read files *.X of folders, one document each"
-    )
-    parser.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="count lines that are not JSON or have no text, instead of stopping at the first",
-    )
-    parser.add_argument(
-        "--processes",
-        type=read_count,
-        default=count_cores(),
-        metavar="N",
-        help="(%(default)s, the cores that this process may use)",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace the corpus that is there, once the new one is whole"
-    )
-    parser.add_argument(
-        "--start-over", action="store_true", help="delete what another command left unfinished for the same --out"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result for programs")
-    parser.add_argument("--check", metavar="FOLDER", help="compare a corpus with its manifest, and do nothing else")
-    return parser
-
-
-def read_share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
-    return share
-
-
-def read_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def count_cores() -> int:
-    """The cores that this process may use, where the system tells that."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare(options: argparse.Namespace) -> str:

@@ -10,6 +10,7 @@ takes a tenth of one. Workers that failed or hang are killed, all of them, and t
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -119,6 +120,7 @@ def serve(rank: int, connection: Connection) -> None:
     """What a worker does until its parent goes: take a job, join a group, call, answer, leave."""
     os.environ.update(WORKER_ENVIRONMENT)
     torch.set_num_threads(1)
+    end_with_parent()
     while True:
         try:
             function, world_size, store_path, timeout_s, args, kwargs = connection.recv()
@@ -137,6 +139,19 @@ def serve(rank: int, connection: Connection) -> None:
             connection.send((True, result))
         except BaseException:  # a worker must answer, whatever happened
             connection.send((False, traceback.format_exc()))
+
+
+def end_with_parent() -> None:
+    """End this process as soon as its parent is gone, however the parent ended. For a process of multiprocessing.
+
+    A worker that waits for its next job may never learn of it: the workers of a pool hold each other's pipes open.
+    """
+
+    def watch() -> None:
+        wait([multiprocessing.parent_process().sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 def forget_groups() -> None:

@@ -4,8 +4,9 @@
                     degree as long as the ranks suffice. An automatic dp_shard counts as 2. Where 2 each is already too
                     many, dp_replicate is given up first, then dp_shard, cp, tp
     kept relations  query heads per key/value head; one or several key/value heads per tp rank; which sizes tp x
-                    dp_shard divides; one or several stages per rank; even or uneven stages; more, as many, or fewer
-                    microbatches than stages, and whether the stages divide them; accumulation or none
+                    dp_shard divides; one or several stages per rank; even or uneven stages; embedding or head alone on
+                    a stage; more, as many, or fewer microbatches than stages, and whether the stages divide them;
+                    accumulation or none
     kept as is      schedule, ZeRO stage, recompute, documents, ring, tied embeddings, rotary scaling, loss parallel
     replaced        what would hide a fault or cannot be had on a CPU: AdamW, bf16, float8, inductor, async TP
 
@@ -196,8 +197,9 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout, pp: int) ->
     else:
         least = SCHEDULES[section.pipeline_parallel_schedule].least_stages_per_rank
         n_stages = pp * max(least, min(2, n_real_stages // real.pp))
-    if section.module_fqns_per_model_part:
-        return reduce_given_stages(section.module_fqns_per_model_part, n_stages)
+    counts = [sum(fqn.startswith("layers.") for fqn in stage) for stage in real.stages]
+    if section.module_fqns_per_model_part or 0 in counts:
+        return list_reduced_stages(counts, n_stages)
 
     per_stage = 2 if n_stages > 2 else 3  # what is left of the fewest is a layer for each stage
     first = min(1, section.pipeline_parallel_first_stage_less_layers)
@@ -214,11 +216,16 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout, pp: int) ->
     return reduced
 
 
-def reduce_given_stages(given: list[list[str]], n_stages: int) -> dict[str, object]:
-    """Explicit lists: the first stages and the last one, with one layer each, or two where one has more than others."""
-    counts = [sum(fqn.startswith("layers.") for fqn in stage) for stage in given]
+def list_reduced_stages(counts: list[int], n_stages: int) -> dict[str, object]:
+    """Explicit lists: the first stages and the last one, with one layer each, or two where one has more than others.
+
+    `counts`: layers of each real stage. A stage without a layer stays so; of two such stages alone, the first one does.
+    """
     kept = [*counts[: n_stages - 1], counts[-1]]
-    sizes = [1 if count == min(counts) else 2 for count in kept]
+    fewest = min(filter(None, counts))
+    sizes = [min(count, 1 if count == fewest else 2) for count in kept]
+    if not any(sizes):
+        sizes[-1] = 1
     stages, start = [], 0
     for index, size in enumerate(sizes):
         layers = range(start, start + size)

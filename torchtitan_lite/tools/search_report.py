@@ -17,6 +17,7 @@ from torchtitan_lite.planning.forecast import Sketch
 from torchtitan_lite.planning.traffic import list_traffic
 from torchtitan_lite.sizes import Shape
 from torchtitan_lite.tools.dry_run import dry_run
+from torchtitan_lite.tools.ranks import end_with_parent
 from torchtitan_lite.tools.search import (
     Candidate,
     describe_candidate,
@@ -146,7 +147,7 @@ def choose_by_dry_run(best: list[Choice], cluster: Cluster, n_dry_runs: int) -> 
     winner = None
     n_workers = min(n_dry_runs, os.cpu_count() or 1)
     context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(n_workers, context, initializer=torch.set_num_threads, initargs=(1,)) as workers:
+    with ProcessPoolExecutor(n_workers, context, initializer=start_worker) as workers:
         answers = [workers.submit(compare_with_dry_run, *pair) for pair in number_candidates(best[:n_dry_runs])]
         for number, candidate in number_candidates(best):
             if number > n_dry_runs and winner:
@@ -158,6 +159,11 @@ def choose_by_dry_run(best: list[Choice], cluster: Cluster, n_dry_runs: int) -> 
             print(told + "\n  which does not fit" * (not fits), flush=True)
             winner = winner or (number if fits else None)
     return winner or 1
+
+
+def start_worker() -> None:
+    torch.set_num_threads(1)
+    end_with_parent()
 
 
 def number_candidates(best: list[Choice]) -> Iterator[tuple[int, Candidate]]:

@@ -1,5 +1,4 @@
-"""`python -m torchtitan_lite tokenizer`: learns a small vocabulary from the python_stdlib corpus. The one in assets/
-was made by it.
+"""`tokenizer`: learns a small vocabulary from the python_stdlib corpus. The one in assets/ was made by it.
 
 Byte-pair encoding is learned by repetition: write every word of the text as its bytes, make the most frequent pair of
 neighbours a new token, join that pair wherever it stands, and count again.
@@ -10,7 +9,6 @@ The order in which tokens were made is their rank, and encoding joins by rank, s
 never grow together: what a word is, SPLIT_PATTERN says. Sennrich et al. arXiv:1508.07909.
 """
 
-import argparse
 import sys
 import time
 from base64 import b64encode
@@ -21,6 +19,7 @@ from pathlib import Path
 
 import regex  # comes with tiktoken; the standard library's re does not know \p{L}
 
+from torchtitan_lite.command_lines import make_tokenizer_parser
 from torchtitan_lite.components.preparation.shards import replace_file
 from torchtitan_lite.components.tokenizer import load_tokenizer
 from torchtitan_lite.corpora import NAMED
@@ -30,15 +29,7 @@ TRAINING_TEXT_BYTES = 2_000_000
 
 
 def main(args: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_lite tokenizer", description=__doc__.partition("\n\n")[0]
-    )
-    parser.add_argument("--vocab", type=int, default=2048, help="tokens to have, the 256 bytes included (%(default)s)")
-    parser.add_argument("--out", default="assets/tokenizer", help="folder for tokenizer.model (%(default)s)")
-    options = parser.parse_args(args)
-    if options.vocab < 256:
-        parser.error(f"--vocab {options.vocab}: the 256 single bytes are always tokens. Give 256 or more.")
-
+    options = make_tokenizer_parser().parse_args(args)
     files = NAMED["python_stdlib"]()
     # Every n-th file and not the first 2 MB: neighbours in the alphabet are about the same thing.
     spread = max(1, sum(path.stat().st_size for path in files) // TRAINING_TEXT_BYTES)

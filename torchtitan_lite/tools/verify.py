@@ -1,9 +1,4 @@
-"""`python -m torchtitan_lite verify --config NAME`: does this layout compute the single-device model?
-
-Runs the config, reduced to laptop size, on processes of this CPU beside one process with the same model file, and
-prints a certificate: initial weights, loss, gradient of every parameter, gradient norm, updated weights, copies. Where
-something differs, it names the first thing that does.
-"""
+"""`verify`: runs a config, reduced, beside one process, and prints a certificate or the first difference."""
 
 import argparse
 import json
@@ -17,6 +12,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.certificates import write_certificate
+from torchtitan_lite.command_lines import make_verify_parser
 from torchtitan_lite.config import Config, ConfigError
 from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.tools.bisection import Step, bisect, find_smallest, list_features
@@ -27,15 +23,12 @@ from torchtitan_lite.tools.ranks import RankPool
 from torchtitan_lite.tools.reduction import DEGREE_KEYS, Reduction, override, reduce_config
 from torchtitan_lite.tools.trial import RunRanks, measure_faults, save_oracle, try_layout
 
-HELP = """Any further argument is the config's: --config NAME_OR_PATH, --section.key value.
-Exit status: 0 certified, 1 not, 2 wrong input."""
-MOST_RANKS = 16
 SECONDS_FOR_A_RUN = 300  # after which ranks that wait for each other are given up; a busy laptop compiles slowly
 
 
 def main(args: list[str]) -> int:
     """Exit status: 0 certified, 1 not, 2 wrong input."""
-    options, config_args = parse(args)
+    options, config_args = make_verify_parser().parse_known_args(args)
     reading = read_config(config_args)
     try:
         if reading.problems:
@@ -43,7 +36,7 @@ def main(args: list[str]) -> int:
         reduction = reduce_config(reading.config, options.ranks)
     except ConfigError as error:
         if options.json:
-            print(json.dumps({"certified": False, "problems": error.for_json()}))
+            print(json.dumps({"certified": False, "problems": [problem.for_json() for problem in error.list_first()]}))
         print(f"This run could not start:\n{error}", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
@@ -57,26 +50,6 @@ def main(args: list[str]) -> int:
     if report["certified"]:
         keep_certificate(reading.config, report)
     return 0 if report["certified"] else 1
-
-
-def parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and the arguments that are the config's."""
-    parser = argparse.ArgumentParser("verify", description=__doc__, epilog=HELP, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=8,
-        choices=range(1, MOST_RANKS + 1),
-        metavar="N",
-        help=f"processes at most, up to {MOST_RANKS}; default: 8. The more, the nearer to the real mesh",
-    )
-    parser.add_argument("--bf16", action="store_true", help="also compute in bfloat16: at most twice one rank's error")
-    parser.add_argument("--bisect", action="store_true", help="on failure, find the smallest combination that fails")
-    parser.add_argument("--matrix", action="store_true", help="thirty layouts of this model instead of its own")
-    parser.add_argument("--verbose", action="store_true", help="every parameter instead of the worst of each kind")
-    parser.add_argument("--json", action="store_true", help="print for programs, every parameter included")
-    return parser.parse_known_args(args)
 
 
 def verify(

@@ -1,7 +1,7 @@
 """From `model.hf_assets_path` to a vocabulary: which file is meant, and what of it is wrong.
 
     bytes                        the word: plain bytes, no file
-    assets/tokenizer             a folder: its tokenizer.json, else its tokenizer.model
+    assets/tokenizer             a folder: its tokenizer.json, tokenizer.model or original/tokenizer.model
     some/where/tokenizer.json    either file itself; torchtitan v0.1 names its tokenizer.model so
 
 Where a folder holds both, tokenizer.json is read, as torchtitan v0.2 does: it says itself which kind of encoding it
@@ -50,7 +50,8 @@ def find_tokenizer(hf_assets_path: str) -> Path | None:
     """The file that is meant: from the working directory, else from the repository."""
     for folder in (Path.cwd(), REPOSITORY):
         place = folder / hf_assets_path
-        candidates = [place] if place.name in READERS else [place / name for name in READERS]
+        names = [*READERS, "original/tokenizer.model"]  # the last one is where Meta's folders of Llama 3 have it
+        candidates = [place] if place.name in READERS else [place / name for name in names]
         for path in candidates:
             if path.is_file():
                 return path

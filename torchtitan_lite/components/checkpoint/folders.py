@@ -10,6 +10,7 @@ another name, so that nothing is lost and its step can be saved anew.
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_lite.components.preparation.shards import sync_folder
@@ -34,6 +35,18 @@ def sweep(folder: Path) -> None:
     """Deletes saves and deletions that were not finished. For the run that holds the dump folder, and nobody else."""
     for left_over in folder.glob(f"step-*{UNFINISHED}"):
         shutil.rmtree(left_over)
+
+
+def discard(final: Path, file_names: list[str]) -> None:
+    """Delete the save of `final` that failed. What cannot be deleted now is swept away when the next save begins.
+
+    It opens nothing, because the save may have failed for want of file descriptors, which rmtree needs too.
+    """
+    unfinished = name_unfinished(final)
+    with suppress(OSError):
+        for name in (*file_names, MANIFEST):
+            (unfinished / name).unlink(missing_ok=True)
+        unfinished.rmdir()
 
 
 def name_unfinished(final: Path) -> Path:

@@ -10,7 +10,6 @@ Ranks save over a group that no other code uses: calls of two threads over one g
 """
 
 import logging
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -27,9 +26,9 @@ from torch.optim.optimizer import Optimizer
 from torchtitan_lite.components.checkpoint import folders
 from torchtitan_lite.components.checkpoint.agreement import explain
 from torchtitan_lite.components.checkpoint.staging import Staging
-from torchtitan_lite.components.checkpoint.storage import StagedPlanner, StorageWriter
+from torchtitan_lite.components.checkpoint.storage import StagedPlanner, StorageWriter, name_file
 from torchtitan_lite.config import Checkpoint, Config
-from torchtitan_lite.formats.manifest import CheckpointError, Manifest
+from torchtitan_lite.formats.manifest import CheckpointError, Manifest, find_steps
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +54,10 @@ class CheckpointSaver:
         self.folder, self.section, self.group = folder, section, group
         self.facts, self.run = facts, run
         self.in_flight: Future | None = None
+        self.failure: CheckpointError | None = None  # of the last save, after which the run went on
+        self.newest_step: int | None = None  # of what is saved; rank 0 alone keeps it
+        if section.enable and dist.get_rank(group) == 0:
+            self.newest_step = max(find_steps(folder), default=None)
         self.staging = self.thread = None
         if section.async_mode != "disabled":
             self.staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
@@ -87,12 +90,14 @@ class CheckpointSaver:
             self.tell(in_flight.result)
 
     def tell(self, result: Callable[[], None]) -> None:
-        """Calls `result`; an error stops the run, or is logged."""
+        """Calls `result`; an error stops the run, or is logged and kept."""
         try:
             result()
+            self.failure = None
         except CheckpointError as error:
             if self.section.on_save_error == "stop":
                 raise
+            self.failure = error
             if dist.get_rank(self.group) == 0:
                 logger.error(f"NOT SAVED, and the run goes on (checkpoint.on_save_error): {error}")
 
@@ -105,7 +110,7 @@ class CheckpointSaver:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as error:  # the same on every rank, and none of them is writing any more
             if rank == 0:
-                shutil.rmtree(folders.name_unfinished(final), ignore_errors=True)
+                folders.discard(final, [name_file(n) for n in range(dist.get_world_size(self.group))])
             raise explain(error) from error
         except RuntimeError as error:  # of a collective: this group is of no use any more, so the run cannot go on
             raise RuntimeError(
@@ -114,7 +119,22 @@ class CheckpointSaver:
             ) from error
         if rank == 0:
             logger.info(f"saved checkpoint {final}")
+            self.newest_step = step
             self.retire()
+
+    def notice_loss(self) -> None:
+        """Log an error, once, if the newest checkpoint was deleted. Only rank 0 knows which one that is."""
+        step = self.newest_step
+        # Compared again: beside this, the thread may have saved a newer one, and then deleted this one as it should.
+        if step is not None and not (self.folder / f"step-{step}").exists() and step == self.newest_step:
+            self.newest_step = None
+            lost = self.folder / f"step-{step}"
+            logger.error(f"{lost} was deleted or moved: until the next save, {self.describe_saved()}")
+
+    def describe_saved(self) -> str:
+        """Say how much of the run a resumed one would have lost."""
+        steps = find_steps(self.folder)
+        return f"nothing since step {steps[-1]} is saved" if steps else "nothing is saved"
 
     def retire(self) -> None:
         try:

@@ -52,6 +52,10 @@ class StagedPlanner(DefaultSavePlanner):
         return super().lookup_object(index) if self.staged is None else self.staged[index.fqn]
 
 
+def name_file(rank: int) -> str:
+    return f"rank-{rank:05}.safetensors"
+
+
 class StorageWriter(Writer):
     """Writes what DCP has planned for this rank; on rank 0, makes the folder and commits it.
 
@@ -60,7 +64,7 @@ class StorageWriter(Writer):
 
     def __init__(self, final: Path, unsaved: Manifest, rank: int):
         self.final, self.unsaved = final, unsaved
-        self.file_name = f"rank-{rank:05}.safetensors"
+        self.file_name = name_file(rank)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0, before anybody writes."""

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 PACKAGE = Path(__file__).resolve().parent.parent
-WATCHERS = [str(PACKAGE / "tools" / name) for name in ("places.py", "meter.py", "dry_run.py")]
+WATCHERS = ("components/places.py", "components/diagnosis.py", "tools/meter.py", "tools/dry_run.py")
 OF_PYTHON = (str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"], "<")
 
 PARTS_OF_TORCH = {  # in a file's path -> what works there
@@ -59,7 +59,7 @@ class Places:
         node = torch._C._current_autograd_node()
         place, in_engine = self._read_stack()
         if in_engine and node is not None:
-            made = self._place_of(node)
+            made = self.place_of(node)
             return replace(
                 made, through=place.through, module=place.module or made.module, walk="backward", reduces=place.reduces
             )
@@ -94,7 +94,7 @@ class Places:
             frame = frame.f_back
         return Place(line, function, module, through, reduces=reduces), in_engine
 
-    def _place_of(self, node: torch.autograd.graph.Node) -> Place:
+    def place_of(self, node: torch.autograd.graph.Node) -> Place:
         """Where forward made a node: its counter had just passed the node's number."""
         at = bisect_left(self._nodes, node._sequence_nr() + 1)
         return self._places[at] if at < len(self._places) else Place()
@@ -114,7 +114,7 @@ class CodeKind:
 @cache
 def describe_code(code: CodeType) -> CodeKind:
     path = Path(code.co_filename)
-    ours = not code.co_filename.startswith(OF_PYTHON) and code.co_filename not in WATCHERS
+    ours = not code.co_filename.startswith(OF_PYTHON) and not code.co_filename.endswith(WATCHERS)
     name = str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else path.name
     through = next((part for within, part in PARTS_OF_TORCH.items() if within in code.co_filename), "")
     is_param_group = path.name == "_fsdp_param_group.py" and code.co_varnames[:1] == ("self",)
