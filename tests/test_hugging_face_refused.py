@@ -128,10 +128,11 @@ def lengthen_header(folder: Path, n_bytes: int) -> None:
 
 WRONG_FILES = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
-    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON object"),
-    "config is too deep": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is no JSON object"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON: "),
+    "config is too deep": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json has lists and"),
     "no index": (lambda f: (f / "model.safetensors.index.json").unlink(), "there is no model.safetensors and no"),
-    "index is no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "weight_map"),
+    "index is no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "is not a JSON object"),
+    "index without files": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
     "a missing file": (lambda f: first_file(f).unlink(), "names files that are not there: model-00001"),
     "a missing tensor": (
         lambda f: remove(f, "model.layers.1.mlp.up_proj.weight"),
@@ -173,7 +174,7 @@ WRONG_FILES = {
         lambda f: first_file(f).write_bytes((MOST_HEADER_BYTES * 10**6).to_bytes(8, "little") + b"{}"),
         "cannot hold a header",
     ),
-    "a header that is no JSON": (lambda f: first_file(f).write_bytes(b"\x02" + bytes(7) + b"{{"), "no JSON object"),
+    "a header that is no JSON": (lambda f: first_file(f).write_bytes(b"\x02" + bytes(7) + b"{{"), "header is not JSON"),
     "offsets beyond the file": (lambda f: corrupt_header(f, shape=[2**40, 64]), "needs"),
     "an endless shape": (lambda f: corrupt_header(f, shape=[2**60, 2**60]), "no possible shape"),
     "a negative shape": (lambda f: corrupt_header(f, shape=[-1, 64]), "no possible shape"),

@@ -18,7 +18,7 @@ from torchtitan_lite.config import ConfigError
 from torchtitan_lite.vocabulary.fast_pattern import group_plain_alternatives
 from torchtitan_lite.vocabulary.find_vocabulary import read_vocabulary
 from torchtitan_lite.vocabulary.merges import choose_mergeable
-from torchtitan_lite.vocabulary.split_pattern import read_split
+from torchtitan_lite.vocabulary.split_pattern import DIGITS_PATTERN, GPT2_PATTERN, PUBLISHED, WHOLE_TEXT
 from torchtitan_lite.vocabulary.tokenizer_json import spell_bytes
 from torchtitan_lite.vocabulary.vocabulary import VocabularyError
 
@@ -38,8 +38,6 @@ GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{GPT4O_CAPITALS}+{GPT4O_SMALL}*{CONTRACTION}|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-POSSESSIVE = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++"
-CLASSES = r"[A-Za-z_]+|[\[\](){}&~#\"/\-^]| ?[一-龥ぁ-ゖ]{2}|\d+?|[ \t-]|(?:\.\.)+"
 
 
 def split(pattern: str, behavior: str = "isolated", invert: bool = False):
@@ -60,11 +58,10 @@ STYLES = {  # pre-tokenizer | normalizer | added tokens that texts may hold | ig
     "GPT-NeoX": (byte_level(), normalizers.Sequence([normalizers.NFC()]), RUNS_OF_SPACES, False),
     "both kinds": (split(QWEN), None, THINKING + RUNS_OF_SPACES, True),
     "GPT-4o": (split(GPT4O, "removed", True), None, [], False),
-    "possessive": (split(POSSESSIVE, "isolated", True), None, [], False),
+    "GPT-4 at first": (split(PUBLISHED["GPT-4 at first"], "isolated", True), None, [], False),
     "SmolLM": (pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level()]), None, [], False),
     "digits": (pre_tokenizers.Sequence([pre_tokenizers.Digits(False), byte_level()]), None, [], False),
     "no words": (byte_level(use_regex=False), None, [], True),
-    "gaps": (split(CLASSES), None, [], False),
 }
 
 SCRIPTS = [
@@ -184,7 +181,7 @@ def test_ids_are_those_of_hugging_face(style, contents, tmp_path):
     assert max(max(ours.encode(text), default=0) for text in texts) < ours.n_words
 
 
-@pytest.mark.parametrize("style", ["GPT-2", "Llama 3", "Qwen", "no words", "gaps"])
+@pytest.mark.parametrize("style", ["GPT-2", "Llama 3", "Qwen", "no words"])
 def test_very_long_words_have_the_ids_of_hugging_face(style, contents, tmp_path):
     ours, oracle = load_both(tmp_path, contents[style])
     letters = "".join(random.Random(2).choices("abcdeinorst", k=100_000))
@@ -201,7 +198,7 @@ def test_very_long_words_have_the_ids_of_hugging_face(style, contents, tmp_path)
 
 
 def test_text_comes_back_and_every_token_tells_its_bytes(contents, tmp_path):
-    for style in ("Llama 3", "both kinds", "gaps"):  # without a normalizer nothing changes
+    for style in ("Llama 3", "both kinds", "GPT-4o"):  # without a normalizer nothing changes
         ours, _ = load_both(tmp_path, contents[style])
         n_bytes = ours.bytes_of_tokens()
         assert len(n_bytes) == ours.n_words and n_bytes[ours.eos_id] == 0
@@ -231,15 +228,22 @@ CHARACTERS = [chr(c) for c in [*range(0xD800), *range(0xE000, 0x32400), *range(0
 
 
 @pytest.mark.parametrize(
-    "kind", [r"\p{L}", r"\p{N}", r"\s", r"\p{M}", r"[^\s\p{L}\p{N}]", "(?i:'s|'t|'re|'ve|'m|'ll|'d)"]
+    "kind",
+    [r"\p{L}", r"\p{N}", r"\s", r"\p{M}", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}]", r"\p{Ll}", "(?i:'s|'t|'re|'ve|'m|'ll|'d)"],
 )
-def test_every_character_is_of_the_same_kind_in_both_engines(kind, contents, tmp_path):
-    content = json.loads(json.dumps(contents["GPT-4o"]))
-    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = kind  # what does not match is removed
-    ours, oracle = load_both(tmp_path, content)
+def test_every_character_is_of_the_same_kind_in_both_engines(kind):
     text = "".join(f"'{character}" for character in CHARACTERS)
-    assert ours.encode(text[: MAX_CHARACTERS - 1]) == encode_with(oracle, text[: MAX_CHARACTERS - 1])
-    assert ours.encode(text[MAX_CHARACTERS - 1 :]) == encode_with(oracle, text[MAX_CHARACTERS - 1 :])
+    expected = pre_tokenizers.Split(Regex(kind), "removed", invert=True).pre_tokenize_str(text)  # the matches only
+    found = b"".join(encode_by(kind, part) for part in (text[: MAX_CHARACTERS - 1], text[MAX_CHARACTERS - 1 :]))
+    assert found.decode() == "".join(word for word, _ in expected)
+
+
+def encode_by(pattern: str, text: str) -> bytes:
+    """What `pattern` takes of a text, as tiktoken reads it."""
+    ranks = {bytes([n]): n for n in range(256)}
+    return bytes(
+        tiktoken.Encoding("any", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}).encode_ordinary(text)
+    )
 
 
 def test_composing_is_that_of_hugging_face_for_every_character_and_its_parts():
@@ -255,15 +259,13 @@ def test_composing_texts_is_that_of_hugging_face():
     marks = [
         chr(c) for c in (*range(0x300, 0x370), 0x7FD, 0x898, 0x1AC0, 0x16D67, 0x11935, 0x11930, 0x11938, 0x323, 0x1161)
     ]
-    for _ in range(5000):
-        text = "".join(rng.choice(marks) if rng.random() < 0.7 else rng.choice("aeK가ᄀ अ") for _ in range(9))
+    for n in [9] * 5000 + [500] * 100:
+        text = "".join(
+            rng.choice(marks) if rng.random() < 1 - 6 / n**1.5 else rng.choice("aeK가ᄀ अ") for _ in range(n)
+        )
         assert compose(text) == normalizers.NFC().normalize_str(text), [hex(ord(c)) for c in text]
 
 
-ATOMS = r"\p{L} \P{L} \p{Lu} \p{M} \P{P} \p{S} \p{Han} \s \S \d \D \n . a b X ' é 漢 \. \- \" [a-c]".split()
-ATOMS += [r"[^\s\p{L}]", r"[\r\n/]"]
-ATOMS += [r"[^^x&~-]", "(?:ab|a)", "(a|b)", "(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"'(?i:[sdmt]|ll|ve|re)", r"(?!\S)", " "]
-REPEATED = ["", "", "", "?", "*", "+", "+?", "*?", "??", "++", "*+", "?+", "{1,3}", "{2}", "{2,}"]
 PARTS = [
     "a",
     "b",
@@ -284,44 +286,36 @@ PARTS = [
     "\u0301",
     "😀",
     "abab",
-    "$",
-    "^",
+    "ǅ",
+    "ʰ",
 ]
+PATTERNS = [*PUBLISHED.values(), GPT2_PATTERN]
 
 
-def test_patterns_that_are_taken_cut_as_hugging_face_does():
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_pattern_cuts_as_hugging_face_does(pattern):
     rng = random.Random(8)
-    n_taken = 0
-    while n_taken < 300:
-        words = ("".join(rng.choice(ATOMS) + rng.choice(REPEATED) for _ in range(rng.randint(1, 4))) for _ in range(3))
-        pattern, text = "|".join(words), "".join(rng.choices(PARTS, k=25))
-        try:
-            taken = read_split({"pattern": {"Regex": pattern}, "behavior": "Isolated"})
-        except VocabularyError:
-            continue  # it repeats what is repeated, or matches where nothing is
-        n_taken += 1
+    for _ in range(60):
+        text = "".join(rng.choices(PARTS, k=25))
         expected = [word for word, _ in pre_tokenizers.Split(Regex(pattern), "isolated").pre_tokenize_str(text)]
         parts = {text[start:end] for start in range(len(text)) for end in range(start + 1, len(text) + 1)}
         tokens = dict.fromkeys([bytes([n]) for n in range(256)] + sorted(part.encode() for part in parts))  # any word
         ranks = {token: n for n, token in enumerate(tokens)}
-        faster = group_plain_alternatives(taken)
-        encoding = tiktoken.Encoding("any", pat_str=faster, mergeable_ranks=ranks, special_tokens={})
-        assert encoding.decode_tokens_bytes(encoding.encode_ordinary(text)) == [w.encode() for w in expected], pattern
+        for form in (pattern, group_plain_alternatives(pattern)):
+            encoding = tiktoken.Encoding("any", pat_str=form, mergeable_ranks=ranks, special_tokens={})
+            assert encoding.decode_tokens_bytes(encoding.encode_ordinary(text)) == [w.encode() for w in expected], text
 
 
-@pytest.mark.parametrize(
-    ("pattern", "grouped"),
-    [
-        (r"a|[b|c]|\||x(?!\S)|d", r"(?:a|[b|c]|\|)|x(?!\S)|d"),
-        (r"a|(b|(?:c|d))+e", r"(?:a|(b|(?:c|d))+e)"),
-        (r"a|[(]|b++|[)]|c", r"(?:a|[(])|b++|(?:[)]|c)"),
-        (r"[\]|(]|\(|\p{L}+", r"(?:[\]|(]|\(|\p{L}+)"),
-        (r"\s+(?!\S)|\s+", r"\s+(?!\S)|\s+"),
-        ("(?s:.+)", "(?s:.+)"),
-    ],
-)
-def test_plain_neighbours_are_grouped_and_nothing_else_is_changed(pattern, grouped):
-    assert group_plain_alternatives(pattern) == grouped
+@pytest.mark.parametrize("pattern", [*PATTERNS, DIGITS_PATTERN % "", WHOLE_TEXT])
+def test_every_pattern_takes_every_character_and_the_longest_runs(pattern):
+    faster = group_plain_alternatives(pattern)
+    for text in (*(unit * (MAX_CHARACTERS - 1) + "x" for unit in "a !\n"), "".join(CHARACTERS)[:MAX_CHARACTERS]):
+        assert encode_by(faster, text) == text.encode(), text[:9]
+
+
+def test_plain_alternatives_are_grouped():
+    assert group_plain_alternatives(r"a|b|\s+(?!\S)|\s+") == r"(?:a|b)|\s+(?!\S)|\s+"
+    assert group_plain_alternatives("(?s:.+)") == "(?s:.+)"
 
 
 # ---------------------------------------------------------------- merges and ranks
@@ -385,7 +379,7 @@ def test_merges_that_are_taken_give_the_same_ids_for_every_word():
 
 BAD_MERGES = [  # merges | tokens after the bytes | ignore_merges | reason
     ("b c, a b", "ab bc", False, "not in the order of its merges: token 257 'bc' is merged .* token 256 'ab'|order"),
-    ("ab c, a b", "ab abc", False, "'ab c' comes before"),
+    ("ab c, a b", "ab abc", False, "'ab' 'c' comes before"),
     ("b c", "bc abc", True, "no merge joins 'a' and 'bc'"),
     ("a b", "", False, "needs 'ab'"),
     ("a bc", "abc", False, "needs 'bc'"),
@@ -435,8 +429,6 @@ def test_a_token_that_no_merge_makes_is_decoded_and_never_encoded(contents, tmp_
 MODEL = ("model",)
 PRE = ("pre_tokenizer",)
 SPLIT = ("pre_tokenizer", "pretokenizers", 0)
-DIFFERENT = [r"\w", "^a", "$", r"\b", "(?i:ss)", "(?<=x)a", "(?=x)a", "[a&&b]", "[a--b]", "[[:alpha:]]", "[^]"]
-DIFFERENT += [r"\p{Alpha}", r"\x41", r"\<a", r"\1", "{1,3}+", "(?>a)", "(?m:a)", "(?!a*)"]
 REFUSED = [  # what is changed in Qwen's style, to what | part of the reason
     ((*MODEL, "type"), "Unigram", "of type 'Unigram'"),
     ((*MODEL, "type"), "WordPiece", "of type 'WordPiece'"),
@@ -460,11 +452,7 @@ REFUSED = [  # what is changed in Qwen's style, to what | part of the reason
     ((*SPLIT, "behavior"), "MergedWithPrevious", "'MergedWithPrevious'"),
     ((*SPLIT, "behavior"), "Removed", "'Removed'"),
     ((*SPLIT, "pattern"), {"String": " "}, "not by a Regex"),
-    ((*SPLIT, "pattern", "Regex"), r"\s*", "matches where nothing is"),
-    ((*SPLIT, "pattern", "Regex"), r"a|(?!\S)", "matches where nothing is"),
-    ((*SPLIT, "pattern", "Regex"), r"a|[b", r"'[b'"),
-    ((*SPLIT, "pattern", "Regex"), r"(a", "no regular expression"),
-    *(((*SPLIT, "pattern", "Regex"), f"a|{part}", f"from {part!r} on") for part in DIFFERENT),
+    ((*SPLIT, "pattern", "Regex"), QWEN + "|x", "known ones, which are those of Llama 3, Qwen, "),
     (("added_tokens", 0, "lstrip"), True, "'end' has lstrip"),
     (("added_tokens", 0, "rstrip"), True, "'end' has rstrip"),
     (("added_tokens", 0, "single_word"), True, "'end' has single_word"),
@@ -557,7 +545,7 @@ def test_eos_is_what_the_files_beside_it_call_so(files, eos, contents, tmp_path)
         ({}, "no tokenizer_config.json, special_tokens_map.json, config.json beside it has eos_token"),
         ({"tokenizer_config": {"eos_token": "</s>"}}, "EOS token '</s>' is not in its vocabulary"),
         ({"config": {"eos_token_id": 4000}}, "EOS token 4000 is not in its vocabulary"),
-        ({"config": ["eos_token_id"]}, "config.json beside it cannot be used"),
+        ({"config": ["eos_token_id"]}, "config.json beside it is not a JSON object"),
         ({"tokenizer_config": {"eos_token": EOS, "add_bos_token": True, "bos_token": "<s>"}}, "BOS token '<s>'"),
     ],
 )

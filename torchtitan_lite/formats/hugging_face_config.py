@@ -15,10 +15,11 @@ What a Llama of theirs can be and ours cannot (biases, another activation, anoth
 weights) is refused: loading such a model would compute something else without a word.
 """
 
-import json
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.config import Problem
+from torchtitan_lite.formats.json_file import in_one_line, read_json_object
 from torchtitan_lite.sizes import RopeScaling, Shape
 
 CONFIG = "config.json"
@@ -49,27 +50,28 @@ MUST_BE = {  # key -> the value that our model computes with; a missing key mean
     "quantization_config": None,
 }
 LARGEST = 2**24  # of any size; the vocabulary of Llama 3 is 2**17
+MOST_BYTES = 2**24  # of a JSON file beside the weights; the index of the largest models has a tenth
 
 
 class HuggingFaceError(ValueError):
     """A folder that is no Llama that we can load. Holds everything that was found."""
 
     def __init__(self, folder: Path, problems: list[str]):
-        self.problems = problems
-        super().__init__("\n".join([f"{folder} cannot be used:", *(f"  {problem}" for problem in problems)]))
+        self.problems = [in_one_line(problem) for problem in problems]
+        super().__init__("\n".join([f"{folder} cannot be used:", *(f"  {problem}" for problem in self.problems)]))
+
+
+def read_beside(folder: Path, name: str) -> dict[str, Any]:
+    """The JSON object in the file `name` of a folder. Raises HuggingFaceError."""
+    try:
+        return read_json_object(folder / name, MOST_BYTES)
+    except ValueError as error:
+        raise HuggingFaceError(folder, [f"{name} {error}"]) from None
 
 
 def read_shape(folder: Path) -> Shape:
     """The shape that `folder`/config.json describes. Raises HuggingFaceError."""
-    path = folder / CONFIG
-    try:
-        config = json.loads(path.read_bytes())
-    except OSError as error:
-        raise HuggingFaceError(folder, [f"{CONFIG} cannot be read ({error.strerror})"]) from None
-    except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
-        raise HuggingFaceError(folder, [f"{CONFIG} is no JSON object"])
+    config = read_beside(folder, CONFIG)
     problems = [
         f"{CONFIG}: {key} = {config[key]!r}; a Llama here has {value!r}"
         for key, value in MUST_BE.items()

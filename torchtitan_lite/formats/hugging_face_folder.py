@@ -17,11 +17,10 @@
 Shapes are equal in both. The rows of wq and wk stand in another order: components/hugging_face.py.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.formats.hugging_face_config import CONFIG, HuggingFaceError, read_shape
+from torchtitan_lite.formats.hugging_face_config import CONFIG, HuggingFaceError, read_beside, read_shape
 from torchtitan_lite.formats.safetensors_header import Entry, TensorFileError, read_header
 from torchtitan_lite.sizes import Shape
 
@@ -148,13 +147,9 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
 def read_weight_map(path: Path) -> dict[str, str]:
     """Tensor -> name of its file, as the index has it."""
-    try:
-        index = json.loads((path / INDEX).read_bytes())
-    except (ValueError, RecursionError):
-        index = None
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = read_beside(path, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise HuggingFaceError(path, [f"{INDEX} is no JSON object with a weight_map"])
+        raise HuggingFaceError(path, [f"{INDEX} has no weight_map"])
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise HuggingFaceError(
@@ -184,3 +179,5 @@ def read_file(path: Path, file: str) -> dict[str, Entry]:
         return read_header(path / file)
     except TensorFileError as error:
         raise HuggingFaceError(path, [str(error)]) from None
+    except OSError as error:
+        raise HuggingFaceError(path, [f"{file} cannot be read ({error.strerror})"]) from None

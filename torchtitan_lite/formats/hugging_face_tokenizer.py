@@ -9,9 +9,10 @@ transformers reads tokenizer.model through tiktoken, which it must have for that
 """
 
 import json
+import os
 from pathlib import Path
 
-from torchtitan_lite.formats.hugging_face_config import CONFIG, HuggingFaceError
+from torchtitan_lite.formats.hugging_face_config import CONFIG, HuggingFaceError, read_beside
 from torchtitan_lite.vocabulary.vocabulary import Vocabulary
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -56,15 +57,9 @@ def read_end_ids(folder: Path) -> frozenset[int]:
     None where neither says so. Raises HuggingFaceError where one says what is no id.
     """
     for name in (GENERATION_CONFIG, CONFIG):
-        if not (folder / name).is_file():
+        if not os.path.exists(folder / name):
             continue
-        try:
-            content = json.loads((folder / name).read_bytes())
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
-            raise HuggingFaceError(folder, [f"{name} is no JSON object"])
-        named = content.get("eos_token_id")
+        named = read_beside(folder, name).get("eos_token_id")
         ids = named if isinstance(named, list) else [] if named is None else [named]
         if not all(type(id) is int and id >= 0 for id in ids):
             raise HuggingFaceError(folder, [f"{name}: eos_token_id = {named!r}; the id of a token, or a list of ids"])

@@ -17,7 +17,7 @@ from typing import Any
 MOST_VALUES = 4_000_000  # the largest published tokenizer.json has half as many; these take about a second
 MOST_DEPTH = 64  # of lists and objects in each other; published files have less than ten
 MOST_DIGITS = 100  # of a number
-MOST_SHOWN = 100  # characters of a key that is named
+MOST_SHOWN = 1000  # characters of a message that repeats what a file says
 HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells a character above U+FFFF: in two halves
 
 
@@ -33,11 +33,14 @@ def read_regular_file(path: Path, most_bytes: int) -> bytes:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise ValueError("is not a regular file")
-            content = file.read(most_bytes + 1)
+            n_bytes, content = found.st_size, b""
+            if n_bytes <= most_bytes:
+                content = file.read(most_bytes + 1)  # it may have grown since, or not say its size, as in /proc
+                n_bytes = len(content)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from None
-    if len(content) > most_bytes:
-        raise ValueError(f"has {max(found.st_size, len(content)):,} bytes, and at most {most_bytes:,} are read")
+    if n_bytes > most_bytes:
+        raise ValueError(f"has {n_bytes:,} bytes, and at most {most_bytes:,} are read")
     return content
 
 
@@ -81,7 +84,7 @@ def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"has the key {twice[:MOST_SHOWN]!r} twice in one object")
+        raise ValueError(f"has the key {twice!r:.100} twice in one object")
     return made
 
 
@@ -105,6 +108,12 @@ def check_length(digits: str) -> None:
 
 def refuse_constant(name: str) -> float:
     raise ValueError(f"has the number {name}, which is not finite")
+
+
+def in_one_line(message: str) -> str:
+    """`message` as a terminal can show it: what it repeats of a file may be long, or hold control characters."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message[: MOST_SHOWN + 1])
+    return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]} ..."
 
 
 def check_depth(parsed: Any) -> None:

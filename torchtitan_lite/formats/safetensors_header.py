@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from torchtitan_lite.formats.json_file import parse_json_object
+
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # the types in which weights are published, and nothing else
 LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -54,11 +56,9 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 def parse_header(path: Path, text: bytes) -> dict[str, object]:
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict):
-        raise TensorFileError(f"{path} is no safetensors file: its header is no JSON object")
+        header = parse_json_object(text)
+    except ValueError as error:
+        raise TensorFileError(f"{path} is no safetensors file: its header {error}") from None
     header.pop("__metadata__", None)  # remarks of whoever wrote it
     return header
 

@@ -7,7 +7,6 @@
 Weights go from file to model one tensor at a time, and are converted on the way.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torchtitan_lite.components.checkpoint.one_process import OpenCheckpoint, op
 from torchtitan_lite.components.hugging_face import read_tensor
 from torchtitan_lite.components.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.config import ConfigError
-from torchtitan_lite.formats.hugging_face_config import CONFIG
+from torchtitan_lite.formats.hugging_face_config import CONFIG, read_beside
 from torchtitan_lite.formats.hugging_face_folder import open_folder
 from torchtitan_lite.formats.hugging_face_tokenizer import read_end_ids
 from torchtitan_lite.formats.manifest import MANIFEST, Manifest, find_steps
@@ -131,7 +130,7 @@ def read_weight(checkpoint: OpenCheckpoint, fqn: str) -> Tensor:
 def describe_hugging_face(path: Path, tokenizer: str | None) -> ModelSource:
     folder = open_folder(path)
     found = find_tokenizer(tokenizer or str(path.absolute()), folder.shape, path)
-    context = json.loads((path / CONFIG).read_bytes()).get("max_position_embeddings")
+    context = read_beside(path, CONFIG).get("max_position_embeddings")
     model_class, _ = MODELS["llama3"]
     end_ids = read_end_ids(path) | {found.eos_id}
     read, key = partial(read_tensor, folder), "max_position_embeddings"

@@ -8,10 +8,12 @@ Where a folder holds both, tokenizer.json is read, as torchtitan v0.2 does: it s
 is, while a tokenizer.model beside it is often one for SentencePiece.
 """
 
+import os
 from pathlib import Path
 
 from torchtitan_lite.config import ConfigError, Problem
 from torchtitan_lite.config_reader import REPOSITORY
+from torchtitan_lite.formats.json_file import in_one_line
 from torchtitan_lite.vocabulary.tokenizer_json import read_tokenizer_json
 from torchtitan_lite.vocabulary.vocabulary import (
     BYTES,
@@ -39,11 +41,8 @@ def read_vocabulary(hf_assets_path: str) -> Vocabulary:
         raise ConfigError([Problem(KEY, hf_assets_path, why, REMEDY)])
     try:
         return READERS[path.name](path)
-    except OSError as error:
-        why = f"{path} cannot be read ({error.strerror})"
     except VocabularyError as error:
-        why = f"{path}: {error}"
-    raise ConfigError([Problem(KEY, hf_assets_path, why, REMEDY)])
+        raise ConfigError([Problem(KEY, hf_assets_path, f"{path}: {in_one_line(str(error))}", REMEDY)]) from None
 
 
 def find_tokenizer(hf_assets_path: str) -> Path | None:
@@ -53,6 +52,6 @@ def find_tokenizer(hf_assets_path: str) -> Path | None:
         names = [*READERS, "original/tokenizer.model"]  # the last one is where Meta's folders of Llama 3 have it
         candidates = [place] if place.name in READERS else [place / name for name in names]
         for path in candidates:
-            if path.is_file():
+            if os.path.exists(path):  # a pipe or a folder too: its reader says what is wrong with it
                 return path
     return None

@@ -24,6 +24,8 @@ from torchtitan_lite.vocabulary.vocabulary import VocabularyError
 
 Pair = tuple[str, str]
 
+MOST_SQUARES = 10**7  # of lengths of tokens that no merge makes: some seconds; published files have few such tokens
+
 
 class Merges:
     """The merges that ever happen: `last[token]` is the pair that makes it, `index[token]` its place in the list."""
@@ -43,8 +45,8 @@ class Merges:
                 continue
             self.index[token], self.last[token], self.place[left, right] = index, (left, right), index
         for left, right in unmade:
-            if left in self.index and right in self.index and self.join(left + right) == [left, right]:
-                raise VocabularyError(f"the merge '{left} {right}' comes before the merges that make its two parts")
+            if left in self.index and right in self.index and not self._is_crossed(left, right, len(pairs)):
+                raise VocabularyError(f"the merge {left!r} {right!r} comes before the merges that make its two parts")
 
     def _is_crossed(self, left: str, right: str, index: int) -> bool:
         """Whether, in `left` + `right` alone, some merge before `index` joins across the border of the two.
@@ -63,7 +65,7 @@ class Merges:
         return False
 
     def join(self, word: str) -> list[str]:
-        """The pieces of `word` when no more can be joined; needed for few words only, so it is the plain way."""
+        """The pieces of `word` when no more can be joined. The time grows with its length squared."""
         pieces = list(word)
         while places := [(self.place[pair], at) for at, pair in enumerate(pairwise(pieces)) if pair in self.place]:
             at = min(places)[1]
@@ -86,9 +88,12 @@ def choose_mergeable(vocab: dict[str, int], pairs: list[Pair], characters: Itera
             why = f"token {vocab[later]} {later!r} is merged later than token {vocab[earlier]} {earlier!r}"
             raise VocabularyError(f"its ids are not in the order of its merges: {why}")
     chosen = set(merges.index)
-    for token in vocab.keys() - chosen if whole else ():
-        if not token or not merges.index.keys() >= set(token):
-            continue  # it has characters that no word has
+    letters = set(characters)
+    unmade = [token for token in vocab if token not in chosen and token and letters >= set(token)] if whole else []
+    if sum(len(token) ** 2 for token in unmade) > MOST_SQUARES:
+        why = f"no merges make {len(unmade):,} of its tokens, up to {max(map(len, unmade)):,} characters long"
+        raise VocabularyError(f"with ignore_merges, {why}, which would take too long to check")
+    for token in unmade:
         pieces = merges.join(token)
         if len(pieces) == 2:
             why = f"no merge joins {' and '.join(map(repr, pieces))}, though they form the token {token!r}"

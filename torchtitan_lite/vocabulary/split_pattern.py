@@ -1,45 +1,57 @@
-"""The pre-tokenizer of a tokenizer.json as one regular expression for tiktoken, or the reason why there is none.
+r"""The pre-tokenizer of a tokenizer.json as one regular expression for tiktoken, or the reason why there is none.
 
 A pre-tokenizer cuts a text into words; none of the later joins crosses a cut. The kinds that one pattern can do:
 
     ByteLevel with use_regex              GPT-2's pattern
     Digits, then that                     the same, with digits by themselves
-    Split by a Regex, then ByteLevel      that pattern: Llama 3, Qwen, GPT-4o and most others
+    Split by a Regex, then ByteLevel      that pattern, if it is one of PUBLISHED
     ByteLevel without use_regex           the whole text is one word
 
-tiktoken and Hugging Face run two different engines (fancy-regex and Oniguruma). What both read in the same way is the
-list SAME below; a pattern with anything else is refused. Both have the same Unicode tables: tests compare all
-characters.
+A pattern is a program. A short one can run for hours, overflow the stack of tiktoken's engine (fancy-regex), or mean
+something else there than in Hugging Face's (Oniguruma). So none of a file is ever run: it must be one that is written
+here, each of which takes every character, and tests compare how the two engines cut by each of them.
 """
 
-import re
 from typing import Any
 
-from torchtitan_lite.vocabulary.vocabulary import VocabularyError
+from torchtitan_lite.vocabulary.vocabulary import SPLIT_PATTERN, VocabularyError
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Digits cuts first, so that GPT-2's pattern then sees the end of the text before every digit.
 DIGITS_PATTERN = r"\p{N}%s|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 WHOLE_TEXT = "(?s:.+)"
-
-PROPERTY = r"\\[pP]\{(?:L[ultmo]?|M[nce]?|N[dlo]?|P[cdseifo]?|S[mcko]?|Z[slp]?|Han)\}"
-ESCAPE = r"\\[sSdDrnt]|\\[]\[\\.+*?()|{}^$/\"#&~!%,:;=@_-]"
-RANGE = r"[^]\[\\^&~-]-[^]\[\\^&~-]"
-CLASS = rf"\[(?:\^|(?!\^))(?:{PROPERTY}|{ESCAPE}|{RANGE}|[^]\[\\&~-]|&(?!&)|~(?!~))+-?\]"
-SAME = re.compile(
-    "|".join(
-        [
-            r"\(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)|\(\?i:\[sdmt\]\|ll\|ve\|re\)",  # other letters fold differently
-            rf"\(\?!(?:{PROPERTY}|{ESCAPE}|{CLASS})\)(?![?*+{{])",
-            r"\(\?:|\((?!\?)|\)|\|",
-            PROPERTY,
-            ESCAPE,
-            CLASS,
-            r"[?*+][?+]?(?![?*+{])|\{\d+(?:,\d*)?\}(?![?*+{])",
-            r"[^]\[\\^$|?*+(){}]",  # a character, or the dot: any but a line end
-        ]
-    )
+FIRST_GPT4 = (  # `?+` and `++` give back nothing of what they took
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
+PUBLISHED = {  # the model that has it, for messages -> pattern
+    "Llama 3": SPLIT_PATTERN,  # and GPT-4, GLM-4, OLMo 2, SmolLM3
+    "Qwen": (  # 1.5 to 3, and StableLM 2, Grok 2
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "Qwen 3.5": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "GPT-4o": (  # and gpt-oss, Llama 4, Phi-4-mini
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "Mistral Nemo": (  # and Mistral's later models
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "Seed-Coder": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
+        r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "GPT-4 at first": FIRST_GPT4 % "{1,3}",
+    "nanochat": FIRST_GPT4 % "{1,2}",
+    "Ling": FIRST_GPT4 % "",
+}
 
 
 def read_pre_tokenizer(entry: Any) -> str:
@@ -79,35 +91,17 @@ def list_stages(entry: Any) -> list[dict]:
 
 
 def read_split(entry: dict) -> str:
-    """Pattern of a Split, whose matches are words, and so is or is not what lies between two of them."""
+    """Pattern of a Split. As it takes every character, it does not matter whether what it leaves is kept."""
     pattern, behavior = entry.get("pattern"), entry.get("behavior")
     if not isinstance(pattern, dict) or not isinstance(pattern.get("Regex"), str):
         raise VocabularyError(f"its pre-tokenizer Split is not by a Regex: {pattern!r:.80}")
-    regex = pattern["Regex"]
-    check_pattern(regex)
-    if behavior == "Isolated":
-        return rf"{regex}|(?:(?!{regex})(?s:.))+"  # tiktoken alone would lose what lies between
-    if behavior == "Removed" and entry.get("invert"):
-        return regex
-    inverted = ", inverted" if entry.get("invert") else ""
-    raise VocabularyError(f"its pre-tokenizer Split has the behavior {behavior!r}{inverted}; 'Isolated' can be done")
-
-
-def check_pattern(pattern: str) -> None:
-    """Raises VocabularyError where two engines may read `pattern` differently, or it matches what is no word."""
-    at = 0
-    while at < len(pattern):
-        part = SAME.match(pattern, at)
-        if not part:
-            why = f"from {pattern[at : at + 20]!r} on, tiktoken may read it differently"
-            raise VocabularyError(f"the pattern of its pre-tokenizer, {pattern!r}: {why}")
-        at = part.end()
-    # Python's re knows no \p, and before 3.11 no possessive `++`; neither matters to whether nothing can match.
-    plain = re.sub(r"([?*+])\+", r"\1", re.sub(PROPERTY, r"\\w", pattern))
-    try:
-        matches_nothing = re.compile(plain).fullmatch("") is not None
-    except re.error as error:
-        why = f"the pattern of its pre-tokenizer, {pattern!r}, is no regular expression: {error}"
-        raise VocabularyError(why) from None
-    if matches_nothing:
-        raise VocabularyError(f"the pattern of its pre-tokenizer, {pattern!r}, also matches where nothing is")
+    if behavior != "Isolated" and not (behavior == "Removed" and entry.get("invert")):
+        inverted = ", inverted" if entry.get("invert") else ""
+        raise VocabularyError(
+            f"its pre-tokenizer Split has the behavior {behavior!r}{inverted}; 'Isolated' can be done"
+        )
+    regex = pattern["Regex"].replace("\r", r"\r").replace("\n", r"\n")  # some files have the characters themselves
+    if regex not in PUBLISHED.values():
+        why = f"is not one of the known ones, which are those of {', '.join(PUBLISHED)}"
+        raise VocabularyError(f"the pattern of its pre-tokenizer, {regex!r:.200}, {why}")
+    return regex

@@ -12,21 +12,38 @@ ranks cannot stand for (merges.py). Truncation and padding are not looked at: th
 """
 
 import hashlib
-import json
+import os
 import unicodedata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.formats.json_file import parse_json_object, read_json_object
 from torchtitan_lite.vocabulary.merges import choose_mergeable
 from torchtitan_lite.vocabulary.split_pattern import read_pre_tokenizer
-from torchtitan_lite.vocabulary.vocabulary import AddedToken, Vocabulary, VocabularyError, check_bytes
+from torchtitan_lite.vocabulary.vocabulary import (
+    MOST_TOKEN_BYTES,
+    AddedToken,
+    Vocabulary,
+    VocabularyError,
+    check_bytes,
+    read_content,
+)
 
 EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")  # the first that names it counts
 
+# Each is a few times what the largest published files have. Up to them, a file is read in a few seconds.
+MOST_BYTES = 2**26
+MOST_BYTES_BESIDE = 2**24
+MOST_CHARACTERS = 2 * 10**7  # of all tokens and merges together
+MOST_ADDED_TOKENS = 2**17
+MOST_ADDED_CHARACTERS = 256  # of one added token
+LARGEST_ID = 2**24
+
 
 def read_tokenizer_json(path: Path) -> Vocabulary:
-    """Raises VocabularyError that names what cannot be done exactly, or OSError where there is no such file."""
-    content = path.read_bytes()
+    """Raises VocabularyError that names what cannot be done exactly."""
+    content = read_content(path, MOST_BYTES)
     try:
         return parse_vocabulary(path, content)
     except (KeyError, TypeError, AttributeError) as error:
@@ -34,7 +51,10 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
 
 
 def parse_vocabulary(path: Path, content: bytes) -> Vocabulary:
-    file = parse_object(content)
+    try:
+        file = parse_json_object(content)
+    except ValueError as error:
+        raise VocabularyError(f"it {error}") from None
     vocab, pairs, whole = read_model(file.get("model"))
     nfc = read_normalizer(file.get("normalizer"))
     added = read_added_tokens(file.get("added_tokens") or [], vocab)
@@ -63,16 +83,6 @@ def parse_vocabulary(path: Path, content: bytes) -> Vocabulary:
     )
 
 
-def parse_object(content: bytes) -> dict:
-    try:
-        parsed = json.loads(content)
-    except ValueError as error:
-        raise VocabularyError(f"it is not JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise VocabularyError(f"it is not a JSON object: {content[:40]!r}")
-    return parsed
-
-
 # ---------------------------------------------------------------- model
 
 
@@ -88,8 +98,8 @@ def read_model(model: Any) -> tuple[dict[str, int], list[tuple[str, str]], bool]
         if model.get(switch):
             raise VocabularyError(f"its model has {switch} = {model[switch]!r}, which tiktoken cannot do")
     vocab, merges = model.get("vocab"), model.get("merges")
-    if not isinstance(vocab, dict) or not all(type(id) is int and id >= 0 for id in vocab.values()):
-        raise VocabularyError("the vocab of its model does not give each token an id")
+    if not isinstance(vocab, dict) or not all(type(id) is int and 0 <= id < LARGEST_ID for id in vocab.values()):
+        raise VocabularyError(f"the vocab of its model does not give each token an id from 0 to {LARGEST_ID - 1:,}")
     if len(set(vocab.values())) < len(vocab):
         raise VocabularyError("two tokens in the vocab of its model have one id")
     check_bytes({bytes([byte]): vocab[character] for character, byte in spell_bytes().items() if character in vocab})
@@ -97,7 +107,20 @@ def read_model(model: Any) -> tuple[dict[str, int], list[tuple[str, str]], bool]
     for pair in pairs:
         if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
             raise VocabularyError(f"a merge is not two tokens: {pair!r:.80}")
+    check_lengths(vocab, pairs)
     return vocab, pairs, bool(model.get("ignore_merges"))
+
+
+def check_lengths(vocab: dict[str, int], pairs: list[tuple[str, str]]) -> None:
+    """Raises VocabularyError where it would take minutes to compare merges with ranks."""
+    longest = max(vocab, key=len)
+    if len(longest) > MOST_TOKEN_BYTES:
+        why = f"it has {len(longest):,} characters, and {MOST_TOKEN_BYTES:,} can be done"
+        raise VocabularyError(f"the token {longest!r:.40}... of its vocab is too long: {why}")
+    n_characters = sum(map(len, chain(vocab, chain.from_iterable(pairs))))
+    if n_characters > MOST_CHARACTERS:
+        why = f"have {n_characters:,} characters together, and {MOST_CHARACTERS:,} can be done"
+        raise VocabularyError(f"its {len(vocab):,} tokens and {len(pairs):,} merges {why}")
 
 
 def spell_bytes() -> dict[str, int]:
@@ -132,23 +155,29 @@ def read_normalizer(entry: Any) -> bool:
 
 def read_added_tokens(entries: Any, vocab: dict[str, int]) -> list[AddedToken]:
     """Added tokens with Hugging Face's ids. Those are counted up, whatever the file says, so the file must agree."""
-    added: list[AddedToken] = []
+    if len(entries) > MOST_ADDED_TOKENS:
+        raise VocabularyError(f"it has {len(entries):,} added tokens, and {MOST_ADDED_TOKENS:,} can be done")
+    added: dict[str, AddedToken] = {}
+    next_id = len(vocab)
     for entry in entries:
         text, id, special = entry["content"], entry["id"], entry["special"]
-        if not isinstance(text, str) or not text or text in (token.text for token in added):
+        if not isinstance(text, str) or not text or text in added:
             raise VocabularyError(f"the added token {text!r} is empty, or there twice")
+        if len(text) > MOST_ADDED_CHARACTERS:
+            why = f"has {len(text):,} characters, and {MOST_ADDED_CHARACTERS} can be done"
+            raise VocabularyError(f"the added token {text!r:.40}... {why}")
         for flag in ("single_word", "lstrip", "rstrip"):
             if entry.get(flag) and not special:
                 raise VocabularyError(f"the added token {text!r} has {flag} = true, which tiktoken cannot do")
-        next_id = max([len(vocab), *(token.id + 1 for token in added)])
         expected = vocab.get(text, next_id)
         if id != expected:
             why = f"Hugging Face's library would give it {expected}"
             raise VocabularyError(f"the added token {text!r} has id {id}, and {why}")
-        added.append(AddedToken(text, id, special=bool(special), normalized=bool(entry["normalized"])))
-    if len({token.id for token in added} | set(vocab.values())) < len(vocab.keys() | {token.text for token in added}):
+        added[text] = AddedToken(text, expected, special=bool(special), normalized=bool(entry["normalized"]))
+        next_id = max(next_id, expected + 1)
+    if len({token.id for token in added.values()} | set(vocab.values())) < len(vocab.keys() | added.keys()):
         raise VocabularyError("an added token has the id of another token")
-    return added
+    return list(added.values())
 
 
 # ---------------------------------------------------------------- BOS and EOS
@@ -173,8 +202,8 @@ def find_token(role: str, entry: Any, ids: dict[str, int]) -> int:
     """Id of a token that is named by its text, an object with it, its id, or a list that begins with one of these."""
     entry = entry[0] if isinstance(entry, list) and entry else entry
     entry = entry.get("content") if isinstance(entry, dict) else entry
-    found = ids.get(entry) if isinstance(entry, str) else entry if entry in ids.values() else None
-    if found is None:
+    found = ids.get(entry) if isinstance(entry, str) else entry
+    if type(found) is not int or found not in ids.values():
         raise VocabularyError(f"its {role} token {entry!r} is not in its vocabulary")
     return found
 
@@ -207,9 +236,9 @@ def read_post_processor(entry: Any) -> tuple[list[str], list[str]]:
 
 def parse_neighbour(path: Path) -> dict:
     """A file beside tokenizer.json; most folders lack one or another."""
-    try:
-        return parse_object(path.read_bytes())
-    except FileNotFoundError:
+    if not os.path.exists(path):
         return {}
-    except VocabularyError as error:
-        raise VocabularyError(f"{path.name} beside it cannot be used: {error}") from None
+    try:
+        return read_json_object(path, MOST_BYTES_BESIDE)
+    except ValueError as error:
+        raise VocabularyError(f"{path.name} beside it {error}") from None

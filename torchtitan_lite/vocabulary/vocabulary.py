@@ -13,6 +13,11 @@ from base64 import b64decode
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_lite.formats.json_file import read_regular_file
+
+MOST_BYTES = 2**24  # of a tokenizer.model; the published ones have a quarter
+MOST_TOKEN_BYTES = 1024  # the longest token of a published one is 128 spaces
+
 
 class VocabularyError(ValueError):
     """A tokenizer that cannot be used: what is wrong, without the file's name."""
@@ -102,8 +107,8 @@ SPECIAL_TOKENS = NAMED_SPECIAL_TOKENS + [
 
 
 def read_tokenizer_model(path: Path) -> Vocabulary:
-    """Raises VocabularyError, or OSError where there is no such file."""
-    content = path.read_bytes()
+    """Raises VocabularyError."""
+    content = read_content(path, MOST_BYTES)
     ranks = parse_ranks(content)
     return Vocabulary(
         path=path,
@@ -116,18 +121,30 @@ def read_tokenizer_model(path: Path) -> Vocabulary:
     )
 
 
+def read_content(path: Path, most_bytes: int) -> bytes:
+    try:
+        return read_regular_file(path, most_bytes)
+    except ValueError as error:
+        raise VocabularyError(f"it {error}") from None
+
+
 def parse_ranks(content: bytes) -> dict[bytes, int]:
     """Token -> rank of a tokenizer.model. Raises VocabularyError that names the first line that is wrong."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         try:
-            token, rank = line.split()
-            ranks[b64decode(token, validate=True)] = int(rank)
+            spelled, rank = line.split()
+            token = b64decode(spelled, validate=True)
+            ranks[token] = int(rank)
         except ValueError:
             why = f"line {number} is not a token in base64 and its rank: {line[:40]!r}"
             raise VocabularyError(why) from None
         if len(ranks) != number or int(rank) != number - 1:
             raise VocabularyError(f"line {number} should be a new token of rank {number - 1}: {line[:40]!r}")
+        if len(token) > MOST_TOKEN_BYTES:
+            raise VocabularyError(
+                f"line {number} is a token of {len(token):,} bytes; at most {MOST_TOKEN_BYTES:,} can be"
+            )
     check_bytes(ranks)
     return ranks
 
