@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from torchtitan_lite.components.background_hash import BackgroundHash
 from torchtitan_lite.components.checkpoint.agreement import do_together
 from torchtitan_lite.components.checkpoint.exchange import begin, choose_tensors, leave_export
 from torchtitan_lite.components.checkpoint.saving import CheckpointSaver, describe_run, is_saved
@@ -35,6 +36,7 @@ from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.components.tokenizer import Tokenizer, make_tokenizer
 from torchtitan_lite.config import Comm, Config, ConfigError, Debug
 from torchtitan_lite.config_reader import dump_config_toml
+from torchtitan_lite.corpora import CorpusError
 from torchtitan_lite.dump_folder import check_still_held, open_dump_folder
 from torchtitan_lite.formats.manifest import CheckpointError
 from torchtitan_lite.hardware import detect_machine, peak_flops
@@ -53,7 +55,7 @@ logger = logging.getLogger("torchtitan_lite.train")
 
 
 def main(args: list[str]) -> int:
-    """Exit status: 0 trained and saved, 1 a step was not finite or a checkpoint failed, 2 refused. launch.py says 1."""
+    """Exit status: 0 trained and saved, 1 a step was not finite or a file failed, 2 refused. launch.py says 1."""
     # ---- config: everything that can be wrong with it is told before any process group exists
     rank, world_size, local_world_size, local_rank, restarts = read_torchrun_environment(os.environ)
     machine = detect_machine()
@@ -98,6 +100,7 @@ def main(args: list[str]) -> int:
             most_batches=config.validation.steps,
         )
         bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
+    corpora = [*stream.reader.corpora, *(held_out.reader.corpora if config.validation.enable else [])]
 
     # ---- run: model parts, optimizer, schedules; and first, what the planner says of its steps
     ledger = RunLedger(config, shape, layout, machine, dump_folder)
@@ -155,6 +158,7 @@ def main(args: list[str]) -> int:
         out_of_memory_explained(config, shape, layout, run.parameters, run.optimizer),
         profile_steps(config.profiling, dump_folder, rank, resumed_step=resumed_step) as profiler,
         saver,  # on the way out, waits for what is being written
+        BackgroundHash(corpora, part=local_rank, n_parts=local_world_size) as hashing,
     ):
         meter = StepMeter()
         for step in range(resumed_step + 1, n_steps + 1):
@@ -204,6 +208,7 @@ def main(args: list[str]) -> int:
                 )
                 writer.write(metrics, memory)
             saver.check()  # raises what went wrong while earlier steps ran
+            hashing.check()
             if is_saved(step, config.checkpoint, n_steps):
                 progress.show(step, "saving")
                 saver.wait()  # one save at a time, and the last one converts together
@@ -295,6 +300,6 @@ if __name__ == "__main__":
     except ConfigError as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
         sys.exit(2)
-    except CheckpointError as error:
+    except (CheckpointError, CorpusError) as error:
         print(f"This run stops: {error}", file=sys.stderr)
         sys.exit(1)

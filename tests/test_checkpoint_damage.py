@@ -475,13 +475,16 @@ def test_a_manifest_that_is_too_large_is_not_read(checkpoint):
         read_manifest(checkpoint)
 
 
-HEADERS = {  # what an edited header of a tensor file says of the first entry
-    "offsets beyond the file": lambda entry: entry.update(data_offsets=[2**40, 2**40 + 64 * 48 * 4]),
-    "offsets that are too far apart": lambda entry: entry.update(data_offsets=[0, 2**50]),
-    "negative offsets": lambda entry: entry.update(data_offsets=[-64 * 48 * 4, 0]),
-    "offsets that are no numbers": lambda entry: entry.update(data_offsets=["0", 64 * 48 * 4]),
-    "another shape": lambda entry: entry.update(shape=[48, 64]),
-    "another dtype": lambda entry: entry.update(dtype="I32"),
+OTHER = "model.c.weight"
+HEADERS = {  # what an edited header of a tensor file says of one entry
+    "offsets beyond the file": (WEIGHT, {"data_offsets": [2**40, 2**40 + 64 * 48 * 4]}),
+    "offsets that are too far apart": (WEIGHT, {"data_offsets": [0, 2**50]}),
+    "negative offsets": (WEIGHT, {"data_offsets": [-64 * 48 * 4, 0]}),
+    "offsets that are no numbers": (WEIGHT, {"data_offsets": ["0", 64 * 48 * 4]}),
+    "another shape": (WEIGHT, {"shape": [48, 64]}),
+    "another dtype": (WEIGHT, {"dtype": "I32"}),
+    "the place of another tensor": (OTHER, {"data_offsets": [0, 64 * 48 * 4]}),
+    "a place that overlaps with another": (OTHER, {"data_offsets": [4, 64 * 48 * 4 + 4]}),
 }
 
 
@@ -497,10 +500,11 @@ def edit_header(path: Path, edit) -> None:
 @pytest.mark.parametrize("what", HEADERS)
 def test_a_forged_header_is_refused_and_the_file_named(checkpoint, group, what):
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    file = manifest["tensors"][WEIGHT]["chunks"][0][0]
-    edit_header(checkpoint / file, lambda header: HEADERS[what](header[WEIGHT]))
+    name, changes = HEADERS[what]
+    file = manifest["tensors"][name]["chunks"][0][0]
+    edit_header(checkpoint / file, lambda header: header[name].update(changes))
     reseal(checkpoint)
-    assert_refused(checkpoint, group, file, WEIGHT)
+    assert_refused(checkpoint, group, file, name)
 
 
 @pytest.mark.parametrize("length", [2**63, 2**40, 99_999_999, 0])
@@ -508,7 +512,7 @@ def test_an_absurd_length_of_a_header_is_refused(checkpoint, group, length):
     content = (checkpoint / TENSORS[0]).read_bytes()
     (checkpoint / TENSORS[0]).write_bytes(struct.pack("<Q", length) + content[8:])
     reseal(checkpoint)
-    assert_refused(checkpoint, group, TENSORS[0], "no header")
+    assert_refused(checkpoint, group, TENSORS[0], "header")
 
 
 # ---------------------------------------------------------------- of tools

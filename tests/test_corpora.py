@@ -1,5 +1,6 @@
 """What must stop a run before it opens its corpora: each told once, with key, value and remedy."""
 
+import builtins
 import io
 import json
 import os
@@ -99,11 +100,86 @@ def write_another_format() -> str:
     return "made"
 
 
-def point_outside() -> str:
+def edit_shard(**changes: object) -> str:
     splits = json.loads(Path("made/manifest.json").read_text())["splits"]
-    splits["train"][0]["name"] = "../made/train-00000"
+    splits["train"][0] |= changes
     edit_manifest("made", splits=splits)
     return "made"
+
+
+def point_outside() -> str:
+    return edit_shard(name="../made/train-00000")
+
+
+def point_to_the_folder_above() -> str:
+    return edit_shard(name="..")
+
+
+def end_a_name_with_nul() -> str:
+    return edit_shard(name="train-00000\0")
+
+
+def name_a_shard_twice() -> str:
+    return edit_shard(name="train-00001")
+
+
+def count_in_fractions() -> str:
+    return edit_shard(n_tokens=3.0)
+
+
+def count_with_true() -> str:
+    return edit_shard(n_documents=True)
+
+
+def count_below_zero() -> str:
+    return edit_shard(n_text_bytes=-1)
+
+
+def count_more_documents_than_tokens() -> str:
+    return edit_shard(n_documents=4)
+
+
+def leave_a_hash_out() -> str:
+    return edit_shard(tokens_sha256=None)
+
+
+def make_splits_a_list() -> str:
+    edit_manifest("made", splits=[])
+    return "made"
+
+
+def nest_deeply() -> str:
+    Path("made/manifest.json").write_text("[" * 100_000)
+    return "made"
+
+
+def say_a_thing_twice() -> str:
+    path = Path("made/manifest.json")
+    path.write_text(path.read_text().replace('"n_words"', '"dtype"'))
+    return "made"
+
+
+def put_a_pipe_there() -> str:
+    Path("made/manifest.json").unlink()
+    os.mkfifo("made/manifest.json")  # nobody writes into it
+    return "made"
+
+
+def flip_bits(kind: str) -> str:
+    """One in each split: of the first token, or of the first border."""
+    for split in ("train", "held_out"):
+        path = Path(f"made/{split}-00000.{kind}")
+        content = path.read_bytes()
+        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    return "made"
+
+
+def flip_bits_of_tokens() -> str:
+    return flip_bits("tokens")
+
+
+def flip_bits_of_borders() -> str:
+    return flip_bits("documents")
 
 
 def use_another_tokenizer() -> str:
@@ -136,7 +212,21 @@ BAD_CORPORA = [  # what is wrong | part of why | part of the remedy
     (change_a_count, "made/train-00001.tokens has 4 bytes, and the manifest says 6", "prepare it again"),
     (leave_a_field_out, "made/manifest.json is not what prepare writes: KeyError 'dtype'", "prepare it again"),
     (write_another_format, "made/manifest.json is not of format 1", "prepare it again"),
-    (point_outside, "made/manifest.json was changed", "prepare it again"),
+    (point_outside, "'../made/train-00000' is not a plain name of a shard", "prepare it again"),
+    (point_to_the_folder_above, "made/manifest.json is not what prepare writes: '..'", "prepare it again"),
+    (end_a_name_with_nul, r"'train-00000\x00' is not a plain name of a shard", "prepare it again"),
+    (name_a_shard_twice, "two shards have one name", "prepare it again"),
+    (count_in_fractions, "made/manifest.json is not what prepare writes: n_tokens is 3.0", "prepare it again"),
+    (count_with_true, "n_documents is True", "prepare it again"),
+    (count_below_zero, "n_text_bytes is -1", "prepare it again"),
+    (count_more_documents_than_tokens, "train-00000 has 4 documents in 3 tokens", "prepare it again"),
+    (leave_a_hash_out, "tokens_sha256 is None", "prepare it again"),
+    (make_splits_a_list, "made/manifest.json is not what prepare writes: TypeError", "prepare it again"),
+    (nest_deeply, "made/manifest.json has lists and objects more than 64 deep", "prepare it again"),
+    (say_a_thing_twice, "made/manifest.json has the key 'dtype' twice", "prepare it again"),
+    (put_a_pipe_there, "made/manifest.json is not a regular file", "prepare it again"),
+    (flip_bits_of_tokens, "-00000.tokens has SHA-256", "prepare it again"),
+    (flip_bits_of_borders, "-00000.documents has SHA-256", "prepare it again"),
     (use_another_tokenizer, "others was made with another tokenizer than bytes", "model.hf_assets_path"),
     (write_half_an_id, "half.bin has 7 bytes", "uint16"),
     (write_one_id, "one.bin has 2 bytes", "uint16"),
@@ -207,11 +297,13 @@ def test_what_validation_would_need_is_not_asked_for_while_it_is_off():
 # ---------------------------------------------------------------- sound
 
 
-def test_sound_corpora_pass_without_a_look_into_their_shards(monkeypatch):
+def test_sound_corpora_pass_without_a_look_into_large_shards(monkeypatch):
+    monkeypatch.setattr(corpora, "SMALL_BYTES", 0)
     opened, io_open = [], io.open
-    monkeypatch.setattr(
-        io, "open", lambda path, *rest, **options: opened.append(path) or io_open(path, *rest, **options)
-    )
+    for module in (io, builtins):
+        monkeypatch.setattr(
+            module, "open", lambda path, *rest, **options: opened.append(path) or io_open(path, *rest, **options)
+        )
     monkeypatch.setitem(NAMED, "python_stdlib", lambda: pytest.fail("its files are not listed before the run"))
     args = ["--training.dataset=made,flat.bin,python_stdlib", "--training.dataset_weights=1,2.5,3"]
     args += ["--validation.enable", "--validation.dataset=flat.bin,made,python_stdlib"]

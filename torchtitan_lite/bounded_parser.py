@@ -1,4 +1,4 @@
-"""argparse in bounded time, with errors that fit on a line: every tool of `python -m torchtitan_lite` parses with it."""
+"""argparse in bounded time, and with errors that fit on a line: the parser of every tool."""
 
 from argparse import ArgumentParser, Namespace
 from typing import NoReturn

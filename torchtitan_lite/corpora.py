@@ -13,18 +13,26 @@ A prepared corpus is a folder, whole or absent:
     sources.jsonl            the files that were read, one object a line
 
 A document never lies in two shards.
+
+Nothing in such a folder is believed: it may have been copied, or made by another program. The manifest is checked for
+types, names and sizes before anything else. Splits of up to SMALL_BYTES are hashed whenever they are opened, larger
+ones beside the first steps (components/background_hash.py). `prepare --check` hashes all. A flat file has no hashes to
+compare with.
 """
 
 import hashlib
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan_lite.config import Problem
+from torchtitan_lite.file_hashes import find_damage
+from torchtitan_lite.formats.json_file import read_json_object
 from torchtitan_lite.vocabulary.vocabulary import Vocabulary
 
 FORMAT = 1
@@ -32,6 +40,9 @@ MANIFEST = "manifest.json"
 SPLITS = ("train", "held_out")
 BYTES_OF = {"uint16": 2, "uint32": 4}
 AGAIN = "Copy the folder again, or prepare it again"
+MOST_MANIFEST_BYTES = 2**26  # a hundred times what a thousand shards take
+SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+SMALL_BYTES = 2**26  # hashed in 0.04 s (1.6 GiB/s measured)
 
 
 class CorpusError(ValueError):
@@ -69,6 +80,14 @@ class Manifest:
         parts = [(name, shard.tokens_sha256, shard.documents_sha256) for name in SPLITS for shard in self.splits[name]]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
+    def list_files(self, *splits: str) -> dict[str, tuple[int, str]]:
+        """Size and SHA-256 of each file of these splits, by its name."""
+        files = {}
+        for shard in (shard for split in splits for shard in self.splits[split]):
+            files[f"{shard.name}.tokens"] = (shard.n_tokens * BYTES_OF[self.dtype], shard.tokens_sha256)
+            files[f"{shard.name}.documents"] = ((shard.n_documents + 1) * 8, shard.documents_sha256)
+        return files
+
 
 def dump_manifest(manifest: Manifest) -> str:
     return json.dumps({"format": FORMAT, **asdict(manifest), "identity": manifest.identity}, indent=1) + "\n"
@@ -85,42 +104,77 @@ def parse_manifest(folder: Path) -> Manifest:
     """The manifest of a corpus whose other files may be damaged. Raises CorpusError."""
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CorpusError(f"{path} cannot be read ({error.strerror}), so this is no prepared corpus") from None
+        content = read_json_object(path, MOST_MANIFEST_BYTES)
     except ValueError as error:
-        raise CorpusError(f"{path} is not JSON: {error}", AGAIN) from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        remedy = AGAIN if os.access(path, os.R_OK) else ""
+        raise CorpusError(f"{path} {error}, so this is no prepared corpus", remedy) from None
+    if type(content.get("format")) is not int or content["format"] != FORMAT:
         raise CorpusError(f"{path} is not of format {FORMAT}, the only one known here", AGAIN)
     try:
-        fields = {name: content[name] for name in Manifest.__dataclass_fields__}
-        fields["splits"] = {name: [Shard(**shard) for shard in content["splits"][name]] for name in SPLITS}
-        manifest = Manifest(**fields)
-        names = [shard.name for name in SPLITS for shard in manifest.splits[name]]
+        manifest = parse_content(content)
         identical = manifest.identity == content["identity"]
-        sound = manifest.dtype in BYTES_OF and all(name == Path(name).name for name in names)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError) as error:
         raise CorpusError(f"{path} is not what prepare writes: {type(error).__name__} {error}", AGAIN) from None
-    if not (identical and sound):
+    except ValueError as error:
+        raise CorpusError(f"{path} is not what prepare writes: {error}", AGAIN) from None
+    if not identical:
         raise CorpusError(f"{path} was changed: its hashes do not add up to its identity", AGAIN)
     return manifest
 
 
+def parse_content(content: dict[str, Any]) -> Manifest:
+    """Raises KeyError, TypeError or ValueError for what `dump_manifest` would not write."""
+    if content["dtype"] not in BYTES_OF:
+        raise ValueError(f"dtype is {content['dtype']!r:.60}")
+    splits = {name: [parse_shard(shard) for shard in content["splits"][name]] for name in SPLITS}
+    names = [shard.name for shards in splits.values() for shard in shards]
+    if len(set(names)) < len(names):
+        raise ValueError("two shards have one name")
+    manifest = Manifest(**{name: content[name] for name in Manifest.__dataclass_fields__} | {"splits": splits})
+    check_types(manifest)
+    return manifest
+
+
+def parse_shard(raw: dict[str, Any]) -> Shard:
+    """Raises TypeError or ValueError for a shard that no unit of work makes."""
+    shard = Shard(**raw)
+    check_types(shard)
+    if not SHARD_NAME.fullmatch(shard.name):
+        raise ValueError(f"{shard.name!r:.60} is not a plain name of a shard")
+    if not 0 < shard.n_documents <= shard.n_tokens:  # no document is empty
+        raise ValueError(f"shard {shard.name} has {shard.n_documents} documents in {shard.n_tokens} tokens")
+    return shard
+
+
+def check_types(record: Manifest | Shard) -> None:
+    """Raises ValueError for a number that is no count, and for a text that is none."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.type in (int, str) and (type(value) is not field.type or (field.type is int and value < 0)):
+            raise ValueError(f"{field.name} is {value!r:.60}")
+
+
 def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Raises CorpusError where a file has another size than the manifest says."""
-    for shard in (shard for name in SPLITS for shard in manifest.splits[name]):
-        sizes = {
-            f"{shard.name}.tokens": shard.n_tokens * BYTES_OF[manifest.dtype],
-            f"{shard.name}.documents": (shard.n_documents + 1) * 8,
-        }
-        for name, size in sizes.items():
-            try:
-                found = (folder / name).stat().st_size
-            except OSError as error:
-                raise CorpusError(f"{folder / name} cannot be read ({error.strerror})", AGAIN) from None
-            check_readable(folder / name)
-            if found != size:
-                raise CorpusError(f"{folder / name} has {found} bytes, and the manifest says {size}", AGAIN)
+    for name, (size, _) in manifest.list_files(*SPLITS).items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            raise CorpusError(f"{folder / name} cannot be read ({error.strerror})", AGAIN) from None
+        check_readable(folder / name)
+        if found != size:
+            raise CorpusError(f"{folder / name} has {found} bytes, and the manifest says {size}", AGAIN)
+
+
+def check_small(folder: Path, manifest: Manifest, *splits: str) -> dict[Path, str]:
+    """Hash the files of these splits if they are small together, else return their hashes. Raises CorpusError."""
+    files = manifest.list_files(*splits)
+    hashes = {folder / name: sha256 for name, (_, sha256) in files.items()}
+    if sum(size for size, _ in files.values()) > SMALL_BYTES:
+        return hashes
+    if damage := find_damage(hashes):
+        raise CorpusError("; ".join(damage[:3]), AGAIN)
+    return {}
 
 
 def check_readable(path: Path) -> None:
@@ -172,7 +226,7 @@ def check_weights(weights: Sequence[float], n_corpora: int) -> list[Problem]:
 
 
 def check_corpora(key: str, names: Sequence[str], *, split: str, vocabulary: Vocabulary) -> list[Problem]:
-    """Corpora that cannot be read, or whose ids `vocabulary` did not make. Nothing is opened but manifests."""
+    """Corpora that cannot be read, or whose ids `vocabulary` did not make. Shards are opened where they are small."""
     named = ", ".join(NAMED)
     problems = []
     for name in names:
@@ -195,6 +249,7 @@ def check_corpus(name: str, split: str, vocabulary: Vocabulary) -> None:
         measure_flat(path, vocabulary.n_words)
         return
     manifest = read_manifest(path)
+    check_small(path, manifest, split)
     if manifest.tokenizer_identity != vocabulary.identity:
         raise CorpusError(
             f"{path} was made with another tokenizer than {vocabulary.path}",

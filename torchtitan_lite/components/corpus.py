@@ -7,23 +7,24 @@
     shard 0   a b c d e    | shard 1   f g h i   |
               ^     ^                  ^              begins
 
-Neither the start nor the memory of a process grows with the corpus. A shard is opened when it is first read. Its index
-of documents is mapped, for searching; its tokens are read by position (pread), a new stretch each time. Mapped, they
-would fill the memory of the process, for Linux maps what lies around a page too (half a megabyte measured on 6.18), and
-giving that back took longer: 11 to 16 microseconds for 2,049 tokens, against 9. Either way all ranks of a host share
-what the system has read. What may be opened, and how it lies on disk, corpora.py says.
+Neither the start nor the memory of a process grows with the corpus. A shard is opened when it is first read. All its
+borders are checked then, and every 128th stays in memory, so that a search reads 1 KiB of them. Files are read by
+position (pread), never mapped: a file that is cut while it is mapped kills the process (SIGBUS), or reads as zeros. A
+mapping would also fill the memory of the process, for Linux maps what is around a page too (half a megabyte measured on
+6.18). Either way all ranks of a host share what the system has read. What may be opened, and how it is laid out on
+disk, corpora.py says.
 """
 
 import fcntl
 import hashlib
 import logging
-import mmap
 import os
 import platform
 import shutil
 import weakref
+from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -34,13 +35,23 @@ from torch import Tensor
 
 from torchtitan_lite.components.preparation.prepare import prepare_files
 from torchtitan_lite.components.tokenizer import Tokenizer
-from torchtitan_lite.corpora import NAMED, CorpusError, Shard, measure_flat, read_manifest
+from torchtitan_lite.corpora import (
+    AGAIN,
+    NAMED,
+    SPLITS,
+    CorpusError,
+    Shard,
+    check_small,
+    measure_flat,
+    read_manifest,
+)
 
 logger = logging.getLogger(__name__)
 
 HELD_OUT_SHARE_OF_NAMED = 0.02
 MOST_OPEN_SHARDS = 32  # two files each, and a process may often have no more than 1,024
-SMALL_INDEX_BYTES = 2**20  # an open shard may keep so much in memory; to give it back takes as long as a read
+MARK_EVERY = 128  # borders: 1 KiB of the file
+CHECKED_BORDERS = 2**17  # at once: 1 MiB
 
 
 class FlatShard:
@@ -59,23 +70,45 @@ class FlatShard:
 
 
 class IndexedShard:
-    """Token ids, and an index of where documents begin, which ends with the number of tokens."""
+    """Token ids, and an index of where documents begin, which ends with the number of tokens.
 
-    def __init__(self, tokens: Path, n_tokens: int, dtype: torch.dtype, index: Path, n_documents: int):
+    `marks` is every 128th number of the index: filled when the shard is first opened, kept for when it is opened again.
+    """
+
+    def __init__(
+        self, tokens: Path, index: Path, dtype: torch.dtype, *, n_tokens: int, n_documents: int, marks: "array[int]"
+    ):
         self.tokens = NumberFile(tokens, n_tokens, dtype.itemsize)
-        file = NumberFile(index, n_documents + 1, 8)
-        self.index = mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_READ)
-        self.index.madvise(mmap.MADV_RANDOM)  # else megabytes around each page may be read from the disk
-        self.begins = memoryview(self.index).cast("Q")
+        self.index = NumberFile(index, n_documents + 1, 8)
+        if not marks:
+            marks[:] = self.check_borders(n_tokens)  # at once: another thread may open it too
+        self.marks = marks
+
+    def check_borders(self, n_tokens: int) -> "array[int]":
+        """Read the whole index; return the marks. Raises CorpusError unless it rises from 0 to `n_tokens`."""
+        marks, before, n = array("Q"), torch.tensor([-1]), self.index.n
+        for first in range(0, n, CHECKED_BORDERS):
+            content = self.index.read(first, min(first + CHECKED_BORDERS, n))
+            borders = torch.frombuffer(bytearray(content), dtype=torch.int64)  # a number above 2**63 is negative
+            sound = borders > torch.cat([before, borders[:-1]])
+            if first == 0:
+                sound[0] = borders[0] == 0
+            if first + len(borders) == n:
+                sound[-1] &= borders[-1] == n_tokens
+            if not sound.all():
+                wrong = sound.byte().argmin().item()
+                said = f"number {first + wrong} of 0 to {n - 1} is {borders[wrong].item() % 2**64}"
+                raise CorpusError(f"{self.index.path}: {said}, and they must rise from 0 to {n_tokens}", AGAIN)
+            marks.extend(borders[::MARK_EVERY].tolist())
+            before = borders[-1:]
+        return marks
 
     def find_documents(self, start: int, stop: int) -> list[int]:
         """Where documents begin in this stretch."""
-        first = bisect_left(self.begins, start)
-        most = min(first + stop - start, len(self.begins))  # no document is empty
-        found = self.begins[first : bisect_left(self.begins, stop, first, most)].tolist()
-        if len(self.index) > SMALL_INDEX_BYTES:  # the two searches have touched it all over
-            self.index.madvise(mmap.MADV_DONTNEED)
-        return found
+        first = max(bisect_left(self.marks, start) - 1, 0) * MARK_EVERY
+        last = min(bisect_left(self.marks, stop) * MARK_EVERY, self.index.n)
+        begins = memoryview(self.index.read(first, last)).cast("Q")
+        return begins[bisect_left(begins, start) : bisect_left(begins, stop)].tolist()
 
 
 class NumberFile:
@@ -93,7 +126,10 @@ class NumberFile:
     def read(self, start: int, stop: int) -> bytes:
         """Numbers start .. stop-1."""
         n_bytes = (stop - start) * self.width
-        content = os.pread(self.descriptor, n_bytes, start * self.width)
+        try:
+            content = os.pread(self.descriptor, n_bytes, start * self.width)
+        except OSError as error:
+            raise CorpusError(f"{self.path} cannot be read ({error.strerror})") from None
         if len(content) != n_bytes:
             self._check_size(os.fstat(self.descriptor).st_size)
             raise CorpusError(f"{self.path} could not be read at {start * self.width}")
@@ -113,10 +149,18 @@ class ShardPlace:
 class Corpus:
     """One row of tokens in shards."""
 
-    def __init__(self, name: str, identity: str, dtype: torch.dtype, shards: list[ShardPlace]):
+    def __init__(
+        self,
+        name: str,
+        identity: str,
+        dtype: torch.dtype,
+        shards: list[ShardPlace],
+        unhashed: Mapping[Path, str] | None = None,
+    ):
         self.name = name  # as in training.dataset
         self.identity = identity  # equal for two corpora only if all their tokens and borders are
         self.dtype, self.shards = dtype, shards  # uint16 or uint32
+        self.unhashed = unhashed or {}  # files that were not hashed when it was opened, with their SHA-256
         self.starts = [0, *accumulate(shard.n_tokens for shard in shards)]
         self.n_tokens = self.starts.pop()
         self.opened: dict[int, IndexedShard | FlatShard] = {}
@@ -148,8 +192,8 @@ class Corpus:
 def open_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, *, split: str = "train") -> Corpus:
     """The corpus that training.dataset or validation.dataset calls `name`. `split`: "train" or "held_out".
 
-    One of NAMED is prepared first, if no process has done so yet. A flat file has one split, which is both. Raises
-    CorpusError.
+    One of NAMED is prepared first, if no process has done so yet. A flat file has one split, which is both. Files that
+    are small together are hashed. Raises CorpusError.
     """
     if name in NAMED:
         return open_prepared(name, prepare_named(name, tokenizer, cache_folder), split)
@@ -166,15 +210,19 @@ def open_prepared(name: str, folder: Path, split: str) -> Corpus:
     shards = manifest.splits[split]
     if not shards:
         raise CorpusError(f"{folder} has no {split} documents")
+    unhashed = check_small(folder, manifest, split)
     dtype = getattr(torch, manifest.dtype)
 
     def place(shard: Shard) -> ShardPlace:
         tokens, index = folder / f"{shard.name}.tokens", folder / f"{shard.name}.documents"
-        return ShardPlace(
-            shard.n_tokens, partial(IndexedShard, tokens, shard.n_tokens, dtype, index, shard.n_documents)
-        )
+        counts = {"n_tokens": shard.n_tokens, "n_documents": shard.n_documents}
+        return ShardPlace(shard.n_tokens, partial(IndexedShard, tokens, index, dtype, **counts, marks=array("Q")))
 
-    return Corpus(name, f"{manifest.identity} {split}", dtype, [place(shard) for shard in shards])
+    places = [place(shard) for shard in shards]
+    if not unhashed:
+        for shard_place in places:
+            shard_place.open()  # a small corpus is checked as a whole
+    return Corpus(name, f"{manifest.identity} {split}", dtype, places, unhashed)
 
 
 def prepare_named(name: str, tokenizer: Tokenizer, cache_folder: Path) -> Path:
@@ -185,25 +233,28 @@ def prepare_named(name: str, tokenizer: Tokenizer, cache_folder: Path) -> Path:
     stats = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files]
     key = hashlib.sha256("\n".join([tokenizer.identity, platform.python_version(), *stats]).encode()).hexdigest()
     folder = cache_folder / f"{name}-{key[:16]}"
-    if not is_whole(folder):
+    if find_fault(folder):
         cache_folder.mkdir(parents=True, exist_ok=True)
         # Ranks of a host arrive together: one takes the lock and prepares, the others wait and then find the folder.
         # The system releases the lock of a process that dies, so nobody waits for one that was killed.
         with open(folder.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not is_whole(folder):
+            if fault := find_fault(folder):
+                if folder.exists():
+                    logger.warning(f"{fault}. The corpus {name} is prepared again")
                 logger.info(f"Tokenising {name} once: {len(files)} files into {folder}")
                 shutil.rmtree(folder, ignore_errors=True)  # damaged
                 prepare_files(files, folder, tokenizer, held_out_share=HELD_OUT_SHARE_OF_NAMED)
     return folder
 
 
-def is_whole(folder: Path) -> bool:
+def find_fault(folder: Path) -> CorpusError | None:
+    """Why a corpus is not as it was made, if that shows in its manifest, in sizes, or in files that are small."""
     try:
-        read_manifest(folder)
-    except CorpusError:
-        return False
-    return True
+        check_small(folder, read_manifest(folder), *SPLITS)
+    except CorpusError as error:
+        return error
+    return None
 
 
 # ---------------------------------------------------------------- flat

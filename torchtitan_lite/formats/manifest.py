@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from torchtitan_lite.formats.safetensors_header import DTYPE_BYTES
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 UNFINISHED = ".tmp"  # what a folder's name ends in that is no checkpoint: not yet, or no longer
 MOST_BYTES = 2**30  # of a manifest: 405B parameters on 16,384 ranks take a fifth of it
 HASH_BYTES = 32
-DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}  # as safetensors spells
 
 FIRST_LINE = b'{"blake2b": "%s",\n'
 FIRST_LINE_BYTES = len(FIRST_LINE % (b"0" * 2 * HASH_BYTES))
@@ -176,7 +177,7 @@ def check_file(path: Path, record: FileRecord) -> None:
 
 def parse(raw: object) -> Manifest:
     """Raises KeyError, TypeError or ValueError for whatever `encode` would not write."""
-    demand(isinstance(raw, dict) and raw["format"] == FORMAT, "its format is unknown")
+    demand(isinstance(raw, dict) and count(raw["format"]) == FORMAT, "its format is unknown")
     for part in ("facts", "run", "files", "tensors"):
         demand(isinstance(raw[part], dict), f"{part} is not an object")
     files = {name: parse_file(name, record) for name, record in raw["files"].items()}

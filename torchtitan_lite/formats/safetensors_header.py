@@ -10,13 +10,15 @@ of a file come from whoever made it.
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from torchtitan_lite.formats.json_file import parse_json_object
 
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # the types in which weights are published, and nothing else
+DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
+PUBLISHED = ("F32", "BF16", "F16")  # the types in which weights are published, and nothing else
 LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 MOST_DIMS = 8
@@ -40,8 +42,8 @@ class Entry:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """Every tensor of the file by name. Raises TensorFileError, and OSError where it cannot be read."""
+def read_header(path: Path, *, dtypes: Collection[str] = PUBLISHED) -> dict[str, Entry]:
+    """Return every tensor of the file by name. Raises TensorFileError, and OSError where it cannot be read."""
     n_file_bytes = path.stat().st_size
     with open(path, "rb") as file:
         n_header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -49,7 +51,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         if n_file_bytes < LENGTH_BYTES or n_header_bytes > MOST_HEADER_BYTES or data_start > n_file_bytes:
             raise TensorFileError(f"{path} is no whole safetensors file: its {n_file_bytes} bytes cannot hold a header")
         header = parse_header(path, file.read(n_header_bytes))
-    entries = {name: parse_entry(path, name, value, data_start) for name, value in header.items()}
+    entries = {name: parse_entry(path, name, value, data_start, dtypes) for name, value in header.items()}
     check_cover(path, entries, data_start, n_file_bytes)
     return entries
 
@@ -63,14 +65,14 @@ def parse_header(path: Path, text: bytes) -> dict[str, object]:
     return header
 
 
-def parse_entry(path: Path, name: str, value: object, data_start: int) -> Entry:
+def parse_entry(path: Path, name: str, value: object, data_start: int, dtypes: Collection[str]) -> Entry:
     match value:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]}:
             pass
         case _:
             raise TensorFileError(f"{path}: the header's entry of {name!r} is not as the format has it")
-    if dtype not in DTYPE_BYTES:
-        raise TensorFileError(f"{path}: {name} is of type {dtype}; weights can be of {', '.join(DTYPE_BYTES)}")
+    if dtype not in dtypes:
+        raise TensorFileError(f"{path}: {name} is of type {dtype}, and only {', '.join(dtypes)} are read")
     if len(shape) > MOST_DIMS or not all(type(size) is int and 0 <= size < 2**48 for size in shape):
         raise TensorFileError(f"{path}: {name} has no possible shape")
     entry = Entry(path, dtype, tuple(shape), data_start + start)
@@ -83,11 +85,12 @@ def check_cover(path: Path, entries: dict[str, Entry], data_start: int, n_file_b
     """The tensors fill the file from the header to its end, without a gap, an overlap or a cut."""
     in_order = sorted((entry.start, entry.start + entry.n_bytes, name) for name, entry in entries.items())
     borders = [(data_start, data_start, "the header"), *in_order]
+    _, last, name = borders[-1]
+    if last != n_file_bytes:
+        raise TensorFileError(f"{path} has {n_file_bytes} bytes, and its header speaks of {last} ({name} ends there)")
     for (_, stop, before), (start, _, name) in pairwise(borders):
         if start != stop:
             raise TensorFileError(f"{path}: {name} begins at byte {start}, and {before} ends at {stop}")
-    if borders[-1][1] != n_file_bytes:
-        raise TensorFileError(f"{path} has {n_file_bytes} bytes, and its header speaks of {borders[-1][1]}")
 
 
 def make_header(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> bytes:

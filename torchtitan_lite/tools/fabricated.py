@@ -3,20 +3,21 @@
     train-00000.tokens   train-00001.tokens  ...    random ids, or a sparse file, which takes no room on the disk
     train-00000.documents <- train-00001 ...        one file of borders and links to it
 
-It opens like any other; only the SHA-256 in its manifest are not those of the files.
+It opens like any other. All shards have the same contents, so those of the first are hashed.
 """
 
+import hashlib
 import random
 import struct
 from pathlib import Path
 
 from torchtitan_lite.components.tokenizer import Tokenizer
 from torchtitan_lite.corpora import BYTES_OF, MANIFEST, Manifest, Shard, choose_dtype, dump_manifest
+from torchtitan_lite.file_hashes import hash_file
 
 DOCUMENT_TOKENS = 1000
 BLOCK_TOKENS = 2**20
 CODES = {"uint16": "H", "uint32": "I"}  # of the module struct
-NO_HASH = "0" * 64
 
 
 def fabricate_corpus(
@@ -30,20 +31,22 @@ def fabricate_corpus(
     ids = random.Random(0).choices(range(tokenizer.n_words), k=BLOCK_TOKENS)
     block = b"" if sparse else struct.pack(f"<{len(ids)}{CODES[dtype]}", *ids)
     borders = struct.pack(f"<{n_documents + 1}Q", *range(0, shard_tokens + 1, DOCUMENT_TOKENS))
-    shards = []
+    shards: list[Shard] = []
     for number in range(n_shards):
         name = f"train-{number:05}"
-        write_repeated(folder / f"{name}.tokens", block, n_bytes)
-        documents = folder / f"{name}.documents"
+        tokens, documents = folder / f"{name}.tokens", folder / f"{name}.documents"
+        write_repeated(tokens, block, n_bytes)
         documents.symlink_to(f"{shards[0].name}.documents") if shards else documents.write_bytes(borders)
-        shards.append(Shard(name, shard_tokens, n_documents, 3 * shard_tokens, NO_HASH, NO_HASH))
+        if not shards:
+            hashes = hash_file(tokens), hash_file(documents)
+        shards.append(Shard(name, shard_tokens, n_documents, 3 * shard_tokens, *hashes))
     manifest = Manifest(
         dtype=dtype,
         tokenizer_identity=tokenizer.identity,
         n_words=tokenizer.n_words,
         held_out_share=0.0,
         splits={"train": shards, "held_out": []},
-        sources_sha256=NO_HASH,
+        sources_sha256=hashlib.sha256().hexdigest(),
     )
     (folder / MANIFEST).write_text(dump_manifest(manifest), encoding="utf-8")
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from torchtitan_lite.command_lines import make_prepare_parser
 from torchtitan_lite.components.preparation.prepare import commit, finish_unit, make_plan
-from torchtitan_lite.components.preparation.shards import find_damage
+from torchtitan_lite.components.preparation.shards import SOURCES
 from torchtitan_lite.components.preparation.sources import PreparationError, find_sources
 from torchtitan_lite.components.preparation.units import Recipe
 from torchtitan_lite.components.preparation.work_folder import Unfinished, count_bytes, open_work
 from torchtitan_lite.components.tokenizer import load_tokenizer
 from torchtitan_lite.config import ConfigError
-from torchtitan_lite.corpora import MANIFEST, CorpusError, parse_manifest
+from torchtitan_lite.corpora import MANIFEST, SPLITS, CorpusError, parse_manifest
+from torchtitan_lite.file_hashes import find_damage
 from torchtitan_lite.tools.prepare_report import Progress, count, describe, describe_left_out
 from torchtitan_lite.tools.prepare_workers import make_units_in_parallel
 
@@ -93,7 +94,9 @@ def refuse_out_inside(inputs: list[Path], out: Path) -> None:
 def check(folder: Path) -> int:
     """0 where every file is as the manifest says, 1 with the names of those that are not."""
     try:
-        problems = find_damage(folder, parse_manifest(folder))
+        manifest = parse_manifest(folder)
+        hashes = {folder / name: sha256 for name, (_, sha256) in manifest.list_files(*SPLITS).items()}
+        problems = find_damage({folder / SOURCES: manifest.sources_sha256, **hashes})
     except CorpusError as error:
         problems = [str(error)]
     if problems:

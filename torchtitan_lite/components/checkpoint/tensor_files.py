@@ -6,14 +6,13 @@
 
 Any tool that knows safetensors reads them. Its own package writes from a dictionary of whole tensors and reads through
 a memory map; here a tensor leaves its device in pieces while the piece before is written and hashed, and a file may
-be larger than the address space. Nothing in a header is believed: the manifest says what must be there.
+be larger than the address space. Nothing in a header is believed: the manifest says what must be there, and the tensors
+must fill the file without a gap or an overlap (formats/safetensors_header.py).
 """
 
 import ctypes
 import hashlib
-import json
 import os
-import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +23,6 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.formats.manifest import (
-    DTYPE_BYTES,
     HASH_BYTES,
     MANIFEST,
     CheckpointError,
@@ -32,6 +30,7 @@ from torchtitan_lite.formats.manifest import (
     FileRecord,
     check_file,
 )
+from torchtitan_lite.formats.safetensors_header import DTYPE_BYTES, TensorFileError, make_header, read_header
 
 DTYPES = {
     "F64": torch.float64,
@@ -49,7 +48,6 @@ PIECE_BYTES = 2**20  # small enough that hashing and writing begin at once, larg
 MOST_PIECES = 8  # so that a thread which has to wait for a processor does not stop the others
 BYTES_UNTIL_SYNC = 16 * 2**20  # the disk is at work while the rest is hashed, and has little left to do at the end
 BLOCK_BYTES = 8 * 2**20  # read at once
-MOST_HEADER_BYTES = 100_000_000  # the limit that safetensors itself has
 
 Entries = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # name -> dtype and shape, in the order of the file
 
@@ -65,7 +63,7 @@ class TensorFileWriter:
     def __init__(self, path: Path, entries: Entries):
         self.path = path
         self.missing = dict(entries)
-        header = encode_header(entries)
+        header = make_header({name: (NAMES[dtype], tuple(shape)) for name, (dtype, shape) in entries.items()})
         self.n_bytes = len(header) + sum(prod(shape) * dtype.itemsize for dtype, shape in entries.values())
         self.digest = hashlib.blake2b(digest_size=HASH_BYTES)
         self.queue: deque[tuple[Tensor, Future, Future]] = deque()  # pieces that are at work, or done by now
@@ -149,34 +147,18 @@ def view_bytes(content: Tensor) -> memoryview:
     return memoryview((ctypes.c_uint8 * len(content)).from_address(content.data_ptr())).cast("B")
 
 
-def encode_header(entries: Entries) -> bytes:
-    described, end = {}, 0
-    for name, (dtype, shape) in entries.items():
-        start, end = end, end + prod(shape) * dtype.itemsize
-        described[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    header = json.dumps(described, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)  # so that numbers begin where a memory map can read them
-    return struct.pack("<Q", len(header)) + header
-
-
 class TensorFileReader:
     """Reads boxes of the entries of one file. Raises DamagedCheckpoint where it is not as the manifest says."""
 
     def __init__(self, path: Path, record: FileRecord):
         self.path = path
         check_file(path, record)
+        try:
+            self.entries = read_header(path, dtypes=DTYPE_BYTES)
+        except TensorFileError as error:
+            raise DamagedCheckpoint(str(error)) from None
         self.file = open(path, "rb", buffering=0)
         self.buffer = bytearray()
-        try:
-            (n_bytes,) = struct.unpack("<Q", self.file.read(8))
-            demanded = n_bytes <= min(MOST_HEADER_BYTES, record.size - 8)
-            self.header = json.loads(self.file.read(n_bytes)) if demanded else None
-        except (struct.error, ValueError, RecursionError):
-            self.header = None
-        if not isinstance(self.header, dict):
-            self.close()
-            raise DamagedCheckpoint(f"{path} has no header of a safetensors file")
-        self.first_byte, self.n_bytes = 8 + n_bytes, record.size - 8 - n_bytes
 
     def read_into(
         self, destination: Tensor, entry: str, sizes: Sequence[int], dtype: str, begin: Sequence[int]
@@ -185,7 +167,7 @@ class TensorFileReader:
 
         Rows are read in blocks, so this needs BLOCK_BYTES or one row, whichever is more.
         """
-        start = self.find(entry, list(sizes), dtype)
+        start = self.find(entry, tuple(sizes), dtype)
         if not sizes:
             destination, sizes, begin = destination.unsqueeze(0), (1,), (0,)
         row_bytes = prod(sizes[1:]) * DTYPE_BYTES[dtype]
@@ -198,16 +180,13 @@ class TensorFileReader:
                 box = box.narrow(dim, begin[dim], destination.shape[dim])
             destination[done : done + n_rows].copy_(box)
 
-    def find(self, entry: str, sizes: list[int], dtype: str) -> int:
-        """The first byte of an entry, which must be of this shape and dtype and lie within the file."""
-        described = self.header.get(entry)
-        n_bytes = prod(sizes) * DTYPE_BYTES[dtype]
-        if isinstance(described, dict) and (described.get("shape"), described.get("dtype")) == (sizes, dtype):
-            offsets = described.get("data_offsets")
-            if isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets):
-                if 0 <= offsets[0] and offsets[1] - offsets[0] == n_bytes and offsets[1] <= self.n_bytes:
-                    return self.first_byte + offsets[0]
-        raise DamagedCheckpoint(f"{self.path} does not hold {entry} of {dtype} and {sizes}, as {MANIFEST} says")
+    def find(self, entry: str, sizes: tuple[int, ...], dtype: str) -> int:
+        """The first byte of an entry, which must be of this shape and dtype."""
+        found = self.entries.get(entry)
+        if found is None or (found.shape, found.dtype) != (sizes, dtype):
+            described = f"{entry} of {dtype} and {list(sizes)}"
+            raise DamagedCheckpoint(f"{self.path} does not hold {described}, as {MANIFEST} says")
+        return found.start
 
     def read_bytes(self, start: int, n_bytes: int) -> Tensor:
         """uint8, valid until the next call."""

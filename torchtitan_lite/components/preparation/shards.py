@@ -1,4 +1,4 @@
-"""Writes the shards of a corpus, and finds those that were damaged. Their layout is said in torchtitan_lite/corpora.py.
+"""Writes the shards of a corpus. Their layout is said in torchtitan_lite/corpora.py.
 
 Files are hashed while they are written, and are on the disk when their writer is closed. Whether a file counts is
 decided elsewhere: by the manifest for a corpus, by the record of its unit for one in the making.
@@ -8,12 +8,11 @@ import hashlib
 import os
 import struct
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from torchtitan_lite.corpora import MANIFEST, SPLITS, Manifest, Shard
+from torchtitan_lite.corpora import Shard
 
 BLOCK_BYTES = 2**20
 SOURCES = "sources.jsonl"
@@ -116,30 +115,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def find_damage(folder: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with each file of the corpus that is not as the manifest says, after reading all of them."""
-    expected = {SOURCES: manifest.sources_sha256}
-    for shard in (shard for name in SPLITS for shard in manifest.splits[name]):
-        expected[f"{shard.name}.tokens"] = shard.tokens_sha256
-        expected[f"{shard.name}.documents"] = shard.documents_sha256
-
-    def describe(name: str) -> str | None:
-        try:
-            found = hash_file(folder / name)
-        except OSError as error:
-            return f"{folder / name} cannot be read ({error.strerror})"
-        changed = f"{folder / name} has SHA-256 {found}, and {MANIFEST} says {expected[name]}"
-        return changed if found != expected[name] else None
-
-    with ThreadPoolExecutor() as threads:  # hashing leaves the interpreter free
-        return [problem for problem in threads.map(describe, expected) if problem]
-
-
-def hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()

@@ -180,7 +180,7 @@ def discard(work: Path) -> None:
 def read_json(path: Path) -> dict | None:
     try:
         return json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
 
 

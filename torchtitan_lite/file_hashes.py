@@ -1,0 +1,33 @@
+"""Compare files with the SHA-256 that a manifest says. Hashing leaves the interpreter free for other threads."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+BLOCK_BYTES = 2**20
+
+
+def hash_file(path: Path, rest: Callable[[], object] = lambda: None) -> str:
+    """The SHA-256 of a file. `rest` is called after each block."""
+    digest, block = hashlib.sha256(), bytearray(BLOCK_BYTES)
+    with open(path, "rb", buffering=0) as file:
+        while n := file.readinto(block):
+            digest.update(memoryview(block)[:n])
+            rest()
+    return digest.hexdigest()
+
+
+def describe_damage(path: Path, sha256: str, rest: Callable[[], object] = lambda: None) -> str | None:
+    """Read a file; return what is wrong with it, if anything."""
+    try:
+        found = hash_file(path, rest)
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
+    return f"{path} has SHA-256 {found}, and its manifest says {sha256}" if found != sha256 else None
+
+
+def find_damage(hashes: Mapping[Path, str]) -> list[str]:
+    """Read all files; return what is wrong with each that has not the SHA-256 given for it."""
+    with ThreadPoolExecutor() as threads:
+        return [damage for damage in threads.map(describe_damage, hashes, hashes.values()) if damage]
