@@ -292,13 +292,8 @@ class Cases:
 
     def spell_argument(self, key: str) -> list[str]:
         value = self.draw_value(key)
-        text = (
-            ",".join(map(str, value))
-            if isinstance(value, list)
-            else value
-            if isinstance(value, str)
-            else spell_toml(value)
-        )
+        items = value if isinstance(value, list) else [value]
+        text = ",".join(item if isinstance(item, str) else spell_toml(item) for item in items)
         name = f"--{key}" if self.draw.random() < 0.8 else f"--{key}".replace("_", "-")
         return [f"{name}={text}"] if self.draw.random() < 0.5 else [name, text]
 

@@ -4,6 +4,7 @@ FUZZ=2500 draws so many configs of each seed, FUZZ_RUNS=200 lets so many runs be
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,12 +112,13 @@ def test_what_check_accepts_starts_and_makes_two_steps(seed, tmp_path, monkeypat
     assert prepare_some(tmp_path, "--tokenizer", "bytes") == 0
     Path("small.toml").write_text(SMALL)
     cases = Cases(seed, tmp_path, [Path("small.toml")])
+    machine = replace(detect_machine(), memory_bytes_per_device=2**32)  # others need the rest of this one's
     found = []
     n_runs = 0
     while n_runs < N_RUNS:
         args = cases.next_args()
         try:
-            prepared = preflight(args, machine=detect_machine(), n_ranks=1)
+            prepared = preflight(args, machine=machine, n_ranks=1)
         except ConfigError:
             continue
         folders = (prepared.dump_folder, prepared.cache_folder)
