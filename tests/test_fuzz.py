@@ -17,7 +17,7 @@ from torchtitan_lite.config_reader import CONFIG_FOLDER, REPOSITORY
 from torchtitan_lite.hardware import detect_machine
 from torchtitan_lite.preflight import preflight
 
-N_CASES = int(os.environ.get("FUZZ", 400))
+N_CASES = int(os.environ.get("FUZZ", 250))
 N_RUNS = int(os.environ.get("FUZZ_RUNS", 8))
 SEEDS = [int(seed) for seed in os.environ.get("FUZZ_SEEDS", "1,2,3,4").split(",")]
 PP2 = ["--parallelism.pipeline_parallel_degree=2"]
@@ -58,8 +58,7 @@ ODD = {  # name -> command line, config file
     "more digits than Python reads": ([], f"[training]\nsteps = {'1' * 5000}"),
     "hexadecimal digits that Python does not write": ([], f"[training]\nsteps = 0x{'f' * 5000}"),
     "lists 900 deep": ([], f"[model]\nconverters = {'[' * 900}{']' * 900}"),
-    "tables 900 deep": ([], f"{'.'.join('a' * 900)} = 1"),
-    "tables 200 deep": ([], f"[model]\ndim = {{{'.'.join('a' * 200)} = 1}}"),
+    "tables 3,000 deep": ([], f"{'.'.join('a' * 3000)} = 1"),
     "a command line of many dots": (["--" + "a." * 60_000], ""),
     "4,000 unknown keys": ([], "[model]\n" + "\n".join(f"k{n} = {n}" for n in range(4000))),
     "20,000 arguments": (["--training.steps=1"] * 20_000, ""),
@@ -67,10 +66,8 @@ ODD = {  # name -> command line, config file
     "a schedule in a pipe": (["--parallelism.pipeline_parallel_schedule_csv=pipe/schedule.csv", *PP2], ""),
     "a schedule without an end": (["--parallelism.pipeline_parallel_schedule_csv=/dev/zero", *PP2], ""),
     "a schedule of many waits": (["--parallelism.pipeline_parallel_schedule_csv=chain.csv", *PP4000], ""),
-    "a config in a pipe": (["--config=pipe/odd.toml"], ""),
     "a config without an end": (["--config=sparse/odd.toml"], ""),
     "escapes in names": ([], '["\\u001b[2J"]\n"\\r" = 1\n[model]\n"\\u202e" = "\\u0007"'),
-    "bytes that are no text": (["--config=\udcff", "--model.\udcfe=1"], ""),
     "10 MB": (["--job.description", "d" * 10_000_000, "--model.flavor", "f" * 10_000_000], ""),
 }
 
