@@ -267,8 +267,12 @@ def test_nothing_is_renamed_where_no_checkpoint_is_sound(folder, group):
     assert find_steps(folder) == [4, 8]
 
 
+# The checkpoints of this file do not say what tokenizer they were made with.
+RESUMED = ["--config=debug", "--checkpoint.enable", "--job.no_overwrite", "--model.hf_assets_path=assets/tokenizer"]
+
+
 def test_a_damaged_step_that_is_asked_for_is_refused_before_torch_starts(folder, tmp_path):
-    args = ["--config", "debug", "--checkpoint.enable", "--job.no_overwrite", f"--job.dump_folder={tmp_path}"]
+    args = [*RESUMED, f"--job.dump_folder={tmp_path}"]
     assert preflight([*args, "--checkpoint.load_step=8"], machine=MACHINE).resumed_step == 8
     os.truncate(folder / "step-8" / TENSORS[0], 1000)
     with pytest.raises(ConfigError) as refused:
@@ -278,8 +282,7 @@ def test_a_damaged_step_that_is_asked_for_is_refused_before_torch_starts(folder,
 
 
 def test_an_older_step_may_be_asked_for_by_a_run_that_saves_nothing(folder, tmp_path):
-    args = ["--config", "debug", "--checkpoint.enable", "--job.no_overwrite", f"--job.dump_folder={tmp_path}"]
-    args += ["--checkpoint.load_step=4"]
+    args = [*RESUMED, f"--job.dump_folder={tmp_path}", "--checkpoint.load_step=4"]
     with pytest.raises(ConfigError, match=r"later checkpoints too \(\[8\]\)"):
         preflight(args, machine=MACHINE)
     assert preflight([*args, "--checkpoint.load_only"], machine=MACHINE).resumed_step == 4

@@ -174,7 +174,7 @@ WRONG_FILES = {
         lambda f: first_file(f).write_bytes((MOST_HEADER_BYTES * 10**6).to_bytes(8, "little") + b"{}"),
         "cannot hold a header",
     ),
-    "a header that is no JSON": (lambda f: first_file(f).write_bytes(b"\x02" + bytes(7) + b"{{"), "not JSON"),
+    "a header that is no JSON": (lambda f: first_file(f).write_bytes(b"\x02" + bytes(7) + b"{{"), "header is not JSON"),
     "offsets beyond the file": (lambda f: corrupt_header(f, shape=[2**40, 64]), "needs"),
     "an endless shape": (lambda f: corrupt_header(f, shape=[2**60, 2**60]), "no possible shape"),
     "a negative shape": (lambda f: corrupt_header(f, shape=[-1, 64]), "no possible shape"),

@@ -1,5 +1,6 @@
 """Pipeline plans as numbers, schedules from files, and validation forward through every schedule."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import compare
@@ -164,6 +165,13 @@ def test_a_schedule_file_that_cannot_run_is_refused_with_the_reason(tmp_path, te
     (problem,) = check_csv(write_csv(tmp_path, text))
     assert problem.key == CSV
     assert why in problem.why
+
+
+def test_listed_stages_are_as_many_as_the_schedule_file_has(tmp_path):
+    listed = replace(write_csv(tmp_path, GPIPE), module_fqns_per_model_part=[GIVEN[0], ["layers.1"], GIVEN[1][1:]])
+    _, (problem,) = plan_stages(listed, 4)
+    assert problem.remedy == "List 2 stages"
+    assert plan_stages(replace(listed, module_fqns_per_model_part=GIVEN), 4)[1] == []
 
 
 def test_a_missing_schedule_file_is_refused():
