@@ -1,39 +1,23 @@
-"""Draws command lines and config files that nobody would write, and judges what `check` makes of one.
+"""Draws command lines and config files that nobody would write; fuzz_judge.py says what `check` makes of one.
 
 Every key of config.py is drawn, by its type, so that a new key needs no line here; so are the names that torchtitan
 has for keys. Case n of a seed is always the same.
 """
 
-import io
 import json
 import os
 import random
-import resource
-import signal
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
-from unittest import mock
 
 from torchtitan_lite.config import Range
 from torchtitan_lite.config_reader import CONFIG_FOLDER, KEYS
 from torchtitan_lite.hardware import Machine
-from torchtitan_lite.tools import check
 from torchtitan_lite.torchtitan_keys import ABSENT, ALIASES, SETTINGS_OF_ABSENT
 
 ALL_KEYS = sorted(name for name in {*KEYS, *ABSENT, *ALIASES, *SETTINGS_OF_ABSENT} if not name.endswith("*"))
 MACHINES = (Machine("cpu", 1, 16 * 2**30, "a laptop"), Machine("cuda", 8, 80 * 2**30, "NVIDIA H100 80GB HBM3"))
-
-MOST_CPU_S = 1.0  # of one check
-LIMITS = {  # when a check that does not end is stopped, in seconds
-    (signal.ITIMER_PROF, signal.SIGPROF): 10,  # of CPU time
-    (signal.ITIMER_REAL, signal.SIGALRM): 120,  # a loaded machine takes long, one that waits for a pipe takes longer
-}
-MOST_LINES, MOST_CHARACTERS = 60, 8_000  # a screen of text
-MOST_JSON_CHARACTERS = 500_000  # a sound layout lists every module
 
 NUMBERS = [
     *(0, 1, 2, 3, 7, 16, 64, 127, 128, 255, 1000, 4096, 65536, 10**6, 10**9, 10**18, 10**30, 10**400, 16**5000),
@@ -53,25 +37,23 @@ TOML_VALUES = [  # what the list above cannot spell
     *("[" * 60 + "]" * 60, "[" * 900 + "]" * 900, "{a=" * 60 + "1" + "}" * 60, "{a=" * 900 + "1" + "}" * 900),
     *("[" + "1," * 9000 + "]", "[" + "'a'," * 9000 + "]", "[" + "[]," * 9000 + "]", "{" + ".".join("a" * 3000) + "=1}"),
     *("''''''", "'''\n'''", "0xffff_ffff_ffff_ffff", "0b1", "0o7", "+1", "1e1000", "-nan", "truer", "", "=", "'", '"'),
-    *(
-        "1" * 5000,
-        "[nan]",
-        "[inf, 1e999]",
-        "[true]",
-        "[-1, 1]",
-        '["\\u0000"]',
-        '["\\u001b[2J"]',
-        "'" + "z" * 60000 + "'",
-    ),
+    *("1" * 5000, "[nan]", "[inf, 1e999]", "[true]", "[-1, 1]", '["\\u0000"]', '["\\u001b[2J"]', f"'{'z' * 60000}'"),
 ]
 ARGUMENTS = [
     *("--", "-", "", "=", "--=", "--=x", "--.", "--..", "--a", "--a.b", "--.a=1", "--model", "--model.", "-h1", "-c"),
     *("--no_", "--model.no_", "--model.no_dim", "--checkpoint.no_enable", "--checkpoint.no-enable=1", "--json=1"),
     *("--config", "--config=", "--config=.", "--config=/", "--config=..", "--config=debug", "--job.config_file"),
     *("--ranks", "--ranks=", "--ranks=0", "--ranks=-1", "--ranks=x", "--ranks=٣", "--ranks=" + "9" * 5000, "--launch"),
-    *("--gpus", "--gpus=0", "--gpus=8", "--gpus=" + "8" * 400, "--gpu=h100", "--gpu=\x1b[2J", "--gpu=" + "g" * 9000),
+    *(
+        "--gpus",
+        "--gpus=0",
+        "--gpus=8",
+        "--hardware=hardware.toml",
+        "--gpus=" + "8" * 400,
+        "--gpu=h100",
+        "--gpu=\x1b[2J",
+    ),
     *("--hardware", "--hardware=", "--hardware=pipe/odd.toml", "--hardware=/dev/zero", "--hardware=deep/odd.toml"),
-    *("--gpus=8 --hardware=hardware.toml".split()),
     *("--" + "a." * 30000, "--" + "k" * 100000, "--model." + "k" * 100000, "--a.\x1b[2J=1", "--model.\udcff=\udcfe"),
     *("--model.dim=" + "9" * 100000, "--job.description=" + "d" * 1000000, "\udcff", "--config=\udcff", "\x1b[2J"),
     *(
@@ -329,98 +311,3 @@ def spell_toml(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)  # inf and nan are TOML's words too
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-# ---------------------------------------------------------------- judgement
-
-
-class Stopped(BaseException):
-    """Raised in a check that takes too long."""
-
-
-def stop(signum: int, frame: object) -> None:
-    raise Stopped(signal.Signals(signum).name)
-
-
-@contextmanager
-def stopped_in_time() -> Iterator[None]:
-    handlers = {number: signal.signal(number, stop) for _, number in LIMITS}
-    for (timer, _), seconds in LIMITS.items():
-        signal.setitimer(timer, seconds)
-    try:
-        yield
-    finally:
-        for timer, number in LIMITS:
-            signal.setitimer(timer, 0)
-            signal.signal(number, handlers[number])
-
-
-@contextmanager
-def memory_limited(gib: int) -> Iterator[None]:
-    """This process may take so much more memory than it has: who wants more gets a MemoryError."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + gib * 2**30, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    accepted: bool
-    faults: list[str]  # what a check must not do
-
-
-def judge(case: Case) -> Verdict:
-    """Run `check` in this process, on the case's machine."""
-    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")  # as Python opens them
-    environment = {name: value for name, value in os.environ.items() if name not in ("NGPU", "NNODES")}
-    environment |= {"NGPU": case.n_ranks_per_host} if case.n_ranks_per_host is not None else {}
-    faults: list[str] = []
-    status: object = None
-    started = time.process_time()
-    with (
-        mock.patch.object(check, "detect_machine", lambda: case.machine),
-        mock.patch.dict(os.environ, environment, clear=True),
-        redirect_stdout(out),
-        redirect_stderr(err),
-    ):
-        try:
-            with stopped_in_time():
-                status = check.main(case.args)
-        except SystemExit as error:  # argparse's own
-            status = error.code
-        except (Exception, Stopped) as error:
-            faults.append(f"{type(error).__name__}: {str(error)[:200]}")
-    cpu_s = time.process_time() - started
-    if cpu_s > MOST_CPU_S:
-        faults.append(f"{cpu_s:.1f} s of CPU time")
-    if not faults and status not in (0, 2):
-        faults.append(f"exit status {status!r}")
-    printed = []
-    for stream in (out, err):
-        stream.flush()
-        printed.append(stream.buffer.getvalue().decode())
-    faults += find_ugly(*printed, as_json="--json" in case.args)
-    return Verdict(status == 0, faults)
-
-
-def find_ugly(out: str, err: str, *, as_json: bool) -> list[str]:
-    """What a terminal should not be sent."""
-    faults = []
-    if control := {character for character in out + err if not (character.isprintable() or character == "\n")}:
-        faults.append(f"control characters {sorted(control)}")
-    shown = err if as_json else out + err
-    if len(shown) > MOST_CHARACTERS or shown.count("\n") > MOST_LINES:
-        faults.append(f"{len(shown)} characters in {shown.count(chr(10))} lines")
-    if as_json and len(out) > MOST_JSON_CHARACTERS:
-        faults.append(f"{len(out)} characters of JSON")
-    if as_json and out.startswith("{"):
-        try:
-            json.loads(out, parse_constant=float.fromhex)  # NaN is no JSON
-        except ValueError as error:
-            faults.append(f"its JSON is none: {error}")
-    return faults

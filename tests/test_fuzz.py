@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fuzz import MACHINES, Case, Cases, judge, make_odd_files, memory_limited
+from fuzz import MACHINES, Case, Cases, make_odd_files
+from fuzz_judge import judge, memory_limited
 from small_corpora import prepare_some, write_inputs
 from two_steps import make_two_steps
 

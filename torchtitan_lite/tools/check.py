@@ -39,11 +39,8 @@ def main(args: list[str]) -> int:
         problems += error.problems
     if prepared is None or problems:
         if options.json:
-            print(
-                json.dumps(
-                    {"sound": False, "problems": [problem.for_json() for problem in ConfigError(problems).list_first()]}
-                )
-            )
+            listed = [problem.for_json() for problem in ConfigError(problems).list_first()]
+            print(json.dumps({"sound": False, "problems": listed}))
         reasons = "1 reason" if len(problems) == 1 else f"{len(problems)} reasons"
         print(f"This run cannot start, for {reasons}:\n{ConfigError(problems)}", file=sys.stderr)
         return 2
