@@ -84,6 +84,7 @@ BAD_INPUT = [  # what is wrong | arguments | ranks | key as far as told, value, 
     ("itself", "--comm.save_traces_folder=", 2, "comm.save_traces_folder", "", "traces"),
     ("tied", f"{PP}=2 --model.tie_embeddings", 2, "parallelism.pipeline", 2, "model.tie_embeddings = false"),
     ("memory", "--config llama3_8b.toml", 2, "model.flavor", "8B", "--config debug"),
+    ("width", "--model.dim 1000000 --model.n_layers 5", 2, "model.dim", 1000000, "--config debug"),
     ("profiling", "--profiling.enable_profiling --profiling.profile_freq=3", 2, "profiling.profile_freq", 3, "4"),
     ("config file", "--config debugg", 2, "job.config_file", "debugg", "debug"),
 ]

@@ -11,12 +11,14 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
+from torchtitan_lite.bounded_parser import BoundedParser
+
 OF_THE_CONFIG = "Any further argument is the config's: --config NAME_OR_PATH, --section.key value.\n"
 
 
 def make_parser(name: str, description: str, epilog: str) -> ArgumentParser:
     """One style for all: the text as it is written. No option may be shortened: it could be a key of the config."""
-    return ArgumentParser(
+    return BoundedParser(
         f"python -m torchtitan_lite {name}",
         description=description.strip(),
         epilog=epilog,

@@ -6,7 +6,12 @@ The spelling is torchtitan's (v0.2); keys that only exist here are marked `new`.
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Annotated, Literal
+
+from torchtitan_lite.shown import show_json, show_text, show_value
+
+MOST_PROBLEMS, MOST_CHARACTERS = 20, 6000  # that are listed: a screen
 
 
 @dataclass(frozen=True)
@@ -108,9 +113,8 @@ class Optimizer:
     eps: Annotated[float, Range(1e-30, 1)] = 1e-8  # 0 would be 0/0 where a gradient is 0
     weight_decay: Annotated[float, Range(0, 1000)] = 0.1  # decoupled, on every parameter
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # AdamW; SGD: foreach
-    moments_dtype: Literal["float32", "bfloat16"] = (
-        "float32"  # new: of AdamW between steps; bfloat16 saves 4 bytes each
-    )
+    # new: of AdamW between steps; bfloat16 saves 4 bytes each
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclass(frozen=True)
@@ -145,9 +149,8 @@ class Parallelism:
     data_parallel_replicate_degree: Degree = 1  # copies of the sharded model (HSDP; alone: plain data parallel)
     data_parallel_shard_degree: DegreeOrAuto = -1  # FSDP2: ranks that share one copy; auto: all ranks that remain
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # always: zero_stage 3, never: 2
-    zero_stage: Literal["auto", 1, 2, 3] = (
-        "auto"  # new: what dp_shard shards, see parallel/fsdp.py; auto: 3, under PP 1
-    )
+    # new: what dp_shard shards, see parallel/fsdp.py; auto: 3, under PP 1
+    zero_stage: Literal["auto", 1, 2, 3] = "auto"
     tensor_parallel_degree: Degree = 1
     enable_async_tensor_parallel: bool = False  # overlap its collectives with pieces of the matmuls; inductor on CUDA
     disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss
@@ -274,7 +277,12 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.value!r}: {self.why}. {self.remedy}."
+        key, why, remedy = show_text(self.key, 100), show_text(self.why, 600), show_text(self.remedy, 1200)
+        return f"{key} = {show_value(self.value)}: {why}. {remedy}."
+
+    def for_json(self) -> dict[str, object]:
+        """What `--json` prints of it: the value itself where it is short."""
+        return {name: show_json(x) if name == "value" else show_text(x, 1200) for name, x in vars(self).items()}
 
 
 class ConfigError(ValueError):
@@ -282,4 +290,11 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: list[Problem]):
         self.problems = problems
-        super().__init__("\n".join(f"  {n}. {problem}" for n, problem in enumerate(problems, 1)))
+        super().__init__("\n".join(f"  {n}. {problem}" for n, problem in enumerate(self.list_first(), 1)))
+
+    def list_first(self) -> list[Problem]:
+        """As many problems as fit on a screen, and how many there are if those are not all."""
+        ends = accumulate(len(str(problem)) for problem in self.problems[:MOST_PROBLEMS])
+        n = max(1, sum(end <= MOST_CHARACTERS for end in ends))
+        cut = Problem("problems", len(self.problems), f"the list ends after {n} of them", "Repair these first")
+        return [*self.problems[:n], cut] if n < len(self.problems) else self.problems

@@ -9,6 +9,7 @@ replaced by its default, so that the checks that follow still run and the user s
 """
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
@@ -17,6 +18,8 @@ from typing import Any, get_type_hints
 
 from torchtitan_lite.config import Config, Job, Problem
 from torchtitan_lite.config_values import WrongValue, accepts_flag, convert, format_toml, get_value
+from torchtitan_lite.formats.json_file import check_depth, read_regular_file
+from torchtitan_lite.shown import show_value
 from torchtitan_lite.torchtitan_keys import ABSENT, ALIASES, SETTINGS_OF_ABSENT, Absent
 
 try:
@@ -26,6 +29,10 @@ except ModuleNotFoundError:  # Python 3.10
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG_FOLDER = REPOSITORY / "configs"
+MOST_TOML_BYTES = 2**16  # ten times the largest config that says everything
+MOST_DOTS = 256  # in a line of TOML: tomllib takes a time that grows with the square of a name's parts
+MOST_NAMED = 20  # unknown keys whose nearest known key is searched, and old names that are noted
+NO_SUCH_KEY = "there is no such key"
 
 
 def list_keys(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -73,7 +80,7 @@ def read_config(args: list[str]) -> ConfigReading:
     for setting in from_toml:
         other = settings.get(setting.key)
         if other and other.value != setting.value:  # a table holds a name once, so one of the two is an old name
-            why = f"{other.written} = {other.value!r} is another name of this key"
+            why = f"{other.written} = {show_value(other.value)} is another name of this key"
             problems.append(Problem(setting.written, setting.value, why, f"Keep {setting.key} alone"))
         settings[setting.key] = setting
     settings |= {setting.key: setting for setting in from_command_line}
@@ -81,6 +88,7 @@ def read_config(args: list[str]) -> ConfigReading:
 
     values = {}
     unknown_sections = set()
+    unknown = []
     for key, setting in settings.items():
         section = key.rpartition(".")[0]
         if key in KEYS:
@@ -89,13 +97,18 @@ def read_config(args: list[str]) -> ConfigReading:
             except WrongValue as wrong:
                 problems.append(Problem(key, wrong.value, wrong.why + note_old_name(setting), wrong.remedy))
         elif not is_torchtitan_key(key) and section not in unknown_sections:
-            problems.append(describe_unknown(setting))
+            unknown.append(setting)
             if section not in SECTIONS:
                 unknown_sections.add(section)  # a misspelt section is one problem, however many keys it holds
+    problems += map(describe_unknown, unknown[:MOST_NAMED])
+    problems += [Problem(other.written, other.value, NO_SUCH_KEY, "Leave it out") for other in unknown[MOST_NAMED:]]
     config = build_section(Config, values)
     problems += [problem for setting in settings.values() if (problem := refuse_absent(setting, config))]
     notices = [f"{setting.written} is now {setting.key}" for setting in settings.values() if note_old_name(setting)]
-    return ConfigReading(config, problems, notices, Path(config_file).stem)
+    found = find_config_file(config_file)
+    # The stem of "...toml" is "..", and outputs/.. must not become the dump folder.
+    config_name = found.stem.strip(".") if found else ""
+    return ConfigReading(config, problems, notices[:MOST_NAMED], config_name or "config")
 
 
 # --- what was written ---
@@ -104,9 +117,9 @@ def read_config(args: list[str]) -> ConfigReading:
 def parse_arguments(args: list[str]) -> tuple[list[Setting], list[Problem]]:
     """Split `--section.key value`, `--section.key=value` and bare flags; `-` and `_` in keys are alike."""
     settings, problems = [], []
-    rest = list(args)
+    rest = deque(args)
     while rest:
-        argument = rest.pop(0)
+        argument = rest.popleft()
         if not argument.startswith("--") or argument == "--":
             why, remedy = "it belongs to no key", "Write --section.key value, or --section.key=value"
             problems.append(Problem("argument", argument, why, remedy))
@@ -115,7 +128,7 @@ def parse_arguments(args: list[str]) -> tuple[list[Setting], list[Problem]]:
         written = "job.config_file" if written == "config" else written.replace("-", "_")
         value = text if equals else None
         if value is None and rest and not rest[0].startswith("--"):
-            value = rest.pop(0)
+            value = rest.popleft()
         if written == "job.config_file" and not value:
             problems.append(Problem("job.config_file", value, "no file is named", "Write --config NAME_OR_PATH"))
         else:
@@ -126,24 +139,45 @@ def parse_arguments(args: list[str]) -> tuple[list[Setting], list[Problem]]:
 def read_toml(name: str) -> tuple[list[Setting], list[Problem]]:
     """The settings of the TOML file that `--config NAME` means."""
     path = find_config_file(name)
+    if path is None and os.path.exists(name):
+        return [], [Problem("job.config_file", name, "it is not a regular file", "Name a TOML file, or a bare name")]
     if path is None:
         known = sorted(file.stem for file in CONFIG_FOLDER.glob("*.toml"))
         near = get_close_matches(Path(name).stem, known, n=1)
         remedy = f"The nearest in configs/ is {near[0]}" if near else f"configs/ has {', '.join(known)}"
         return [], [Problem("job.config_file", name, "there is no such file, here or in configs/", remedy)]
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:  # its text names line and column
-        return [], [Problem("job.config_file", str(path), f"it is not TOML: {error}", "Repair that line")]
-    except (OSError, UnicodeDecodeError) as error:
-        return [], [Problem("job.config_file", str(path), f"it cannot be read: {error}", "Name a readable text file")]
-    return list(flatten_table(table)), []
+        return list(flatten_table(load_toml(path))), []
+    except ValueError as error:
+        return [], [Problem("job.config_file", str(path), f"it {error}", "Repair it, or name another file")]
 
 
 def find_config_file(name: str) -> Path | None:
     """A path first, then a bare name in configs/; both with or without `.toml`."""
     candidates = [Path(name), Path(f"{name}.toml"), CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.toml"]
-    return next((path for path in candidates if os.path.isfile(path)), None)  # a bad name is one of no file
+    return next((path for path in candidates if os.path.isfile(path)), None)  # Path.is_file raises for long names
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """The table that a TOML file holds. Raises ValueError with the reason, to be put behind the file's name."""
+    content = read_regular_file(path, MOST_TOML_BYTES)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot be read: byte {error.start} is not UTF-8") from None
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > MOST_DOTS:
+            raise ValueError(f"has more than {MOST_DOTS} dots in line {number}")
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:  # its text names line and column
+        raise ValueError(f"is not TOML: {error}") from None
+    except ValueError:  # Python's, which does not say where
+        raise ValueError("has a number of too many digits") from None
+    except RecursionError:
+        raise ValueError("has lists and tables too deep in each other") from None
+    check_depth(table)
+    return table
 
 
 def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[Setting]:
@@ -199,8 +233,8 @@ def note_old_name(setting: Setting) -> str:
 
 def is_torchtitan_key(key: str) -> bool:
     """Whether a key that is not ours is torchtitan's."""
-    sections = [f"{key[:dot]}.*" for dot, letter in enumerate(key) if letter == "."]
-    return key in ABSENT or any(name in SETTINGS_OF_ABSENT for name in (key, *sections))
+    sections = tuple(name.removesuffix("*") for name in SETTINGS_OF_ABSENT if name.endswith(".*"))
+    return key in ABSENT or key in SETTINGS_OF_ABSENT or key.startswith(sections)
 
 
 def refuse_absent(setting: Setting, config: Config) -> Problem | None:
@@ -233,7 +267,7 @@ def describe_unknown(setting: Setting) -> Problem:
     near = [key for key in (*KEYS, *ABSENT) if key.rpartition(".")[2] == name]
     near += get_close_matches(setting.key, in_section, n=1) + get_close_matches(setting.key, KEYS, n=1)
     if in_section:
-        why = "there is no such key"
+        why = NO_SUCH_KEY
         remedy = f"[{section}] has {', '.join(key.rpartition('.')[2] for key in in_section)}"
     else:
         why = f"there is no section [{section}]" if section else "a key needs its section in front of it"

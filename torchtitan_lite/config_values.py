@@ -10,6 +10,10 @@ from math import isfinite
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from torchtitan_lite.config import Config, PathLimits, Range
+from torchtitan_lite.shown import show_value
+
+MOST_OF_TEXT = 4096  # characters: the longest path that Linux takes
+MOST_ITEMS = 2000  # of a list
 
 
 class WrongValue(Exception):
@@ -43,6 +47,8 @@ def convert(annotation: Any, value: object, *, is_text: bool) -> Any:
         if not isinstance(items, list):
             remedy = f'Write ["a", "b"] in TOML, a{separator}b on the command line'
             raise WrongValue("a list is needed", remedy, value)
+        if len(items) > MOST_ITEMS:
+            raise WrongValue(f"it has {len(items):,} items", f"Use {MOST_ITEMS:,} at most", value)
         return [convert(arguments[0], item, is_text=is_text) for item in items]
     if type(None) in arguments:  # `X | None`
         (inner,) = [argument for argument in arguments if argument is not type(None)]
@@ -55,11 +61,7 @@ def convert(annotation: Any, value: object, *, is_text: bool) -> Any:
     if annotation is bool:
         return convert_bool(value, is_text=is_text)
     if annotation is str:
-        if not isinstance(value, str):
-            raise WrongValue("text is needed", f'Put it in quotes: "{value}"', value)
-        if "\0" in value or value.encode(errors="ignore").decode() != value:  # Python reads bad bytes as surrogates
-            raise WrongValue("it holds a NUL, or bytes that are not UTF-8", "Leave them out", value)
-        return value
+        return convert_text(value)
     return convert_number(annotation, value, is_text=is_text)
 
 
@@ -76,6 +78,16 @@ def convert_bool(value: object, *, is_text: bool) -> bool:
     return value
 
 
+def convert_text(value: object) -> str:
+    if not isinstance(value, str):
+        raise WrongValue("text is needed", f'Put it in quotes: "{show_value(value)}"', value)
+    if "\0" in value or value.encode(errors="ignore").decode() != value:  # Python reads bad bytes as surrogates
+        raise WrongValue("it holds a NUL, or bytes that are not UTF-8", "Leave them out", value)
+    if len(value) > MOST_OF_TEXT:
+        raise WrongValue(f"it has {len(value):,} characters", f"Use {MOST_OF_TEXT:,} at most", value)
+    return value
+
+
 def convert_number(kind: type, value: object, *, is_text: bool) -> int | float:
     if is_text:
         try:
@@ -87,7 +99,10 @@ def convert_number(kind: type, value: object, *, is_text: bool) -> int | float:
         raise WrongValue("a whole number is needed", "Write digits only, as in 8", value)
     if kind is float and not (is_whole or (isinstance(value, float) and isfinite(value))):
         raise WrongValue("a finite number is needed", "Write it as in 0.1 or 3e-4", value)
-    return kind(value)
+    try:
+        return kind(value)
+    except OverflowError:  # a whole number beyond every float
+        raise WrongValue("it is beyond every fraction", "Write it as in 0.1 or 3e-4", value) from None
 
 
 def check_limits(limits: Range | PathLimits, value: Any) -> None:

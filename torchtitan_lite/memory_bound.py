@@ -18,7 +18,7 @@ from torchtitan_lite.layout import plan_batch
 from torchtitan_lite.lever_checks import compiles_blocks
 from torchtitan_lite.memory_levers import GRADIENT_BYTES, count_activation_bytes, count_state_bytes
 from torchtitan_lite.refused import recomputes_by_op
-from torchtitan_lite.sizes import Shape, count_parameters
+from torchtitan_lite.sizes import SHAPES, Shape, count_parameters
 
 GIB = 2**30
 BATCH_BYTES = 4 * 8  # per token of a step: the four fields of components/data.py's Batch, int64
@@ -119,7 +119,18 @@ def refuse_model(config: Config, shape: Shape, bound: MemoryBound, machine: Mach
         remedy += f", or share one copy of the model among at least {n_gpus} such GPUs"
     else:
         remedy += f", or this config on GPUs with more than {n_parameters * bytes_each / GIB:.0f} GiB among them"
-    return Problem("model.flavor", config.model.flavor, why, remedy)
+    name = find_largest(config, shape)
+    return Problem(f"model.{name}", getattr(config.model, name), why, remedy)
+
+
+def find_largest(config: Config, shape: Shape) -> str:
+    """The key of [model] that the parameters are due to: a number that is larger than its flavor's, else the flavor."""
+    flavor = SHAPES[config.model.flavor]
+    n_parameters = {"flavor": count_parameters(shape)}
+    for name, size in vars(shape).items():
+        if type(size) is int and getattr(config.model, name) is not None:
+            n_parameters[name] = count_parameters(replace(shape, **{name: getattr(flavor, name)}))
+    return min(n_parameters, key=n_parameters.__getitem__)
 
 
 def refuse_tokens(config: Config, bound: MemoryBound, machine: Machine) -> Problem:

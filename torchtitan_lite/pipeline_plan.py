@@ -195,7 +195,10 @@ def check_microbatches(
     name, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     key = "training.local_batch_size"
     if parallelism.pipeline_parallel_schedule_csv:
-        rows = read_rows(parallelism.pipeline_parallel_schedule_csv)
+        try:
+            rows = read_rows(parallelism.pipeline_parallel_schedule_csv)
+        except ValueError:  # check_csv says what is wrong with the file
+            return []
         written = 1 + max(action.microbatch for row in rows for action in row)
         if written == n_microbatches:
             return []

@@ -8,15 +8,18 @@ This is the "compute_only" form of torch.distributed.pipelining, which adds the 
 
 import csv
 import re
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import defaultdict, deque
 from pathlib import Path
+from typing import NamedTuple
 
 from torchtitan_lite.config import Parallelism, Problem
+from torchtitan_lite.formats.json_file import read_regular_file
+
+MOST_BYTES = 2**18  # 64 pp ranks with 200 microbatches whose backward is split have 242,000
+CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One cell of a CSV schedule: `0F3` is stage 0, forward, microbatch 3."""
 
     stage: int
@@ -28,17 +31,23 @@ class Action:
 
 
 def read_rows(path: str) -> list[list[Action]]:
-    """The actions of each pp rank, without the empty cells. Raises OSError, ValueError."""
+    """The actions of each pp rank, without the empty cells. Raises ValueError with the reason."""
+    content = read_regular_file(Path(path), MOST_BYTES)
     rows = []
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        for number, cells in enumerate(csv.reader(file), 1):
-            matches = [(cell, re.fullmatch(r"(\d+)([FBIW])(\d+)", cell.strip())) for cell in cells if cell.strip()]
-            bad = [cell for cell, match in matches if match is None]
-            if bad:
-                raise ValueError(f"line {number} has {bad[0]!r}, which is no action such as 0F3, 0B3, 0I3 or 0W3")
-            rows.append([Action(int(match[1]), match[2], int(match[3])) for _, match in matches])
+    try:
+        for number, cells in enumerate(csv.reader(content.decode().splitlines()), 1):
+            row = []
+            for cell in filter(None, map(str.strip, cells)):
+                if (match := CELL.fullmatch(cell)) is None:
+                    raise ValueError(
+                        f"has in line {number} {cell!r:.40}, which is no action such as 0F3, 0B3, 0I3, 0W3"
+                    )
+                row.append(Action(int(match[1]), match[2], int(match[3])))
+            rows.append(row)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"is not CSV: {error}") from None
     if not any(rows):
-        raise ValueError("it has no actions")
+        raise ValueError("has no actions")
     return rows
 
 
@@ -50,10 +59,8 @@ def check_csv(parallelism: Parallelism) -> list[Problem]:
     key = "parallelism.pipeline_parallel_schedule_csv"
     try:
         rows = read_rows(path)
-    except (OSError, UnicodeDecodeError) as error:
-        return [Problem(key, path, f"it cannot be read: {error}", "Name a readable CSV file")]
     except ValueError as error:
-        return [Problem(key, path, str(error), "Write one row a pp rank, one action a cell")]
+        return [Problem(key, path, f"it {error}", "Name a CSV file with one row a pp rank, one action a cell")]
     if len(rows) != pp:
         return [Problem(key, path, f"it has {len(rows)} rows for {pp} pp ranks", "Write one row for each pp rank")]
     fault = find_missing_action(rows) or find_deadlock(rows)
@@ -88,18 +95,21 @@ def find_deadlock(rows: list[list[Action]]) -> str | None:
     last_stage = max(action.stage for row in rows for action in row)
     done: set[tuple[int, str, int]] = set()
     next_of = [0] * len(rows)
-    progress = True
-    while progress:
-        progress = False
-        for rank, row in enumerate(rows):
-            while next_of[rank] < len(row) and needs_of(row[next_of[rank]], last_stage) <= done:
-                action = row[next_of[rank]]
-                # B is both halves at once.
-                done |= {
-                    (action.stage, kind, action.microbatch) for kind in ("IW" if action.kind == "B" else action.kind)
-                }
-                next_of[rank] += 1
-                progress = True
+    waiting: dict[tuple[int, str, int], list[int]] = defaultdict(list)  # what is not done yet -> ranks that need it
+    ready = deque(range(len(rows)))
+    while ready:
+        rank = ready.popleft()
+        while next_of[rank] < len(rows[rank]):
+            action = rows[rank][next_of[rank]]
+            if missing := needs_of(action, last_stage) - done:
+                waiting[missing.pop()].append(rank)
+                break
+            # B is both halves at once.
+            parts = {(action.stage, kind, action.microbatch) for kind in ("IW" if action.kind == "B" else action.kind)}
+            done |= parts
+            next_of[rank] += 1
+            for part in parts:
+                ready.extend(waiting.pop(part, ()))
     stuck = [
         f"row {rank + 1} at {row[at]}"
         for rank, (row, at) in enumerate(zip(rows, next_of, strict=True))

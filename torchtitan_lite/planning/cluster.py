@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 
 from torchtitan_lite.config import ConfigError, Problem
-from torchtitan_lite.config_reader import tomllib
+from torchtitan_lite.config_reader import load_toml
 from torchtitan_lite.hardware import MIB, PEAK_BF16_FLOPS, Machine
 from torchtitan_lite.layout import MESH_DIMS, Layout
 
@@ -177,9 +177,9 @@ def find_cluster(gpu: str, file: Path | None = None) -> Cluster:
 def read_hardware(file: Path) -> tuple[dict[str, float], list[Problem]]:
     """The keys of [hardware] in a TOML file, all of which are positive numbers."""
     try:
-        section = tomllib.loads(file.read_text(encoding="utf-8")).get("hardware")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        return {}, [Problem("--hardware", str(file), f"it cannot be read: {error}", "Name a TOML file with [hardware]")]
+        section = load_toml(file).get("hardware")
+    except ValueError as error:
+        return {}, [Problem("--hardware", str(file), f"it {error}", "Name a TOML file with [hardware]")]
     known = [field.name for field in fields(Cluster)]
     if not isinstance(section, dict):
         return {}, [Problem("--hardware", str(file), "it has no table [hardware]", f"Its keys are {', '.join(known)}")]

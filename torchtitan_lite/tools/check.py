@@ -13,6 +13,7 @@ from torchtitan_lite.hardware import Machine, detect_machine
 from torchtitan_lite.memory_bound import GIB, MemoryBound
 from torchtitan_lite.planning.cluster import describe_node, find_cluster
 from torchtitan_lite.preflight import Prepared, preflight
+from torchtitan_lite.shown import show_text
 from torchtitan_lite.sizes import count_flops_per_token, count_parameters
 
 
@@ -38,7 +39,8 @@ def main(args: list[str]) -> int:
         problems += error.problems
     if prepared is None or problems:
         if options.json:
-            print(json.dumps({"sound": False, "problems": [asdict(problem) for problem in problems]}, default=str))
+            listed = [problem.for_json() for problem in ConfigError(problems).list_first()]
+            print(json.dumps({"sound": False, "problems": listed}))
         reasons = "1 reason" if len(problems) == 1 else f"{len(problems)} reasons"
         print(f"This run cannot start, for {reasons}:\n{ConfigError(problems)}", file=sys.stderr)
         return 2
@@ -83,7 +85,7 @@ def read_count(variables: Mapping[str, str | None], name: str, problems: list[Pr
     text = variables.get(name)
     if not text:
         return None
-    if text.isdecimal() and int(text) > 0:
+    if text.isdecimal() and len(text) < 10 and int(text) > 0:
         return int(text)
     problems.append(Problem(name, text, "a positive whole number is needed", "Write 2, for instance, or leave it out"))
     return None
@@ -109,7 +111,7 @@ def describe(prepared: Prepared, place: Place) -> str:
     """The verdict for people, one line per question."""
     config, shape, layout = prepared.config, prepared.shape, prepared.layout
     flops = count_flops_per_token(shape, config.training.seq_len)
-    layers = [sum(name.startswith("layers.") for name in stage) for stage in layout.stages]
+    layers = show_text(str([sum(name.startswith("layers.") for name in stage) for stage in layout.stages]), 300)
     tokens = layout.global_batch_size * config.training.seq_len
     rows = {
         "model": f"{config.model.name} {config.model.flavor}, {count_parameters(shape):,} parameters, "
@@ -120,15 +122,16 @@ def describe(prepared: Prepared, place: Place) -> str:
         f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}",
         "memory": "\n          ".join(map(describe_memory, prepared.memory))
         or f"not judged, for nothing says how much there is. Use --gpus {layout.world_size} --gpu h100, for instance",
-        "files": f"{prepared.dump_folder}, tokens cached in {prepared.cache_folder}",
+        "files": f"{show_text(str(prepared.dump_folder), 200)}, "
+        f"tokens cached in {show_text(str(prepared.cache_folder), 200)}",
     }
     if layout.pp == 1:
         del rows["stages"]
     if prepared.resumed_step:
         rows["resumes"] = f"after step {prepared.resumed_step}"
-    notices = "".join(f"\n  note    {notice}" for notice in prepared.notices)
+    notices = "".join(f"\n  note    {show_text(notice, 300)}" for notice in prepared.notices)
     return (
-        f"{prepared.config_name} is sound on {place.name}:\n"
+        f"{show_text(prepared.config_name, 200)} is sound on {show_text(place.name, 200)}:\n"
         + "\n".join(f"  {k:7} {v}" for k, v in rows.items())
         + notices
     )

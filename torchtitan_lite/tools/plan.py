@@ -77,7 +77,7 @@ def main(args: list[str]) -> int:
         plan = make_plan(config_args, options, cluster)
     except ConfigError as error:
         if options.json:
-            print(json.dumps({"problems": [asdict(problem) for problem in error.problems]}, default=str))
+            print(json.dumps({"problems": [problem.for_json() for problem in error.list_first()]}))
         print(f"There is no {'score' if options.score else 'plan'}:\n{error}", file=sys.stderr)
         return 2
     if options.svg:

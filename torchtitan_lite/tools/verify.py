@@ -36,7 +36,7 @@ def main(args: list[str]) -> int:
         reduction = reduce_config(reading.config, options.ranks)
     except ConfigError as error:
         if options.json:
-            print(json.dumps({"certified": False, "problems": [asdict(p) for p in error.problems]}, default=str))
+            print(json.dumps({"certified": False, "problems": [problem.for_json() for problem in error.list_first()]}))
         print(f"This run could not start:\n{error}", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
