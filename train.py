@@ -170,10 +170,9 @@ def main(args: list[str]) -> int:
             with recompilation_told(step - resumed_step), ledger.measured(step, run, host_group, besides=saver_group):
                 result = train_step(run, batch)
             if not result.finite:  # the same on every rank; waits for the device
-                repeat = partial(compute_gradients, run, batch)
-                culprit = find_non_finite(
-                    result.local_loss, run.parts, mesh.coordinates(), repeat, composed=CONTEXT_ATTENTION
-                )
+                again = partial(compute_gradients, run, batch)
+                place = mesh.coordinates()
+                culprit = find_non_finite(result.local_loss, run.parts, place, again, composed=CONTEXT_ATTENTION)
                 logger.log(
                     logging.ERROR if rank == 0 else logging.INFO,
                     f"step {step}: gradient norm {result.grad_norm.item()}, weights left as they were: {culprit}",
@@ -213,11 +212,7 @@ def main(args: list[str]) -> int:
                 progress.show(step, "saving")
                 saver.wait()  # one save at a time, and the last one converts together
                 tensors = choose_tensors(
-                    run.parameters,
-                    run.optimizer,
-                    section=config.checkpoint,
-                    is_last=step == n_steps,
-                    group=host_group,
+                    run.parameters, run.optimizer, section=config.checkpoint, is_last=step == n_steps, group=host_group
                 )
                 saver.save(step, tensors)
             profiler.step()
