@@ -37,7 +37,7 @@ from torchtitan_lite.components.tokenizer import Tokenizer, make_tokenizer
 from torchtitan_lite.config import Comm, Config, ConfigError, Debug
 from torchtitan_lite.config_reader import dump_config_toml
 from torchtitan_lite.corpora import CorpusError
-from torchtitan_lite.dump_folder import check_still_held, open_dump_folder
+from torchtitan_lite.dump_folder import check_still_held, lost_folder_explained, open_dump_folder
 from torchtitan_lite.formats.manifest import CheckpointError
 from torchtitan_lite.hardware import detect_machine, peak_flops
 from torchtitan_lite.ledger import RunLedger
@@ -155,6 +155,7 @@ def main(args: list[str]) -> int:
     batches = prefetch(stream, rows, steps=range(resumed_step, n_steps), device=device)
     with (
         told_by_rank(rank, mesh.coordinates()),
+        lost_folder_explained(lock),
         out_of_memory_explained(config, shape, layout, run.parameters, run.optimizer),
         profile_steps(config.profiling, dump_folder, rank, resumed_step=resumed_step) as profiler,
         saver,  # on the way out, waits for what is being written

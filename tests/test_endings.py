@@ -102,6 +102,7 @@ def test_a_folder_has_one_run_and_what_is_deleted_under_it_is_noticed(tmp_path):
         shutil.rmtree(folder / "checkpoint")
         lost = read_until(first, r"was deleted or moved")
         assert "ERROR" in lost and str(folder / "checkpoint" / "step-") in lost and "nothing is saved" in lost
+        read_until(first, r"step .*/100000")  # written, and the next one is far
         os.rename(folder, tmp_path / "deleted")
         said = finish(first, must_succeed=False)
     finally:

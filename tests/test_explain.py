@@ -95,6 +95,7 @@ def test_against_another_checkout_tells_what_its_code_does_differently(capsys, t
     """A copy without configs: the config is ours. What it adds to train_step is what our code lacks."""
     package = tmp_path / "torchtitan_lite"
     shutil.copytree(REPOSITORY / "torchtitan_lite", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
     before = "    run.lr_scheduler.step()\n"
     code = (package / "step.py").read_text(encoding="utf-8")
     assert code.count(before) == 1

@@ -65,7 +65,8 @@ def save(
     path = folder / f"step-{step}"
     tensors = {f"model.{fqn}": (weight.dtype, tuple(weight.shape)) for fqn, weight in weights.items()}
     config = Config()
-    config = replace(config, training=replace(config.training, seq_len=128))
+    model = replace(config.model, hf_assets_path="assets/tokenizer")  # a run resolves "auto"
+    config = replace(config, model=model, training=replace(config.training, seq_len=128))
     facts = {"shape": shape, "tokenizer": load_tokenizer(SHIPPED).identity, **facts}
     with CheckpointWriter(path, step, tensors, facts=facts, run={"config": asdict(config)}) as writer:
         for fqn, weight in weights.items():

@@ -9,6 +9,8 @@ lock            held by the run that is at work here
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -74,6 +76,17 @@ def check_still_held(lock: BinaryIO) -> None:
         f"the dump folder {path.parent} was deleted or moved while the run was at work, and with it what the run has "
         "logged and saved"
     )
+
+
+@contextmanager
+def lost_folder_explained(lock: BinaryIO | None) -> Iterator[None]:
+    """Raise CheckpointError in place of an OSError inside, if it is due to the loss of the folder of this lock."""
+    try:
+        yield
+    except OSError:
+        if lock is not None:
+            check_still_held(lock)
+        raise
 
 
 def empty(folder: Path) -> None:

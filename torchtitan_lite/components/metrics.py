@@ -199,12 +199,12 @@ class MetricsWriter:
             self.tensorboard = SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
     def write(self, metrics: StepMetrics, memory: PeakMemory) -> None:
-        logger.info(format_console_line(metrics, self.n_steps))
         self.jsonl.write(format_json_line(metrics))
         if self.tensorboard is not None:
             for tag, value in list_scalars(metrics, memory, self.flops_per_token).items():
                 self.tensorboard.add_scalar(tag, value, metrics.step)
             self.tensorboard.flush()  # half a millisecond: a thread of its own writes the file
+        logger.info(format_console_line(metrics, self.n_steps))
 
     def close(self) -> None:
         self.jsonl.close()
