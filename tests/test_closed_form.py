@@ -282,7 +282,7 @@ def test_a_file_overrides_the_row_and_may_describe_a_gpu_that_has_none(tmp_path)
         ("[hardware]\nlatency_s = 'fast'\n", "a positive number"),
         ("[hardware]\nlatency_s = true\n", "a positive number"),
         ("node_size = 8\n", "no table"),
-        ("[hardware\n", "cannot be read"),
+        ("[hardware\n", "it is not TOML"),
     ],
 )
 def test_a_wrong_hardware_file_is_refused_with_the_remedy(tmp_path, text, why):
