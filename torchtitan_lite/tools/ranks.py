@@ -142,16 +142,18 @@ def serve(rank: int, connection: Connection) -> None:
 
 
 def end_with_parent() -> None:
-    """End this process as soon as its parent is gone, however the parent ended. For a process of multiprocessing.
+    """End this process, if multiprocessing started it, as soon as its parent is gone, however the parent ended.
 
     A worker that waits for its next job may never learn of it: the workers of a pool hold each other's pipes open.
     """
+    parent = multiprocessing.parent_process()
 
     def watch() -> None:
-        wait([multiprocessing.parent_process().sentinel])
+        wait([parent.sentinel])
         os._exit(1)
 
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+    if parent is not None:
+        threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 def forget_groups() -> None:
