@@ -43,6 +43,7 @@ class Mutant:
     culprit: tuple[str, str]  # kind and name that must be found
     mesh_dims: tuple[str, ...]  # along which ranks must be said to disagree
     cause: str  # that must be named, or its beginning
+    trial: str  # of TRIALS, which sees it
     patch: Callable[[], AbstractContextManager]
     seen: str  # by a user without `verify`
 
@@ -50,13 +51,21 @@ class Mutant:
 MUTANTS: dict[str, Mutant] = {}
 
 
-def mutant(row: str | Row, noticed_by: str, culprit: tuple[str, str], *, dims: tuple = (), cause: str = "unknown"):
+def mutant(
+    row: str | Row,
+    noticed_by: str,
+    culprit: tuple[str, str],
+    *,
+    dims: tuple = (),
+    cause: str = "unknown",
+    trial: str = "wide",
+):
     """Adds a patch to MUTANTS; its docstring is what a user would have seen."""
 
     def add(function: Callable) -> Callable:
         where = LAYOUTS[row] if isinstance(row, str) else row
         seen = " ".join(function.__doc__.split())
-        MUTANTS[function.__name__] = Mutant(where, noticed_by, culprit, dims, cause, function, seen)
+        MUTANTS[function.__name__] = Mutant(where, noticed_by, culprit, dims, cause, trial, function, seen)
         return function
 
     return add

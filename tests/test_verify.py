@@ -28,11 +28,13 @@ from torchtitan_lite.tools import verify as tool
 from torchtitan_lite.tools.bisection import FEATURES, bisect, find_smallest, list_features, turn_off
 from torchtitan_lite.tools.comparison import find_disagreement
 from torchtitan_lite.tools.culprit import name_first_output
+from torchtitan_lite.tools.gradient_trial import FP32_TOLERANCE, load_oracle, save_oracle, try_layout
 from torchtitan_lite.tools.matrix import COLUMNS, ROWS, Cell, describe_grid, plan_cell
 from torchtitan_lite.tools.module_outputs import cut_piece, observe_outputs
 from torchtitan_lite.tools.oracle import make_batch
 from torchtitan_lite.tools.reduction import override, reduce_config, reduce_degrees
-from torchtitan_lite.tools.trial import FP32_TOLERANCE, Trial, load_oracle, save_oracle, try_layout
+from torchtitan_lite.tools.trial import Trial
+from torchtitan_lite.tools.trials import TRIALS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PP, TP, CP = (f"parallelism.{name}_parallel_degree" for name in ("pipeline", "tensor", "context"))
@@ -57,7 +59,9 @@ def test_mutant_is_caught_and_rightly_named(pool, folder, name):
         return pool.run(compare.run_mutant, world_size, name, worker, *args, **options)
 
     config = compare.complete(mutant.row.overrides, mutant.row.world_size)
-    trial = try_layout(config, mutant.row.world_size, run_ranks, folder)
+    with mutant.patch():  # one of them lets a refused config through
+        reduction = reduce_config(config, mutant.row.world_size)
+    trial = TRIALS[mutant.trial](reduction, run_ranks, folder)
     assert mutant.noticed_by in trial.faults
     assert (trial.culprit.kind, trial.culprit.name) == mutant.culprit
     assert tuple(trial.culprit.mesh_dims) == mutant.mesh_dims
@@ -340,7 +344,7 @@ def test_the_matrix_has_thirty_layouts_that_can_run():
 
 
 def test_the_grid_shows_errors_failures_and_refusals():
-    failed = Trial({"loss": "off"}, None, None, 1.0)
+    failed = Trial("wide", [], {"loss": "off"}, None, 1.0)
     cells = [Cell(row, column, failed) for row in ROWS for column in COLUMNS]
     cells[0] = Cell("one rank", COLUMNS[0], None, why_not="it cannot be split")
     grid = describe_grid(cells)

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 
 from torchtitan_lite.tools.comparison import Difference, total_update_error
-from torchtitan_lite.tools.oracle import N_STEPS
+from torchtitan_lite.tools.gradient_trial import FP32_TOLERANCE
 from torchtitan_lite.tools.reduction import Reduction
-from torchtitan_lite.tools.trial import FP32_TOLERANCE, Trial
+from torchtitan_lite.tools.trial import Trial
 
 LEGEND = "S(0): rows sharded, S(1): columns, _S: rows, in the strides that two sharded dims leave; R: copies, bit-equal"
 ALWAYS = "kernels of CUDA, NCCL, sizes, speed and memory: this ran on CPUs, in float32"
@@ -35,36 +35,22 @@ def describe(
     lines += [f"  {change}" for change in reduction.changes]
     lines += [f"  {ALWAYS}", ""]
     if trial.difference is not None:
-        lines += describe_measures(trial.difference)
+        lines += describe_measures(trial)
         lines += describe_gradients(trial.difference, verbose=verbose)
     if in_bfloat16 is not None:
         lines += describe_bfloat16(in_bfloat16)
     return "\n".join([*lines, *describe_verdict(trial, in_bfloat16)])
 
 
-def describe_measures(difference: Difference) -> list[str]:
-    n = len(difference.initial_equal)
-    n_equal = sum(difference.initial_equal.values())
-    worst_gradient = max(difference.gradient.values())
-    worst_weight = max(difference.weight.values())
-    n_unequal = len({fqn for fqn, _ in difference.unequal_replicas})
-    rows = [
-        ("initial weights", f"{n_equal} of {n}", "bit-equal", n_equal == n),
-        ("counted tokens", f"{difference.n_tokens:.1e}", "equal", difference.n_tokens == 0),
-        ("loss", f"{difference.loss:.1e}", f"{N_STEPS} steps, masked unequally", difference.loss <= FP32_TOLERANCE),
-        ("gradients", f"{worst_gradient:.1e}", f"worst of {n} parameters", worst_gradient <= FP32_TOLERANCE),
-        ("gradient norm", f"{difference.grad_norm:.1e}", f"{N_STEPS} steps", difference.grad_norm <= FP32_TOLERANCE),
-        ("weights", f"{worst_weight:.1e}", f"after {N_STEPS} steps of SGD, clipped", worst_weight <= FP32_TOLERANCE),
-        (
-            "updates",
-            f"{total_update_error(difference):.1e}",
-            "all of them together",
-            total_update_error(difference) <= FP32_TOLERANCE,
+def describe_measures(trial: Trial) -> list[str]:
+    return [
+        f"{trial.name}, {trial.seconds:.0f} s; relative error, and the largest that is right:",
+        *(
+            f"  {'ok ' if m.is_right else 'BAD'} {m.what:16} {m.error:>9.1e} {m.bound:>9.1e}  {m.of}"
+            for m in trial.measures
         ),
-        ("copies", f"{n - n_unequal} of {n}", "bit-equal on all ranks that hold one", n_unequal == 0),
+        "",
     ]
-    header = f"relative error, at most {FP32_TOLERANCE:.0e}:"
-    return [header, *(f"  {'ok ' if good else 'BAD'} {what:16} {value:>9}  {of}" for what, value, of, good in rows), ""]
 
 
 def describe_gradients(difference: Difference, *, verbose: bool) -> list[str]:

@@ -33,6 +33,10 @@ class RankFailure(RuntimeError):
     """A rank raised, died or hung. The message holds the first failing rank's traceback."""
 
 
+class RankTimeout(RankFailure):
+    """Ranks did not answer in time: they are slow, or they wait for each other."""
+
+
 class RankPool:
     """Worker processes 0 .. n_ranks - 1, started when first needed. Use as a context manager, or close()."""
 
@@ -95,7 +99,9 @@ class RankPool:
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                failure = failure or f"ranks {sorted(pending.values())} did not answer within {timeout_s} s"
+                if failure is None:
+                    self.close()
+                    raise RankTimeout(f"ranks {sorted(pending.values())} did not answer within {timeout_s} s")
                 break
             for connection in ready:
                 rank = pending.pop(connection)
@@ -128,7 +134,7 @@ def serve(rank: int, connection: Connection) -> None:
             return
         try:
             store = dist.FileStore(store_path, world_size)
-            timeout = timedelta(seconds=timeout_s)
+            timeout = timedelta(seconds=timeout_s + 60)  # so that it is the parent who notices ranks that wait
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
             try:
                 dist.barrier()  # a rank that has nothing to say may not leave while others still join

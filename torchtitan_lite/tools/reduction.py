@@ -64,8 +64,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Reduction:
-    config: Config
-    shape: Shape
+    real: Config  # as it was read: automatic values are not resolved
+    config: Config  # of the wide trial, every size given
+    shape: Shape  # of `config`, as `layout`
     layout: Layout
     changes: list[Change]  # in the order of config.py
 
@@ -96,7 +97,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     small = override(small, reduce_batch(small, config, real, degrees, sizes))
     small_shape = resolve_shape(small.model)
     layout = plan_layout(small, small_shape, prod(degrees.values()))
-    return Reduction(small, small_shape, layout, list_changes(config, shape, small, small_shape))
+    return Reduction(config, small, small_shape, layout, list_changes(config, shape, small, small_shape))
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:

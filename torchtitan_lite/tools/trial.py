@@ -1,116 +1,52 @@
-"""One layout, tried: the oracle, the ranks, the verdict, and the culprit where there is one."""
+"""What one trial of `verify` says: how far the layout is from the reference, what is wrong, and what is wrong first.
 
-import hashlib
-import time
+gradient_trial.py     wide, deep, long, real width    gradients, norm, updates by SGD beside one process
+update_trial.py       updates                         the run's own optimizer, from given gradients
+train_trial.py        train.py                        rows, learning rates, validation, save and resume
+precision_trial.py    bfloat16, float8                the run's own arithmetic
+"""
+
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-import torch
-
-from torchtitan_lite.config import Config, ConfigError
-from torchtitan_lite.tools.comparison import Difference, find_faults, measure_layout, merge
-from torchtitan_lite.tools.culprit import Culprit, name_crash, name_culprit
-from torchtitan_lite.tools.module_outputs import OutputShare, observe_outputs
-from torchtitan_lite.tools.oracle import Outcome, run_one_process
-from torchtitan_lite.tools.ranks import RankFailure
-from torchtitan_lite.tools.reduction import override
-from torchtitan_lite.tools.traps import TRAPS
-
-FP32_TOLERANCE = 1e-5  # what is right stays below 1e-6: sums are taken in another order. What is wrong is above 1e-3
+from torchtitan_lite.tools.comparison import Difference
+from torchtitan_lite.tools.culprit import Culprit, name_crash
+from torchtitan_lite.tools.ranks import RankFailure, RankTimeout
 
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank: RankPool.run, or one around it
 
 
 @dataclass(frozen=True)
+class Measure:
+    """One line of a certificate."""
+
+    what: str
+    error: float  # relative, unless `of` says otherwise
+    bound: float  # the largest error that is right
+    of: str  # what was compared, and how much of it
+
+    @property
+    def is_right(self) -> bool:
+        return self.error <= self.bound  # what is not a number is wrong
+
+
+@dataclass(frozen=True)
 class Trial:
-    """What came out."""
+    """What came out of one trial."""
 
-    faults: dict[str, str]  # measure -> what is wrong; empty: the layout computes the one-process model
-    difference: Difference | None  # None where a rank crashed
-    culprit: Culprit | None
+    name: str
+    measures: list[Measure]  # empty where a rank crashed
+    faults: dict[str, str]  # measure -> what is wrong; empty: nothing is
+    culprit: Culprit | None  # what is wrong first
     seconds: float
+    difference: Difference | None = None  # of trials that compare gradients
+    finished: bool = True  # False: ranks did not answer in time, so nothing is known
+    skipped: str = ""  # why it was not run, where it was not
 
 
-def try_layout(
-    config: Config,
-    world_size: int,
-    run_ranks: RunRanks,
-    folder: Path,
-    *,
-    tolerance: float = FP32_TOLERANCE,
-    find_culprit: bool = True,
-) -> Trial:
-    """Runs `config` (reduced, every size given) beside one process. `folder` keeps oracles for the next trial."""
-    start = time.monotonic()
-    oracle_path = save_oracle(config, folder)
-    difference, faults, culprit = measure_faults(config, world_size, run_ranks, oracle_path, tolerance)
-    if faults and find_culprit:
-        if difference is not None:
-            outputs = observe(config, world_size, run_ranks, oracle_path)
-            # What begins a fault may still be small: it is looked for below the line, but above all rounding.
-            culprit = name_culprit(difference, faults, outputs, load_oracle(oracle_path), tolerance / 5)
-        cause = find_cause(config, world_size, run_ranks, oracle_path, culprit, tolerance)
-        culprit = replace(culprit, cause=cause)
-    return Trial(faults, difference, culprit, time.monotonic() - start)
-
-
-def measure_faults(
-    config: Config, world_size: int, run_ranks: RunRanks, oracle_path: str, tolerance: float, **options
-) -> tuple[Difference | None, dict[str, str], Culprit | None]:
-    """Difference and faults; where there is no whole difference, that is the fault, and the culprit is known."""
-    fqns = list(load_oracle(oracle_path).initial)
-    try:
-        shares = run_ranks(measure_layout, world_size, config, oracle_path, **options)
-    except RankFailure as failure:
-        culprit = name_crash(str(failure))
-        return None, {"crash": f"{culprit.name}: {culprit.detail}"}, culprit
-    held = {fqn for share in shares for fqn in share.gradient}
-    if lost := [fqn for fqn in fqns if fqn not in held]:
-        culprit = Culprit("parameters", lost[0], f"no rank holds it; {len(lost)} of {len(fqns)} parameters are lost")
-        return None, {"parameters": culprit.detail}, culprit
-    difference = merge(shares, fqns)
-    return difference, find_faults(difference, tolerance), None
-
-
-def observe(config: Config, world_size: int, run_ranks: RunRanks, oracle_path: str) -> list[OutputShare]:
-    """What each rank's modules put out; nothing where they cannot be watched."""
-    try:
-        return run_ranks(observe_outputs, world_size, config, oracle_path)
-    except RankFailure:
-        return []
-
-
-def find_cause(
-    config: Config, world_size: int, run_ranks: RunRanks, oracle_path: str, culprit: Culprit, tolerance: float
-) -> str:
-    """The first known trap without which the run passes."""
-    for cause, trap in TRAPS.items():
-        if not trap.applies(config, culprit):
-            continue
-        try:
-            probe = override(config, trap.overrides)
-            difference, faults, _ = measure_faults(
-                probe, world_size, run_ranks, oracle_path, tolerance, prepare=trap.prepare
-            )
-        except ConfigError:
-            continue
-        initial_only = difference is not None and set(faults) <= {"initial"} and trap.prepare is not None
-        if not faults or initial_only:
-            return cause
-    return "unknown"
-
-
-def save_oracle(config: Config, folder: Path) -> str:
-    """File with the outcome of one process on the model, batch, seed and optimizer of `config`. Made once."""
-    training = config.training
-    of_batch = (training.global_batch_size, training.seq_len, training.max_norm)
-    facts = repr((config.model, config.optimizer, of_batch, config.debug.seed))
-    path = folder / f"oracle-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.pt"
-    if not path.exists():
-        torch.save(run_one_process(config), path)
-    return str(path)
-
-
-def load_oracle(path: str) -> Outcome:
-    return torch.load(path, weights_only=False, mmap=True)
+def describe_failure(name: str, failure: RankFailure, seconds: float) -> Trial:
+    """A trial in which a rank raised, died, or did not answer in time."""
+    if isinstance(failure, RankTimeout):
+        return Trial(name, [], {"timeout": str(failure)}, None, seconds, finished=False)
+    culprit = name_crash(str(failure))
+    return Trial(name, [], {"crash": f"{culprit.name}: {culprit.detail}"}, culprit, seconds)

@@ -18,10 +18,11 @@ from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.tools.bisection import Step, bisect, find_smallest, list_features
 from torchtitan_lite.tools.certificate import InBfloat16, describe, record_for_runs, report_for_programs
 from torchtitan_lite.tools.comparison import Difference, total_update_error
+from torchtitan_lite.tools.gradient_trial import measure_faults, save_oracle, try_layout
 from torchtitan_lite.tools.matrix import COLUMNS, ROWS, Cell, describe_grid, try_cell
 from torchtitan_lite.tools.ranks import RankPool
 from torchtitan_lite.tools.reduction import DEGREE_KEYS, Reduction, override, reduce_config
-from torchtitan_lite.tools.trial import RunRanks, measure_faults, save_oracle, try_layout
+from torchtitan_lite.tools.trial import RunRanks
 
 SECONDS_FOR_A_RUN = 300  # after which ranks that wait for each other are given up; a busy laptop compiles slowly
 
