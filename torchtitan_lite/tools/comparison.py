@@ -5,14 +5,14 @@
     all together    the worst of all ranks; every parameter must have been seen                    -> Difference
 
 Loss and gradient norm hide broken gradients, so each parameter is compared by itself; and its update with SGD, for
-AdamW hides gradients of the wrong scale.
+AdamW hides gradients of the wrong scale. slices.py compares the gradients of one step, without gathering them.
 """
 
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from unittest.mock import patch
 
@@ -27,7 +27,15 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.layout import plan_layout, resolve_config
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.sizes import resolve_shape
-from torchtitan_lite.tools.oracle import N_STEPS, Outcome, make_batch_of
+from torchtitan_lite.tools.oracle import (
+    WIDE,
+    Method,
+    Outcome,
+    choose_init,
+    choose_max_norm,
+    make_batch_of,
+)
+from torchtitan_lite.tools.reduction import override
 
 Coordinates = dict[str, int]  # mesh dim -> where a rank stands on it
 Prepare = Callable[[stepping.Run, Outcome], None]
@@ -54,14 +62,16 @@ class Share:
     errors: dict[str, float]  # n_tokens, loss, grad_norm -> relative error, of the worst step
 
 
-def build_small_run(config: Config, world_size: int) -> stepping.Run:
+def build_small_run(config: Config, world_size: int, method: Method = WIDE) -> stepping.Run:
     """The run that train.py would build, on CPUs. Collective."""
     # DTensor warns that gathering over two dims takes two steps: it is right, and here it does not matter.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     shape = resolve_shape(config.model)
     layout = plan_layout(config, shape, world_size)
     mesh = build_mesh(layout, "cpu")
-    return stepping.build_run(resolve_config(config, layout, "cpu"), shape, layout, mesh, torch.device("cpu"))
+    model_class, init_parameter = stepping.MODELS[config.model.name]
+    with patch.dict(stepping.MODELS, {config.model.name: (model_class, choose_init(init_parameter, method))}):
+        return stepping.build_run(resolve_config(config, layout, "cpu"), shape, layout, mesh, torch.device("cpu"))
 
 
 def own_rows(run: stepping.Run, batch: Batch) -> Batch:
@@ -73,19 +83,19 @@ def own_rows(run: stepping.Run, batch: Batch) -> Batch:
 def measure_layout(
     rank: int, world_size: int, config: Config, oracle_path: str, prepare: Prepare | None = None
 ) -> Share:
-    """Worker: builds the layout, makes N_STEPS, and compares all that this rank can see. Collective.
+    """Worker: builds the layout, makes the oracle's steps, and compares all that this rank can see. Collective.
 
     `prepare(run, oracle)` may change the run before its first step: a probe.
     """
     oracle: Outcome = torch.load(oracle_path, weights_only=False, mmap=True)
-    run = build_small_run(config, world_size)
+    run = build_small_run(config, world_size, oracle.method)
     initial = gather(run, lambda parameter: parameter)
     if prepare is not None:
         prepare(run, oracle)
-    batches = [own_rows(run, make_batch_of(run.config, step)) for step in range(N_STEPS)]
+    batches = [own_rows(run, make_batch_of(run.config, step, oracle.method)) for step in range(oracle.method.n_steps)]
     n_tokens = stepping.count_global_tokens(run, stepping.take_pieces(run, batches[0]))
     with gradients_noted(run) as gradients:
-        results = [stepping.train_step(run, batch) for batch in batches]
+        results = [stepping.train_step(limit_norm(run, step), batch) for step, batch in enumerate(batches)]
     losses = [result.loss.item() for result in results]
     grad_norms = [result.grad_norm.item() for result in results]
     weights = gather(run, lambda parameter: parameter)
@@ -107,12 +117,23 @@ def measure_layout(
         n_tokens=int(n_tokens),
         losses=losses,
         grad_norms=grad_norms,
-        errors={
-            "n_tokens": largest_relative([int(n_tokens)], [oracle.n_tokens]),
-            "loss": largest_relative(losses, oracle.losses),
-            "grad_norm": largest_relative(grad_norms, oracle.grad_norms),
-        },
+        errors=measure_scalars(oracle, int(n_tokens), losses, grad_norms),
     )
+
+
+def measure_scalars(oracle: Outcome, n_tokens: int, losses: list[float], grad_norms: list[float]) -> dict[str, float]:
+    """Relative errors, each that of the worst step."""
+    return {
+        "n_tokens": largest_relative([n_tokens], [oracle.n_tokens]),
+        "loss": largest_relative(losses, oracle.losses),
+        "grad_norm": largest_relative(grad_norms, oracle.grad_norms),
+    }
+
+
+def limit_norm(run: stepping.Run, step: int) -> stepping.Run:
+    """The same run, with the max_norm of that step of the oracle."""
+    max_norm = choose_max_norm(run.config, step)
+    return replace(run, config=override(run.config, {"training.max_norm": max_norm}))
 
 
 @contextmanager
@@ -133,10 +154,16 @@ def gradients_noted(run: stepping.Run) -> Iterator[dict[str, Tensor]]:
 @torch.no_grad()
 def gather(run: stepping.Run, choose: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
     """Full copies of one tensor per parameter. Collective over the ranks that share them."""
+    chosen = list_tensors(run, choose)
+    return {fqn: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for fqn, t in chosen.items()}
+
+
+def list_tensors(run: stepping.Run, choose: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
+    """One tensor per parameter, as this rank holds it."""
     chosen = {fqn: choose(parameter) for fqn, parameter in run.parameters.items()}
     missing = [fqn for fqn, tensor in chosen.items() if tensor is None]
     assert not missing, f"no gradient for {missing}"
-    return {fqn: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for fqn, t in chosen.items()}
+    return chosen
 
 
 def describe_placement(parameter: Tensor) -> str:
@@ -195,9 +222,10 @@ class Difference:
     placements: dict[str, str]
     unequal_replicas: set[tuple[str, str]]
     n_tokens: float  # relative errors
-    loss: float  # the larger one of N_STEPS
+    loss: float  # of the worst step
     grad_norm: float
     shares: list[Share]  # what it was merged from
+    clipping: float = 0.0  # of gradients, where there is no update to see it by
 
 
 def merge(shares: list[Share], fqns: Collection[str]) -> Difference:
@@ -215,8 +243,8 @@ def merge(shares: list[Share], fqns: Collection[str]) -> Difference:
     return Difference(
         initial_equal=worst("initial_equal", lambda one, other: one and other),
         gradient=worst("gradient", max),
-        weight=worst("weight", max),
-        update=worst("update", max),
+        weight=worst("weight", max) if shares[0].weight else {},
+        update=worst("update", max) if shares[0].update else {},
         placements=worst("placements", max),
         unequal_replicas=set().union(*(share.unequal_replicas for share in shares)),
         **{name: max(share.errors[name] for share in shares) for name in shares[0].errors},
@@ -242,11 +270,12 @@ def find_faults(difference: Difference, tolerance: float) -> dict[str, str]:
             faults[measure_name] = f"{measure_name} is off by {getattr(difference, measure_name):.1e}"
     for measure_name in ("gradient", "weight"):
         errors = getattr(difference, measure_name)
-        worst = max(errors, key=errors.get)
-        if errors[worst] > tolerance:
+        worst = max(errors, key=errors.get, default=None)
+        if worst is not None and errors[worst] > tolerance:
             faults[measure_name] = f"{measure_name} of {worst} is off by {errors[worst]:.1e}"
-    if difference.grad_norm > tolerance:
-        faults["grad_norm"] = f"grad_norm is off by {difference.grad_norm:.1e}"
+    for measure_name in ("grad_norm", "clipping"):
+        if getattr(difference, measure_name) > tolerance:
+            faults[measure_name] = f"{measure_name} is off by {getattr(difference, measure_name):.1e}"
     update = total_update_error(difference)
     if update > tolerance:
         faults["update"] = f"the update of all weights together is off by {update:.1e}"
@@ -257,7 +286,12 @@ def find_faults(difference: Difference, tolerance: float) -> dict[str, str]:
 
 
 def total_update_error(difference: Difference) -> float:
-    """||all (w - ref)|| / ||all (ref - initial)||: per parameter, a norm weight near 1 would only show its rounding."""
+    """||all (w - ref)|| / ||all (ref - initial)||: per parameter, a norm weight near 1 would only show its rounding.
+
+    0 where there was no update.
+    """
+    if not difference.update:
+        return 0.0
     wrong, whole = (sum(pair[i] for pair in difference.update.values()) for i in (0, 1))
     return math.sqrt(wrong / whole) if math.isfinite(wrong) else math.inf
 

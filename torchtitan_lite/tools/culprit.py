@@ -65,6 +65,8 @@ def name_culprit(
         order = {fqn: index for index, fqn in enumerate(oracle.initial)}
         name, dim = min(difference.unequal_replicas, key=lambda pair: order[pair[0]])
         return Culprit("replicas", name, "every gradient is right, and its copies are not bit-equal", [dim])
+    if not difference.weight:
+        return Culprit("clipping", "clip_grad_norm", f"the gradient norm is right, and {'; '.join(faults.values())}")
     name = max(difference.weight, key=difference.weight.get)
     return Culprit("updated weights", name, f"every gradient is right, and {'; '.join(faults.values())}")
 

@@ -11,9 +11,10 @@ from torchtitan_lite.config import Config, ConfigError
 from torchtitan_lite.tools.comparison import Difference, find_faults, measure_layout, merge, total_update_error
 from torchtitan_lite.tools.culprit import Culprit, name_crash, name_culprit
 from torchtitan_lite.tools.module_outputs import OutputShare, observe_outputs
-from torchtitan_lite.tools.oracle import N_STEPS, Outcome, run_one_process
+from torchtitan_lite.tools.oracle import WIDE, Method, Outcome, run_one_process
 from torchtitan_lite.tools.ranks import RankFailure, RankTimeout
 from torchtitan_lite.tools.reduction import override
+from torchtitan_lite.tools.slices import join_shares, measure_slices
 from torchtitan_lite.tools.traps import TRAPS
 from torchtitan_lite.tools.trial import Measure, RunRanks, Trial, describe_failure
 
@@ -27,12 +28,14 @@ def try_layout(
     folder: Path,
     *,
     name: str = "wide",
+    method: Method = WIDE,
+    compared: str = "",
     tolerance: float = FP32_TOLERANCE,
     find_culprit: bool = True,
 ) -> Trial:
     """Runs `config` (reduced, every size given) beside one process. `folder` keeps oracles for the next trial."""
     start = time.monotonic()
-    oracle_path = save_oracle(config, folder)
+    oracle_path = save_oracle(config, folder, method)
     try:
         difference, faults, culprit = measure_faults(config, world_size, run_ranks, oracle_path, tolerance)
     except RankTimeout as failure:
@@ -45,7 +48,7 @@ def try_layout(
         cause = find_cause(config, world_size, run_ranks, oracle_path, culprit, tolerance)
         culprit = replace(culprit, cause=cause)
     measures = [] if difference is None else list_measures(difference, tolerance)
-    return Trial(name, measures, faults, culprit, time.monotonic() - start, difference)
+    return Trial(name, measures, faults, culprit, time.monotonic() - start, difference, compared=compared)
 
 
 def measure_faults(
@@ -55,9 +58,13 @@ def measure_faults(
 
     Raises RankTimeout, which says nothing about the layout.
     """
-    fqns = list(load_oracle(oracle_path).initial)
+    oracle = load_oracle(oracle_path)
+    fqns = list(oracle.initial)
     try:
-        shares = run_ranks(measure_layout, world_size, config, oracle_path, **options)
+        if oracle.method.updates:
+            shares = run_ranks(measure_layout, world_size, config, oracle_path, **options)
+        else:
+            shares = join_shares(run_ranks(measure_slices, world_size, config, oracle_path, **options))
     except RankTimeout:
         raise
     except RankFailure as failure:
@@ -102,27 +109,34 @@ def find_cause(
 def list_measures(difference: Difference, tolerance: float) -> list[Measure]:
     """The lines of a certificate."""
     n = len(difference.initial_equal)
-    n_unequal = len({fqn for fqn, _ in difference.unequal_replicas})
-    return [
+    n_steps = len(difference.shares[0].losses)
+    steps = "1 step" if n_steps == 1 else f"{n_steps} steps, the first one clipped"
+    measures = [
         Measure("initial weights", n - sum(difference.initial_equal.values()), 0, f"of {n} not bit-equal"),
         Measure("counted tokens", difference.n_tokens, 0, "of the first batch"),
-        Measure("loss", difference.loss, tolerance, f"{N_STEPS} steps, masked unequally"),
+        Measure("loss", difference.loss, tolerance, f"{steps}; rows are masked unequally"),
         Measure("gradients", max(difference.gradient.values()), tolerance, f"worst of {n} parameters"),
-        Measure("gradient norm", difference.grad_norm, tolerance, f"{N_STEPS} steps"),
-        Measure("weights", max(difference.weight.values()), tolerance, f"after {N_STEPS} steps of SGD, clipped"),
+        Measure("gradient norm", difference.grad_norm, tolerance, steps),
+    ]
+    if not difference.update:
+        return [*measures, Measure("clipping", difference.clipping, tolerance, "worst of all slices of gradients")]
+    n_unequal = len({fqn for fqn, _ in difference.unequal_replicas})
+    return [
+        *measures,
+        Measure("weights", max(difference.weight.values()), tolerance, f"after {n_steps} steps of SGD"),
         Measure("updates", total_update_error(difference), tolerance, "all of them together"),
         Measure("copies", n_unequal, 0, f"of {n} not bit-equal on all ranks that hold one"),
     ]
 
 
-def save_oracle(config: Config, folder: Path) -> str:
+def save_oracle(config: Config, folder: Path, method: Method = WIDE) -> str:
     """File with the outcome of one process on the model, batch, seed and optimizer of `config`. Made once."""
     training = config.training
     of_batch = (training.global_batch_size, training.seq_len, training.max_norm)
-    facts = repr((config.model, config.optimizer, of_batch, config.debug.seed))
+    facts = repr((config.model, config.optimizer, of_batch, config.debug.seed, method))
     path = folder / f"oracle-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.pt"
     if not path.exists():
-        torch.save(run_one_process(config), path)
+        torch.save(run_one_process(config, method), path)
     return str(path)
 
 

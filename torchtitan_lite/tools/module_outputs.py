@@ -38,8 +38,8 @@ class OutputShare:
 def observe_outputs(rank: int, world_size: int, config: Config, oracle_path: str) -> OutputShare:
     """Worker: one forward and backward, every module's output compared with the oracle's. Collective."""
     oracle: Outcome = torch.load(oracle_path, weights_only=False, mmap=True)
-    run = build_small_run(config, world_size)
-    batch = stepping.take_pieces(run, own_rows(run, make_batch_of(run.config, 0)))
+    run = build_small_run(config, world_size, oracle.method)
+    batch = stepping.take_pieces(run, own_rows(run, make_batch_of(run.config, 0, oracle.method)))
     n_tokens = stepping.count_global_tokens(run, batch)
     if run.schedule is not None:  # in its first step it also calls each part once to learn the shapes
         stepping.forward_backward(run, batch, n_tokens)

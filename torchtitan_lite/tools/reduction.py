@@ -39,7 +39,7 @@ REPLACED = {  # values under which a fault shows, and the CPU can follow
     "optimizer.implementation": "for-loop",  # computes the same; with tp, DTensor plans lists of parameters for seconds
     "optimizer.moments_dtype": "float32",  # SGD has none
     "optimizer.lr": 0.5,
-    "optimizer.weight_decay": 0.01,
+    "optimizer.weight_decay": 0.0,  # with tp, DTensor plans each of its sums for 30 ms
     "lr_scheduler.warmup_steps": 0,  # a rate of nearly zero would show nothing
     "lr_scheduler.decay_ratio": 0.0,
     "training.max_norm": 0.1,  # so that gradients are clipped
@@ -242,7 +242,7 @@ def reduce_batch(
     dp, pp = degrees["dp_replicate"] * degrees["dp_shard"], degrees["pp"]
     accumulates = real.global_batch_size > config.training.local_batch_size * real.dp
     if pp == 1:
-        microbatch_size, n_microbatches = 2, 1 + accumulates
+        microbatch_size, n_microbatches = 2, 3 if accumulates else 1
         local_batch_size = microbatch_size
     else:
         microbatch_size = min(2, config.parallelism.pipeline_parallel_microbatch_size)
@@ -272,8 +272,17 @@ def reduce_microbatches(section: Parallelism, real: Layout, n_stages: int) -> in
     return next(n for n in candidates if not check_microbatches(section, n, n, n_stages))
 
 
-def reduce_sequence(degrees: dict[str, int], sizes: dict[str, int]) -> int:
+def reduce_sequence(degrees: dict[str, int], sizes: dict[str, int], least: int = 40) -> int:
     """Tokens per sequence: a length that no other size of the model has, so that a sequence dim is known by it."""
-    pieces = (2 * degrees["cp"] if degrees["cp"] > 1 else 1) * degrees["tp"]
-    widths = [*sizes.values(), sizes["n_heads"] * sizes["head_dim"], sizes["n_kv_heads"] * sizes["head_dim"]]
-    return next(n for n in range(pieces, 100 * pieces, pieces) if n >= 40 and n not in widths)
+    pieces = count_pieces(degrees)
+    return next(n for n in range(pieces, (100 + least) * pieces, pieces) if n >= least and n not in list_widths(sizes))
+
+
+def count_pieces(degrees: dict[str, int]) -> int:
+    """Equal pieces into which cp and tp cut a sequence."""
+    return (2 * degrees["cp"] if degrees["cp"] > 1 else 1) * degrees["tp"]
+
+
+def list_widths(sizes: dict[str, int]) -> list[int]:
+    """Sizes that a dim of some module's output has."""
+    return [*sizes.values(), sizes["n_heads"] * sizes["head_dim"], sizes["n_kv_heads"] * sizes["head_dim"]]

@@ -42,6 +42,7 @@ class Trial:
     difference: Difference | None = None  # of trials that compare gradients
     finished: bool = True  # False: ranks did not answer in time, so nothing is known
     skipped: str = ""  # why it was not run, where it was not
+    compared: str = ""  # what was run, and what of its sizes is real: one sentence
 
 
 def describe_failure(name: str, failure: RankFailure, seconds: float) -> Trial:
