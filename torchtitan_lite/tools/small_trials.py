@@ -6,8 +6,9 @@
     long        1 or 2        the real one, 2,048 at most  dim about 50                    as asked
     real width  1             about 16                     real, if memory and time allow  1F1B, one stage a rank
 
-A pipeline with more stages needs more layers. Each run has the wide one's degrees and options, and a sentence that says
-what of it is real. No torch here: numbers only.
+A pipeline with more stages needs more layers. Each run has the wide one's degrees and options, but that only the deep
+one compiles, for a compiler needs as long as all the rest. A sentence says what of it is real. No torch here: numbers
+only.
 """
 
 from dataclasses import dataclass, replace
@@ -78,7 +79,7 @@ def lengthen(reduction: Reduction) -> SmallRun:
     pieces, widths = count_pieces(degrees), list_widths(sizes)
     lengths = range(min(real_length, MOST_TOKENS) // pieces * pieces, 0, -pieces)
     seq_len = next((length for length in lengths if length not in widths), reduce_sequence(degrees, sizes))
-    small = plan_own_stages(reduction.config)
+    small = override(plan_own_stages(reduction.config), {"compile.enable": False})
     small = override(small, {"model.n_layers": count_least_layers(small.parallelism, at_least=min(2, degrees["pp"]))})
     small = resize(small, degrees, sizes, n_rows=1, n_microbatches=3, seq_len=seq_len)
     chunk = min(real.training.loss_chunk_tokens, -(-seq_len // degrees["cp"] // N_CHUNKS))  # 0, no chunks, stays
@@ -86,7 +87,9 @@ def lengthen(reduction: Reduction) -> SmallRun:
     layout = plan_layout(small, resolve_shape(small.model), reduction.layout.world_size)
     farthest = find_far_position(reduction) + seq_len
     tokens = f"{seq_len:,} tokens" if seq_len == real_length else f"{seq_len:,} of {real_length:,} tokens"
-    said = f"{tokens}, at positions below {farthest:,}; {small.model.n_layers} layers of dim {sizes['dim']}"
+    n_layers = small.model.n_layers
+    layers = f"{n_layers} layer{'s' * (n_layers > 1)} of dim {sizes['dim']}"
+    said = f"{tokens}, at positions below {farthest:,}, {layers}"
     return describe_run(reduction, small, layout, said)
 
 
@@ -96,7 +99,7 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
     `memory_bytes`: what the run and its reference may take of this machine's memory; by default, half of what is free.
     """
     degrees, real = reduction.layout.degrees, resolve_shape(reduction.real.model)
-    small = plan_own_stages(reduction.config)
+    small = override(plan_own_stages(reduction.config), {"compile.enable": False})
     if degrees["pp"] > 1:
         schedule = {"pipeline_parallel_schedule_csv": "", "pipeline_parallel_schedule": "1F1B"}
         small = override(small, {f"parallelism.{key}": value for key, value in schedule.items()})
@@ -120,6 +123,8 @@ def describe_run(reduction: Reduction, small: Config, layout: Layout, compared: 
     """With all that differs from the real config."""
     real = reduction.real
     changes = list_changes(real, resolve_shape(real.model), small, resolve_shape(small.model))
+    if small.compile.enable != real.compile.enable:
+        compared += ", not compiled"
     return SmallRun(small, layout, changes, compared)
 
 
