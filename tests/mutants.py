@@ -33,6 +33,7 @@ from torchtitan_lite.parallel import (
 )
 
 CP = "parallelism.context_parallel_degree"
+SHARD = "parallelism.data_parallel_shard_degree"
 CP2 = {CP: 2}
 RING = {"parallelism.context_parallel_rotate_method": "ring"}
 DOCUMENTS = {"model.attention": "document"}
@@ -456,7 +457,7 @@ def third_accumulation_step_dropped():
     return patch.object(step.Batch, "split", without_third)
 
 
-@mutant("one rank", "weight", ("updated weights", "tok_embeddings.weight"))
+@mutant("one rank", "weight", ("updated weights", "layers.0.attention.wo.weight"))
 def small_gradients_scaled_up():
     """Clipping lacks its limit of 1, so that gradients below max_norm are made as long as it. With AdamW nothing shows,
     for it divides by the length; with SGD the run does not settle."""
@@ -472,7 +473,7 @@ def small_gradients_scaled_up():
     return patch.object(step, "clip_grad_norm", scaled)
 
 
-@mutant("cp4 ring", "gradient", ("module output", "layers.0.attention.inner"))
+@mutant(Row(4, {CP: 4, **RING, SHARD: 1}), "gradient", ("module output", "layers.0.attention.inner"))
 def ring_right_for_two_ranks_only():
     """Each rank takes what comes after the first round for keys of a later rank. Two ranks have one round, so the test
     of the ring passes; four ranks leave out a part of the sequence."""
@@ -628,7 +629,7 @@ def vocabulary_offset_in_two_bytes():
     trial="real width",
     cause="the rule",
 )
-def first_four_million_numbers_copied():
+def first_two_million_numbers_copied():
     """Initial weights are copied in one call with a limit on its size. The rest of a large matrix stays as it was
     allocated: zeros, mostly."""
     original = initial_weights.keep_own_slice
@@ -636,6 +637,6 @@ def first_four_million_numbers_copied():
     def first_numbers(parameter, full):
         original(parameter, full)
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        own.flatten()[2**22 :].zero_()
+        own.flatten()[2**21 :].zero_()
 
     return patch.object(initial_weights, "keep_own_slice", first_numbers)

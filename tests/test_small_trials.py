@@ -127,7 +127,7 @@ def test_little_memory_or_a_large_model_halves_vocabulary_first_then_ffn_dim_the
     one_layer = resolve_shape(override(read("--config", "llama3_8b"), {"model.n_layers": 1}).model)
     with patch.object(small_trials, "MOST_PARAMETERS", 2**31):
         sizes = [fit_shape(one_layer, ONE, memory * GIB // 8) for memory in (400, 96, 64, 1)]
-    assert [size.vocab_size for size in sizes] == [shape.vocab_size, 16032, 2004, 2004]
+    assert [size.vocab_size for size in sizes] == [shape.vocab_size, 16032, 4008, 2004]
     assert [size.ffn_dim for size in sizes] == [shape.ffn_dim, shape.ffn_dim, shape.ffn_dim, 1792]
     assert [size.dim for size in sizes] == [4096, 4096, 4096, 512]
 

@@ -280,7 +280,7 @@ def test_accumulation_and_documents_and_recompute_are_kept():
         *("--model.attention=document", "--activation_checkpoint.selective_ac_option=4"),
     )
     reduction = reduce_config(config, 8)
-    assert reduction.layout.n_microbatches == 2
+    assert reduction.layout.n_microbatches == 3
     assert reduction.config.model.attention == "document"
     assert reduction.config.activation_checkpoint.selective_ac_option == "2"
 
