@@ -98,8 +98,14 @@ Does this layout compute the single-device model? A certificate, or the culprit.
 
 Runs the config, reduced to laptop size, on processes of this CPU beside one process with the same model file, and
 prints a certificate: initial weights, loss, gradient of every parameter, gradient norm, updated weights, copies. Where
-something differs, it names the first thing that does."""
-    parser = make_parser("verify", description, OF_THE_CONFIG + "Exit status: 0 certified, 1 not, 2 wrong input.")
+something differs, it names the first thing that does.
+
+Both sides share the model file, so that a mistake in it is in both. `--against-hf FOLDER` runs no layout: it compares
+the model file with transformers' Llama, both with the weights of that Hugging Face folder: logits, loss, gradient of
+every parameter."""
+    epilog = """Exit status: 0 certified, 1 not, 2 wrong input.
+With --against-hf: 0 equal, 1 not, 2 wrong input, no transformers, or too little memory."""
+    parser = make_parser("verify", description, OF_THE_CONFIG + epilog)
     add = parser.add_argument
     help = "processes at most, up to 16; default: 8. The more, the nearer to the real mesh"
     add("--ranks", type=int, default=8, choices=range(1, 17), metavar="N", help=help)
@@ -107,6 +113,8 @@ something differs, it names the first thing that does."""
     add("--bisect", action="store_true", help="on failure, find the smallest combination that fails")
     add("--matrix", action="store_true", help="thirty layouts of this model instead of its own")
     add("--verbose", action="store_true", help="every parameter instead of the worst of each kind")
+    help = "instead of a layout, compare the model file with transformers' Llama of this Hugging Face folder"
+    add("--against-hf", type=Path, metavar="FOLDER", help=help)
     add("--json", action="store_true", help="print for programs, every parameter included")
     return parser
 
