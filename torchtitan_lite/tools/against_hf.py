@@ -200,8 +200,8 @@ def describe(about: dict[str, object], comparisons: list[Comparison], equal: boo
         f"{about['config']}: {about['model']} beside LlamaForCausalLM of transformers {about['transformers']}, "
         f"both with the weights of {about['folder']}, in float32, {about['seconds']:.0f} s",
         "",
-        f"relative error, and the largest that is right: {N_ROUNDINGS} times what another rounding makes of transformers' "
-        f"model, at least {FLOOR:.0e}:",
+        "relative error, and the largest that is right: "
+        f"{FLOOR:.0e}, or {N_ROUNDINGS} times what another rounding does to transformers' model",
         *(describe_measure(measure) for comparison in comparisons for measure in comparison.measures),
         "",
         "gradient of each parameter:",

@@ -1,7 +1,7 @@
 """Two models with the same weights, on the same tokens: logits, loss and the gradient of every parameter.
 
-    near   row 0   tokens at positions 0, 1, 2, ...
-           row 1   a shorter one: its last tokens are not counted
+    near   row 0   positions 0, 1, 2, ..., as a shorter text: its last tokens are not counted
+           row 1   the same positions, all tokens counted
            row 2   several documents, where attention stops at their borders
     far    row 0   positions spread evenly over `reach`: slow rotary pairs turn only over such distances
            row 1   neighbouring positions around the middle of `reach`, where scaled RoPE leaves its first context
@@ -84,8 +84,8 @@ def list_rows(shape: Shape, *, attention: str) -> dict[str, list[Row]]:
     """Name of a batch -> its rows. `attention` is a row of ATTENTIONS."""
     places = torch.arange(LENGTH)
     near = [
-        Row(places, f"{LENGTH} tokens"),
         Row(places, f"{SHORT_LENGTH} of {LENGTH} tokens counted", SHORT_LENGTH),
+        Row(places, f"{LENGTH} tokens"),
     ]
     if attention == "document":
         within = torch.cat([torch.arange(length) for length in DOCUMENT_LENGTHS])
