@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from torchtitan_lite.command_lines import make_verify_parser
@@ -438,6 +439,13 @@ def test_a_model_without_counterpart_is_refused_by_the_parameter_that_has_none(f
     assert "1 of its parameters are not those of a Llama, layers.1.attention.wq.bias" in refused(capsys, folder, SMALL)
 
 
+def test_weights_that_are_not_finite_are_refused_by_name(folder, capsys):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "layers.1.feed_forward.w3.weight holds NaN or infinity" in refused(capsys, folder, SMALL)
+
+
 def test_too_little_memory_is_told_before_anything_is_loaded(folder, monkeypatch, capsys):
     monkeypatch.setattr(against_hf, "measure_cpu_memory", lambda: 2**24)
     monkeypatch.setattr(against_hf, "build_ours", pytest.fail)
@@ -467,6 +475,13 @@ def test_the_bound_is_what_rounding_does_and_the_reference_is_left_as_it_was(fol
         after, _ = forward(batch)
     assert torch.equal(before, after)
     assert 0 < relative_error(inside, before) < 1e-4
+
+
+def test_no_rounding_excuses_an_error_as_large_as_the_number_itself():
+    judge = model_comparison.judge
+    assert judge("w", 9e-6, 0.0, "").is_right and not judge("w", 1.1e-5, 0.0, "").is_right
+    assert judge("w", 3.9e-4, 1e-4, "").is_right and not judge("w", 4.1e-4, 1e-4, "").is_right
+    assert not judge("w", torch.inf, torch.inf, "").is_right and not judge("w", torch.nan, 1.0, "").is_right
 
 
 def test_memory_counts_weights_three_times_and_grows_with_the_model():

@@ -57,12 +57,13 @@ def main(reading: ConfigReading, options: argparse.Namespace) -> int:
         folder = open_matching(options.against_hf, reading.config)
         check_names(reading.config, folder.shape)
         check_memory(reading.config, folder)
+        ours = build_ours(reading.config, folder)
     except ConfigError as error:
         if options.json:
             print(json.dumps({"equal": False, "problems": [problem.for_json() for problem in error.list_first()]}))
         print(f"Nothing was compared:\n{error}", file=sys.stderr)
         return 2
-    ours, theirs = build_ours(reading.config, folder), build_theirs(transformers, folder.path)
+    theirs = build_theirs(transformers, folder.path)
     comparisons = []
     rows_by_batch = list_rows(folder.shape, attention=reading.config.model.attention)
     for number, (name, rows) in enumerate(rows_by_batch.items()):
@@ -172,7 +173,7 @@ def count_bytes(shape: Shape, attention: str) -> int:
 
 
 def build_ours(config: Config, folder: HuggingFaceFolder) -> nn.Module:
-    """The config's model file with the weights of the folder, through our loader."""
+    """The config's model file with the weights of the folder, through our loader. Raises ConfigError for NaN weights."""
     model_class, _ = MODELS[config.model.name]
     with torch.device("meta"):
         model = model_class(folder.shape, attention=config.model.attention)
@@ -180,6 +181,9 @@ def build_ours(config: Config, folder: HuggingFaceFolder) -> nn.Module:
     if folder.shape.tie_embeddings:  # to_empty made two tensors of the one
         model.output.weight = model.tok_embeddings.weight
     load_weights(folder, dict(model.named_parameters()))
+    if bad := [fqn for fqn, parameter in model.named_parameters() if not parameter.isfinite().all()]:
+        why, remedy = f"{bad[0]} holds NaN or infinity, so nothing can be computed", "Name a folder with whole weights"
+        raise ConfigError([Problem(KEY, str(folder.path), why, remedy)])
     if config.training.loss_chunk_tokens:
         model.output.chunked_loss = ChunkedLoss(min(config.training.loss_chunk_tokens, MOST_CHUNK_TOKENS))
     return model
