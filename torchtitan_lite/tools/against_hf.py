@@ -173,7 +173,7 @@ def count_bytes(shape: Shape, attention: str) -> int:
 
 
 def build_ours(config: Config, folder: HuggingFaceFolder) -> nn.Module:
-    """The config's model file with the weights of the folder, through our loader. Raises ConfigError for NaN weights."""
+    """The config's model file with the folder's weights, through our loader. Raises ConfigError where one is NaN."""
     model_class, _ = MODELS[config.model.name]
     with torch.device("meta"):
         model = model_class(folder.shape, attention=config.model.attention)

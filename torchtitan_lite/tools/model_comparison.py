@@ -7,8 +7,8 @@
            row 1   neighbouring positions around the middle of `reach`, where scaled RoPE leaves its first context
 
 The reference itself shows how large an error of rounding is: it runs once more, with other kernels of attention and
-with each rotary frequency raised to the next number that fp32 has. The bound is N_ROUNDINGS times what that changes, and
-at least FLOOR. A fixed bound would not do. Errors of gradients that were measured with right code, 4 and 16 layers:
+with each rotary frequency raised to the next number that fp32 has. The bound is N_ROUNDINGS times what that changes,
+and at least FLOOR. A fixed bound would not do. Gradient errors measured with right code, 4 and 16 layers:
 
     attention                 near     far, to position 8,191     to 131,071     times what the other rounding changes
     with initial weights     8e-07                      2e-05          3e-04                            at most 1.3
