@@ -41,7 +41,7 @@ EQUAL = {
 }
 
 
-def save_theirs(folder: Path, args: list[str], *, sharpness: float = 1.0, dtype=torch.float32) -> Path:
+def save_theirs(folder: Path, args: list[str], *, sharpness=1.0, embedding=1.0, dtype=torch.float32) -> Path:
     """A Llama that transformers itself initializes, of the shape of these arguments, as transformers saves it."""
     transformers = pytest.importorskip("transformers", reason="the reference, transformers, is not installed")
     shape = resolve_shape(read_config(args).config.model)
@@ -71,6 +71,8 @@ def save_theirs(folder: Path, args: list[str], *, sharpness: float = 1.0, dtype=
                 parameter += 0.3 * torch.randn(parameter.shape)
             if "q_proj" in name or "k_proj" in name:
                 parameter *= sharpness
+            if "embed_tokens" in name:
+                parameter *= embedding
     model.to(dtype).save_pretrained(folder)
     return folder
 
@@ -366,6 +368,16 @@ def test_a_broken_model_file_is_seen_and_named(name, folder_of, monkeypatch, cap
     assert {batch for batch, seen in said["batches"].items() if seen["first_to_differ"]} == batches
     for batch in batches:
         assert fnmatchcase(said["batches"][batch]["first_to_differ"], named), said["batches"][batch]["first_to_differ"]
+
+
+def test_an_epsilon_that_hardly_matters_is_still_named(tmp_path, monkeypatch, capsys):
+    folder = save_theirs(tmp_path, SMALL, embedding=40.0)  # numbers of 0.8: the epsilon is 1e-05 of their square
+    assert run(folder, SMALL) == 0
+    deaf_to(norm_eps=1e-6)(monkeypatch)
+    status, said = report(capsys, folder, SMALL)
+    near = said["batches"]["near"]
+    assert status == 1 and not near["gradients"][near["worst_parameter"]]["right"]
+    assert near["first_to_differ"].startswith("the output of layers.0.attention_norm, off by")
 
 
 def test_a_gradient_that_never_comes_is_named(folder_of, monkeypatch, capsys):
