@@ -104,16 +104,16 @@ def test_each_run_keeps_the_layout_and_has_the_depth_the_length_and_the_width(na
 
 def test_a_run_says_what_of_it_is_real():
     reduction = reduce_config(read("--config", "llama3_8b"), 8)
-    assert deepen(reduction).compared == "12 layers of dim 16"
-    assert lengthen(reduction).compared.startswith("2,048 of 8,192 tokens, at positions below 10,240")
-    said = keep_width(reduction, 8 * GIB).compared
+    assert deepen(reduction).subject == "12 layers of dim 16"
+    assert lengthen(reduction).subject.startswith("2,048 of 8,192 tokens, at positions below 10,240")
+    said = keep_width(reduction, 8 * GIB).subject
     assert "dim 2,048 of 4,096" in said and "vocabulary 2,004 of 128,256" in said
-    small = keep_width(reduce_config(read("--config", "debug"), 8), 8 * GIB).compared
+    small = keep_width(reduce_config(read("--config", "debug"), 8), 8 * GIB).subject
     assert "dim 128 real, ffn_dim 352 real, vocabulary 2,304 real" in small
     three_d = reduce_config(read("--config", "debug_3d"), 8)
-    assert deepen(three_d).compared == "12 layers of dim 16, 6, 6 a stage"
-    assert lengthen(three_d).compared.startswith("128 tokens")
-    assert keep_width(three_d, 8 * GIB).compared.endswith("1F1B, one stage a rank")
+    assert deepen(three_d).subject == "12 layers of dim 16, 6, 6 a stage"
+    assert lengthen(three_d).subject.startswith("128 tokens")
+    assert keep_width(three_d, 8 * GIB).subject.endswith("1F1B, one stage a rank")
 
 
 def test_a_run_that_accumulates_does_so_three_times_in_wide():
@@ -221,7 +221,7 @@ def test_a_healthy_layout_passes_all_of_them(pool, folder, name):
         trial = TRIALS[trial_name](reduction, pool.run, folder)
         assert trial.faults == {} and trial.culprit is None, (trial_name, trial.faults)
         assert 0 < max(trial.difference.gradient.values()) < 2e-6
-        assert trial.compared or trial_name == "wide"
+        assert trial.subject or trial_name == "wide"
 
 
 BEYOND_WIDE = [name for name, mutant in MUTANTS.items() if mutant.trial in ("deep", "long", "real width")]

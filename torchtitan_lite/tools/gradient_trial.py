@@ -29,7 +29,7 @@ def try_layout(
     *,
     name: str = "wide",
     method: Method = WIDE,
-    compared: str = "",
+    subject: str = "",
     tolerance: float = FP32_TOLERANCE,
     find_culprit: bool = True,
 ) -> Trial:
@@ -48,7 +48,7 @@ def try_layout(
         cause = find_cause(config, world_size, run_ranks, oracle_path, culprit, tolerance)
         culprit = replace(culprit, cause=cause)
     measures = [] if difference is None else list_measures(difference, tolerance)
-    return Trial(name, measures, faults, culprit, time.monotonic() - start, difference, compared=compared)
+    return Trial(name, measures, faults, culprit, time.monotonic() - start, difference, subject=subject)
 
 
 def measure_faults(

@@ -49,7 +49,7 @@ class SmallRun:
     config: Config  # every size given
     layout: Layout
     changes: list[Change]  # all that differs from the real config
-    compared: str  # what was run, and what of it is real
+    subject: str  # what was run, and what of it is real
 
 
 # ---------------------------------------------------------------- the three
@@ -119,13 +119,13 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
     return describe_run(reduction, small, layout, ", ".join(said))
 
 
-def describe_run(reduction: Reduction, small: Config, layout: Layout, compared: str) -> SmallRun:
+def describe_run(reduction: Reduction, small: Config, layout: Layout, subject: str) -> SmallRun:
     """With all that differs from the real config."""
     real = reduction.real
     changes = list_changes(real, resolve_shape(real.model), small, resolve_shape(small.model))
     if small.compile.enable != real.compile.enable:
-        compared += ", not compiled"
-    return SmallRun(small, layout, changes, compared)
+        subject += ", not compiled"
+    return SmallRun(small, layout, changes, subject)
 
 
 # ---------------------------------------------------------------- sizes

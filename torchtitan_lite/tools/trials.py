@@ -35,7 +35,7 @@ def try_real_width(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> T
 
 def try_small(name: str, run: SmallRun, method: Method, run_ranks: RunRanks, folder: Path) -> Trial:
     """The gradients of one step."""
-    options = {"name": name, "method": method, "compared": run.compared}
+    options = {"name": name, "method": method, "subject": run.subject}
     return try_layout(run.config, run.layout.world_size, run_ranks, folder, **options)
 
 
