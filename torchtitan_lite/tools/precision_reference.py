@@ -51,6 +51,7 @@ Pieces = dict[str, list[list[Tensor]]]  # FQN of a block -> data-parallel rank -
 class RoundedOutcome:
     """What one process computed in the arithmetic of the run."""
 
+    initial: dict[str, Tensor]  # the weights of this step
     loss: float
     gradients: dict[str, Tensor]  # fp32, in backward order
     outputs: Pieces = field(default_factory=dict)  # (cp * B, S/cp, D) each
@@ -74,7 +75,8 @@ class RoundedProcess:
     def compute_gradients(self, batch: Batch) -> RoundedOutcome:
         """All ranks and microbatches of a global batch. Gradients of the call before are forgotten."""
         n_tokens = (batch.targets != IGNORE_INDEX).sum()
-        outcome = RoundedOutcome(0.0, {})
+        initial = {fqn: weight.detach().clone() for fqn, weight in self.weights.items()}
+        outcome = RoundedOutcome(initial, 0.0, {})
         hooks = self._record(outcome)
         for weight in self.weights.values():
             weight.grad = None
@@ -93,6 +95,12 @@ class RoundedProcess:
         outcome.loss = loss.item()
         outcome.gradients |= {fqn: self.weights[fqn].grad.clone() for fqn in outcome.gradients}
         return outcome
+
+    @torch.no_grad()
+    def scale_rows(self, first: float, last: float) -> None:
+        """Multiplies the rows of each weight by factors from `first` to `last`."""
+        for weight in self.weights.values():
+            weight.mul_(torch.linspace(first, last, len(weight)).view(-1, *[1] * (weight.dim() - 1)))
 
     def _record(self, outcome: RoundedOutcome) -> list:
         """Hooks, to remove, that note what enters and leaves each block, and the order of the gradients."""
@@ -129,7 +137,9 @@ class RoundedProcess:
         fqns = {id(parameter): fqn for fqn, parameter in self.model.named_parameters()}
         styles = plan_tensor_parallel(self.model, shard_loss=True) if layout.tp > 1 else {}
         modules = dict(self.model.named_modules())
-        linears = {name: tuple(m.weight.shape) for name, m in modules.items() if type(m) is nn.Linear and m.bias is None}
+        linears = {
+            name: tuple(m.weight.shape) for name, m in modules.items() if type(m) is nn.Linear and m.bias is None
+        }
         in_float8 = plan_float8(linears, section, layout.tp).fqns if uses_float8(self.config) else ()
         for name, module in modules.items():
             own = {key: fqns[id(parameter)] for key, parameter in module.named_parameters(recurse=False)}

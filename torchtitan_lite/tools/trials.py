@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_lite.tools.gradient_trial import try_layout
+from torchtitan_lite.tools.precision_trial import try_bfloat16, try_float8
 from torchtitan_lite.tools.reduction import Reduction
 from torchtitan_lite.tools.trial import RunRanks, Trial
 
@@ -15,4 +16,6 @@ def try_wide(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
 
 TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
     "wide": try_wide,
+    "bfloat16": try_bfloat16,
+    "float8": try_float8,
 }
