@@ -90,7 +90,7 @@ class RoundedLoss(torch.autograd.Function):
 
 
 def differentiate(logits: list[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Shares (n, V/tp) of the logits, targets (n,) -> sum of losses, () fp32, and its gradient (n, V) in their dtype."""
+    """Shares (n, V/tp) of logits, targets (n,) -> sum of losses, () fp32, and its gradient (n, V), in their dtype."""
     largest = [share.float().amax(1, keepdim=True) for share in logits]
     exponentials = [(share.float() - most).exp() for share, most in zip(logits, largest, strict=True)]
     log_totals = [most + e.sum(1, keepdim=True).log() for most, e in zip(largest, exponentials, strict=True)]

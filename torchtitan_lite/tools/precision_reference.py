@@ -81,7 +81,7 @@ class RoundedProcess:
         for weight in self.weights.values():
             weight.grad = None
         loss = torch.zeros(())
-        for rank, rows in enumerate(batch.split(self.layout.dp)):
+        for rows in batch.split(self.layout.dp):
             for pieces in (*outcome.outputs.values(), *outcome.rotations.values()):
                 pieces.append([])
             for micro in rows.split(self.layout.n_microbatches):
@@ -140,11 +140,11 @@ class RoundedProcess:
         linears = {
             name: tuple(m.weight.shape) for name, m in modules.items() if type(m) is nn.Linear and m.bias is None
         }
-        in_float8 = plan_float8(linears, section, layout.tp).fqns if uses_float8(self.config) else ()
+        self.in_float8 = set(plan_float8(linears, section, layout.tp).fqns) if uses_float8(self.config) else set()
         for name, module in modules.items():
             own = {key: fqns[id(parameter)] for key, parameter in module.named_parameters(recurse=False)}
             style = styles.get(name)
-            if name in in_float8:
+            if name in self.in_float8:
                 module.forward = partial(self._multiply_in_float8, own["weight"], style)
             elif isinstance(module, Head):
                 module.forward = partial(self._lose, own["weight"])
