@@ -21,24 +21,27 @@ from torchtitan_lite.model.head import IGNORE_INDEX
 aten = torch.ops.aten
 
 
-def sum_shares(shares: Sequence[Tensor], dim: int) -> Tensor:
+def sum_shares(shares: Sequence[Tensor], dim: int | None) -> Tensor:
     """The sum of n shares in their dtype, in the order in which gloo's ring adds them.
 
-    The r-th piece of n along `dim` starts on rank r - 1 and goes down the ranks, so that rank r adds its own last. For
-    two ranks there is one order only.
+    `dim`: a reduce-scatter, in n equal pieces along it. None: an all-reduce of vectors, in pieces of two segments, of
+    which there are 2 n. The r-th piece starts on rank r - 1 and goes down the ranks, so that rank r adds its own last.
+    For two ranks there is one order only.
     """
     n = len(shares)
     if n == 1:
         return shares[0]
-    pieces = [share.chunk(n, dim) for share in shares]
-    return torch.cat([reduce(torch.add, [pieces[(r - 1 - i) % n][r] for i in range(n)]) for r in range(n)], dim)
+    size = -(-len(shares[0]) // (2 * n)) * 2 if dim is None else shares[0].shape[dim] // n
+    pieces = [share.split(size, dim or 0) for share in shares]
+    sums = [reduce(torch.add, [pieces[(r - 1 - i) % n][r] for i in range(n)]) for r in range(len(pieces[0]))]
+    return torch.cat(sums, dim or 0)
 
 
 class ShareOut(torch.autograd.Function):
     """x -> n views of it, whose gradients are added by `sum_shares`. autograd itself promises no order."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, n: int, dim: int) -> tuple[Tensor, ...]:
+    def forward(ctx, x: Tensor, n: int, dim: int | None) -> tuple[Tensor, ...]:
         ctx.dim = dim
         return tuple(x.view_as(x) for _ in range(n))
 
@@ -48,7 +51,7 @@ class ShareOut(torch.autograd.Function):
         return sum_shares(grads, ctx.dim), None, None
 
 
-def share_out(x: Tensor, n: int, dim: int) -> tuple[Tensor, ...]:
+def share_out(x: Tensor, n: int, dim: int | None) -> tuple[Tensor, ...]:
     return ShareOut.apply(x, n, dim) if n > 1 else (x,)
 
 

@@ -177,7 +177,7 @@ class RoundedProcess:
         layout = self.layout
         if layout.pp > 1 or (layout.zero_stage == 1 and layout.n_microbatches > 1):
             return [self._cast(fqn, cp_rank, share) for share in range(layout.tp)]
-        return share_out(self._cast(fqn, cp_rank), layout.tp, 0)
+        return share_out(self._cast(fqn, cp_rank), layout.tp, None)
 
     def _slice(self, weight: Tensor, style: object) -> Tensor:
         """What the current tp rank holds of the weight of a linear layer."""
