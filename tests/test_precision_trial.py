@@ -37,7 +37,6 @@ from torch import nn
 from torchtitan_lite.layout import plan_layout, resolve_config
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.llama3 import Llama3
-from torchtitan_lite.tools import precision_trial
 from torchtitan_lite.tools.precision_parts import (
     RoundedContext,
     RoundedDocumentContext,
@@ -46,13 +45,8 @@ from torchtitan_lite.tools.precision_parts import (
     sum_shares,
 )
 from torchtitan_lite.tools.precision_reference import RoundedProcess
-from torchtitan_lite.tools.precision_trial import (
-    ORDER_OF_SUMS,
-    cut,
-    find_short_share,
-    try_bfloat16,
-    try_float8,
-)
+from torchtitan_lite.tools.precision_share import cut, find_short_share, make_late_batch
+from torchtitan_lite.tools.precision_trial import ORDER_OF_SUMS, choose_float8_sizes, try_bfloat16, try_float8
 from torchtitan_lite.tools.reduction import override, reduce_config
 
 FLOAT32 = {"training.mixed_precision_param": "float32"}
@@ -106,7 +100,7 @@ def test_every_layer_of_a_run_that_computes_in_float8_does_so_in_its_trial():
     config = compare.complete({**GATHER, **{f"model.{name}": size for name, size in sizes.items()}}, 1)
     reduction = reduce_config(config, 1)
     assert (reduction.shape.dim, reduction.shape.ffn_dim % 16) != (48, 0)  # the wide trial could not
-    keys = precision_trial.choose_float8_sizes(reduction)
+    keys = choose_float8_sizes(reduction)
     process = RoundedProcess(*resolve(override(reduction.config, {"model.converters": ["float8"], **keys}), 1))
     linears = {name for name, module in process.model.named_modules() if type(module) is nn.Linear}
     assert process.in_float8 == linears and len(linears) == 28
@@ -227,8 +221,8 @@ def test_one_number_that_rounds_the_other_way_is_beyond_the_bound_of_a_tensor_of
     assert compare.relative_error(changed, gradient) > ORDER_OF_SUMS
 
 
-def test_positions_of_the_trial_are_those_of_a_long_sequence(tmp_path):
+def test_positions_of_the_trial_are_those_of_a_long_sequence():
     config = compare.complete({**DOCUMENTS}, 1)
-    batch = precision_trial.make_late_batch(config, 0, 8192)
+    batch = make_late_batch(config, 0, 8192)
     assert batch.positions.max() < 8192 and batch.positions.min() >= 8192 - config.training.seq_len
     assert (batch.positions.bfloat16().long() != batch.positions).float().mean() > 0.8

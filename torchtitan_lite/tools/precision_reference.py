@@ -214,9 +214,8 @@ class RoundedProcess:
 
     def _multiply_in_float8(self, fqn: str, style: object, x: Tensor) -> Tensor:
         section = self.config.quantize.linear.float8
-        alone = self.layout.dp * self.layout.cp * self.layout.tp == 1 and self.dtype == torch.float32
         held = (None, None)
-        if section.enable_fsdp_float8_all_gather and not alone:  # nothing is gathered there
+        if section.enable_fsdp_float8_all_gather:
             own = self._slice(self.weights[fqn].detach(), style)
             scale = choose_scale(own.abs().amax(), E4M3)
             held = cast(own, scale, E4M3), scale

@@ -1,44 +1,44 @@
 """Does a layout round where one process rounds? Trials in the run's own arithmetic: bfloat16, and float8.
 
-The one process (precision_reference.py) computes each rank's share by itself and rounds it as the rank does, so that
-next to nothing is left to the order of sums, and bounds lie far below one bfloat16 rounding (2e-3 of a number).
-TABLE
-Legend: n numbers; "worst" over HEALTHY healthy layouts of 1 to 8 ranks, both trials.
+The one process (precision_reference.py) computes each rank's share by itself, rounds it where the rank does, and adds
+shares in the order of gloo's ring, so that what is left to the order of sums is fp32's, far below one rounding to
+bfloat16 (up to 4e-3 of a number). Worst of 60 healthy layouts of 1 to 8 ranks, both trials, and what mutants give:
+
+    measure               bound   healthy   mutants     why not zero
+    rotary angles         1e-6    0         2e-3, 2     the same function of the same positions, in fp32: it is zero
+    block outputs         1e-5    0         8e-5-4e-2   partial products are rounded as the ranks round them: it is zero
+    loss                  1e-5    3e-7      1e-4        fp32 sums over tokens, microbatches and ranks
+    gradient reduction    0.1     2e-3      0.25-0.5    an fp32 sum in another order may have fewer digits by chance
+      split backward      0.7     0.44      0.9         see gradients; without data-parallel ranks nothing is reduced
+    gradients             1e-5    6e-8      2e-3-0.9    fp32 sums over microbatches and data-parallel ranks
+      split backward      2e-2    5e-3                  torch's runtime adds the weight gradients of microbatches that
+                                                        follow each other in the compute dtype: which, the schedule says
+
+"gradient reduction" is the share of a gradient's numbers that bfloat16 holds, less that of one process: a sum of many
+bfloat16 numbers has more digits, unless it is rounded again. It tells a coarse sum from coarse contributions, and sees
+one where the bound of gradients is wide. Float8 needs no other bounds: both sides round the same bfloat16 numbers.
+
+Sequences end at position 8,191 or later, where a cast of positions or angles shows. Not seen: what CUDA kernels, NCCL
+and inductor round otherwise.
 """
 
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from torchtitan_lite import step as stepping
-from torchtitan_lite.components.data import Batch
 from torchtitan_lite.config import Config
 from torchtitan_lite.float8_plan import BLOCK, uses_float8
 from torchtitan_lite.layout import Layout, plan_layout, resolve_config
 from torchtitan_lite.pipeline_plan import check_microbatches, name_modules, splits_backward
 from torchtitan_lite.sizes import resolve_shape
-from torchtitan_lite.tools.comparison import (
-    Coordinates,
-    build_small_run,
-    find_disagreement,
-    gather,
-    gradients_noted,
-    own_rows,
-    relative_error,
-)
+from torchtitan_lite.tools.comparison import find_disagreement, relative_error
 from torchtitan_lite.tools.culprit import Culprit, describe_place
-from torchtitan_lite.tools.module_outputs import find_stage, list_forward_order
-from torchtitan_lite.tools.oracle import make_batch
 from torchtitan_lite.tools.precision_reference import RoundedOutcome, RoundedProcess
+from torchtitan_lite.tools.precision_share import RoundingShare, make_late_batch, measure_rounding
 from torchtitan_lite.tools.ranks import RankFailure
 from torchtitan_lite.tools.reduction import Reduction, override
-from torchtitan_lite.tools.traps import start_from_oracle
 from torchtitan_lite.tools.trial import Measure, RunRanks, Trial, describe_failure
 
 ORDER_OF_SUMS = 1e-5  # what is right stays below 2e-8; one number that rounds the other way makes 1e-5 to 3e-3
@@ -155,112 +155,6 @@ def run_rounded_process(config: Config, layout: Layout, last_position: int, n_st
         outcomes.append(process.compute_gradients(make_late_batch(config, step, last_position)))
         process.scale_rows(*GROWTH)
     return outcomes
-
-
-def make_late_batch(config: Config, step: int, last_position: int) -> Batch:
-    """The oracle's batch, each row shifted to end where a long sequence ends."""
-    training = config.training
-    batch = make_batch(
-        step,
-        n_rows=training.global_batch_size,
-        seq_len=training.seq_len,
-        vocab_size=resolve_shape(config.model).vocab_size,
-        documents=config.model.attention == "document",
-    )
-    return replace(batch, positions=batch.positions + last_position - training.seq_len)
-
-
-# ---------------------------------------------------------------- one rank
-
-
-@dataclass(frozen=True)
-class RoundingShare:
-    """How far from one process one rank is, in one step."""
-
-    coordinates: Coordinates
-    loss: float
-    rotary: dict[str, float]  # FQN of a block -> largest difference of a cosine or sine
-    output: dict[str, float]  # FQN of a block -> ||y - ref|| / ||ref||, worst microbatch
-    gradient: dict[str, float]  # FQN -> ||g - ref|| / ||ref||
-    digits: dict[str, float]  # FQN -> share of short numbers, see find_short_share, beyond that of one process
-
-
-def measure_rounding(rank: int, world_size: int, config: Config, path: str, last_position: int) -> list[RoundingShare]:
-    """Worker: builds the layout, steps it, and compares what this rank can see with `path`. Collective."""
-    outcomes: list[RoundedOutcome] = torch.load(path, weights_only=False, mmap=True)
-    run = build_small_run(config, world_size)
-    following = iter(outcomes[1:])
-    run.optimizer.register_step_post_hook(lambda *_: start_from_oracle(run, next(following)))
-    shares = []
-    for step, expected in enumerate(outcomes):
-        batch = own_rows(run, make_late_batch(run.config, step, last_position))
-        with blocks_noted(run) as blocks, gradients_noted(run) as gradients:
-            if step < len(outcomes) - 1:
-                loss = stepping.train_step(run, batch).loss
-            else:  # what would follow is not looked at
-                loss = stepping.sum_losses(run, stepping.compute_gradients(run, batch))
-                gradients = gather(run, lambda parameter: parameter.grad)
-        rotary, output = compare_blocks(run, blocks, expected)
-        digits = {fqn: find_short_share(g) - find_short_share(expected.gradients[fqn]) for fqn, g in gradients.items()}
-        errors = {fqn: relative_error(g, expected.gradients[fqn]) for fqn, g in gradients.items()}
-        shares.append(RoundingShare(run.mesh.coordinates(), loss.item(), rotary, output, errors, digits))
-    return shares
-
-
-Calls = dict[str, list[tuple[Tensor, Tensor | None]]]  # FQN of a block -> of each call its output, and the rotation
-
-
-@contextmanager
-def blocks_noted(run: stepping.Run) -> Iterator[Calls]:
-    """What enters and leaves the blocks of this rank in all calls inside."""
-    calls: Calls = defaultdict(list)
-    hooks = []
-    for part in run.parts:
-        for layer, block in part.layers.items():
-
-            def note(block, args, output, *, to=calls[f"layers.{layer}"]):
-                to.append((output.detach().clone(), args[1].detach().clone()))
-
-            hooks.append(block.register_forward_hook(note))
-    yield calls
-    for hook in hooks:
-        hook.remove()
-
-
-def compare_blocks(run: stepping.Run, calls: Calls, expected: RoundedOutcome) -> tuple[dict, dict]:
-    """Errors of the rotation that enters each block, and of what leaves it."""
-    layout, here = run.layout, run.mesh.coordinates()
-    ranks = [here[dim] for dim in ("cp", "tp") if layout.degrees[dim] > 1]
-    order = list_forward_order(run.config, layout)
-    rotary, output = {}, {}
-    for name, noted in calls.items():
-        # A pipeline's first step calls each stage once more, before all others, to learn shapes.
-        pairs = list(zip(order[find_stage(layout, name)], noted[-layout.n_microbatches :], strict=True))
-        outputs, rotations = (each[name][run.mesh.data_rank] for each in (expected.outputs, expected.rotations))
-        output[name] = max(relative_error(own, cut(outputs[at], own, ranks)) for at, (own, _) in pairs)
-        rotary[name] = max(find_largest_difference(own, cut(rotations[at], own, ranks)) for at, (_, own) in pairs)
-    return rotary, output
-
-
-def cut(whole: Tensor, own: Tensor, ranks: list[int]) -> Tensor:
-    """A rank's piece of `whole`, like `own`: along the first dim that is cut by its cp rank, then by its tp rank.
-
-    `ranks`: of those two dims of the mesh, of which a dim of size 1 is left out.
-    """
-    longer = [dim for dim in range(whole.dim()) if whole.shape[dim] > own.shape[dim]]
-    for dim, rank in zip(longer, ranks, strict=False):  # rotary angles are whole on each tp rank
-        whole = whole.chunk(whole.shape[dim] // own.shape[dim], dim)[rank]
-    return whole
-
-
-def find_largest_difference(one: Tensor, other: Tensor) -> float:
-    return (one.double() - other.double()).abs().max().item()
-
-
-def find_short_share(gradient: Tensor) -> float:
-    """The share of numbers, of those that are not 0, that bfloat16 holds. A sum of several such numbers needs more."""
-    numbers = gradient[gradient != 0]
-    return (numbers == numbers.bfloat16()).float().mean().item() if len(numbers) else 0.0
 
 
 # ---------------------------------------------------------------- all ranks
