@@ -6,6 +6,7 @@ from pathlib import Path
 from torchtitan_lite.tools.gradient_trial import try_layout
 from torchtitan_lite.tools.reduction import Reduction
 from torchtitan_lite.tools.trial import RunRanks, Trial
+from torchtitan_lite.tools.update_trial import try_updates
 
 
 def try_wide(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
@@ -15,4 +16,5 @@ def try_wide(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
 
 TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
     "wide": try_wide,
+    "updates": try_updates,
 }
