@@ -72,9 +72,11 @@ class UpdateShare:
 
 def choose_positions(section: LRScheduler) -> list[int]:
     """Where in the user's own schedule the steps are made: its beginning, its peak, and twice in its decay."""
-    start = find_decay_start(section)
-    length = max(0, section.total_steps - start)
-    return [0, max(0, section.warmup_steps - 1), start + length // 3, start + 2 * length // 3]
+    start, end = find_decay_start(section), section.total_steps
+    if start >= end:  # no decay
+        start = 0
+    positions = [0, section.warmup_steps - 1, start + (end - start) // 3, start + 2 * (end - start) // 3]
+    return [min(max(0, position), end - 1) for position in positions]
 
 
 def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str, int]) -> UpdateShare:
@@ -91,6 +93,7 @@ def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str,
         named[name] = {fqn: run.optimizer.state[parameter][name] for fqn, parameter in run.parameters.items()}
     for what, tensors in named.items():
         share.unequal_replicas |= {(what, *pair) for pair in find_unequal_replicas(tensors)}
+    set_step(run.lr_scheduler, positions[1])  # at the peak: a rate of zero would hide a step
     for name, value in NOT_FINITE.items():
         step_without_effect(run, share, name, value, sizes)
     return share
@@ -118,7 +121,7 @@ def step_beside_reference(
         before = {name: tensor.double() for name, tensor in moments[fqn].items()}
         move = MOVES[section.name](section, weights[fqn], gradient, before, rate=rate, step=index + 1)
         update = share_of(parameter).detach().double() - weights[fqn]
-        share.gaps["clipping", fqn, index] = measure_gap(clipped[fqn].double() - gradient, gradient)
+        share.gaps["clipped gradient", fqn, index] = measure_gap(clipped[fqn].double() - gradient, gradient)
         for name, after in copy_moments(run, fqn).items():
             share.gaps[name, fqn, index] = measure_gap(beyond_rounding(after, move.moments[name]), move.moments[name])
         share.gaps["update", fqn, index] = measure_gap(update - move.update, move.update, move.rounding)
@@ -154,8 +157,8 @@ def draw_gradients(run: stepping.Run, index: int, sizes: dict[str, int]) -> dict
         own = share_of(parameter)
         generator = torch.Generator().manual_seed(hash_of(f"{index} {fqn} {describe_slice(parameter)}"))
         drawn = torch.randn(own.shape, generator=generator, dtype=torch.float64)
-        exponent = torch.rand(own.shape, generator=generator)
-        drawn = (drawn * 10 ** (-SPREAD * exponent)).masked_fill(exponent > 7 / 8, 0.0)
+        exponent = torch.rand(own.shape, generator=generator) * 8 / 7
+        drawn = (drawn * 10 ** (-SPREAD * exponent)).masked_fill(exponent > 1, 0.0)
         if own.numel() and not drawn.any():  # a slice of one number
             drawn += 1.0
         gradients[fqn] = (drawn * (norm * math.sqrt(own.numel() / n_numbers) / drawn.norm())).float()

@@ -65,7 +65,7 @@ def try_updates(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Tria
     findings = [
         judge_rates(shares, config),
         judge_norms(shares, config.training.max_norm),
-        judge_slices("clipping", ["clipping"], "gradients that the optimizer gets", shares, config, sizes),
+        judge_slices("clipping", ["clipped gradient"], "gradients that the optimizer gets", shares, config, sizes),
         judge_slices("moments", MOMENTS[section.name], moments_of, shares, config, sizes),
         judge_slices("update", ["update"], f"{section.name}, {section.implementation}", shares, config, sizes),
         judge_copies(shares, sizes),
@@ -250,9 +250,9 @@ def judge_copies(shares: list[UpdateShare], sizes: dict[str, int]) -> Finding:
 def judge_not_finite(shares: list[UpdateShare]) -> Finding:
     """Such a step must say so and change nothing, and the steps before it must have been finite, on every rank."""
     changed = {key for share in shares for keys in share.changed.values() for key in keys}
-    of = f"tensors changed by a gradient of {' or '.join(NOT_FINITE)} on one rank"
-    measure = Measure("non-finite step", len(changed), 0, of)
     is_right = [all(share.finite) and not share.said_finite and not any(share.changed.values()) for share in shares]
+    of = f"of {len(shares)} ranks step on a gradient of {' or '.join(NOT_FINITE)} of the last one, or say so"
+    measure = Measure("non-finite step", is_right.count(False), 0, of)
     if all(is_right):
         return Finding("non_finite", measure, None)
     wrong = shares[is_right.index(False)]
