@@ -137,7 +137,7 @@ def test_optimizer_schedule_and_threshold_are_the_users_own():
 def test_what_the_reference_does_not_know_is_skipped_and_said(tmp_path, overrides, said):
     trial = try_updates(reduce_config(compare.complete(overrides, 1), 1), None, tmp_path)
     assert said in trial.skipped
-    assert trial.faults == {} and trial.measures == []
+    assert trial.is_missing and trial.faults == {} and trial.measures == []
 
 
 def test_steps_are_made_in_warmup_at_the_peak_and_in_the_decay():

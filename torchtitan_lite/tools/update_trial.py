@@ -50,7 +50,7 @@ def try_updates(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Tria
     start = time.monotonic()
     config = keep_own_optimizer(reduction)
     if why := find_obstacle(config):
-        return Trial(NAME, [], {}, None, 0.0, skipped=why)
+        return Trial(NAME, [], {}, None, 0.0, skipped=why, is_missing=True)
     sizes = count_numbers(config)
     try:
         shares = run_ranks(measure_updates, reduction.layout.world_size, config, sizes)
@@ -61,20 +61,21 @@ def try_updates(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Tria
         culprit = Culprit("parameters", lost[0], f"no rank holds it; {len(lost)} of {len(sizes)} parameters are lost")
         return Trial(NAME, [], {"parameters": culprit.detail}, culprit, time.monotonic() - start)
     section = config.optimizer
-    moments_of = f"in {section.moments_dtype}, from equal gradients and moments"
     findings = [
         judge_rates(shares, config),
         judge_norms(shares, config.training.max_norm),
         judge_slices("clipping", ["clipped gradient"], "gradients that the optimizer gets", shares, config, sizes),
-        judge_slices("moments", MOMENTS[section.name], moments_of, shares, config, sizes),
-        judge_slices("update", ["update"], f"{section.name}, {section.implementation}", shares, config, sizes),
+        judge_slices("moments", MOMENTS[section.name], f"in {section.moments_dtype}", shares, config, sizes),
+        judge_slices("update", ["update"], "bound: 1e-6, and what fp32 rounds off weights", shares, config, sizes),
         judge_copies(shares, sizes),
         judge_not_finite(shares),
     ]
     wrong = [finding for finding in findings if finding.culprit is not None]
     faults = {finding.fault: f"{finding.culprit.name}: {finding.culprit.detail}" for finding in wrong}
     culprit = wrong[0].culprit if wrong else None
-    return Trial(NAME, [finding.measure for finding in findings], faults, culprit, time.monotonic() - start)
+    measures = [finding.measure for finding in findings]
+    subject = f"{section.name} ({section.implementation}), {len(NORMS)} steps from given gradients and moments"
+    return Trial(NAME, measures, faults, culprit, time.monotonic() - start, subject=subject)
 
 
 def keep_own_optimizer(reduction: Reduction) -> Config:
