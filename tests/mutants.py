@@ -333,7 +333,7 @@ def stages_number_their_layers_from_zero():
 @mutant(
     Row(4, {PP: 2, SCHEDULE: "DualPipeV", ZERO: 3, MODE: "none"}),
     "gradient",
-    ("gradient", "layers.3.feed_forward.w2.weight"),
+    ("gradient", "layers.4.feed_forward.w2.weight"),
     cause="a split backward with resharding",
 )
 def refused_combination_run():

@@ -12,8 +12,10 @@ rank: its output is then wrong by much more than its inputs, and by more than ro
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 
+from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
 from torchtitan_lite.shown import show_text
 from torchtitan_lite.tools.comparison import (
     Coordinates,
@@ -25,7 +27,7 @@ from torchtitan_lite.tools.comparison import (
 from torchtitan_lite.tools.module_outputs import OutputShare
 from torchtitan_lite.tools.oracle import Outcome
 
-# What healthy modules make of exact inputs is off by up to 3e-7, and of inputs that are off, by 3 times as much.
+# Measured on healthy layouts: from exact inputs outputs are off by up to 3e-7; errors of inputs grow threefold at most.
 LEAST_ROUNDING = 2**-24  # half of the distance of two neighbouring fp32 numbers near 1
 JUMP = 10  # times the error of its inputs: that of a wrong module's output is larger
 SIDE_INPUTS = {"positions": "positions", "rotation": "rotary angles", "doc_ids": "documents"}  # argument -> kind
@@ -225,6 +227,9 @@ def name_first_gradient(difference: Difference, oracle: Outcome, tolerance: floa
 
 
 def name_crash(text: str) -> Culprit:
-    """A rank that raised or died. The last line of its traceback says what; of a long one its ends."""
+    """A rank that raised or died. The last line of its traceback says what; of a long one its ends are shown."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    return Culprit("crash", lines[0].split(":")[0], show_text(lines[-1].strip(), MOST_OF_CRASH))
+    last = show_text(lines[-1].strip(), MOST_OF_CRASH)
+    if match := re.match(rf"(\S+\.)?{MissingFromPlan.__name__}: (?P<fqn>\S+) (?P<why>.*)", last):
+        return Culprit("placement", match["fqn"], match["why"])
+    return Culprit("crash", show_text(lines[0].split(":")[0], MOST_OF_CRASH), last)
