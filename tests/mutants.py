@@ -451,8 +451,8 @@ def wrong_zig_zag_pieces():
 
 @mutant("tp2", "gradient", ("module output", "layers.0.feed_forward.w1"))
 def small_error_from_layer_0():
-    """One matrix of the first layer is 0.1 % too large on one tensor-parallel rank. No curve shows it, and in each later
-    layer every value is a little wrong."""
+    """One matrix of the first layer is 0.1 % too large on one tensor-parallel rank. No curve shows it, and all that
+    later layers compute is a little wrong."""
     original = tensor_parallel.apply_tensor_parallel
 
     def slightly_off(part, mesh, plan):

@@ -1,4 +1,4 @@
-"""Culprits and endings of `verify`: what is wrong is named where it begins, and what is not known is not called wrong."""
+"""Culprits and endings of `verify`: a fault is named where it begins, and what is not known is not called wrong."""
 
 import json
 import time
@@ -15,19 +15,28 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lite import step
+from torchtitan_lite.hardware import Machine
+from torchtitan_lite.memory_bound import GIB, bound_memory
 from torchtitan_lite.model.llama3 import FeedForward, Llama3, init_parameter
 from torchtitan_lite.parallel import parallelize, tensor_parallel
+from torchtitan_lite.parallel.schedule_order import list_rows
 from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
+from torchtitan_lite.planning.ledger import open_ledger
+from torchtitan_lite.preflight import preflight
+from torchtitan_lite.sizes import count_parameters, resolve_shape
+from torchtitan_lite.tools import check
 from torchtitan_lite.tools import verify as tool
 from torchtitan_lite.tools.culprit import MOST_OF_CRASH, name_crash, name_first_output
 from torchtitan_lite.tools.gradient_trial import FP32_TOLERANCE, load_oracle, save_oracle, try_layout
 from torchtitan_lite.tools.matrix import COLUMNS, ROWS, Cell, describe_grid, judge_matrix
 from torchtitan_lite.tools.module_outputs import OutputShare, observe_outputs
 from torchtitan_lite.tools.ranks import RankPool, RankTimeout, describe_stack
+from torchtitan_lite.tools.reduction import override
 from torchtitan_lite.tools.trial import Trial, describe_failure
 
 PP, TP, CP = (f"parallelism.{name}_parallel_degree" for name in ("pipeline", "tensor", "context"))
 SHARD = "parallelism.data_parallel_shard_degree"
+LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
 DOCUMENTS = {"model.attention": "document"}
 
 
@@ -294,3 +303,38 @@ def test_a_cell_that_timed_out_is_not_called_failed():
     grid = describe_grid(cells)
     assert grid.count("TIMEOUT") == 1 and "FAILS" not in grid
     assert "not finished: of 30 layouts 29 right, 1 not finished" in grid
+
+
+# ---------------------------------------------------------------- what is counted for Llama is not said of a fork
+
+
+def test_parameters_of_a_forks_model_are_not_those_of_llama():
+    llama = preflight(["--config", "debug"], machine=LAPTOP, n_ranks=2)
+    fork = replace(llama, config=override(llama.config, {"model.name": "fork"}), memory=[])
+    place = check.Place(LAPTOP, 2, 1, "a laptop")
+    assert "1,328,256 parameters" in check.describe(llama, place)
+    said = check.describe(fork, place)
+    assert "fork debug, parameters: those of model fork are not known without torch" in said
+    assert "1,328,256" not in said and "FLOP" not in said and "not judged, for the parameters are not known" in said
+    report = json.loads(check.describe_json(fork, place))
+    assert report["parameters"] is None and report["flops_per_token"] is None and report["memory"] is None
+    counts = json.loads(check.describe_json(llama, place))
+    assert counts["parameters"] == 1328256 and counts["flops_per_token"]["full"] > 0
+
+    degrees = llama.layout.degrees
+    assert bound_memory(llama.config, llama.shape, degrees, LAPTOP, 1)
+    assert bound_memory(fork.config, fork.shape, degrees, LAPTOP, 1) == []
+    rows = list_rows(llama.config.parallelism, llama.layout)
+    ledger, none = (open_ledger(each.config, each.shape, each.layout, LAPTOP, rows) for each in (llama, fork))
+    assert ledger.predicted.memory_bytes and none.predicted.memory_bytes is None
+    assert "no forecast: it is one of llama3, and this is fork" in none.notes
+
+
+def test_a_run_counts_the_parameters_of_the_model_that_it_trains():
+    config = compare.complete({}, 1)
+    shape = resolve_shape(config.model)
+    llama = sum(parameter.numel() for parameter in step.build_on_meta(config, shape).parameters())
+    assert llama == count_parameters(shape)
+    with WITH_GATE():
+        fork = step.build_on_meta(override(config, {"model.name": "fork"}), shape)
+    assert sum(parameter.numel() for parameter in fork.parameters()) == llama + shape.n_layers * shape.dim**2
