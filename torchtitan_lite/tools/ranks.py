@@ -31,7 +31,7 @@ WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 # want the cores. A new worker is a fork of a process that has torch already.
 JOBS_PER_WORKER = 8
 SECONDS_AFTER_A_FAILURE = 3  # how long the other ranks may go on once one has failed
-SECONDS_FOR_A_STACK = 0.5  # in which a rank that is late writes where it is: it needs no Python for that
+SECONDS_FOR_A_STACK = 5  # in which ranks that are late write where they are: they need no Python for that
 PACKAGE = Path(__file__).resolve().parent.parent
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')  # as faulthandler writes it
 
@@ -134,10 +134,13 @@ class RankPool:
         """Where each of these ranks is, one text for all that are at one place."""
         for rank in ranks:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(SECONDS_FOR_A_STACK)
+        deadline, stacks = time.monotonic() + SECONDS_FOR_A_STACK, []
+        while time.monotonic() < deadline and not all(" in serve\n" in stack for stack in stacks or [""]):
+            time.sleep(0.1)
+            stacks = [read_if_there(folder / f"stack-{rank}") for rank in ranks]
         at: dict[str, list[int]] = {}
-        for rank in ranks:
-            at.setdefault(describe_stack(read_if_there(folder / f"stack-{rank}")), []).append(rank)
+        for rank, stack in zip(ranks, stacks, strict=True):
+            at.setdefault(describe_stack(stack), []).append(rank)
         return [f"rank{'s' * (len(here) > 1)} {', '.join(map(str, here))} {place}" for place, here in at.items()]
 
 
