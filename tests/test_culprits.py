@@ -202,6 +202,7 @@ def wait_for_each_other(rank: int, world_size: int) -> None:
 def report_timeouts(rank: int, world_size: int) -> list[timedelta]:
     """Worker: how long the first group and a later one wait."""
     groups = (dist.group.WORLD, dist.new_group([0, 1]))
+    dist.barrier()  # no rank leaves while another still joins
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
 

@@ -99,7 +99,7 @@ def name_wrong_piece(outputs: list[OutputShare]) -> Culprit | None:
     where = describe_place(wrong[name], len(outputs))
     if name in SIDE_INPUTS:
         return Culprit(SIDE_INPUTS[name], "take_pieces", f"they are not those of the tokens of a rank{where}")
-    detail = f"take_pieces leaves others than the head and tail of a zig-zag, {', '.join(wrong)}{where}"
+    detail = f"take_pieces leaves other {', '.join(wrong)} than the head and tail of a zig-zag{where}"
     return Culprit("pieces", name, detail)
 
 
@@ -129,8 +129,9 @@ def name_first_output(outputs: list[OutputShare], oracle: Outcome, tolerance: fl
         if worst > right:
             wrong = [share.coordinates for share in holders if share.error[name] > right]
             how = "has another shape or is not finite" if math.isinf(worst) else f"is off by {worst:.1e}"
-            given = "its inputs are exact" if wrong_input == 0 else f"its inputs by {wrong_input:.1e}"
-            return Culprit("module output", name, f"its output {how}, {given}{describe_place(wrong, len(holders))}")
+            given = "exact" if wrong_input == 0 else f"off by {wrong_input:.1e}"
+            detail = f"its inputs are {given}, and its output {how}{describe_place(wrong, len(holders))}"
+            return Culprit("module output", name, detail)
     return name_first_input(outputs, oracle, tolerance)
 
 
