@@ -5,9 +5,11 @@ from pathlib import Path
 
 from torchtitan_lite.tools.gradient_trial import try_layout
 from torchtitan_lite.tools.oracle import Method
+from torchtitan_lite.tools.precision_trial import try_bfloat16, try_float8
 from torchtitan_lite.tools.reduction import Reduction
 from torchtitan_lite.tools.small_trials import SmallRun, deepen, find_far_position, keep_width, lengthen
 from torchtitan_lite.tools.trial import RunRanks, Trial
+from torchtitan_lite.tools.update_trial import try_updates
 
 
 def try_wide(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
@@ -44,4 +46,7 @@ TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
     "deep": try_deep,
     "long": try_long,
     "real width": try_real_width,
+    "updates": try_updates,
+    "bfloat16": try_bfloat16,
+    "float8": try_float8,
 }
