@@ -953,7 +953,7 @@ def ring_right_for_two_ranks_only():
     return patch.object(context_attention, "visible_of_one", of_two)
 
 
-@mutant("pp2 1F1B", "gradient", ("module output", "layers.6.attention_norm"), trial="deep")
+@mutant("pp2 1F1B", "gradient", ("module input", "layers.6"), trial="deep")
 def layers_in_the_order_of_text():
     """A stage sorts its layers by name: 1, 10, 11, 2. Up to ten layers all is right, and with more the model is another
     one than the one that is generated with. The loss curve is as good as ever."""
@@ -1025,12 +1025,7 @@ def positions_of_cp_pieces_rounded():
     return patch.object(step, "take_pieces", rounded)
 
 
-@mutant(
-    Row(1, {"model.rope_scaling": "llama3", **LONG}),
-    "gradient",
-    ("module output", "layers.0.attention.inner"),
-    trial="long",
-)
+@mutant(Row(1, {"model.rope_scaling": "llama3", **LONG}), "gradient", ("rotary angles", "layers.0"), trial="long")
 def positions_end_at_original_length():
     """A table of rotary angles has original_length rows, and what lies behind takes the last one. Everything is right
     until the context is extended, which is what the stretched wavelengths are for."""
