@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import compare
 from mutants import MUTANTS
 
-from torchtitan_lite.tools.certificate import describe_measures, describe_verdict
+from torchtitan_lite.tools.certificate import Certificate, describe_trial, describe_verdict
 from torchtitan_lite.tools.ranks import RankPool
 from torchtitan_lite.tools.reduction import reduce_config
 from torchtitan_lite.tools.trials import TRIALS
@@ -39,7 +39,7 @@ def main(names: list[str]) -> int:
             reduction = reduce_config(config, mutant.row.world_size)
         trial = TRIALS[mutant.trial](reduction, run_ranks, Path(folder))
     print(f"{name}: {mutant.seen}\n")
-    print("\n".join([*describe_measures(trial), *describe_verdict(trial, None)]))
+    print("\n".join([*describe_trial(trial), *describe_verdict(Certificate(name, reduction, [trial]))]))
     return 1
 
 

@@ -25,7 +25,7 @@ from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO
 from made_corpora import BYTES, write_corpus
 
 from torchtitan_lite import certificates
-from torchtitan_lite.certificates import describe_certificate, find_certificate, write_certificate
+from torchtitan_lite.certificates import describe_certificate, write_certificate
 from torchtitan_lite.components.checkpoint.loading import read_fitting_manifest, resume
 from torchtitan_lite.components.checkpoint.one_process import CheckpointWriter
 from torchtitan_lite.components.checkpoint.saving import CheckpointSaver, describe_run
@@ -36,9 +36,10 @@ from torchtitan_lite.config import Checkpoint
 from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.formats.manifest import CheckpointError, find_steps
 from torchtitan_lite.hardware import Machine
+from torchtitan_lite.layout import plan_layout
 from torchtitan_lite.preflight import preflight
+from torchtitan_lite.sizes import resolve_shape
 from torchtitan_lite.tools.ranks import RankFailure
-from torchtitan_lite.tools.verify import keep_certificate
 
 ADAMW = {
     "optimizer.name": "AdamW",
@@ -324,23 +325,11 @@ def test_a_certificate_travels_from_verify_through_the_checkpoint_to_the_log_of_
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert save_and_resume(1).endswith("would do it") and "step-1, layout not proven" in caplog.messages[-1]
-        report = {"degrees": {"dp_shard": 2, "tp": 1}, "parameters": {"w": {"gradient": 2e-7}}, "reduced": []}
-        keep_certificate(read_config(ARGS).config, report)  # as `verify` does
-        assert "step-2, trained on a proven layout: dp_shard 2, worst gradient error 2e-07" in save_and_resume(2)
+        record = {"layout": "dp_shard2", "largest_error": 2e-7, "date": "2026-11-22", "trials": ["wide"]}
+        config = read_config(ARGS).config
+        write_certificate(config, plan_layout(config, resolve_shape(config.model), 2), record)  # as `verify` does
+        assert "step-2, trained on a proven layout: dp_shard2, worst gradient error 2e-07" in save_and_resume(2)
     finally:
         dist.destroy_process_group()
     record = json.loads((tmp_path / "run" / "step-2" / "manifest.json").read_text())["run"]["certificate"]
     assert record["code"] == certificates.hash_code() and record.keys() >= {"layout", "largest_error", "date"}
-
-
-def test_a_certificate_is_found_by_the_same_config_and_by_no_other(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = compare.complete({TP: 2}, 2)
-    assert find_certificate(config) is None
-    write_certificate(config, {"layout": "tp 2"})
-    assert find_certificate(config)["layout"] == "tp 2"
-    assert find_certificate(compare.override(config, {"optimizer.lr": 1.0, "training.steps": 3}))
-    for key, value in {TP: 4, "model.dim": 128, "compile.enable": True, "activation_checkpoint.mode": "none"}.items():
-        assert find_certificate(compare.override(config, {key: value})) is None, key
-    monkeypatch.setattr(certificates, "hash_code", lambda: "of other code")
-    assert find_certificate(config) is None

@@ -1,7 +1,6 @@
 """`verify`: it catches and names every mutant, accuses no healthy layout, and says what it did not look at."""
 
 import json
-import math
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -26,13 +25,21 @@ from torchtitan_lite.model.llama3 import FeedForward, Llama3, init_parameter
 from torchtitan_lite.sizes import resolve_shape
 from torchtitan_lite.tools import verify as tool
 from torchtitan_lite.tools.bisection import FEATURES, bisect, find_smallest, list_features, turn_off
+from torchtitan_lite.tools.certificate import (
+    EXIT_STATUS,
+    Certificate,
+    describe,
+    describe_verdict,
+    record_for_runs,
+    report_for_programs,
+)
 from torchtitan_lite.tools.comparison import find_disagreement
 from torchtitan_lite.tools.culprit import name_first_output
 from torchtitan_lite.tools.gradient_trial import FP32_TOLERANCE, load_oracle, save_oracle, try_layout
 from torchtitan_lite.tools.matrix import COLUMNS, ROWS, Cell, describe_grid, plan_cell
 from torchtitan_lite.tools.module_outputs import cut_piece, observe_outputs
 from torchtitan_lite.tools.oracle import make_batch
-from torchtitan_lite.tools.reduction import override, reduce_config, reduce_degrees
+from torchtitan_lite.tools.reduction import override, reduce_config
 from torchtitan_lite.tools.trial import Trial
 from torchtitan_lite.tools.trials import TRIALS
 
@@ -179,22 +186,6 @@ def read(*args: str) -> Config:
     reading = read_config(list(args))
     assert reading.problems == []
     return reading.config
-
-
-def test_each_degree_becomes_2_and_grows_outermost_first_while_ranks_suffice():
-    real = {"pp": 16, "dp_replicate": 1, "dp_shard": 128, "cp": 1, "tp": 8}
-    assert reduce_degrees(real, 8) == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
-    assert reduce_degrees(real, 16) == {"pp": 4, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
-    alone = dict.fromkeys(real, 1)
-    assert reduce_degrees({**alone, "tp": 8}, 8)["tp"] == 8
-    assert reduce_degrees({**alone, "dp_shard": 6}, 4)["dp_shard"] == 3
-    assert reduce_degrees({**alone, "dp_shard": 3}, 2)["dp_shard"] == 2
-
-
-def test_where_ranks_do_not_even_suffice_for_2_each_replicas_are_given_up_first():
-    real = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 4)
-    assert reduce_degrees(real, 16) == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 2}
-    assert reduce_degrees(real, 8) == {"pp": 2, "dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 2}
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (REPOSITORY / "configs").glob("*.toml")))
@@ -361,7 +352,7 @@ def test_tied_embeddings_are_refused_under_a_pipeline_only():
 # ---------------------------------------------------------------- the door
 
 
-def verify(pool, folder, args: list[str], mutant: str | None = None) -> int:
+def verify(pool, folder, args: list[str], mutant: str | None = None) -> Certificate:
     """What main does, on the tests' ranks."""
     options, config_args = make_verify_parser().parse_known_args(args)
     reduction = reduce_config(read(*config_args), options.ranks)
@@ -369,39 +360,82 @@ def verify(pool, folder, args: list[str], mutant: str | None = None) -> int:
     def run_ranks(worker, world_size, *args, **options):
         return pool.run(compare.run_mutant, world_size, mutant, worker, *args, **options)
 
-    return 0 if tool.verify("debug", reduction, options, run_ranks, folder)["certified"] else 1
+    return tool.verify("debug", reduction, options, run_ranks, folder)
 
 
-def test_json_holds_every_parameter_and_what_was_replaced(pool, folder, capsys):
-    args = ["--config", "debug", "--json", "--bf16", f"--{TP}=2", f"--{SHARD}=1"]
-    assert verify(pool, folder, args) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["certified"] is True and report["culprit"] is None and report["faults"] == {}
-    assert report["degrees"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}
-    assert {change["key"] for change in report["reduced"]} >= {"optimizer.name", "model.dim"}
-    assert len(report["parameters"]) == 39
-    wq = report["parameters"]["layers.2.attention.wq.weight"]
-    assert wq["initial_equal"] is True and 0 < wq["gradient"] < 1e-6 and wq["copies_unequal_over"] == []
-    assert "S(0) over tp" in wq["placement"]
-    assert set(report["measures"]) == {"n_tokens", "loss", "grad_norm", "update"}
-    assert 1e-4 < report["bfloat16"]["gradient"] <= 2 * report["bfloat16"]["gradient_of_one_rank"]
+TP2 = ["--config", "debug", "--ranks", "2", f"--{TP}=2"]
 
 
-def test_certificate_says_what_is_not_certified_and_failure_names_the_culprit(pool, folder, capsys):
-    args = ["--config", "debug", f"--{TP}=2", f"--{SHARD}=1"]
-    assert verify(pool, folder, args) == 0
-    said = capsys.readouterr().out
-    assert "certified: this layout computes the one-process model" in said
-    assert "NOT certified" not in said
+def test_a_certificate_says_what_it_is_for_and_what_it_does_not_cover(pool, folder):
+    certificate = verify(pool, folder, TP2)
+    assert certificate.verdict == "certified"
+    said = describe(certificate, verbose=False)
+    assert "certified for tp2: this layout computes the one-process model" in said
+    assert "dp_shard is automatic, and no rank was left for it" in said and "--ranks 4 would try dp_shard2" in said
     assert "optimizer.name" in said and "AdamW -> SGD" in said
     assert "layers.*.attention.wq.weight" in said and "R over tp" in said
+    assert "the model file, which both sides share" in said
 
-    assert verify(pool, folder, [*args, "--bisect"], mutant="loss_counted_by_every_tp_rank") == 1
-    said = capsys.readouterr().out
-    assert "NOT certified" in said
+    report = json.loads(json.dumps(report_for_programs(certificate)))
+    assert report["certified"] is True and report["culprit"] is None and report["faults"] == {}
+    assert report["degrees"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}
+    assert report["asked"]["dp_shard"] == "automatic" and report["asked"]["tp"] == 2
+    assert {change["key"] for change in report["reduced"]} >= {"optimizer.name", "model.dim"}
+    wq = report["parameters"]["layers.1.attention.wq.weight"]
+    assert wq["initial_equal"] is True and 0 < wq["gradient"] < 1e-6 and wq["copies_unequal_over"] == []
+    assert "S(0) over tp" in wq["placement"]
+    assert [trial["name"] for trial in report["trials"]] == list(TRIALS)
+
+    record = record_for_runs(certificate)
+    assert record["layout"] == "tp2" and record["largest_error"] < 1e-5 and "optimizer.name" in record["reduced"]
+
+
+def test_a_wrong_layout_ends_with_its_first_fault_and_the_smallest_combination(pool, folder):
+    certificate = verify(pool, folder, [*TP2, "--bisect"], mutant="loss_counted_by_every_tp_rank")
+    assert certificate.verdict == "wrong" and [trial.name for trial in certificate.trials] == ["wide"]
+    said = describe(certificate, verbose=False)
+    assert "certified" not in said
+    assert "wrong: this layout does not compute the one-process model (trial wide)" in said
     assert "first to differ: module output: output" in said
     assert "cause: unknown" in said
-    assert "smallest combination that fails: tp\n" in said
+    assert "smallest combination that fails: tp" in said
+
+
+WIDE = Trial("wide", [], {}, None, 1.0)
+MISSING = Trial("train.py", [], {}, None, 0.0, skipped="train.py is not beside the package", is_missing=True)
+NOT_ASKED = Trial("float8", [], {}, None, 0.0, skipped="the run has no float8")
+WRONG = Trial("deep", [], {"loss": "loss is off by 1.0e-02"}, None, 1.0)
+SILENT = Trial("deep", [], {"timeout": "ranks [1] did not answer within 300 s"}, None, 300.0, finished=False)
+
+
+@pytest.mark.parametrize(
+    ("max_ranks", "trials", "verdict", "status", "said"),
+    [
+        (4, [WIDE, NOT_ASKED], "certified", 0, "certified for pp2 x tp2: this layout"),
+        (4, [WIDE, MISSING], "certified in part", 3, "certified in part for pp2 x tp2"),
+        (2, [WIDE], "in part", 3, "in part: right as pp2, but tp 2 could not be tried on so few ranks."),
+        (2, [WIDE, MISSING], "in part", 3, "There is no certificate of this layout; --ranks 4 would try every dim"),
+        (4, [WIDE, WRONG], "wrong", 1, "loss is off by 1.0e-02"),
+        (2, [WIDE, WRONG], "wrong", 1, "wrong: this layout does not compute the one-process model (trial deep)"),
+        (4, [WIDE, SILENT], "not finished", 4, "not finished: in trial deep, ranks [1] did not answer within 300 s"),
+    ],
+)
+def test_the_verdict_is_for_what_was_tried(max_ranks, trials, verdict, status, said):
+    config = read("--config", "debug", f"--{PP}=2", f"--{TP}=2", f"--{SHARD}=1")
+    certificate = Certificate("debug", reduce_config(config, max_ranks), trials)
+    assert (certificate.verdict, EXIT_STATUS[certificate.verdict]) == (verdict, status)
+    assert report_for_programs(certificate)["verdict"] == verdict
+    told = "\n".join(describe_verdict(certificate))
+    assert said in told
+    assert ("certified" in told) == (verdict in ("certified", "certified in part"))
+
+
+def test_a_reduced_degree_is_named_in_the_verdict():
+    degrees = (f"--{PP}=16", f"--{CP}=8", f"--{SHARD}=1", f"--{TP}=2")
+    config = read("--config", "llama3_70b", "--training.local_batch_size=16", *degrees)
+    certificate = Certificate("llama3_70b", reduce_config(config, 8), [WIDE])
+    verdict, *_ = describe_verdict(certificate)
+    assert verdict.startswith("certified for pp2 x cp2 x tp2; pp 16 and cp 8 were reduced: ")
 
 
 @pytest.mark.parametrize(
@@ -425,18 +459,9 @@ def test_too_many_ranks_are_refused():
     assert exit_.value.code == 2
 
 
-def test_bfloat16_may_err_twice_as_much_as_one_rank_and_no_more(pool, oracle):
-    (share,) = pool.run(compare.measure_layout, 1, {}, oracle({}))
-    exact = compare.merge([share], set(share.gradient))
-    alone = replace(exact, gradient={"w": 0.01}, update={"w": (1e-4, 1.0)})
-    assert tool.judge_bfloat16(replace(alone, gradient={"w": 0.019}), alone).faults == {}
-    assert "gradient in bfloat16" in tool.judge_bfloat16(replace(alone, gradient={"w": 0.021}), alone).faults
-    assert "gradient in bfloat16" in tool.judge_bfloat16(replace(alone, gradient={"w": math.nan}), alone).faults
-
-
 def test_the_command_verifies_a_config_from_a_cold_start():
     command = [sys.executable, "-m", "torchtitan_lite", "verify", "--config", "debug", "--ranks", "2"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert "certified: this layout computes the one-process model" in done.stdout
+    assert "certified for dp_shard2: this layout computes the one-process model" in done.stdout
     assert "kept for runs of this config" in done.stderr

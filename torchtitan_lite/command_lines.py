@@ -96,15 +96,20 @@ def make_verify_parser() -> ArgumentParser:
     description = """
 Does this layout compute the single-device model? A certificate, or the culprit.
 
-Runs the config, reduced to laptop size, on processes of this CPU beside one process with the same model file, and
-prints a certificate: initial weights, loss, gradient of every parameter, gradient norm, updated weights, copies. Where
-something differs, it names the first thing that does."""
-    parser = make_parser("verify", description, OF_THE_CONFIG + "Exit status: 0 certified, 1 not, 2 wrong input.")
+Runs the config, reduced to laptop size, on processes of this CPU beside one process with the same model file, in
+several trials: wide, deep, long, at real width; the run's own optimizer; train.py; bfloat16 and float8 where the run
+computes in them. Where something differs, it names the first thing that does.
+
+The layout that was asked for is tried where it fits the ranks; else a smaller one, and the verdict says which."""
+    epilog = OF_THE_CONFIG + "Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished."
+    parser = make_parser("verify", description, epilog)
     add = parser.add_argument
     help = "processes at most, up to 16; default: 8. The more, the nearer to the real mesh"
     add("--ranks", type=int, default=8, choices=range(1, 17), metavar="N", help=help)
-    add("--bf16", action="store_true", help="also compute in bfloat16: at most twice one rank's error")
-    add("--bisect", action="store_true", help="on failure, find the smallest combination that fails")
+    help = "for how long ranks may be silent in one trial (%(default)s)"
+    add("--timeout", type=number(int, 1), default=300, metavar="SECONDS", help=help)
+    add("--bf16", action="store_true", help="try bfloat16 also where the config says float32")
+    add("--bisect", action="store_true", help="where the wide trial fails, find the smallest combination that does")
     add("--matrix", action="store_true", help="thirty layouts of this model instead of its own")
     add("--verbose", action="store_true", help="every parameter instead of the worst of each kind")
     add("--json", action="store_true", help="print for programs, every parameter included")

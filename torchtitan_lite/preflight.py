@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from torchtitan_lite.certificates import find_certificate
+from torchtitan_lite.certificates import describe_coverage, find_certificate
 from torchtitan_lite.compilers import check_compilers
 from torchtitan_lite.config import Config, ConfigError, Optimizer, Parallelism, Problem
 from torchtitan_lite.config_reader import read_config
@@ -38,7 +38,7 @@ class Prepared:
     notices: list[str]
     dump_folder: Path
     resumed_step: int  # the last step that is already done; 0: the run begins
-    certificate: dict[str, object] | None  # what `verify` has left for this config and this code
+    certificate: dict[str, object] | None  # what `verify` has left for this config, these mesh dims and this code
     cache_folder: Path
     vocabulary: Vocabulary
 
@@ -94,16 +94,19 @@ def preflight(
     if problems:
         raise ConfigError(problems)
     assert shape and layout and tokenizer, "without a problem there is a plan"
+    certificate = find_certificate(config, layout)
+    notices = reading.notices + tokenizer.notices + describe_float8(config, shape, layout.tp)
+    notices += describe_coverage(certificate, layout) if certificate else []
     return Prepared(
         config=resolve_config(config, layout, machine.device_type),
         config_name=reading.config_name,
         shape=shape,
         layout=layout,
         memory=memory,
-        notices=reading.notices + tokenizer.notices + describe_float8(config, shape, layout.tp),
+        notices=notices,
         dump_folder=Path(config.job.dump_folder),
         resumed_step=resumed_step,
-        certificate=find_certificate(config),
+        certificate=certificate,
         cache_folder=Path(config.training.cache_folder),
         vocabulary=tokenizer.vocabulary,
     )

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from torchtitan_lite.config import Config, ConfigError
 from torchtitan_lite.layout import MESH_DIMS, Layout, plan_degrees, plan_layout
 from torchtitan_lite.sizes import resolve_shape
-from torchtitan_lite.tools.reduction import DEGREE_KEYS, override
+from torchtitan_lite.tools.degrees import DEGREE_KEYS
+from torchtitan_lite.tools.reduction import override
 
 
 @dataclass(frozen=True)

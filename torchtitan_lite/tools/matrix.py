@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from torchtitan_lite.config import Config, ConfigError
 from torchtitan_lite.pipeline_plan import SCHEDULES
-from torchtitan_lite.tools.reduction import DEGREE_KEYS, Reduction, override, reduce_config
+from torchtitan_lite.tools.degrees import DEGREE_KEYS
+from torchtitan_lite.tools.reduction import Reduction, override, reduce_config
 from torchtitan_lite.tools.trial import Trial
 
 ROWS = {

@@ -1,8 +1,6 @@
 """Makes a real config small enough for a laptop and keeps what layouts go wrong over.
 
-    degrees         each above 1 becomes 2; then, outermost mesh dim first, each grows through the divisors of the real
-                    degree as long as the ranks suffice. An automatic dp_shard counts as 2. Where 2 each is already too
-                    many, dp_replicate is given up first, then dp_shard, cp, tp
+    degrees         those asked for where they fit the ranks, else smaller ones: degrees.py has the rule
     kept relations  query heads per key/value head; one or several key/value heads per tp rank; which sizes tp x
                     dp_shard divides; one or several stages per rank; even or uneven stages; embedding or head alone on
                     a stage; more, as many, or fewer microbatches than stages, and whether the stages divide them;
@@ -13,7 +11,6 @@
 Whatever differs from the real config is listed, because it is not certified. No torch here: numbers only.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
@@ -21,18 +18,10 @@ from typing import Any
 from torchtitan_lite.config import Config, ConfigError, Parallelism, Problem
 from torchtitan_lite.config_reader import KEYS
 from torchtitan_lite.config_values import get_value
-from torchtitan_lite.layout import MESH_DIMS, Layout, plan_degrees, plan_layout
+from torchtitan_lite.layout import Layout, plan_degrees, plan_layout
 from torchtitan_lite.pipeline_plan import SCHEDULES, check_microbatches, name_modules, plan_stages
 from torchtitan_lite.sizes import Shape, resolve_shape
-
-DEGREE_KEYS = {  # mesh dim -> key
-    "pp": "parallelism.pipeline_parallel_degree",
-    "dp_replicate": "parallelism.data_parallel_replicate_degree",
-    "dp_shard": "parallelism.data_parallel_shard_degree",
-    "cp": "parallelism.context_parallel_degree",
-    "tp": "parallelism.tensor_parallel_degree",
-}
-GIVEN_UP_FIRST = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+from torchtitan_lite.tools.degrees import AUTOMATIC, DEGREE_KEYS, Degrees, choose_degrees
 
 REPLACED = {  # values under which a fault shows, and the CPU can follow
     "optimizer.name": "SGD",  # AdamW's first steps amplify rounding, and it hides gradients of the wrong scale
@@ -65,6 +54,7 @@ class Change:
 @dataclass(frozen=True)
 class Reduction:
     real: Config  # as it was read: automatic values are not resolved
+    degrees: Degrees
     config: Config  # of the wide trial, every size given
     shape: Shape  # of `config`, as `layout`
     layout: Layout
@@ -75,10 +65,8 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     """The small run that stands for a real one. Raises ConfigError where the real one could not start."""
     shape = resolve_shape(config.model)
     real = plan_layout(config, shape, prod(plan_degrees(config.parallelism, 1)[0].values()))
-    automatic = config.parallelism.data_parallel_shard_degree == -1
-    wanted = {**real.degrees, "dp_shard": 2} if automatic else real.degrees
-    has_csv = real.pp > 1 and bool(config.parallelism.pipeline_parallel_schedule_csv)
-    degrees = reduce_degrees(wanted, max_ranks, pinned=("pp",) if has_csv else ())
+    chosen = choose_degrees(config.parallelism, max_ranks)
+    degrees = chosen.tried
     if prod(degrees.values()) > max_ranks:
         path = config.parallelism.pipeline_parallel_schedule_csv
         why = f"a schedule file cannot be made smaller: its {real.pp} pp ranks are more than the {max_ranks} there are"
@@ -87,7 +75,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
 
     small = override(config, {**REPLACED, **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()}})
     small = override(small, reduce_stages(config.parallelism, shape.n_layers, real, degrees["pp"]))
-    sizes = reduce_sizes(shape, real, degrees, n_shards_known=not automatic)
+    sizes = reduce_sizes(shape, real, degrees, n_shards_known=chosen.asked["dp_shard"] != AUTOMATIC)
     small = override(small, {f"model.{name}": size for name, size in sizes.items()})
     option = config.activation_checkpoint.selective_ac_option
     if option.isdecimal() and int(option) > 2:
@@ -97,7 +85,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     small = override(small, reduce_batch(small, config, real, degrees, sizes))
     small_shape = resolve_shape(small.model)
     layout = plan_layout(small, small_shape, prod(degrees.values()))
-    return Reduction(config, small, small_shape, layout, list_changes(config, shape, small, small_shape))
+    return Reduction(config, chosen, small, small_shape, layout, list_changes(config, shape, small, small_shape))
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:
@@ -131,20 +119,6 @@ def list_changes(config: Config, shape: Shape, small: Config, small_shape: Shape
 
 
 # ---------------------------------------------------------------- degrees and sizes
-
-
-def reduce_degrees(real: dict[str, int], max_ranks: int, pinned: Iterable[str] = ()) -> dict[str, int]:
-    """2 for each degree above 1, then toward the real one, outermost dim first. A `pinned` one is kept."""
-    degrees = {dim: real[dim] if dim in pinned else min(real[dim], 2) for dim in MESH_DIMS}
-    for dim in GIVEN_UP_FIRST:
-        if prod(degrees.values()) > max_ranks and dim not in pinned:
-            degrees[dim] = 1
-    for dim in MESH_DIMS:
-        others = prod(degrees.values()) // degrees[dim]
-        larger = [n for n in range(degrees[dim] + 1, real[dim] + 1) if real[dim] % n == 0 and n * others <= max_ranks]
-        if degrees[dim] > 1 and larger:
-            degrees[dim] = max(larger)
-    return degrees
 
 
 def reduce_sizes(shape: Shape, real: Layout, degrees: dict[str, int], *, n_shards_known: bool) -> dict[str, int]:

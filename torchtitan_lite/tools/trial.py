@@ -41,7 +41,9 @@ class Trial:
     seconds: float
     difference: Difference | None = None  # of trials that compare gradients
     finished: bool = True  # False: ranks did not answer in time, so nothing is known
-    skipped: str = ""  # why it was not run, where it was not
+    subject: str = ""  # what it looks at, in sizes: "12 layers of dim 16"
+    skipped: str = ""  # why it was not made, where it was not
+    is_missing: bool = False  # skipped although the run needs it: the certificate is one in part
 
 
 def describe_failure(name: str, failure: RankFailure, seconds: float) -> Trial:

@@ -1,0 +1,142 @@
+"""A run finds the certificate of its own config, mesh dims and code, and of no other, and says what it covers."""
+
+import compare
+import pytest
+from layouts import CHUNK, CP, MODE, PP, TP
+
+from torchtitan_lite import certificates
+from torchtitan_lite.certificates import describe_coverage, find_certificate, write_certificate
+from torchtitan_lite.config import Config
+from torchtitan_lite.config_reader import read_config
+from torchtitan_lite.hardware import Machine
+from torchtitan_lite.layout import plan_layout
+from torchtitan_lite.preflight import preflight
+from torchtitan_lite.sizes import resolve_shape
+
+CSV = "parallelism.pipeline_parallel_schedule_csv"
+FLOAT8 = "quantize.linear.float8"
+RECORD = {
+    "layout": "tp2",
+    "largest_error": 2e-7,
+    "date": "2026-11-22",
+    "trials": ["wide", "deep"],
+    "not_covered": ["data"],
+}
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def find(config: Config, n_ranks: int):
+    return find_certificate(config, plan_layout(config, resolve_shape(config.model), n_ranks))
+
+
+def keep(config: Config, n_ranks: int) -> None:
+    write_certificate(config, plan_layout(config, resolve_shape(config.model), n_ranks), RECORD)
+
+
+def test_the_same_config_on_the_same_dims_finds_it():
+    config = compare.complete({TP: 2}, 2)
+    assert find(config, 2) is None
+    keep(config, 2)
+    assert find(config, 2)["layout"] == "tp2"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training.local_batch_size", 4),
+        ("training.global_batch_size", 16),
+        ("training.seq_len", 64),
+        ("training.max_norm", 2.0),
+        ("training.enable_cpu_offload", True),
+        (CHUNK, 48),
+        ("model.dim", 128),
+        ("model.converters", ["float8"]),
+        (f"{FLOAT8}.recipe_name", "rowwise"),
+        (f"{FLOAT8}.enable_fsdp_float8_all_gather", True),
+        ("optimizer.moments_dtype", "bfloat16"),
+        ("optimizer.lr", 1.0),
+        ("lr_scheduler.decay_type", "cosine"),
+        ("compile.enable", True),
+        ("parallelism.zero_stage", 1),
+        ("parallelism.disable_loss_parallel", True),
+        (MODE, "none"),
+    ],
+)
+def test_a_key_that_decides_a_number_asks_for_a_certificate_of_its_own(key, value):
+    config = compare.complete({TP: 2}, 2)
+    keep(config, 2)
+    assert find(compare.override(config, {key: value}), 2) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training.steps", 3),
+        ("training.dataset", ["elsewhere"]),
+        ("debug.seed", 7),
+        ("metrics.log_freq", 1),
+        ("job.dump_folder", "elsewhere"),
+        ("checkpoint.enable", True),
+    ],
+)
+def test_what_decides_no_number_of_the_layout_asks_for_none(key, value):
+    config = compare.complete({TP: 2}, 2)
+    keep(config, 2)
+    assert find(compare.override(config, {key: value}), 2)
+
+
+def test_a_proof_on_fewer_mesh_dims_is_no_proof():
+    """dp_shard is automatic: the same config is tp2 on two ranks, and dp_shard2 x tp2 on four."""
+    config = compare.override(compare.TABLE_CONFIG, {TP: 2, "training.local_batch_size": 2})
+    keep(config, 2)
+    assert find(config, 2) and not find(config, 4)
+    keep(config, 4)
+    assert find(config, 4) and find(config, 8)  # dp_shard 4 instead of 2: the same dims
+
+
+@pytest.mark.parametrize("other", ["hash_code", "find_torch_version"])
+def test_other_code_and_another_torch_ask_for_a_certificate_of_their_own(other, monkeypatch):
+    config = compare.complete({CP: 2}, 2)
+    keep(config, 2)
+    monkeypatch.setattr(certificates, other, lambda: "another")
+    assert find(config, 2) is None
+
+
+def test_train_py_is_part_of_the_code(tmp_path, monkeypatch):
+    package = tmp_path / "torchtitan_lite"
+    package.mkdir()
+    (package / "step.py").write_text("")
+    (tmp_path / "train.py").write_text("first")
+    monkeypatch.setattr(certificates, "PACKAGE", package)
+    first = certificates.hash_code()
+    (tmp_path / "train.py").write_text("other")
+    assert certificates.hash_code() != first
+
+
+def test_the_content_of_a_schedule_file_counts_and_its_name_does_not(tmp_path):
+    rows = "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"
+    for name in ("one.csv", "other.csv"):
+        (tmp_path / name).write_text(rows)
+    config = compare.complete({PP: 2, CSV: "one.csv", MODE: "none", "training.local_batch_size": 2}, 2)
+    config = compare.override(config, {"training.global_batch_size": 2})
+    keep(config, 2)
+    assert find(compare.override(config, {CSV: "other.csv"}), 2)
+    (tmp_path / "one.csv").write_text(rows.replace("1F0,1F1,1B0,1B1", "1F0,1B0,1F1,1B1"))
+    assert find(config, 2) is None
+
+
+def test_a_run_says_what_its_certificate_covers_and_what_not():
+    args = ["--config", "debug", f"--{TP}=2"]
+    config = read_config(args).config
+    machine = Machine("cpu", 1, 2**34, "a laptop")
+    assert not any("certif" in notice for notice in preflight(args, machine=machine, n_ranks=2).notices)
+    keep(config, 2)
+    prepared = preflight(args, machine=machine, n_ranks=2)
+    said = describe_coverage(prepared.certificate, prepared.layout)
+    assert said == prepared.notices[-2:]
+    assert "certified 2026-11-22 for tp2; this run is tp2" in said[0] and "trials: wide, deep" in said[0]
+    assert said[1] == "the certificate does not cover: data"
