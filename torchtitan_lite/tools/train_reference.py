@@ -9,7 +9,7 @@ It shares the model file, the rule of the initial weights and the order of the s
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +42,12 @@ class Expected:
 
 
 def run_reference(
-    config: Config, train: Sequence[Text], held_out: Sequence[Text], *, kept: Sequence[int], validated: Sequence[int]
+    config: Config,
+    train: Sequence[Text],
+    held_out: Sequence[Text],
+    *,
+    kept: Collection[int],
+    validated: Collection[int],
 ) -> Expected:
     """Trains in this process to the last step whose state is `kept`.
 

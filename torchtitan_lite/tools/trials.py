@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torchtitan_lite.tools.gradient_trial import try_layout
 from torchtitan_lite.tools.reduction import Reduction
+from torchtitan_lite.tools.train_trial import try_train
 from torchtitan_lite.tools.trial import RunRanks, Trial
 
 
@@ -15,4 +16,5 @@ def try_wide(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
 
 TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
     "wide": try_wide,
+    "train.py": try_train,
 }

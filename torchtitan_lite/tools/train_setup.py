@@ -1,0 +1,143 @@
+"""What the trial of train.py starts: a small config with files of its own, its corpora, and a second layout.
+
+    kept        the layout and what it computes, as reduced; the optimizer, the shape of the learning rate's course,
+                the number of corpora (two at most) and their weights, how checkpoints are saved
+    replaced    paths; what would amplify rounding or take time
+
+All paths are absolute and in a temporary folder: nothing is written elsewhere.
+"""
+
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+from torchtitan_lite.config import (
+    Checkpoint,
+    Comm,
+    Config,
+    ConfigError,
+    Job,
+    LRScheduler,
+    Metrics,
+    Optimizer,
+    Profiling,
+    Validation,
+)
+from torchtitan_lite.layout import Layout, plan_layout
+from torchtitan_lite.sizes import resolve_shape
+from torchtitan_lite.tools.degrees import DEGREE_KEYS
+from torchtitan_lite.tools.reduction import Reduction, override
+from torchtitan_lite.tools.train_corpus import N_WORDS, TOKENIZER, Text, make_text, write_corpus
+
+MOST_CORPORA = 2
+SCHEDULED_STEPS = 6  # some more than are trained
+SECONDS_TO_WAIT = 300  # of ranks for each other
+
+# The second layout moves the smallest factor of one mesh dim to another: the first pair that is accepted.
+MOVES = [
+    (source, target)
+    for source in ("tp", "pp", "cp", "dp_replicate", "dp_shard")
+    for target in ("dp_shard", "tp", "cp", "dp_replicate", "pp")
+    if source != target
+]
+
+
+def make_config(reduction: Reduction, folder: Path) -> Config:
+    """What train.py is to run. `folder` is absolute and holds the corpora."""
+    real, small, n_ranks = reduction.real, reduction.config, reduction.layout.world_size
+    n_corpora = min(MOST_CORPORA, len(real.training.dataset))
+    vocab_size = reduction.shape.vocab_size
+    vocab_size += -(-max(0, N_WORDS - vocab_size) // n_ranks) * n_ranks  # it divides by the same degrees as before
+    config = replace(
+        small,
+        job=Job(dump_folder=str(folder)),
+        profiling=Profiling(),
+        metrics=Metrics(log_freq=1, enable_tensorboard=False),
+        optimizer=choose_optimizer(real.optimizer, small.optimizer),
+        lr_scheduler=choose_schedule(real.lr_scheduler),
+        checkpoint=Checkpoint(enable=True, async_mode=real.checkpoint.async_mode, verify=real.checkpoint.verify),
+        validation=Validation(enable=True, freq=10**6),
+        comm=Comm(init_timeout_seconds=SECONDS_TO_WAIT, train_timeout_seconds=SECONDS_TO_WAIT, trace_buf_size=0),
+    )
+    return override(
+        config,
+        {
+            "model.hf_assets_path": TOKENIZER,
+            "model.vocab_size": vocab_size,
+            "training.dataset": [str(folder / f"corpus-{number}") for number in range(n_corpora)],
+            "training.dataset_weights": real.training.dataset_weights[:n_corpora],
+            "training.cache_folder": str(folder / "cache"),
+            "training.enable_cpu_offload": False,  # refused without a GPU
+        },
+    )
+
+
+def choose_optimizer(real: Optimizer, small: Optimizer) -> Optimizer:
+    """The real one, if a checkpoint has to hold its moments, with numbers that do not amplify rounding."""
+    if real.name != "AdamW":
+        return small
+    return replace(
+        real,
+        lr=0.05,
+        beta1=min(real.beta1, 0.99),
+        beta2=min(real.beta2, 0.999),
+        eps=1e-3,  # of the size of a clipped gradient: a step then follows the gradient instead of its sign
+        weight_decay=min(real.weight_decay, 1.0),
+        implementation="fused" if real.implementation == "fused" else "for-loop",  # foreach is planned for seconds
+        moments_dtype="float32",
+    )
+
+
+def choose_schedule(real: LRScheduler) -> LRScheduler:
+    """The decay of the real one, or its warm-up where it has no decay: then the third step's rate is like no other."""
+    if real.decay_ratio == 0 or real.min_lr_factor == 1:
+        return LRScheduler(warmup_steps=SCHEDULED_STEPS, total_steps=SCHEDULED_STEPS, decay_ratio=0.0)
+    ratio = None if real.decay_ratio is None else 1 - 1 / SCHEDULED_STEPS
+    return replace(real, warmup_steps=1, total_steps=SCHEDULED_STEPS, decay_ratio=ratio)
+
+
+def write_corpora(config: Config) -> tuple[list[Text], list[Text]]:
+    """Writes training.dataset; returns what is in it: training documents and held-out ones, of each corpus.
+
+    Four steps read more samples than there are, so that a second epoch begins; the last batch of held-out samples is
+    filled up with padding.
+    """
+    training = config.training
+    n_tokens = training.global_batch_size * training.seq_len // len(training.dataset)
+    train, held_out = [], []
+    for number, name in enumerate(training.dataset):
+        train.append(make_text(2 * number, 3 * n_tokens))
+        held_out.append(make_text(2 * number + 1, n_tokens * 5 // 4))
+        write_corpus(Path(name), train[-1], held_out[-1])
+    return train, held_out
+
+
+def choose_other_layout(config: Config, layout: Layout) -> tuple[Config, Layout]:
+    """The first of MOVES that can run on as many ranks; where none can, the same layout."""
+    for source, target in MOVES:
+        if (degree := getattr(layout, source)) > 1:
+            factor = next(n for n in range(2, degree + 1) if degree % n == 0)
+            moved = {**layout.degrees, source: degree // factor, target: getattr(layout, target) * factor}
+            try:
+                return plan_moved(config, moved)
+            except ConfigError:
+                continue
+    return config, layout
+
+
+def plan_moved(config: Config, degrees: dict[str, int]) -> tuple[Config, Layout]:
+    """The same global batch on a mesh of these degrees. Raises ConfigError where that cannot run."""
+    n_rows = config.training.global_batch_size // (degrees["dp_replicate"] * degrees["dp_shard"])
+    overrides = {
+        **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()},
+        "training.local_batch_size": max(1, n_rows),
+        "parallelism.pipeline_parallel_microbatch_size": 1,
+    }
+    if degrees["pp"] != config.parallelism.pipeline_parallel_degree:
+        overrides |= {
+            "parallelism.pipeline_parallel_schedule_csv": "",
+            "parallelism.pipeline_parallel_layers_per_stage": None,
+            "parallelism.module_fqns_per_model_part": [],
+        }
+    config = override(config, overrides)
+    return config, plan_layout(config, resolve_shape(config.model), prod(degrees.values()))
