@@ -2,12 +2,13 @@
 
     kept        the layout and what it computes, as reduced; the optimizer, the shape of the learning rate's course,
                 the number of corpora (two at most) and their weights, how checkpoints are saved
-    replaced    paths; what would amplify rounding or take time
+    replaced    paths; what would amplify rounding; layers and microbatches, of which there are as few as can run
 
 All paths are absolute and in a temporary folder: nothing is written elsewhere.
 """
 
 from dataclasses import replace
+from itertools import permutations
 from math import prod
 from pathlib import Path
 
@@ -33,18 +34,21 @@ MOST_CORPORA = 2
 SCHEDULED_STEPS = 6  # some more than are trained
 SECONDS_TO_WAIT = 300  # of ranks for each other
 
-# The second layout moves the smallest factor of one mesh dim to another: the first pair that is accepted.
+DATA, OTHERS = ("dp_shard", "dp_replicate"), ("tp", "pp", "cp")
+# The second layout moves the smallest factor of one mesh dim to another: the first pair that can run. First come pairs
+# after which ranks read other rows; those that end tp are quick besides.
 MOVES = [
-    (source, target)
-    for source in ("tp", "pp", "cp", "dp_replicate", "dp_shard")
-    for target in ("dp_shard", "tp", "cp", "dp_replicate", "pp")
-    if source != target
+    *((source, target) for target in DATA for source in OTHERS),
+    *((source, target) for target in OTHERS for source in DATA),
+    *permutations(DATA),
+    *permutations(OTHERS, 2),
 ]
 
 
 def make_config(reduction: Reduction, folder: Path) -> Config:
     """What train.py is to run. `folder` is absolute and holds the corpora."""
-    real, small, n_ranks = reduction.real, reduction.config, reduction.layout.world_size
+    real, n_ranks = reduction.real, reduction.layout.world_size
+    small = shrink(reduction.config, reduction.layout)
     n_corpora = min(MOST_CORPORA, len(real.training.dataset))
     vocab_size = reduction.shape.vocab_size
     vocab_size += -(-max(0, N_WORDS - vocab_size) // n_ranks) * n_ranks  # it divides by the same degrees as before
@@ -70,6 +74,32 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
             "training.enable_cpu_offload": False,  # refused without a GPU
         },
     )
+
+
+def shrink(config: Config, layout: Layout) -> Config:
+    """As few microbatches and layers as run on this layout, two at least: time goes where the other trials look."""
+    unit = config.training.global_batch_size // layout.n_microbatches
+    accumulates = config.training.global_batch_size > config.training.local_batch_size * layout.dp
+    for n in range(2, layout.n_microbatches):
+        n_rows = n * unit // layout.dp
+        sizes = {"training.global_batch_size": n * unit, "training.local_batch_size": n_rows}
+        if accumulates:
+            sizes["training.local_batch_size"] = config.training.local_batch_size
+        if can_run(fewer := override(config, sizes), layout.world_size):
+            config = fewer
+            break
+    for n in range(2, resolve_shape(config.model).n_layers):
+        if can_run(fewer := override(config, {"model.n_layers": n}), layout.world_size):
+            return fewer
+    return config
+
+
+def can_run(config: Config, world_size: int) -> bool:
+    try:
+        plan_layout(config, resolve_shape(config.model), world_size)
+    except ConfigError:
+        return False
+    return True
 
 
 def choose_optimizer(real: Optimizer, small: Optimizer) -> Optimizer:
@@ -131,13 +161,11 @@ def plan_moved(config: Config, degrees: dict[str, int]) -> tuple[Config, Layout]
     overrides = {
         **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()},
         "training.local_batch_size": max(1, n_rows),
+        "parallelism.pipeline_parallel_schedule": "GPipe",  # which takes any number of microbatches
         "parallelism.pipeline_parallel_microbatch_size": 1,
+        "parallelism.pipeline_parallel_schedule_csv": "",
+        "parallelism.pipeline_parallel_layers_per_stage": None,
+        "parallelism.module_fqns_per_model_part": [],
     }
-    if degrees["pp"] != config.parallelism.pipeline_parallel_degree:
-        overrides |= {
-            "parallelism.pipeline_parallel_schedule_csv": "",
-            "parallelism.pipeline_parallel_layers_per_stage": None,
-            "parallelism.module_fqns_per_model_part": [],
-        }
     config = override(config, overrides)
     return config, plan_layout(config, resolve_shape(config.model), prod(degrees.values()))

@@ -106,6 +106,7 @@ def process_left_as_it_was() -> Iterator[None]:
     environment = dict(os.environ)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    gc.freeze()  # what is here stays: train.py's own collection need not look at it
     try:
         yield
     finally:
