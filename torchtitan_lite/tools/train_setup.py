@@ -49,6 +49,7 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
     """What train.py is to run. `folder` is absolute and holds the corpora."""
     real, n_ranks = reduction.real, reduction.layout.world_size
     small = shrink(reduction.config, reduction.layout)
+    schedule = choose_schedule(real.lr_scheduler)
     n_corpora = min(MOST_CORPORA, len(real.training.dataset))
     vocab_size = reduction.shape.vocab_size
     vocab_size += -(-max(0, N_WORDS - vocab_size) // n_ranks) * n_ranks  # it divides by the same degrees as before
@@ -57,8 +58,8 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
         job=Job(dump_folder=str(folder)),
         profiling=Profiling(),
         metrics=Metrics(log_freq=1, enable_tensorboard=False),
-        optimizer=choose_optimizer(real.optimizer, small.optimizer),
-        lr_scheduler=choose_schedule(real.lr_scheduler),
+        optimizer=choose_optimizer(real.optimizer, small.optimizer, warms_up=schedule.warmup_steps > 1),
+        lr_scheduler=schedule,
         checkpoint=Checkpoint(enable=True, async_mode=real.checkpoint.async_mode, verify=real.checkpoint.verify),
         validation=Validation(enable=True, freq=10**6),
         comm=Comm(init_timeout_seconds=SECONDS_TO_WAIT, train_timeout_seconds=SECONDS_TO_WAIT, trace_buf_size=0),
@@ -102,13 +103,16 @@ def can_run(config: Config, world_size: int) -> bool:
     return True
 
 
-def choose_optimizer(real: Optimizer, small: Optimizer) -> Optimizer:
-    """The real one, if a checkpoint has to hold its moments, with numbers that do not amplify rounding."""
+def choose_optimizer(real: Optimizer, small: Optimizer, *, warms_up: bool) -> Optimizer:
+    """The real one, if a checkpoint has to hold its moments, with numbers that do not amplify rounding.
+
+    Rates are so high that updates stand out from the rounding of the weights that they are added to.
+    """
     if real.name != "AdamW":
-        return small
+        return replace(small, lr=5.0)
     return replace(
         real,
-        lr=0.05,
+        lr=0.15 if warms_up else 0.05,
         beta1=min(real.beta1, 0.99),
         beta2=min(real.beta2, 0.999),
         eps=1e-3,  # of the size of a clipped gradient: a step then follows the gradient instead of its sign
