@@ -129,9 +129,12 @@ def check_rows(plan: StartPlan, step: int, rows: Sequence[list[Place | None]]) -
     if not wrong:
         return Check("rows", 0, Culprit("rows", "rows_of_rank", ""))
     first, own = wrong[0], plan.own_rows(wrong[0])
-    other_steps = [[place and place[1] for place in found] == list(plan.own_rows(r)) for r, found in enumerate(rows)]
-    is_known = all(None not in found for found in rows)
-    name = "SampleStream" if not is_known else "prefetch" if all(other_steps) else "rows_of_rank"
+    if all(place and place[0] == step for found in rows for place in found):
+        name = "rows_of_rank"
+    elif all([place and place[1] for place in found] == list(plan.own_rows(r)) for r, found in enumerate(rows)):
+        name = "prefetch"  # the right rows, of another step
+    else:
+        name = "SampleStream"
     given, right = describe_rows(rows[first]), describe_rows([(step, row) for row in own])
     detail = (
         f"in {plan.when(step)}, rank {first} ({describe_coordinates(plan, first)}) is given {given}, and {right} are "

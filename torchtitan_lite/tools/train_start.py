@@ -130,9 +130,8 @@ class Watch:
         self.expected, self.own_rows = expected, own_rows
         self.seen = Seen()
         self.step = 0
-        self.places: dict[bytes, Place] = {}
-        for step, batch in reversed(list(enumerate(expected.batches, 1))):
-            self.places |= {row: (step, number) for number, row in enumerate(split_rows(batch))}
+        self.steps = [split_rows(batch) for batch in expected.batches]
+        self.places = {row: (n, at) for n, rows in enumerate(self.steps, 1) for at, row in enumerate(rows)}
 
     def begin(self, original: Callable) -> Callable:
         """Around `begin`: the weights and moments that the run begins with."""
@@ -172,13 +171,17 @@ class Watch:
         return watched
 
     def find_places(self, batch: Batch) -> list[Place | None]:
-        """Where each row of a batch is in the data: where it ought to be, if it is there too, for rows may be alike."""
+        """Where each row of a batch is in the data. The corpus is small: where there are several, the likeliest place.
+
+        That is this rank's share of the step, or of another step, then any row of the step, then any row.
+        """
         rows = split_rows(batch)
-        if self.step < len(self.expected.batches):
-            own = split_rows(self.expected.batches[self.step])[self.own_rows.start : self.own_rows.stop]
-            if rows == own:
-                return [(self.step + 1, number) for number in self.own_rows]
-        return [self.places.get(row) for row in rows]
+        own = slice(self.own_rows.start, self.own_rows.stop)
+        for step in [self.step, *range(len(self.steps))]:
+            if step < len(self.steps) and rows == self.steps[step][own]:
+                return [(step + 1, at) for at in self.own_rows]
+        of_step = {row: (self.step + 1, at) for at, row in enumerate(self.steps[self.step])}
+        return [of_step.get(row, self.places.get(row)) for row in rows]
 
     def measure_state(self, parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, dict[str, Squares]]:
         """This rank's slices of weights and moments beside those of one process after the same step."""
