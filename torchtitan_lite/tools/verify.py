@@ -14,6 +14,7 @@ from torchtitan_lite.certificates import write_certificate
 from torchtitan_lite.command_lines import make_verify_parser
 from torchtitan_lite.config import Config, ConfigError
 from torchtitan_lite.config_reader import read_config
+from torchtitan_lite.tools import against_hf
 from torchtitan_lite.tools.bisection import Step, bisect, find_smallest, list_features
 from torchtitan_lite.tools.certificate import (
     CERTIFIED,
@@ -35,6 +36,8 @@ def main(args: list[str]) -> int:
     """Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished."""
     options, config_args = make_verify_parser().parse_known_args(args)
     reading = read_config(config_args)
+    if options.against_hf is not None:
+        return against_hf.main(reading, options)
     try:
         if reading.problems:
             raise ConfigError(reading.problems)

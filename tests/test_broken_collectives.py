@@ -1,0 +1,130 @@
+"""One collective of each mesh dim is broken in turn: no request gets a certificate that names this dim."""
+
+from contextlib import AbstractContextManager
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import CP, PP, REPLICATE, RING, SCHEDULE, TP
+from mutants import MUTANTS
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from torchtitan_lite.command_lines import make_verify_parser
+from torchtitan_lite.config_reader import read_config
+from torchtitan_lite.parallel import context_attention
+from torchtitan_lite.tools import verify as tool
+from torchtitan_lite.tools.certificate import CERTIFIED, describe_verdict
+from torchtitan_lite.tools.reduction import reduce_config
+
+SHARD = "parallelism.data_parallel_shard_degree"
+
+
+def shards_not_summed() -> AbstractContextManager:
+    """FSDP's reduce-scatter leaves each rank its share of its own gradients."""
+
+    def keep_own(output: Tensor, input: Tensor, *args, group: dist.ProcessGroup, **options) -> None:
+        output.copy_(input.chunk(group.size())[group.rank()])
+
+    return patch.object(dist, find_reduce_scatter(dist), keep_own)
+
+
+def keys_not_fetched() -> AbstractContextManager:
+    """Context parallel's all-gather and ring bring a rank its own keys and values again."""
+
+    def repeat_own(own: Tensor, n_ranks: int, group_name: str) -> Tensor:
+        return torch.cat([own] * n_ranks)
+
+    ops = torch.ops._c10d_functional
+    broken = SimpleNamespace(
+        all_gather_into_tensor=repeat_own,
+        all_to_all_single=lambda own, *splits_and_group: own.clone(),
+        reduce_scatter_tensor=ops.reduce_scatter_tensor,
+        wait_tensor=lambda tensor: tensor if tensor.is_leaf else ops.wait_tensor(tensor),
+    )
+    return patch.object(context_attention, "collectives", broken)
+
+
+def hidden_states_not_sent() -> AbstractContextManager:
+    """A pipeline stage sends zeros."""
+    original = _PipelineStageBase.get_fwd_send_ops
+
+    def send_zeros(stage: _PipelineStageBase, microbatch: int) -> list[dist.P2POp]:
+        ops = original(stage, microbatch)
+        for op in ops:
+            op.tensor = torch.zeros_like(op.tensor)
+        return ops
+
+    return patch.object(_PipelineStageBase, "get_fwd_send_ops", send_zeros)
+
+
+def partial_products_not_summed() -> AbstractContextManager:
+    """Tensor parallel's reduce-scatter leaves each rank its share of its own partial sums."""
+
+    def keep_own(tensor: Tensor, op: str, scatter_dim: int, group, tag: str = "") -> Tensor:
+        mesh, dim = group if isinstance(group, tuple) else (group, 0)
+        return tensor.chunk(mesh.size(dim), dim=scatter_dim)[mesh.get_local_rank(dim)].contiguous()
+
+    return patch.object(functional, find_reduce_scatter(functional), keep_own)
+
+
+def find_reduce_scatter(module: ModuleType) -> str:
+    """torch 2.13 has a new name for it."""
+    return "reduce_scatter_single" if hasattr(module, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+BROKEN = {  # mesh dim -> what breaks its collective
+    "dp_replicate": MUTANTS["replicas_not_reduced"].patch,
+    "dp_shard": shards_not_summed,
+    "cp": keys_not_fetched,
+    "pp": hidden_states_not_sent,
+    "tp": partial_products_not_summed,
+}
+# On how many ranks, and the degrees asked for; dp_shard is automatic where it is not given.
+REQUESTS = [
+    ("dp_replicate", 2, {REPLICATE: 2}),
+    ("dp_replicate", 4, {REPLICATE: 2}),
+    ("dp_replicate", 4, {REPLICATE: 2, TP: 2}),
+    ("dp_replicate", 2, {REPLICATE: 2, PP: 2, TP: 2}),
+    ("dp_shard", 2, {}),
+    ("dp_shard", 4, {SHARD: 2, TP: 2}),
+    ("dp_shard", 2, {SHARD: 8, PP: 2}),
+    ("cp", 2, {CP: 2}),
+    ("cp", 3, {CP: 8, **RING}),
+    ("cp", 4, {CP: 2, TP: 2}),
+    ("cp", 2, {CP: 2, PP: 2, SHARD: 1}),
+    ("pp", 2, {PP: 2}),
+    ("pp", 2, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
+    ("pp", 4, {PP: 4, SHARD: 2}),
+    ("pp", 1, {PP: 2}),
+    ("tp", 2, {TP: 2}),
+    ("tp", 4, {TP: 2, PP: 2}),
+    ("tp", 1, {TP: 2, CP: 2}),
+]
+
+
+def run_broken(rank: int, world_size: int, dim: str, worker, *args, **options) -> object:
+    """Worker: another one with the collective of `dim` broken."""
+    with BROKEN[dim]():
+        return worker(rank, world_size, *args, **options)
+
+
+@pytest.mark.parametrize(("dim", "max_ranks", "asked"), REQUESTS)
+def test_no_certificate_names_a_dim_whose_collective_is_broken(pool, tmp_path, dim, max_ranks, asked):
+    args = [f"--{key}={value}" for key, value in asked.items()]
+    reading = read_config(["--config", "debug", "--training.local_batch_size=8", *args])
+    assert not reading.problems
+    reduction = reduce_config(reading.config, max_ranks)
+
+    def run_ranks(worker, world_size, *args, **options):
+        return pool.run(run_broken, world_size, dim, worker, *args, **options)
+
+    certificate = tool.verify("debug", reduction, make_verify_parser().parse_args([]), run_ranks, tmp_path)
+    if reduction.layout.degrees[dim] > 1:
+        assert certificate.verdict == "wrong"
+    else:  # too few ranks for it
+        assert certificate.verdict != CERTIFIED
+        assert f"{dim} {reduction.degrees.asked[dim]}" in describe_verdict(certificate)[0]

@@ -1,0 +1,32 @@
+"""No healthy layout is accused: random ones are certified, as they were asked for.
+
+`LAYOUTS=60 SEED=1 pytest tests/test_drawn_layouts.py` tries more of them.
+"""
+
+import os
+import random
+
+import pytest
+from drawn_layouts import draw_layout
+
+from torchtitan_lite.command_lines import make_verify_parser
+from torchtitan_lite.layout import plan_layout
+from torchtitan_lite.sizes import resolve_shape
+from torchtitan_lite.tools import verify as tool
+from torchtitan_lite.tools.certificate import CERTIFIED, describe
+from torchtitan_lite.tools.reduction import reduce_config
+
+N_LAYOUTS, SEED = int(os.environ.get("LAYOUTS", 6)), int(os.environ.get("SEED", 0))
+
+
+@pytest.mark.parametrize("number", range(N_LAYOUTS))
+def test_a_drawn_layout_is_certified_as_it_runs(pool, tmp_path, number):
+    config, world_size = draw_layout(random.Random(1000 * SEED + number))
+    reduction = reduce_config(config, world_size)
+    certificate = tool.verify("drawn", reduction, make_verify_parser().parse_args([]), pool.run, tmp_path)
+    assert certificate.verdict == CERTIFIED, describe(certificate, verbose=False)
+    assert reduction.degrees.reduced == {}
+    runs = plan_layout(config, resolve_shape(config.model), world_size).degrees
+    wide = certificate.trials[0].difference
+    of_ranks = [share.coordinates for share in wide.shares]
+    assert {dim: 1 + max(at[dim] for at in of_ranks) for dim in runs} == runs
