@@ -112,7 +112,9 @@ def check_start(plan: StartPlan, expected: Expected, seen: Sequence[Seen]) -> li
             culprit = Culprit("validation loss", "validate", name)
             checks.append(check_values(plan, step, "validation", culprit, values, value))
         checks += check_state(plan, expected, seen, step, "trained") + check_update(plan, seen, step)
-    return [*checks, check_log(plan, seen[0])]
+    n_more = max(len(of_rank.losses) for of_rank in seen) - len(plan.steps)
+    culprit = Culprit("steps", "main", f"{n_more} steps were made after {plan.when(plan.last_step)}")
+    return [*checks, Check("rows", n_more, culprit), check_log(plan, seen[0])]
 
 
 def check_resumed_step(plan: StartPlan, seen: Sequence[Seen]) -> Check:

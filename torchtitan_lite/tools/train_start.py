@@ -177,11 +177,13 @@ class Watch:
         """
         rows = split_rows(batch)
         own = slice(self.own_rows.start, self.own_rows.stop)
-        for step in [self.step, *range(len(self.steps))]:
-            if step < len(self.steps) and rows == self.steps[step][own]:
-                return [(step + 1, at) for at in self.own_rows]
-        of_step = {row: (self.step + 1, at) for at, row in enumerate(self.steps[self.step])}
-        return [of_step.get(row, self.places.get(row)) for row in rows]
+        steps = dict(enumerate(self.steps, 1))
+        this_step = steps.get(self.step + 1, [])
+        for number, of_step in ((self.step + 1, this_step), *steps.items()):
+            if rows == of_step[own]:
+                return [(number, at) for at in self.own_rows]
+        in_this_step = {row: (self.step + 1, at) for at, row in enumerate(this_step)}
+        return [in_this_step.get(row, self.places.get(row)) for row in rows]
 
     def measure_state(self, parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, dict[str, Squares]]:
         """This rank's slices of weights and moments beside those of one process after the same step."""
