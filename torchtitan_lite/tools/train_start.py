@@ -2,7 +2,7 @@
 
     leave the pool's process group   train.py joins one of its own, as under torchrun; the parent holds its store
     execute the file                 anew at each start, so that nothing is left of the start before
-    watch four of its names          begin, train_step, validate: what they are given, and what they return
+    watch three of its names         begin, train_step, validate: what they are given, and what they return
     call main
     undo                             environment, logging, garbage collection
 
