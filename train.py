@@ -47,8 +47,8 @@ from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEX
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_group, start_process_group
 from torchtitan_lite.parallel.timeouts import set_timeouts
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.sizes import Shape, count_flops_per_token, count_parameters
-from torchtitan_lite.step import build_run, compute_gradients, train_step
+from torchtitan_lite.sizes import Shape, count_flops_per_token, is_counted
+from torchtitan_lite.step import build_on_meta, build_run, compute_gradients, train_step
 from torchtitan_lite.validation import is_validated, validate
 
 logger = logging.getLogger("torchtitan_lite.train")
@@ -63,7 +63,7 @@ def main(args: list[str]) -> int:
     prepared = preflight(args, machine=machine, n_ranks=world_size, n_hosts=n_hosts, restarted=restarts > 0)
     config, shape, layout, dump_folder = prepared.config, prepared.shape, prepared.layout, prepared.dump_folder
     n_steps = config.training.steps
-    flops_per_token = count_flops_per_token(shape, config.training.seq_len)
+    flops_per_token = count_flops_per_token(shape, config.training.seq_len) if is_counted(config.model) else None
 
     # ---- mesh: one process group for the world, and one for each mesh dim and view of it
     device = choose_device(local_rank, machine.device_type)
@@ -79,7 +79,8 @@ def main(args: list[str]) -> int:
     start_logging(rank, dump_folder, color=not config.metrics.disable_color_printing)
     for notice in prepared.notices:
         logger.info(notice)
-    logger.info(f"{config.job.description or prepared.config_name}: {count_parameters(shape):,} parameters, {layout}")
+    n_parameters = sum(parameter.numel() for parameter in build_on_meta(config, shape).parameters())
+    logger.info(f"{config.job.description or prepared.config_name}: {n_parameters:,} parameters, {layout}")
     if config.job.print_config:
         logger.info(dump_config_toml(config))
 

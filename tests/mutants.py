@@ -14,10 +14,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from layouts import ADAMW, CHUNKS, GATHER, LAYOUTS, MODE, PP, PRECOMPUTE, SCHEDULE, TP, ZERO, Row
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lite import layout, preflight, step, validation
-from torchtitan_lite.components import optim
+from torchtitan_lite.components import adamw_bfloat16, optim
 from torchtitan_lite.components.checkpoint import exchange, loading
 from torchtitan_lite.components.checkpoint.state import name_weights
 from torchtitan_lite.model import llama3
@@ -215,7 +216,7 @@ def zig_zag_forgotten():
     return patch.object(context_attention, "visible_of_one", as_if_contiguous)
 
 
-@mutant(Row(2, CP2), "gradient", ("module output", "layers.0.attention.inner"))
+@mutant(Row(2, CP2), "gradient", ("positions", "take_pieces"))
 def positions_not_sharded():
     """Each context-parallel rank counts the positions of its tokens from 0. The model learns to read the folded
     sequence, with a slightly higher loss, and fails at inference, where sequences are not folded."""
@@ -240,7 +241,7 @@ def gradients_averaged_over_cp():
     return patch.object(fsdp.FSDPModule, "set_gradient_divide_factor", averaged)
 
 
-@mutant(Row(2, {PP: 2, **DOCUMENTS}), "loss", ("module output", "layers.2.attention.inner"))
+@mutant(Row(2, {PP: 2, **DOCUMENTS}), "loss", ("documents", "layers.2"))
 def documents_lost_after_the_first_stage():
     """Later stages are not told where documents begin, so that half of the layers attend across borders. The loss is a
     little lower or higher; answers leak from one document into the next."""
@@ -309,7 +310,7 @@ def causal_mask_lost_on_one_rank():
     return patch.object(llama3.F, "scaled_dot_product_attention", blind)
 
 
-@mutant("pp2 1F1B", "loss", ("module output", "layers.2.attention_norm"))
+@mutant("pp2 1F1B", "loss", ("module input", "layers.2"))
 def hidden_states_rounded_between_stages():
     """Hidden states travel in bf16 while the model computes in fp32. Every curve looks right, one digit too coarse."""
     original = llama3.Llama3.forward
@@ -337,80 +338,13 @@ def stages_number_their_layers_from_zero():
 @mutant(
     Row(4, {PP: 2, SCHEDULE: "DualPipeV", ZERO: 3, MODE: "none"}),
     "gradient",
-    ("gradient", "layers.3.feed_forward.w2.weight"),
+    ("gradient", "layers.4.feed_forward.w2.weight"),
     cause="a split backward with resharding",
 )
 def refused_combination_run():
     """A fork takes a row out of the table of refused combinations. Loss and gradient norm look plausible; gradients of
     weights are computed after their parameters were freed."""
     return patch.object(layout, "find_refused", lambda *args: [])
-
-
-# ---------------------------------------------------------------- float8
-
-# Name -> (layout, patch). Float8 rounds more coarsely than `verify` tolerates, so these are caught by comparing the
-# weights that blocks multiply by with the trained ones: tests/test_float8.py.
-FLOAT8_MUTANTS: dict[str, tuple[Row, Callable]] = {}
-
-
-def float8_mutant(row: Row):
-    def add(function: Callable) -> Callable:
-        FLOAT8_MUTANTS[function.__name__] = (row, function)
-        return function
-
-    return add
-
-
-@float8_mutant(Row(4, {TP: 2, **GATHER}))
-def scale_set_beside_the_weight():
-    """Under TP the gathered weight is a DTensor, and the new scale is set on it instead of inside. Blocks multiply by
-    new weights with the scale of the first step. The loss falls, and less and less."""
-    original = float8.TravellingWeight.after_gather
-
-    def beside(weight, gathered, told, dtype, *, out=None):
-        if out is None:
-            return original(weight, gathered, told, dtype)
-        (out.scale,) = told
-
-    return patch.object(float8.TravellingWeight, "after_gather", beside)
-
-
-@float8_mutant(Row(2, GATHER))
-def ranks_round_with_scales_of_their_own():
-    """The largest weight is looked for among a rank's own rows. Each rank then takes all rows to be rounded as its own
-    were: rows from other ranks are some percent too large or too small, differently on each rank."""
-    return patch.object(float8.dist, "all_reduce", lambda *args, **kwargs: None)
-
-
-@float8_mutant(Row(2, PRECOMPUTE))
-def scales_of_the_step_before():
-    """Scales are computed before the optimizer step. Nothing is seen while weights shrink; where they grow, the largest
-    are cut off."""
-    original = step.step_if_finite
-
-    def too_early(optimizer, grad_norm):
-        original_scales(*late)
-        return original(optimizer, grad_norm)
-
-    late: list = []
-    original_scales = step.precompute_scales
-
-    def remember(*args):
-        late[:] = args
-
-    @contextmanager
-    def applied():
-        late[:] = ([], None)
-        with patch.object(step, "step_if_finite", too_early), patch.object(step, "precompute_scales", remember):
-            yield
-
-    return applied()
-
-
-@float8_mutant(Row(2, GATHER))
-def weights_travel_unscaled():
-    """Weights of about 0.02 are rounded as they are: to where float8 has a step of 0.002."""
-    return patch.object(float8, "choose_scale", lambda amax, dtype: torch.ones_like(amax))
 
 
 @mutant(Row(2, {TP: 2, **CHUNKS}), "loss", ("module output", "output"))
@@ -437,6 +371,540 @@ def gradients_of_the_last_chunk_kept():
     """The head's gradient is overwritten by every chunk instead of added up. Loss and all other gradients are right;
     the head just learns from a few tokens of each batch."""
     return patch.object(torch.Tensor, "addmm_", lambda total, one, other: total.copy_(one @ other))
+
+
+# ---------------------------------------------------------------- bfloat16
+
+ANGLES, REDUCTION = ("rotary angles", "layers.0"), ("gradient reduction", "output.weight")
+BLOCK = ("module output", "layers.0")
+
+
+@mutant("dp2", "gradient reduction", REDUCTION, trial="bfloat16")
+def gradients_reduced_in_bfloat16():
+    """FSDP adds the gradients of the ranks in the compute dtype. With two ranks nobody sees it; with a thousand, small
+    gradients vanish beside the sum of the others."""
+    original = parallelize.apply_fsdp
+
+    def in_bfloat16(part, mesh, **options):
+        original(part, mesh, **{**options, "reduce_dtype": torch.bfloat16})
+
+    return patch.object(parallelize, "apply_fsdp", in_bfloat16)
+
+
+@mutant(Row(4, {TP: 2}), "gradient reduction", REDUCTION, trial="bfloat16")
+def gradients_reduced_in_bfloat16_beside_tp():
+    """The same beside tensor parallelism, whose partial sums are rounded too, rightly."""
+    return gradients_reduced_in_bfloat16()
+
+
+@mutant("one rank", "rotary angles", ANGLES, trial="bfloat16")
+def rotary_angles_cast_to_bfloat16():
+    """FSDP casts what enters a block, as it does by default, and cosines and sines with it. Neighbouring tokens of a
+    long text can no longer be told apart; short texts are read as ever."""
+    original = fsdp.MixedPrecisionPolicy
+    return patch.object(
+        fsdp, "MixedPrecisionPolicy", lambda **options: original(**{**options, "cast_forward_inputs": True})
+    )
+
+
+@mutant("tp2", "rotary angles", ANGLES, trial="bfloat16")
+def rotary_angles_cast_to_bfloat16_under_tp():
+    """The same on ranks that share heads."""
+    return rotary_angles_cast_to_bfloat16()
+
+
+@mutant(Row(2, CP2), "rotary angles", ANGLES, trial="bfloat16")
+def positions_rounded_to_bfloat16():
+    """Positions travel as floating-point numbers and are rounded like those: from 256 on every second one is another,
+    from 8,192 on each stands for 64. Models that were trained on short sequences notice nothing."""
+    original = step.take_pieces
+
+    def rounded(run, batch):
+        pieces = original(run, batch)
+        return replace(pieces, positions=pieces.positions.bfloat16().long())
+
+    return patch.object(step, "take_pieces", rounded)
+
+
+@mutant("dp2 accumulation 4 ZeRO-1", "gradient reduction", REDUCTION, trial="bfloat16")
+def microbatches_accumulated_in_bfloat16():
+    """What one rank's microbatches contribute is added in the compute dtype, and in fp32 only between ranks. The more
+    a run accumulates, the less its last microbatches count."""
+    return patch.object(FSDPParam, "to_accumulated_grad_if_needed", lambda parameter: None)
+
+
+@mutant(Row(2, {TP: 2}), "block outputs", BLOCK, dims=("tp",), trial="bfloat16")
+def norms_computed_in_bfloat16_on_one_rank():
+    """One tensor-parallel rank squares and adds in bf16 before it takes the root, so that norms of its tokens are off
+    in the third digit. The loss is as before within its noise."""
+    original = torch.nn.RMSNorm.forward
+
+    def coarse(norm, x):
+        if dist.get_rank() == 0:
+            return original(norm, x)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+
+    return patch.object(torch.nn.RMSNorm, "forward", coarse)
+
+
+@mutant(
+    Row(4, {"parallelism.context_parallel_degree": 4, **RING}), "block outputs", BLOCK, dims=("cp",), trial="bfloat16"
+)
+def attention_merged_in_bfloat16():
+    """Around the ring the attention to each rank's keys is added to what there is, which is kept in bf16: rounded once
+    for each rank instead of once. The longer the ring, the coarser."""
+    original = context_attention.merge_into
+
+    def coarse(out, lse, new_out, new_lse):
+        original(out, lse, new_out, new_lse)
+        out.copy_(out.bfloat16())
+
+    return patch.object(context_attention, "merge_into", coarse)
+
+
+@mutant(Row(2, {TP: 2, **CHUNKS}), "loss", ("loss", "sum_losses"), trial="bfloat16")
+def softmax_normalised_in_bfloat16():
+    """The logarithm of the sum over the vocabulary is exchanged in bf16: a loss of 11 is known to 0.03, and gradients
+    of all logits of a token are too large or too small by as much."""
+    original = vocabulary_parallel_loss.ShardedLoss.combine
+
+    def coarse(loss, log_total, of_target):
+        log_total, of_target = original(loss, log_total, of_target)
+        return log_total.bfloat16().float(), of_target
+
+    return patch.object(vocabulary_parallel_loss.ShardedLoss, "combine", coarse)
+
+
+# ---------------------------------------------------------------- float8
+
+
+@mutant(Row(4, {TP: 2, **GATHER}), "block outputs", BLOCK, trial="float8")
+def scale_set_beside_the_weight():
+    """Under TP the gathered weight is a DTensor, and the new scale is set on it instead of inside. Blocks multiply by
+    new weights with the scale of the first step. The loss falls, and less and less."""
+    original = float8.TravellingWeight.after_gather
+
+    def beside(weight, gathered, told, dtype, *, out=None):
+        if out is None:
+            return original(weight, gathered, told, dtype)
+        (out.scale,) = told
+
+    return patch.object(float8.TravellingWeight, "after_gather", beside)
+
+
+@mutant(Row(2, GATHER), "block outputs", BLOCK, trial="float8")
+def ranks_round_with_scales_of_their_own():
+    """The largest weight is looked for among a rank's own rows. Each rank then takes all rows to be rounded as its own
+    were: rows from other ranks are some percent too large or too small, differently on each rank."""
+    alone = SimpleNamespace(all_reduce=lambda *args, **options: None, ReduceOp=dist.ReduceOp)
+    return patch.object(float8, "dist", alone)
+
+
+@mutant(Row(2, PRECOMPUTE), "block outputs", BLOCK, trial="float8")
+def scales_of_the_step_before():
+    """Scales are computed before the optimizer step. Nothing is seen while weights shrink; where they grow, the largest
+    are cut off."""
+    original = step.sum_losses
+
+    @contextmanager
+    def applied():
+        with (
+            patch.object(step, "precompute_scales", lambda *args: None),
+            patch.object(step, "sum_losses", too_early),
+        ):
+            yield
+
+    def too_early(run, local_loss):
+        float8.precompute_scales(run.float8_weights, run.mesh.parameters)
+        return original(run, local_loss)
+
+    return applied()
+
+
+@mutant(Row(2, GATHER), "block outputs", BLOCK, trial="float8")
+def weights_travel_unscaled():
+    """Weights of about 0.02 are rounded as they are: to where float8 has a step of 0.002."""
+    return patch.object(float8, "choose_scale", lambda amax, dtype: torch.ones_like(amax))
+
+
+# ---------------------------------------------------------------- updates
+
+# Warm-up, peak and decay all differ, and the decay ends above zero.
+RATES = {
+    "lr_scheduler.warmup_steps": 3,
+    "lr_scheduler.decay_ratio": 0.5,
+    "lr_scheduler.min_lr_factor": 0.1,
+    "training.steps": 30,
+}
+ADAMW_WITH_RATES = {**ADAMW, **RATES}
+MOMENTS_IN_BFLOAT16 = {**ADAMW_WITH_RATES, "optimizer.moments_dtype": "bfloat16"}
+FIRST = "tok_embeddings.weight"
+
+
+def change_optimizer(change: Callable) -> AbstractContextManager:
+    """`change(optimizer)` right after a run has built it."""
+    original = step.build_optimizer
+
+    def build(section, parameters):
+        optimizer = original(section, parameters)
+        change(optimizer)
+        return optimizer
+
+    return patch.object(step, "build_optimizer", build)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@mutant("tp2", "clipping", ("clipping", "clip_grad_norm"), trial="updates")
+def small_gradients_are_scaled_up():
+    """Gradients below the threshold are brought up to it, because nothing keeps the factor at most 1. The loss falls,
+    faster at first; toward the end of training, where gradients are small, it is noisy and nobody knows why."""
+    original = step.clip_grad_norm
+
+    def unclamped(parameters, max_norm):
+        parameters = list(parameters)
+        norm = original(parameters, max_norm)
+        if norm < max_norm:
+            for parameter in parameters:
+                local_of(parameter.grad).mul_(max_norm / (norm + 1e-6))
+        return norm
+
+    return patch.object(step, "clip_grad_norm", unclamped)
+
+
+@mutant("dp2", "clipping", ("clipping", "clip_grad_norm"), dims=("dp_shard",), trial="updates")
+def one_rank_clips_only_very_large_gradients():
+    """To save a pass over its slices, one rank clips them only where the norm is far above the threshold. Most batches
+    train rightly; in the others some slices take longer steps than the rest."""
+    original = step.clip_grad_norm
+
+    def only_far_above(parameters, max_norm):
+        parameters = list(parameters)
+        before = [local_of(parameter.grad).clone() for parameter in parameters]
+        norm = original(parameters, max_norm)
+        if norm < 2.5 * max_norm and dist.get_rank() == 0:
+            for parameter, old in zip(parameters, before, strict=True):
+                local_of(parameter.grad).copy_(old)
+        return norm
+
+    return patch.object(step, "clip_grad_norm", only_far_above)
+
+
+@mutant(
+    Row(2, {TP: 2, **ADAMW_WITH_RATES}),
+    "replicas",
+    ("update", "layers.0.attention_norm.weight"),
+    dims=("tp",),
+    trial="updates",
+)
+def norms_decay_on_one_tp_rank():
+    """One tensor-parallel rank's AdamW spares its norm weights the weight decay. Copies drift apart slowly, and
+    gradients are right in every step; a checkpoint holds whichever copy is saved."""
+
+    def exempt_norms(optimizer):
+        if dist.get_rank() == 1 and isinstance(optimizer, torch.optim.AdamW):
+            (group,) = optimizer.param_groups
+            norms = [parameter for parameter in group["params"] if parameter.dim() == 1]
+            group["params"] = [parameter for parameter in group["params"] if parameter.dim() > 1]
+            optimizer.add_param_group({"params": norms, "weight_decay": 0.0})
+
+    return change_optimizer(exempt_norms)
+
+
+@mutant(Row(2, ADAMW_WITH_RATES), "moments", ("moments", FIRST), dims=("dp_shard",), trial="updates")
+def another_beta_on_one_rank():
+    """One host reads an older config: its slices of all weights forget the second moment twenty times as slowly. The
+    loss falls a little less."""
+
+    def remember_longer(optimizer):
+        if dist.get_rank() == 1:
+            optimizer.param_groups[0]["betas"] = (0.9, 0.9975)
+
+    return change_optimizer(remember_longer)
+
+
+@mutant(Row(2, {PP: 2, **RATES}), "learning_rate", ("learning rate", "lr_scheduler"), dims=("pp",), trial="updates")
+def schedule_stepped_on_the_first_stage_only():
+    """Later stages stay at the learning rate of the first step. The logged rate, that of rank 0, is right."""
+    original = step.build_lr_scheduler
+
+    def build(section, optimizer):
+        scheduler = original(section, optimizer)
+        if dist.get_rank() == 1:
+            scheduler.step = lambda: None
+        return scheduler
+
+    return patch.object(step, "build_lr_scheduler", build)
+
+
+@mutant(Row(2, RATES), "learning_rate", ("learning rate", "lr_scheduler"), trial="updates")
+def decay_ends_at_zero():
+    """min_lr_factor is not read: the end of training is spent with a rate of nearly zero."""
+    original = optim.learning_rate_factor
+    return patch.object(
+        optim, "learning_rate_factor", lambda section, at: original(replace(section, min_lr_factor=0.0), at)
+    )
+
+
+@mutant(Row(2, {PP: 2}), "non_finite", ("non-finite step", "step_if_finite"), dims=("pp",), trial="updates")
+def each_stage_judges_for_itself_what_is_finite():
+    """A stage whose own gradients are finite steps, while the one that met a NaN does not. The model is then one of two
+    steps, and a checkpoint holds both."""
+    original = step.step_if_finite
+
+    def judge_own(optimizer, grad_norm):
+        gradients = [local_of(p.grad) for group in optimizer.param_groups for p in group["params"]]
+        return original(optimizer, torch.stack([gradient.norm() for gradient in gradients]).norm())
+
+    return patch.object(step, "step_if_finite", judge_own)
+
+
+@mutant(Row(2, ADAMW_WITH_RATES), "non_finite", ("non-finite step", "step_if_finite"), trial="updates")
+def infinity_counts_as_finite():
+    """Only NaN is looked for. An overflow passes, AdamW divides infinity by infinity, and all weights with such a
+    gradient are NaN from the next step on."""
+
+    def unless_nan(optimizer, grad_norm):
+        return original(optimizer, torch.where(grad_norm.isnan(), grad_norm, 1.0))
+
+    original = step.step_if_finite
+    return patch.object(step, "step_if_finite", unless_nan)
+
+
+@mutant(Row(2, {TP: 2, **ADAMW_WITH_RATES}), "non_finite", ("non-finite step", "step_if_finite"), trial="updates")
+def moments_move_in_a_step_that_is_not_finite():
+    """Weights are left alone, but moments forget a part of what they held, as after a gradient of zero. Runs that skip
+    such a step and go on are a little off, and the same run without it is never made."""
+    original = step.step_if_finite
+
+    def forgetful(optimizer, grad_norm):
+        finite = original(optimizer, grad_norm)
+        if not finite:
+            for state in optimizer.state.values():
+                local_of(state["exp_avg"]).mul_(0.9)
+        return finite
+
+    return patch.object(step, "step_if_finite", forgetful)
+
+
+@mutant(Row(2, ADAMW_WITH_RATES), "moments", ("moments", FIRST), trial="updates")
+def adam_instead_of_adamw():
+    """Weight decay is added to the gradient, which the second moment then divides away: it hardly decays anything. The
+    loss of the training data is lower, that of other data is not."""
+
+    def build(parameters, section, implementation):
+        betas = (section.beta1, section.beta2)
+        options = {"eps": section.eps, "weight_decay": section.weight_decay, **implementation}
+        return torch.optim.Adam(parameters, section.lr, betas, **options)
+
+    return patch.dict(optim.OPTIMIZERS, {"AdamW": build})
+
+
+@mutant(Row(2, {TP: 2, **ADAMW_WITH_RATES}), "update", ("update", FIRST), trial="updates")
+def decay_without_the_learning_rate():
+    """Each step takes the same share off each weight, in the warm-up and at the end too. Norms of weights shrink; the
+    loss follows late."""
+    original = step.step_if_finite
+
+    def decay_fully(optimizer, grad_norm):
+        (group,) = optimizer.param_groups
+        if grad_norm.isfinite():
+            for parameter in group["params"]:
+                by_rate = 1 - group["lr"] * group["weight_decay"]
+                local_of(parameter.detach()).mul_((1 - group["initial_lr"] * group["weight_decay"]) / by_rate)
+        return original(optimizer, grad_norm)
+
+    return patch.object(step, "step_if_finite", decay_fully)
+
+
+@mutant(Row(2, {PP: 2, **ADAMW_WITH_RATES}), "update", ("update", "layers.2.attention_norm.weight"), trial="updates")
+def steps_counted_twice_on_the_last_stage():
+    """The moments of one stage are taken for those of a later step and corrected too little for their start. The first
+    hundred steps of that stage are shorter or longer than they should be."""
+    original = step.step_if_finite
+
+    def count_on(optimizer, grad_norm):
+        finite = original(optimizer, grad_norm)
+        if dist.get_rank() == 1 and finite:
+            for state in optimizer.state.values():
+                state["step"] += 1
+        return finite
+
+    return patch.object(step, "step_if_finite", count_on)
+
+
+@mutant(Row(2, {PP: 2, **ADAMW_WITH_RATES}), "moments", ("moments", FIRST), trial="updates")
+def second_moment_of_gradients_clipped_by_stage():
+    """The first moment gets gradients clipped by the norm of the model, the second one gradients clipped by the norm of
+    the stage. Steps are too short where gradients are cut, and right where they are not."""
+    original = step.step_if_finite
+
+    def clip_again(optimizer, grad_norm):
+        (group,) = optimizer.param_groups
+        states = {parameter: state for parameter, state in optimizer.state.items() if "exp_avg_sq" in state}
+        before = {parameter: local_of(state["exp_avg_sq"]).clone() for parameter, state in states.items()}
+        left = torch.stack([local_of(parameter.grad).norm() for parameter in group["params"]]).norm()
+        finite = original(optimizer, grad_norm)
+        if finite and grad_norm > 0.5 and "betas" in group:  # max_norm of the table
+            for parameter in group["params"]:
+                second = local_of(optimizer.state[parameter]["exp_avg_sq"])
+                kept = group["betas"][1] * before.get(parameter, torch.zeros_like(second))
+                second.copy_(kept + (second - kept) * (0.5 / left) ** 2)
+        return finite
+
+    return patch.object(step, "step_if_finite", clip_again)
+
+
+@mutant(Row(2, {TP: 2, **ADAMW_WITH_RATES}), "update", ("update", FIRST), trial="updates")
+def eps_inside_the_root():
+    """eps is added to the second moment before its root is taken. Weights with large gradients do not notice; those of
+    rare tokens, whose gradients are as small as eps, stand still."""
+
+    class Inside(torch.optim.AdamW):
+        @torch.no_grad()
+        def step(self):
+            before = [local_of(p).clone() for group in self.param_groups for p in group["params"]]
+            super().step()
+            if getattr(self, "found_inf", 0.0) > 0:
+                return
+            for group in self.param_groups:
+                for p, old in zip(group["params"], before, strict=True):
+                    state, t = self.state[p], self.state[p]["step"]
+                    first = local_of(state["exp_avg"]) / (1 - group["betas"][0] ** t)
+                    second = local_of(state["exp_avg_sq"]) / (1 - group["betas"][1] ** t)
+                    shrunk = old * (1 - group["lr"] * group["weight_decay"])
+                    local_of(p).copy_(shrunk - group["lr"] * first / (second + group["eps"]).sqrt())
+
+    return patch.object(optim, "AdamW", Inside)
+
+
+@mutant(Row(2, MOMENTS_IN_BFLOAT16), "moments", ("moments", FIRST), trial="updates")
+def moments_cut_instead_of_rounded():
+    """The lower half of the bits of each moment is dropped, so that it moves toward zero. It shrinks by 0.3 % in each
+    step, and remembers ten: steps are a few percent off."""
+    original = torch.Tensor.copy_
+
+    def cut(target, source, *args, **options):
+        if target.dtype == torch.bfloat16 and source.dtype == torch.float32:
+            source = (source.contiguous().view(torch.int32) & -65536).view(torch.float32)
+        return original(target, source, *args, **options)
+
+    return patch.object(torch.Tensor, "copy_", cut)
+
+
+@mutant(Row(2, {TP: 2, **MOMENTS_IN_BFLOAT16}), "update", ("update", FIRST), trial="updates")
+def weights_moved_by_rounded_moments():
+    """Moments are rounded to bf16 before the weight takes its step instead of after. The moments of the next step are
+    the same; weights are off by a third of a percent of each update."""
+
+    def move(lists: list, moments: list, step_list: list, *, weight_decay, eps, lr, beta1, beta2, found_inf=None, **_):
+        (weight,), (gradient,) = lists
+        if found_inf is not None and found_inf > 0:
+            return
+        (first,), (second,), (n,) = *moments, step_list
+        n += 1
+        first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        corrected = first.bfloat16().float() / (1 - beta1**n), second.bfloat16().float() / (1 - beta2**n)
+        weight.mul_(1 - lr * weight_decay).sub_(lr * corrected[0] / (corrected[1].sqrt() + eps))
+
+    def adamw(weights, gradients, firsts, seconds, _, steps, **options):
+        move([weights, gradients], [firsts, seconds], steps, **options)
+
+    return patch.object(adamw_bfloat16, "adamw", adamw)
+
+
+# ---------------------------------------------------------------- wide: pieces, positions, masks, small errors
+
+
+@mutant(Row(2, CP2), "gradient", ("pieces", "tokens"))
+def wrong_zig_zag_pieces():
+    """Each context-parallel rank takes one half of a sequence, while attention takes it for head and tail of a zig-zag.
+    Tokens of the first half see tokens of the second: the loss is a little too good."""
+
+    def contiguous(whole, mesh):
+        return whole.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+
+    return patch.object(step, "shard_sequence", contiguous)
+
+
+@mutant("tp2", "gradient", ("module output", "layers.0.feed_forward.w1"))
+def small_error_from_layer_0():
+    """One matrix of the first layer is 0.1 % too large on one tensor-parallel rank. No curve shows it, and all that
+    later layers compute is a little wrong."""
+    original = tensor_parallel.apply_tensor_parallel
+
+    def slightly_off(part, mesh, plan):
+        original(part, mesh, plan)
+        if mesh.get_local_rank() == 1:
+            part.layers["0"].feed_forward.w1.register_forward_hook(lambda module, args, output: output * 1.001)
+
+    return patch.object(parallelize, "apply_tensor_parallel", slightly_off)
+
+
+@mutant("tp2", "gradient", ("module output", "layers.0"))
+def residual_scaled_from_layer_0():
+    """Each block adds 0.1 % too much of its feed-forward part. Every single module is right; the error grows with
+    depth, and is larger than rounding in the third layer only."""
+
+    def scaled(block, x, rotation, doc_ids=None):
+        x = x + block.attention(block.attention_norm(x), rotation, doc_ids)
+        return x + 1.001 * block.feed_forward(block.ffn_norm(x))
+
+    return patch.object(llama3.TransformerBlock, "forward", scaled)
+
+
+@mutant(Row(2, CP2), "gradient", ("rotary angles", "layers.0"))
+def angles_in_bfloat16():
+    """Rotary angles are computed in bf16, which has 8 bits: neighbouring tokens further on stand at the same place.
+    Short sequences hardly show it."""
+    original = llama3.rotary_angles
+
+    def rounded(positions, shape):
+        return original(positions, shape).bfloat16().float()
+
+    return patch.object(llama3, "rotary_angles", rounded)
+
+
+@mutant(Row(2, {PP: 2, **DOCUMENTS}), "gradient", ("positions", "layers.2"))
+def later_stages_count_as_another_row():
+    """Later stages get the positions of the row before. They restart where that row's documents begin, so that tokens
+    of one document seem to be far apart, or at the same place."""
+    original = step.further_inputs
+
+    def counted_elsewhere(batch):
+        positions = batch.positions.roll(1, 0) if dist.get_rank() == 1 else batch.positions
+        return {**original(batch), "positions": positions}
+
+    return patch.object(step, "further_inputs", counted_elsewhere)
+
+
+@mutant(Row(2, {**CP2, **DOCUMENTS}), "gradient", ("documents", "tok_embeddings"))
+def documents_of_another_row():
+    """Rows get the documents of their neighbours: attention stops where another row's documents end. Every loss is
+    plausible."""
+    original = step.further_inputs
+
+    def rolled(batch):
+        return {**original(batch), "doc_ids": batch.doc_ids.roll(1, 0)}
+
+    return patch.object(step, "further_inputs", rolled)
+
+
+@mutant("tp2", "gradient", ("module output", "layers.0.attention"))
+def keys_not_turned_on_one_rank():
+    """The heads of one tensor-parallel rank rotate their queries and not their keys. Those heads learn to do without
+    positions, and the loss is a little higher."""
+    original = llama3.rotate
+    calls = iter(range(1 << 30))
+
+    def queries_only(x, rotation):
+        is_key = next(calls) % 2 == 1
+        return x if is_key and dist.get_rank() == 1 else original(x, rotation)
+
+    return patch.object(llama3, "rotate", queries_only)
 
 
 # ---------------------------------------------------------------- train.py

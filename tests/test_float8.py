@@ -10,7 +10,7 @@ import compare
 import pytest
 import torch
 from layouts import BFLOAT16, COMPILED, FLOAT8, FLOAT8_LAYOUTS, GATHER, MODE, PRECOMPUTE, REPLICATE, TP, Row
-from mutants import FLOAT8_MUTANTS
+from mutants import MUTANTS
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -137,7 +137,7 @@ def measure_rounding(rank: int, world_size: int, overrides: dict, mutant: str | 
 
     The optimizer triples all weights at each step, so that a scale of another step does not pass.
     """
-    with FLOAT8_MUTANTS[mutant][1]() if mutant else nullcontext():
+    with MUTANTS[mutant].patch() if mutant else nullcontext():
         run = compare.build_table_run(world_size, overrides)
 
         @torch.no_grad()
@@ -190,9 +190,9 @@ def test_blocks_multiply_by_the_weights_of_the_last_step_rounded_once(pool, name
     assert max(pool.run(measure_rounding, row.world_size, row.overrides, None)) <= 1.001
 
 
-@pytest.mark.parametrize("name", FLOAT8_MUTANTS)
+@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.trial == "float8"])
 def test_a_broken_gather_is_noticed(pool, name):
-    row, _ = FLOAT8_MUTANTS[name]
+    row = MUTANTS[name].row
     assert max(pool.run(measure_rounding, row.world_size, row.overrides, name)) > 1.1
 
 

@@ -18,7 +18,7 @@ from torchtitan_lite.layout import plan_batch
 from torchtitan_lite.lever_checks import compiles_blocks
 from torchtitan_lite.memory_levers import GRADIENT_BYTES, count_activation_bytes, count_state_bytes
 from torchtitan_lite.refused import recomputes_by_op
-from torchtitan_lite.sizes import SHAPES, Shape, count_parameters
+from torchtitan_lite.sizes import SHAPES, Shape, count_parameters, is_counted
 
 GIB = 2**30
 BATCH_BYTES = 4 * 8  # per token of a step: the four fields of components/data.py's Batch, int64
@@ -43,7 +43,12 @@ class MemoryBound:
 def bound_memory(
     config: Config, shape: Shape, degrees: dict[str, int], machine: Machine, n_hosts: int
 ) -> list[MemoryBound]:
-    """A bound for each kind of memory that is known. `degrees` multiply to the world size."""
+    """A bound for each kind of memory that is known. `degrees` multiply to the world size.
+
+    None for a fork's own model: it may have fewer parameters than a Llama of its sizes.
+    """
+    if not is_counted(config.model):
+        return []
     n_ranks = ceil(prod(degrees.values()) / n_hosts)
     bytes_each = count_state_bytes(config.optimizer)
     offloads = machine.device_type == "cuda" and config.training.enable_cpu_offload

@@ -79,6 +79,11 @@ def resolve_shape(model: Model) -> Shape:
     return shape
 
 
+def is_counted(model: Model) -> bool:
+    """Whether what is counted here is counted of this model: a fork's own has the same sizes and other modules."""
+    return model.name == "llama3"
+
+
 def count_layer_parameters(shape: Shape) -> int:
     """Parameters of one transformer block: wq, wo (H*E*D each), wk, wv (K*E*D each), w1, w2, w3, two norms."""
     attention = 2 * shape.dim * shape.head_dim * (shape.n_heads + shape.n_kv_heads)

@@ -71,11 +71,16 @@ class StepResult:
     finite: Tensor  # False: the gradient norm was not finite and no weight was changed
 
 
-def build_parts(config: Config, shape: Shape, layout: Layout, mesh: Mesh) -> list[nn.Module]:
-    """The model parts that this rank holds, parallelized and still on meta: no memory, no communication."""
+def build_on_meta(config: Config, shape: Shape) -> nn.Module:
+    """The whole model without storage."""
     model_class, _ = MODELS[config.model.name]
     with torch.device("meta"):
-        model = model_class(shape, attention=config.model.attention)
+        return model_class(shape, attention=config.model.attention)
+
+
+def build_parts(config: Config, shape: Shape, layout: Layout, mesh: Mesh) -> list[nn.Module]:
+    """The model parts that this rank holds, parallelized and still on meta: no memory, no communication."""
+    model = build_on_meta(config, shape)
     stages = [layout.stages[index] for index in layout.stages_of(mesh.pp.get_local_rank())]
     parts = [apply_stage(model, fqns) for fqns in stages]
     for part in parts:

@@ -44,6 +44,10 @@ from torchtitan_lite.model.head import Head
 Plan = dict[str, ParallelStyle]
 
 
+class MissingFromPlan(ValueError):
+    """A parameter whose module the tensor-parallel plan does not name. The message begins with its FQN."""
+
+
 def plan_tensor_parallel(part: nn.Module, *, shard_loss: bool) -> Plan:
     """FQN -> style for every module of a Llama part that computes differently under TP."""
     sequence, whole = Shard(1), Replicate()  # of activations (B, S, D)
@@ -76,11 +80,22 @@ def plan_tensor_parallel(part: nn.Module, *, shard_loss: bool) -> Plan:
 
 
 def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Shards the parameters of `part` (on meta) as `plan` says and hooks the collectives in."""
+    """Shards the parameters of `part` (on meta) as `plan` says and hooks the collectives in.
+
+    Raises MissingFromPlan where a parameter would stay an ordinary tensor: its gradient would be another one on each
+    rank, and nobody would add them up.
+    """
     tied = part.output is not None and part.tok_embeddings is not None and part.shape.tie_embeddings
     parallelize_module(part, mesh, plan)
     if tied:  # each of the two modules got a DTensor of its own, with equal placements
         part.output.weight = part.tok_embeddings.weight
+    missing = [fqn for fqn, parameter in part.named_parameters() if not isinstance(parameter, DTensor)]
+    if missing:
+        others = f", like {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise MissingFromPlan(
+            f"{missing[0]} is no tensor of mesh dim tp{others}: the tensor-parallel plan does not name its module. "
+            "Give it a row in plan_tensor_parallel"
+        )
     if part.tok_embeddings is not None:
         part.tok_embeddings.register_forward_hook(wait_for_collective)
 

@@ -21,7 +21,7 @@ from torchtitan_lite.planning.forecast import forecast, list_all_traffic, list_m
 from torchtitan_lite.planning.simulator import Rows
 from torchtitan_lite.planning.traffic import Moved, Traffic
 from torchtitan_lite.planning.workload import describe_workload
-from torchtitan_lite.sizes import Shape
+from torchtitan_lite.sizes import Shape, is_counted
 from torchtitan_lite.tables import format_bytes, format_table
 
 
@@ -64,6 +64,9 @@ def open_ledger(config: Config, shape: Shape, layout: Layout, machine: Machine, 
     """
     row = find_row(machine)
     ledger = Ledger(describe_layout(config, layout), row or machine.name, Costs(), [])
+    if not is_counted(config.model):
+        ledger.notes.append(f"no forecast: it is one of llama3, and this is {config.model.name}")
+        return ledger
     try:
         workload = describe_workload(config, shape, layout)
     except ConfigError as error:

@@ -14,7 +14,7 @@ from torchtitan_lite.memory_bound import GIB, MemoryBound
 from torchtitan_lite.planning.cluster import describe_node, find_cluster
 from torchtitan_lite.preflight import Prepared, preflight
 from torchtitan_lite.shown import show_text
-from torchtitan_lite.sizes import count_flops_per_token, count_parameters
+from torchtitan_lite.sizes import count_flops_per_token, count_parameters, is_counted
 
 
 @dataclass(frozen=True)
@@ -109,19 +109,16 @@ def check_hosts(world_size: int, n_hosts: int) -> list[Problem]:
 
 def describe(prepared: Prepared, place: Place) -> str:
     """The verdict for people, one line per question."""
-    config, shape, layout = prepared.config, prepared.shape, prepared.layout
-    flops = count_flops_per_token(shape, config.training.seq_len)
+    config, layout = prepared.config, prepared.layout
     layers = show_text(str([sum(name.startswith("layers.") for name in stage) for stage in layout.stages]), 300)
     tokens = layout.global_batch_size * config.training.seq_len
     rows = {
-        "model": f"{config.model.name} {config.model.flavor}, {count_parameters(shape):,} parameters, "
-        f"{format_flops(flops.full)} per token ({format_flops(flops.causal)} with causal attention)",
+        "model": f"{config.model.name} {config.model.flavor}, {describe_counts(prepared)}",
         "mesh": f"{layout.world_size} ranks: {layout}",
         "stages": f"{layers} layers on {layout.pp} pp ranks, {config.parallelism.pipeline_parallel_schedule}",
         "batch": f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens make {tokens:,} per step: "
         f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}",
-        "memory": "\n          ".join(map(describe_memory, prepared.memory))
-        or f"not judged, for nothing says how much there is. Use --gpus {layout.world_size} --gpu h100, for instance",
+        "memory": "\n          ".join(map(describe_memory, prepared.memory)) or describe_unjudged(prepared),
         "files": f"{show_text(str(prepared.dump_folder), 200)}, "
         f"tokens cached in {show_text(str(prepared.cache_folder), 200)}",
     }
@@ -135,6 +132,23 @@ def describe(prepared: Prepared, place: Place) -> str:
         + "\n".join(f"  {k:7} {v}" for k, v in rows.items())
         + notices
     )
+
+
+def describe_counts(prepared: Prepared) -> str:
+    """Parameters and FLOPs, where arithmetic knows them."""
+    if not is_counted(prepared.config.model):
+        return f"parameters: those of model {prepared.config.model.name} are not known without torch"
+    flops = count_flops_per_token(prepared.shape, prepared.config.training.seq_len)
+    per_token = f"{format_flops(flops.full)} per token ({format_flops(flops.causal)} with causal attention)"
+    return f"{count_parameters(prepared.shape):,} parameters, {per_token}"
+
+
+def describe_unjudged(prepared: Prepared) -> str:
+    """Why there is no bound of memory."""
+    if not is_counted(prepared.config.model):
+        return "not judged, for the parameters are not known. `plan` runs a step of the model itself"
+    n_gpus = prepared.layout.world_size
+    return f"not judged, for nothing says how much there is. Use --gpus {n_gpus} --gpu h100, for instance"
 
 
 def describe_memory(bound: MemoryBound) -> str:
@@ -155,13 +169,14 @@ def format_flops(flops: int) -> str:
 
 
 def describe_json(prepared: Prepared, place: Place) -> str:
-    """The verdict for programs. `memory` is null where it was not judged."""
+    """The verdict for programs. `memory` is null where it was not judged; so are the counts of a fork's model."""
+    counted = is_counted(prepared.config.model)
     flops = count_flops_per_token(prepared.shape, prepared.config.training.seq_len)
     return json.dumps(
         {
             "sound": True,
-            "parameters": count_parameters(prepared.shape),
-            "flops_per_token": asdict(flops),
+            "parameters": count_parameters(prepared.shape) if counted else None,
+            "flops_per_token": asdict(flops) if counted else None,
             "world_size": prepared.layout.world_size,
             "layout": asdict(prepared.layout),
             "shape": asdict(prepared.shape),

@@ -103,7 +103,7 @@ def measure_layout(
             for fqn, full in weights.items()
         },
         placements={fqn: describe_placement(parameter) for fqn, parameter in run.parameters.items()},
-        unequal_replicas=find_unequal_replicas(run),
+        unequal_replicas=find_unequal_replicas(run.parameters),
         n_tokens=int(n_tokens),
         losses=losses,
         grad_norms=grad_norms,
@@ -148,21 +148,24 @@ def describe_placement(parameter: Tensor) -> str:
 
 
 @torch.no_grad()
-def find_unequal_replicas(run: stepping.Run) -> set[tuple[str, str]]:
-    """Parameters whose copies are not bit-equal, with the mesh dim. One broadcast per dim that replicates anything."""
+def find_unequal_replicas(tensors: dict[str, Tensor]) -> set[tuple[str, str]]:
+    """Names of tensors whose copies are not bit-equal, with the mesh dim. One broadcast per dim that replicates any.
+
+    All tensors have one dtype. Collective over the ranks that hold the same names.
+    """
     copies: dict[str, dict[str, DTensor]] = {}
-    sharded = {fqn: parameter for fqn, parameter in run.parameters.items() if isinstance(parameter, DTensor)}
-    for fqn, parameter in sharded.items():
-        for name, placement in zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True):
-            if placement.is_replicate() and parameter.device_mesh[name].size() > 1:
-                copies.setdefault(name, {})[fqn] = parameter
+    sharded = {fqn: tensor for fqn, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    for fqn, tensor in sharded.items():
+        for name, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True):
+            if placement.is_replicate() and tensor.device_mesh[name].size() > 1:
+                copies.setdefault(name, {})[fqn] = tensor
     unequal = set()
-    for name, parameters in copies.items():
-        own = [parameter.to_local() for parameter in parameters.values()]
+    for name, replicated in copies.items():
+        own = [tensor.to_local() for tensor in replicated.values()]
         of_first = torch.cat([tensor.flatten() for tensor in own])
-        dist.broadcast(of_first, group=next(iter(parameters.values())).device_mesh[name].get_group(), group_src=0)
+        dist.broadcast(of_first, group=next(iter(replicated.values())).device_mesh[name].get_group(), group_src=0)
         pieces = of_first.split([tensor.numel() for tensor in own])
-        pairs = zip(parameters, own, pieces, strict=True)
+        pairs = zip(replicated, own, pieces, strict=True)
         unequal |= {(fqn, name) for fqn, tensor, piece in pairs if not torch.equal(tensor.flatten(), piece)}
     return unequal
 

@@ -5,6 +5,9 @@
 
 Every cell takes the options of the config, and its model reduced. A schedule that splits its backward refuses some of
 them; those are then replaced, in that column only, and the grid says so.
+
+A layout that was not run is not certified: what takes more ranks than there are makes a certificate in part. What is
+refused could not train either, and is missing nowhere.
 """
 
 from collections.abc import Callable
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 
 from torchtitan_lite.config import Config, ConfigError
 from torchtitan_lite.pipeline_plan import SCHEDULES
+from torchtitan_lite.tools.certificate import CERTIFIED, CERTIFIED_IN_PART, IN_PART, NOT_FINISHED, WRONG
 from torchtitan_lite.tools.degrees import DEGREE_KEYS
 from torchtitan_lite.tools.reduction import Reduction, override, reduce_config
 from torchtitan_lite.tools.trial import Trial
@@ -39,12 +43,28 @@ class Cell:
     why_not: str = ""
 
     @property
-    def text(self) -> str:
+    def outcome(self) -> str:
+        """A key of OUTCOMES."""
         if self.trial is None:
-            return "refused" if self.why_not else "-"
-        if self.trial.faults or self.trial.difference is None:
-            return "FAILS"
-        return f"{max(self.trial.difference.gradient.values()):.0e}"
+            return "refused" if self.why_not else "not run"
+        if not self.trial.finished:
+            return "not finished"
+        return "wrong" if self.trial.faults or self.trial.difference is None else "right"
+
+    @property
+    def text(self) -> str:
+        if self.outcome == "right":
+            return f"{max(self.trial.difference.gradient.values()):.0e}"
+        return OUTCOMES[self.outcome]
+
+
+OUTCOMES = {  # what became of a cell -> what the grid shows, where that is no error
+    "right": "",
+    "wrong": "FAILS",
+    "not finished": "TIMEOUT",
+    "refused": "refused",
+    "not run": "-",
+}
 
 
 def plan_cell(config: Config, row: str, column: str, max_ranks: int) -> Reduction:
@@ -77,8 +97,25 @@ def try_cell(config: Config, row: str, column: str, max_ranks: int, try_reduced:
     return Cell(row, column, try_reduced(reduction))
 
 
+def count_outcomes(cells: list[Cell]) -> dict[str, int]:
+    """Cells of each outcome."""
+    return {outcome: sum(cell.outcome == outcome for cell in cells) for outcome in OUTCOMES}
+
+
+def judge_matrix(cells: list[Cell]) -> str:
+    """The verdict on all cells together, in the words of certificate.py."""
+    counts = count_outcomes(cells)
+    if counts["wrong"]:
+        return WRONG
+    if counts["not finished"]:
+        return NOT_FINISHED
+    if not counts["right"]:
+        return IN_PART
+    return CERTIFIED_IN_PART if counts["not run"] else CERTIFIED
+
+
 def describe_grid(cells: list[Cell]) -> str:
-    """The grid: the worst error of a gradient, or what happened instead; below it the failures and refusals."""
+    """The grid: the worst error of a gradient, or what happened instead; below it counts, failures and refusals."""
     by_place = {(cell.row, cell.column): cell for cell in cells}
     widths = [max(len(column), 8) for column in COLUMNS]
     lines = [f"{'':12}" + "  ".join(f"{column:>{width}}" for column, width in zip(COLUMNS, widths, strict=True))]
@@ -89,6 +126,12 @@ def describe_grid(cells: list[Cell]) -> str:
     for cell in cells:
         if cell.trial is not None and cell.trial.culprit is not None:
             lines.append(f"{cell.row}, {cell.column}: {cell.trial.culprit}; cause: {cell.trial.culprit.cause}")
+        elif cell.outcome in ("wrong", "not finished"):
+            lines.append(f"{cell.row}, {cell.column}: {'; '.join(cell.trial.faults.values())}")
     reasons = dict.fromkeys(cell.why_not for cell in cells if cell.why_not)
     lines += [f"refused: {reason}" for reason in reasons]
+    counts = ", ".join(f"{n} {outcome}" for outcome, n in count_outcomes(cells).items() if n)
+    lines.append(f"{judge_matrix(cells)}: of {len(cells)} layouts {counts}")
+    if missing := sum(cell.outcome == "not run" for cell in cells):
+        lines.append(f"  {missing} need more ranks: --ranks 8 is enough for all of them")
     return "\n".join(lines)

@@ -7,7 +7,8 @@
 What it shares with a run on many ranks is the model file and the rule of the initial weights, nothing else.
 """
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +68,7 @@ class Outcome:
     weights: dict[str, Tensor]  # after N_STEPS
     losses: list[float]
     grad_norms: list[float]
+    inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # module -> argument -> value, as `outputs`
 
 
 def run_one_process(config: Config) -> Outcome:
@@ -108,14 +110,21 @@ def run_one_process(config: Config) -> Outcome:
 
 
 def record_first_backward(model: nn.Module, outcome: Outcome) -> list:
-    """Has a model note its modules' outputs in forward order and its gradients in backward order; hooks to remove."""
+    """Has a model note its modules' inputs and outputs in forward order and its gradients in backward order; hooks to
+    remove.
+    """
     hooks = []
     for name, module in model.named_modules():
+
+        def note_inputs(module, args, kwargs, *, name=name):
+            if name:
+                outcome.inputs[name] = {key: value.detach() for key, value in name_inputs(module, args, kwargs).items()}
 
         def note_output(module, args, output, *, name=name):
             if name and isinstance(output, Tensor):
                 outcome.outputs[name] = output.detach()
 
+        hooks.append(module.register_forward_pre_hook(note_inputs, with_kwargs=True))
         hooks.append(module.register_forward_hook(note_output))
     for fqn, parameter in model.named_parameters():
 
@@ -124,6 +133,13 @@ def record_first_backward(model: nn.Module, outcome: Outcome) -> list:
 
         hooks.append(parameter.register_post_accumulate_grad_hook(note_gradient))
     return hooks
+
+
+def name_inputs(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> dict[str, Tensor]:
+    """The tensors that a call gives to a module, by the names that its class has for them."""
+    # The class is asked, because recompute and compile put another `forward` on the module itself.
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    return {name: value for name, value in given.items() if isinstance(value, Tensor)}
 
 
 class PlainDocumentAttention(nn.Module):

@@ -10,6 +10,7 @@ from torchtitan_lite.parallel.schedule_order import list_rows
 from torchtitan_lite.planning.cluster import Cluster, find_strides
 from torchtitan_lite.planning.forecast import forecast
 from torchtitan_lite.planning.workload import describe_workload
+from torchtitan_lite.sizes import is_counted
 from torchtitan_lite.tools.planned import Planned
 
 MOST_BUBBLE = 0.15
@@ -19,12 +20,20 @@ GIB = 2**30
 def list_warnings(planned: Planned, cluster: Cluster, *, bubble: float, fits: bool) -> list[str]:
     """Each with its remedy."""
     warnings = [
+        *warn_of_other_model(planned),
         *warn_of_bubble(planned, cluster, bubble),
         *warn_of_few_microbatches(planned),
         *warn_of_tensor_parallel(planned, cluster),
         *warn_of_torn_groups(planned, cluster),
     ]
     return warnings if fits else [*warnings, warn_of_memory(planned, cluster)]
+
+
+def warn_of_other_model(planned: Planned) -> list[str]:
+    """Memory, traffic and FLOPs come from a run of the model itself; what takes time comes from arithmetic."""
+    if is_counted(planned.config.model):
+        return []
+    return [f"bubble, seconds, tokens/s and MFU are those of llama3 in these sizes, not of {planned.config.model.name}"]
 
 
 def warn_of_bubble(planned: Planned, cluster: Cluster, bubble: float) -> list[str]:

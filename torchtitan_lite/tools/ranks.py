@@ -7,8 +7,11 @@ Starting eight processes that import torch takes ten seconds, launching them wit
 takes a tenth of one. Workers that failed or hang are killed, all of them, and the next call starts new ones.
 """
 
+import faulthandler
 import multiprocessing
 import os
+import re
+import signal
 import tempfile
 import threading
 import time
@@ -17,6 +20,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -35,6 +39,9 @@ PRELOADED = [
     "torchtitan_lite.components.checkpoint.exchange",
 ]
 SECONDS_AFTER_A_FAILURE = 3  # how long the other ranks may go on once one has failed
+SECONDS_FOR_A_STACK = 5  # in which ranks that are late write where they are: they need no Python for that
+PACKAGE = Path(__file__).resolve().parent.parent
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')  # as faulthandler writes it
 
 
 class RankFailure(RuntimeError):
@@ -42,7 +49,7 @@ class RankFailure(RuntimeError):
 
 
 class RankTimeout(RankFailure):
-    """Ranks did not answer in time: they are slow, or they wait for each other."""
+    """Ranks did not answer in time: they are slow, or they wait for each other. The message says where each one is."""
 
 
 class RankPool:
@@ -74,10 +81,10 @@ class RankPool:
             self._start()
         self._n_jobs += 1
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            job = (function, world_size, str(Path(folder) / "store"), timeout_s, args, kwargs)
+            job = (function, world_size, folder, timeout_s, args, kwargs)
             for connection in self._connections[:world_size]:
                 connection.send(job)
-            return self._collect(world_size, timeout_s)
+            return self._collect(world_size, timeout_s, Path(folder))
 
     def close(self) -> None:
         """Ends the workers."""
@@ -99,7 +106,7 @@ class RankPool:
             self._processes.append(process)
             self._connections.append(ours)
 
-    def _collect(self, world_size: int, timeout_s: float) -> list:
+    def _collect(self, world_size: int, timeout_s: float, folder: Path) -> list:
         results = [None] * world_size
         pending = {self._connections[rank]: rank for rank in range(world_size)}
         deadline = time.monotonic() + timeout_s
@@ -108,8 +115,10 @@ class RankPool:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 if failure is None:
+                    places = self._ask_where(sorted(pending.values()), folder)
                     self.close()
-                    raise RankTimeout(f"ranks {sorted(pending.values())} did not answer within {timeout_s} s")
+                    late = f"{len(pending)} of {world_size} ranks did not answer within {timeout_s:g} s"
+                    raise RankTimeout(f"{late}: {'; '.join(places)}")
                 break
             for connection in ready:
                 rank = pending.pop(connection)
@@ -129,6 +138,39 @@ class RankPool:
             self._processes[rank].join(timeout=5)
             return False, f"died with exit code {self._processes[rank].exitcode}"
 
+    def _ask_where(self, ranks: list[int], folder: Path) -> list[str]:
+        """Where each of these ranks is, one text for all that are at one place."""
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        deadline, stacks = time.monotonic() + SECONDS_FOR_A_STACK, []
+        while time.monotonic() < deadline and not all(" in serve\n" in stack for stack in stacks or [""]):
+            time.sleep(0.1)
+            stacks = [read_if_there(folder / f"stack-{rank}") for rank in ranks]
+        at: dict[str, list[int]] = {}
+        for rank, stack in zip(ranks, stacks, strict=True):
+            at.setdefault(describe_stack(stack), []).append(rank)
+        return [f"rank{'s' * (len(here) > 1)} {', '.join(map(str, here))} {place}" for place, here in at.items()]
+
+
+def read_if_there(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def describe_stack(text: str) -> str:
+    """Where a rank is, from what faulthandler writes: the function called, and the last line of this package."""
+    # Other threads than the one that runs the job come in the same file, each under a heading of its own.
+    threads = [[match.groupdict() for match in FRAME.finditer(thread)] for thread in text.split("\n\n")]
+    frames = next((frames for frames in threads if any(frame["function"] == "serve" for frame in frames)), [])
+    if not frames:
+        return "cannot say where they are"
+    in_package = (f for f in frames if PACKAGE in Path(f["file"]).parents and Path(f["file"]) != Path(__file__))
+    called, ours = frames[0], next(in_package, None)
+    where = f"in {called['function']} ({Path(called['file']).name}:{called['line']})"
+    if ours is None or ours is called:
+        return where
+    path = Path(ours["file"]).relative_to(PACKAGE.parent)
+    return f"{where}, called by {ours['function']} ({path}:{ours['line']})"
+
 
 def serve(rank: int, connection: Connection) -> None:
     """What a worker does until its parent goes: take a job, join a group, call, answer, leave."""
@@ -137,20 +179,27 @@ def serve(rank: int, connection: Connection) -> None:
     end_with_parent()
     while True:
         try:
-            function, world_size, store_path, timeout_s, args, kwargs = connection.recv()
+            function, world_size, folder, timeout_s, args, kwargs = connection.recv()
         except EOFError:
             return
         try:
-            store = dist.FileStore(store_path, world_size)
+            store = dist.FileStore(str(Path(folder) / "store"), world_size)
             timeout = timedelta(seconds=timeout_s + 60)  # so that it is the parent who notices ranks that wait
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-            try:
-                dist.barrier()  # a rank that has nothing to say may not leave while others still join
-                result = function(rank, world_size, *args, **kwargs)
-            finally:
-                if dist.is_initialized():  # a function may have left it
-                    dist.destroy_process_group()
-                forget_groups()
+            with (
+                open(Path(folder) / f"stack-{rank}", "w") as stack,
+                # Groups that are made later have torch's 30 minutes otherwise, whatever the first one has.
+                patch.object(dist.distributed_c10d, "default_pg_timeout", timeout),
+            ):
+                faulthandler.register(signal.SIGUSR1, stack)  # from C: also while this rank waits for another
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+                try:
+                    dist.barrier()  # a rank that has nothing to say may not leave while others still join
+                    result = function(rank, world_size, *args, **kwargs)
+                finally:
+                    if dist.is_initialized():  # a function may have left it
+                        dist.destroy_process_group()
+                    forget_groups()
+                    faulthandler.unregister(signal.SIGUSR1)
             connection.send((True, result))
         except BaseException:  # a worker must answer, whatever happened
             connection.send((False, traceback.format_exc()))

@@ -17,7 +17,7 @@ from torchtitan_lite.planning.cluster import Cluster
 from torchtitan_lite.planning.forecast import Sketch
 from torchtitan_lite.planning.traffic import list_traffic
 from torchtitan_lite.planning.workload import describe_workload
-from torchtitan_lite.sizes import Shape
+from torchtitan_lite.sizes import Shape, is_counted
 from torchtitan_lite.tools.dry_run import dry_run, shorten
 from torchtitan_lite.tools.ranks import end_with_parent
 from torchtitan_lite.tools.search import (
@@ -39,6 +39,8 @@ def print_search(
     config: Config, shape: Shape, world_size: int, cluster: Cluster, toml_file: Path, *, n_dry_runs: int = N_DRY_RUNS
 ) -> None:
     """Searches, prints, and writes the winner. Raises ConfigError where there is none."""
+    if not is_counted(config.model):
+        print(f"All numbers are those of llama3 in these sizes, not of {config.model.name}.")
     found = search(config, shape, world_size, cluster)
     batch = find_global_batch(config, world_size)
     print(

@@ -15,6 +15,11 @@ from torchtitan_lite.tools.ranks import RankFailure, RankTimeout
 
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank: RankPool.run, or one around it
 
+WHAT_TO_DO = (
+    "On a slow machine give them more time, with --timeout; ranks that are at different places in the code may wait "
+    "for each other, and then no time is enough"
+)
+
 
 @dataclass(frozen=True)
 class Measure:
@@ -49,6 +54,6 @@ class Trial:
 def describe_failure(name: str, failure: RankFailure, seconds: float) -> Trial:
     """A trial in which a rank raised, died, or did not answer in time."""
     if isinstance(failure, RankTimeout):
-        return Trial(name, [], {"timeout": str(failure)}, None, seconds, finished=False)
+        return Trial(name, [], {"timeout": f"{failure}. {WHAT_TO_DO}"}, None, seconds, finished=False)
     culprit = name_crash(str(failure))
     return Trial(name, [], {"crash": f"{culprit.name}: {culprit.detail}"}, culprit, seconds)

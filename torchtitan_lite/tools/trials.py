@@ -4,9 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_lite.tools.gradient_trial import try_layout
+from torchtitan_lite.tools.precision_trial import try_bfloat16, try_float8
 from torchtitan_lite.tools.reduction import Reduction
 from torchtitan_lite.tools.train_trial import try_train
 from torchtitan_lite.tools.trial import RunRanks, Trial
+from torchtitan_lite.tools.update_trial import try_updates
 
 
 def try_wide(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
@@ -16,5 +18,8 @@ def try_wide(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
 
 TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
     "wide": try_wide,
+    "updates": try_updates,
     "train.py": try_train,
+    "bfloat16": try_bfloat16,
+    "float8": try_float8,
 }

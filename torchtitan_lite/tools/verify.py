@@ -25,7 +25,7 @@ from torchtitan_lite.tools.certificate import (
     report_for_programs,
 )
 from torchtitan_lite.tools.gradient_trial import try_layout
-from torchtitan_lite.tools.matrix import COLUMNS, ROWS, Cell, describe_grid, try_cell
+from torchtitan_lite.tools.matrix import COLUMNS, ROWS, Cell, count_outcomes, describe_grid, judge_matrix, try_cell
 from torchtitan_lite.tools.ranks import RankPool
 from torchtitan_lite.tools.reduction import Reduction, override, reduce_config
 from torchtitan_lite.tools.trial import RunRanks, Trial
@@ -108,7 +108,7 @@ def keep_certificate(config: Config, certificate: Certificate) -> None:
 
 
 def verify_matrix(config: Config, options: argparse.Namespace, run_ranks: RunRanks, folder: Path) -> int:
-    """Many layouts: print the grid."""
+    """Many layouts: print the grid. Returns the exit status of its verdict."""
 
     def try_reduced(reduction: Reduction):
         return try_layout(reduction.config, reduction.layout.world_size, run_ranks, folder)
@@ -118,12 +118,13 @@ def verify_matrix(config: Config, options: argparse.Namespace, run_ranks: RunRan
         for column in COLUMNS:
             cells.append(try_cell(config, row, column, options.ranks, try_reduced))
             print(f"  {row}, {column}: {cells[-1].text}", file=sys.stderr)
-    certified = not any(cell.trial and cell.trial.faults for cell in cells)
+    verdict = judge_matrix(cells)
     if options.json:
         rows = [
             {
                 "row": cell.row,
                 "column": cell.column,
+                "outcome": cell.outcome,
                 "result": cell.text,
                 "refused": cell.why_not or None,
                 "faults": cell.trial.faults if cell.trial else None,
@@ -131,7 +132,8 @@ def verify_matrix(config: Config, options: argparse.Namespace, run_ranks: RunRan
             }
             for cell in cells
         ]
-        print(json.dumps({"certified": certified, "cells": rows}, default=str))
+        report = {"certified": verdict == CERTIFIED, "verdict": verdict, "counts": count_outcomes(cells)}
+        print(json.dumps({**report, "cells": rows}, default=str))
     else:
         print(describe_grid(cells))
-    return 0 if certified else 1
+    return EXIT_STATUS[verdict]

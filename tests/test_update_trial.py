@@ -1,0 +1,297 @@
+"""The trial of a run's own optimizer: it certifies healthy layouts, and its reference is right in torch's own terms."""
+
+import math
+from dataclasses import replace
+from unittest.mock import patch
+
+import compare
+import pytest
+import torch
+from layouts import ADAMW, COMPILED, LAYOUTS, OFFLOAD, REPLICATE, TP, TWO_LAYERS, Row
+from mutants import RATES
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.components.optim import learning_rate_factor
+from torchtitan_lite.config import LRScheduler, Optimizer
+from torchtitan_lite.config_reader import read_config
+from torchtitan_lite.tools import update_trial
+from torchtitan_lite.tools.reduction import reduce_config
+from torchtitan_lite.tools.trials import TRIALS
+from torchtitan_lite.tools.update_reference import (
+    LEFT,
+    MOMENTS,
+    MOVES,
+    compute_clip_scale,
+    compute_rate_factor,
+    find_decay_start,
+)
+from torchtitan_lite.tools.update_steps import NORMS, Gap, beyond_rounding, choose_positions, draw_gradients
+from torchtitan_lite.tools.update_trial import count_numbers, keep_own_optimizer, try_updates
+
+MOMENTS_IN_BFLOAT16 = {**ADAMW, "optimizer.moments_dtype": "bfloat16"}
+FOREACH, FOR_LOOP = {"optimizer.implementation": "foreach"}, {"optimizer.implementation": "for-loop"}
+COSINE, SQRT = {"lr_scheduler.decay_type": "cosine"}, {"lr_scheduler.decay_type": "sqrt"}
+
+
+def row(name: str, overrides: dict[str, object]) -> Row:
+    """A row of the table, with other keys too."""
+    return replace(LAYOUTS[name], overrides={**LAYOUTS[name].overrides, **overrides})
+
+
+HEALTHY = {
+    "SGD on one rank": row("one rank", {**RATES, "optimizer.weight_decay": 0.1}),
+    "AdamW on pp2 x dp2 x tp2": row("pp2 x dp2 x tp2", {**RATES, **ADAMW}),
+    "AdamW on tied embeddings": row("tp2 tied", {**RATES, **ADAMW, **COSINE}),
+    "AdamW on hsdp": row("hsdp2x2", {**RATES, **ADAMW, **SQRT}),
+    "AdamW beside cp": row("pp2 x cp2 ring", {**RATES, **ADAMW}),
+    "SGD in one operation": row("dp2 x tp2, all parameters in one operation", RATES),
+    "AdamW one by one": row("dp2", {**RATES, **ADAMW, **FOR_LOOP}),
+    "AdamW in one operation": row("ddp2", {**ADAMW, **FOREACH, **TWO_LAYERS}),
+    "stages without layers": row("pp2 x dp2 x tp2 ZBVZeroBubble, embedding and head alone", {**RATES, **ADAMW}),
+    "bfloat16 offloaded": row("pp2 x dp2 x tp2 offloaded", {**RATES, **MOMENTS_IN_BFLOAT16}),
+    "bfloat16, copies": Row(4, {TP: 2, REPLICATE: 2, **MOMENTS_IN_BFLOAT16, **OFFLOAD, **TWO_LAYERS}),
+    "bfloat16 compiled": Row(2, {**RATES, **MOMENTS_IN_BFLOAT16, **COMPILED, **TWO_LAYERS}),
+    "a run of one step": Row(2, {"training.steps": 1, **ADAMW}),
+}
+
+
+def try_row(pool, row: Row, tmp_path):
+    config = compare.complete(row.overrides, row.world_size)
+    return TRIALS["updates"](reduce_config(config, row.world_size), pool.run, tmp_path)
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_updates_are_certified(pool, tmp_path, name):
+    trial = try_row(pool, HEALTHY[name], tmp_path)
+    assert trial.faults == {} and trial.culprit is None
+    assert [measure.what for measure in trial.measures] == [
+        *("learning rate", "gradient norm", "clipping", "moments", "update", "copies", "non-finite step")
+    ]
+    errors = {measure.what: measure.error for measure in trial.measures}
+    assert errors["clipping"] > 0 and errors["update"] > 0  # something was compared
+    assert errors["clipping"] < 3e-7 and errors["moments"] < 3e-7  # far from the line
+
+
+def measure_with_another_beta(rank: int, world_size: int, *args, shift: float):
+    """Worker: the first beta of the run is off by `shift`."""
+    original = stepping.build_optimizer
+
+    def build(section, parameters):
+        return original(replace(section, beta1=section.beta1 + shift), parameters)
+
+    with patch.object(stepping, "build_optimizer", build):
+        return update_trial.measure_updates(rank, world_size, *args)
+
+
+@pytest.mark.parametrize(("overrides", "shift"), [(ADAMW, 1e-6), (MOMENTS_IN_BFLOAT16, 1e-5)])
+def test_a_beta_that_is_off_by_almost_nothing_is_seen_even_where_moments_are_rounded(pool, tmp_path, overrides, shift):
+    def run_ranks(worker, *args):
+        return pool.run(measure_with_another_beta, *args, shift=shift)
+
+    trial = try_updates(reduce_config(compare.complete({**overrides, TP: 2}, 2), 2), run_ranks, tmp_path)
+    assert trial.culprit.kind == "moments" and trial.culprit.mesh_dims == []
+
+
+def fail(rank: int, world_size: int, *args) -> None:
+    """Worker: raises."""
+    raise RuntimeError("no kernel for this")
+
+
+def forget_the_head(rank: int, world_size: int, *args):
+    """Worker: no rank holds the head."""
+    share = update_trial.measure_updates(rank, world_size, *args)
+    share.gaps = {key: gap for key, gap in share.gaps.items() if key[1] != "output.weight"}
+    return share
+
+
+@pytest.mark.parametrize(("worker", "kind"), [(fail, "crash"), (forget_the_head, "parameters")])
+def test_ranks_that_fail_and_parameters_that_nobody_holds_are_faults(pool, tmp_path, worker, kind):
+    reduction = reduce_config(compare.complete({}, 1), 1)
+    trial = try_updates(reduction, lambda _, *args: pool.run(worker, *args), tmp_path)
+    assert trial.culprit.kind == kind and list(trial.faults) == [kind]
+
+
+# ---------------------------------------------------------------- what it is made with
+
+
+def test_optimizer_schedule_and_threshold_are_the_users_own():
+    args = ["--optimizer.weight_decay=0.3", "--lr_scheduler.decay_type=cosine", "--training.max_norm=0.7"]
+    real = read_config(["--config", "debug_3d", "--training.steps=77", *args]).config
+    config = keep_own_optimizer(reduce_config(real, 8))
+    assert config.optimizer == real.optimizer and config.optimizer.weight_decay == 0.3
+    assert config.lr_scheduler == replace(real.lr_scheduler, total_steps=77)
+    assert config.training.max_norm == 0.7
+    without_clipping = compare.override(real, {"training.max_norm": 1e30})
+    assert keep_own_optimizer(reduce_config(without_clipping, 8)).training.max_norm == 1000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"optimizer.name": "Lion"}, "no formula for optimizer.name = 'Lion'"),
+        ({"lr_scheduler.decay_type": "steps"}, "no formula for lr_scheduler.decay_type = 'steps'"),
+        ({"optimizer.moments_dtype": "bfloat16"}, "keeps no moments"),
+    ],
+)
+def test_what_the_reference_does_not_know_is_skipped_and_said(tmp_path, overrides, said):
+    trial = try_updates(reduce_config(compare.complete(overrides, 1), 1), None, tmp_path)
+    assert said in trial.skipped
+    assert trial.is_missing and trial.faults == {} and trial.measures == []
+
+
+def test_steps_are_made_in_warmup_at_the_peak_and_in_the_decay():
+    section = LRScheduler(warmup_steps=200, total_steps=10_000, decay_ratio=0.3)
+    positions = choose_positions(section)
+    assert positions == [0, 199, 8000, 9000]
+    assert len({compute_rate_factor(section, position) for position in positions}) == 4
+
+
+@pytest.mark.parametrize(("warmup", "total", "ratio"), [(0, 1, None), (9, 3, None), (0, 100, 0.0), (50, 50, 1.0)])
+def test_no_step_is_made_beyond_a_short_schedule(warmup, total, ratio):
+    positions = choose_positions(LRScheduler(warmup_steps=warmup, total_steps=total, decay_ratio=ratio))
+    assert len(positions) == len(NORMS) and all(0 <= position < total for position in positions)
+
+
+def draw_and_gather(rank: int, world_size: int, overrides: dict[str, object], sizes: dict[str, int]) -> list:
+    """Worker: the gradients of each step as all ranks hold them together, whole."""
+    run = compare.build_table_run(world_size, overrides)
+    steps = []
+    for index in range(len(NORMS)):
+        own, whole = draw_gradients(run, index, sizes), {}
+        for fqn, parameter in run.parameters.items():
+            gradient = DTensor.from_local(
+                own[fqn],
+                parameter.device_mesh,
+                parameter.placements,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            whole[fqn] = gradient.full_tensor()
+        steps.append(whole)
+    return steps
+
+
+@pytest.mark.parametrize("name", ["tp2 tied", "pp2 x dp2 x tp2"])
+def test_given_gradients_have_the_norm_that_is_said_and_the_same_copies_everywhere(pool, name):
+    layout = LAYOUTS[name]
+    config = compare.complete(layout.overrides, layout.world_size)
+    of_ranks = pool.run(draw_and_gather, layout.world_size, layout.overrides, sizes := count_numbers(config))
+    for index, norm in enumerate(NORMS):
+        whole: dict[str, torch.Tensor] = {}
+        for steps in of_ranks:
+            for fqn, gradient in steps[index].items():
+                assert torch.equal(gradient, whole.setdefault(fqn, gradient))
+        assert {fqn: gradient.numel() for fqn, gradient in whole.items()} == sizes
+        numbers = torch.cat([gradient.flatten() for gradient in whole.values()]).double()
+        assert numbers.norm().item() == pytest.approx(norm * config.training.max_norm, rel=1e-8)
+        assert 0.1 < (numbers == 0).double().mean() < 0.15
+        near_eps = (numbers != 0) & (numbers.abs() < 1e-7)
+        assert 0.05 < near_eps.double().mean() < 0.95
+
+
+# ---------------------------------------------------------------- the reference
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        Optimizer(lr=0.01, weight_decay=0.1),
+        Optimizer(lr=0.3, beta1=0.0, beta2=0.5, eps=1e-3, weight_decay=2.0),
+        Optimizer(name="SGD", lr=0.5, weight_decay=0.1),
+    ],
+)
+def test_the_reference_moves_weights_as_torch_does_in_float64(section):
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(500, generator=generator, dtype=torch.float64)
+    parameter = weight.clone().requires_grad_()
+    if section.name == "AdamW":
+        betas = (section.beta1, section.beta2)
+        optimizer = torch.optim.AdamW([parameter], section.lr, betas, section.eps, section.weight_decay)
+    else:
+        optimizer = torch.optim.SGD([parameter], section.lr, weight_decay=section.weight_decay)
+    moments = {name: torch.zeros_like(weight) for name in MOMENTS[section.name]}
+    for step in range(1, 6):
+        rate = optimizer.param_groups[0]["lr"] = section.lr / step
+        parameter.grad = 10.0 ** torch.randint(-9, 2, (500,), generator=generator) * torch.randn(
+            500, dtype=torch.float64
+        )
+        move = MOVES[section.name](section, weight, parameter.grad, moments, rate=rate, step=step)
+        weight, moments = weight + move.update, move.moments
+        optimizer.step()
+        assert compare.relative_error(parameter.detach(), weight) < 1e-14
+        for name, moment in moments.items():
+            assert compare.relative_error(optimizer.state[parameter][name], moment) < 1e-14
+
+
+@pytest.mark.parametrize(("norm", "max_norm"), [(3.0, 1.0), (0.5, 1.0), (1.0, 1.0), (1e-7, 1e-3)])
+def test_the_reference_clips_as_torch_does(norm, max_norm):
+    parameter = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    parameter.grad = torch.full((4,), norm / 2, dtype=torch.float64)
+    torch.nn.utils.clip_grad_norm_([parameter], max_norm)
+    assert parameter.grad.norm().item() == pytest.approx(norm * compute_clip_scale(norm, max_norm), rel=1e-14)
+
+
+def test_the_reference_follows_torchs_schedules():
+    section = LRScheduler(warmup_steps=4, total_steps=50, decay_type="cosine", min_lr_factor=0.1)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 4, 1.0, total_iters=3)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=46, eta_min=0.1)
+    both = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[4])
+    for step in range(50):
+        assert both.get_last_lr()[0] == pytest.approx(compute_rate_factor(section, step), rel=1e-6)
+        optimizer.step()
+        both.step()
+
+
+def test_the_reference_decays_at_the_end_and_ends_at_the_lowest_rate():
+    section = LRScheduler(warmup_steps=2, total_steps=10, decay_ratio=0.4, min_lr_factor=0.2)
+    assert find_decay_start(section) == 6
+    rates = [compute_rate_factor(section, step) for step in range(12)]
+    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    halfway = {name: left(0.25) for name, left in LEFT.items()}
+    assert halfway == pytest.approx({"linear": 0.75, "sqrt": 0.5, "cosine": 0.5 + math.sqrt(0.125)})
+
+
+@pytest.mark.parametrize("decay_type", LEFT)
+@pytest.mark.parametrize(("warmup", "total", "ratio"), [(0, 1, None), (9, 3, None), (0, 100, 0.0), (3, 40, 0.3)])
+def test_schedule_and_reference_agree_to_the_end_and_beyond(decay_type, warmup, total, ratio):
+    section = LRScheduler(
+        warmup_steps=warmup, total_steps=total, decay_ratio=ratio, decay_type=decay_type, min_lr_factor=0.05
+    )
+    for step in range(total + 20):
+        assert learning_rate_factor(section, step) == pytest.approx(compute_rate_factor(section, step), abs=1e-14)
+
+
+# ---------------------------------------------------------------- errors and bounds
+
+
+def test_a_moment_in_bfloat16_may_be_either_neighbour_only_where_both_are_near():
+    reference = torch.tensor([1.0, 1.001, 1.0039062, 1.0040], dtype=torch.float64)  # bf16 has 1 and 1.0078125
+    below, above = torch.ones(4, dtype=torch.bfloat16), torch.full((4,), 1.0078125, dtype=torch.bfloat16)
+    assert beyond_rounding(below, reference).tolist() == pytest.approx([0, 0, 0, 1.875e-4], abs=1e-6)
+    assert beyond_rounding(above, reference)[:2].tolist() == pytest.approx([0.0078125, 0.0058125], abs=1e-6)
+    assert beyond_rounding(above, reference)[2:].max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("gap", "is_right"),
+    [
+        (Gap(1e-14, 1.0, 0.0), True),
+        (Gap(4e-12, 1.0, 0.0), False),
+        (Gap(4e-12, 1.0, 4e-12), True),
+        (Gap(0.0, 0.0, 0.0), True),
+        (Gap(1e-30, 0.0, 0.0), False),
+        (Gap(math.nan, 1.0, 1.0), False),
+        (Gap(math.inf, 1.0, 1.0), False),
+    ],
+)
+def test_an_update_is_right_to_a_millionth_and_what_fp32_rounds_off(gap, is_right):
+    error, bound = gap.relative(update_trial.TOLERANCE)
+    assert (error <= bound) == is_right
+
+
+def test_squares_of_slices_add_up():
+    halves = Gap(1.0, 4.0, 0.0).plus(Gap(2.0, 5.0, 1.0))
+    assert halves == Gap(3.0, 9.0, 1.0)
+    assert halves.relative(0.0)[0] == pytest.approx(math.sqrt(3) / 3)
