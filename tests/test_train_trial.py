@@ -10,7 +10,22 @@ import os
 import compare
 import pytest
 import torch
-from layouts import ADAMW, COMPILED, CP, DOCUMENTS, LAYOUTS, MODE, OFFLOAD, PP, REPLICATE, RING, SCHEDULE, TP, Row
+from layouts import (
+    ADAMW,
+    BUDGET,
+    COMPILED,
+    CP,
+    DOCUMENTS,
+    LAYOUTS,
+    MODE,
+    OFFLOAD,
+    PP,
+    REPLICATE,
+    RING,
+    SCHEDULE,
+    TP,
+    Row,
+)
 
 from torchtitan_lite.components.corpus import open_corpus
 from torchtitan_lite.components.data import SampleReader
@@ -39,6 +54,7 @@ HEALTHY = {
     "dp2 tied, documents, two corpora": Row(2, {"model.tie_embeddings": True, **DOCUMENTS, **TWO_CORPORA, **ADAMW}),
     "hsdp2x2 accumulation": Row(4, {REPLICATE: 2, **ACCUMULATION, **ADAMW, **ASYNC}),
     "cp2 x tp2 ring compile": Row(4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED, **ADAMW}),
+    "dp2 compile, memory budget": Row(2, {**BUDGET, "model.n_layers": 2, **ADAMW}),
     "pp2 x cp2 documents": Row(4, {PP: 2, CP: 2, **DOCUMENTS, **ASYNC}),
     "pp2 DualPipeV": Row(2, {PP: 2, SCHEDULE: "DualPipeV", MODE: "none", **ADAMW, **ASYNC}),
     "pp2 x dp2 x tp2 Interleaved1F1B": Row(8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B", **ADAMW, **ASYNC, **DECAY}),

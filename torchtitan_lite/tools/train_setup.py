@@ -106,13 +106,14 @@ def can_run(config: Config, world_size: int) -> bool:
 def choose_optimizer(real: Optimizer, small: Optimizer, *, warms_up: bool) -> Optimizer:
     """The real one, if a checkpoint has to hold its moments, with numbers that do not amplify rounding.
 
-    Rates are so high that updates stand out from the rounding of the weights that they are added to.
+    Rates are such that updates stand out from the rounding of the weights that they are added to. Three times these
+    rates, and the error of one parameter's moment grew to 1.1e-5 in four steps (Llama 3.2 1B, reduced).
     """
     if real.name != "AdamW":
-        return replace(small, lr=5.0)
+        return replace(small, lr=2.0)
     return replace(
         real,
-        lr=0.15 if warms_up else 0.05,
+        lr=0.045 if warms_up else 0.015,
         beta1=min(real.beta1, 0.99),
         beta2=min(real.beta2, 0.999),
         eps=1e-3,  # of the size of a clipped gradient: a step then follows the gradient instead of its sign
@@ -170,6 +171,9 @@ def plan_moved(config: Config, degrees: dict[str, int]) -> tuple[Config, Layout]
         "parallelism.pipeline_parallel_schedule_csv": "",
         "parallelism.pipeline_parallel_layers_per_stage": None,
         "parallelism.module_fqns_per_model_part": [],
+        "compile.enable": False,  # once is enough: it takes most of the time
     }
+    if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
+        overrides["activation_checkpoint.mode"] = "full"
     config = override(config, overrides)
     return config, plan_layout(config, resolve_shape(config.model), prod(degrees.values()))
