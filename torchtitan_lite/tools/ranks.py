@@ -30,6 +30,14 @@ WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 # Gloo groups that torch's caches still refer to keep their threads, hundreds after some tens of jobs, and all of them
 # want the cores. A new worker is a fork of a process that has torch already.
 JOBS_PER_WORKER = 8
+# What workers would import one after another: the last two for the trial of train.py.
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torchtitan_lite.step",
+    "torchtitan_lite.ledger",
+    "torchtitan_lite.components.checkpoint.exchange",
+]
 SECONDS_AFTER_A_FAILURE = 3  # how long the other ranks may go on once one has failed
 SECONDS_FOR_A_STACK = 5  # in which ranks that are late write where they are: they need no Python for that
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -89,7 +97,7 @@ class RankPool:
     def _start(self) -> None:
         os.environ.update(WORKER_ENVIRONMENT)  # read by libraries when the workers import them
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torchtitan_lite.step"])
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(self.n_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, theirs), daemon=True)
@@ -188,7 +196,8 @@ def serve(rank: int, connection: Connection) -> None:
                     dist.barrier()  # a rank that has nothing to say may not leave while others still join
                     result = function(rank, world_size, *args, **kwargs)
                 finally:
-                    dist.destroy_process_group()
+                    if dist.is_initialized():  # a function may have left it
+                        dist.destroy_process_group()
                     forget_groups()
                     faulthandler.unregister(signal.SIGUSR1)
             connection.send((True, result))

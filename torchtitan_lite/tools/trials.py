@@ -8,6 +8,7 @@ from torchtitan_lite.tools.oracle import Method
 from torchtitan_lite.tools.precision_trial import try_bfloat16, try_float8
 from torchtitan_lite.tools.reduction import Reduction
 from torchtitan_lite.tools.small_trials import SmallRun, deepen, find_far_position, keep_width, lengthen
+from torchtitan_lite.tools.train_trial import try_train
 from torchtitan_lite.tools.trial import RunRanks, Trial
 from torchtitan_lite.tools.update_trial import try_updates
 
@@ -47,6 +48,7 @@ TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
     "long": try_long,
     "real width": try_real_width,
     "updates": try_updates,
+    "train.py": try_train,
     "bfloat16": try_bfloat16,
     "float8": try_float8,
 }

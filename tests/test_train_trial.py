@@ -1,0 +1,172 @@
+"""The trial of train.py: it accuses no healthy layout, leaves nothing behind, and its reference is its own.
+
+Its mutants are in mutants.py, and test_verify.py runs them with all others.
+"""
+
+import gc
+import logging
+import os
+
+import compare
+import pytest
+import torch
+from layouts import (
+    ADAMW,
+    BUDGET,
+    COMPILED,
+    CP,
+    DOCUMENTS,
+    LAYOUTS,
+    MODE,
+    OFFLOAD,
+    PP,
+    REPLICATE,
+    RING,
+    SCHEDULE,
+    TP,
+    Row,
+)
+
+from torchtitan_lite.components.corpus import open_corpus
+from torchtitan_lite.components.data import SampleReader
+from torchtitan_lite.components.optim import learning_rate_factor
+from torchtitan_lite.components.tokenizer import load_tokenizer
+from torchtitan_lite.config import LRScheduler
+from torchtitan_lite.layout import plan_layout
+from torchtitan_lite.sizes import resolve_shape
+from torchtitan_lite.tools import train_trial
+from torchtitan_lite.tools.ranks import RankTimeout
+from torchtitan_lite.tools.reduction import Reduction, reduce_config
+from torchtitan_lite.tools.train_checks import StartPlan, find_unlike_peers
+from torchtitan_lite.tools.train_corpus import cut_batch, make_text, write_corpus
+from torchtitan_lite.tools.train_reference import compute_factor
+from torchtitan_lite.tools.train_setup import choose_other_layout, make_config
+from torchtitan_lite.tools.train_trial import try_train
+
+ASYNC = {"checkpoint.async_mode": "async"}
+ACCUMULATION = {"training.local_batch_size": 1}
+TWO_CORPORA = {"training.dataset": ["a", "b", "c"], "training.dataset_weights": [1.0, 2.0, 3.0]}
+DECAY = {"lr_scheduler.decay_ratio": 0.2, "lr_scheduler.decay_type": "cosine", "lr_scheduler.min_lr_factor": 0.1}
+
+HEALTHY = {
+    "one rank": Row(1, {**ADAMW, **DECAY}),
+    "one rank offloaded": Row(1, OFFLOAD),
+    "dp2 tied, documents, two corpora": Row(2, {"model.tie_embeddings": True, **DOCUMENTS, **TWO_CORPORA, **ADAMW}),
+    "hsdp2x2 accumulation": Row(4, {REPLICATE: 2, **ACCUMULATION, **ADAMW, **ASYNC}),
+    "cp2 x tp2 ring compile": Row(4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED, **ADAMW}),
+    "dp2 compile, memory budget": Row(2, {**BUDGET, "model.n_layers": 2, **ADAMW}),
+    "pp2 x cp2 documents": Row(4, {PP: 2, CP: 2, **DOCUMENTS, **ASYNC}),
+    "pp2 DualPipeV": Row(2, {PP: 2, SCHEDULE: "DualPipeV", MODE: "none", **ADAMW, **ASYNC}),
+    "pp2 x dp2 x tp2 Interleaved1F1B": Row(8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B", **ADAMW, **ASYNC, **DECAY}),
+}
+
+
+def reduce_row(row: Row) -> Reduction:
+    return reduce_config(compare.complete(row.overrides, row.world_size), row.world_size)
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_layout_is_not_accused(pool, tmp_path, name):
+    trial = try_train(reduce_row(HEALTHY[name]), pool.run, tmp_path)
+    assert trial.faults == {} and trial.culprit is None
+    assert {measure.what: measure.error for measure in trial.measures if not measure.error <= measure.bound / 3} == {}
+    assert len(trial.measures) == (10 if "optimizer.name" in HEALTHY[name].overrides else 9)
+
+
+def look_around(rank: int, world_size: int) -> tuple:
+    """Worker: what train.py changes in its process."""
+    logger = logging.getLogger("torchtitan_lite")
+    state = (gc.isenabled(), gc.get_freeze_count(), logger.handlers, logger.level, logger.propagate, os.getcwd())
+    return *state, dict(os.environ), torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_worker_is_left_as_it_was_and_no_file_is_written_elsewhere(pool, tmp_path, monkeypatch, capfd):
+    before = pool.run(look_around, 2)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "trial").mkdir()
+    reduction = reduce_row(Row(2, {"debug.deterministic": True}))
+    assert try_train(reduction, pool.run, tmp_path / "trial").faults == {}
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert pool.run(look_around, 2) == before
+    assert capfd.readouterr().out == ""
+
+
+def test_without_train_py_the_trial_is_skipped_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_trial, "TRAIN_PY", tmp_path / "train.py")
+    trial = try_train(reduce_row(Row(1)), None, tmp_path)
+    assert trial.faults == {} and trial.is_missing and "train.py" in trial.skipped
+
+
+def test_a_rank_that_fails_or_hangs_is_told(pool, tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(
+        "def begin(): pass\ntrain_step = validate = begin\n"
+        "def main(args):\n    print('the disk is full')\n    return 1\n"
+    )
+    monkeypatch.setattr(train_trial, "TRAIN_PY", tmp_path / "train.py")
+    trial = try_train(reduce_row(Row(1)), pool.run, tmp_path)
+    assert trial.culprit.kind == "crash" and "the disk is full" in trial.culprit.detail
+
+    def hang(*args):
+        raise RankTimeout("ranks [0] did not answer")
+
+    assert not try_train(reduce_row(Row(1)), hang, tmp_path).finished
+
+
+# ---------------------------------------------------------------- the second layout
+
+
+@pytest.mark.parametrize(
+    ("row", "other"),
+    [
+        (Row(1), "one rank"),
+        (Row(2), "tp2"),
+        (Row(2, {TP: 2}), "dp_shard2"),
+        (Row(2, {REPLICATE: 2}), "tp2"),
+        (Row(4, {CP: 4}), "dp_shard2 x cp2"),
+        (Row(8, {PP: 2, TP: 2}), "pp2 x dp_shard4"),
+        (LAYOUTS["pp2 ZBVZeroBubble"], "dp_shard2"),
+        (Row(2, {"model.n_heads": 3, "model.n_kv_heads": 1, "model.head_dim": 8}), "pp2"),
+    ],
+)
+def test_a_resume_is_tried_on_another_layout_of_the_same_ranks(tmp_path, row, other):
+    config = make_config(reduce_row(row), tmp_path)
+    first = plan_layout(config, resolve_shape(config.model), row.world_size)
+    moved, layout = choose_other_layout(config, first)
+    assert str(layout) == other
+    assert moved.training.global_batch_size == config.training.global_batch_size
+    assert plan_layout(moved, resolve_shape(moved.model), row.world_size) == layout
+
+
+def test_rows_of_a_rank_are_those_of_its_place_on_the_data_parallel_dims():
+    config = compare.complete({PP: 2, REPLICATE: 2, TP: 2}, 16)
+    plan = StartPlan(config, plan_layout(config, resolve_shape(config.model), 16), 0, 1)
+    assert plan.coordinates(13) == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "cp": 0, "tp": 1}
+    assert [plan.own_rows(rank)[0] for rank in range(16)] == [0, 0, 2, 2, 4, 4, 6, 6] * 2
+    rows = [[(1, row) for row in plan.own_rows(rank)] for rank in range(16)]
+    assert find_unlike_peers(plan, rows) == []
+    assert find_unlike_peers(plan, [*rows[:8], *rows[:8][::-1]]) == ["pp"]
+
+
+# ---------------------------------------------------------------- the reference
+
+
+@pytest.mark.parametrize("restart_positions", [False, True])
+def test_samples_are_cut_as_the_reader_of_runs_cuts_them(tmp_path, restart_positions):
+    train, held_out = make_text(0, 500), make_text(1, 90)
+    write_corpus(tmp_path / "corpus", train, held_out)
+    for split, text in (("train", train), ("held_out", held_out)):
+        corpus = open_corpus(str(tmp_path / "corpus"), load_tokenizer("bytes"), tmp_path, split=split)
+        reader = SampleReader([corpus], seq_len=24, vocab_size=258, restart_positions=restart_positions)
+        samples = [(0, sample) for sample in range(text.count_samples(24))]
+        assert reader.n_samples == [len(samples)]
+        read, cut = reader.read(samples), cut_batch([text], samples, 24, restart_positions=restart_positions)
+        assert all(map(torch.equal, vars(read).values(), vars(cut).values()))
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
+@pytest.mark.parametrize("ratio", [None, 0.0, 0.3, 1.0])
+def test_the_learning_rate_is_the_one_of_runs_by_another_formula(decay_type, ratio):
+    section = LRScheduler(warmup_steps=3, total_steps=20, decay_ratio=ratio, decay_type=decay_type, min_lr_factor=0.1)
+    for step in range(25):
+        assert compute_factor(section, step) == pytest.approx(learning_rate_factor(section, step), rel=1e-13)
