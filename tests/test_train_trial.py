@@ -5,6 +5,7 @@ Its mutants are in mutants.py, and test_verify.py runs them with all others.
 
 import gc
 import logging
+import math
 import os
 
 import compare
@@ -41,6 +42,7 @@ from torchtitan_lite.tools.train_checks import StartPlan, find_unlike_peers
 from torchtitan_lite.tools.train_corpus import cut_batch, make_text, write_corpus
 from torchtitan_lite.tools.train_reference import compute_factor
 from torchtitan_lite.tools.train_setup import choose_other_layout, make_config
+from torchtitan_lite.tools.train_start import measure_slice
 from torchtitan_lite.tools.train_trial import try_train
 
 ASYNC = {"checkpoint.async_mode": "async"}
@@ -170,3 +172,13 @@ def test_the_learning_rate_is_the_one_of_runs_by_another_formula(decay_type, rat
     section = LRScheduler(warmup_steps=3, total_steps=20, decay_ratio=ratio, decay_type=decay_type, min_lr_factor=0.1)
     for step in range(25):
         assert compute_factor(section, step) == pytest.approx(learning_rate_factor(section, step), rel=1e-13)
+
+
+def test_of_a_difference_counts_what_rounding_does_not_explain():
+    expected = torch.tensor([1.0, -2.0])
+    one_bit = expected * (1 + 2**-23)
+    assert measure_slice(one_bit, expected, ignored=2**-22) == (0.0, 5.0)
+    assert measure_slice(one_bit, expected)[0] == pytest.approx(5 * 2**-46)
+    wrong, _ = measure_slice(expected + 0.1, expected, ignored=2**-22)
+    assert wrong == pytest.approx(0.02, rel=1e-5)
+    assert math.isnan(measure_slice(expected * math.nan, expected, ignored=2**-22)[0])
