@@ -177,8 +177,8 @@ def test_the_learning_rate_is_the_one_of_runs_by_another_formula(decay_type, rat
 def test_of_a_difference_counts_what_rounding_does_not_explain():
     expected = torch.tensor([1.0, -2.0])
     one_bit = expected * (1 + 2**-23)
-    assert measure_slice(one_bit, expected, ignored=2**-22) == (0.0, 5.0)
+    assert measure_slice(one_bit, expected, roundings=4) == (0.0, 5.0)
     assert measure_slice(one_bit, expected)[0] == pytest.approx(5 * 2**-46)
-    wrong, _ = measure_slice(expected + 0.1, expected, ignored=2**-22)
+    wrong, _ = measure_slice(expected + 0.1, expected, roundings=4)
     assert wrong == pytest.approx(0.02, rel=1e-5)
-    assert math.isnan(measure_slice(expected * math.nan, expected, ignored=2**-22)[0])
+    assert math.isnan(measure_slice(expected * math.nan, expected, roundings=4)[0])

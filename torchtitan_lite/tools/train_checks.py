@@ -30,7 +30,7 @@ BOUNDS = {  # measure -> the largest error that is right, and what it is of
     "validation": (TOLERANCE, "loss, perplexity, bits per byte on held-out documents"),
     "weights": (TOLERANCE, "worst of all parameters, of several steps"),
     "moments": (TOLERANCE, "worst of all parameters, of several steps"),
-    "updates": (TOLERANCE, "of all weights together, beyond what rounding them explains"),
+    "updates": (TOLERANCE, "of all weights together, beyond what fp32 rounds off them"),
     "resumed state": (TOLERANCE, "worst of all weights and moments that were loaded"),
     "logged numbers": (0, "numbers of metrics.jsonl that are not those of rank 0"),
 }

@@ -110,7 +110,7 @@ def choose_optimizer(real: Optimizer, small: Optimizer, *, warms_up: bool) -> Op
     rates, and the error of one parameter's moment grew to 1.1e-5 in four steps (Llama 3.2 1B, reduced).
     """
     if real.name != "AdamW":
-        return replace(small, lr=2.0)
+        return replace(small, lr=2.0, weight_decay=0.01)
     return replace(
         real,
         lr=0.045 if warms_up else 0.015,
