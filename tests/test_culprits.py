@@ -1,6 +1,8 @@
 """Culprits and endings of `verify`: a fault is named where it begins, and what is not known is not called wrong."""
 
 import json
+import os
+import signal
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -30,7 +32,7 @@ from torchtitan_lite.tools.culprit import MOST_OF_CRASH, name_crash, name_first_
 from torchtitan_lite.tools.gradient_trial import FP32_TOLERANCE, load_oracle, save_oracle, try_layout
 from torchtitan_lite.tools.matrix import COLUMNS, ROWS, Cell, describe_grid, judge_matrix
 from torchtitan_lite.tools.module_outputs import OutputShare, observe_outputs
-from torchtitan_lite.tools.ranks import RankPool, RankTimeout, describe_stack
+from torchtitan_lite.tools.ranks import RankKilled, RankPool, RankTimeout, describe_stack
 from torchtitan_lite.tools.reduction import override
 from torchtitan_lite.tools.trial import Trial, describe_failure
 
@@ -221,8 +223,22 @@ def test_a_rank_that_sleeps_is_named_with_its_place_and_nothing_is_called_wrong(
     assert "rank 1 in sleep_on (test_culprits.py:" in str(timeout.value)
     trial = describe_failure("wide", timeout.value, 1.0)
     assert not trial.finished and trial.culprit is None
-    assert "--timeout" in trial.faults["timeout"] and "rank 1 in sleep_on" in trial.faults["timeout"]
+    assert "--timeout" in trial.faults["no answer"] and "rank 1 in sleep_on" in trial.faults["no answer"]
     assert own_pool.run(compare.all_ranks_agree, 2, "alive") == [True, True]
+
+
+def kill_last(rank: int, world_size: int) -> None:
+    """Worker: a signal ends the last rank; its peer notices and raises."""
+    if rank == world_size - 1:
+        os.kill(os.getpid(), signal.SIGABRT)
+    dist.barrier()
+
+
+def test_a_rank_that_a_signal_ends_says_nothing_of_the_layout(own_pool):
+    with pytest.raises(RankKilled) as killed:
+        own_pool.run(kill_last, 2)
+    trial = describe_failure("wide", killed.value, 1.0)
+    assert not trial.finished and trial.faults["no answer"] == "rank 1 of 2: was killed by SIGABRT"
 
 
 def test_ranks_that_wait_for_each_other_are_told_apart_by_what_they_wait_in(own_pool):
@@ -265,7 +281,7 @@ def test_the_parent_gives_up_before_any_group_does(own_pool):
 
 
 def cell(outcome: str) -> Cell:
-    faults = {"wrong": {"loss": "loss is off by 1.0e+00"}, "not finished": {"timeout": "1 of 2 ranks did not answer"}}
+    faults = {"wrong": {"loss": "loss is off by 1.0e+00"}, "not finished": {"no answer": "1 of 2 ranks did not answer"}}
     if outcome in ("refused", "not run"):
         return Cell("tp2", "1F1B", None, why_not="it cannot be split" if outcome == "refused" else "")
     trial = Trial("wide", [], faults.get(outcome, {}), None, 1.0, difference=Namespace(gradient={"w": 1e-7}))

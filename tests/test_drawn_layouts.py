@@ -1,6 +1,6 @@
 """No healthy layout is accused: random ones are certified, as they were asked for.
 
-`LAYOUTS=60 SEED=1 pytest tests/test_drawn_layouts.py` tries more of them.
+`LAYOUTS=60 SEED=1 pytest tests/test_drawn_layouts.py` tries more of them, `ONLY=7,40` these alone.
 """
 
 import os
@@ -19,7 +19,7 @@ from torchtitan_lite.tools.reduction import reduce_config
 N_LAYOUTS, SEED = int(os.environ.get("LAYOUTS", 6)), int(os.environ.get("SEED", 0))
 
 
-@pytest.mark.parametrize("number", range(N_LAYOUTS))
+@pytest.mark.parametrize("number", [int(n) for n in os.environ.get("ONLY", "").split(",") if n] or range(N_LAYOUTS))
 def test_a_drawn_layout_is_certified_as_it_runs(pool, tmp_path, number):
     config, world_size = draw_layout(random.Random(1000 * SEED + number))
     reduction = reduce_config(config, world_size)

@@ -85,7 +85,7 @@ def test_each_run_keeps_the_layout_and_has_the_depth_the_length_and_the_width(na
     assert len(lengths) > 1 or len(deep.layout.stages) == deep.layout.pp
     assert len(deep.layout.stages) == len(long.layout.stages) == len(reduction.layout.stages)
 
-    assert long.config.training.seq_len >= 0.9 * min(config.training.seq_len, 2048)
+    assert long.config.training.seq_len >= max(512, min(config.training.seq_len, 2048))
     assert long.config.model.n_layers <= max(2, len(long.layout.stages) - 2)
     chunks = -(-long.config.training.seq_len // long.layout.cp // long.config.training.loss_chunk_tokens)
     assert chunks >= 11
@@ -111,7 +111,7 @@ def test_a_run_says_what_of_it_is_real():
     assert "dim 128 real, ffn_dim 352 real, vocabulary 2,304 real" in small
     three_d = reduce_config(read("--config", "debug_3d"), 8)
     assert deepen(three_d).subject == "12 layers of dim 16, 6, 6 a stage"
-    assert lengthen(three_d).subject.startswith("128 tokens")
+    assert lengthen(three_d).subject.startswith("512 tokens")
     assert keep_width(three_d, 8 * GIB).subject.endswith("1F1B, one stage a rank")
 
 

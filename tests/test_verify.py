@@ -405,7 +405,7 @@ WIDE = Trial("wide", [], {}, None, 1.0)
 MISSING = Trial("train.py", [], {}, None, 0.0, skipped="train.py is not beside the package", is_missing=True)
 NOT_ASKED = Trial("float8", [], {}, None, 0.0, skipped="the run has no float8")
 WRONG = Trial("deep", [], {"loss": "loss is off by 1.0e-02"}, None, 1.0)
-SILENT = Trial("deep", [], {"timeout": "ranks [1] did not answer within 300 s"}, None, 300.0, finished=False)
+SILENT = Trial("deep", [], {"no answer": "ranks [1] did not answer within 300 s"}, None, 300.0, finished=False)
 
 
 @pytest.mark.parametrize(

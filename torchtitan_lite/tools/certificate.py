@@ -1,12 +1,12 @@
 """What `verify` says: the verdict, for people and for programs, and the record that runs find.
 
-    certified            every trial was made and found nothing, on every mesh dim that was asked for       status 0
-    certified in part    no trial found a fault, and one could not be made                                         3
-    in part              no trial found a fault, and the ranks were too few for a dim that was asked for           3
-    wrong                a trial found a fault: the culprit is named                                               1
-    not finished         ranks did not answer in time: nothing is known                                            4
+    certified            0    every trial was made and found nothing, on every mesh dim that was asked for
+    certified in part    3    no trial found a fault, and one could not be made
+    in part              3    no trial found a fault, and the ranks were too few for a dim that was asked for
+    wrong                1    a trial found a fault: the culprit is named
+    not finished         4    ranks did not answer in time, or were killed: nothing is known
 
-Only the first one leaves a record.
+The number is the exit status. Only the first one leaves a record.
 """
 
 import re
@@ -59,7 +59,7 @@ def describe(certificate: Certificate, *, verbose: bool) -> str:
         lines += describe_trial(trial)
         if trial.name == "wide" and trial.difference is not None:
             lines += describe_gradients(trial, trial.difference, verbose=verbose)
-    lines += ["not covered, because the wide trial replaced it (the others say what they add):"]
+    lines += ["replaced in the wide trial; what another trial has covered, it says:"]
     lines += [f"  {change}" for change in reduction.changes]
     lines += ["outside:", *(f"  {what}" for what in OUTSIDE), ""]
     return "\n".join([*lines, *describe_verdict(certificate)])
@@ -98,7 +98,7 @@ def describe_verdict(certificate: Certificate) -> list[str]:
     verdict, degrees = certificate.verdict, certificate.reduction.degrees
     last = certificate.trials[-1]
     if verdict == NOT_FINISHED:
-        return [f"not finished: in trial {last.name}, {last.faults['timeout']}"]
+        return [f"not finished: in trial {last.name}, {last.faults['no answer']}"]
     if verdict == WRONG:
         lines = [f"wrong: this layout does not compute the one-process model (trial {last.name})"]
         lines += [f"  {fault}" for fault in last.faults.values()]

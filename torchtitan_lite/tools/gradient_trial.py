@@ -12,7 +12,7 @@ from torchtitan_lite.tools.comparison import Difference, find_faults, measure_la
 from torchtitan_lite.tools.culprit import Culprit, name_crash, name_culprit
 from torchtitan_lite.tools.module_outputs import OutputShare, observe_outputs
 from torchtitan_lite.tools.oracle import WIDE, Method, Outcome, run_one_process
-from torchtitan_lite.tools.ranks import RankFailure, RankTimeout
+from torchtitan_lite.tools.ranks import NoAnswer, RankFailure
 from torchtitan_lite.tools.reduction import override
 from torchtitan_lite.tools.slices import join_shares, measure_slices
 from torchtitan_lite.tools.traps import TRAPS
@@ -38,7 +38,7 @@ def try_layout(
     oracle_path = save_oracle(config, folder, method)
     try:
         difference, faults, culprit = measure_faults(config, world_size, run_ranks, oracle_path, tolerance)
-    except RankTimeout as failure:
+    except NoAnswer as failure:
         return describe_failure(name, failure, time.monotonic() - start)
     if faults and find_culprit:
         if difference is not None:
@@ -56,7 +56,7 @@ def measure_faults(
 ) -> tuple[Difference | None, dict[str, str], Culprit | None]:
     """Difference and faults; where there is no whole difference, that is the fault, and the culprit is known.
 
-    Raises RankTimeout, which says nothing about the layout.
+    Raises NoAnswer, which says nothing about the layout.
     """
     oracle = load_oracle(oracle_path)
     fqns = list(oracle.initial)
@@ -65,7 +65,7 @@ def measure_faults(
             shares = run_ranks(measure_layout, world_size, config, oracle_path, **options)
         else:
             shares = join_shares(run_ranks(measure_slices, world_size, config, oracle_path, **options))
-    except RankTimeout:
+    except NoAnswer:
         raise
     except RankFailure as failure:
         culprit = name_crash(str(failure))
@@ -98,7 +98,7 @@ def find_cause(
             difference, faults, _ = measure_faults(
                 probe, world_size, run_ranks, oracle_path, tolerance, prepare=trap.prepare
             )
-        except (ConfigError, RankTimeout):
+        except (ConfigError, NoAnswer):
             continue
         initial_only = difference is not None and set(faults) <= {"initial"} and trap.prepare is not None
         if not faults or initial_only:

@@ -37,6 +37,7 @@ from torchtitan_lite.parallel.tensor_parallel import plan_tensor_parallel
 from torchtitan_lite.sizes import resolve_shape
 from torchtitan_lite.tools.oracle import PlainDocumentAttention
 from torchtitan_lite.tools.precision_parts import (
+    PlainLoss,
     RoundedContext,
     RoundedDocumentContext,
     RoundedLoss,
@@ -240,7 +241,10 @@ class RoundedProcess:
                 flat = (copy.flatten(0, 1) for copy in copies)
                 losses.append(RoundedLoss.apply(theirs.flatten(), chunk, by_share, *flat, *weights))
             else:
-                logits = torch.cat([F.linear(copy, weight) for copy, weight in zip(copies, weights, strict=True)], -1)
-                logits = logits.flatten(0, 1).float()
+                logits = [F.linear(copy, weight).flatten(0, 1) for copy, weight in zip(copies, weights, strict=True)]
+                if by_share and tp > 1:
+                    losses.append(PlainLoss.apply(theirs.flatten(), *(share.float() for share in logits)))
+                    continue
+                logits = torch.cat(logits, -1).float()
                 losses.append(F.cross_entropy(logits, theirs.flatten(), reduction="sum", ignore_index=IGNORE_INDEX))
         return sum(losses)

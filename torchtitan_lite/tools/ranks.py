@@ -48,7 +48,15 @@ class RankFailure(RuntimeError):
     """A rank raised, died or hung. The message holds the first failing rank's traceback."""
 
 
-class RankTimeout(RankFailure):
+class NoAnswer(RankFailure):
+    """Ranks were killed, or did not answer in time: nothing is known of what they compute."""
+
+
+class RankKilled(NoAnswer):
+    """A signal ended a rank: the memory was used up, or a library aborted."""
+
+
+class RankTimeout(NoAnswer):
     """Ranks did not answer in time: they are slow, or they wait for each other. The message says where each one is."""
 
 
@@ -123,12 +131,14 @@ class RankPool:
             for connection in ready:
                 rank = pending.pop(connection)
                 succeeded, results[rank] = self._receive(connection, rank)
-                if not succeeded and failure is None:
+                is_killed = not succeeded and (self._processes[rank].exitcode or 0) < 0
+                if not succeeded and (failure is None or is_killed):  # its peers fail because it is gone
                     failure = f"rank {rank} of {world_size}: {results[rank]}"
+                    kind = RankKilled if is_killed else RankFailure
                     deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
         if failure is not None:
             self.close()
-            raise RankFailure(failure)
+            raise kind(failure)
         return results
 
     def _receive(self, connection: Connection, rank: int) -> tuple[bool, object]:
@@ -136,7 +146,13 @@ class RankPool:
             return connection.recv()
         except EOFError:
             self._processes[rank].join(timeout=5)
-            return False, f"died with exit code {self._processes[rank].exitcode}"
+            status = self._processes[rank].exitcode
+            how = (
+                f"was killed by {signal.Signals(-status).name}"
+                if status and status < 0
+                else f"died with exit code {status}"
+            )
+            return False, how
 
     def _ask_where(self, ranks: list[int], folder: Path) -> list[str]:
         """Where each of these ranks is, one text for all that are at one place."""

@@ -3,7 +3,7 @@
                 layers        sequence                     sizes                           schedule and stages
     wide        1 to 3 each   about 40                     dim about 64                    as asked
     deep        12 or more    about 24                     dim 16                          as asked, several: uneven
-    long        1 or 2        the real one, 2,048 at most  dim about 50                    as asked
+    long        1 or 2        the real one, 512 to 2,048   dim about 50                    as asked
     real width  1             about 16                     real, if memory and time allow  1F1B, one stage a rank
 
 A pipeline with more stages needs more layers. Each run has the wide one's degrees and options, but that only the deep
@@ -12,6 +12,7 @@ only.
 """
 
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from torchtitan_lite.config import Config, Parallelism
@@ -31,7 +32,7 @@ from torchtitan_lite.tools.reduction import (
 )
 
 LEAST_LAYERS = 12  # so that some numbers have two digits: as text, 10 stands before 2
-MOST_TOKENS = 2048  # of a sequence of the long run
+LEAST_TOKENS, MOST_TOKENS = 512, 2048  # of a sequence of the long run
 FAR_POSITION = 8192  # where the long run begins its first row, unless seq_len or original_length is larger
 N_CHUNKS = 12  # of each row's loss in the long run
 MOST_PARAMETERS = 48 * 10**6  # of the run of real width: about five seconds on two cores
@@ -70,15 +71,15 @@ def deepen(reduction: Reduction) -> SmallRun:
 
 
 def lengthen(reduction: Reduction) -> SmallRun:
-    """Sequences of the real length, or MOST_TOKENS, in a layer on one rank and one on another."""
+    """Sequences of the real length, within LEAST_TOKENS and MOST_TOKENS, in a layer on one rank and one on another."""
     degrees, real = reduction.layout.degrees, reduction.real
     shape, real_length = resolve_shape(real.model), real.training.seq_len
     sizes = choose_heads(shape, degrees["tp"], head_dim=12)
     sizes["dim"] = sizes["n_heads"] * sizes["head_dim"]
     sizes |= reduce_matrices(shape, degrees["tp"], ffn_dim=sizes["dim"] * 3 // 2, vocab_size=100)
     pieces, widths = count_pieces(degrees), list_widths(sizes)
-    lengths = range(min(real_length, MOST_TOKENS) // pieces * pieces, 0, -pieces)
-    seq_len = next((length for length in lengths if length not in widths), reduce_sequence(degrees, sizes))
+    wanted = max(LEAST_TOKENS, min(real_length, MOST_TOKENS))
+    seq_len = next(length for length in count(-(-wanted // pieces) * pieces, pieces) if length not in widths)
     small = override(plan_own_stages(reduction.config), {"compile.enable": False})
     small = override(small, {"model.n_layers": count_least_layers(small.parallelism, at_least=min(2, degrees["pp"]))})
     small = resize(small, degrees, sizes, n_rows=1, n_microbatches=3, seq_len=seq_len)
@@ -86,7 +87,7 @@ def lengthen(reduction: Reduction) -> SmallRun:
     small = override(small, {"training.loss_chunk_tokens": chunk})
     layout = plan_layout(small, resolve_shape(small.model), reduction.layout.world_size)
     farthest = find_far_position(reduction) + seq_len
-    tokens = f"{seq_len:,} tokens" if seq_len == real_length else f"{seq_len:,} of {real_length:,} tokens"
+    tokens = f"{seq_len:,} tokens" if seq_len >= real_length else f"{seq_len:,} of {real_length:,} tokens"
     n_layers = small.model.n_layers
     layers = f"{n_layers} layer{'s' * (n_layers > 1)} of dim {sizes['dim']}"
     said = f"{tokens}, at positions below {farthest:,}, {layers}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torchtitan_lite.tools.comparison import Difference
 from torchtitan_lite.tools.culprit import Culprit, name_crash
-from torchtitan_lite.tools.ranks import RankFailure, RankTimeout
+from torchtitan_lite.tools.ranks import NoAnswer, RankFailure, RankTimeout
 
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank: RankPool.run, or one around it
 
@@ -45,15 +45,16 @@ class Trial:
     culprit: Culprit | None  # what is wrong first
     seconds: float
     difference: Difference | None = None  # of trials that compare gradients
-    finished: bool = True  # False: ranks did not answer in time, so nothing is known
+    finished: bool = True  # False: ranks were killed or did not answer in time, so nothing is known
     subject: str = ""  # what it looks at, in sizes: "12 layers of dim 16"
     skipped: str = ""  # why it was not made, where it was not
     is_missing: bool = False  # skipped although the run needs it: the certificate is one in part
 
 
 def describe_failure(name: str, failure: RankFailure, seconds: float) -> Trial:
-    """A trial in which a rank raised, died, or did not answer in time."""
-    if isinstance(failure, RankTimeout):
-        return Trial(name, [], {"timeout": f"{failure}. {WHAT_TO_DO}"}, None, seconds, finished=False)
+    """A trial in which a rank raised, was killed, or did not answer in time."""
+    if isinstance(failure, NoAnswer):
+        remedy = f". {WHAT_TO_DO}" if isinstance(failure, RankTimeout) else ""
+        return Trial(name, [], {"no answer": f"{failure}{remedy}"}, None, seconds, finished=False)
     culprit = name_crash(str(failure))
     return Trial(name, [], {"crash": f"{culprit.name}: {culprit.detail}"}, culprit, seconds)
