@@ -1,5 +1,6 @@
 """The trials "deep", "long" and "real width": their shapes, which healthy layouts pass, and what wide cannot see."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -9,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layouts import LAYOUTS, MODE, PP, SCHEDULE, TP, ZERO, Row
-from mutants import CP, DOCUMENTS, LONG, MUTANTS, RING
+from mutant_table import CP, DOCUMENTS, RING
+from mutants import MUTANTS
+from mutants_of_sizes import LONG
 from torch import nn
 
 from torchtitan_lite import step
@@ -17,17 +20,22 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.config_reader import read_config
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.sizes import SHAPES, count_parameters, resolve_shape
-from torchtitan_lite.tools import small_trials
 from torchtitan_lite.tools.oracle import BLOCK, make_batch, repeat_block, run_one_process
 from torchtitan_lite.tools.reduction import Reduction, override, reduce_config
 from torchtitan_lite.tools.slices import Slice, join_slices
-from torchtitan_lite.tools.small_trials import deepen, fit_shape, keep_width, lengthen, measure_available_memory
+from torchtitan_lite.tools.small_trials import (
+    MOST_PARAMETERS,
+    deepen,
+    fit_shape,
+    keep_width,
+    lengthen,
+    measure_available_memory,
+)
 from torchtitan_lite.tools.trials import TRIALS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.toml"))
 GIB = 2**30
-ONE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +101,7 @@ def test_each_run_keeps_the_layout_and_has_the_depth_the_length_and_the_width(na
     shape = resolve_shape(wide.config.model)
     assert (shape.n_heads, shape.n_kv_heads, shape.head_dim) == (real.n_heads, real.n_kv_heads, real.head_dim)
     assert shape.n_layers == max(1, wide.layout.pp - 2)
-    assert count_parameters(shape) <= small_trials.MOST_PARAMETERS
+    assert count_parameters(shape) <= MOST_PARAMETERS
     tensors = (shape.dim * shape.n_heads * shape.head_dim, shape.dim * shape.ffn_dim, shape.dim * shape.vocab_size)
     if real.dim >= 2048:
         assert max(tensors) >= 4e6 and shape.dim >= 512
@@ -120,15 +128,21 @@ def test_a_run_that_accumulates_does_so_three_times_in_wide():
     assert reduce_config(config, 2).layout.n_microbatches == 3
 
 
-def test_little_memory_or_a_large_model_halves_vocabulary_first_then_ffn_dim_then_dim():
+def test_little_memory_halves_vocabulary_first_then_ffn_dim_then_dim():
     shape = SHAPES["8B"]
-    assert fit_shape(SHAPES["debug"], ONE, 8 * GIB) == SHAPES["debug"]
+    assert fit_shape(SHAPES["debug"], 1, 2**28) == SHAPES["debug"]
     one_layer = resolve_shape(override(read("--config", "llama3_8b"), {"model.n_layers": 1}).model)
-    with patch.object(small_trials, "MOST_PARAMETERS", 2**31):
-        sizes = [fit_shape(one_layer, ONE, memory * GIB // 8) for memory in (400, 96, 64, 1)]
+    sizes = [fit_shape(one_layer, 1, memory * GIB // 256) for memory in (400, 96, 64, 1)]
     assert [size.vocab_size for size in sizes] == [shape.vocab_size, 16032, 4008, 2004]
     assert [size.ffn_dim for size in sizes] == [shape.ffn_dim, shape.ffn_dim, shape.ffn_dim, 1792]
     assert [size.dim for size in sizes] == [4096, 4096, 4096, 512]
+
+
+def test_the_full_width_is_what_memory_allows():
+    reduction = reduce_config(read("--config", "llama3_8b"), 2)
+    usual, full = (keep_width(replace(reduction, full_width=on), 64 * GIB).subject for on in (False, True))
+    assert "dim 2,048 of 4,096" in usual
+    assert "dim 4,096 real, ffn_dim 14,336 real, vocabulary 128,256 real" in full
 
 
 def test_available_memory_is_what_linux_says(tmp_path):

@@ -8,7 +8,7 @@ import compare
 import pytest
 import torch
 from layouts import ADAMW, COMPILED, LAYOUTS, OFFLOAD, REPLICATE, TP, TWO_LAYERS, Row
-from mutants import RATES
+from mutants_of_updates import RATES
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping

@@ -113,6 +113,8 @@ With --against-hf: 0 equal, 1 not, 2 wrong input, no transformers, or too little
     add("--ranks", type=int, default=8, choices=range(1, 17), metavar="N", help=help)
     help = "for how long ranks may be silent in one trial (%(default)s)"
     add("--timeout", type=number(int, 1), default=300, metavar="SECONDS", help=help)
+    help = "compare the real dim, ffn_dim and vocabulary as far as memory allows, for minutes if need be"
+    add("--full-width", action="store_true", help=help)
     add("--bf16", action="store_true", help="try bfloat16 also where the config says float32")
     add("--bisect", action="store_true", help="where the wide trial fails, find the smallest combination that does")
     add("--matrix", action="store_true", help="thirty layouts of this model instead of its own")

@@ -59,6 +59,7 @@ class Reduction:
     shape: Shape  # of `config`, as `layout`
     layout: Layout
     changes: list[Change]  # in the order of config.py
+    full_width: bool = False  # the trial of real width takes the time that it needs
 
 
 def reduce_config(config: Config, max_ranks: int) -> Reduction:

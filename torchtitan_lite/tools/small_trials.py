@@ -35,12 +35,8 @@ LEAST_LAYERS = 12  # so that some numbers have two digits: as text, 10 stands be
 LEAST_TOKENS, MOST_TOKENS = 512, 2048  # of a sequence of the long run
 FAR_POSITION = 8192  # where the long run begins its first row, unless seq_len or original_length is larger
 N_CHUNKS = 12  # of each row's loss in the long run
-MOST_PARAMETERS = 48 * 10**6  # of the run of real width: about five seconds on two cores
-LEAST_SIZES = {
-    "vocab_size": 2000,
-    "ffn_dim": 1000,
-    "dim": 500,
-}  # of real width: halved in this order, to these at least
+MOST_PARAMETERS = 48 * 10**6  # of the run of real width, without --full-width: about five seconds on two cores
+LEAST_SIZES = {"vocab_size": 2000, "ffn_dim": 1000, "dim": 500}  # of it: halved in this order, to these at least
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,13 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
         schedule = {"pipeline_parallel_schedule_csv": "", "pipeline_parallel_schedule": "1F1B"}
         small = override(small, {f"parallelism.{key}": value for key, value in schedule.items()})
     n_layers = count_least_layers(small.parallelism, at_least=1)
-    shape = fit_shape(replace(real, n_layers=n_layers), degrees, memory_bytes or measure_available_memory() // 2)
+    memory_bytes = memory_bytes or measure_available_memory() // 2
+    # The reference: weights and gradients in memory, and in its file. Each data-parallel and cp rank: both, gathered.
+    bytes_each = 16 + 16 * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"]
+    most = memory_bytes // bytes_each
+    if not reduction.full_width:
+        most = min(most, MOST_PARAMETERS)
+    shape = fit_shape(replace(real, n_layers=n_layers), degrees["tp"], most)
     sizes = {
         name: getattr(shape, name) for name in ("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
     }
@@ -144,15 +146,12 @@ def reduce_matrices(shape: Shape, tp: int, *, ffn_dim: int, vocab_size: int) -> 
     return {name: reduce_size(getattr(shape, name), size, tp, (1, 1)) for name, size in wanted.items()}
 
 
-def fit_shape(shape: Shape, degrees: dict[str, int], memory_bytes: int) -> Shape:
-    """The shape itself, or a smaller one of MOST_PARAMETERS, which takes `memory_bytes`, on all ranks together."""
-    # The reference: weights and gradients in memory, and in its file. Each data-parallel and cp rank: both, gathered.
-    bytes_each = 16 + 16 * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"]
-    most = min(MOST_PARAMETERS, memory_bytes // bytes_each)
+def fit_shape(shape: Shape, tp: int, most_parameters: int) -> Shape:
+    """The shape itself, or a smaller one of `most_parameters`, or of LEAST_SIZES."""
     for name, least in LEAST_SIZES.items():
-        while count_parameters(shape) > most:
+        while count_parameters(shape) > most_parameters:
             half, rest = divmod(getattr(shape, name), 2)
-            if rest or half % degrees["tp"] or half < least:
+            if rest or half % tp or half < least:
                 break
             shape = replace(shape, **{name: half})
     return shape

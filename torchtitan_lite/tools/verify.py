@@ -41,7 +41,7 @@ def main(args: list[str]) -> int:
     try:
         if reading.problems:
             raise ConfigError(reading.problems)
-        reduction = reduce_config(reading.config, options.ranks)
+        reduction = replace(reduce_config(reading.config, options.ranks), full_width=options.full_width)
     except ConfigError as error:
         if options.json:
             print(json.dumps({"certified": False, "problems": [problem.for_json() for problem in error.list_first()]}))
