@@ -1,5 +1,7 @@
 """What many tests share: one pool of ranks, and the oracles' results, computed once."""
 
+import signal
+
 import compare
 import pytest
 import torch
@@ -10,6 +12,13 @@ from torchtitan_lite.tools.ranks import RankPool
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard():
+    """A shell starts what runs in its background with SIGINT ignored, and so would be all that the tests start."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
