@@ -134,8 +134,8 @@ class Outcome:
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # module -> argument -> value, as `outputs`
 
 
-def run_one_process(config: Config, method: Method = WIDE) -> Outcome:
-    """The oracle. `config` gives model, batch, seed, clipping and SGD; its layout is not looked at."""
+def build_model(config: Config, method: Method) -> nn.Module:
+    """The user's model with its initial weights; document attention by one explicit mask."""
     model_class, init_parameter = stepping.MODELS[config.model.name]
     model = model_class(resolve_shape(config.model), attention=config.model.attention)
     if config.model.attention == "document":
@@ -143,6 +143,12 @@ def run_one_process(config: Config, method: Method = WIDE) -> Outcome:
             if name.endswith("attention"):
                 module.inner = PlainDocumentAttention()
     initialize_weights(model, choose_init(init_parameter, method), config.debug.seed)
+    return model
+
+
+def run_one_process(config: Config, method: Method = WIDE) -> Outcome:
+    """The oracle. `config` gives model, batch, seed, clipping and SGD; its layout is not looked at."""
+    model = build_model(config, method)
     parameters = dict(model.named_parameters())
     initial = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
     if method.updates:

@@ -16,14 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite import step as stepping
 from torchtitan_lite.components.data import Batch
 from torchtitan_lite.components.draws import Draws
 from torchtitan_lite.config import Config, LRScheduler, Optimizer
 from torchtitan_lite.model.head import IGNORE_INDEX
-from torchtitan_lite.parallel.initial_weights import initialize_weights
-from torchtitan_lite.sizes import resolve_shape
-from torchtitan_lite.tools.oracle import PlainDocumentAttention
+from torchtitan_lite.tools.oracle import WIDE, build_model
 from torchtitan_lite.tools.train_corpus import BEGIN, Text, cut_batch
 
 State = dict[str, dict[str, Tensor]]  # "weight", or the name of a moment -> FQN -> full tensor
@@ -54,7 +51,7 @@ def run_reference(
     `config` has every size; its layout is not looked at.
     """
     n_steps = max(kept)
-    model = build_model(config)
+    model = build_model(config, WIDE)
     parameters = dict(model.named_parameters())
     optimizer = PlainOptimizer(parameters, config.optimizer)
     batches = [read_batch(config, train, step) for step in range(n_steps + 1)]
@@ -72,18 +69,6 @@ def run_reference(
         if step + 1 in validated:
             expected.validation[step + 1] = validate_plainly(model, config, held_out)
     return expected
-
-
-def build_model(config: Config) -> nn.Module:
-    """The user's model with its initial weights; document attention by one explicit mask."""
-    model_class, init_parameter = stepping.MODELS[config.model.name]
-    model = model_class(resolve_shape(config.model), attention=config.model.attention)
-    if config.model.attention == "document":
-        for name, module in model.named_modules():
-            if name.endswith("attention"):
-                module.inner = PlainDocumentAttention()
-    initialize_weights(model, init_parameter, config.debug.seed)
-    return model
 
 
 def read_batch(config: Config, texts: Sequence[Text], step: int) -> Batch:
