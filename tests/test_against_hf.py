@@ -466,8 +466,8 @@ def test_too_little_memory_is_told_before_anything_is_loaded(folder, monkeypatch
 
 
 def test_options_of_layouts_and_wrong_configs_are_refused(folder, capsys):
-    for option in ("--bf16", "--bisect", "--matrix"):
-        assert f"{option} is about layouts" in refused(capsys, folder, SMALL, option)
+    for option in ("--bf16", "--bisect", "--matrix", "--full-width", "--ranks=4", "--timeout=9"):
+        assert f"{option.partition('=')[0]} is about layouts" in refused(capsys, folder, SMALL, option)
     assert "model.dims" in refused(capsys, folder, [*SMALL, "--model.dims", "3"])
 
 

@@ -57,6 +57,7 @@ HEALTHY = {
     "ddp2 offloaded, ZeRO-2": Row(2, {**ROWWISE, REPLICATE: 2, ZERO: 2, **OFFLOAD, **ACCUMULATION_4}),
     "tp2, whole logits": Row(2, {**ROWWISE_HP, TP: 2, **NO_LOSS_PARALLEL, **WHOLE_LOGITS}),
     "tp2, plain loss, tied": Row(2, {**GATHER, TP: 2, **WHOLE_LOGITS, "model.tie_embeddings": True}),
+    "tp4, plain loss": Row(4, {**ROWWISE, TP: 4, **WHOLE_LOGITS}),
     "tp4, gathered logits": Row(4, {**GATHER, TP: 4, **NO_LOSS_PARALLEL, **CHUNKS}),
     "dp2 x tp2 in float32": Row(4, {**GATHER, **FLOAT32, TP: 2}),
     "cp2 x tp2 ring": Row(4, {**ROWWISE, CP: 2, TP: 2, **RING, **TWO_LAYERS}),

@@ -27,6 +27,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from torchtitan_lite.command_lines import make_verify_parser
 from torchtitan_lite.components.hugging_face import load_weights
 from torchtitan_lite.config import Config, ConfigError, Problem
 from torchtitan_lite.config_reader import ConfigReading
@@ -91,9 +92,11 @@ def main(reading: ConfigReading, options: argparse.Namespace) -> int:
 
 def refuse_other_options(options: argparse.Namespace) -> None:
     """Raises ConfigError for what is asked of layouts: none is run."""
-    given = [name for name in ("bf16", "bisect", "matrix") if getattr(options, name)]
+    parser = make_verify_parser()
+    of_layouts = ("ranks", "timeout", "full_width", "bf16", "bisect", "matrix")
+    given = [name for name in of_layouts if getattr(options, name) != parser.get_default(name)]
     if given:
-        why = f"it compares the model file, and --{given[0]} is about layouts"
+        why = f"it compares the model file, and --{given[0].replace('_', '-')} is about layouts"
         raise ConfigError([Problem(KEY, str(options.against_hf), why, "Ask for one at a time")])
 
 

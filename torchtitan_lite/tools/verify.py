@@ -77,8 +77,11 @@ def verify(
         if trials[-1].faults:
             break
     smallest = None
-    if options.bisect and trials[-1].name == "wide" and trials[-1].faults:
-        smallest = find_smallest_failing(reduction, run_ranks, folder)
+    if options.bisect and trials[-1].faults:
+        if trials[-1].name == "wide":
+            smallest = find_smallest_failing(reduction, run_ranks, folder)
+        else:
+            print(f"--bisect repeats the wide trial, which found no fault: {trials[-1].name} did", file=sys.stderr)
     return Certificate(config_name, reduction, trials, smallest)
 
 
