@@ -22,32 +22,32 @@ import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.components.background_hash import BackgroundHash
-from torchtitan_lite.components.checkpoint.agreement import do_together
-from torchtitan_lite.components.checkpoint.exchange import begin, choose_tensors, leave_export
-from torchtitan_lite.components.checkpoint.saving import CheckpointSaver, describe_run, is_saved
+from torchtitan_lite.checkpoint.agreement import do_together
+from torchtitan_lite.checkpoint.exchange import begin, choose_tensors, leave_export
+from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, is_saved
 from torchtitan_lite.components.compile_watch import recompilation_told
-from torchtitan_lite.components.corpus import open_corpus
-from torchtitan_lite.components.data import HeldOutBatches, SampleReader, SampleStream, prefetch, rows_of_rank
 from torchtitan_lite.components.diagnosis import find_non_finite
+from torchtitan_lite.components.log import Progress, start_logging, told_by_rank
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, compute_metrics, read_peak_memory
-from torchtitan_lite.components.out_of_memory import out_of_memory_explained
 from torchtitan_lite.components.profiling import profile_steps
-from torchtitan_lite.components.tokenizer import Tokenizer, make_tokenizer
-from torchtitan_lite.config import Comm, Config, ConfigError, Debug
-from torchtitan_lite.config_reader import dump_config_toml
-from torchtitan_lite.corpora import CorpusError
+from torchtitan_lite.config.flavors import Shape, count_flops_per_token, is_counted
+from torchtitan_lite.config.hardware import detect_machine, peak_flops
+from torchtitan_lite.config.reader import dump_config_toml
+from torchtitan_lite.config.schema import Comm, Config, ConfigError, Debug
+from torchtitan_lite.data.background_hash import BackgroundHash
+from torchtitan_lite.data.corpora import CorpusError
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.dataset import HeldOutBatches, SampleReader, SampleStream, prefetch, rows_of_rank
+from torchtitan_lite.data.tokenizer import Tokenizer, make_tokenizer
 from torchtitan_lite.dump_folder import check_still_held, lost_folder_explained, open_dump_folder
-from torchtitan_lite.formats.manifest import CheckpointError
-from torchtitan_lite.hardware import detect_machine, peak_flops
-from torchtitan_lite.ledger import RunLedger
-from torchtitan_lite.log import Progress, start_logging, told_by_rank
 from torchtitan_lite.parallel.attention_choice import describe_attention
 from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_group, start_process_group
 from torchtitan_lite.parallel.timeouts import set_timeouts
+from torchtitan_lite.plan.ledger import RunLedger
+from torchtitan_lite.plan.out_of_memory import out_of_memory_explained
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.sizes import Shape, count_flops_per_token, is_counted
 from torchtitan_lite.step import build_on_meta, build_run, compute_gradients, train_step
 from torchtitan_lite.validation import is_validated, validate
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.components.checkpoint.loading import resume
-from torchtitan_lite.components.checkpoint.saving import CheckpointSaver
-from torchtitan_lite.components.checkpoint.state import name_tensors
-from torchtitan_lite.config import Checkpoint
+from torchtitan_lite.checkpoint.load import resume
+from torchtitan_lite.checkpoint.save import CheckpointSaver
+from torchtitan_lite.checkpoint.state import name_tensors
+from torchtitan_lite.config.schema import Checkpoint
 
 FACTS = {"data": "of this test", "shape": {"dim": 64}}
 

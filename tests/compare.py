@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.components.data import Batch
-from torchtitan_lite.config import Config, LRScheduler, Model, Optimizer, Training
-from torchtitan_lite.sizes import resolve_shape
-from torchtitan_lite.tools import comparison, oracle
-from torchtitan_lite.tools.comparison import (
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.schema import Config, LRScheduler, Model, Optimizer, Training
+from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.verify import comparison
+from torchtitan_lite.verify import reference as oracle
+from torchtitan_lite.verify.comparison import (
     Difference,
     Share,
     find_faults,
@@ -23,8 +24,8 @@ from torchtitan_lite.tools.comparison import (
     relative_error,
     total_update_error,
 )
-from torchtitan_lite.tools.oracle import run_one_process
-from torchtitan_lite.tools.reduction import override
+from torchtitan_lite.verify.reduction import override
+from torchtitan_lite.verify.reference import run_one_process
 
 __all__ = [
     "Difference",

@@ -6,12 +6,12 @@ from math import prod
 import compare
 from layouts import CHUNK, CP, DOCUMENTS, MODE, NO_LOSS_PARALLEL, OPTION, PP, REPLICATE, RING, SCHEDULE, TP, ZERO
 
-from torchtitan_lite.config import Config, ConfigError
-from torchtitan_lite.config_reader import read_config
-from torchtitan_lite.layout import plan_layout
-from torchtitan_lite.pipeline_plan import SCHEDULES
-from torchtitan_lite.sizes import resolve_shape
-from torchtitan_lite.tools.reduction import reduce_config
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.pipeline_plan import SCHEDULES
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.verify.reduction import reduce_config
 
 SHARD = "parallelism.data_parallel_shard_degree"
 FLOAT8 = "quantize.linear.float8"

@@ -1,6 +1,6 @@
 """Draws command lines and config files that nobody would write; fuzz_judge.py says what `check` makes of one.
 
-Every key of config.py is drawn, by its type, so that a new key needs no line here; so are the names that torchtitan
+Every key of config/schema.py is drawn, by its type, so that a new key needs no line here; so are the names that torchtitan
 has for keys. Case n of a seed is always the same.
 """
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from torchtitan_lite.config import Range
-from torchtitan_lite.config_reader import CONFIG_FOLDER, KEYS
-from torchtitan_lite.hardware import Machine
-from torchtitan_lite.torchtitan_keys import ABSENT, ALIASES, SETTINGS_OF_ABSENT
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.reader import CONFIG_FOLDER, KEYS
+from torchtitan_lite.config.schema import Range
+from torchtitan_lite.config.torchtitan_keys import ABSENT, ALIASES, SETTINGS_OF_ABSENT
 
 ALL_KEYS = sorted(name for name in {*KEYS, *ABSENT, *ALIASES, *SETTINGS_OF_ABSENT} if not name.endswith("*"))
 MACHINES = (Machine("cpu", 1, 16 * 2**30, "a laptop"), Machine("cuda", 8, 80 * 2**30, "NVIDIA H100 80GB HBM3"))

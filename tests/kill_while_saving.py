@@ -29,13 +29,13 @@ import compare
 from checkpoints import FACTS, list_differing, make_saver, train, whole_state
 from layouts import ADAMW
 
-from torchtitan_lite.components.checkpoint.loading import resume
-from torchtitan_lite.components.checkpoint.one_process import open_checkpoint
-from torchtitan_lite.components.checkpoint.saving import CheckpointSaver
-from torchtitan_lite.components.checkpoint.state import name_tensors
-from torchtitan_lite.config import Checkpoint
-from torchtitan_lite.formats.manifest import find_steps
-from torchtitan_lite.tools.ranks import RankFailure, RankPool
+from torchtitan_lite.checkpoint.load import resume
+from torchtitan_lite.checkpoint.manifest import find_steps
+from torchtitan_lite.checkpoint.one_process import open_checkpoint
+from torchtitan_lite.checkpoint.save import CheckpointSaver
+from torchtitan_lite.checkpoint.state import name_tensors
+from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.verify.ranks import RankFailure, RankPool
 
 N_RANKS = 2
 ROWS = 2048  # 16 tensors of this many rows of 32 make 4 MB: a save takes some tens of milliseconds

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where it is r
 
 from checkpoints import assemble, list_differing
 
-from torchtitan_lite.config_reader import REPOSITORY
+from torchtitan_lite.config.reader import REPOSITORY
 
 STEPS = 24
 KEYS = [

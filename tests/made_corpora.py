@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.corpora import SPLITS, Manifest, Shard, dump_manifest
+from torchtitan_lite.data.corpora import SPLITS, Manifest, Shard, dump_manifest
+from torchtitan_lite.data.tokenizer import load_tokenizer
 
 CODES = {"uint16": "H", "uint32": "I"}
 BYTES = load_tokenizer("bytes")

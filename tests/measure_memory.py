@@ -28,13 +28,13 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config import Config
-from torchtitan_lite.layout import Layout, plan_layout, resolve_config
+from torchtitan_lite.config.flavors import Shape, resolve_shape
+from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.sizes import Shape, resolve_shape
-from torchtitan_lite.tools.dry_run import dry_run, fake_group, make_batch, static_stages
-from torchtitan_lite.tools.meter import Meter
-from torchtitan_lite.tools.ranks import RankPool
+from torchtitan_lite.plan.dry_run import dry_run, fake_group, make_batch, static_stages
+from torchtitan_lite.plan.meter import Meter
+from torchtitan_lite.verify.ranks import RankPool
 
 BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
 MODEL = {  # small, but with activations larger than its weights

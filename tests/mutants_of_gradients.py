@@ -11,8 +11,9 @@ from layouts import CHUNKS, MODE, PP, SCHEDULE, TP, ZERO, Row
 from mutant_table import CP2, DOCUMENTS, RING, mutant
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan_lite import layout, step
+from torchtitan_lite import step
 from torchtitan_lite.components import optim
+from torchtitan_lite.config import layout
 from torchtitan_lite.model import llama3
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel import (

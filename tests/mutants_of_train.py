@@ -11,9 +11,10 @@ from layouts import ADAMW, Row
 from mutant_table import mutant
 
 from torchtitan_lite import preflight, validation
-from torchtitan_lite.components.checkpoint import exchange, loading
-from torchtitan_lite.components.checkpoint.state import name_weights
-from torchtitan_lite.tools import train_start
+from torchtitan_lite.checkpoint import exchange
+from torchtitan_lite.checkpoint import load as loading
+from torchtitan_lite.checkpoint.state import name_weights
+from torchtitan_lite.verify import train_start
 
 in_train_py = partial(mutant, trial="train.py")
 

@@ -17,10 +17,10 @@ if __name__ == "__main__":
 import compare
 from mutants import MUTANTS
 
-from torchtitan_lite.tools.certificate import Certificate, describe_trial, describe_verdict
-from torchtitan_lite.tools.ranks import RankPool
-from torchtitan_lite.tools.reduction import reduce_config
-from torchtitan_lite.tools.trials import TRIALS
+from torchtitan_lite.verify.certificate import Certificate, describe_trial, describe_verdict
+from torchtitan_lite.verify.ranks import RankPool
+from torchtitan_lite.verify.reduction import reduce_config
+from torchtitan_lite.verify.trials import TRIALS
 
 
 def main(names: list[str]) -> int:

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from torchtitan_lite.command_lines import make_verify_parser
-from torchtitan_lite.config_reader import read_config
+from torchtitan_lite.config.command_lines import make_verify_parser
+from torchtitan_lite.config.flavors import RopeScaling, resolve_shape
+from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.model import chunked_loss, document_attention, llama3
-from torchtitan_lite.sizes import RopeScaling, resolve_shape
 from torchtitan_lite.step import MODELS
-from torchtitan_lite.tools import against_hf, model_comparison
-from torchtitan_lite.tools.comparison import relative_error
+from torchtitan_lite.verify import against_hf, model_comparison
+from torchtitan_lite.verify.comparison import relative_error
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = ["--config", "debug", "--model.dim", "64", "--model.n_layers", "3", "--model.vocab_size", "300"]

@@ -12,14 +12,17 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite import __main__ as door
+from torchtitan_lite.bench import command as bench
+from torchtitan_lite.bench import setting
+from torchtitan_lite.bench import startup as bench_startup
+from torchtitan_lite.bench import step as bench_step
+from torchtitan_lite.bench.rounds import Report, compare_rounds, describe, measure_rounds, report_for_programs
+from torchtitan_lite.bench.step_memory import measure_step_memory
 from torchtitan_lite.components import optim
-from torchtitan_lite.components.preparation import work_folder
-from torchtitan_lite.config import Compile, Model, Training
-from torchtitan_lite.hardware import Gpu, Machine
-from torchtitan_lite.sizes import FlopsPerToken
-from torchtitan_lite.tools import bench, bench_startup, bench_step, setting
-from torchtitan_lite.tools.rounds import Report, compare_rounds, describe, measure_rounds, report_for_programs
-from torchtitan_lite.tools.step_memory import measure_step_memory
+from torchtitan_lite.config.flavors import FlopsPerToken
+from torchtitan_lite.config.hardware import Gpu, Machine
+from torchtitan_lite.config.schema import Compile, Model, Training
+from torchtitan_lite.data import work_folder
 
 TINY_CONFIG = replace(
     bench_step.STEP_CONFIG,

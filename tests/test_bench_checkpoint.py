@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from torchtitan_lite.tools import bench, bench_checkpoint
-from torchtitan_lite.tools.rounds import Report, compare_rounds, describe, report_for_programs
+from torchtitan_lite.bench import checkpoint as bench_checkpoint
+from torchtitan_lite.bench import command as bench
+from torchtitan_lite.bench.rounds import Report, compare_rounds, describe, report_for_programs
 
 
 def run_small() -> Report:

@@ -8,16 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.components.corpus import Corpus, open_corpus
-from torchtitan_lite.components.data import SampleStream
-from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.config import Training
-from torchtitan_lite.corpora import NAMED, read_manifest
-from torchtitan_lite.tools import bench_data, large_corpora
-from torchtitan_lite.tools.bench_data import Amounts, build_debug, build_reading, build_tokenising
-from torchtitan_lite.tools.bench_step import one_rank_group
-from torchtitan_lite.tools.fabricated import DOCUMENT_TOKENS, fabricate_corpus
-from torchtitan_lite.tools.rounds import report_for_programs
+from torchtitan_lite.bench import data as bench_data
+from torchtitan_lite.bench import large_corpora
+from torchtitan_lite.bench.data import Amounts, build_debug, build_reading, build_tokenising
+from torchtitan_lite.bench.fabricated import DOCUMENT_TOKENS, fabricate_corpus
+from torchtitan_lite.bench.rounds import report_for_programs
+from torchtitan_lite.bench.step import one_rank_group
+from torchtitan_lite.config.schema import Training
+from torchtitan_lite.data.corpora import NAMED, read_manifest
+from torchtitan_lite.data.corpus import Corpus, open_corpus
+from torchtitan_lite.data.dataset import SampleStream
+from torchtitan_lite.data.tokenizer import load_tokenizer
 
 TINY = Amounts(
     n_texts=3,

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite import __main__ as door
-from torchtitan_lite.config import Config
-from torchtitan_lite.hardware import Machine
-from torchtitan_lite.tools import bench_gpu, gpu_row
-from torchtitan_lite.tools.rounds import describe, report_for_programs
+from torchtitan_lite.bench import gpu as bench_gpu
+from torchtitan_lite.bench import gpu_row
+from torchtitan_lite.bench.rounds import describe, report_for_programs
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.schema import Config
 
 GIB = 2**30
 H200 = Machine("cuda", 1, 143771 * 2**20, "NVIDIA H200")

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from torchtitan_lite.command_lines import make_verify_parser
-from torchtitan_lite.config_reader import read_config
+from torchtitan_lite.config.command_lines import make_verify_parser
+from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.parallel import context_attention
-from torchtitan_lite.tools import verify as tool
-from torchtitan_lite.tools.certificate import IN_PART, describe_verdict
-from torchtitan_lite.tools.reduction import reduce_config
+from torchtitan_lite.verify import command as tool
+from torchtitan_lite.verify.certificate import IN_PART, describe_verdict
+from torchtitan_lite.verify.reduction import reduce_config
 
 SHARD = "parallelism.data_parallel_shard_degree"
 

@@ -4,14 +4,14 @@ import compare
 import pytest
 from layouts import CHUNK, CP, MODE, PP, TP
 
-from torchtitan_lite import certificates
-from torchtitan_lite.certificates import describe_coverage, find_certificate, write_certificate
-from torchtitan_lite.config import Config
-from torchtitan_lite.config_reader import read_config
-from torchtitan_lite.hardware import Machine
-from torchtitan_lite.layout import plan_layout
+from torchtitan_lite.config import certificates
+from torchtitan_lite.config.certificates import describe_coverage, find_certificate, write_certificate
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.sizes import resolve_shape
 
 CSV = "parallelism.pipeline_parallel_schedule_csv"
 FLOAT8 = "quantize.linear.float8"

@@ -6,15 +6,17 @@ import subprocess
 import sys
 from base64 import b64encode
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from torchtitan_lite import __main__, hardware
-from torchtitan_lite.config import ConfigError
-from torchtitan_lite.config_reader import REPOSITORY, dump_config_toml
-from torchtitan_lite.hardware import Gpu, Machine, detect_machine, peak_flops, select_visible
-from torchtitan_lite.memory_bound import GIB, MemoryBound
+from torchtitan_lite import __main__
+from torchtitan_lite.config import hardware
+from torchtitan_lite.config.hardware import Gpu, Machine, detect_machine, peak_flops, select_visible
+from torchtitan_lite.config.memory_bound import GIB, MemoryBound
+from torchtitan_lite.config.reader import REPOSITORY, dump_config_toml
+from torchtitan_lite.config.schema import ConfigError
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools import check
 
@@ -360,7 +362,7 @@ def test_a_tokenizer_is_looked_up_here_first_then_in_the_repository(empty_folder
 
     assert find_vocabulary([]) == empty_folder / "assets" / "tokenizer" / "tokenizer.model"
     elsewhere = empty_folder / "repository"
-    monkeypatch.setattr("torchtitan_lite.vocabulary.find_vocabulary.REPOSITORY", elsewhere)
+    monkeypatch.setattr("torchtitan_lite.data.find_vocabulary.REPOSITORY", elsewhere)
     args = ["--model.hf_assets_path", "mine"]
     assert find_one_problem(args).key == "model.hf_assets_path"
     write_tokenizer(elsewhere / "mine")
@@ -451,7 +453,7 @@ def test_the_door_lists_its_tools_and_names_the_nearest_of_an_unknown_one(capsys
     assert "check" in capsys.readouterr().out
     assert __main__.main(["chekc"]) == 2
     assert "nearest is check" in capsys.readouterr().err
-    assert all((REPOSITORY / "torchtitan_lite" / "tools" / f"{tool}.py").is_file() for tool in __main__.TOOLS)
+    assert all(find_spec(f"torchtitan_lite.{module}") for module, _ in __main__.TOOLS.values())
 
 
 # --- hardware ---

@@ -24,22 +24,22 @@ from checkpoints import (
 from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO
 from made_corpora import BYTES, write_corpus
 
-from torchtitan_lite import certificates
-from torchtitan_lite.certificates import describe_certificate, write_certificate
-from torchtitan_lite.components.checkpoint.loading import read_fitting_manifest, resume
-from torchtitan_lite.components.checkpoint.one_process import CheckpointWriter
-from torchtitan_lite.components.checkpoint.saving import CheckpointSaver, describe_run
-from torchtitan_lite.components.checkpoint.state import name_tensors
-from torchtitan_lite.components.corpus import open_corpus
-from torchtitan_lite.components.data import SampleReader, SampleStream
-from torchtitan_lite.config import Checkpoint
-from torchtitan_lite.config_reader import read_config
-from torchtitan_lite.formats.manifest import CheckpointError, find_steps
-from torchtitan_lite.hardware import Machine
-from torchtitan_lite.layout import plan_layout
+from torchtitan_lite.checkpoint.load import read_fitting_manifest, resume
+from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
+from torchtitan_lite.checkpoint.one_process import CheckpointWriter
+from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
+from torchtitan_lite.checkpoint.state import name_tensors
+from torchtitan_lite.config import certificates
+from torchtitan_lite.config.certificates import describe_certificate, write_certificate
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.dataset import SampleReader, SampleStream
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.sizes import resolve_shape
-from torchtitan_lite.tools.ranks import RankFailure
+from torchtitan_lite.verify.ranks import RankFailure
 
 ADAMW = {
     "optimizer.name": "AdamW",

@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 from checkpoints import FACTS, forge, seal
 
-from torchtitan_lite.components.checkpoint import loading, one_process
-from torchtitan_lite.components.checkpoint.one_process import open_checkpoint
-from torchtitan_lite.components.checkpoint.saving import CheckpointSaver
-from torchtitan_lite.config import Checkpoint, ConfigError
-from torchtitan_lite.formats.manifest import (
+from torchtitan_lite.checkpoint import load as loading
+from torchtitan_lite.checkpoint import one_process
+from torchtitan_lite.checkpoint.manifest import (
     FORMAT,
     CheckpointError,
     DamagedCheckpoint,
@@ -30,7 +28,10 @@ from torchtitan_lite.formats.manifest import (
     hash_bytes,
     read_manifest,
 )
-from torchtitan_lite.hardware import Machine
+from torchtitan_lite.checkpoint.one_process import open_checkpoint
+from torchtitan_lite.checkpoint.save import CheckpointSaver
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.schema import Checkpoint, ConfigError
 from torchtitan_lite.preflight import preflight
 
 FILES = ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]

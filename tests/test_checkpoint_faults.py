@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torchtitan_lite.components.checkpoint import folders
-from torchtitan_lite.components.checkpoint.loading import load_checkpoint
-from torchtitan_lite.components.checkpoint.one_process import CheckpointWriter, open_checkpoint
-from torchtitan_lite.components.checkpoint.saving import CheckpointSaver, is_saved
-from torchtitan_lite.config import Checkpoint
-from torchtitan_lite.formats.manifest import CheckpointError, find_steps
+from torchtitan_lite.checkpoint import folders
+from torchtitan_lite.checkpoint.load import load_checkpoint
+from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
+from torchtitan_lite.checkpoint.one_process import CheckpointWriter, open_checkpoint
+from torchtitan_lite.checkpoint.save import CheckpointSaver, is_saved
+from torchtitan_lite.config.schema import Checkpoint
 
 MIB = 2**20
 

@@ -5,20 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan_lite.config import Config, ConfigError
-from torchtitan_lite.config_reader import REPOSITORY, read_config
-from torchtitan_lite.layout import plan_layout, resolve_config
-from torchtitan_lite.parallel.schedule_order import list_rows
-from torchtitan_lite.planning.cluster import CLUSTERS, find_cluster, find_strides
-from torchtitan_lite.planning.forecast import Forecast, count_rank_flops, forecast, rate_step
-from torchtitan_lite.planning.memory import estimate_memory, list_kept_bytes
-from torchtitan_lite.planning.pace import Pace
-from torchtitan_lite.planning.simulator import count_in_flight
-from torchtitan_lite.planning.traffic import list_traffic
-from torchtitan_lite.planning.workload import Workload, describe_workload
-from torchtitan_lite.sizes import count_flops_per_token, count_parameters, resolve_shape
-from torchtitan_lite.tools.dry_run import dry_run
-from torchtitan_lite.tools.published import (
+from torchtitan_lite.config.cluster import CLUSTERS, find_cluster, find_strides
+from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters, resolve_shape
+from torchtitan_lite.config.layout import plan_layout, resolve_config
+from torchtitan_lite.config.reader import REPOSITORY, read_config
+from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.plan.dry_run import dry_run
+from torchtitan_lite.plan.forecast import Forecast, count_rank_flops, forecast, rate_step
+from torchtitan_lite.plan.memory import estimate_memory, list_kept_bytes
+from torchtitan_lite.plan.pace import Pace
+from torchtitan_lite.plan.published import (
     TABLE,
     describe_counts,
     find_unmet,
@@ -27,6 +23,10 @@ from torchtitan_lite.tools.published import (
     name_row,
     read_published,
 )
+from torchtitan_lite.plan.schedule_order import list_rows
+from torchtitan_lite.plan.simulator import count_in_flight
+from torchtitan_lite.plan.traffic import list_traffic
+from torchtitan_lite.plan.workload import Workload, describe_workload
 
 H100 = CLUSTERS["h100"]
 GIB = 2**30

@@ -13,14 +13,14 @@ from layouts import CHUNKS, COMPILED, MODE, PP, TP, WHOLE_LOGITS
 from torch._dynamo.utils import get_compilation_metrics
 
 import train
-from torchtitan_lite import compilers
 from torchtitan_lite import step as stepping
-from torchtitan_lite.compilers import check_compilers
 from torchtitan_lite.components import compile_watch
 from torchtitan_lite.components.compile_watch import list_compiled_since, recompilation_told
-from torchtitan_lite.config import Compile
-from torchtitan_lite.hardware import Machine
-from torchtitan_lite.memory_bound import GIB
+from torchtitan_lite.config import compilers
+from torchtitan_lite.config.compilers import check_compilers
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.memory_bound import GIB
+from torchtitan_lite.config.schema import Compile
 from torchtitan_lite.preflight import preflight
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -13,7 +13,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.parallel.attention_kernels import KERNELS, choose_kernel, merge_into
 from torchtitan_lite.parallel.context_attention import context_attention, context_attention_backward
 from torchtitan_lite.parallel.context_parallel import CausalContext, DocumentContext, plan_places, shard_sequence
-from torchtitan_lite.tools.comparison import build_small_run, make_batch_of, own_rows
+from torchtitan_lite.verify.comparison import build_small_run, make_batch_of, own_rows
 
 METHODS = ["allgather", "ring"]
 N_HEADS, SEQ_LEN, HEAD_DIM = 4, 48, 8

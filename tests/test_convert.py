@@ -15,13 +15,13 @@ from test_hugging_face import edit_json
 from test_model import PLAIN, SHAPES, build_ours, build_theirs
 from transformers import LlamaForCausalLM
 
-from torchtitan_lite.components.checkpoint.one_process import CheckpointWriter, open_checkpoint
-from torchtitan_lite.components.hugging_face_export import Export, write_folder
-from torchtitan_lite.config_reader import REPOSITORY
-from torchtitan_lite.formats.hugging_face_folder import list_tensors
-from torchtitan_lite.sizes import Shape
+from torchtitan_lite.checkpoint.hugging_face_export import Export, write_folder
+from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
+from torchtitan_lite.checkpoint.one_process import CheckpointWriter, open_checkpoint
+from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.reader import REPOSITORY
+from torchtitan_lite.data.vocabulary import make_byte_vocabulary
 from torchtitan_lite.tools import convert
-from torchtitan_lite.vocabulary.vocabulary import make_byte_vocabulary
 
 BYTES = ["--tokenizer", "bytes"]
 

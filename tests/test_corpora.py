@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from made_corpora import write_corpus, write_flat
 
-from torchtitan_lite import corpora
-from torchtitan_lite.config import ConfigError, Problem
-from torchtitan_lite.corpora import NAMED, CorpusError, measure_flat
-from torchtitan_lite.hardware import Machine
-from torchtitan_lite.memory_bound import GIB
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.memory_bound import GIB
+from torchtitan_lite.config.schema import ConfigError, Problem
+from torchtitan_lite.data import corpora
+from torchtitan_lite.data.corpora import NAMED, CorpusError, measure_flat
 from torchtitan_lite.preflight import preflight
 
 LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")

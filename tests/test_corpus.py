@@ -15,12 +15,12 @@ import pytest
 import torch
 from made_corpora import BYTES, write_corpus, write_flat
 
-from torchtitan_lite.components import corpus as corpora_code
-from torchtitan_lite.components.corpus import Corpus, open_corpus
-from torchtitan_lite.components.preparation import units
-from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.config_reader import REPOSITORY
-from torchtitan_lite.corpora import NAMED, CorpusError
+from torchtitan_lite.config.reader import REPOSITORY
+from torchtitan_lite.data import corpus as corpora_code
+from torchtitan_lite.data import units
+from torchtitan_lite.data.corpora import NAMED, CorpusError
+from torchtitan_lite.data.corpus import Corpus, open_corpus
+from torchtitan_lite.data.tokenizer import load_tokenizer
 
 NO_CACHE = Path("nowhere")
 EOS = BYTES.eos_id

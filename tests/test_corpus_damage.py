@@ -11,11 +11,10 @@ import pytest
 import torch
 from made_corpora import BYTES, write_corpus, write_manifest
 
-from torchtitan_lite import corpora
-from torchtitan_lite.components import background_hash
-from torchtitan_lite.components.background_hash import BackgroundHash
-from torchtitan_lite.components.corpus import Corpus, IndexedShard, NumberFile, open_corpus
-from torchtitan_lite.corpora import CorpusError, read_manifest
+from torchtitan_lite.data import background_hash, corpora
+from torchtitan_lite.data.background_hash import BackgroundHash
+from torchtitan_lite.data.corpora import CorpusError, read_manifest
+from torchtitan_lite.data.corpus import Corpus, IndexedShard, NumberFile, open_corpus
 
 FILES = ["train-00000.documents", "train-00001.documents", "train-00000.tokens", "train-00001.tokens"]
 BORDERS = [0, 2, 3, 7]

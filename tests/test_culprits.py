@@ -17,24 +17,24 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lite import step
-from torchtitan_lite.hardware import Machine
-from torchtitan_lite.memory_bound import GIB, bound_memory
+from torchtitan_lite.config.flavors import count_parameters, resolve_shape
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.memory_bound import GIB, bound_memory
 from torchtitan_lite.model.llama3 import FeedForward, Llama3, init_parameter
 from torchtitan_lite.parallel import parallelize, tensor_parallel
-from torchtitan_lite.parallel.schedule_order import list_rows
 from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
-from torchtitan_lite.planning.ledger import open_ledger
+from torchtitan_lite.plan.ledger_forecast import open_ledger
+from torchtitan_lite.plan.schedule_order import list_rows
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.sizes import count_parameters, resolve_shape
 from torchtitan_lite.tools import check
-from torchtitan_lite.tools import verify as tool
-from torchtitan_lite.tools.culprit import MOST_OF_CRASH, name_crash, name_first_output
-from torchtitan_lite.tools.gradient_trial import FP32_TOLERANCE, load_oracle, save_oracle, try_layout
-from torchtitan_lite.tools.matrix import COLUMNS, ROWS, Cell, describe_grid, judge_matrix
-from torchtitan_lite.tools.module_outputs import OutputShare, observe_outputs
-from torchtitan_lite.tools.ranks import RankKilled, RankPool, RankTimeout, describe_stack
-from torchtitan_lite.tools.reduction import override
-from torchtitan_lite.tools.trial import Trial, describe_failure
+from torchtitan_lite.verify import command as tool
+from torchtitan_lite.verify.culprit import MOST_OF_CRASH, name_crash, name_first_output
+from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, load_oracle, save_oracle, try_layout
+from torchtitan_lite.verify.matrix import COLUMNS, ROWS, Cell, describe_grid, judge_matrix
+from torchtitan_lite.verify.module_outputs import OutputShare, observe_outputs
+from torchtitan_lite.verify.ranks import RankKilled, RankPool, RankTimeout, describe_stack
+from torchtitan_lite.verify.reduction import override
+from torchtitan_lite.verify.trial import Trial, describe_failure
 
 PP, TP, CP = (f"parallelism.{name}_parallel_degree" for name in ("pipeline", "tensor", "context"))
 SHARD = "parallelism.data_parallel_shard_degree"

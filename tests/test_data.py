@@ -11,17 +11,10 @@ import pytest
 import torch
 from made_corpora import BYTES, write_corpus, write_flat
 
-from torchtitan_lite.components import data
-from torchtitan_lite.components.corpus import open_corpus
-from torchtitan_lite.components.data import (
-    Batch,
-    HeldOutBatches,
-    SampleReader,
-    SampleStream,
-    prefetch,
-    rows_of_rank,
-)
-from torchtitan_lite.corpora import DRAWS_PER_ROUND, CorpusError, split_round
+from torchtitan_lite.data import dataset as data
+from torchtitan_lite.data.corpora import DRAWS_PER_ROUND, CorpusError, split_round
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.dataset import Batch, HeldOutBatches, SampleReader, SampleStream, prefetch, rows_of_rank
 from torchtitan_lite.model.head import IGNORE_INDEX
 
 CPU = torch.device("cpu")

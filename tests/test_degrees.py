@@ -5,11 +5,11 @@ import random
 import compare
 import pytest
 
-from torchtitan_lite.config import ConfigError
-from torchtitan_lite.layout import MESH_DIMS, plan_layout
-from torchtitan_lite.sizes import resolve_shape
-from torchtitan_lite.tools.degrees import AUTOMATIC, DEGREE_KEYS, choose_degrees
-from torchtitan_lite.tools.reduction import reduce_config
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.layout import MESH_DIMS, plan_layout
+from torchtitan_lite.config.schema import ConfigError
+from torchtitan_lite.verify.degrees import AUTOMATIC, DEGREE_KEYS, choose_degrees
+from torchtitan_lite.verify.reduction import reduce_config
 
 SHARD = DEGREE_KEYS["dp_shard"]
 

@@ -7,8 +7,8 @@ import torch
 from made_corpora import BYTES, write_corpus
 from torch.nn.attention.flex_attention import flex_attention
 
-from torchtitan_lite.components.corpus import open_corpus
-from torchtitan_lite.components.data import SampleReader
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.dataset import SampleReader
 from torchtitan_lite.model import document_blocks
 from torchtitan_lite.model.document_attention import DocumentAttention, attend_within_documents, visibility
 from torchtitan_lite.model.document_blocks import BLOCK, attend_in_blocks, plan_blocks

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.components.preparation import documents
-from torchtitan_lite.components.preparation.documents import Part, Tally, read_documents
-from torchtitan_lite.components.preparation.sources import PreparationError, find_sources, look_at
+from torchtitan_lite.data import documents
+from torchtitan_lite.data.documents import Part, Tally, read_documents
+from torchtitan_lite.data.sources import PreparationError, find_sources, look_at
 
 
 def read(part: Part, *, field: str = "text", skip_bad: bool = False) -> tuple[list[str], Tally]:

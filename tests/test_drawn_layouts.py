@@ -9,12 +9,12 @@ import random
 import pytest
 from drawn_layouts import draw_layout
 
-from torchtitan_lite.command_lines import make_verify_parser
-from torchtitan_lite.layout import plan_layout
-from torchtitan_lite.sizes import resolve_shape
-from torchtitan_lite.tools import verify as tool
-from torchtitan_lite.tools.certificate import CERTIFIED, describe
-from torchtitan_lite.tools.reduction import reduce_config
+from torchtitan_lite.config.command_lines import make_verify_parser
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.verify import command as tool
+from torchtitan_lite.verify.certificate import CERTIFIED, describe
+from torchtitan_lite.verify.reduction import reduce_config
 
 N_LAYOUTS, SEED = int(os.environ.get("LAYOUTS", 6)), int(os.environ.get("SEED", 0))
 

@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from torchtitan_lite.components.draws import Draws, place_in_parts, shuffle
-from torchtitan_lite.corpora import DRAWS_PER_ROUND, check_weights, split_round
+from torchtitan_lite.data.corpora import DRAWS_PER_ROUND, check_weights, split_round
+from torchtitan_lite.data.sampler import Draws, place_in_parts, shuffle
 
 # ---------------------------------------------------------------- one permutation
 

@@ -9,13 +9,13 @@ from layouts import CP, DOCUMENTS, MODE, PP, SCHEDULE, TP, TWO_LAYERS, ZERO
 from measure_memory import BATCH, GLOBAL_BATCH, LAYOUTS, MODEL, RECOMPUTE, measure_on_gloo, measure_peak, plan
 
 from torchtitan_lite import step
-from torchtitan_lite.hardware import Machine
-from torchtitan_lite.memory_bound import bound_memory
-from torchtitan_lite.parallel.schedule_order import list_rows
-from torchtitan_lite.planning.traffic import list_traffic
-from torchtitan_lite.planning.workload import describe_workload
-from torchtitan_lite.sizes import count_layer_parameters
-from torchtitan_lite.tools.dry_run import DryRun, dry_run
+from torchtitan_lite.config.flavors import count_layer_parameters
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.memory_bound import bound_memory
+from torchtitan_lite.plan.dry_run import DryRun, dry_run
+from torchtitan_lite.plan.schedule_order import list_rows
+from torchtitan_lite.plan.traffic import list_traffic
+from torchtitan_lite.plan.workload import describe_workload
 
 DTYPE = "training.mixed_precision_param"
 

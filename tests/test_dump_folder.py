@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.config import Config
-from torchtitan_lite.config_reader import REPOSITORY, dump_config_toml
+from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.config.reader import REPOSITORY, dump_config_toml
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.dump_folder import hold, open_dump_folder
-from torchtitan_lite.formats.manifest import CheckpointError
 
 OF_A_RUN = ["config.toml", "metrics.jsonl", "log.txt", "timeline.svg", "timeline.json", "tb/events", "traces/0.json"]
 OF_A_RUN += ["checkpoint/step-5/manifest.json"]

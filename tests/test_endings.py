@@ -17,9 +17,9 @@ from kill_while_training import launch as launch_run
 from test_run_train import REPOSITORY, Checkout
 
 from torchtitan_lite import launch
-from torchtitan_lite.config import Config
+from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.dump_folder import check_still_held, hold, open_dump_folder
-from torchtitan_lite.formats.manifest import CheckpointError, find_steps
 
 # ---------------------------------------------------------------- the launcher, with a script in place of train.py
 

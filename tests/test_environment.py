@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement as PackagingRequirement
 
 from torchtitan_lite import environment
-from torchtitan_lite.command_lines import TOOLS
+from torchtitan_lite.config.command_lines import TOOLS
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -14,9 +14,9 @@ from torch.distributed.tensor import distribute_tensor
 
 from torchtitan_lite import step
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.tools import explain
-from torchtitan_lite.tools.dry_run import describe_spread, dry_run, fake_group
-from torchtitan_lite.tools.explain_text import describe_slice, draw_mesh, locate
+from torchtitan_lite.plan import explain
+from torchtitan_lite.plan.dry_run import describe_spread, dry_run, fake_group
+from torchtitan_lite.plan.explain_text import describe_slice, draw_mesh, locate
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = ["--config", "debug", "--model.n_layers", "2", "--training.seq_len", "32"]
@@ -113,10 +113,9 @@ def test_against_another_checkout_tells_what_its_code_does_differently(capsys, t
 def test_what_is_no_checkout_or_fails_there_is_refused_in_one_line(capsys, tmp_path):
     assert explain.main([*SMALL, *TP2, "--against", str(tmp_path)]) == 2
     assert re.fullmatch(r"[^\n]*\n  1\. --against = [^\n]* is no checkout: [^\n]*\n", capsys.readouterr().err)
-    tools = tmp_path / "torchtitan_lite" / "tools"
-    tools.mkdir(parents=True)
-    (tools / "explain.py").write_text("raise RuntimeError('first line\\nof two')\n")
-    (tools.parent / "__main__.py").write_text("import torchtitan_lite.tools.explain\n")
+    package = tmp_path / "torchtitan_lite"
+    package.mkdir()
+    (package / "__main__.py").write_text("raise RuntimeError('first line\\nof two')\n")
     assert explain.main([*SMALL, *TP2, "--against", str(tmp_path)]) == 2
     assert re.fullmatch(r"[^\n]*\n  1\. --against = [^\n]* ended with 1: of two\. [^\n]*\n", capsys.readouterr().err)
 

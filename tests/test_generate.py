@@ -6,10 +6,10 @@ from test_model import SHAPES, build_ours, build_theirs
 from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from torchtitan_lite.components.sampling import GenerationError, Sampling, choose_token, generate, limit
+from torchtitan_lite.config.flavors import Shape
 from torchtitan_lite.model.kv_cache import CachedModel, count_cache_bytes
 from torchtitan_lite.model.llama3 import Llama3
-from torchtitan_lite.sizes import Shape
+from torchtitan_lite.tools.sampling import GenerationError, Sampling, choose_token, generate, limit
 
 PLAIN = SHAPES["Llama 3"]
 

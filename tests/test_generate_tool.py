@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from torchtitan_lite.components.checkpoint.one_process import CheckpointWriter
-from torchtitan_lite.components.hugging_face_export import Export, write_folder
-from torchtitan_lite.components.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_lite.config import Config
-from torchtitan_lite.config_reader import REPOSITORY
-from torchtitan_lite.hardware import Machine
+from torchtitan_lite.checkpoint.hugging_face_export import Export, write_folder
+from torchtitan_lite.checkpoint.one_process import CheckpointWriter
+from torchtitan_lite.config.flavors import SHAPES, RopeScaling
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.reader import REPOSITORY
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
-from torchtitan_lite.sizes import SHAPES, RopeScaling
 from torchtitan_lite.tools import generate as tool
 
 SHAPE = replace(SHAPES["debug"], n_layers=2, rope_scaling=RopeScaling(factor=8.0, original_length=64))

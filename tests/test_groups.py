@@ -21,14 +21,14 @@ from layouts import PP, SCHEDULE, TP
 from made_corpora import write_corpus
 
 import train
-from torchtitan_lite import ledger
 from torchtitan_lite import step as stepping
-from torchtitan_lite.components.checkpoint.saving import CheckpointSaver
-from torchtitan_lite.components.checkpoint.storage import StorageWriter
-from torchtitan_lite.config import Checkpoint
+from torchtitan_lite.checkpoint.save import CheckpointSaver
+from torchtitan_lite.checkpoint.storage import StorageWriter
+from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.parallel.mesh import make_host_group
 from torchtitan_lite.parallel.timeouts import list_groups, set_timeouts
-from torchtitan_lite.parallel.traffic_count import FRONT, TrafficCount
+from torchtitan_lite.plan import ledger
+from torchtitan_lite.plan.traffic_count import FRONT, TrafficCount
 
 N_STARTS = int(os.environ.get("STARTS", 3))
 INIT_TIMEOUT_S, TRAIN_TIMEOUT_S = 200, 100  # patient: a loaded machine is no failure

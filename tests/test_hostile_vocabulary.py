@@ -10,15 +10,15 @@ import pytest
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import normalizers
 
-from torchtitan_lite.components.nfc import compose
-from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.config import ConfigError
-from torchtitan_lite.formats.hugging_face_config import HuggingFaceError
-from torchtitan_lite.formats.hugging_face_tokenizer import read_end_ids
-from torchtitan_lite.formats.json_file import read_json_object
-from torchtitan_lite.vocabulary.find_vocabulary import read_vocabulary
-from torchtitan_lite.vocabulary.split_pattern import PUBLISHED
-from torchtitan_lite.vocabulary.tokenizer_json import spell_bytes
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
+from torchtitan_lite.checkpoint.hugging_face_tokenizer import read_end_ids
+from torchtitan_lite.config.json_file import read_json_object
+from torchtitan_lite.config.schema import ConfigError
+from torchtitan_lite.data.find_vocabulary import read_vocabulary
+from torchtitan_lite.data.nfc import compose
+from torchtitan_lite.data.split_pattern import PUBLISHED
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data.tokenizer_json import spell_bytes
 
 EOS = "<|end|>"
 MOST_CPU_S = 10  # of this process, on a slow machine; what is listed here took minutes, or never ended

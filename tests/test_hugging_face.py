@@ -10,16 +10,16 @@ from safetensors.torch import load_file
 from test_model import PLAIN, SHAPES, build_ours, build_theirs
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from torchtitan_lite.components.hugging_face import load_weights, read_slice, read_tensor
-from torchtitan_lite.components.hugging_face_export import Export, plan_files, write_folder
-from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.formats.hugging_face_config import HuggingFaceError, compare_shapes, read_shape
-from torchtitan_lite.formats.hugging_face_folder import list_tensors, open_folder
-from torchtitan_lite.formats.hugging_face_tokenizer import read_end_ids
-from torchtitan_lite.formats.manifest import CheckpointError
+from torchtitan_lite.checkpoint.hugging_face import load_weights, read_slice, read_tensor
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes, read_shape
+from torchtitan_lite.checkpoint.hugging_face_export import Export, plan_files, write_folder
+from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
+from torchtitan_lite.checkpoint.hugging_face_tokenizer import read_end_ids
+from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data.vocabulary import Vocabulary, make_byte_vocabulary
 from torchtitan_lite.model.llama3 import Llama3
-from torchtitan_lite.sizes import Shape
-from torchtitan_lite.vocabulary.vocabulary import Vocabulary, make_byte_vocabulary
 
 TOKENS = torch.randint(128, (2, 200), generator=torch.Generator().manual_seed(3))  # longer than original_length
 

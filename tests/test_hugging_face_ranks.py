@@ -16,16 +16,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtitan_lite.components.checkpoint.exchange import choose_tensors, leave_export, load_initial
-from torchtitan_lite.components.checkpoint.one_process import open_checkpoint
-from torchtitan_lite.components.checkpoint.saving import CheckpointSaver
-from torchtitan_lite.components.hugging_face import load_weights, read_tensor
-from torchtitan_lite.components.hugging_face_export import Export, export_weights, write_folder
-from torchtitan_lite.config import Checkpoint
-from torchtitan_lite.formats.hugging_face_folder import list_tensors, open_folder
-from torchtitan_lite.formats.manifest import CheckpointError
-from torchtitan_lite.tools.ranks import RankFailure
-from torchtitan_lite.vocabulary.vocabulary import make_byte_vocabulary
+from torchtitan_lite.checkpoint.exchange import choose_tensors, leave_export, load_initial
+from torchtitan_lite.checkpoint.hugging_face import load_weights, read_tensor
+from torchtitan_lite.checkpoint.hugging_face_export import Export, export_weights, write_folder
+from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
+from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.checkpoint.one_process import open_checkpoint
+from torchtitan_lite.checkpoint.save import CheckpointSaver
+from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.data.vocabulary import make_byte_vocabulary
+from torchtitan_lite.verify.ranks import RankFailure
 
 SHAPE = compare.resolve_shape(compare.TABLE_CONFIG.model)
 BYTES = make_byte_vocabulary()

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from test_hugging_face import edit_json
 from test_model import PLAIN, SHAPES, build_ours, build_theirs
 
-from torchtitan_lite.formats.hugging_face_config import HuggingFaceError, compare_shapes
-from torchtitan_lite.formats.hugging_face_folder import open_folder
-from torchtitan_lite.formats.safetensors_header import MOST_HEADER_BYTES
-from torchtitan_lite.sizes import Shape
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes
+from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
+from torchtitan_lite.checkpoint.safetensors_header import MOST_HEADER_BYTES
+from torchtitan_lite.config.flavors import Shape
 
 EMBEDDING = "model.embed_tokens.weight"
 

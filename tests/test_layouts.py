@@ -5,7 +5,7 @@ import pytest
 import torch
 from layouts import BFLOAT16, BFLOAT16_LAYOUTS, FP32_TOLERANCE, LAYOUTS, Row
 
-from torchtitan_lite.tools.ranks import RankFailure
+from torchtitan_lite.verify.ranks import RankFailure
 
 
 def measure(pool, oracle, row: Row) -> compare.Difference:

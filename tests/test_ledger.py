@@ -29,17 +29,17 @@ from torch._dynamo.utils import counters
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.metrics import StepMetrics, format_json_line
-from torchtitan_lite.hardware import Machine
-from torchtitan_lite.ledger import RunLedger
-from torchtitan_lite.parallel.action_times import KINDS, ActionTimes, actions_timed, gather_timeline
+from torchtitan_lite.config.cluster import CLUSTERS, ROW_OF_GPU
+from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.parallel.pipeline import list_stages
-from torchtitan_lite.parallel.schedule_order import list_rows
-from torchtitan_lite.parallel.traffic_count import find_most_moved, traffic_counted
-from torchtitan_lite.planning.cluster import CLUSTERS, ROW_OF_GPU
-from torchtitan_lite.planning.ledger import Ledger, describe, open_ledger
-from torchtitan_lite.planning.traffic import Moved
-from torchtitan_lite.tools import plan as plan_tool
-from torchtitan_lite.tools.dry_run import dry_run
+from torchtitan_lite.plan import command as plan_tool
+from torchtitan_lite.plan.action_times import KINDS, ActionTimes, actions_timed, gather_timeline
+from torchtitan_lite.plan.dry_run import dry_run
+from torchtitan_lite.plan.ledger import RunLedger
+from torchtitan_lite.plan.ledger_forecast import Ledger, describe, open_ledger
+from torchtitan_lite.plan.schedule_order import list_rows
+from torchtitan_lite.plan.traffic import Moved
+from torchtitan_lite.plan.traffic_count import find_most_moved, traffic_counted
 
 CPU = Machine("cpu", 1, 2**34, "x86_64 CPU")
 CSV = "parallelism.pipeline_parallel_schedule_csv"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from torchtitan_lite.log import ESCAPE_CODE, Progress, paint, start_logging
+from torchtitan_lite.components.log import ESCAPE_CODE, Progress, paint, start_logging
 
 
 class FakeClock:
@@ -46,7 +46,7 @@ def logger():
 def test_rank_0_writes_info_to_stdout_and_appends_to_log_txt(logger, tmp_path, capsys):
     for text in ("first run", "second run"):
         start_logging(0, tmp_path / "run")
-        logging.getLogger("torchtitan_lite.components.data").info(text)
+        logging.getLogger("torchtitan_lite.data.dataset").info(text)
     out, err = capsys.readouterr()
     assert [line[8:] for line in out.splitlines()] == [" first run", " second run"]  # after 12:30:01
     assert err == ""

@@ -10,19 +10,19 @@ from layouts import ADAMW, CHUNK, COMPILED, MODE, PP, SCHEDULE, TP, ZERO
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.components.out_of_memory import out_of_memory_explained
-from torchtitan_lite.config import Config, ConfigError, Problem, Training
-from torchtitan_lite.config_reader import read_config
-from torchtitan_lite.hardware import Machine
-from torchtitan_lite.layout import plan_layout, resolve_config
-from torchtitan_lite.lever_checks import check_levers
-from torchtitan_lite.memory_levers import count_activation_bytes, count_state_bytes, find_levers
+from torchtitan_lite.config.flavors import count_parameters, resolve_shape
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.layout import plan_layout, resolve_config
+from torchtitan_lite.config.lever_checks import check_levers
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import Config, ConfigError, Problem, Training
 from torchtitan_lite.model.llama3 import rotary_angles
 from torchtitan_lite.parallel.attention_choice import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend
+from torchtitan_lite.plan.memory_levers import count_activation_bytes, count_state_bytes, find_levers
+from torchtitan_lite.plan.out_of_memory import out_of_memory_explained
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.sizes import count_parameters, resolve_shape
-from torchtitan_lite.tools.reduction import reduce_config
+from torchtitan_lite.verify.reduction import reduce_config
 
 GIB = 2**30
 GPU, CPU = Machine("cuda", 1, 141 * 10**9, "NVIDIA H200"), Machine("cpu", 1, 64 * GIB, "a CPU")
@@ -257,7 +257,7 @@ def test_8b_with_bf16_moments_fits_one_h200_and_offloaded_it_is_the_host_that_mu
     assert bound.state_bytes == 8_030_261_248 * 16
     (bound,) = preflight([*args, "--optimizer.moments_dtype=bfloat16"], machine=GPU).memory
     assert bound.state_bytes == 96_363_134_976
-    monkeypatch.setattr("torchtitan_lite.memory_bound.measure_cpu_memory", lambda: 100 * GIB)
+    monkeypatch.setattr("torchtitan_lite.config.memory_bound.measure_cpu_memory", lambda: 100 * GIB)
     args += ["--training.enable_cpu_offload"]
     with pytest.raises(ConfigError, match="119.7 GiB on this host, which has 100.0 GiB"):
         preflight(args, machine=GPU)

@@ -9,6 +9,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_lite.components import metrics as metrics_module
+from torchtitan_lite.components.log import ESCAPE_CODE
 from torchtitan_lite.components.metrics import (
     MetricsWriter,
     PeakMemory,
@@ -20,10 +21,9 @@ from torchtitan_lite.components.metrics import (
     list_scalars,
     read_peak_memory,
 )
-from torchtitan_lite.config import Metrics
-from torchtitan_lite.hardware import peak_flops
-from torchtitan_lite.log import ESCAPE_CODE
-from torchtitan_lite.sizes import SHAPES, FlopsPerToken, count_flops_per_token
+from torchtitan_lite.config.flavors import SHAPES, FlopsPerToken, count_flops_per_token
+from torchtitan_lite.config.hardware import peak_flops
+from torchtitan_lite.config.schema import Metrics
 
 SOME_STEP = StepMetrics(
     step=10,

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from torchtitan_lite.config.flavors import RopeScaling, Shape
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.llama3 import Llama3, init_parameter, rotary_angles
 from torchtitan_lite.parallel.initial_weights import initialize_weights
-from torchtitan_lite.sizes import RopeScaling, Shape
 
 PLAIN = Shape(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=128)
 SHAPES = {

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.layout import plan_layout, resolve_config
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.layout import plan_layout, resolve_config
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.sizes import resolve_shape
 
 # What reads a number, or has as many results as the data say.
 WAITING = (

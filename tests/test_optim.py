@@ -12,7 +12,7 @@ from layouts import ADAMW, COMPILED
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torchtitan_lite.components.checkpoint.state import create_optimizer_state, name_tensors
+from torchtitan_lite.checkpoint.state import create_optimizer_state, name_tensors
 from torchtitan_lite.components.optim import (
     build_optimizer,
     clip_grad_norm,
@@ -20,7 +20,7 @@ from torchtitan_lite.components.optim import (
     learning_rate_factor,
     step_if_finite,
 )
-from torchtitan_lite.config import Compile, LRScheduler, Optimizer
+from torchtitan_lite.config.schema import Compile, LRScheduler, Optimizer
 
 
 def factors(n_steps: int, **keys) -> list[float]:

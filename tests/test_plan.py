@@ -9,9 +9,9 @@ import torch.distributed as dist
 from layouts import PP, TP
 
 from torchtitan_lite import step
-from torchtitan_lite.planning.cluster import find_cluster
-from torchtitan_lite.tools import plan
-from torchtitan_lite.tools.plan_warnings import (
+from torchtitan_lite.config.cluster import find_cluster
+from torchtitan_lite.plan import command as plan
+from torchtitan_lite.plan.plan_warnings import (
     simulate_bubble,
     warn_of_bubble,
     warn_of_few_microbatches,
@@ -19,7 +19,7 @@ from torchtitan_lite.tools.plan_warnings import (
     warn_of_tensor_parallel,
     warn_of_torn_groups,
 )
-from torchtitan_lite.tools.planned import group_pp_ranks, plan_run
+from torchtitan_lite.plan.planned import group_pp_ranks, plan_run
 
 SMALL = ["--config", "debug", "--training.seq_len", "32", "--model.n_layers", "2"]
 H100 = find_cluster("h100")

@@ -34,20 +34,20 @@ from layouts import (
 )
 from torch import nn
 
-from torchtitan_lite.layout import plan_layout, resolve_config
+from torchtitan_lite.config.layout import plan_layout, resolve_config
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.llama3 import Llama3
-from torchtitan_lite.tools.precision_parts import (
+from torchtitan_lite.verify.precision_parts import (
     RoundedContext,
     RoundedDocumentContext,
     RoundedLoss,
     share_out,
     sum_shares,
 )
-from torchtitan_lite.tools.precision_reference import RoundedProcess
-from torchtitan_lite.tools.precision_share import cut, find_short_share, make_late_batch
-from torchtitan_lite.tools.precision_trial import ORDER_OF_SUMS, choose_float8_sizes, try_bfloat16, try_float8
-from torchtitan_lite.tools.reduction import override, reduce_config
+from torchtitan_lite.verify.precision_reference import RoundedProcess
+from torchtitan_lite.verify.precision_share import cut, find_short_share, make_late_batch
+from torchtitan_lite.verify.precision_trial import ORDER_OF_SUMS, choose_float8_sizes, try_bfloat16, try_float8
+from torchtitan_lite.verify.reduction import override, reduce_config
 
 FLOAT32 = {"training.mixed_precision_param": "float32"}
 HEALTHY = {

@@ -15,14 +15,14 @@ from types import SimpleNamespace
 import pytest
 from small_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_corpus, write_inputs
 
-from torchtitan_lite.components.preparation import units, work_folder
-from torchtitan_lite.components.preparation.prepare import prepare_files
-from torchtitan_lite.components.preparation.sources import PreparationError, Source
-from torchtitan_lite.components.preparation.units import choose_split, plan_units
-from torchtitan_lite.components.preparation.work_folder import hold
-from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.config_reader import REPOSITORY
-from torchtitan_lite.corpora import SPLITS, CorpusError, Manifest, read_manifest
+from torchtitan_lite.config.reader import REPOSITORY
+from torchtitan_lite.data import units, work_folder
+from torchtitan_lite.data.corpora import SPLITS, CorpusError, Manifest, read_manifest
+from torchtitan_lite.data.prepare import prepare_files
+from torchtitan_lite.data.sources import PreparationError, Source
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data.units import choose_split, plan_units
+from torchtitan_lite.data.work_folder import hold
 from torchtitan_lite.tools import prepare as tool
 from torchtitan_lite.tools import prepare_report
 from torchtitan_lite.tools.prepare_report import Progress

@@ -20,14 +20,14 @@ from pathlib import Path
 import pytest
 from small_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_corpus, write_inputs
 
-from torchtitan_lite.components.preparation import units, work_folder
-from torchtitan_lite.components.preparation.prepare import make_plan
-from torchtitan_lite.components.preparation.sources import find_sources
-from torchtitan_lite.components.preparation.units import Recipe
-from torchtitan_lite.components.preparation.work_folder import Unfinished, find_missing, hold, open_work
-from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.config_reader import REPOSITORY
-from torchtitan_lite.corpora import CorpusError, read_manifest
+from torchtitan_lite.config.reader import REPOSITORY
+from torchtitan_lite.data import units, work_folder
+from torchtitan_lite.data.corpora import CorpusError, read_manifest
+from torchtitan_lite.data.prepare import make_plan
+from torchtitan_lite.data.sources import find_sources
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data.units import Recipe
+from torchtitan_lite.data.work_folder import Unfinished, find_missing, hold, open_work
 from torchtitan_lite.tools import prepare as tool
 from torchtitan_lite.tools.prepare_workers import send_unit, work
 

@@ -9,16 +9,16 @@ from random import Random
 import pytest
 import torch
 
+from torchtitan_lite.bench.step import make_batch
 from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.components.trace_summary import GROUPS, find_group, summarize_events, summarize_trace
-from torchtitan_lite.config import Config, ConfigError, Model, Profiling, Training
-from torchtitan_lite.hardware import Machine
-from torchtitan_lite.layout import plan_layout, resolve_config
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.layout import plan_layout, resolve_config
+from torchtitan_lite.config.schema import Config, ConfigError, Model, Profiling, Training
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.sizes import resolve_shape
 from torchtitan_lite.step import build_run, train_step
-from torchtitan_lite.tools.bench_step import make_batch
 
 # torch says so at the end of the first period; that is what we want.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.__main__ import TOOLS
-from torchtitan_lite.config_reader import KEYS, find_config_file
+from torchtitan_lite.config.reader import KEYS, find_config_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

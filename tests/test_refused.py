@@ -6,11 +6,11 @@ import compare
 import pytest
 import torch
 
-from torchtitan_lite import layout
-from torchtitan_lite.config import ConfigError
-from torchtitan_lite.refused import REFUSED
-from torchtitan_lite.sizes import resolve_shape
-from torchtitan_lite.tools.ranks import RankFailure
+from torchtitan_lite.config import layout
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.refused import REFUSED
+from torchtitan_lite.config.schema import ConfigError
+from torchtitan_lite.verify.ranks import RankFailure
 
 PP, SCHEDULE = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_schedule"
 ZERO, MODE = "parallelism.zero_stage", "activation_checkpoint.mode"

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan_lite.config import Config, ConfigError
-from torchtitan_lite.config_reader import read_config
-from torchtitan_lite.layout import plan_layout, resolve_config
-from torchtitan_lite.planning.cluster import CLUSTERS, Cluster
-from torchtitan_lite.sizes import Shape, resolve_shape
-from torchtitan_lite.tools.dry_run import dry_run
-from torchtitan_lite.tools.search import Search, find_least_gpus, list_candidates, search, sketch_candidate
-from torchtitan_lite.tools.search_report import (
+from torchtitan_lite.config.cluster import CLUSTERS, Cluster
+from torchtitan_lite.config.flavors import Shape, resolve_shape
+from torchtitan_lite.config.layout import plan_layout, resolve_config
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.plan.dry_run import dry_run
+from torchtitan_lite.plan.search import Search, find_least_gpus, list_candidates, search, sketch_candidate
+from torchtitan_lite.plan.search_report import (
     choose_by_dry_run,
     fill_pipeline,
     format_winner,

@@ -6,23 +6,16 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from torchtitan_lite.config import Config, Parallelism, Training
-from torchtitan_lite.layout import plan_layout
-from torchtitan_lite.parallel import action_times, pipeline
-from torchtitan_lite.parallel.schedule_order import list_rows, order_of
-from torchtitan_lite.pipeline_plan import SCHEDULES
-from torchtitan_lite.planning import simulator, timeline
-from torchtitan_lite.planning.simulator import (
-    Durations,
-    Timeline,
-    count_in_flight,
-    even_durations,
-    extrapolate,
-    simulate,
-)
-from torchtitan_lite.planning.timeline import draw_svg, draw_text, trace_chrome
-from torchtitan_lite.schedule_csv import Action, find_deadlock, find_missing_action
-from torchtitan_lite.sizes import SHAPES
+from torchtitan_lite.config.flavors import SHAPES
+from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.pipeline_csv import Action, find_deadlock, find_missing_action
+from torchtitan_lite.config.pipeline_plan import SCHEDULES
+from torchtitan_lite.config.schema import Config, Parallelism, Training
+from torchtitan_lite.parallel import pipeline
+from torchtitan_lite.plan import action_times, simulator, timeline
+from torchtitan_lite.plan.schedule_order import list_rows, order_of
+from torchtitan_lite.plan.simulator import Durations, Timeline, count_in_flight, even_durations, extrapolate, simulate
+from torchtitan_lite.plan.timeline import draw_svg, draw_text, trace_chrome
 
 
 def run(schedule: str, pp: int, n_microbatches: int, v: int = 1, **durations) -> Timeline:

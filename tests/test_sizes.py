@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan_lite.config import ConfigError, Model
+from torchtitan_lite.config.flavors import SHAPES, count_flops_per_token, count_parameters, resolve_shape
+from torchtitan_lite.config.schema import ConfigError, Model
 from torchtitan_lite.model.llama3 import Llama3
-from torchtitan_lite.sizes import SHAPES, count_flops_per_token, count_parameters, resolve_shape
 
 # As the published checkpoints hold them: Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B.
 PUBLISHED_PARAMETERS = {

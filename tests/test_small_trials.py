@@ -16,14 +16,14 @@ from mutants_of_sizes import LONG
 from torch import nn
 
 from torchtitan_lite import step
-from torchtitan_lite.config import Config
-from torchtitan_lite.config_reader import read_config
+from torchtitan_lite.config.flavors import SHAPES, count_parameters, resolve_shape
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
-from torchtitan_lite.sizes import SHAPES, count_parameters, resolve_shape
-from torchtitan_lite.tools.oracle import BLOCK, make_batch, repeat_block, run_one_process
-from torchtitan_lite.tools.reduction import Reduction, override, reduce_config
-from torchtitan_lite.tools.slices import Slice, join_slices
-from torchtitan_lite.tools.small_trials import (
+from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
+from torchtitan_lite.verify.reference import BLOCK, make_batch, repeat_block, run_one_process
+from torchtitan_lite.verify.slices import Slice, join_slices
+from torchtitan_lite.verify.small_trials import (
     MOST_PARAMETERS,
     deepen,
     fit_shape,
@@ -31,7 +31,7 @@ from torchtitan_lite.tools.small_trials import (
     lengthen,
     measure_available_memory,
 )
-from torchtitan_lite.tools.trials import TRIALS
+from torchtitan_lite.verify.trials import TRIALS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.toml"))

@@ -11,10 +11,10 @@ import torch
 from layouts import ADAMW, BFLOAT16, COMPILED, CP, DOCUMENTS, GATHER, PP, RECOMPUTE, RING, TP, TWO_LAYERS
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.components.data import Batch
 from torchtitan_lite.components.diagnosis import find_non_finite
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
-from torchtitan_lite.sizes import resolve_shape
 
 
 def break_a_step(rank: int, world_size: int, overrides: dict[str, object]) -> tuple[bool, bool]:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import tiktoken
 
-from torchtitan_lite.components.tokenizer import MAX_CHARACTERS, UNUSED, load_tokenizer
-from torchtitan_lite.config import ConfigError
-from torchtitan_lite.config_reader import REPOSITORY
-from torchtitan_lite.corpora import NAMED
-from torchtitan_lite.tools import tokenizer as tool
+from torchtitan_lite.config.reader import REPOSITORY
+from torchtitan_lite.config.schema import ConfigError
+from torchtitan_lite.data.corpora import NAMED
+from torchtitan_lite.data.tokenizer import MAX_CHARACTERS, UNUSED, load_tokenizer
+from torchtitan_lite.tools import train_bpe as tool
 
 SHIPPED = REPOSITORY / "assets" / "tokenizer"
 

@@ -28,22 +28,22 @@ from layouts import (
     Row,
 )
 
-from torchtitan_lite.components.corpus import open_corpus
-from torchtitan_lite.components.data import SampleReader
 from torchtitan_lite.components.optim import learning_rate_factor
-from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.config import LRScheduler
-from torchtitan_lite.layout import plan_layout
-from torchtitan_lite.sizes import resolve_shape
-from torchtitan_lite.tools import train_trial
-from torchtitan_lite.tools.ranks import RankTimeout
-from torchtitan_lite.tools.reduction import Reduction, reduce_config
-from torchtitan_lite.tools.train_checks import StartPlan, find_unlike_peers
-from torchtitan_lite.tools.train_corpus import cut_batch, make_text, write_corpus
-from torchtitan_lite.tools.train_reference import compute_factor
-from torchtitan_lite.tools.train_setup import choose_other_layout, make_config
-from torchtitan_lite.tools.train_start import measure_slice
-from torchtitan_lite.tools.train_trial import try_train
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.schema import LRScheduler
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.dataset import SampleReader
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.verify import train_trial
+from torchtitan_lite.verify.ranks import RankTimeout
+from torchtitan_lite.verify.reduction import Reduction, reduce_config
+from torchtitan_lite.verify.train_checks import StartPlan, find_unlike_peers
+from torchtitan_lite.verify.train_corpus import cut_batch, make_text, write_corpus
+from torchtitan_lite.verify.train_reference import compute_factor
+from torchtitan_lite.verify.train_setup import choose_other_layout, make_config
+from torchtitan_lite.verify.train_start import measure_slice
+from torchtitan_lite.verify.train_trial import try_train
 
 ASYNC = {"checkpoint.async_mode": "async"}
 ACCUMULATION = {"training.local_batch_size": 1}

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.optim import learning_rate_factor
-from torchtitan_lite.config import LRScheduler, Optimizer
-from torchtitan_lite.config_reader import read_config
-from torchtitan_lite.tools import update_trial
-from torchtitan_lite.tools.reduction import reduce_config
-from torchtitan_lite.tools.trials import TRIALS
-from torchtitan_lite.tools.update_reference import (
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import LRScheduler, Optimizer
+from torchtitan_lite.verify import update_trial
+from torchtitan_lite.verify.reduction import reduce_config
+from torchtitan_lite.verify.trials import TRIALS
+from torchtitan_lite.verify.update_reference import (
     LEFT,
     MOMENTS,
     MOVES,
@@ -26,8 +26,8 @@ from torchtitan_lite.tools.update_reference import (
     compute_rate_factor,
     find_decay_start,
 )
-from torchtitan_lite.tools.update_steps import NORMS, Gap, beyond_rounding, choose_positions, draw_gradients
-from torchtitan_lite.tools.update_trial import count_numbers, keep_own_optimizer, try_updates
+from torchtitan_lite.verify.update_steps import NORMS, Gap, beyond_rounding, choose_positions, draw_gradients
+from torchtitan_lite.verify.update_trial import count_numbers, keep_own_optimizer, try_updates
 
 MOMENTS_IN_BFLOAT16 = {**ADAMW, "optimizer.moments_dtype": "bfloat16"}
 FOREACH, FOR_LOOP = {"optimizer.implementation": "foreach"}, {"optimizer.implementation": "for-loop"}

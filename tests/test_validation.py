@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from layouts import CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO
 
 from torchtitan_lite import validation
-from torchtitan_lite.components.corpus import Corpus, open_corpus
-from torchtitan_lite.components.data import HeldOutBatches, SampleReader, prefetch, rows_of_rank
-from torchtitan_lite.components.preparation.prepare import prepare_files
-from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.config import Validation
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.schema import Validation
+from torchtitan_lite.data.corpus import Corpus, open_corpus
+from torchtitan_lite.data.dataset import HeldOutBatches, SampleReader, prefetch, rows_of_rank
+from torchtitan_lite.data.prepare import prepare_files
+from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
-from torchtitan_lite.sizes import resolve_shape
 from torchtitan_lite.validation import is_validated
 
 SEQ_LEN = compare.SEQ_LEN

@@ -17,15 +17,15 @@ from layouts import LAYOUTS
 from mutants import MUTANTS
 
 from torchtitan_lite import step
-from torchtitan_lite.command_lines import make_verify_parser
-from torchtitan_lite.config import Config, ConfigError
-from torchtitan_lite.config_reader import read_config
-from torchtitan_lite.layout import plan_layout
+from torchtitan_lite.config.command_lines import make_verify_parser
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.model.llama3 import FeedForward, Llama3, init_parameter
-from torchtitan_lite.sizes import resolve_shape
-from torchtitan_lite.tools import verify as tool
-from torchtitan_lite.tools.bisection import FEATURES, bisect, find_smallest, list_features, turn_off
-from torchtitan_lite.tools.certificate import (
+from torchtitan_lite.verify import command as tool
+from torchtitan_lite.verify.bisection import FEATURES, bisect, find_smallest, list_features, turn_off
+from torchtitan_lite.verify.certificate import (
     EXIT_STATUS,
     Certificate,
     describe,
@@ -33,15 +33,15 @@ from torchtitan_lite.tools.certificate import (
     record_for_runs,
     report_for_programs,
 )
-from torchtitan_lite.tools.comparison import find_disagreement
-from torchtitan_lite.tools.culprit import name_first_output
-from torchtitan_lite.tools.gradient_trial import FP32_TOLERANCE, load_oracle, save_oracle, try_layout
-from torchtitan_lite.tools.matrix import COLUMNS, ROWS, Cell, describe_grid, plan_cell
-from torchtitan_lite.tools.module_outputs import cut_piece, observe_outputs
-from torchtitan_lite.tools.oracle import make_batch
-from torchtitan_lite.tools.reduction import override, reduce_config
-from torchtitan_lite.tools.trial import Trial
-from torchtitan_lite.tools.trials import TRIALS
+from torchtitan_lite.verify.comparison import find_disagreement
+from torchtitan_lite.verify.culprit import name_first_output
+from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, load_oracle, save_oracle, try_layout
+from torchtitan_lite.verify.matrix import COLUMNS, ROWS, Cell, describe_grid, plan_cell
+from torchtitan_lite.verify.module_outputs import cut_piece, observe_outputs
+from torchtitan_lite.verify.reduction import override, reduce_config
+from torchtitan_lite.verify.reference import make_batch
+from torchtitan_lite.verify.trial import Trial
+from torchtitan_lite.verify.trials import TRIALS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PP, TP, CP = (f"parallelism.{name}_parallel_degree" for name in ("pipeline", "tensor", "context"))

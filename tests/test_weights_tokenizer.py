@@ -8,13 +8,13 @@ import pytest
 import torch
 from test_check import LAPTOP, find_one_problem, write_tokenizer
 
-from torchtitan_lite.components.checkpoint.one_process import CheckpointWriter
-from torchtitan_lite.components.hugging_face_export import Export, write_folder
-from torchtitan_lite.config_reader import read_config
-from torchtitan_lite.formats.hugging_face_folder import list_tensors
+from torchtitan_lite.checkpoint.hugging_face_export import Export, write_folder
+from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
+from torchtitan_lite.checkpoint.one_process import CheckpointWriter
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.data.find_vocabulary import read_vocabulary
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.sizes import resolve_shape
-from torchtitan_lite.vocabulary.find_vocabulary import read_vocabulary
 
 MODEL = ["--model.n_layers=1", "--checkpoint.enable"]
 FROM_THEIRS = ["--checkpoint.initial_load_path=hf", "--checkpoint.initial_load_in_hf"]

@@ -7,8 +7,8 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config import Parallelism
-from torchtitan_lite.layout import plan_zero_stage
+from torchtitan_lite.config.layout import plan_zero_stage
+from torchtitan_lite.config.schema import Parallelism
 
 N_LAYERS, M = 4, 4  # blocks of the table model, microbatches
 N_GROUPS = N_LAYERS + 2  # with embedding and head

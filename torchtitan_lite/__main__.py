@@ -9,7 +9,7 @@ import sys
 from difflib import get_close_matches
 
 from torchtitan_lite import environment  # first: it refuses a Python that is too old
-from torchtitan_lite.command_lines import TOOLS
+from torchtitan_lite.config.command_lines import TOOLS
 
 NEEDED_BY = {"check": ["tomli"]}  # every other tool needs all packages
 
@@ -18,7 +18,7 @@ def main(args: list[str]) -> int:
     """Exit status: the tool's own (0 fine, 1 the answer is no, 2 wrong input); 2 where there is no such tool."""
     if not args or args[0] in ("-h", "--help"):
         print("python -m torchtitan_lite TOOL ...    (TOOL --help says more)\n")
-        for name, make_parser in TOOLS.items():
+        for name, (_, make_parser) in TOOLS.items():
             print(f"  {name:10} {make_parser().description.partition(chr(10))[0]}")
         return 0
     name, *rest = args
@@ -27,9 +27,10 @@ def main(args: list[str]) -> int:
         remedy = f"The nearest is {near[0]}." if near else f"There are {', '.join(TOOLS)}."
         print(f"There is no tool named {name!r}. {remedy}", file=sys.stderr)
         return 2
-    TOOLS[name]().parse_known_args(rest)  # --help and mistyped options end here
+    module, make_parser = TOOLS[name]
+    make_parser().parse_known_args(rest)  # --help and mistyped options end here
     environment.continue_with_packages(only=NEEDED_BY.get(name))
-    return importlib.import_module(f"torchtitan_lite.tools.{name}").main(rest)
+    return importlib.import_module(f"torchtitan_lite.{module}").main(rest)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from torchtitan_lite.config import Config
-from torchtitan_lite.config_reader import dump_config_toml
-from torchtitan_lite.config_values import get_value
-from torchtitan_lite.formats.manifest import CheckpointError
+from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.config.reader import dump_config_toml
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.values import get_value
 
 LOCK = "lock"
 # Whatever a run writes into the dump folder itself; metrics.jsonl.new becomes metrics.jsonl.

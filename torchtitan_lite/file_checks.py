@@ -5,8 +5,8 @@ is deleted first. Writes nothing.
 import os
 from pathlib import Path
 
-from torchtitan_lite.config import Config, PathLimits, Problem
-from torchtitan_lite.config_values import get_value
+from torchtitan_lite.config.schema import Config, PathLimits, Problem
+from torchtitan_lite.config.values import get_value
 from torchtitan_lite.dump_folder import FILES, FOLDERS
 
 READ = (  # keys that name files which a run reads

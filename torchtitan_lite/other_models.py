@@ -9,11 +9,11 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtitan_lite.config import Config, Problem
-from torchtitan_lite.formats.hugging_face_config import HuggingFaceError, compare_shapes, find_unwritable
-from torchtitan_lite.formats.hugging_face_folder import open_folder
-from torchtitan_lite.formats.manifest import CheckpointError, read_manifest
-from torchtitan_lite.sizes import Shape
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes, find_unwritable
+from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
+from torchtitan_lite.checkpoint.manifest import CheckpointError, read_manifest
+from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.schema import Config, Problem
 
 KEY = "checkpoint.initial_load_path"
 

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from torchtitan_lite.certificates import describe_coverage, find_certificate
-from torchtitan_lite.compilers import check_compilers
-from torchtitan_lite.config import Config, ConfigError, Optimizer, Parallelism, Problem
-from torchtitan_lite.config_reader import read_config
-from torchtitan_lite.corpora import NAMED, check_corpora, check_weights
+from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps, read_manifest
+from torchtitan_lite.config.certificates import describe_coverage, find_certificate
+from torchtitan_lite.config.compilers import check_compilers
+from torchtitan_lite.config.flavors import Shape, resolve_shape
+from torchtitan_lite.config.float8_plan import check_float8_machine, describe_float8
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
+from torchtitan_lite.config.lever_checks import check_levers
+from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import Config, ConfigError, Optimizer, Parallelism, Problem
+from torchtitan_lite.data.corpora import NAMED, check_corpora, check_weights
+from torchtitan_lite.data.vocabulary import Vocabulary
 from torchtitan_lite.file_checks import check_files
-from torchtitan_lite.float8_plan import check_float8_machine, describe_float8
-from torchtitan_lite.formats.manifest import CheckpointError, find_steps, read_manifest
-from torchtitan_lite.hardware import Machine
-from torchtitan_lite.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
-from torchtitan_lite.lever_checks import check_levers
-from torchtitan_lite.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.other_models import check_export, check_initial_load
-from torchtitan_lite.sizes import Shape, resolve_shape
-from torchtitan_lite.vocabulary.vocabulary import Vocabulary
 from torchtitan_lite.weights_tokenizer import choose_tokenizer
 
 

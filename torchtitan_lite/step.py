@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from torchtitan_lite.components.data import Batch
 from torchtitan_lite.components.optim import (
     build_lr_scheduler,
     build_optimizer,
@@ -27,8 +26,10 @@ from torchtitan_lite.components.optim import (
     compile_optimizer,
     step_if_finite,
 )
-from torchtitan_lite.config import Config
-from torchtitan_lite.layout import Layout
+from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model import llama3
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel.context_parallel import shard_sequence
@@ -39,7 +40,6 @@ from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule
 from torchtitan_lite.parallel.tensor_parallel import loss_context
-from torchtitan_lite.sizes import Shape
 
 # TOML's model.name -> (class, rule for the initial weights of one parameter). A fork adds its row here.
 MODELS = {"llama3": (llama3.Llama3, llama3.init_parameter)}

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lite.components.data import Batch
-from torchtitan_lite.config import Validation
+from torchtitan_lite.config.schema import Validation
+from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.step import Run, forward_only, take_pieces
 

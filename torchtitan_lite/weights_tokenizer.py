@@ -12,11 +12,11 @@ Another tokenizer is refused. Its ids are those of other words, and nothing but 
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.config import Config, ConfigError, Problem
-from torchtitan_lite.formats.hugging_face_config import CONFIG
-from torchtitan_lite.formats.manifest import CheckpointError, Manifest, find_steps, read_manifest
-from torchtitan_lite.vocabulary.find_vocabulary import KEY, find_tokenizer, read_vocabulary
-from torchtitan_lite.vocabulary.vocabulary import Vocabulary
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG
+from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps, read_manifest
+from torchtitan_lite.config.schema import Config, ConfigError, Problem
+from torchtitan_lite.data.find_vocabulary import KEY, find_tokenizer, read_vocabulary
+from torchtitan_lite.data.vocabulary import Vocabulary
 
 AUTO = "auto"
 SHIPPED = "assets/tokenizer"

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
-from torchtitan_lite.components.checkpoint.staging import share_of
+from torchtitan_lite.checkpoint.staging import share_of
 
 
 class AdamWBFloat16(AdamW):

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from torchtitan_lite.config import Metrics
-from torchtitan_lite.log import paint
-from torchtitan_lite.sizes import FlopsPerToken
+from torchtitan_lite.components.log import paint
+from torchtitan_lite.config.flavors import FlopsPerToken
+from torchtitan_lite.config.schema import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class StepMetrics:
     val_loss: float | None = None  # on held-out documents, nats per token; None where the step was not validated
     val_perplexity: float | None = None
     val_bits_per_byte: float | None = None
-    # Forecast and measured costs of one early step, as planning/ledger.py has them: in the first line after that step.
+    # Forecast and measured costs of one early step (plan/ledger_forecast.py), in the first line after that step.
     ledger: dict[str, object] | None = None
 
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16
-from torchtitan_lite.config import Compile, LRScheduler, Optimizer
+from torchtitan_lite.config.schema import Compile, LRScheduler, Optimizer
 
 # TOML's optimizer.name -> the optimizer over the parameters of all parts of this rank
 OPTIMIZERS = {

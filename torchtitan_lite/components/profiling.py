@@ -19,7 +19,7 @@ import torch
 from torch.profiler import profile, schedule
 
 from torchtitan_lite.components.trace_summary import summarize_trace
-from torchtitan_lite.config import Profiling
+from torchtitan_lite.config.schema import Profiling
 
 logger = logging.getLogger(__name__)
 

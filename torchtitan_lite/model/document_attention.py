@@ -1,7 +1,7 @@
 """Attention that stops at the borders of documents packed into a sequence: a token sees its document up to itself.
 
     doc_ids     0 0 0 1 1 2 2 2       keys that query 4 sees: 3, 4
-    positions   0 1 2 0 1 0 1 2       restart with each document (components/data.py)
+    positions   0 1 2 0 1 0 1 2       restart with each document (data/dataset.py)
 
 On a CPU an explicit mask (B, 1, queries, keys), which is readable and slow. On CUDA flex attention: document_blocks.py.
 

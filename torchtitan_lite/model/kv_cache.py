@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.sizes import Shape
+from torchtitan_lite.config.flavors import Shape
 
 
 class CachedAttention(nn.Module):

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_lite.config.flavors import Shape
 from torchtitan_lite.model.document_attention import DocumentAttention
 from torchtitan_lite.model.head import Head
-from torchtitan_lite.sizes import Shape
 
 
 class Llama3(nn.Module):

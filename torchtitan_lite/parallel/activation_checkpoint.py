@@ -21,7 +21,7 @@ import torch._functorch.config as partitioner_config
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan_lite.config import ActivationCheckpoint
+from torchtitan_lite.config.schema import ActivationCheckpoint
 from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 
 # Outputs worth their memory: expensive to compute, or fetched from other ranks. Looked up by name, for torch builds

@@ -12,10 +12,10 @@ Nothing is chosen here: the question goes to the function by which SDPA decides.
 import torch
 from torch.nn.attention import SDPBackend
 
-from torchtitan_lite.config import Config
-from torchtitan_lite.layout import Layout
+from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.attention_kernels import KERNELS, choose_kernel
-from torchtitan_lite.sizes import Shape
 
 SDPA_KERNELS = {
     SDPBackend.CUDNN_ATTENTION: "cuDNN",

@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from torchtitan_lite.config import Float8
-from torchtitan_lite.float8_plan import plan_float8
+from torchtitan_lite.config.float8_plan import plan_float8
+from torchtitan_lite.config.schema import Float8
 from torchtitan_lite.model.float8_linear import E4M3, Float8Linear, Float8Multiply, cast, choose_scale
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan_lite.layout import MESH_DIMS, Layout
+from torchtitan_lite.config.layout import MESH_DIMS, Layout
 
 
 @dataclass(frozen=True)

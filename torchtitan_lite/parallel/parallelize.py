@@ -19,9 +19,9 @@ compile x TP x FSDP x PP), keeps FQNs clean, and nothing is recompiled.
 import torch
 from torch import nn
 
-from torchtitan_lite.config import Compile, Config
-from torchtitan_lite.float8_plan import uses_float8
-from torchtitan_lite.layout import Layout
+from torchtitan_lite.config.float8_plan import uses_float8
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schema import Compile, Config
 from torchtitan_lite.parallel.activation_checkpoint import (
     apply_recompute,
     plan_recompute,

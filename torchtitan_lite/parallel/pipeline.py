@@ -30,8 +30,8 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from torchtitan_lite.config import Parallelism
-from torchtitan_lite.layout import Layout
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schema import Parallelism
 
 
 def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:

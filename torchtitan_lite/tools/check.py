@@ -7,14 +7,14 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from torchtitan_lite.command_lines import make_check_parser
-from torchtitan_lite.config import ConfigError, Problem
-from torchtitan_lite.hardware import Machine, detect_machine
-from torchtitan_lite.memory_bound import GIB, MemoryBound
-from torchtitan_lite.planning.cluster import describe_node, find_cluster
+from torchtitan_lite.config.cluster import describe_node, find_cluster
+from torchtitan_lite.config.command_lines import make_check_parser
+from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters, is_counted
+from torchtitan_lite.config.hardware import Machine, detect_machine
+from torchtitan_lite.config.memory_bound import GIB, MemoryBound
+from torchtitan_lite.config.schema import ConfigError, Problem
+from torchtitan_lite.config.shown import show_text
 from torchtitan_lite.preflight import Prepared, preflight
-from torchtitan_lite.shown import show_text
-from torchtitan_lite.sizes import count_flops_per_token, count_parameters, is_counted
 
 
 @dataclass(frozen=True)

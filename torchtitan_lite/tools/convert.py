@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_lite.command_lines import make_convert_parser
-from torchtitan_lite.components.checkpoint.one_process import CheckpointWriter
-from torchtitan_lite.components.hugging_face_export import Export, convert_dtype, write_folder
-from torchtitan_lite.formats.hugging_face_config import CONFIG, HuggingFaceError, find_unwritable
-from torchtitan_lite.formats.hugging_face_folder import list_tensors
-from torchtitan_lite.formats.manifest import UNFINISHED, CheckpointError
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, find_unwritable
+from torchtitan_lite.checkpoint.hugging_face_export import Export, convert_dtype, write_folder
+from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
+from torchtitan_lite.checkpoint.manifest import UNFINISHED, CheckpointError
+from torchtitan_lite.checkpoint.one_process import CheckpointWriter
+from torchtitan_lite.config.command_lines import make_convert_parser
+from torchtitan_lite.config.flavors import count_parameters
 from torchtitan_lite.model.llama3 import Llama3
-from torchtitan_lite.sizes import count_parameters
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 from torchtitan_lite.tools.prepare_report import Progress
 

@@ -13,15 +13,15 @@ from unicodedata import category
 
 import torch
 
-from torchtitan_lite.command_lines import make_generate_parser
-from torchtitan_lite.components.sampling import GenerationError, Sampling, generate
-from torchtitan_lite.components.tokenizer import Tokenizer
-from torchtitan_lite.formats.hugging_face_config import HuggingFaceError
-from torchtitan_lite.formats.manifest import CheckpointError
-from torchtitan_lite.hardware import detect_machine
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
+from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.config.command_lines import make_generate_parser
+from torchtitan_lite.config.hardware import detect_machine
+from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.parallel.mesh import choose_device
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
+from torchtitan_lite.tools.sampling import GenerationError, Sampling, generate
 
 
 class PromptError(ValueError):

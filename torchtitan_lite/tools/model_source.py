@@ -16,16 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from torchtitan_lite.components.checkpoint.one_process import OpenCheckpoint, open_checkpoint
-from torchtitan_lite.components.hugging_face import read_tensor
-from torchtitan_lite.components.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_lite.config import ConfigError
-from torchtitan_lite.formats.hugging_face_config import CONFIG, read_beside
-from torchtitan_lite.formats.hugging_face_folder import open_folder
-from torchtitan_lite.formats.hugging_face_tokenizer import read_end_ids
-from torchtitan_lite.formats.manifest import MANIFEST, Manifest, find_steps
+from torchtitan_lite.checkpoint.hugging_face import read_tensor
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, read_beside
+from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
+from torchtitan_lite.checkpoint.hugging_face_tokenizer import read_end_ids
+from torchtitan_lite.checkpoint.manifest import MANIFEST, Manifest, find_steps
+from torchtitan_lite.checkpoint.one_process import OpenCheckpoint, open_checkpoint
+from torchtitan_lite.config.flavors import RopeScaling, Shape, count_parameters
+from torchtitan_lite.config.schema import ConfigError
+from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.kv_cache import count_cache_bytes
-from torchtitan_lite.sizes import RopeScaling, Shape, count_parameters
 from torchtitan_lite.step import MODELS
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # a CPU is slower in bfloat16

@@ -5,16 +5,16 @@ import json
 import sys
 from pathlib import Path
 
-from torchtitan_lite.command_lines import make_prepare_parser
-from torchtitan_lite.components.preparation.prepare import commit, finish_unit, make_plan
-from torchtitan_lite.components.preparation.shards import SOURCES
-from torchtitan_lite.components.preparation.sources import PreparationError, find_sources
-from torchtitan_lite.components.preparation.units import Recipe
-from torchtitan_lite.components.preparation.work_folder import Unfinished, count_bytes, open_work
-from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.config import ConfigError
-from torchtitan_lite.corpora import MANIFEST, SPLITS, CorpusError, parse_manifest
-from torchtitan_lite.file_hashes import find_damage
+from torchtitan_lite.config.command_lines import make_prepare_parser
+from torchtitan_lite.config.file_hashes import find_damage
+from torchtitan_lite.config.schema import ConfigError
+from torchtitan_lite.data.corpora import MANIFEST, SPLITS, CorpusError, parse_manifest
+from torchtitan_lite.data.prepare import commit, finish_unit, make_plan
+from torchtitan_lite.data.shards import SOURCES
+from torchtitan_lite.data.sources import PreparationError, find_sources
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data.units import Recipe
+from torchtitan_lite.data.work_folder import Unfinished, count_bytes, open_work
 from torchtitan_lite.tools.prepare_report import Progress, count, describe, describe_left_out
 from torchtitan_lite.tools.prepare_workers import make_units_in_parallel
 

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TextIO
 
-from torchtitan_lite.components.preparation.prepare import PreparedCorpus
-from torchtitan_lite.log import ERASE_LINE
+from torchtitan_lite.components.log import ERASE_LINE
+from torchtitan_lite.data.prepare import PreparedCorpus
 
 
 class Progress:

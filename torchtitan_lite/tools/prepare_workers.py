@@ -16,12 +16,12 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from torchtitan_lite.components.preparation.documents import Part
-from torchtitan_lite.components.preparation.prepare import finish_unit
-from torchtitan_lite.components.preparation.sources import PreparationError
-from torchtitan_lite.components.preparation.units import Recipe
-from torchtitan_lite.components.preparation.work_folder import Plan, Unfinished, count_bytes, share
-from torchtitan_lite.components.tokenizer import load_tokenizer
+from torchtitan_lite.data.documents import Part
+from torchtitan_lite.data.prepare import finish_unit
+from torchtitan_lite.data.sources import PreparationError
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data.units import Recipe
+from torchtitan_lite.data.work_folder import Plan, Unfinished, count_bytes, share
 
 REPORT_BYTES = 2**18
 

@@ -1,0 +1,240 @@
+"""The contenders of `bench step`: one optimizer step of the same shape on the same batch.
+
+    trainer        train_step as train.py calls it: counted tokens, FSDP2 on one rank, gradient norm, clipping, the
+                   finite flag read after every step, learning-rate schedule
+    bare_loop      the loop that one writes by hand around the same model class; nothing from step.py, and of
+                   parallel/ only the initial weights
+    transformers   Hugging Face's Llama of the same shape in that same loop
+    compiled       trainer with compile.enable
+
+Loading data is not part of it: the batch lies on the device. No contender recomputes anything in backward. Before
+anything is timed, trainer and bare loop must have the same losses: a ratio compares equals, or it is not printed. The
+GiB are what a step allocates beside weights and moments, measured after the rounds.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from torchtitan_lite.bench.head_memory import compare_head_memory
+from torchtitan_lite.bench.rounds import Report, measure_rounds
+from torchtitan_lite.bench.setting import read_setting
+from torchtitan_lite.bench.step_memory import measure_step_memory
+from torchtitan_lite.config.flavors import Shape, count_flops_per_token, count_parameters, resolve_shape
+from torchtitan_lite.config.hardware import detect_machine, peak_flops
+from torchtitan_lite.config.layout import plan_layout, resolve_config
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Training
+from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.model.llama3 import Llama3, init_parameter
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.parallel.mesh import build_mesh, choose_device
+from torchtitan_lite.step import build_run, train_step
+
+try:
+    import transformers  # not among the packages that training needs: without it, one row says so
+except ModuleNotFoundError:
+    transformers = None
+
+# float32 on CUDA too, and a constant learning rate: as in the bare loop.
+STEP_CONFIG = Config(
+    model=Model(flavor="debug", dim=256, n_layers=8, n_heads=8, n_kv_heads=4, ffn_dim=704, vocab_size=2304),
+    lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
+    training=Training(local_batch_size=8, seq_len=256, mixed_precision_param="float32"),
+    activation_checkpoint=ActivationCheckpoint(mode="none"),
+)
+
+RATIO_OF = {  # ratio -> (contender, the one it is divided by)
+    "bare_loop": ("trainer", "bare_loop"),
+    "transformers": ("trainer", "transformers"),
+    "compile_over_eager": ("compiled", "trainer"),
+}
+
+GIB = 2**30
+N_WARM_UP_STEPS = 2  # the first one allocates and compiles
+LOSS_TOLERANCE = 1e-5  # relative, between contenders that start from the same weights
+
+TrainStep = Callable[[], Tensor]  # one optimizer step on the batch -> its loss, () on the device
+
+
+class Absent(Exception):
+    """A contender that cannot run here, and why."""
+
+
+class UnequalContenders(Exception):
+    """Contenders that do not compute the same, so that their speeds cannot be compared."""
+
+
+def bench_step(*, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CONFIG) -> Report:
+    """Measures all contenders on one thread, or one GPU: what is compared is code, not how it shares a machine."""
+    machine = detect_machine()
+    device = choose_device(0, machine.device_type)
+    torch.set_num_threads(1)
+    shape = resolve_shape(config.model)
+    batch = make_batch(config, shape).to(device)
+    with one_rank_group(device):
+        builders = {name: partial(build, config, shape, batch, device) for name, build in CONTENDERS.items()}
+        contenders, absent = warm_up(builders)
+        step_times_s = measure_rounds(
+            contenders,
+            n_rounds=n_rounds,
+            n_steps=n_steps,
+            wait_for_device=torch.cuda.synchronize if device.type == "cuda" else lambda: None,
+        )
+        memory_gib = {name: measure_step_memory(step, device) / GIB for name, step in contenders.items()}
+    setting = {
+        **read_setting("step", "transformers"),
+        "threads": torch.get_num_threads(),
+        "parameters": count_parameters(shape),
+        "shape": asdict(shape),
+        "batch": {"sequences": config.training.local_batch_size, "seq_len": config.training.seq_len},
+        "dtype": config.training.mixed_precision_param,
+        "rounds": {"n_rounds": n_rounds, "n_steps": n_steps},
+    }
+    return Report(
+        setting,
+        "tokens",
+        dict.fromkeys(step_times_s, batch.tokens.numel()),
+        step_times_s,
+        absent,
+        RATIO_OF,
+        compare_head_memory(config.training.loss_chunk_tokens),
+        flops_per_token=dict.fromkeys(step_times_s, count_flops_per_token(shape, config.training.seq_len)),
+        peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
+        memory_gib=memory_gib,
+    )
+
+
+@contextmanager
+def one_rank_group(device: torch.device) -> Iterator[None]:
+    """A process group of this process alone, which the trainer needs; no launcher, no address."""
+    cuda = device.type == "cuda"
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device if cuda else None)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def make_batch(config: Config, shape: Shape) -> Batch:
+    """Random tokens, all of them counted."""
+    n_rows, seq_len = config.training.local_batch_size, config.training.seq_len
+    generator = torch.Generator().manual_seed(config.debug.seed)
+    tokens = torch.randint(shape.vocab_size, (n_rows, seq_len + 1), generator=generator)
+    positions = torch.arange(seq_len).repeat(n_rows, 1)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, torch.zeros_like(positions))
+
+
+def build_trainer(config: Config, shape: Shape, batch: Batch, device: torch.device) -> TrainStep:
+    layout = plan_layout(config, shape, world_size=1)
+    run = build_run(resolve_config(config, layout, device.type), shape, layout, build_mesh(layout, device.type), device)
+
+    def step() -> Tensor:
+        result = train_step(run, batch)
+        if not result.finite:  # read after every step, as train.py does: the host waits for the device
+            raise UnequalContenders("the trainer's gradient norm is not finite: it skips updates that others make")
+        return result.loss
+
+    return step
+
+
+def build_compiled(config: Config, shape: Shape, batch: Batch, device: torch.device) -> TrainStep:
+    return build_trainer(replace(config, compile=replace(config.compile, enable=True)), shape, batch, device)
+
+
+def build_bare_loop(config: Config, shape: Shape, batch: Batch, device: torch.device) -> TrainStep:
+    with device:
+        model = Llama3(shape)
+    initialize_weights(model, init_parameter, config.debug.seed)
+    return write_bare_loop(model, lambda: model(batch.tokens, positions=batch.positions), batch.targets, config)
+
+
+def build_transformers(config: Config, shape: Shape, batch: Batch, device: torch.device) -> TrainStep:
+    """Its initial weights are its own: the speed does not depend on them."""
+    if transformers is None:
+        raise Absent("transformers is not installed")
+    llama_config = transformers.LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.dim,
+        intermediate_size=shape.ffn_dim,
+        num_hidden_layers=shape.n_layers,
+        num_attention_heads=shape.n_heads,
+        num_key_value_heads=shape.n_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=config.training.seq_len,
+        tie_word_embeddings=shape.tie_embeddings,
+        attn_implementation="sdpa",
+        dtype=torch.float32,
+    )
+    with device:
+        model = transformers.LlamaForCausalLM(llama_config).train()
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if n_parameters != count_parameters(shape):
+        raise UnequalContenders(f"transformers' Llama has {n_parameters} parameters, not {count_parameters(shape)}")
+    return write_bare_loop(model, lambda: model(batch.tokens, use_cache=False).logits, batch.targets, config)
+
+
+def write_bare_loop(
+    model: nn.Module, compute_logits: Callable[[], Tensor], targets: Tensor, config: Config
+) -> TrainStep:
+    """A training step as one writes it by hand, with the trainer's numbers."""
+    section = config.optimizer
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=section.lr,
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        fused=True,
+    )
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(compute_logits().flatten(0, 1), targets.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def warm_up(builders: dict[str, Callable[[], TrainStep]]) -> tuple[dict[str, TrainStep], dict[str, str]]:
+    """Builds the contenders and makes their first steps. Returns those that run, and why the others do not.
+
+    Raises UnequalContenders where the trainer, eager or compiled, has other losses than the bare loop. The second loss
+    follows from the first update, so it tells about gradients and optimizer too.
+    """
+    steps, losses, absent = {}, {}, {}
+    for name, build in builders.items():
+        try:
+            step = build()
+            losses[name] = torch.stack([step() for _ in range(N_WARM_UP_STEPS)])
+            steps[name] = step
+        except Absent as error:
+            absent[name] = str(error)
+        except BackendCompilerFailed as error:
+            absent[name] = str(error.inner_exception).partition("\n")[0]  # without a C++ compiler: that there is none
+    expected = losses["bare_loop"]
+    for name in ("trainer", "compiled"):
+        if name in losses and not torch.allclose(losses[name], expected, rtol=LOSS_TOLERANCE, atol=0):
+            raise UnequalContenders(
+                f"{name} and bare_loop start from the same weights and do not compute the same: "
+                f"their first losses are {losses[name].tolist()} and {expected.tolist()}"
+            )
+    return steps, absent
+
+
+CONTENDERS: dict[str, Callable[..., TrainStep]] = {
+    "trainer": build_trainer,
+    "bare_loop": build_bare_loop,
+    "transformers": build_transformers,
+    "compiled": build_compiled,
+}

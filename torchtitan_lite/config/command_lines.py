@@ -1,0 +1,305 @@
+"""The command line of each tool of `python -m torchtitan_lite`, and what its --help says.
+
+The first line of a description is what the tool answers. Standard library only, and no tool is imported: help needs no
+packages and takes no time, and a mistyped option is refused before they are loaded. A tool parses with the same parser.
+"""
+
+import argparse
+import math
+import os
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+
+from torchtitan_lite.config.bounded_parser import BoundedParser
+
+OF_THE_CONFIG = "Any further argument is the config's: --config NAME_OR_PATH, --section.key value.\n"
+
+
+def make_parser(name: str, description: str, epilog: str) -> ArgumentParser:
+    """One style for all: the text as it is written. No option may be shortened: it could be a key of the config."""
+    return BoundedParser(
+        f"python -m torchtitan_lite {name}",
+        description=description.strip(),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def make_check_parser() -> ArgumentParser:
+    description = """
+Is this config sound on this many ranks? (without torch, under a second)
+
+Says what the run will be, or every problem that would stop it. run_train.sh asks it before torchrun, because torchrun
+turns every failure into exit status 1.
+
+Without options, or with --launch, the run is one on this host: NGPU ranks (default: all GPUs; on a CPU what the degrees
+multiply to, else 2) on each of NNODES hosts like this one, and everything is judged. --ranks and --gpus ask about a run
+elsewhere: degrees, batch and files are judged, compilers are not. What only GPUs can do, and memory, are judged by what
+--gpu names; with --ranks the one is judged by this host, the other not at all."""
+    epilog = "Environment: NGPU (ranks per host; on a CPU too), NNODES (hosts). Exit status: 0 sound, 2 not."
+    parser = make_parser("check", description, OF_THE_CONFIG + epilog)
+    add = parser.add_argument
+    add("--ranks", metavar="N", help="judge a run of N ranks elsewhere, but not its memory")
+    add("--gpus", metavar="N", help="judge a run on N GPUs elsewhere, with their memory")
+    add("--gpu", help="what they are: a row of config/cluster.py, as for plan; default: h100")
+    add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
+    add("--json", action="store_true", help="print for programs")
+    add("--launch", action="store_true", help="print the ranks of one host; the verdict goes to stderr")
+    return parser
+
+
+def make_prepare_parser() -> ArgumentParser:
+    description = """
+Makes a corpus to train on of text, JSONL and folders of these.
+
+The corpus is a folder of token shards, which `--training.dataset FOLDER` names. It is made of .txt, .md and source
+files, one document each, and .jsonl, one document a line; .gz of all these; and folders. Of a folder, files whose
+suffix is not known as text are left out and counted; hidden ones are left out. A file that is named itself is read,
+unless it looks binary.
+
+It may be killed at any time: the same command continues, and ends with the same bytes. OUT is whole or absent.
+`prepare --check FOLDER` reads a corpus again and compares every file with its manifest."""
+    epilog = "Exit status: 0 fine, 1 it could not be finished or --check found damage, 2 wrong input."
+    parser = make_parser("prepare", description, epilog)
+    add = parser.add_argument
+    add("inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER", help="in the order of the corpus")
+    add("--out", metavar="FOLDER", help="where the corpus will be")
+    add("--tokenizer", default="assets/tokenizer", metavar="FOLDER", help="(%(default)s)")
+    help = "of the documents, kept for validation (%(default)s)"
+    add("--held-out", type=number(float, 0, 1, but=1), default=0.01, metavar="SHARE", help=help)
+    add("--field", default="text", help="of a line of .jsonl, which holds the text (%(default)s)")
+    add("--suffix", action="append", default=[], metavar=".X", help="also read files *.X of folders, one document each")
+    help = "count lines that are not JSON or have no text, instead of stopping at the first"
+    add("--skip-bad", action="store_true", help=help)
+    help = "(%(default)s, the cores that this process may use)"
+    add("--processes", type=number(int, 1), default=count_cores(), metavar="N", help=help)
+    add("--overwrite", action="store_true", help="replace the corpus that is there, once the new one is whole")
+    add("--start-over", action="store_true", help="delete what another command left unfinished for the same --out")
+    add("--json", action="store_true", help="print the result for programs")
+    add("--check", metavar="FOLDER", help="compare a corpus with its manifest, and do nothing else")
+    return parser
+
+
+def make_tokenizer_parser() -> ArgumentParser:
+    description = "Learns a small BPE vocabulary from the python_stdlib corpus, as it made the one of assets/tokenizer."
+    parser = make_parser("tokenizer", description, "Exit status: 0 written, 2 wrong input.")
+    add = parser.add_argument
+    help = "tokens to have, the 256 bytes included (%(default)s)"
+    add("--vocab", type=number(int, 256), default=2048, metavar="N", help=help)
+    add("--out", default="assets/tokenizer", metavar="FOLDER", help="folder for tokenizer.model (%(default)s)")
+    return parser
+
+
+def make_verify_parser() -> ArgumentParser:
+    description = """
+Does this layout compute the single-device model? A certificate, or the culprit.
+
+Runs the config, reduced to laptop size, on processes of this CPU beside one process with the same model file, in
+several trials: wide, deep, long, at real width; the run's own optimizer; train.py; bfloat16 and float8 where the run
+computes in them. Where something differs, it names the first thing that does.
+
+The layout that was asked for is tried where it fits the ranks; else a smaller one, and the verdict says which.
+
+Both sides share the model file, so that a mistake in it is in both. `--against-hf FOLDER` runs no layout: it compares
+the model file with transformers' Llama, both with the weights of that Hugging Face folder: logits, loss, gradient of
+every parameter."""
+    epilog = """Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished.
+With --against-hf: 0 equal, 1 not, 2 wrong input, no transformers, or too little memory."""
+    parser = make_parser("verify", description, OF_THE_CONFIG + epilog)
+    add = parser.add_argument
+    help = "processes at most, up to 16; default: 8. The more, the nearer to the real mesh"
+    add("--ranks", type=int, default=8, choices=range(1, 17), metavar="N", help=help)
+    help = "for how long ranks may be silent in one trial (%(default)s)"
+    add("--timeout", type=number(int, 1), default=300, metavar="SECONDS", help=help)
+    help = "compare the real dim, ffn_dim and vocabulary as far as memory allows, for minutes if need be"
+    add("--full-width", action="store_true", help=help)
+    add("--bf16", action="store_true", help="try bfloat16 also where the config says float32")
+    add("--bisect", action="store_true", help="where the wide trial fails, find the smallest combination that does")
+    add("--matrix", action="store_true", help="thirty layouts of this model instead of its own")
+    add("--verbose", action="store_true", help="every parameter instead of the worst of each kind")
+    help = "instead of a layout, compare the model file with transformers' Llama of this Hugging Face folder"
+    add("--against-hf", type=Path, metavar="FOLDER", help=help)
+    add("--json", action="store_true", help="print for programs, every parameter included")
+    return parser
+
+
+def make_plan_parser() -> ArgumentParser:
+    description = """
+What does this layout cost on these GPUs: memory, traffic, bubble and time? Which layouts are best?
+
+    memory, traffic, FLOPs    what step.py does as one rank of each kind
+    bubble, time, tokens/s    the schedule, simulated with the closed form's durations
+    warnings                  what is wrong with the layout, and the number that would be right
+
+`--search` ranks all layouts of the model on these GPUs, `--published` compares forecasts with published runs, `--score`
+with what a run of yours has measured."""
+    epilog = "Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input."
+    parser = make_parser("plan", description, OF_THE_CONFIG + epilog)
+    add = parser.add_argument
+    add("--gpus", type=int, metavar="N", help="GPUs in all; default: what the degrees multiply to")
+    add("--gpu", default="h100", help="a row of config/cluster.py; default: h100")
+    add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
+    add("--full", action="store_true", help="run every microbatch instead of a few that stand for all")
+    add("--tokens", type=float, metavar="N", help="a budget, to be told in days; default: training.steps")
+    add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
+    add("--trace", type=Path, metavar="FILE", help="also write it for chrome://tracing or Perfetto")
+    add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
+    add("--toml", type=Path, metavar="FILE", help="with --search: the best layout as a config")
+    add("--published", action="store_true", help="published runs beside their forecasts")
+    add("--score", type=Path, metavar="RUN", help="a dump folder: what was forecast for that run, and what it measured")
+    add("--json", action="store_true", help="print for programs")
+    return parser
+
+
+def make_explain_parser() -> ArgumentParser:
+    description = """
+Who holds which slice of which weight? What do ranks exchange in a step, and which line causes it?
+
+    mesh          where each rank is
+    parameters    which rows and columns of which weight each rank holds
+    collectives   of one step in order: operation, mesh axis, shape, bytes, the line of code that causes it
+    the step      in words
+
+Nothing here is a table of what should happen: step.py is run as one rank of that world, and this is what it did. So
+`--against BASE.toml`, or the folder of another checkout, tells what a change of config or code changed."""
+    epilog = "Exit status: 0 explained (--against: no difference), 1 --against has found one, 2 wrong input."
+    parser = make_parser("explain", description, OF_THE_CONFIG + epilog)
+    add = parser.add_argument
+    add("--gpus", type=int, metavar="N", help="ranks; default: what the degrees multiply to")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run; default: cuda")
+    add("--stage", type=int, metavar="P", help="only this pp rank; default: one of each kind")
+    add("--against", metavar="BASE", help="a TOML file, or the folder of another checkout")
+    add("--json", action="store_true", help="print for programs, every collective by itself")
+    return parser
+
+
+def make_convert_parser() -> ArgumentParser:
+    description = """
+Converts a checkpoint to a Hugging Face folder, or back.
+
+    outputs/debug, step-200, ...  ->  OUT/config.json, model.safetensors or several files and their index, tokenizer
+    Hugging Face folder           ->  OUT/manifest.json, rank-00000.safetensors: weights at step 0
+
+What SOURCE is, its files say. The first kind is for transformers and whatever else reads its folders; the second for
+`generate`, and for runs that start from it: --checkpoint.initial_load_path OUT. (A run can start from a Hugging Face
+folder itself too: --checkpoint.initial_load_in_hf.)
+
+One tensor at a time is in memory, so that the model may be larger than that. OUT is whole or absent."""
+    parser = make_parser("convert", description, "Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input.")
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help="checkpoint, run, or Hugging Face folder")
+    add("out", type=Path, metavar="OUT", help="the folder to make")
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, help="of all weights; by default that of the source")
+    add("--tokenizer", metavar="FOLDER", help="in the place of the one that SOURCE names")
+    help = "size of a Hugging Face file, at most; a larger tensor has one of its own (%(default)s)"
+    add("--file-gb", type=number(float, 0, but=0), default=5.0, metavar="N", help=help)
+    add("--no-verify", action="store_true", help="do not compare a checkpoint with its manifest")
+    add("--json", action="store_true", help="print the result for programs")
+    return parser
+
+
+def make_generate_parser() -> ArgumentParser:
+    description = """
+Continues a text with the model of a checkpoint or a Hugging Face folder.
+
+SOURCE is a checkpoint (step-200), the folder of one or of a whole run (the newest whole checkpoint is taken), or a
+Hugging Face folder. The prompt is taken as it is, with its spaces and line ends; without --prompt and --prompt-file it
+is read from standard input. The text goes to standard output, prompt first; progress and errors, to standard error."""
+    epilog = """Sample number i is drawn with seed + i, so that it can be had again alone: --seed SEED+i.
+Ends at a token that ends a text (of the tokenizer, or of a generation_config.json beside it or the weights), after
+--max-new-tokens, or where the context is full.
+Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input."""
+    parser = make_parser("generate", description, epilog)
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help="checkpoint, run, or Hugging Face folder")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="text in UTF-8; - is standard input")
+    for flag, kind, default, metavar, meaning in (
+        ("--max-new-tokens", number(int, 1), 256, "N", "tokens at most"),
+        ("--n", number(int, 1), 1, "N", "samples, one after another"),
+        ("--temperature", number(float, 0), 0.8, "T", "0: always the most likely token; 1: as the model has it"),
+        ("--top-k", number(int, 0), 0, "K", "draw from the K most likely tokens; 0: from all"),
+        ("--top-p", number(float, 0, 1), 1.0, "P", "draw from the most likely tokens that hold P of the probability"),
+        ("--seed", number(int, 0, 2**62), 0, "N", "the same text for the same seed, on the same device"),
+    ):
+        add(flag, type=kind, default=default, metavar=metavar, help=f"{meaning} (%(default)s)")
+    help = "tokens that prompt and answer may have together; by default what the model was trained with"
+    add("--context", type=number(int, 1), metavar="N", help=help)
+    add("--tokenizer", metavar="FOLDER", help="in the place of the one that SOURCE names")
+    add("--no-verify", action="store_true", help="do not compare a checkpoint with its manifest")
+    add("--json", action="store_true", help="print for programs, when all is done")
+    return parser
+
+
+def make_bench_parser() -> ArgumentParser:
+    """A sub-command for each bench. What is not given, the bench decides."""
+    description = """
+How fast is it, as ratios against references measured in the same run?
+
+The numbers are for reading: a bench never fails because something was slow."""
+    epilog = "Exit status: 0 measured, 1 it failed or the contenders do not compute the same, 2 wrong input."
+    parser = make_parser("bench", description, epilog)
+    options = {
+        "--rounds": {"dest": "n_rounds", "type": number(int, 3), "help": "turns of each contender"},
+        "--steps": {"dest": "n_steps", "type": number(int, 1), "help": "steps of a turn"},
+        "--out": {"metavar": "FILE", "help": "keeps each row as a line of JSON; default: in assets/benchmarks/"},
+        "--seconds": {"type": number(int, 1), "help": "for the whole table; what does not fit is named"},
+        "--tiny": {"action": "store_true", "help": "models that a CPU carries too: its numbers mean nothing"},
+    }
+    usual = ["--rounds", "--steps"]
+    benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
+    for name, names, compares in (
+        ("step", usual, "a step with a hand-written loop and with transformers, compiled with eager"),
+        ("data", usual, "tokenising with tiktoken, reading with mapped files, a batch with a debug step"),
+        ("checkpoint", usual, "saving and loading with the speed of disk and hash; how long a save blocks"),
+        ("startup", ["--rounds"], "the wait for the first step, compiled cold and warm, with importing torch"),
+        ("gpu", options, "1B, 3B and 8B on one GPU, eager, compiled and in float8, with its largest matmuls"),
+    ):
+        bench = benches.add_parser(name, help=compares, description=compares, allow_abbrev=False)
+        bench.add_argument("--json", action="store_true", help="print for programs")
+        for option in names:
+            bench.add_argument(option, default=argparse.SUPPRESS, **options[option])
+    return parser
+
+
+TOOLS = {  # tool -> its module in torchtitan_lite, with `main(args) -> exit status`, and its parser
+    "check": ("tools.check", make_check_parser),
+    "prepare": ("tools.prepare", make_prepare_parser),
+    "tokenizer": ("tools.train_bpe", make_tokenizer_parser),
+    "verify": ("verify.command", make_verify_parser),
+    "plan": ("plan.command", make_plan_parser),
+    "explain": ("plan.explain", make_explain_parser),
+    "convert": ("tools.convert", make_convert_parser),
+    "generate": ("tools.generate", make_generate_parser),
+    "bench": ("bench.command", make_bench_parser),
+}
+
+
+# --- types of arguments ---
+
+
+def number(kind: type, low: float, high: float = math.inf, *, but: float = math.inf) -> Callable[[str], float]:
+    """An argument's type: a finite number from `low` to `high`, `but` for one of the two."""
+
+    def parse(text: str) -> float:
+        bounds = f"of {low} or more" if high == math.inf else f"from {low} to {high}"
+        bounds += f", but not {but}" * (but != math.inf)
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (low <= value <= high and value not in (but, math.inf)):
+            whole = "whole " if kind is int else ""
+            raise ArgumentTypeError(f"{text!r} is not a {whole}number {bounds}")
+        return value
+
+    return parse
+
+
+def count_cores() -> int:
+    """The cores that this process may use, where the system tells that."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,118 @@
+"""Which linear layers compute in float8, and what must hold so that they can. Names and numbers, no torch.
+
+The matrix units take float8 in blocks of 16, so every dim of every matmul must be a multiple of it, on each rank:
+
+    y  = x  @ w.T    (tokens, in)  x (in, out)       in and out: a layer that has others is skipped, and listed;
+    dx = dy @ w      (tokens, out) x (out, in)       over tp each rank multiplies its slice, so 16 x tp there
+    dw = dy.T @ x    (out, tokens) x (tokens, in)    tokens: one number for all layers, so a run that has others
+                                                     cannot start
+
+The head never computes in float8: its logits decide between words, and torchtitan's filter leaves it out as well.
+"""
+
+from dataclasses import dataclass
+
+from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.hardware import Machine, lacks_float8
+from torchtitan_lite.config.schema import Config, Float8, Problem
+
+BLOCK = 16
+SECTION = "quantize.linear.float8"
+
+
+@dataclass(frozen=True)
+class Float8Plan:
+    fqns: tuple[str, ...]  # of the linear layers that compute in float8
+    skipped: dict[str, str]  # FQN -> why not
+
+
+def uses_float8(config: Config) -> bool:
+    """Its section means nothing while model.converters does not ask for it."""
+    return bool(config.model.converters)
+
+
+def plan_float8(linears: dict[str, tuple[int, int]], section: Float8, tp: int) -> Float8Plan:
+    """`linears`: FQN -> (out, in) features of the whole layer. A filter may be any part of an FQN, as in torchtitan."""
+    skipped = {}
+    for fqn, sizes in linears.items():
+        if any(part in fqn for part in section.filter_fqns):
+            skipped[fqn] = "filter_fqns names it"
+        elif any(size % (BLOCK * tp) for size in sizes):
+            over = f" x tp {tp}" if tp > 1 else ""
+            skipped[fqn] = f"{sizes[0]} x {sizes[1]} is not in multiples of {BLOCK}{over}"
+    return Float8Plan(tuple(fqn for fqn in linears if fqn not in skipped), skipped)
+
+
+def list_linears(shape: Shape) -> dict[str, tuple[int, int]]:
+    """FQN -> (out, in) features of every linear layer of a Llama but the head."""
+    query, key = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    of_layer = {
+        "attention.wq": (query, shape.dim),
+        "attention.wk": (key, shape.dim),
+        "attention.wv": (key, shape.dim),
+        "attention.wo": (shape.dim, query),
+        "feed_forward.w1": (shape.ffn_dim, shape.dim),
+        "feed_forward.w2": (shape.dim, shape.ffn_dim),
+        "feed_forward.w3": (shape.ffn_dim, shape.dim),
+    }
+    return {f"layers.{layer}.{name}": sizes for layer in range(shape.n_layers) for name, sizes in of_layer.items()}
+
+
+def check_float8(config: Config, shape: Shape, degrees: dict[str, int], microbatch_size: int) -> list[Problem]:
+    """What a float8 run asks of its config."""
+    if not uses_float8(config):
+        return []
+    section, problems = config.quantize.linear.float8, []
+    plan = plan_float8(list_linears(shape), section, degrees["tp"])
+    if not plan.fqns:
+        why = f"no linear layer is left to compute in float8 ({'; '.join(describe_skipped(plan))})"
+        remedy = 'Leave out "float8"'
+        problems.append(Problem("model.converters", config.model.converters, why, remedy))
+    cp = degrees["cp"]
+    n_tokens = microbatch_size * config.training.seq_len // cp
+    if n_tokens % BLOCK:
+        why = f"the {n_tokens} tokens of a microbatch{f' on each of {cp} cp ranks' * (cp > 1)} make no multiple of 16"
+        problems.append(Problem("training.seq_len", config.training.seq_len, why, f"Use a multiple of {BLOCK * cp}"))
+    gathers, precomputes = section.enable_fsdp_float8_all_gather, section.precompute_float8_dynamic_scale_for_fsdp
+    if gathers and section.recipe_name != "tensorwise":
+        why = "a weight that is gathered in float8 has one scale, and this recipe wants one for each row"
+        remedy = f'Set {SECTION}.enable_fsdp_float8_all_gather = false, or use "tensorwise"'
+        problems.append(Problem(f"{SECTION}.recipe_name", section.recipe_name, why, remedy))
+    if gathers and config.training.enable_cpu_offload:
+        why = "FSDP gathers a copy that it makes on the GPU, and forgets that this is to be rounded first"
+        remedy = f"Set {SECTION}.enable_fsdp_float8_all_gather = false: weights are then rounded when they are there"
+        problems.append(Problem("training.enable_cpu_offload", True, why, remedy))
+    if precomputes and not gathers:
+        why = "only weights that are gathered in float8 have scales that can be computed before"
+        remedy = f"Set {SECTION}.enable_fsdp_float8_all_gather = true, or leave it out"
+        problems.append(Problem(f"{SECTION}.precompute_float8_dynamic_scale_for_fsdp", True, why, remedy))
+    return problems
+
+
+def check_float8_machine(config: Config, machine: Machine) -> list[Problem]:
+    """A CPU can do it, slowly; a GPU has it or has not."""
+    if not uses_float8(config) or config.quantize.linear.float8.emulate or not lacks_float8(machine):
+        return []
+    why = f"{machine.name} does not multiply in float8, which begins with compute capability 8.9"
+    remedy = f'Leave out "float8", or set {SECTION}.emulate = true: its rounding, without its speed'
+    return [Problem("model.converters", config.model.converters, why, remedy)]
+
+
+def describe_float8(config: Config, shape: Shape, tp: int) -> list[str]:
+    """For the start of a run: how many layers, and which ones not."""
+    if not uses_float8(config):
+        return []
+    section = config.quantize.linear.float8
+    plan = plan_float8(list_linears(shape), section, tp)
+    emulated = ", emulated" if section.emulate else ""
+    n_layers = len(plan.fqns) + len(plan.skipped)
+    counted = f"{len(plan.fqns)} of {n_layers} linear layers compute in float8 ({section.recipe_name}{emulated})"
+    return ["; not ".join([counted, *describe_skipped(plan)])]
+
+
+def describe_skipped(plan: Float8Plan) -> list[str]:
+    """`layers.*.attention.wk: 24 x 64 is not in multiples of 16`, each kind of layer once."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for fqn, why in plan.skipped.items():
+        kinds.setdefault((fqn.split(".", 2)[2], why), []).append(fqn)
+    return [f"{fqns[0] if len(fqns) == 1 else f'layers.*.{name}'}: {why}" for (name, why), fqns in kinds.items()]

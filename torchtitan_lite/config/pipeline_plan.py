@@ -1,0 +1,218 @@
+"""The plan of a pipeline: which stage holds which modules, which pp rank holds which stage, in what order they work.
+
+    placement "loop", pp=2, 4 stages     rank 0: stages 0, 2      rank 1: stages 1, 3
+    placement "v",    pp=2, 4 stages     rank 0: stages 0, 3      rank 1: stages 1, 2
+
+Numbers and names only. The order of work is torch.distributed.pipelining's, by the name of a schedule, or that of a CSV
+file (pipeline_csv.py).
+
+Sources: GPipe arXiv:1811.06965; 1F1B, interleaved 2104.04473; breadth first 2211.05953; zero bubble 2401.10241;
+DualPipe 2412.19437.
+"""
+
+from dataclasses import dataclass
+
+from torchtitan_lite.config.pipeline_csv import read_rows
+from torchtitan_lite.config.schema import Parallelism, Problem
+
+Stages = tuple[tuple[str, ...], ...]  # FQNs of the modules of each stage, first to last
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is asked of a run by one of torch's schedules."""
+
+    least_stages_per_rank: int = 1
+    most_stages_per_rank: int | None = None  # None: any number
+    placement: str = "loop"
+    splits_backward: bool = False  # gradients of inputs and of weights are computed at different times
+    in_rounds: bool = False  # microbatches come in equal rounds
+    fills_pipeline: bool = False  # at least as many microbatches as stages
+
+
+# TOML's parallelism.pipeline_parallel_schedule, spelled as torch spells it
+SCHEDULES = {
+    "GPipe": Schedule(most_stages_per_rank=1),
+    "1F1B": Schedule(most_stages_per_rank=1, fills_pipeline=True),
+    "Interleaved1F1B": Schedule(least_stages_per_rank=2, in_rounds=True),
+    "LoopedBFS": Schedule(least_stages_per_rank=2),
+    "InterleavedZeroBubble": Schedule(least_stages_per_rank=2, splits_backward=True, in_rounds=True),
+    "ZBVZeroBubble": Schedule(2, 2, placement="v", splits_backward=True),
+    "DualPipeV": Schedule(2, 2, placement="v", splits_backward=True, fills_pipeline=True),
+}
+
+
+def splits_backward(parallelism: Parallelism) -> bool:
+    """Whether some backward of the run is split in two."""
+    if parallelism.pipeline_parallel_degree == 1:
+        return False
+    if parallelism.pipeline_parallel_schedule_csv:
+        rows = read_rows(parallelism.pipeline_parallel_schedule_csv)
+        return any(action.kind in "IW" for row in rows for action in row)
+    return SCHEDULES[parallelism.pipeline_parallel_schedule].splits_backward
+
+
+# ---------------------------------------------------------------- stages
+
+
+def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
+    """FQNs of each stage, first to last.
+
+    Every stage between the first and the last gets one layer; each further layer goes to the stage that carries least,
+    of equals to one without a layer, then to the earliest. Embedding and head weigh as much as the two `less_layers`
+    keys say. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3 405B on 128 stages: 0, 1, 1, ..., 1, 0.
+    """
+    pp = parallelism.pipeline_parallel_degree
+    if parallelism.module_fqns_per_model_part:
+        return check_given_stages(parallelism, n_layers)
+    if pp == 1:
+        return (name_modules(range(n_layers), first=True, last=True),), []
+    n_stages, problems = count_stages(parallelism, n_layers)
+    if problems:
+        return (), problems
+
+    n_layers_of = [0, *[1] * (n_stages - 2), 0]
+    load = list(n_layers_of)
+    load[0] += parallelism.pipeline_parallel_first_stage_less_layers
+    load[-1] += parallelism.pipeline_parallel_last_stage_less_layers
+    for _ in range(n_layers - sum(n_layers_of)):
+        lightest = min(range(n_stages), key=lambda stage: (load[stage], n_layers_of[stage] > 0))
+        n_layers_of[lightest] += 1
+        load[lightest] += 1
+    starts = [sum(n_layers_of[:stage]) for stage in range(n_stages + 1)]
+    return tuple(
+        name_modules(range(starts[i], starts[i + 1]), first=i == 0, last=i == n_stages - 1) for i in range(n_stages)
+    ), []
+
+
+def name_modules(layers: range, *, first: bool, last: bool) -> tuple[str, ...]:
+    """Names of the modules that a stage with these layers holds."""
+    middle = tuple(f"layers.{layer}" for layer in layers)
+    return ("tok_embeddings",) * first + middle + ("norm", "output") * last
+
+
+def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Problem]]:
+    """Number of stages of the whole pipeline, as the schedule and layers_per_stage have it."""
+    pp, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_schedule_csv:
+        n_stages = count_csv_stages(parallelism)
+        return n_stages, check_enough_layers(n_layers, n_stages, pp, "the CSV schedule")
+    schedule = SCHEDULES[name]
+    layers_per_stage = parallelism.pipeline_parallel_layers_per_stage
+    if layers_per_stage is None:
+        n_stages = pp * schedule.least_stages_per_rank
+    else:
+        weights = parallelism.pipeline_parallel_first_stage_less_layers
+        weights += parallelism.pipeline_parallel_last_stage_less_layers
+        n_stages = -(-(n_layers + weights) // layers_per_stage)
+    if not can_run(parallelism, n_stages):
+        count = {1: "one stage", 2: "two stages"}[schedule.least_stages_per_rank]
+        needs = f"exactly {count}" if schedule.most_stages_per_rank else f"{count} or more"
+        why = f"it makes {n_stages} stages for {pp} pp ranks, and {name} takes {needs} on every rank"
+        remedy = f"Remove the key, for {pp * schedule.least_stages_per_rank} stages, or choose another schedule"
+        key = "parallelism.pipeline_parallel_layers_per_stage"
+        return 0, [Problem(key, layers_per_stage, why, remedy)]
+    return n_stages, check_enough_layers(n_layers, n_stages, pp, name)
+
+
+def count_csv_stages(parallelism: Parallelism) -> int:
+    """Number of stages in the schedule file."""
+    return 1 + max(action.stage for row in read_rows(parallelism.pipeline_parallel_schedule_csv) for action in row)
+
+
+def can_run(parallelism: Parallelism, n_stages: int) -> bool:
+    """Whether the schedule takes this number of stages."""
+    if parallelism.pipeline_parallel_schedule_csv:
+        return n_stages == count_csv_stages(parallelism)
+    schedule = SCHEDULES[parallelism.pipeline_parallel_schedule]
+    per_rank, rest = divmod(n_stages, parallelism.pipeline_parallel_degree)
+    return not rest and schedule.least_stages_per_rank <= per_rank <= (schedule.most_stages_per_rank or per_rank)
+
+
+def check_enough_layers(n_layers: int, n_stages: int, pp: int, schedule: str) -> list[Problem]:
+    """The first stage may hold the embedding alone, and the last one norm and head."""
+    if n_layers >= n_stages - 2:
+        return []
+    why = f"{n_stages} pipeline stages ({pp} pp ranks, {schedule}) need a layer each, the first and the last excepted"
+    remedy = f"Use a parallelism.pipeline_parallel_degree of at most {max(1, (n_layers + 2) * pp // n_stages)}"
+    return [Problem("model.n_layers", n_layers, why, remedy)]
+
+
+def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
+    """Stages as module_fqns_per_model_part lists them: every module once, in the order of the model."""
+    key, given = "parallelism.module_fqns_per_model_part", parallelism.module_fqns_per_model_part
+    pp = parallelism.pipeline_parallel_degree
+    problems = []
+    expected = list(name_modules(range(n_layers), first=True, last=True))
+    listed = [fqn for stage in given for fqn in stage]
+    if listed != expected:
+        pairs = zip(listed, expected, strict=False)
+        at = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(listed), len(expected)))
+        seen, wanted = (names[at] if at < len(names) else "nothing" for names in (listed, expected))
+        why = f"all lists together must name every module once, in the order of the model; there is {seen} for {wanted}"
+        problems.append(Problem(key, given, why, f"The order is {', '.join(expected)}"))
+    elif lacking := find_stages_without_layer(given):
+        why = f"stage {lacking[0]} has no layer; only a first one of tok_embeddings and a last one of norm, output may"
+        problems.append(Problem(key, given, why, "Give it one at least"))
+    n_stages, per_rank = len(given), SCHEDULES[parallelism.pipeline_parallel_schedule].least_stages_per_rank
+    if pp == 1 or not can_run(parallelism, n_stages):
+        csv = parallelism.pipeline_parallel_schedule_csv
+        why = f"it lists {n_stages} stages for {pp} pp ranks under {csv or parallelism.pipeline_parallel_schedule}"
+        remedy = f"List {count_csv_stages(parallelism) if csv else pp * per_rank} stages"
+        problems.append(Problem(key, given, why, remedy if pp > 1 else "Raise pipeline_parallel_degree"))
+    return tuple(tuple(stage) for stage in given), problems
+
+
+def find_stages_without_layer(given: list[list[str]]) -> list[int]:
+    """Stages that must have a layer: all but a first one of the embedding alone and a last one of norm and head."""
+    ends = {0: ["tok_embeddings"], len(given) - 1: ["norm", "output"]}
+    return [
+        index
+        for index, stage in enumerate(given)
+        if not any(fqn.startswith("layers.") for fqn in stage) and stage != ends.get(index)
+    ]
+
+
+def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:
+    """The pp rank of each stage."""
+    pp = parallelism.pipeline_parallel_degree
+    if pp > 1 and parallelism.pipeline_parallel_schedule_csv:
+        rows = read_rows(parallelism.pipeline_parallel_schedule_csv)
+        rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+        return tuple(rank_of[stage] for stage in range(n_stages))
+    if pp > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].placement == "v":
+        return tuple(min(stage % (2 * pp), 2 * pp - 1 - stage % (2 * pp)) for stage in range(n_stages))
+    return tuple(stage % pp for stage in range(n_stages))
+
+
+# ---------------------------------------------------------------- microbatches
+
+
+def check_microbatches(
+    parallelism: Parallelism, local_batch_size: int, n_microbatches: int, n_stages: int
+) -> list[Problem]:
+    """What each schedule asks of the number of microbatches."""
+    name, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    key = "training.local_batch_size"
+    if parallelism.pipeline_parallel_schedule_csv:
+        try:
+            rows = read_rows(parallelism.pipeline_parallel_schedule_csv)
+        except ValueError:  # check_csv says what is wrong with the file
+            return []
+        written = 1 + max(action.microbatch for row in rows for action in row)
+        if written == n_microbatches:
+            return []
+        why = f"it makes {n_microbatches} microbatches, and the CSV schedule has {written}"
+        return [
+            Problem(key, local_batch_size, why, f"Choose batch sizes that make {written}, or write another schedule")
+        ]
+    schedule = SCHEDULES[name]
+    if schedule.fills_pipeline and n_microbatches < n_stages:
+        why = f"it makes {n_microbatches} microbatches, and {name} needs one for each of the {n_stages} stages"
+        remedy = "Raise it (or global_batch_size), lower pipeline_parallel_microbatch_size, or use GPipe"
+        return [Problem(key, local_batch_size, why, remedy)]
+    rounds = max(1, n_microbatches // pp)
+    if schedule.in_rounds and n_microbatches % rounds:
+        why = f"it makes {n_microbatches} microbatches, and {name} runs them in {rounds} equal rounds"
+        return [Problem(key, local_batch_size, why, f"Use a number of microbatches that {pp} divides")]
+    return []

@@ -1,0 +1,300 @@
+"""Every key of a run: one frozen dataclass per TOML section. The comment beside a default is the key's documentation.
+
+The spelling is torchtitan's (v0.2); keys that only exist here are marked `new`. What a key may hold is its type:
+`Literal` for a choice, `Range` for a number. `reader.py` fills these classes from TOML and the command line;
+`layout.py` derives what follows from them. Neither imports torch, so that a mistake is told in milliseconds.
+"""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Annotated, Literal
+
+from torchtitan_lite.config.shown import show_json, show_text, show_value
+
+MOST_PROBLEMS, MOST_CHARACTERS = 20, 6000  # that are listed: a screen
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a key accepts: `low <= value <= high`, or the value `auto`, which is resolved later.
+
+    Every number has both bounds: beyond them a run does not start, or does not make a step.
+    """
+
+    low: float
+    high: float
+    auto: int | None = None
+
+
+@dataclass(frozen=True)
+class PathLimits:
+    """How long a path may be, in bytes: what Linux takes, less what a run adds to the path of a folder."""
+
+    name_bytes: int = 255  # of each file or folder in it
+    path_bytes: int = 3800  # of all; the system's limit is 4,095
+
+
+Steps = Annotated[int, Range(1, 10**15)]  # a float still tells such numbers apart
+StepsOrZero = Annotated[int, Range(0, 10**15)]
+StepsOrAuto = Annotated[int, Range(1, 10**15, auto=-1)]
+Sequences = Annotated[int, Range(1, 2**31)]  # far beyond what any memory holds
+SequencesOrAuto = Annotated[int, Range(1, 2**31, auto=-1)]
+TokensOrZero = Annotated[int, Range(0, 2**31)]
+Seconds = Annotated[int, Range(1, 315_360_000)]  # ten years: torch adds them to a clock that overflows after 292
+Layers = Annotated[int, Range(1, 2**14)]
+LayersOrZero = Annotated[int, Range(0, 2**14)]
+Width = Annotated[int, Range(1, 2**20)]  # the largest matrix, heads x head_dim x dim, has fewer than 2**63 numbers
+Degree = Annotated[int, Range(1, 2**20)]
+DegreeOrAuto = Annotated[int, Range(1, 2**20, auto=-1)]
+Fraction = Annotated[float, Range(0, 1)]
+Decay = Annotated[float, Range(0, 0.999999)]  # Adam divides by 1 - beta
+Entries = Annotated[int, Range(0, 10**6)]
+Weight = Annotated[float, Range(0, 1e12)]
+FilePath = Annotated[str, PathLimits()]
+
+
+@dataclass(frozen=True)
+class Job:
+    config_file: str = "debug"  # path of a TOML file, or a bare name in configs/; `--config` is short for it
+    dump_folder: FilePath = "auto"  # where a run leaves its files; auto: ./outputs/<config name>
+    description: str = ""  # printed at the start
+    print_config: bool = False  # print the resolved config at the start
+    overwrite: bool = False  # new: start over in a dump folder that holds an earlier run, whose files are deleted
+
+
+@dataclass(frozen=True)
+class Profiling:
+    enable_profiling: bool = False  # write a Chrome trace of some steps of every rank
+    save_traces_folder: FilePath = "traces"  # inside dump_folder
+    profile_freq: Steps = 10  # steps from one trace to the next; at least warm-up + active
+    profiler_active: Steps = 1  # steps recorded in each trace
+    profiler_warmup: StepsOrZero = 3  # steps before it, during which the profiler runs and records nothing
+    enable_memory_snapshot: bool = False  # CUDA: write what lies in memory every profile_freq steps, and when it is out
+    save_memory_snapshot_folder: FilePath = "memory_snapshot"  # inside dump_folder
+
+
+@dataclass(frozen=True)
+class Metrics:
+    log_freq: Steps = 10  # steps between two log lines; the first step is always logged
+    enable_tensorboard: bool = True  # write TensorBoard events
+    save_tb_folder: FilePath = "tb"  # inside dump_folder
+    disable_color_printing: bool = False  # never colour; without it, colour on a terminal only
+
+
+@dataclass(frozen=True)
+class Model:
+    name: Literal["llama3"] = "llama3"  # a row of MODELS in step.py
+    flavor: str = "debug"  # a row of flavors.py; the numbers below, where given, override that row
+    # folder with tokenizer.json or tokenizer.model, from the working directory, else from this repository; or "bytes";
+    # auto: that of the weights which the run resumes or starts from, else assets/tokenizer
+    hf_assets_path: FilePath = "auto"
+    dim: Width | None = None  # new: width of the residual stream
+    n_layers: Layers | None = None  # new
+    n_heads: Width | None = None  # new: query heads
+    n_kv_heads: Width | None = None  # new: key/value heads, which groups of query heads share
+    head_dim: Width | None = None  # new: an even number; by default dim / n_heads
+    ffn_dim: Width | None = None  # new: inner width of the feed-forward
+    vocab_size: Annotated[int, Range(1, 2**24)] | None = None  # new
+    norm_eps: Annotated[float, Range(1e-12, 1)] | None = None  # new: inside the root of RMSNorm
+    rope_theta: Annotated[float, Range(1, 1e12)] | None = None  # new: base of the rotary wavelengths
+    attention: Literal["causal", "document"] = "causal"  # new: document: no token sees another document's
+    rope_scaling: Literal["none", "llama3"] | None = None  # new: "none" turns Llama 3.1 into Llama 3
+    # ["float8"]: linear layers compute in float8, as [quantize.linear.float8] says
+    converters: list[Literal["float8", "quantize.linear.float8"]] = field(default_factory=list)
+    tie_embeddings: bool | None = None  # new: one matrix for tok_embeddings and output
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    name: Literal["AdamW", "SGD"] = "AdamW"  # a row of OPTIMIZERS in components/optim.py; SGD is without momentum
+    lr: Annotated[float, Range(0, 10)] = 8e-4  # peak learning rate
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: Annotated[float, Range(1e-30, 1)] = 1e-8  # 0 would be 0/0 where a gradient is 0
+    weight_decay: Annotated[float, Range(0, 1000)] = 0.1  # decoupled, on every parameter
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # AdamW; SGD: foreach
+    # new: of AdamW between steps; bfloat16 saves 4 bytes each
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True)
+class LRScheduler:
+    warmup_steps: StepsOrZero = 200  # linear from 0 to the peak
+    total_steps: Steps | None = None  # length of the whole schedule; by default training.steps
+    decay_ratio: Fraction | None = None  # share of the steps that decays, at the end; none: decay right after warm-up
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"  # a row of DECAYS in components/optim.py
+    min_lr_factor: Fraction = 0.0  # the decay ends at this share of the peak
+
+
+@dataclass(frozen=True)
+class Training:
+    # corpora: names of NAMED in corpora.py, folders made by `prepare`, .bin files of token ids
+    dataset: list[FilePath] = field(default_factory=lambda: ["python_stdlib"])
+    dataset_weights: list[Weight] = field(default_factory=list)  # new: share of the samples of each; none: by size
+    cache_folder: FilePath = "outputs/cache"  # new: named corpora as tokens, shared by all runs
+    local_batch_size: Sequences = 8  # sequences per data-parallel rank and forward (all microbatches together under PP)
+    global_batch_size: SequencesOrAuto = -1  # sequences per step; auto: local_batch_size x data-parallel ranks
+    seq_len: Annotated[int, Range(1, 2**24)] = 2048  # tokens per sequence; fp32 tells no more positions apart
+    steps: Steps = 10000
+    max_norm: Annotated[float, Range(1e-12, 1e30)] = 1.0  # gradients are scaled down to this global 2-norm
+    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"  # of compute; auto: bfloat16 on CUDA
+    mixed_precision_reduce: Literal["float32"] = "float32"  # of gradient reduction
+    enable_cpu_offload: bool = False  # weights, gradients and optimizer live, and the optimizer runs, on the host
+    loss_chunk_tokens: TokensOrZero = 1024  # new: tokens of a rank whose logits exist at a time; 0: all of them
+    gc_freq: Steps = 50  # steps between two collections of Python garbage, at the same step on every rank
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    data_parallel_replicate_degree: Degree = 1  # copies of the sharded model (HSDP; alone: plain data parallel)
+    data_parallel_shard_degree: DegreeOrAuto = -1  # FSDP2: ranks that share one copy; auto: all ranks that remain
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # always: zero_stage 3, never: 2
+    # new: what dp_shard shards, see parallel/fsdp.py; auto: 3, under PP 1
+    zero_stage: Literal["auto", 1, 2, 3] = "auto"
+    tensor_parallel_degree: Degree = 1
+    enable_async_tensor_parallel: bool = False  # overlap its collectives with pieces of the matmuls; inductor on CUDA
+    disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss
+    pipeline_parallel_degree: Degree = 1
+    pipeline_parallel_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"  # a row of SCHEDULES in pipeline_plan.py
+    pipeline_parallel_schedule_csv: FilePath = ""  # a file with the schedule instead: one row a pp rank, cells like 0F3
+    pipeline_parallel_microbatch_size: Sequences = 1  # sequences per microbatch
+    pipeline_parallel_layers_per_stage: Layers | None = None  # default: one stage per rank, interleaved two
+    pipeline_parallel_first_stage_less_layers: LayersOrZero = 1  # what the embedding weighs, in layers
+    pipeline_parallel_last_stage_less_layers: LayersOrZero = 1  # what norm and head weigh, in layers
+    module_fqns_per_model_part: list[list[str]] = field(default_factory=list)  # the stages, module by module
+    context_parallel_degree: Degree = 1  # ranks that share each sequence
+    context_parallel_rotate_method: Literal["allgather", "ring"] = "allgather"  # how keys and values get around
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    mode: Literal["selective", "full", "none", "memory_budget"] = "selective"
+    selective_ac_option: str = "op"  # "op": save matmuls and attention only; "n": recompute every n-th layer
+    memory_budget: Fraction = 0.5  # of mode memory_budget: 0 recomputes each compiled block, 1 as little as none
+
+
+@dataclass(frozen=True)
+class Compile:
+    enable: bool = False  # torch.compile what `components` names
+    # model: each block by itself; loss: what the head does with its logits
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+
+
+@dataclass(frozen=True)
+class Float8:
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"  # see model/float8_linear.py
+    filter_fqns: list[str] = field(default_factory=lambda: ["output"])  # layers left out, by any part of their FQN
+    enable_fsdp_float8_all_gather: bool = False  # weights travel as float8; tensorwise only
+    precompute_float8_dynamic_scale_for_fsdp: bool = False  # their scales: one all-reduce a step, not one a weight
+    emulate: bool = False  # float8's rounding without its matmul, to try it on a GPU that has none
+
+
+@dataclass(frozen=True)
+class LinearLayers:
+    float8: Float8 = field(default_factory=Float8)
+
+
+@dataclass(frozen=True)
+class Quantize:
+    linear: LinearLayers = field(default_factory=LinearLayers)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    enable: bool = False  # save, and resume from the newest sound checkpoint of the dump folder
+    folder: FilePath = "checkpoint"  # inside dump_folder
+    interval: Steps = 500  # steps between two saves; the last step is always saved
+    enable_first_step_checkpoint: bool = False  # save after the first step too: storage that fails is told at once
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"  # copy, then write beside the steps
+    # new: what the run does when a checkpoint cannot be written. continue: it still ends with 1 if the last one failed
+    on_save_error: Literal["stop", "continue"] = "stop"
+    keep_latest_k: StepsOrZero = 10  # 0 keeps all
+    keep_every_m: StepsOrZero = 0  # new: checkpoints of steps that m divides are kept too; 0: none
+    load_step: Annotated[int, Range(0, 10**15, auto=-1)] = -1  # resume from this step; auto: the newest that is sound
+    load_only: bool = False  # resume, and save nothing
+    verify: bool = True  # new: hash every file of a checkpoint before it is loaded, each rank some of them
+    exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)  # begin with new moments
+    initial_load_path: FilePath = ""  # weights to begin with where the dump folder holds no checkpoint
+    initial_load_model_only: bool = True  # of initial_load_path: without optimizer and step
+    initial_load_in_hf: bool = False  # initial_load_path is a Hugging Face folder
+    last_save_model_only: bool = False  # the last step is saved as weights alone, which no run can resume
+    last_save_in_hf: bool = False  # and as a Hugging Face folder
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights in those two
+
+
+@dataclass(frozen=True)
+class Validation:
+    enable: bool = False  # the loss on held-out documents, the same ones on every layout
+    dataset: list[FilePath] = field(default_factory=list)  # as training.dataset; none: what those corpora have held out
+    freq: Steps = 10  # steps from one validation to the next; the first and the last step are validated too
+    steps: StepsOrAuto = -1  # batches of training.global_batch_size; auto: all there are
+
+
+@dataclass(frozen=True)
+class Comm:
+    init_timeout_seconds: Seconds = 300  # how long ranks wait for each other until the first step ends, and for disks
+    train_timeout_seconds: Seconds = 100  # after the first step, but for checkpoints and exports: a disk may be slower
+    trace_buf_size: Entries = 20000  # entries of NCCL's flight recorder, written on a time-out; 0: off
+    save_traces_folder: FilePath = "comm_traces"  # inside dump_folder
+
+
+@dataclass(frozen=True)
+class Debug:
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0  # of the initial weights and the order of samples, on every layout
+    deterministic: bool = False  # torch's deterministic algorithms
+    deterministic_warn_only: bool = False  # warn where there is none instead of raising
+
+
+@dataclass(frozen=True)
+class Config:
+    job: Job = field(default_factory=Job)
+    profiling: Profiling = field(default_factory=Profiling)
+    metrics: Metrics = field(default_factory=Metrics)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    quantize: Quantize = field(default_factory=Quantize)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    validation: Validation = field(default_factory=Validation)
+    comm: Comm = field(default_factory=Comm)
+    debug: Debug = field(default_factory=Debug)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a config, said so that it can be repaired without reading code."""
+
+    key: str  # as in TOML: "parallelism.tensor_parallel_degree"
+    value: object  # as seen
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        key, why, remedy = show_text(self.key, 100), show_text(self.why, 600), show_text(self.remedy, 1200)
+        return f"{key} = {show_value(self.value)}: {why}. {remedy}."
+
+    def for_json(self) -> dict[str, object]:
+        """What `--json` prints of it: the value itself where it is short."""
+        return {name: show_json(x) if name == "value" else show_text(x, 1200) for name, x in vars(self).items()}
+
+
+class ConfigError(ValueError):
+    """A config that cannot run. Holds every problem that was found, not only the first."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        super().__init__("\n".join(f"  {n}. {problem}" for n, problem in enumerate(self.list_first(), 1)))
+
+    def list_first(self) -> list[Problem]:
+        """As many problems as fit on a screen, and how many there are if those are not all."""
+        ends = accumulate(len(str(problem)) for problem in self.problems[:MOST_PROBLEMS])
+        n = max(1, sum(end <= MOST_CHARACTERS for end in ends))
+        cut = Problem("problems", len(self.problems), f"the list ends after {n} of them", "Repair these first")
+        return [*self.problems[:n], cut] if n < len(self.problems) else self.problems

@@ -1,0 +1,191 @@
+"""Corpora to batches. The promise: the samples of global step s are a pure function of (seed, s), whoever reads them.
+
+A corpus is one long row of tokens, document after document, cut into samples of S tokens and the token after them:
+
+    tokens     a b c d e | f g h i j k l | m n      documents a-e, f-l and m-n; S = 4
+    sample 0   a b c d      targets b c d e
+    sample 1   e f g h      targets - g h i         what a new document is about cannot be known: f is no target
+    sample 2   i j k l      targets j k l -
+    sample 3   m n . .      targets n - - -         the tail is padded
+
+So each token but a document's first is a target once per epoch. Which samples a step takes, sampler.py says; ranks share
+a step by rows:
+
+    global batch of step s     4 ranks    2 ranks    1 rank
+    row 0   sample 5121        rank 0     rank 0     rank 0
+    row 1   sample  907        rank 1     rank 0     rank 0
+    row 2   sample   33        rank 2     rank 1     rank 0
+    row 3   sample 2460        rank 3     rank 1     rank 0
+
+Nothing else is remembered from step to step, so a resume needs the number of the step and no state of a loader. Ranks
+here are data-parallel ranks: all tp and pp ranks of one replica read the same rows. Traffic between ranks: none.
+
+Legend: B sequences, S tokens per sequence.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite.data.corpora import CorpusError
+from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.sampler import Draws, place_in_parts
+from torchtitan_lite.model.head import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of a global batch, each field (B, S) int64."""
+
+    tokens: Tensor
+    targets: Tensor  # the token after each one; IGNORE_INDEX where it is not to be predicted
+    positions: Tensor  # of a token in its row, or in its document
+    doc_ids: Tensor  # number of a token's document in its row, from 0
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "Batch":
+        return Batch(*(field.to(device, non_blocking=non_blocking) for field in self._fields()))
+
+    def pin_memory(self) -> "Batch":
+        return Batch(*(field.pin_memory() for field in self._fields()))
+
+    def split(self, n: int) -> "list[Batch]":
+        """n microbatches of equally many rows, in order."""
+        assert self.tokens.shape[0] % n == 0, f"{self.tokens.shape[0]} rows do not split into {n} equal parts"
+        return [Batch(*fields) for fields in zip(*(field.chunk(n) for field in self._fields()), strict=True)]
+
+    def _fields(self) -> tuple[Tensor, ...]:
+        return self.tokens, self.targets, self.positions, self.doc_ids
+
+
+@dataclass(frozen=True)
+class SampleReader:
+    """Cuts corpora into samples and lays samples into rows."""
+
+    corpora: Sequence[Corpus]
+    seq_len: int
+    vocab_size: int  # of the model: rows of its embedding
+    restart_positions: bool = False  # they count from the start of a token's document, else from that of its row
+
+    @property
+    def n_samples(self) -> list[int]:
+        """Of each corpus: every token but the first is a target of one."""
+        return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
+
+    def read(self, samples: Sequence[tuple[int, int] | None]) -> Batch:
+        """A row for each (corpus, sample). None is a row of padding. Raises CorpusError."""
+        shape = (len(samples), self.seq_len + 1)
+        tokens, begins = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+        n_real = [
+            0 if chosen is None else self._fill(tokens[row], begins[row], *chosen) for row, chosen in enumerate(samples)
+        ]
+        self._check_ids(tokens, samples)
+        is_target = ~begins & (torch.arange(shape[1]) < torch.tensor(n_real)[:, None])
+        targets = tokens[:, 1:].masked_fill(~is_target[:, 1:], IGNORE_INDEX)
+        begins = begins[:, :-1]
+        positions = torch.arange(self.seq_len).repeat(len(samples), 1)
+        if self.restart_positions:  # a document that began before the row counts from the row's start
+            positions -= torch.where(begins, positions, 0).cummax(dim=1).values
+        documents_begun = begins.long().cumsum(dim=1)
+        return Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=documents_begun - documents_begun[:, :1])
+
+    def _fill(self, tokens: Tensor, begins: Tensor, source: int, sample: int) -> int:
+        """Writes one sample into its row, (S + 1,) each; returns how many tokens it has."""
+        start = sample * self.seq_len
+        n = min(len(tokens), self.corpora[source].n_tokens - start)
+        tokens[:n], begins[:n] = self.corpora[source].read(start, start + n)
+        if n < len(tokens):
+            begins[n] = True  # padding is a document of its own
+        return n
+
+    def _check_ids(self, tokens: Tensor, samples: Sequence[tuple[int, int] | None]) -> None:
+        """Raises CorpusError for the first token (B, S + 1) that the model has no row for."""
+        if tokens.max().item() >= self.vocab_size:
+            row, column = (tokens >= self.vocab_size).nonzero()[0].tolist()
+            source, sample = samples[row]
+            place = sample * self.seq_len + column
+            raise CorpusError(
+                f"token {place} of {self.corpora[source].name} is {tokens[row, column]}, and the model knows ids below "
+                f"{self.vocab_size} (model.vocab_size). Use the tokenizer that made this corpus (model.hf_assets_path)"
+            )
+
+
+class SampleStream:
+    """The global batches of a run. `batch` keeps no state: any step, any rows, in any order, from any thread."""
+
+    def __init__(self, reader: SampleReader, *, global_batch_size: int, weights: Sequence[float] = (), seed: int):
+        self.reader, self.global_batch_size = reader, global_batch_size
+        self.draws = Draws(reader.n_samples, weights=weights, seed=seed)
+        names = [Path(corpus.name).name for corpus in reader.corpora]  # a corpus may move to another folder
+        # Two streams with equal facts have the same samples in the same order; checkpoints keep them.
+        self.facts = {
+            "dataset": names,
+            "dataset_weights": list(weights),
+            "seq_len": reader.seq_len,
+            "seed": seed,
+        } | {
+            f"data of corpus {number} ({name})": corpus.identity
+            for number, (name, corpus) in enumerate(zip(names, reader.corpora, strict=True), 1)
+        }
+
+    def batch(self, step: int, rows: range) -> Batch:
+        """Rows `rows` of the global batch of `step`, counted from 0."""
+        return self.reader.read(self.draws.choose(step * self.global_batch_size + torch.tensor(rows)))
+
+
+class HeldOutBatches:
+    """All samples of some corpora once, in their order; the last batch is filled up with rows of padding.
+
+    Batches have the shape of training's, so they go through the same model, schedule and compiled graphs.
+    """
+
+    def __init__(self, reader: SampleReader, *, global_batch_size: int, most_batches: int = -1):
+        self.reader, self.global_batch_size = reader, global_batch_size
+        n_batches = -(-sum(reader.n_samples) // global_batch_size)
+        self.n_batches = n_batches if most_batches == -1 else min(n_batches, most_batches)
+        self.ends = list(accumulate(reader.n_samples))
+
+    def batch(self, step: int, rows: range) -> Batch:
+        """Rows `rows` of the batch number `step`, counted from 0."""
+        numbers = step * self.global_batch_size + torch.tensor(rows)
+        places = place_in_parts(numbers.clamp(max=self.ends[-1] - 1), self.reader.n_samples)
+        chosen = zip(numbers.tolist(), *(tensor.tolist() for tensor in places), strict=True)
+        return self.reader.read([(source, sample) if n < self.ends[-1] else None for n, source, sample in chosen])
+
+
+def rows_of_rank(rank: int, n_ranks: int, global_batch_size: int) -> range:
+    """Rows of each global batch that data-parallel rank `rank` of `n_ranks` reads."""
+    assert global_batch_size % n_ranks == 0, f"{global_batch_size} rows cannot be shared by {n_ranks} ranks"
+    n_rows = global_batch_size // n_ranks
+    return range(rank * n_rows, (rank + 1) * n_rows)
+
+
+def prefetch(
+    stream: SampleStream | HeldOutBatches, rows: range, *, steps: Iterator[int] | range, device: torch.device
+) -> Iterator[Batch]:
+    """Rows `rows` of the batches of these steps on `device`.
+
+    A thread reads the next batch while the caller computes with this one. What fails in the thread is raised here, at
+    the batch that it was reading; `close()` of the iterator ends the thread. A CUDA `device` carries its index.
+    """
+    on_cuda = device.type == "cuda"
+
+    def load(step: int) -> Batch:
+        batch = stream.batch(step, rows)
+        return batch.pin_memory() if on_cuda else batch  # only a copy from pinned memory does not block
+
+    # A new thread's current GPU is number 0, where pinning memory would make every rank of the host hold a context.
+    set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if on_cuda else {}
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch", **set_device) as thread:
+        ahead = None
+        for step in steps:
+            following = thread.submit(load, step)
+            if ahead is not None:
+                yield ahead.result().to(device, non_blocking=True)
+            ahead = following
+        if ahead is not None:
+            yield ahead.result().to(device, non_blocking=True)

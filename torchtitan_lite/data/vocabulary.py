@@ -1,0 +1,157 @@
+"""What decides the ids of a text, without tiktoken, so that `check` can read it; and the two plain kinds of it.
+
+    bytes               no file: id 0-255 is that byte, 256 begins a document, 257 ends it
+    tokenizer.model     as published with Llama 3: a line per token, `<base64 of its bytes> <rank>`; the ids are the
+                        ranks, and 256 special tokens follow them
+    tokenizer.json      Hugging Face's file: read by tokenizer_json.py
+
+`find_vocabulary.py` finds the file that a run names; data/tokenizer.py gives what it holds to tiktoken.
+"""
+
+import hashlib
+from base64 import b64decode
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.config.json_file import read_regular_file
+
+MOST_BYTES = 2**24  # of a tokenizer.model; the published ones have a quarter
+MOST_TOKEN_BYTES = 1024  # the longest token of a published one is 128 spaces
+
+
+class VocabularyError(ValueError):
+    """A tokenizer that cannot be used: what is wrong, without the file's name."""
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that stands outside byte-pair encoding."""
+
+    text: str
+    id: int
+    special: bool  # never found in a text; others are, wherever they stand
+    normalized: bool = False  # looked for after the text was normalized, not before
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    path: Path  # of the file; of the plain bytes, their name
+    identity: str  # equal for two vocabularies exactly if they are the same
+    pattern: str  # regular expression that cuts a text into words; what it leaves out is lost
+    ranks: dict[bytes, int]  # tokens that joining makes, with their ids: the lowest goes first
+    bos_id: int | None  # begins every document, where there is one
+    eos_id: int  # ends it
+    added: tuple[AddedToken, ...] = ()
+    unmade: tuple[tuple[int, bytes], ...] = ()  # ids of tokens that no text gives, for decoding
+    nfc: bool = False  # a text is put in Unicode's composed form first
+
+    @property
+    def n_words(self) -> int:
+        """Ids are below it. Some may be without a token."""
+        ids = [*self.ranks.values(), *(token.id for token in self.added), *(id for id, _ in self.unmade)]
+        return max(ids) + 1
+
+
+# ---------------------------------------------------------------- bytes
+
+BYTES = "bytes"  # the word for model.hf_assets_path
+
+
+def make_byte_vocabulary() -> Vocabulary:
+    return Vocabulary(
+        path=Path(BYTES),
+        identity=hashlib.sha256(BYTES.encode()).hexdigest(),
+        pattern="(?s:.{1,64})",  # any length would do, for nothing is joined
+        ranks={bytes([byte]): byte for byte in range(256)},
+        bos_id=256,
+        eos_id=257,
+        added=(AddedToken("<|begin_of_text|>", 256, special=True), AddedToken("<|end_of_text|>", 257, special=True)),
+    )
+
+
+# ---------------------------------------------------------------- tokenizer.model
+
+# As published with Llama 3: the first alternative that matches takes the next word.
+SPLIT_PATTERN = "|".join(
+    [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # the end of an English contraction
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # letters, and one other character before them: " return", "_name"
+        r"\p{N}{1,3}",  # up to three digits
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # punctuation, with the line ends after it
+        r"\s*[\r\n]+",  # empty lines
+        r"\s+(?!\S)",  # spaces, but for the last one before a word, which belongs to the word
+        r"\s+",
+    ]
+)
+
+N_SPECIAL_TOKENS = 256
+
+# Llama 3.1's names; Llama 3 has the same ids for those that it uses, and calls numbers 4, 5, 8 and 10 reserved.
+NAMED_SPECIAL_TOKENS = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|step_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+]
+SPECIAL_TOKENS = NAMED_SPECIAL_TOKENS + [
+    f"<|reserved_special_token_{n - len(NAMED_SPECIAL_TOKENS) + 2}|>"
+    for n in range(len(NAMED_SPECIAL_TOKENS), N_SPECIAL_TOKENS)
+]
+
+
+def read_tokenizer_model(path: Path) -> Vocabulary:
+    """Raises VocabularyError."""
+    content = read_content(path, MOST_BYTES)
+    ranks = parse_ranks(content)
+    return Vocabulary(
+        path=path,
+        identity=hashlib.sha256(content).hexdigest(),
+        pattern=SPLIT_PATTERN,
+        ranks=ranks,
+        bos_id=len(ranks) + SPECIAL_TOKENS.index("<|begin_of_text|>"),
+        eos_id=len(ranks) + SPECIAL_TOKENS.index("<|end_of_text|>"),
+        added=tuple(AddedToken(name, len(ranks) + n, special=True) for n, name in enumerate(SPECIAL_TOKENS)),
+    )
+
+
+def read_content(path: Path, most_bytes: int) -> bytes:
+    try:
+        return read_regular_file(path, most_bytes)
+    except ValueError as error:
+        raise VocabularyError(f"it {error}") from None
+
+
+def parse_ranks(content: bytes) -> dict[bytes, int]:
+    """Token -> rank of a tokenizer.model. Raises VocabularyError that names the first line that is wrong."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            spelled, rank = line.split()
+            token = b64decode(spelled, validate=True)
+            ranks[token] = int(rank)
+        except ValueError:
+            why = f"line {number} is not a token in base64 and its rank: {line[:40]!r}"
+            raise VocabularyError(why) from None
+        if len(ranks) != number or int(rank) != number - 1:
+            raise VocabularyError(f"line {number} should be a new token of rank {number - 1}: {line[:40]!r}")
+        if len(token) > MOST_TOKEN_BYTES:
+            raise VocabularyError(
+                f"line {number} is a token of {len(token):,} bytes; at most {MOST_TOKEN_BYTES:,} can be"
+            )
+    check_bytes(ranks)
+    return ranks
+
+
+def check_bytes(ranks: dict[bytes, int]) -> None:
+    """Raises VocabularyError where not every text could be encoded."""
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        why = f"{len(missing)} of the 256 single bytes are no tokens, so not every text could be encoded"
+        raise VocabularyError(why)

@@ -1,0 +1,209 @@
+"""`plan`: what a layout costs, before it is queued.
+
+memory, traffic, FLOPs    what step.py does as one rank of each kind (dry_run.py)
+bubble, time, tokens/s    the schedule, simulated with the closed form's durations (pace.py)
+warnings                  what is wrong with the layout, and the number that would be right (plan_warnings.py)
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from torchtitan_lite.config.cluster import Cluster, find_cluster
+from torchtitan_lite.config.command_lines import make_plan_parser
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import ConfigError, Problem
+from torchtitan_lite.config.tables import format_bytes, format_table
+from torchtitan_lite.plan.dry_run import DryRun
+from torchtitan_lite.plan.forecast import Forecast, forecast
+from torchtitan_lite.plan.meter import KINDS
+from torchtitan_lite.plan.plan_warnings import list_warnings
+from torchtitan_lite.plan.planned import Planned, group_pp_ranks, plan_run
+from torchtitan_lite.plan.published import print_published
+from torchtitan_lite.plan.schedule_order import list_rows
+from torchtitan_lite.plan.score import print_score
+from torchtitan_lite.plan.search_report import print_search
+from torchtitan_lite.plan.timeline import draw_svg, draw_text, trace_chrome
+from torchtitan_lite.plan.workload import describe_workload
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a run before it starts."""
+
+    planned: Planned
+    gpu: str
+    cluster: Cluster
+    groups: dict[int, list[int]]  # pp rank that stands for others -> these
+    runs: dict[int, DryRun]
+    forecast: Forecast
+
+    @property
+    def fits(self) -> bool:
+        return all(self.reserved_bytes(run) <= self.cluster.memory_bytes for run in self.runs.values())
+
+    @property
+    def warnings(self) -> list[str]:
+        return list_warnings(self.planned, self.cluster, bubble=self.forecast.bubble, fits=self.fits)
+
+    def reserved_bytes(self, run: DryRun) -> float:
+        """What the allocator will hold, estimated: it keeps more than is in use."""
+        return run.peak_bytes * self.cluster.reserve_factor
+
+
+def main(args: list[str]) -> int:
+    options, config_args = make_plan_parser().parse_known_args(args)
+    torch.set_num_threads(1)
+    try:
+        if options.published:
+            print_published()
+            return 0
+        if options.score:
+            print_score(options.score, as_json=options.json)
+            return 0
+        cluster = find_cluster(options.gpu, options.hardware)
+        if options.search:
+            search_layouts(config_args, options, cluster)
+            return 0
+        plan = make_plan(config_args, options, cluster)
+    except ConfigError as error:
+        if options.json:
+            print(json.dumps({"problems": [problem.for_json() for problem in error.list_first()]}))
+        print(f"There is no {'score' if options.score else 'plan'}:\n{error}", file=sys.stderr)
+        return 2
+    if options.svg:
+        options.svg.write_text(draw_svg(plan.forecast.timeline, plan.planned.config_name), encoding="utf-8")
+    if options.trace:
+        options.trace.write_text(json.dumps(trace_chrome(plan.forecast.timeline)), encoding="utf-8")
+    print(json.dumps(describe_json(plan)) if options.json else describe(plan, options.tokens))
+    return 0 if plan.fits else 1
+
+
+def search_layouts(config_args: list[str], options: argparse.Namespace, cluster: Cluster) -> None:
+    reading = read_config(config_args)
+    problems = list(reading.problems)
+    if options.gpus is None:
+        problems.append(Problem("--gpus", None, "a search needs their number", "Write --gpus 64, for instance"))
+    if problems:
+        raise ConfigError(problems)
+    toml_file = options.toml or Path(f"{reading.config_name}_{options.gpus}_{options.gpu}.toml")
+    print_search(reading.config, resolve_shape(reading.config.model), options.gpus, cluster, toml_file)
+
+
+def make_plan(config_args: list[str], options: argparse.Namespace, cluster: Cluster) -> Plan:
+    planned = plan_run(config_args, options.gpus, "cpu" if options.gpu == "cpu" else "cuda")
+    groups, runs = group_pp_ranks(planned), {}
+    for pp_rank in groups:
+        start = time.monotonic()
+        runs[pp_rank] = planned.dry_run(pp_rank, whole=options.full)
+        print(f"  pp rank {pp_rank} run in {time.monotonic() - start:.1f} s", file=sys.stderr)
+    workload = describe_workload(planned.config, planned.shape, planned.layout)
+    rows = list_rows(planned.config.parallelism, planned.layout)
+    return Plan(planned, options.gpu, cluster, groups, runs, forecast(workload, cluster, rows))
+
+
+# ---------------------------------------------------------------- for people
+
+
+def describe(plan: Plan, n_tokens: float | None) -> str:
+    planned, layout, rate = plan.planned, plan.planned.layout, plan.forecast.rate
+    config = planned.config
+    tokens_per_step = layout.global_batch_size * config.training.seq_len
+    n_tokens = n_tokens or tokens_per_step * config.training.steps
+    exposed = [f"{axis} {seconds:.3g} s" for axis, seconds in plan.forecast.exposed_s.items() if seconds]
+    schedule = f", {config.parallelism.pipeline_parallel_schedule}, bubble {plan.forecast.bubble:.1%}"
+    blocks = [
+        f"{planned.config_name} on {layout.world_size:,} x {plan.gpu}: {layout}" + schedule * (layout.pp > 1),
+        f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens_per_step:,} tokens a step: "
+        f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}",
+        f"memory of a GPU at its peak, of {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
+        f"traffic of one step, by the rank that moves most\n{describe_traffic(plan)}",
+        f"FLOPs of one step (matmuls and attention, recompute included): {describe_flops(plan)}",
+        f"one step {rate.step_time_s:.3g} s: {rate.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {rate.mfu_full:.1%} "
+        f"({rate.mfu_causal:.1%} with causal attention)\n"
+        f"waiting for others in it, the bubble aside: {', '.join(exposed) or 'nothing'}\n"
+        f"{n_tokens:,.0f} tokens take {rate.count_days(n_tokens, layout.world_size):,.3g} days",
+    ]
+    if layout.pp > 1:
+        blocks.append(f"timeline of a step (forecast)\n{draw_text(plan.forecast.timeline)}")
+    if config.compile.enable:
+        blocks.append("compile is on: what it fuses is not seen here, so that activations need this much at most.")
+    blocks += [f"warning: {warning}" for warning in plan.warnings]
+    return "\n\n".join(blocks)
+
+
+def describe_memory(plan: Plan) -> str:
+    rows = [("", *KINDS, "live", "reserved (est.)")]
+    for pp_rank, alike in plan.groups.items():
+        run = plan.runs[pp_rank]
+        numbers = [run.memory.get(kind, 0) for kind in KINDS] + [run.peak_bytes, plan.reserved_bytes(run)]
+        like = f" and {len(alike) - 1} like it" * (len(alike) > 1)
+        rows.append((f"  pp rank {pp_rank}{like}", *map(format_bytes, numbers)))
+    return format_table(rows)
+
+
+def describe_traffic(plan: Plan) -> str:
+    tiers = {"node": "inside a node", "network": "between nodes"}
+    rows = [
+        (f"  {axis}", operation, f"{calls:,} calls", format_bytes(n_bytes), tiers[tier])
+        for (axis, operation, tier), (calls, n_bytes) in sum_traffic(plan).items()
+    ]
+    return format_table(rows) if rows else "  none"
+
+
+def sum_traffic(plan: Plan) -> dict[tuple[str, str, str], tuple[int, float]]:
+    """(axis, operation, tier of links) -> calls and bytes, of the rank that moves most."""
+    most: dict[tuple[str, str, str], tuple[int, float]] = {}
+    for run in plan.runs.values():
+        calls, n_bytes = Counter(), Counter()
+        for collective, times in run.collectives:
+            tier = plan.cluster.find_tier(collective.stride, collective.n_ranks)
+            key = collective.axis, collective.operation, tier
+            calls[key] += times
+            n_bytes[key] += times * collective.n_bytes
+        for key in calls:
+            most[key] = max(most.get(key, (0, 0.0)), (calls[key], n_bytes[key]), key=lambda pair: pair[1])
+    return most
+
+
+def describe_flops(plan: Plan) -> str:
+    return ", ".join(f"{run.n_flops / 1e12:,.3f} TFLOP on pp rank {rank}" for rank, run in plan.runs.items())
+
+
+# ---------------------------------------------------------------- for programs
+
+
+def describe_json(plan: Plan) -> dict[str, object]:
+    layout, rate = plan.planned.layout, plan.forecast.rate
+    return {
+        "layout": layout.degrees,
+        "gpu": plan.gpu,
+        "fits": plan.fits,
+        "pp_ranks": {
+            rank: {
+                "alike": plan.groups[rank],
+                "memory": run.memory,
+                "live_bytes": run.peak_bytes,
+                "reserved_bytes": plan.reserved_bytes(run),
+                "flops": run.n_flops,
+            }
+            for rank, run in plan.runs.items()
+        },
+        "traffic": [
+            {"axis": axis, "operation": operation, "tier": tier, "calls": calls, "bytes": n_bytes}
+            for (axis, operation, tier), (calls, n_bytes) in sum_traffic(plan).items()
+        ],
+        "bubble": plan.forecast.bubble,
+        **asdict(rate),
+        "exposed_s": plan.forecast.exposed_s,
+        "warnings": plan.warnings,
+    }

@@ -1,0 +1,107 @@
+"""What takes memory on a rank, by arithmetic alone, and which keys give some of it back.
+
+    bytes per parameter       AdamW    AdamW, bf16 moments    SGD
+    weight and gradient       4 + 4    4 + 4                  4 + 4
+    moments                   4 + 4    2 + 2                  -
+    together                  16       12                     8          8B on one rank: 119.7, 89.8, 59.8 GiB
+
+    bytes per token and block, b per number of the compute dtype; 8B in bf16
+    full recompute            b D                                         its input                           8 KiB
+    selective, "op"           b (3D + 2HE + 2KE + 2F) + 4H                and what matmuls, attention gave  100 KiB
+    none                      b (4D + 2HE + 2KE + 4F) + 4HE + 4KE + 4H    and what norms and SwiGLU read    184 KiB
+
+Activations were counted from the code and agree with what a CPU process grows by: full and "op" exactly, "none" within
+a fifth, since kernels differ in what they keep. Legend: D model dim, H heads, K kv heads, E head dim, F ffn dim.
+"""
+
+from dataclasses import dataclass, replace
+
+from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.layout import Layout, check_divisibility
+from torchtitan_lite.config.lever_checks import check_moments
+from torchtitan_lite.config.refused import find_refused
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Optimizer, Training
+from torchtitan_lite.plan.memory import estimate_loss
+from torchtitan_lite.plan.workload import describe_workload
+
+WEIGHT_BYTES = GRADIENT_BYTES = 4  # fp32, whatever a step computes in
+
+
+def count_moment_bytes(section: Optimizer) -> int:
+    """Bytes of optimizer state per parameter."""
+    return {"AdamW": 2, "SGD": 0}[section.name] * {"float32": 4, "bfloat16": 2}[section.moments_dtype]
+
+
+def count_state_bytes(section: Optimizer) -> int:
+    """Bytes per parameter of all that lives from step to step."""
+    return WEIGHT_BYTES + GRADIENT_BYTES + count_moment_bytes(section)
+
+
+def count_activation_bytes(section: ActivationCheckpoint, shape: Shape, itemsize: int) -> float:
+    """Bytes that one token leaves for backward in one block, on average over the blocks; `itemsize` of compute."""
+    heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    full = itemsize * shape.dim
+    by_op = itemsize * (3 * shape.dim + 2 * heads + 2 * kv_heads + 2 * shape.ffn_dim) + 4 * shape.n_heads
+    everything = by_op + itemsize * (shape.dim + 2 * shape.ffn_dim) + 4 * (heads + kv_heads)  # rotation is in fp32
+    if section.mode == "selective" and section.selective_ac_option != "op":
+        share = 1 / int(section.selective_ac_option)
+        return share * full + (1 - share) * everything
+    budget = section.memory_budget
+    return {
+        "full": full,
+        "selective": by_op,
+        "memory_budget": full + budget * (everything - full),
+        "none": everything,
+    }[section.mode]
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A key that would save memory."""
+
+    key: str
+    value: object
+    saved_bytes: float  # on one rank
+    price: str
+    takes_gpus: bool = False  # twice as many
+
+
+def find_levers(config: Config, shape: Shape, layout: Layout, n_parameters: int) -> list[Lever]:
+    """Keys that would help a rank which holds `n_parameters` (its own slices): first those that take no more GPUs, the
+    strongest first. Each alone; `config` is resolved.
+    """
+    training, parallelism = config.training, config.parallelism
+    itemsize = {"bfloat16": 2, "float32": 4}[training.mixed_precision_param]
+    # Under PP several microbatches are under way, at most as many as there are stages ahead of the loss.
+    tokens = layout.microbatch_size * training.seq_len / (layout.cp * layout.tp) * min(layout.pp, layout.n_microbatches)
+    n_layers = shape.n_layers / layout.pp
+    kept_bytes = tokens * n_layers * count_activation_bytes(config.activation_checkpoint, shape, itemsize)
+    full_bytes = tokens * n_layers * itemsize * shape.dim
+    on_gpu = 0 if training.enable_cpu_offload else n_parameters
+    state_bytes = on_gpu * count_state_bytes(config.optimizer)
+    bfloat16 = replace(config.optimizer, moments_dtype="bfloat16")
+    # What stays gathered between microbatches: parameters, and without PP with stage 1 gradients too.
+    gathered_bytes = n_parameters * (layout.dp_shard * layout.cp - 1) * itemsize
+    n_gathered = {1: 1 if layout.pp > 1 else 2, 2: 1, 3: 0}[layout.zero_stage]
+
+    levers = [Lever("activation_checkpoint.mode", "full", kept_bytes - full_bytes, "a third more FLOPs")]
+    if not find_refused(config, shape, zero_stage=3):
+        levers.append(Lever("parallelism.zero_stage", 3, n_gathered * gathered_bytes, "parameters travel more often"))
+    if not check_moments(bfloat16):
+        saved = state_bytes - on_gpu * count_state_bytes(bfloat16)
+        levers.append(Lever("optimizer.moments_dtype", "bfloat16", saved, "moments keep 8 bits"))
+    if layout.microbatch_size > 1:
+        key = "parallelism.pipeline_parallel_microbatch_size" if layout.pp > 1 else "training.local_batch_size"
+        levers.append(Lever(key, layout.microbatch_size // 2, kept_bytes / 2, "smaller matmuls"))
+    workload, chunk = describe_workload(config, shape, layout), Training.loss_chunk_tokens
+    logits_bytes = estimate_loss(workload) - estimate_loss(replace(workload, loss_chunk_tokens=chunk))
+    levers.append(Lever("training.loss_chunk_tokens", chunk, logits_bytes, "the loss is computed in chunks"))
+    levers.append(Lever("training.enable_cpu_offload", "true", state_bytes, "the optimizer runs on the host, slowly"))
+
+    key, degree = "parallelism.data_parallel_shard_degree", 2 * parallelism.data_parallel_shard_degree
+    levers.append(Lever(key, degree, state_bytes / 2, "twice the GPUs", takes_gpus=True))
+    if not check_divisibility(config, shape, {"tp": 2 * layout.tp, "cp": layout.cp}):
+        key, saved = "parallelism.tensor_parallel_degree", (state_bytes + kept_bytes) / 2
+        levers.append(Lever(key, 2 * layout.tp, saved, "twice the GPUs", takes_gpus=True))
+    helpful = [lever for lever in levers if lever.saved_bytes > 0]
+    return sorted(helpful, key=lambda lever: (lever.takes_gpus, -lever.saved_bytes))

@@ -1,0 +1,70 @@
+"""A run on GPUs that are not here: its config read and checked as for a start, for any number of ranks.
+
+    --config NAME  --gpus 16384  --gpu h100   ->   config, shape, layout   ->   dry runs of the ranks that differ
+
+What `check` asks of this machine (files, memory, GPUs) is not asked: the run will be elsewhere.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torchtitan_lite.config.flavors import Shape, resolve_shape
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.plan.dry_run import DryRun, dry_run
+from torchtitan_lite.plan.schedule_order import list_rows
+from torchtitan_lite.plan.simulator import count_in_flight
+from torchtitan_lite.preflight import choose_n_ranks
+
+ANY_CPU = Machine("cpu", 1, 0, "CPU")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A sound run."""
+
+    config_name: str
+    config: Config  # resolved
+    shape: Shape
+    layout: Layout
+    device_type: Literal["cuda", "cpu"]
+
+    def dry_run(self, pp_rank: int = 0, *, whole: bool = False) -> DryRun:
+        """One step of the first rank of a pipeline stage."""
+        return dry_run(self.config, self.shape, self.layout, pp_rank=pp_rank, device_type=self.device_type, whole=whole)
+
+
+def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"]) -> Planned:
+    """The run that these arguments of a config ask for. Raises ConfigError with every problem.
+
+    Without n_gpus: as many ranks as the degrees multiply to, and two where one of them is automatic.
+    """
+    reading = read_config(args)
+    if reading.problems:
+        raise ConfigError(reading.problems)
+    shape = resolve_shape(reading.config.model)
+    layout = plan_layout(reading.config, shape, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1))
+    return Planned(reading.config_name, resolve_config(reading.config, layout, device_type), shape, layout, device_type)
+
+
+def group_pp_ranks(planned: Planned) -> dict[int, list[int]]:
+    """The pp rank that stands for others -> these, itself included: their stages hold the same, and it holds most.
+
+    What differs among them is how many microbatches are in flight.
+    """
+    layout = planned.layout
+    rows = list_rows(planned.config.parallelism, layout)
+    alike: dict[tuple, list[int]] = {}
+    for rank in range(layout.pp):
+        stages = [layout.stages[index] for index in layout.stages_of(rank)]
+        alike.setdefault(tuple(map(describe_stage, stages)), []).append(rank)
+    in_flight = [sum(count_in_flight(row).values()) for row in rows]
+    return {max(ranks, key=in_flight.__getitem__): ranks for ranks in alike.values()}
+
+
+def describe_stage(fqns: tuple[str, ...]) -> tuple:
+    """What makes a stage cost what it does."""
+    layers = [fqn for fqn in fqns if fqn.startswith("layers.")]
+    return len(layers), *(fqn for fqn in fqns if fqn not in layers)

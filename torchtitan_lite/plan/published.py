@@ -1,0 +1,221 @@
+"""`plan --published`: layouts that others have run and published, against what the closed form predicts for them.
+
+    assets/benchmarks/published_layouts.csv  ->  the closed form  ->  assets/benchmarks/published_layouts.md
+
+Nothing is fitted to a row: the constants are those of cluster.py, one set for each GPU. The runs are those of other
+code than ours, so a row says what it takes: recompute, fused attention, float8. Models other than Llama go through the
+closed form only. A GPT block has two matrices of 4D x D where Llama has three of F x D: it counts as F = 8D/3, which
+has the same parameters and FLOPs.
+"""
+
+import csv
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+
+from torchtitan_lite.config.cluster import CLUSTERS, Cluster
+from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.pipeline_plan import name_modules
+from torchtitan_lite.config.reader import REPOSITORY
+from torchtitan_lite.plan.forecast import Sketch, sketch
+from torchtitan_lite.plan.pace import Pace
+from torchtitan_lite.plan.schedule_order import order_of
+from torchtitan_lite.plan.workload import Workload
+
+ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"
+TABLE = ROWS.with_suffix(".md")
+GIB = 2**30
+TOLERANCES = {"throughput": 0.20, "memory": 0.15}
+COUNTED = {  # what is said of the forecasts -> the kinds of evidence behind it; "recalled" is evidence of nothing
+    "read, the constants chosen with them in view": ("read", "read in a copy"),
+    "held out: read after the constants were chosen": ("held out",),
+}
+
+# The cards of torchtitan's table: 96 GB of HBM2e, and 500 W instead of 700, which lowers the clock under matmuls. The
+# bandwidth is that of such memory (2.4 TB/s), the share of the clock an estimate (0.78).
+H100_96 = replace(
+    CLUSTERS["h100"],
+    memory_bytes=96e9,
+    memory_bandwidth=2.4e12,
+    matmul_efficiency=0.78 * CLUSTERS["h100"].matmul_efficiency,
+    float8_efficiency=0.78 * CLUSTERS["h100"].float8_efficiency,
+    attention_efficiency=0.78 * CLUSTERS["h100"].attention_efficiency,
+)
+
+
+PREFACE = """# Published layouts and what the planner predicts
+
+Made by `python -m torchtitan_lite plan --published` from published_layouts.csv, by the closed form with the constants
+of torchtitan_lite/config/cluster.py: one set for each GPU, none for a row.
+
+Published, predicted, error: first tokens per second and GPU, then GiB reserved (live bytes x reserve_factor). Rows of
+GPT shapes exist in the closed form only, since the model code here is Llama. An asterisk: the source leaves something
+open, and the last column of the file says what is assumed. Evidence: `read` rows were read in their source, and the
+constants were chosen with them in view; `held out` rows were read afterwards, and no constant may be chosen by them;
+`recalled` rows are from memory, checked by arithmetic alone. They exercise the planner, are no claim about their source
+and are not counted."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run and its forecast."""
+
+    facts: dict[str, str]  # of the file
+    cluster: Cluster
+    forecast: Sketch
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """What -> predicted / published - 1, for what is published."""
+        errors = {}
+        if published := self.facts["tokens_per_s_per_gpu"]:
+            errors["throughput"] = self.forecast.rate.tokens_per_s_per_gpu / float(published) - 1
+        if published := self.facts["memory_gib"]:
+            errors["memory"] = self.reserved_gib / float(published) - 1
+        return errors
+
+    @property
+    def reserved_gib(self) -> float:
+        return self.forecast.live_bytes * self.cluster.reserve_factor / GIB
+
+
+def read_published(path: Path = ROWS) -> list[Row]:
+    """Every row of the file with its forecast."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [predict_row(facts) for facts in csv.DictReader(file)]
+
+
+def predict_row(facts: dict[str, str]) -> Row:
+    number = {name: int(value) for name, value in facts.items() if value.isdecimal()}
+    workload = Workload(
+        shape=describe_shape(number),
+        layout=describe_layout(number),
+        seq_len=number["seq_len"],
+        recompute=Counter({facts["recompute"]: number["n_layers"]}),
+        matmul_dtype=facts["matmul_dtype"],
+        compiled=bool(number["compiled"]),
+        fused_attention=bool(number["fused_attention"]),
+    )
+    cluster = H100_96 if facts["gpu"] == "h100-96" else CLUSTERS[facts["gpu"]]
+    schedule = "1F1B" if number["stages_per_rank"] == 1 else "Interleaved1F1B"
+    order = partial(order_of, schedule, number["pp"], n_stages_per_rank=number["stages_per_rank"])
+    return Row(facts, cluster, sketch(Pace(workload, cluster), order))
+
+
+def describe_shape(number: dict[str, int]) -> Shape:
+    dim, n_heads = number["dim"], number["n_heads"]
+    ffn_dim = number["ffn_dim"] if number["gated"] else number["ffn_dim"] * 2 // 3
+    return Shape(dim, number["n_layers"], n_heads, number["n_kv_heads"], dim // n_heads, ffn_dim, number["vocab_size"])
+
+
+def describe_layout(number: dict[str, int]) -> Layout:
+    """Stages of equal length; embedding and head weigh one layer each where the layers alone do not divide."""
+    pp, n_layers = number["pp"], number["n_layers"]
+    n_stages = pp * number["stages_per_rank"]
+    short = 1 if n_layers % n_stages else 0
+    starts = [0, *(i * (n_layers + 2 * short) // n_stages - short for i in range(1, n_stages)), n_layers]
+    stages = tuple(
+        name_modules(range(starts[i], starts[i + 1]), first=i == 0, last=i == n_stages - 1) for i in range(n_stages)
+    )
+    return Layout(
+        pp=pp,
+        dp_replicate=1,
+        dp_shard=number["dp"],
+        cp=number["cp"],
+        tp=number["tp"],
+        stages=stages,
+        stage_ranks=tuple(index % pp for index in range(n_stages)),
+        global_batch_size=number["global_batch"],
+        microbatch_size=number["microbatch"],
+        n_microbatches=number["global_batch"] // number["dp"] // number["microbatch"],
+        zero_stage=number["zero_stage"],
+    )
+
+
+def print_published(table_file: Path = TABLE) -> None:
+    """Prints the table and leaves it in assets/. Rows that are not met are listed below it."""
+    table = format_table(read_published())
+    table_file.write_text(table, encoding="utf-8")
+    print(f"{table}\nWritten to {table_file}.")
+
+
+def choose_rows(rows: list[Row], counted: str) -> list[Row]:
+    return [row for row in rows if row.facts["evidence"] in COUNTED[counted]]
+
+
+def describe_counts(rows: list[Row]) -> list[str]:
+    """How many rows of each kind of evidence are met, how far off they are, and how many pairs are in wrong order."""
+    lines = ["| rows | met | median error of throughput | pairs of one source in wrong order |", "|---|---|---|---|"]
+    for counted in COUNTED:
+        chosen = choose_rows(rows, counted)
+        n_met = sum(not find_unmet(row) for row in chosen)
+        middle = median(abs(row.errors["throughput"]) for row in chosen)
+        lines.append(f"| {counted} | {n_met} of {len(chosen)} | {middle:.0%} | {len(list_swaps(chosen))} |")
+    return lines
+
+
+def find_unmet(row: Row) -> list[str]:
+    """What of a row is predicted outside its tolerance."""
+    return [what for what, error in row.errors.items() if abs(error) > TOLERANCES[what]]
+
+
+def list_swaps(rows: list[Row]) -> list[tuple[Row, Row]]:
+    """Pairs of rows of one source that are predicted in the wrong order. Rows within 2 % of each other have none."""
+    swaps = []
+    for first, second in combinations(rows, 2):
+        published = [float(row.facts["tokens_per_s_per_gpu"]) for row in (first, second)]
+        predicted = [row.forecast.rate.tokens_per_s_per_gpu for row in (first, second)]
+        told_apart = abs(published[0] / published[1] - 1) > 0.02
+        if first.facts["source"] == second.facts["source"] and told_apart:
+            if (published[0] < published[1]) != (predicted[0] < predicted[1]):
+                swaps.append((first, second))
+    return swaps
+
+
+def format_table(rows: list[Row]) -> str:
+    """Markdown: a table for each source, then how many rows are met, and which are not."""
+    lines = [PREFACE]
+    names = ["model", "GPUs", "layout", "sequence", *["published", "predicted", "error"] * 2, "evidence"]
+    head = f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
+    for source in dict.fromkeys(row.facts["source"] for row in rows):
+        lines += ["", f"## {source}", "", head]
+        lines += [format_row(row) for row in rows if row.facts["source"] == source]
+    limits = " and ".join(f"{tolerance:.0%} ({what})" for what, tolerance in TOLERANCES.items())
+    lines += ["", f"## Met: within {limits}", "", *describe_counts(rows)]
+    for counted in COUNTED:
+        lines += ["", f"Not met of those {counted}:", ""]
+        for row in filter(find_unmet, choose_rows(rows, counted)):
+            lines.append(f"- {name_row(row)}: {', '.join(f'{w} {row.errors[w]:+.1%}' for w in find_unmet(row))}")
+    return "\n".join(lines) + "\n"
+
+
+def name_row(row: Row) -> str:
+    facts = row.facts
+    return f"{facts['source']}: {facts['model']} on {facts['n_gpus']} GPUs, sequence {int(facts['seq_len']):,}"
+
+
+def format_row(row: Row) -> str:
+    facts, errors = row.facts, row.errors
+    dims = [f"{dim}{facts[dim]}" for dim in ("tp", "pp", "cp", "dp") if facts[dim] != "1"]
+    options = [f"x{facts['stages_per_rank']} stages"] * (facts["stages_per_rank"] != "1")
+    options += [facts["recompute"]] * (facts["recompute"] != "none") + ["float8"] * (facts["matmul_dtype"] == "float8")
+    options += ["compile"] * (facts["compiled"] == "1" and facts["gpu"] == "h100-96")
+    assumed = "*" * any(words in facts["notes"] for words in ("not published", "is published", "taken as"))
+    cells = [
+        facts["model"],
+        f"{facts['n_gpus']} {facts['gpu']}",
+        " ".join(dims + options) + assumed,
+        facts["seq_len"],
+        f"{float(facts['tokens_per_s_per_gpu']):,.0f}",
+        f"{row.forecast.rate.tokens_per_s_per_gpu:,.0f}",
+        f"{errors['throughput']:+.1%}",
+        facts["memory_gib"],
+        f"{row.reserved_gib:.1f}" if facts["memory_gib"] else "",
+        f"{errors['memory']:+.1%}" if "memory" in errors else "",
+        facts["evidence"],
+    ]
+    return f"| {' | '.join(cells)} |"

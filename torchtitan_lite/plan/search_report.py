@@ -1,0 +1,229 @@
+"""What `plan --search` says: the ten best layouts, where the config's own loses, and the winner as a TOML file."""
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+from torchtitan_lite.config.cluster import Cluster
+from torchtitan_lite.config.flavors import Shape, is_counted
+from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
+from torchtitan_lite.config.pipeline_plan import SCHEDULES
+from torchtitan_lite.config.reader import dump_config_toml
+from torchtitan_lite.config.schema import Config, ConfigError, Problem
+from torchtitan_lite.plan.dry_run import dry_run, shorten
+from torchtitan_lite.plan.forecast import Sketch
+from torchtitan_lite.plan.schedule_order import list_rows
+from torchtitan_lite.plan.search import (
+    Candidate,
+    describe_candidate,
+    find_global_batch,
+    find_least_gpus,
+    search,
+    sketch_candidate,
+)
+from torchtitan_lite.plan.stretches import is_uniform
+from torchtitan_lite.plan.traffic import list_traffic
+from torchtitan_lite.plan.workload import describe_workload
+from torchtitan_lite.verify.ranks import end_with_parent
+
+GIB = 2**30
+N_DRY_RUNS = 3
+Choice = tuple[Candidate, Sketch]
+
+
+def print_search(
+    config: Config, shape: Shape, world_size: int, cluster: Cluster, toml_file: Path, *, n_dry_runs: int = N_DRY_RUNS
+) -> None:
+    """Searches, prints, and writes the winner. Raises ConfigError where there is none."""
+    if not is_counted(config.model):
+        print(f"All numbers are those of llama3 in these sizes, not of {config.model.name}.")
+    found = search(config, shape, world_size, cluster)
+    batch = find_global_batch(config, world_size)
+    print(
+        f"{found.n_accepted:,} layouts on {world_size:,} GPUs with {batch:,} sequences of {config.training.seq_len:,} "
+        f"tokens a step pass check, {sum(found.refused.values()):,} do not; {len(found.fitting):,} fit the memory."
+    )
+    if not found.n_accepted:
+        raise ConfigError(found.list_obstacles())
+    if not found.best:
+        raise ConfigError(
+            [describe_misfit(found.leanest, cluster, find_least_gpus(config, shape, cluster, world_size))]
+        )
+    print(f"\n{format_choices(found.best, cluster)}\n")
+    print(explain_own(config, shape, world_size, cluster, found.best[0]))
+    number = choose_by_dry_run(found.best, cluster, n_dry_runs) if n_dry_runs else 1
+    toml_file.write_text(format_winner(found.best[number - 1], world_size), encoding="utf-8")
+    print(f"\nNumber {number} is written to {toml_file}.")
+
+
+def describe_misfit(leanest: Candidate, cluster: Cluster, least: int | None) -> Problem:
+    """Nothing fits: how much is missing, and how many GPUs would do."""
+    layout = leanest.workload.layout
+    reserved, available = leanest.live_bytes * cluster.reserve_factor / GIB, cluster.memory_bytes / GIB
+    why = f"the leanest layout ({layout}) needs {reserved:.1f} GiB on a GPU, which has {available:.1f} GiB"
+    remedy = (
+        f"Use {least:,} such GPUs, the least that hold it" if least else "No number of such GPUs below 64 times as many"
+    )
+    return Problem("--gpus", layout.world_size, why, remedy)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def format_choices(choices: list[Choice], cluster: Cluster) -> str:
+    """One line a layout."""
+    lines = [f"{'':3}{'tok/s/GPU':>10}{'MFU':>7}{'step':>9}{'bubble':>8}{'GiB':>7}  layout"]
+    for number, (candidate, sketch) in enumerate(choices, 1):
+        rate, reserved = sketch.rate, candidate.live_bytes * cluster.reserve_factor / GIB
+        numbers = f"{rate.tokens_per_s_per_gpu:10,.0f}{rate.mfu_full:7.1%}{rate.step_time_s:8.2f}s{sketch.bubble:8.1%}"
+        lines.append(f"{number:2} {numbers}{reserved:7.1f}  {name_layout(candidate)}")
+    return "\n".join(lines)
+
+
+def name_layout(candidate: Candidate) -> str:
+    """pp4 x dp_shard8 x tp2, Interleaved1F1B with 8 stages, microbatches: 32 x 1, ZeRO 1, recompute op."""
+    layout, section = candidate.workload.layout, candidate.config.parallelism
+    parts = [str(layout)]
+    if layout.pp > 1:
+        parts.append(f"{section.pipeline_parallel_schedule} with {len(layout.stages)} stages")
+    parts.append(f"microbatches: {layout.n_microbatches} x {layout.microbatch_size}")
+    modes = [
+        f"{mode} ({n})" if len(candidate.workload.recompute) > 1 else mode
+        for mode, n in candidate.workload.recompute.items()
+    ]
+    return ", ".join([*parts, f"ZeRO {layout.zero_stage}", f"recompute {' and '.join(modes)}"])
+
+
+# ---------------------------------------------------------------- the config's own layout
+
+
+def explain_own(config: Config, shape: Shape, world_size: int, cluster: Cluster, best: Choice) -> str:
+    """Where the layout of the config loses against the best."""
+    try:
+        own = describe_candidate(config, shape, plan_layout(config, shape, world_size), cluster)
+    except ConfigError as error:
+        return f"The config's own layout does not run on {world_size:,} GPUs:\n{error}"
+    sketch = sketch_candidate(own)
+    slower = sketch.rate.step_time_s / best[1].rate.step_time_s - 1
+    lines = [f"The config's own layout, {name_layout(own)}:"]
+    reserved = own.live_bytes * cluster.reserve_factor
+    if reserved > cluster.memory_bytes:
+        lines.append(f"  does not fit: {reserved / GIB:.1f} GiB of {cluster.memory_bytes / GIB:.1f}")
+    lines.append(
+        f"  {sketch.rate.tokens_per_s_per_gpu:,.0f} tok/s/GPU; a step takes {slower:+.1%} against the best. Of a step:"
+    )
+    shares = split_step(own, sketch), split_step(*best)
+    lines += [f"    {what:33}{shares[0][what]:8.2f} s   best {shares[1][what]:8.2f} s" for what in shares[0]]
+    return "\n".join(lines) + "\n"
+
+
+def split_step(candidate: Candidate, sketch: Sketch) -> dict[str, float]:
+    """Seconds of a step by what they go to, of the rank that works longest."""
+    pace, layout = candidate.pace, candidate.workload.layout
+    exposed, m = pace.exposed_s, layout.n_microbatches
+    busy = max(m * sum(pace.durations.busy[i] for i in layout.stages_of(rank)) for rank in range(layout.pp))
+    waits = {
+        "waiting for tp": exposed["tp"],
+        "waiting for cp": exposed["cp"],
+        "waiting for parameters, gradients": exposed["dp"],
+    }
+    again = m * max(
+        sum(candidate.workload.stages[i].n_layers for i in layout.stages_of(rank)) for rank in range(layout.pp)
+    )
+    again *= pace.again_s
+    idle = sketch.rate.step_time_s - busy - pace.once_s - pace.optimizer_s
+    rest = {"computing again": again, "pipeline idle (bubble)": max(0.0, idle), "optimizer": pace.optimizer_s}
+    computing = sketch.rate.step_time_s - sum(waits.values()) - sum(rest.values())
+    return {"computing": computing, **rest, **waits}
+
+
+# ---------------------------------------------------------------- the dry run, the file
+
+
+def choose_by_dry_run(best: list[Choice], cluster: Cluster, n_dry_runs: int) -> int:
+    """The number of the first that fits the memory by its dry run too; 1 where none does.
+
+    Prints what the dry runs of the first few say, which go on at the same time, and of more until one fits.
+    """
+    winner = None
+    n_workers = min(n_dry_runs, os.cpu_count() or 1)
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(n_workers, context, initializer=start_worker) as workers:
+        answers = [workers.submit(compare_with_dry_run, *pair) for pair in number_candidates(best[:n_dry_runs])]
+        for number, candidate in number_candidates(best):
+            if number > n_dry_runs and winner:
+                break
+            if number > len(answers):
+                answers.append(workers.submit(compare_with_dry_run, number, candidate))
+            live_bytes, told = answers[number - 1].result()
+            fits = live_bytes * cluster.reserve_factor <= cluster.memory_bytes
+            print(told + "\n  which does not fit" * (not fits), flush=True)
+            winner = winner or (number if fits else None)
+    return winner or 1
+
+
+def start_worker() -> None:
+    torch.set_num_threads(1)
+    end_with_parent()
+
+
+def number_candidates(best: list[Choice]) -> Iterator[tuple[int, Candidate]]:
+    return ((number, candidate) for number, (candidate, _) in enumerate(best, 1))
+
+
+def compare_with_dry_run(number: int, candidate: Candidate) -> tuple[int, str]:
+    """Closed form against step.py itself on fake tensors, for the first and the last pipeline stage. Returns the live
+    bytes of the one that holds more, and what to say of both."""
+    layout, workload = candidate.workload.layout, candidate.workload
+    resolved = resolve_config(candidate.config, layout, "cuda")
+    short = fill_pipeline(resolved, layout)
+    lines, most = [], 0
+    for pp_rank in sorted({0, layout.pp - 1}):
+        measured = dry_run(resolved, workload.shape, short, pp_rank=pp_rank, device_type="cuda")
+        further_data = measured.memory["data"] * (layout.n_microbatches / short.n_microbatches - 1)
+        live = measured.peak_bytes + int(further_data)
+        most = max(most, live)
+        closed = sketch_candidate(candidate).memory[pp_rank].live
+        moved = sum(call.n_bytes * count for call, count in measured.collectives)
+        closed_moved = sum(
+            traffic.n_bytes
+            for traffic in list_traffic(
+                describe_workload(resolved, workload.shape, short), pp_rank, list_rows(resolved.parallelism, short)
+            )
+        )
+        of_some = f" ({short.n_microbatches} microbatches)" * (short != layout)
+        lines.append(
+            f"dry run of {number}, pp rank {pp_rank}: live {live / GIB:.2f} GiB "
+            f"(closed form {closed / live - 1:+.1%}), moved {moved / GIB:.2f} GiB{of_some} "
+            f"(closed form {closed_moved / max(1, moved) - 1:+.2%})"
+        )
+    return most, "\n".join(lines)
+
+
+def fill_pipeline(config: Config, layout: Layout) -> Layout:
+    """The layout with as many microbatches as fill its pipeline, where a dry run would make all of them, for minutes.
+
+    An interleaved 1F1B works in rounds of pp microbatches and holds most activations within two rounds. Only what it
+    keeps for every microbatch, tokens and receive buffers, grows with their number.
+    """
+    schedule = SCHEDULES[config.parallelism.pipeline_parallel_schedule]
+    is_interleaved = layout.pp > 1 and schedule.in_rounds and not schedule.splits_backward
+    if is_uniform(config, layout) or not is_interleaved or layout.n_microbatches <= 2 * layout.pp:
+        return layout
+    return shorten(layout, 2 * layout.pp)
+
+
+def format_winner(best: Choice, world_size: int) -> str:
+    """The config of the best layout as TOML, which `--config` takes."""
+    candidate, sketch = best
+    resolved = resolve_config(candidate.config, candidate.workload.layout, "cuda")
+    rate = sketch.rate
+    return (
+        f"# Found by plan --search for {world_size:,} GPUs: {name_layout(candidate)}\n"
+        f"# predicted: {rate.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, a step in {rate.step_time_s:.2f} s\n\n"
+        f"{dump_config_toml(resolved)}"
+    )

@@ -1,0 +1,270 @@
+"""`verify --against-hf FOLDER`: the model file beside transformers' Llama, with the weights of FOLDER.
+
+A layout is compared with one process, and both run the same model file: what is wrong there is wrong in both. Here the
+reference is the code of others.
+
+    FOLDER -> our loader    -> the model file, attention and loss as the config has them  -+
+           -> transformers  -> LlamaForCausalLM, eager attention, its own loader          -+-> model_comparison.py
+
+Everything in float32, in one process, on the CPU.
+
+transformers is not among the packages that training needs. It is imported here alone, and only when it is asked for:
+importing it takes seconds.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import defaultdict
+from importlib import import_module
+from importlib.util import find_spec
+from math import isfinite, prod
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from torchtitan_lite.checkpoint.hugging_face import load_weights
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes
+from torchtitan_lite.checkpoint.hugging_face_folder import HuggingFaceFolder, list_tensors, open_folder
+from torchtitan_lite.config.command_lines import make_verify_parser
+from torchtitan_lite.config.flavors import Shape, resolve_shape
+from torchtitan_lite.config.hardware import measure_cpu_memory
+from torchtitan_lite.config.reader import ConfigReading
+from torchtitan_lite.config.schema import Config, ConfigError, Problem
+from torchtitan_lite.config.tables import format_bytes
+from torchtitan_lite.model.chunked_loss import ChunkedLoss
+from torchtitan_lite.step import MODELS
+from torchtitan_lite.verify.model_comparison import FLOOR, LENGTH, N_ROUNDINGS, Comparison, compare, list_rows
+from torchtitan_lite.verify.trial import Measure
+
+KEY = "--against-hf"
+FLOAT_BYTES = 4
+MOST_CHUNK_TOKENS = 192  # of a loss in chunks: a batch has several of them, and a last one that is shorter
+OUTSIDE = "bfloat16, float8, compiled code, kernels of CUDA, and every layout: `verify` without --against-hf"
+
+
+def main(reading: ConfigReading, options: argparse.Namespace) -> int:
+    """Exit status: 0 equal, 1 not, 2 wrong input."""
+    start = time.monotonic()
+    try:
+        if reading.problems:
+            raise ConfigError(reading.problems)
+        refuse_other_options(options)
+        transformers = load_transformers()
+        folder = open_matching(options.against_hf, reading.config)
+        check_names(reading.config, folder.shape)
+        check_memory(reading.config, folder)
+        ours = build_ours(reading.config, folder)
+    except ConfigError as error:
+        if options.json:
+            print(json.dumps({"equal": False, "problems": [problem.for_json() for problem in error.list_first()]}))
+        print(f"Nothing was compared:\n{error}", file=sys.stderr)
+        return 2
+    theirs = build_theirs(transformers, folder.path)
+    comparisons = []
+    rows_by_batch = list_rows(folder.shape, attention=reading.config.model.attention)
+    for number, (name, rows) in enumerate(rows_by_batch.items()):
+        print(f"comparing {name} positions ...", file=sys.stderr)
+        comparisons.append(compare(name, ours, theirs, rows, reading.config.debug.seed + number))
+    about = {
+        "config": reading.config_name,
+        "model": reading.config.model.name,
+        "attention": reading.config.model.attention,
+        "folder": str(folder.path),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "seconds": time.monotonic() - start,
+    }
+    equal = not any(comparison.first for comparison in comparisons)
+    if options.json:
+        print(json.dumps(report_for_programs(about, comparisons, equal)))
+    else:
+        print(describe(about, comparisons, equal, verbose=options.verbose))
+    return 0 if equal else 1
+
+
+# ---------------------------------------------------------------- before anything is loaded
+
+
+def refuse_other_options(options: argparse.Namespace) -> None:
+    """Raises ConfigError for what is asked of layouts: none is run."""
+    parser = make_verify_parser()
+    of_layouts = ("ranks", "timeout", "full_width", "bf16", "bisect", "matrix")
+    given = [name for name in of_layouts if getattr(options, name) != parser.get_default(name)]
+    if given:
+        why = f"it compares the model file, and --{given[0].replace('_', '-')} is about layouts"
+        raise ConfigError([Problem(KEY, str(options.against_hf), why, "Ask for one at a time")])
+
+
+def load_transformers() -> ModuleType:
+    """The package, silent. Raises ConfigError where it is not installed, or cannot be imported."""
+    remedy = f'Install it: {sys.executable} -m pip install "transformers>=5" -c constraints.txt'
+    if find_spec("transformers") is None:
+        raise ConfigError(
+            [Problem(KEY, "transformers", "it is not installed here, as training does not need it", remedy)]
+        )
+    try:
+        transformers = import_module("transformers")
+    except ImportError as error:
+        why = f"it is installed, and cannot be imported: {error}"
+        raise ConfigError([Problem(KEY, "transformers", why, remedy)]) from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def open_matching(path: Path, config: Config) -> HuggingFaceFolder:
+    """The folder, which holds a model of the config's shape. Raises ConfigError."""
+    shape = resolve_shape(config.model)
+    try:
+        folder = open_folder(path)
+    except HuggingFaceError as error:
+        remedy = "Name a folder as transformers saves a Llama, with config.json and safetensors files"
+        raise ConfigError([Problem(KEY, str(path), "; ".join(error.problems), remedy)]) from None
+    problems = compare_shapes(folder.shape, shape, path)
+    if folder.shape.tie_embeddings and not shape.tie_embeddings:  # may be loaded, but has one gradient for our two
+        why, remedy = f"the model in {path} has one matrix for embedding and head", "Set model.tie_embeddings = true"
+        problems.append(Problem("model.tie_embeddings", False, why, remedy))
+    if problems:
+        raise ConfigError(problems)
+    return folder
+
+
+def check_names(config: Config, shape: Shape) -> None:
+    """Every parameter has its counterpart in transformers' Llama. Raises ConfigError for a model that is no Llama."""
+    model_class, _ = MODELS[config.model.name]
+    with torch.device("meta"):
+        model = model_class(shape, attention=config.model.attention)
+    seen = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
+    expected = list_tensors(shape)
+    if unmatched := [fqn for fqn in [*seen, *expected] if seen.get(fqn) != expected.get(fqn)]:
+        why = (
+            f"{len(set(unmatched))} of its parameters are not those of a Llama, {unmatched[0]} for one, so there is "
+            "nothing in transformers' Llama to compare them with"
+        )
+        remedy = "Compare such a model with a reference of its own, or with its parent: keep its parameters' names"
+        raise ConfigError([Problem("model.name", config.model.name, why, remedy)])
+
+
+def check_memory(config: Config, folder: HuggingFaceFolder) -> None:
+    """Says what it needs. Raises ConfigError where this host has less."""
+    needed, available = count_bytes(folder.shape, config.model.attention), measure_cpu_memory()
+    seen = f"it needs about {format_bytes(needed)}: weights twice, gradients once, activations, all in float32"
+    print(f"{KEY} {folder.path}: {seen}; this host has {format_bytes(available)}", file=sys.stderr)
+    if needed > available:
+        why = f"{seen}, and this host has {format_bytes(available)}"
+        raise ConfigError([Problem(KEY, str(folder.path), why, "Use a host with more memory, or a smaller model")])
+
+
+def count_bytes(shape: Shape, attention: str) -> int:
+    """Of the largest moment: both models, the reference's gradients, one gradient in float64, and a batch's numbers."""
+    sizes = [prod(size) for size in list_tensors(shape).values()]
+    in_float64 = 2 * 3 * max(sizes)  # a gradient, its reference, and their difference
+    heads = shape.n_heads * shape.head_dim
+    # Eager attention keeps its scores, before and after the softmax, and repeats keys and values for every head.
+    per_layer = 12 * shape.dim + 5 * shape.ffn_dim + 8 * heads + 4 * shape.n_heads * LENGTH
+    n_tokens = LENGTH * max(map(len, list_rows(shape, attention=attention).values()))
+    activations = n_tokens * (shape.n_layers * per_layer + 6 * shape.vocab_size)
+    return FLOAT_BYTES * (3 * sum(sizes) + in_float64 + activations)
+
+
+# ---------------------------------------------------------------- the two models
+
+
+def build_ours(config: Config, folder: HuggingFaceFolder) -> nn.Module:
+    """The config's model file with the folder's weights, through our loader. Raises ConfigError where one is NaN."""
+    model_class, _ = MODELS[config.model.name]
+    with torch.device("meta"):
+        model = model_class(folder.shape, attention=config.model.attention)
+    model.to_empty(device="cpu")
+    if folder.shape.tie_embeddings:  # to_empty made two tensors of the one
+        model.output.weight = model.tok_embeddings.weight
+    load_weights(folder, dict(model.named_parameters()))
+    if bad := [fqn for fqn, parameter in model.named_parameters() if not parameter.isfinite().all()]:
+        why, remedy = f"{bad[0]} holds NaN or infinity, so nothing can be computed", "Name a folder with whole weights"
+        raise ConfigError([Problem(KEY, str(folder.path), why, remedy)])
+    if config.training.loss_chunk_tokens:
+        model.output.chunked_loss = ChunkedLoss(min(config.training.loss_chunk_tokens, MOST_CHUNK_TOKENS))
+    return model
+
+
+def build_theirs(transformers: ModuleType, path: Path) -> nn.Module:
+    """transformers' model of the folder. Nothing of it comes from a network."""
+    return transformers.LlamaForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", local_files_only=True, use_safetensors=True
+    )
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def describe(about: dict[str, object], comparisons: list[Comparison], equal: bool, *, verbose: bool) -> str:
+    lines = [
+        f"{about['config']}: {about['model']} beside LlamaForCausalLM of transformers {about['transformers']}, "
+        f"both with the weights of {about['folder']}, in float32, {about['seconds']:.0f} s",
+        "",
+        "relative error, and the largest that is right: "
+        f"{FLOOR:.0e}, or {N_ROUNDINGS} times what another rounding does to transformers' model",
+        *(describe_measure(measure) for comparison in comparisons for measure in comparison.measures),
+        "",
+        "gradient of each parameter:",
+        *describe_gradients(comparisons, verbose=verbose),
+        "",
+        f"not compared: {OUTSIDE}",
+        "",
+    ]
+    if equal:
+        return "\n".join([*lines, "equal: the model file computes transformers' model"])
+    lines.append("NOT equal: the model file does not compute transformers' model")
+    for comparison in comparisons:
+        if comparison.first:
+            fqn, measure = comparison.worst
+            seen = f"its gradient is off by {measure.error:.1e}, at most {measure.bound:.1e} is right"
+            lines += [f"  {comparison.name}: worst parameter: {fqn}, {seen}"]
+            lines += [f"  {comparison.name}: first to differ: {comparison.first}"]
+    return "\n".join(lines)
+
+
+def describe_measure(measure: Measure, count: str = "") -> str:
+    mark = "ok " if measure.is_right else "BAD"
+    return f"  {mark} {measure.what:34} {count:>4} {measure.error:>9.1e} {measure.bound:>9.1e}  {measure.of}"
+
+
+def describe_gradients(comparisons: list[Comparison], *, verbose: bool) -> list[str]:
+    """Per kind of parameter, `layers.*.attention.wq.weight`, the worst one; with `verbose` each parameter.
+
+    The worst is the one that is the most times its bound, near or far.
+    """
+    kinds = defaultdict(list)
+    for comparison in comparisons:
+        for fqn, measure in comparison.gradients.items():
+            kinds[fqn if verbose else re.sub(r"\.\d+\.", ".*.", fqn)].append(measure)
+    lines = []
+    for kind, measures in kinds.items():
+        worst = max(measures, key=lambda measure: measure.error / measure.bound)
+        n = len(measures) // len(comparisons)
+        what = f"{worst.of}, {worst.what}" if n > 1 else worst.of
+        lines.append(describe_measure(Measure(kind, worst.error, worst.bound, what), f"x{n}" if n > 1 else ""))
+    return lines
+
+
+def report_for_programs(about: dict[str, object], comparisons: list[Comparison], equal: bool) -> dict[str, object]:
+    """The same with every parameter. An error that is not finite is None, for which JSON has a word."""
+    by_batch = {}
+    for comparison in comparisons:
+        by_batch[comparison.name] = {
+            "measures": [convert(measure) for measure in comparison.measures],
+            "gradients": {fqn: convert(measure) for fqn, measure in comparison.gradients.items()},
+            "worst_parameter": comparison.worst[0],
+            "first_to_differ": comparison.first or None,
+        }
+    return {"equal": equal, **about, "not_compared": OUTSIDE, "batches": by_batch}
+
+
+def convert(measure: Measure) -> dict[str, object]:
+    error = measure.error if isfinite(measure.error) else None
+    return {"what": measure.what, "error": error, "bound": measure.bound, "of": measure.of, "right": measure.is_right}

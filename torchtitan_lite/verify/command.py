@@ -1,0 +1,142 @@
+"""`verify`: runs a config, reduced, beside one process, and prints a certificate or the first difference."""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from torchtitan_lite.config.certificates import write_certificate
+from torchtitan_lite.config.command_lines import make_verify_parser
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.verify import against_hf
+from torchtitan_lite.verify.bisection import Step, bisect, find_smallest, list_features
+from torchtitan_lite.verify.certificate import (
+    CERTIFIED,
+    EXIT_STATUS,
+    Certificate,
+    describe,
+    record_for_runs,
+    report_for_programs,
+)
+from torchtitan_lite.verify.gradient_trial import try_layout
+from torchtitan_lite.verify.matrix import COLUMNS, ROWS, Cell, count_outcomes, describe_grid, judge_matrix, try_cell
+from torchtitan_lite.verify.ranks import RankPool
+from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
+from torchtitan_lite.verify.trial import RunRanks, Trial
+from torchtitan_lite.verify.trials import TRIALS
+
+
+def main(args: list[str]) -> int:
+    """Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished."""
+    options, config_args = make_verify_parser().parse_known_args(args)
+    reading = read_config(config_args)
+    if options.against_hf is not None:
+        return against_hf.main(reading, options)
+    try:
+        if reading.problems:
+            raise ConfigError(reading.problems)
+        reduction = replace(reduce_config(reading.config, options.ranks), full_width=options.full_width)
+    except ConfigError as error:
+        if options.json:
+            print(json.dumps({"certified": False, "problems": [problem.for_json() for problem in error.list_first()]}))
+        print(f"This run could not start:\n{error}", file=sys.stderr)
+        return 2
+    if options.bf16:
+        reduction = replace(reduction, real=override(reading.config, {"training.mixed_precision_param": "bfloat16"}))
+    torch.set_num_threads(1)
+    n_ranks = options.ranks if options.matrix else reduction.layout.world_size
+    print(f"starting {n_ranks} processes ...", file=sys.stderr)
+    with RankPool(n_ranks) as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        run_ranks = partial(pool.run, timeout_s=options.timeout)
+        if options.matrix:
+            return verify_matrix(reading.config, options, run_ranks, Path(folder))
+        certificate = verify(reading.config_name, reduction, options, run_ranks, Path(folder))
+    if options.json:
+        print(json.dumps(report_for_programs(certificate), default=str))
+    else:
+        print(describe(certificate, verbose=options.verbose))
+    if certificate.verdict == CERTIFIED:
+        keep_certificate(reading.config, certificate)
+    return EXIT_STATUS[certificate.verdict]
+
+
+def verify(
+    config_name: str, reduction: Reduction, options: argparse.Namespace, run_ranks: RunRanks, folder: Path
+) -> Certificate:
+    """Every trial of one layout, up to the first that finds a fault."""
+    trials: list[Trial] = []
+    for name, make in TRIALS.items():
+        print(f"  {name} ...", file=sys.stderr)
+        trials.append(make(reduction, run_ranks, folder))
+        if trials[-1].faults:
+            break
+    smallest = None
+    if options.bisect and trials[-1].faults:
+        if trials[-1].name == "wide":
+            smallest = find_smallest_failing(reduction, run_ranks, folder)
+        else:
+            print(f"--bisect repeats the wide trial, which found no fault: {trials[-1].name} did", file=sys.stderr)
+    return Certificate(config_name, reduction, trials, smallest)
+
+
+def find_smallest_failing(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> list[str]:
+    """Axes and options without which the wide trial finds no fault."""
+    steps: list[Step] = []
+    config, layout = reduction.config, reduction.layout
+
+    def fails(config: Config, layout) -> bool:
+        return bool(try_layout(config, layout.world_size, run_ranks, folder, find_culprit=False).faults)
+
+    for step in bisect(config, layout, fails):
+        said = {True: "still fails", False: "passes", None: "cannot be tried"}[step.fails]
+        print(f"  without {', '.join(sorted(step.off))}: {said}", file=sys.stderr)
+        steps.append(step)
+    return find_smallest(list_features(config, layout), steps)
+
+
+def keep_certificate(config: Config, certificate: Certificate) -> None:
+    """Where runs of this config, as it was read, find it, so that they say so and their checkpoints carry it."""
+    try:
+        path = write_certificate(config, certificate.reduction.layout, record_for_runs(certificate))
+    except OSError as error:
+        print(f"the certificate is not kept for runs: {error}", file=sys.stderr)
+    else:
+        print(f"kept for runs of this config: {path}", file=sys.stderr)
+
+
+def verify_matrix(config: Config, options: argparse.Namespace, run_ranks: RunRanks, folder: Path) -> int:
+    """Many layouts: print the grid. Returns the exit status of its verdict."""
+
+    def try_reduced(reduction: Reduction):
+        return try_layout(reduction.config, reduction.layout.world_size, run_ranks, folder)
+
+    cells: list[Cell] = []
+    for row in ROWS:
+        for column in COLUMNS:
+            cells.append(try_cell(config, row, column, options.ranks, try_reduced))
+            print(f"  {row}, {column}: {cells[-1].text}", file=sys.stderr)
+    verdict = judge_matrix(cells)
+    if options.json:
+        rows = [
+            {
+                "row": cell.row,
+                "column": cell.column,
+                "outcome": cell.outcome,
+                "result": cell.text,
+                "refused": cell.why_not or None,
+                "faults": cell.trial.faults if cell.trial else None,
+                "culprit": asdict(cell.trial.culprit) if cell.trial and cell.trial.culprit else None,
+            }
+            for cell in cells
+        ]
+        report = {"certified": verdict == CERTIFIED, "verdict": verdict, "counts": count_outcomes(cells)}
+        print(json.dumps({**report, "cells": rows}, default=str))
+    else:
+        print(describe_grid(cells))
+    return EXIT_STATUS[verdict]

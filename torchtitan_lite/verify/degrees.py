@@ -1,0 +1,90 @@
+"""The mesh on which `verify` tries a layout: the one that was asked for, or a smaller one by a stated rule.
+
+it fits the ranks          the degrees that the config gives stay as they are; an automatic dp_shard gets what they
+                           leave, which may be 1
+it does not fit            each degree above 1 becomes 2, and so does an automatic dp_shard. Then, as long as ranks
+                           are left, cp and pp grow to 4 or 3, for a ring or a pipeline of two has neighbours only;
+                           then all grow through the divisors of the real degree, outermost first
+not even 2 of each fit     dims are given up: dp_shard where it is automatic, then dp_replicate, dp_shard, cp, tp,
+                           pp. What is given up has not been looked at, so there is no certificate
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+
+from torchtitan_lite.config.layout import MESH_DIMS
+from torchtitan_lite.config.schema import Parallelism
+
+DEGREE_KEYS = {  # mesh dim -> key
+    "pp": "parallelism.pipeline_parallel_degree",
+    "dp_replicate": "parallelism.data_parallel_replicate_degree",
+    "dp_shard": "parallelism.data_parallel_shard_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+}
+AUTOMATIC = -1
+GIVEN_UP_FIRST = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """What was asked for, and what is tried."""
+
+    asked: dict[str, int]  # mesh dim -> degree; AUTOMATIC where the config leaves it open
+    tried: dict[str, int]
+
+    @property
+    def reduced(self) -> dict[str, int]:
+        """Dims of which fewer ranks are tried than were asked for, with the degree that was asked for."""
+        return {dim: asked for dim, asked in self.asked.items() if self.tried[dim] < asked}
+
+    @property
+    def given_up(self) -> list[str]:
+        """Dims that were asked for and are not tried at all."""
+        return [dim for dim in self.reduced if self.tried[dim] == 1]
+
+    def __str__(self) -> str:
+        """`pp2 x tp2; pp 16 was reduced`."""
+        used = [f"{dim}{degree}" for dim, degree in self.tried.items() if degree > 1]
+        shown = " x ".join(used) or "one rank"
+        if not self.reduced:
+            return shown
+        of_asked = " and ".join(f"{dim} {degree}" for dim, degree in self.reduced.items())
+        return f"{shown}; {of_asked} {'were' if len(self.reduced) > 1 else 'was'} reduced"
+
+
+def choose_degrees(section: Parallelism, max_ranks: int) -> Degrees:
+    """The degrees to try on at most `max_ranks`. Those of a schedule file stay: its pp cannot be made smaller."""
+    asked = {dim: getattr(section, key.split(".")[1]) for dim, key in DEGREE_KEYS.items()}
+    pinned = ("pp",) if asked["pp"] > 1 and section.pipeline_parallel_schedule_csv else ()
+    is_automatic = asked["dp_shard"] == AUTOMATIC
+    given = {**asked, "dp_shard": 1} if is_automatic else asked
+    n_given = prod(given.values())
+    if n_given <= max_ranks:
+        tried = {**given, "dp_shard": max_ranks // n_given} if is_automatic else given
+    else:
+        tried = shrink(given, max_ranks, pinned, wants_shards=is_automatic)
+    return Degrees(asked, tried)
+
+
+def shrink(given: dict[str, int], max_ranks: int, pinned: Collection[str], *, wants_shards: bool) -> dict[str, int]:
+    """The rule for what does not fit. `wants_shards`: dp_shard is automatic, and may become 2."""
+    degrees = {dim: degree if dim in pinned else min(degree, 2) for dim, degree in given.items()}
+    if wants_shards and 2 * prod(degrees.values()) <= max_ranks:
+        degrees["dp_shard"] = 2
+    for dim in GIVEN_UP_FIRST:
+        if prod(degrees.values()) > max_ranks and dim not in pinned:
+            degrees[dim] = 1
+
+    def grow(dim: str, sizes: list[int]) -> None:
+        room = max_ranks // (prod(degrees.values()) // degrees[dim])
+        fitting = [size for size in sizes if degrees[dim] < size <= room]
+        if degrees[dim] > 1 and fitting and dim not in pinned:
+            degrees[dim] = fitting[0]
+
+    for dim in ("cp", "pp"):
+        grow(dim, sorted((size for size in (4, 3) if size <= given[dim]), key=lambda size: given[dim] % size != 0))
+    for dim in MESH_DIMS:
+        grow(dim, [size for size in range(min(given[dim], max_ranks), 1, -1) if given[dim] % size == 0])
+    return degrees

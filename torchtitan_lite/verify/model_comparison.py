@@ -1,0 +1,297 @@
+"""Two models with the same weights, on the same tokens: logits, loss and the gradient of every parameter.
+
+    near   row 0   positions 0, 1, 2, ..., as a shorter text: its last tokens are not counted
+           row 1   the same positions, all tokens counted
+           row 2   several documents, where attention stops at their borders
+    far    row 0   positions spread evenly over `reach`: slow rotary pairs turn only over such distances
+           row 1   neighbouring positions around the middle of `reach`, where scaled RoPE leaves its first context
+
+The reference itself shows how large an error of rounding is: it runs once more, with other kernels of attention and
+with each rotary frequency raised to the next number that fp32 has. The bound is N_ROUNDINGS times what that changes,
+and at least FLOOR. A fixed bound would not do. Gradient errors measured with right code, 4 and 16 layers:
+
+    attention                 near     far, to position 8,191     to 131,071
+    with initial weights     8e-07                      2e-05          3e-04
+    wq and wk times 30       7e-05                      2e-03          3e-02
+
+Those above FLOOR were at most 1.3 times what the other rounding changes. Those below it may be ten times that: a loss
+in chunks, for instance, adds in an order that the reference never tries.
+
+Far positions have a batch of their own because an angle is off by 6e-08 x distance x frequency: in one batch with near
+ones they would widen the bound of all gradients.
+
+Legend: B rows, S tokens of a row, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lite.checkpoint.hugging_face import IN_ROTARY_ORDER, to_their_order
+from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, their_name
+from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.verify.comparison import relative_error
+from torchtitan_lite.verify.trial import Measure
+
+LENGTH = 320  # tokens of a row: more than the 256 up to which some kernels take another path
+SHORT_LENGTH = 200
+DOCUMENT_LENGTHS = (100, 70, 150)
+UNSCALED_REACH = 8192  # positions, where the shape does not say what it was first trained on
+FLOOR = 1e-5
+N_ROUNDINGS = 4
+CEILING = 1.0  # however much rounding does: an error of 1 is as large as the number itself
+
+Forward = Callable[[Batch], tuple[Tensor, Tensor]]  # -> logits (B, S, V), mean loss ()
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far one run is from the reference, relative."""
+
+    logits: list[float]  # by row
+    loss: float
+    gradients: dict[str, float]  # by FQN; infinite where there was none
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came out on one batch."""
+
+    name: str  # "near" or "far"
+    measures: list[Measure]  # logits of each row, the loss
+    gradients: dict[str, Measure]  # by FQN
+    first: str  # what differs first; empty where nothing is beyond its bound
+
+    @property
+    def worst(self) -> tuple[str, Measure]:
+        """The parameter whose gradient is the most times its bound, and by how much it is off."""
+        return max(self.gradients.items(), key=lambda item: item[1].error / item[1].bound)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a batch."""
+
+    positions: Tensor  # (S,) int64; a document begins at each 0
+    what: str
+    n_counted: int = LENGTH  # targets, the first ones
+
+
+def list_rows(shape: Shape, *, attention: str) -> dict[str, list[Row]]:
+    """Name of a batch -> its rows. `attention` is a row of ATTENTIONS."""
+    places = torch.arange(LENGTH)
+    near = [
+        Row(places, f"{SHORT_LENGTH} of {LENGTH} tokens counted", SHORT_LENGTH),
+        Row(places, f"{LENGTH} tokens"),
+    ]
+    if attention == "document":
+        within = torch.cat([torch.arange(length) for length in DOCUMENT_LENGTHS])
+        near.append(Row(within, f"documents of {', '.join(map(str, DOCUMENT_LENGTHS))} tokens"))
+    reach = 2 * shape.rope_scaling.original_length if shape.rope_scaling else UNSCALED_REACH
+    reach = max(reach, LENGTH)
+    spread = torch.linspace(0, reach - 1, LENGTH, dtype=torch.float64).round().long()
+    around = places + (reach - LENGTH) // 2
+    far = [
+        Row(spread, f"{LENGTH} positions spread over 0 to {reach - 1}"),
+        Row(around, f"positions {int(around[0])} to {int(around[-1])}"),
+    ]
+    return {"near": near, "far": far}
+
+
+def make_batch(rows: list[Row], shape: Shape, seed: int) -> Batch:
+    """Random tokens, of which each row counts as many targets as it says."""
+    positions = torch.stack([row.positions for row in rows])
+    n_counted = torch.tensor([row.n_counted for row in rows])
+    begun = (positions == 0).cumsum(1)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(shape.vocab_size, (len(rows), LENGTH + 1), generator=generator)
+    targets = tokens[:, 1:].masked_fill(torch.arange(LENGTH) >= n_counted[:, None], IGNORE_INDEX)
+    return Batch(tokens[:, :-1].contiguous(), targets, positions, begun - begun[:, :1])
+
+
+# ---------------------------------------------------------------- two models
+
+
+def forward_ours(ours: nn.Module) -> Forward:
+    """The model file, called as a step calls it; logits by themselves, for a loss in chunks never has all of them."""
+
+    def forward(batch: Batch) -> tuple[Tensor, Tensor]:
+        inputs = {"positions": batch.positions, "doc_ids": batch.doc_ids}
+        with torch.no_grad():
+            logits = ours(batch.tokens, **inputs)
+        loss_sum = ours(batch.tokens, **inputs, targets=batch.targets)
+        return logits, loss_sum / (batch.targets != IGNORE_INDEX).sum()
+
+    return forward
+
+
+def forward_theirs(theirs: nn.Module) -> Forward:
+    """transformers' model; its mask is written down here, from the documents."""
+
+    def forward(batch: Batch) -> tuple[Tensor, Tensor]:
+        same_document = batch.doc_ids[:, :, None] == batch.doc_ids[:, None, :]
+        sees = same_document & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)[:, None]  # (B, 1, S, S)
+        output = theirs(batch.tokens, position_ids=batch.positions, attention_mask=mask, use_cache=False)
+        return output.logits.detach(), F.cross_entropy(output.logits.flatten(0, 1), batch.targets.flatten())
+
+    return forward
+
+
+@contextmanager
+def rounded_otherwise(theirs: nn.Module) -> Iterator[None]:
+    """Inside, other kernels of attention, and every rotary frequency is the next larger number that fp32 has."""
+    frequencies = [buffer for name, buffer in theirs.named_buffers() if name.endswith("inv_freq")]
+    assert frequencies, "transformers' model has no buffer inv_freq any more: how it rounds is not known"
+    kept = [buffer.clone() for buffer in frequencies]
+    usual = theirs.config._attn_implementation
+    theirs.set_attn_implementation("sdpa")
+    for buffer in frequencies:
+        buffer.copy_(torch.nextafter(buffer, torch.full_like(buffer, inf)))
+    try:
+        yield
+    finally:
+        theirs.set_attn_implementation(usual)
+        for buffer, original in zip(frequencies, kept, strict=True):
+            buffer.copy_(original)
+
+
+def in_their_order(fqn: str, gradient: Tensor, shape: Shape) -> Tensor:
+    """A gradient of ours with the rows where transformers has them."""
+    return to_their_order(gradient, shape.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else gradient
+
+
+def compare(name: str, ours: nn.Module, theirs: nn.Module, rows: list[Row], seed: int) -> Comparison:
+    """The whole comparison on one batch. Both models end as they began, without gradients."""
+    batch = make_batch(rows, ours.shape, seed)
+    seen, rounding = measure_errors(ours, theirs, batch)
+    gradients = {fqn: judge(fqn, error, rounding.gradients[fqn], name) for fqn, error in seen.gradients.items()}
+    measures = [
+        *(
+            judge(f"logits, {name} row {number}", seen.logits[number], rounding.logits[number], row.what)
+            for number, row in enumerate(rows)
+        ),
+        judge(f"loss, {name}", seen.loss, rounding.loss, "mean of all counted tokens"),
+    ]
+    right = all(measure.is_right for measure in [*measures, *gradients.values()])
+    return Comparison(name, measures, gradients, "" if right else find_first(ours, theirs, batch))
+
+
+def measure_errors(ours: nn.Module, theirs: nn.Module, batch: Batch) -> tuple[Errors, Errors]:
+    """Errors of `ours`, and of `theirs` when it rounds otherwise. Only the gradients of the reference are kept."""
+    shape = ours.shape
+    their_parameters = {fqn: theirs.get_parameter(their_name(fqn)) for fqn in list_tensors(shape)}
+    logits, loss = forward_theirs(theirs)(batch)
+    loss.backward()
+    gradients = {fqn: parameter.grad for fqn, parameter in their_parameters.items()}
+    theirs.zero_grad()  # sets them to None: the only reference is here
+
+    def measure(forward: Forward, parameters: dict[str, Tensor], arrange: Callable[[str, Tensor], Tensor]) -> Errors:
+        with gradients_taken(parameters, lambda fqn, own: relative_error(arrange(fqn, own), gradients[fqn])) as errors:
+            own_logits, own_loss = forward(batch)
+            own_loss.backward()
+        by_row = [relative_error(own, right) for own, right in zip(own_logits, logits, strict=True)]
+        return Errors(by_row, relative_error(own_loss.detach(), loss.detach()), errors)
+
+    with rounded_otherwise(theirs):
+        rounding = measure(forward_theirs(theirs), their_parameters, lambda fqn, gradient: gradient)
+    own_parameters = dict(ours.named_parameters())
+    return measure(forward_ours(ours), own_parameters, partial(in_their_order, shape=shape)), rounding
+
+
+def judge(what: str, error: float, rounding: float, of: str, *, floor: float = FLOOR) -> Measure:
+    """A line of the table; `rounding` is the same error of the reference when it rounds otherwise."""
+    return Measure(what, error, min(CEILING, max(floor, N_ROUNDINGS * rounding)), of)
+
+
+@contextmanager
+def gradients_taken(
+    parameters: dict[str, Tensor], measure: Callable[[str, Tensor], float]
+) -> Iterator[dict[str, float]]:
+    """What `measure` makes of each gradient that becomes complete inside, which is then freed: one exists at a time."""
+    measured = dict.fromkeys(parameters, inf)
+
+    def take(fqn: str, parameter: Tensor) -> None:
+        measured[fqn] = measure(fqn, parameter.grad)
+        parameter.grad = None
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda parameter, fqn=fqn: take(fqn, parameter))
+        for fqn, parameter in parameters.items()
+    ]
+    try:
+        yield measured
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# ---------------------------------------------------------------- what differs first
+
+
+Seen = dict[str, tuple[Tensor, Tensor]]  # module by our name, in the order of the forward -> its input and its output
+
+
+def find_first(ours: nn.Module, theirs: nn.Module, batch: Batch) -> str:
+    """The first module with weights whose output, or already whose input, is beyond its bound."""
+    shape = ours.shape
+    names = [fqn.removesuffix(".weight") for fqn in list_tensors(shape)]
+    names += ["output"] * shape.tie_embeddings
+    their_modules = {name: theirs.get_submodule(their_name(f"{name}.weight").removesuffix(".weight")) for name in names}
+    reference = watch(their_modules, forward_theirs(theirs), batch)
+    with rounded_otherwise(theirs):
+        rounded = watch(their_modules, forward_theirs(theirs), batch)
+    seen = watch({name: ours.get_submodule(name) for name in names}, forward_ours(ours), batch)
+    for name, tensors in seen.items():
+        for side, own, right, otherwise in zip(
+            ("input", "output"), tensors, reference[name], rounded[name], strict=True
+        ):
+            if side == "output" and f"{name}.weight".endswith(IN_ROTARY_ORDER):
+                own = to_their_order(own.flatten(0, 1).t(), shape.head_dim).t().unflatten(0, own.shape[:2])
+            # What begins a fault may still be small: it is looked for below the line, but above all rounding.
+            rounding = relative_error(otherwise, right)
+            measure = judge(name, relative_error(own, right), rounding, side, floor=FLOOR / 5)
+            if not measure.is_right:
+                place = say_where(own, right, measure.bound, batch)
+                return f"the {side} of {name}, off by {measure.error:.1e} {place}"
+    return "no module's output differs, only the loss or the backward"
+
+
+def watch(modules: dict[str, nn.Module], forward: Forward, batch: Batch) -> Seen:
+    """Runs a forward and notes what goes into each module, and what comes out of it, the first time."""
+    seen: Seen = {}
+
+    def note(name: str, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if name not in seen:
+            seen[name] = inputs[0], output
+
+    handles = [
+        module.register_forward_hook(lambda module, inputs, output, name=name: note(name, inputs, output))
+        for name, module in modules.items()
+    ]
+    try:
+        with torch.no_grad():
+            forward(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def say_where(own: Tensor, reference: Tensor, bound: float, batch: Batch) -> str:
+    """The first token of a row whose numbers, (B, S, ...), are beyond the bound."""
+    own, reference = (tensor.flatten(2) if tensor.dim() > 2 else tensor[..., None] for tensor in (own, reference))
+    errors = (own.double() - reference.double()).norm(dim=-1) / reference.double().norm(dim=-1)
+    row, place = min((~(errors <= bound)).nonzero().tolist(), key=lambda where: where[1], default=(0, 0))
+    return f"from token {place} of row {row} on (position {int(batch.positions[row, place])})"

@@ -1,0 +1,250 @@
+"""One process that rounds where the ranks of a layout round: no FSDP, no DTensor, no pipeline, no process group.
+
+    data-parallel ranks    one after another, each microbatch by itself; its gradients are rounded to the compute dtype,
+                           as autograd gives them, and summed in fp32
+    context parallel       ranks are further rows: (cp * B, S/cp), each with weights, and so gradients, of its own;
+                           attention to each part of the keys is rounded, and parts are merged in fp32
+    tensor parallel        each rank's slice of a matmul by itself; partial products, and partial gradients of what
+                           several ranks read, are rounded and then added in the order of the ranks, rounding each time
+    pipeline               nothing: hidden states travel as they are
+    float8                 each rank rounds its slice with its own scale; a weight that travels as float8 has one scale
+                           for its whole tp slice, and is rounded from fp32
+
+It shares with the run the model file, the rule of the initial weights, the plan of who is split how, torch's kernels,
+and float8's arithmetic (model/float8_linear.py). How ranks add and share is its own code: precision_parts.py.
+
+Legend: B batch, S sequence, D model dim.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.float8_plan import plan_float8, uses_float8
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.model.float8_linear import E4M3, Float8Multiply, cast, choose_scale
+from torchtitan_lite.model.head import IGNORE_INDEX, Head
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.parallel.tensor_parallel import plan_tensor_parallel
+from torchtitan_lite.verify.precision_parts import (
+    PlainLoss,
+    RoundedContext,
+    RoundedDocumentContext,
+    RoundedLoss,
+    share_out,
+    sum_shares,
+)
+from torchtitan_lite.verify.reference import PlainDocumentAttention
+
+Pieces = dict[str, list[list[Tensor]]]  # FQN of a block -> data-parallel rank -> microbatch
+
+
+@dataclass
+class RoundedOutcome:
+    """What one process computed in the arithmetic of the run."""
+
+    initial: dict[str, Tensor]  # the weights of this step
+    loss: float
+    gradients: dict[str, Tensor]  # fp32, in backward order
+    outputs: Pieces = field(default_factory=dict)  # (cp * B, S/cp, D) each
+    rotations: Pieces = field(default_factory=dict)  # what enters a block beside hidden states, in fp32
+
+
+class RoundedProcess:
+    """The model of `config` (resolved: it says in what to compute), rounding as the ranks of `layout` do."""
+
+    def __init__(self, config: Config, layout: Layout):
+        model_class, init_parameter = stepping.MODELS[config.model.name]
+        self.config, self.layout = config, layout
+        self.dtype = getattr(torch, config.training.mixed_precision_param)
+        self.model = model_class(resolve_shape(config.model), attention=config.model.attention)
+        initialize_weights(self.model, init_parameter, config.debug.seed)
+        self.weights = {fqn: p.detach().clone().requires_grad_() for fqn, p in self.model.named_parameters()}
+        self.tp_rank = 0  # the one that is being computed
+        self.casts: dict[tuple, Tensor] = {}  # weights in the compute dtype, as the ranks hold them in one microbatch
+        self._replace_modules()
+
+    def compute_gradients(self, batch: Batch) -> RoundedOutcome:
+        """All ranks and microbatches of a global batch. Gradients of the call before are forgotten."""
+        n_tokens = (batch.targets != IGNORE_INDEX).sum()
+        initial = {fqn: weight.detach().clone() for fqn, weight in self.weights.items()}
+        outcome = RoundedOutcome(initial, 0.0, {})
+        hooks = self._record(outcome)
+        for weight in self.weights.values():
+            weight.grad = None
+        loss = torch.zeros(())
+        for rows in batch.split(self.layout.dp):
+            for pieces in (*outcome.outputs.values(), *outcome.rotations.values()):
+                pieces.append([])
+            for micro in rows.split(self.layout.n_microbatches):
+                self.casts.clear()
+                tokens, targets, positions = map(self._lay_out, (micro.tokens, micro.targets, micro.positions))
+                loss_sum = self.model(tokens, positions=positions, doc_ids=micro.doc_ids, targets=targets)
+                (loss_sum / n_tokens).backward()
+                loss += (loss_sum / n_tokens).detach()
+        for hook in hooks:
+            hook.remove()
+        outcome.loss = loss.item()
+        outcome.gradients |= {fqn: self.weights[fqn].grad.clone() for fqn in outcome.gradients}
+        return outcome
+
+    @torch.no_grad()
+    def scale_rows(self, first: float, last: float) -> None:
+        """Multiplies the rows of each weight by factors from `first` to `last`."""
+        for weight in self.weights.values():
+            weight.mul_(torch.linspace(first, last, len(weight)).view(-1, *[1] * (weight.dim() - 1)))
+
+    def _record(self, outcome: RoundedOutcome) -> list:
+        """Hooks, to remove, that note what enters and leaves each block, and the order of the gradients."""
+        hooks = []
+        for layer, block in self.model.layers.items():
+            outputs, rotations = outcome.outputs[f"layers.{layer}"], outcome.rotations[f"layers.{layer}"] = [], []
+
+            def note(block, args, output, *, outputs=outputs, rotations=rotations):
+                outputs[-1].append(output.detach())
+                rotations[-1].append(args[1].detach())
+
+            hooks.append(block.register_forward_hook(note))
+        for fqn, weight in self.weights.items():
+
+            def note_order(weight, *, fqn=fqn):
+                outcome.gradients.setdefault(fqn, weight.grad)
+
+            hooks.append(weight.register_post_accumulate_grad_hook(note_order))
+        return hooks
+
+    def _lay_out(self, whole: Tensor) -> Tensor:
+        """(B, S) -> (cp * B, S/cp): of the 2 * cp pieces of a sequence rank r has piece r and the r-th from the end."""
+        n = self.layout.cp
+        if n == 1:
+            return whole
+        pieces = whole.chunk(2 * n, dim=1)
+        return torch.cat([torch.cat((pieces[rank], pieces[-1 - rank]), dim=1) for rank in range(n)])
+
+    # ---------------------------------------------------------------- modules
+
+    def _replace_modules(self) -> None:
+        """Has each module that holds weights, shares out its input, or mixes tokens do what the ranks do."""
+        section, layout = self.config.quantize.linear.float8, self.layout
+        fqns = {id(parameter): fqn for fqn, parameter in self.model.named_parameters()}
+        styles = plan_tensor_parallel(self.model, shard_loss=True) if layout.tp > 1 else {}
+        modules = dict(self.model.named_modules())
+        linears = {
+            name: tuple(m.weight.shape) for name, m in modules.items() if type(m) is nn.Linear and m.bias is None
+        }
+        self.in_float8 = set(plan_float8(linears, section, layout.tp).fqns) if uses_float8(self.config) else set()
+        for name, module in modules.items():
+            own = {key: fqns[id(parameter)] for key, parameter in module.named_parameters(recurse=False)}
+            style = styles.get(name)
+            if name in self.in_float8:
+                module.forward = partial(self._multiply_in_float8, own["weight"], style)
+            elif isinstance(module, Head):
+                module.forward = partial(self._lose, own["weight"])
+            elif own:
+                for key in own:  # what is a parameter cannot be set to a cast of it
+                    del module._parameters[key]
+                module.forward = partial(self._call_with_casts, module, own, style, module.forward)
+            elif isinstance(style, PrepareModuleInput):
+                module.forward = partial(self._call_on_shares, module.forward)
+        for block in self.model.layers.values():
+            if self.config.model.attention == "document":
+                documents = RoundedDocumentContext(layout.cp) if layout.cp > 1 else PlainDocumentAttention()
+                block.attention.inner = documents
+            elif layout.cp > 1:
+                method = self.config.parallelism.context_parallel_rotate_method
+                block.attention.inner = RoundedContext(layout.cp, method)
+
+    def _cast(self, fqn: str, cp_rank: int, share: int = 0) -> Tensor:
+        """A weight in the compute dtype. Gradients of one cast are added in that dtype, those of several in fp32."""
+        key = fqn, cp_rank, share
+        if key not in self.casts:
+            self.casts[key] = self.weights[fqn].to(self.dtype)
+        return self.casts[key]
+
+    def _copy(self, fqn: str, cp_rank: int) -> Sequence[Tensor]:
+        """For each tp rank the weight of a norm. Each has a gradient of its own tokens only.
+
+        FSDP adds them over tp when it reduces: as they are, or in fp32 if it has added microbatches before.
+        """
+        layout = self.layout
+        if layout.pp > 1 or (layout.zero_stage == 1 and layout.n_microbatches > 1):
+            return [self._cast(fqn, cp_rank, share) for share in range(layout.tp)]
+        return share_out(self._cast(fqn, cp_rank), layout.tp, None)
+
+    def _slice(self, weight: Tensor, style: object) -> Tensor:
+        """What the current tp rank holds of the weight of a linear layer."""
+        if not isinstance(style, ColwiseParallel | RowwiseParallel):
+            return weight
+        dim = 0 if isinstance(style, ColwiseParallel) else 1
+        return weight.chunk(self.layout.tp, dim)[self.tp_rank].contiguous()
+
+    def _call_with_casts(
+        self, module: nn.Module, own: dict[str, str], style: object, forward: Callable, x: Tensor
+    ) -> Tensor:
+        """A module's own forward, with the weights of each cp rank for its rows; under sequence parallel tp by tp."""
+        by_token = isinstance(style, SequenceParallel)
+        done = []
+        for rank, rows in enumerate(x.chunk(self.layout.cp)):
+            pieces = rows.chunk(self.layout.tp, dim=1) if by_token else (rows,)
+            weights = {key: self._copy(fqn, rank) if by_token else [self._cast(fqn, rank)] for key, fqn in own.items()}
+            results = []
+            for share, piece in enumerate(pieces):
+                for key, copies in weights.items():
+                    is_linear = isinstance(module, nn.Linear)
+                    setattr(module, key, self._slice(copies[share], style) if is_linear else copies[share])
+                results.append(forward(piece))
+            done.append(torch.cat(results, dim=1))
+        return torch.cat(done)
+
+    def _call_on_shares(self, forward: Callable, x: Tensor, *rest: object) -> Tensor:
+        """A module that every tp rank calls with the whole of x: each returns a share of the sum."""
+        shares = []
+        for rank, copy in enumerate(share_out(x, self.layout.tp, 1)):
+            self.tp_rank = rank
+            shares.append(forward(copy, *rest))
+        return sum_shares(shares, 1)
+
+    def _multiply_in_float8(self, fqn: str, style: object, x: Tensor) -> Tensor:
+        section = self.config.quantize.linear.float8
+        held = (None, None)
+        if section.enable_fsdp_float8_all_gather:
+            own = self._slice(self.weights[fqn].detach(), style)
+            scale = choose_scale(own.abs().amax(), E4M3)
+            held = cast(own, scale, E4M3), scale
+        rows = x.chunk(self.layout.cp)
+        weights = (self._slice(self._cast(fqn, rank), style) for rank in range(self.layout.cp))
+        return torch.cat(
+            [
+                Float8Multiply.apply(some, weight, *held, section.recipe_name, section.emulate)
+                for some, weight in zip(rows, weights, strict=True)
+            ]
+        )
+
+    def _lose(self, fqn: str, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Head and loss, () fp32: each tp rank has a share of the vocabulary."""
+        cp, tp = self.layout.cp, self.layout.tp
+        by_share = not self.config.parallelism.disable_loss_parallel
+        losses = []
+        for rank, (some, theirs) in enumerate(zip(hidden.chunk(cp), targets.chunk(cp), strict=True)):
+            weights = self._cast(fqn, rank).chunk(tp)
+            copies = share_out(some, tp, 1)
+            if chunk := self.config.training.loss_chunk_tokens:
+                flat = (copy.flatten(0, 1) for copy in copies)
+                losses.append(RoundedLoss.apply(theirs.flatten(), chunk, by_share, *flat, *weights))
+            else:
+                logits = [F.linear(copy, weight).flatten(0, 1) for copy, weight in zip(copies, weights, strict=True)]
+                if by_share and tp > 1:
+                    losses.append(PlainLoss.apply(theirs.flatten(), *(share.float() for share in logits)))
+                    continue
+                logits = torch.cat(logits, -1).float()
+                losses.append(F.cross_entropy(logits, theirs.flatten(), reduction="sum", ignore_index=IGNORE_INDEX))
+        return sum(losses)

@@ -1,0 +1,263 @@
+"""Makes a real config small enough for a laptop and keeps what layouts go wrong over.
+
+    degrees         those asked for where they fit the ranks, else smaller ones: degrees.py has the rule
+    kept relations  query heads per key/value head; one or several key/value heads per tp rank; which sizes tp x
+                    dp_shard divides; one or several stages per rank; even or uneven stages; embedding or head alone on
+                    a stage; more, as many, or fewer microbatches than stages, and whether the stages divide them;
+                    accumulation or none
+    kept as is      schedule, ZeRO stage, recompute, documents, ring, tied embeddings, rotary scaling, loss parallel
+    replaced        what would hide a fault or cannot be had on a CPU: AdamW, bf16, float8, inductor, async TP
+
+Whatever differs from the real config is listed, because it is not certified. No torch here: numbers only.
+"""
+
+from dataclasses import dataclass, fields, replace
+from math import prod
+from typing import Any
+
+from torchtitan_lite.config.flavors import Shape, resolve_shape
+from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout
+from torchtitan_lite.config.pipeline_plan import SCHEDULES, check_microbatches, name_modules, plan_stages
+from torchtitan_lite.config.reader import KEYS
+from torchtitan_lite.config.schema import Config, ConfigError, Parallelism, Problem
+from torchtitan_lite.config.values import get_value
+from torchtitan_lite.verify.degrees import AUTOMATIC, DEGREE_KEYS, Degrees, choose_degrees
+
+REPLACED = {  # values under which a fault shows, and the CPU can follow
+    "optimizer.name": "SGD",  # AdamW's first steps amplify rounding, and it hides gradients of the wrong scale
+    "optimizer.implementation": "for-loop",  # computes the same; with tp, DTensor plans lists of parameters for seconds
+    "optimizer.moments_dtype": "float32",  # SGD has none
+    "optimizer.lr": 0.5,
+    "optimizer.weight_decay": 0.0,  # with tp, DTensor plans each of its sums for 30 ms
+    "lr_scheduler.warmup_steps": 0,  # a rate of nearly zero would show nothing
+    "lr_scheduler.decay_ratio": 0.0,
+    "training.max_norm": 0.1,  # so that gradients are clipped
+    "training.mixed_precision_param": "float32",
+    "model.converters": [],  # float8 rounds a thousand times coarser than what a fault must stand out from
+    "parallelism.enable_async_tensor_parallel": False,  # inductor's, between GPUs
+    "compile.backend": "aot_eager",  # traces, partitions and differentiates as inductor does, without its kernels
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One value that verification replaces."""
+
+    key: str
+    real: object
+    reduced: object
+
+    def __str__(self) -> str:
+        return f"{self.key:52} {self.real} -> {self.reduced}"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    real: Config  # as it was read: automatic values are not resolved
+    degrees: Degrees
+    config: Config  # of the wide trial, every size given
+    shape: Shape  # of `config`, as `layout`
+    layout: Layout
+    changes: list[Change]  # in the order of schema.py
+    full_width: bool = False  # the trial of real width takes the time that it needs
+
+
+def reduce_config(config: Config, max_ranks: int) -> Reduction:
+    """The small run that stands for a real one. Raises ConfigError where the real one could not start."""
+    shape = resolve_shape(config.model)
+    real = plan_layout(config, shape, prod(plan_degrees(config.parallelism, 1)[0].values()))
+    chosen = choose_degrees(config.parallelism, max_ranks)
+    degrees = chosen.tried
+    if prod(degrees.values()) > max_ranks:
+        path = config.parallelism.pipeline_parallel_schedule_csv
+        why = f"a schedule file cannot be made smaller: its {real.pp} pp ranks are more than the {max_ranks} there are"
+        remedy = "Give verify a larger --ranks, or a file for fewer ranks"
+        raise ConfigError([Problem("parallelism.pipeline_parallel_schedule_csv", path, why, remedy)])
+
+    small = override(config, {**REPLACED, **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()}})
+    small = override(small, reduce_stages(config.parallelism, shape.n_layers, real, degrees["pp"]))
+    sizes = reduce_sizes(shape, real, degrees, n_shards_known=chosen.asked["dp_shard"] != AUTOMATIC)
+    small = override(small, {f"model.{name}": size for name, size in sizes.items()})
+    option = config.activation_checkpoint.selective_ac_option
+    if option.isdecimal() and int(option) > 2:
+        small = override(small, {"activation_checkpoint.selective_ac_option": "2"})
+    # small batches are to have several chunks too; 0, no chunks, stays
+    small = override(small, {"training.loss_chunk_tokens": min(config.training.loss_chunk_tokens, 24)})
+    small = override(small, reduce_batch(small, config, real, degrees, sizes))
+    small_shape = resolve_shape(small.model)
+    layout = plan_layout(small, small_shape, prod(degrees.values()))
+    return Reduction(config, chosen, small, small_shape, layout, list_changes(config, shape, small, small_shape))
+
+
+def override(config: Config, overrides: dict[str, object]) -> Config:
+    """The config with some keys ("section.key") set."""
+    for key, value in overrides.items():
+        config = set_key(config, key.split("."), value)
+    return config
+
+
+def set_key(section: Any, names: list[str], value: object) -> Any:
+    """A copy with what `names` leads to replaced."""
+    name, *rest = names
+    return replace(section, **{name: set_key(getattr(section, name), rest, value) if rest else value})
+
+
+def list_changes(config: Config, shape: Shape, small: Config, small_shape: Shape) -> list[Change]:
+    """Every key whose value differs; for sizes that a flavor gives, that size."""
+    of_shape = {f"model.{field.name}": field.name for field in fields(Shape)}
+
+    def look_up(key: str, of: Config, its_shape: Shape) -> object:
+        if key in of_shape and key != "model.rope_scaling":
+            return getattr(its_shape, of_shape[key])
+        return get_value(of, key)
+
+    pairs = {key: (look_up(key, config, shape), look_up(key, small, small_shape)) for key in KEYS}
+    if config.training.mixed_precision_param == "auto":
+        pairs["training.mixed_precision_param"] = ("auto (bfloat16 on CUDA)", "float32")
+    if not config.compile.enable:
+        del pairs["compile.backend"]
+    return [Change(key, *values) for key, values in pairs.items() if values[0] != values[1]]
+
+
+# ---------------------------------------------------------------- degrees and sizes
+
+
+def reduce_sizes(shape: Shape, real: Layout, degrees: dict[str, int], *, n_shards_known: bool) -> dict[str, int]:
+    """Sizes of a model of about dim 64 to 128."""
+    tp = degrees["tp"]
+    kv_heads_per_rank = min(2, shape.n_kv_heads // real.tp)
+    n_kv_heads = tp * kv_heads_per_rank
+    n_heads = n_kv_heads * (shape.n_heads // shape.n_kv_heads)
+    head_dim = min(8 if n_heads <= 32 else 4, shape.head_dim)
+    dim = n_heads * head_dim
+    if shape.dim != shape.n_heads * shape.head_dim:
+        dim += 16  # so that what mistakes one for the other fails here too
+    n_shards = degrees["dp_shard"] * degrees["cp"]
+    split = (real.tp * real.dp_shard * real.cp, tp * n_shards) if n_shards_known and n_shards > 1 else (1, 1)
+    return {
+        "dim": dim,
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "head_dim": head_dim,
+        "ffn_dim": reduce_size(shape.ffn_dim, dim * 3 // 2, tp, split),
+        "vocab_size": reduce_size(shape.vocab_size, 256, tp, split),
+    }
+
+
+def reduce_size(real: int, wanted: int, tp: int, split: tuple[int, int]) -> int:
+    """About `wanted`: a multiple of tp, and of the second of `split` exactly where `real` is one of the first."""
+    real_split, small_split = split
+    for size in range(min(real, wanted), wanted + 2 * tp * small_split):
+        same_relation = (real % real_split == 0) == (size % small_split == 0)
+        if size % tp == 0 and (same_relation or small_split == tp):
+            return size
+    raise AssertionError("a multiple of tp lies within one tp, with either relation within two splits")
+
+
+# ---------------------------------------------------------------- stages and batch
+
+
+def reduce_stages(section: Parallelism, n_layers: int, real: Layout, pp: int) -> dict[str, object]:
+    """Layers and stages: as many stages per rank as before, two at most where more are possible, even or uneven."""
+    key = "parallelism."
+    if pp == 1:
+        return {
+            "model.n_layers": min(4, n_layers),
+            f"{key}pipeline_parallel_schedule_csv": "",
+            f"{key}pipeline_parallel_layers_per_stage": None,
+            f"{key}module_fqns_per_model_part": [],
+        }
+    n_real_stages = len(real.stages)
+    if section.pipeline_parallel_schedule_csv:
+        n_stages = n_real_stages
+    else:
+        least = SCHEDULES[section.pipeline_parallel_schedule].least_stages_per_rank
+        n_stages = pp * max(least, min(2, n_real_stages // real.pp))
+    counts = [sum(fqn.startswith("layers.") for fqn in stage) for stage in real.stages]
+    if section.module_fqns_per_model_part or 0 in counts:
+        return list_reduced_stages(counts, n_stages)
+
+    per_stage = 2 if n_stages > 2 else 3  # what is left of the fewest is a layer for each stage
+    first = min(1, section.pipeline_parallel_first_stage_less_layers)
+    last = min(1, section.pipeline_parallel_last_stage_less_layers)
+    weights = section.pipeline_parallel_first_stage_less_layers + section.pipeline_parallel_last_stage_less_layers
+    is_uneven = (n_layers + weights) % n_real_stages != 0
+    reduced = {
+        "model.n_layers": per_stage * n_stages - first - last - is_uneven,
+        f"{key}pipeline_parallel_first_stage_less_layers": first,
+        f"{key}pipeline_parallel_last_stage_less_layers": last,
+    }
+    if section.pipeline_parallel_layers_per_stage is not None:
+        reduced[f"{key}pipeline_parallel_layers_per_stage"] = per_stage
+    return reduced
+
+
+def list_reduced_stages(counts: list[int], n_stages: int) -> dict[str, object]:
+    """Explicit lists: the first stages and the last one, with one layer each, or two where one has more than others.
+
+    `counts`: layers of each real stage. A stage without a layer stays so; of two such stages alone, the first one does.
+    """
+    kept = [*counts[: n_stages - 1], counts[-1]]
+    fewest = min(filter(None, counts))
+    sizes = [min(count, 1 if count == fewest else 2) for count in kept]
+    if not any(sizes):
+        sizes[-1] = 1
+    stages, start = [], 0
+    for index, size in enumerate(sizes):
+        layers = range(start, start + size)
+        stages.append(list(name_modules(layers, first=index == 0, last=index == n_stages - 1)))
+        start += size
+    return {"model.n_layers": start, "parallelism.module_fqns_per_model_part": stages}
+
+
+def reduce_batch(
+    small: Config, config: Config, real: Layout, degrees: dict[str, int], sizes: dict[str, int]
+) -> dict[str, object]:
+    """Rows and microbatches in the same relation to the stages, and a short sequence that still divides."""
+    dp, pp = degrees["dp_replicate"] * degrees["dp_shard"], degrees["pp"]
+    accumulates = real.global_batch_size > config.training.local_batch_size * real.dp
+    if pp == 1:
+        microbatch_size, n_microbatches = 2, 3 if accumulates else 1
+        local_batch_size = microbatch_size
+    else:
+        microbatch_size = min(2, config.parallelism.pipeline_parallel_microbatch_size)
+        stages, _ = plan_stages(small.parallelism, small.model.n_layers)
+        n_microbatches = reduce_microbatches(small.parallelism, real, len(stages))
+        local_batch_size = microbatch_size * (1 if accumulates else n_microbatches)
+    return {
+        "training.local_batch_size": local_batch_size,
+        "training.global_batch_size": microbatch_size * n_microbatches * dp,
+        "training.seq_len": reduce_sequence(degrees, sizes),
+        "parallelism.pipeline_parallel_microbatch_size": microbatch_size if pp > 1 else 1,
+    }
+
+
+def reduce_microbatches(section: Parallelism, real: Layout, n_stages: int) -> int:
+    """As many as there are stages, more, fewer, or a number that they do not divide: as in the real run."""
+    if section.pipeline_parallel_schedule_csv:
+        return real.n_microbatches
+    n_real_stages = len(real.stages)
+    if real.n_microbatches < n_real_stages:
+        wanted = n_stages - 1
+    elif real.n_microbatches == n_real_stages:
+        wanted = n_stages
+    else:
+        wanted = 2 * n_stages if real.n_microbatches % n_real_stages == 0 else n_stages + 1
+    candidates = [wanted, n_stages, 2 * n_stages]
+    return next(n for n in candidates if not check_microbatches(section, n, n, n_stages))
+
+
+def reduce_sequence(degrees: dict[str, int], sizes: dict[str, int], least: int = 40) -> int:
+    """Tokens per sequence: a length that no other size of the model has, so that a sequence dim is known by it."""
+    pieces = count_pieces(degrees)
+    return next(n for n in range(pieces, (100 + least) * pieces, pieces) if n >= least and n not in list_widths(sizes))
+
+
+def count_pieces(degrees: dict[str, int]) -> int:
+    """Equal pieces into which cp and tp cut a sequence."""
+    return (2 * degrees["cp"] if degrees["cp"] > 1 else 1) * degrees["tp"]
+
+
+def list_widths(sizes: dict[str, int]) -> list[int]:
+    """Sizes that a dim of some module's output has."""
+    return [*sizes.values(), sizes["n_heads"] * sizes["head_dim"], sizes["n_kv_heads"] * sizes["head_dim"]]

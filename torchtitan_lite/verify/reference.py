@@ -1,0 +1,240 @@
+"""The one process beside which a layout is run: plain torch, the whole batch, no ranks.
+
+    model       the user's own class, on one device; document attention by one explicit mask
+    batch       random tokens, of which 100 to 10 % count from row to row, and in one row none
+    step        one backward over all rows; loss, norm, clipping and SGD by plain formulas in float64
+
+What it shares with a run on many ranks is the model file and the rule of the initial weights, nothing else.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config.flavors import Shape, resolve_shape
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+
+BLOCK = 1_000_003  # numbers; a prime, so that no row of a matrix begins as another one does
+NEVER_CLIPPED = 1e4  # no gradient norm of the second step is that many times max_norm
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a small run is compared with one process. Both are given the same one."""
+
+    # Two steps, of which the first is clipped and the second is not; parameters are compared whole, as a checkpoint
+    # holds them. Without: the gradients of one step, clipped, slice by slice.
+    updates: bool = True
+    farthest_position: int = 0  # of the first token of row 0; of further rows it is nearer to 0, in equal distances
+    tokens_per_document: int = 8  # on average, of document attention
+    repeats_weights: bool = False  # large weights are a block of random numbers over and over, which is drawn faster
+
+    @property
+    def n_steps(self) -> int:
+        return 2 if self.updates else 1
+
+
+WIDE = Method()
+
+
+def make_batch(
+    step: int,
+    *,
+    n_rows: int,
+    seq_len: int,
+    vocab_size: int,
+    documents: bool,
+    farthest_position: int = 0,
+    tokens_per_document: int = 8,
+) -> Batch:
+    """Random tokens. From row to row 0 to 90 % of the targets are not counted, in one of three rows or more none is.
+
+    Of a single row, the share that is not counted grows along the sequence. With `documents`, a new one begins at every
+    `tokens_per_document`-th token or so, at other places in each row, and its positions where those of the row do.
+    """
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(vocab_size, (n_rows, seq_len + 1), generator=generator)
+    masked_share = torch.linspace(0, 0.9, n_rows)[:, None] if n_rows > 1 else torch.linspace(0, 0.9, seq_len)
+    masked = torch.rand(n_rows, seq_len, generator=generator) < masked_share
+    if n_rows > 2:
+        masked[1] = True
+    targets = tokens[:, 1:].masked_fill(masked, IGNORE_INDEX)
+    positions = torch.arange(seq_len).expand(n_rows, -1).contiguous()
+    doc_ids = torch.zeros_like(targets)
+    if documents:
+        begins = torch.rand(n_rows, seq_len, generator=generator) < 1 / tokens_per_document
+        begins[:, 0] = False
+        doc_ids = begins.long().cumsum(1)
+        positions = positions - (positions * begins).cummax(1).values
+    # Row 0 counts most, so it is the one with the farthest positions.
+    first_positions = torch.tensor([farthest_position * (n_rows - row) // n_rows for row in range(n_rows)])
+    return Batch(tokens[:, :-1].contiguous(), targets, positions + first_positions[:, None], doc_ids)
+
+
+def make_batch_of(config: Config, step: int, method: Method = WIDE) -> Batch:
+    """The global batch that a config asks for."""
+    return make_batch(
+        step,
+        n_rows=config.training.global_batch_size,
+        seq_len=config.training.seq_len,
+        vocab_size=resolve_shape(config.model).vocab_size,
+        documents=config.model.attention == "document",
+        farthest_position=method.farthest_position,
+        tokens_per_document=method.tokens_per_document,
+    )
+
+
+def choose_max_norm(config: Config, step: int) -> float:
+    """The gradient norm above which a step is clipped. It is so low that the first one is, and then so high that the
+    second one is not."""
+    return config.training.max_norm * (1 if step == 0 else NEVER_CLIPPED)
+
+
+def choose_init(init_parameter: Callable, method: Method) -> Callable:
+    """The model's rule of the initial weights, or one that draws a block by that rule, and repeats it."""
+    return partial(repeat_block, init_parameter) if method.repeats_weights else init_parameter
+
+
+def repeat_block(init_parameter: Callable, fqn: str, full: Tensor, shape: Shape, generator: torch.Generator) -> None:
+    """Fills the full tensor of one parameter in place, ten times as fast where it has many times BLOCK numbers."""
+    if full.numel() <= BLOCK:
+        init_parameter(fqn, full, shape, generator)
+        return
+    n_rows = -(-BLOCK // full[0].numel())
+    rows = full.new_empty(n_rows, *full.shape[1:])
+    init_parameter(fqn, rows, shape, generator)
+    block, numbers = rows.flatten()[:BLOCK], full.view(-1)
+    n_whole = len(numbers) // BLOCK * BLOCK
+    numbers[:n_whole].view(-1, BLOCK).copy_(block)
+    numbers[n_whole:].copy_(block[: len(numbers) - n_whole])
+
+
+@dataclass
+class Outcome:
+    """What one process computed."""
+
+    method: Method
+    initial: dict[str, Tensor]  # in the order of the model
+    outputs: dict[str, Tensor]  # of modules, first batch, in forward order; of the head: the loss of each token (B, S)
+    n_tokens: int  # counted in the first batch
+    gradients: dict[str, Tensor]  # of the first batch, before clipping, in backward order
+    weights: dict[str, Tensor]  # after the last step; none without updates
+    losses: list[float]
+    grad_norms: list[float]
+    inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # module -> argument -> value, as `outputs`
+
+
+def build_model(config: Config, method: Method) -> nn.Module:
+    """The user's model with its initial weights; document attention by one explicit mask."""
+    model_class, init_parameter = stepping.MODELS[config.model.name]
+    model = model_class(resolve_shape(config.model), attention=config.model.attention)
+    if config.model.attention == "document":
+        for name, module in model.named_modules():
+            if name.endswith("attention"):
+                module.inner = PlainDocumentAttention()
+    initialize_weights(model, choose_init(init_parameter, method), config.debug.seed)
+    return model
+
+
+def run_one_process(config: Config, method: Method = WIDE) -> Outcome:
+    """The oracle. `config` gives model, batch, seed, clipping and SGD; its layout is not looked at."""
+    model = build_model(config, method)
+    parameters = dict(model.named_parameters())
+    initial = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
+    if method.updates:
+        initial = {fqn: parameter.clone() for fqn, parameter in initial.items()}
+    outcome = Outcome(method, initial, {}, 0, {}, {}, [], [])
+    hooks = record_first_backward(model, outcome)
+    for step in range(method.n_steps):
+        batch = make_batch_of(config, step, method)
+        model.zero_grad()
+        logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
+        loss = F.cross_entropy(logits.flatten(0, 1).double(), batch.targets.flatten())  # the mean over counted tokens
+        loss.backward()
+        if step == 0:
+            outcome.n_tokens = int((batch.targets != IGNORE_INDEX).sum())
+            token_losses = F.cross_entropy(logits.detach().flatten(0, 1), batch.targets.flatten(), reduction="none")
+            heads = [name for name, output in outcome.outputs.items() if output.data_ptr() == logits.data_ptr()]
+            outcome.outputs |= dict.fromkeys(heads, token_losses.view_as(batch.targets))
+            for hook in hooks:
+                hook.remove()
+        outcome.losses.append(loss.item())
+        outcome.grad_norms.append(measure_norm(parameter.grad for parameter in parameters.values()))
+        if method.updates:
+            update_weights(parameters.values(), config, clip_factor(outcome.grad_norms[step], config, step))
+    if method.updates:
+        outcome.weights = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
+    return outcome
+
+
+def measure_norm(gradients: Iterable[Tensor]) -> float:
+    """2-norm of all numbers, in float64: torch's own norm adds fp32 numbers one after another on a CPU."""
+    pieces = (piece for gradient in gradients for piece in gradient.flatten().split(2**20))
+    return math.sqrt(sum(piece.double().square().sum().item() for piece in pieces))
+
+
+def clip_factor(norm: float, config: Config, step: int) -> float:
+    """What clipping multiplies gradients of this norm by. 1e-6 is torch's, against a division by zero."""
+    return min(1.0, choose_max_norm(config, step) / (norm + 1e-6))
+
+
+@torch.no_grad()
+def update_weights(parameters: Iterable[Tensor], config: Config, factor: float) -> None:
+    """One step of SGD with gradients times `factor`, rounded once: w - lr * (factor * g + weight_decay * w)."""
+    section = config.optimizer
+    for parameter in parameters:
+        weight, gradient = parameter.double(), parameter.grad.double()
+        parameter.copy_(weight - section.lr * (factor * gradient + section.weight_decay * weight))
+
+
+def record_first_backward(model: nn.Module, outcome: Outcome) -> list:
+    """Has a model note its modules' inputs and outputs in forward order and its gradients in backward order; hooks to
+    remove.
+    """
+    hooks = []
+    for name, module in model.named_modules():
+
+        def note_inputs(module, args, kwargs, *, name=name):
+            if name:
+                outcome.inputs[name] = {key: value.detach() for key, value in name_inputs(module, args, kwargs).items()}
+
+        def note_output(module, args, output, *, name=name):
+            if name and isinstance(output, Tensor):
+                outcome.outputs[name] = output.detach()
+
+        hooks.append(module.register_forward_pre_hook(note_inputs, with_kwargs=True))
+        hooks.append(module.register_forward_hook(note_output))
+    for fqn, parameter in model.named_parameters():
+
+        def note_gradient(parameter, *, fqn=fqn):
+            outcome.gradients[fqn] = parameter.grad
+
+        hooks.append(parameter.register_post_accumulate_grad_hook(note_gradient))
+    return hooks
+
+
+def name_inputs(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> dict[str, Tensor]:
+    """The tensors that a call gives to a module, by the names that its class has for them."""
+    # The class is asked, because recompute and compile put another `forward` on the module itself.
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    return {name: value for name, value in given.items() if isinstance(value, Tensor)}
+
+
+class PlainDocumentAttention(nn.Module):
+    """Causal attention within documents, by the one explicit mask that leaves no room for mistakes."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor) -> Tensor:
+        seq_len = query.shape[2]
+        causal = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
+        mask = causal & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)

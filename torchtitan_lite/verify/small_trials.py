@@ -1,0 +1,230 @@
+"""Three more small runs beside the wide one, for what is wrong only beyond a depth, a length or a size.
+
+                layers        sequence                     sizes                           schedule and stages
+    wide        1 to 3 each   about 40                     dim about 64                    as asked
+    deep        12 or more    about 24                     dim 16                          as asked, several: uneven
+    long        1 or 2        the real one, 512 to 2,048   dim about 50                    as asked
+    real width  1             about 16                     real, if memory and time allow  1F1B, one stage a rank
+
+A pipeline with more stages needs more layers. Each run has the wide one's degrees and options, but that only the deep
+one compiles, for a compiler needs as long as all the rest. A sentence says what of it is real. No torch here: numbers
+only.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+from torchtitan_lite.config.flavors import Shape, count_parameters, resolve_shape
+from torchtitan_lite.config.hardware import measure_cpu_memory
+from torchtitan_lite.config.layout import Layout, plan_layout
+from torchtitan_lite.config.pipeline_plan import check_microbatches, plan_stages
+from torchtitan_lite.config.schema import Config, Parallelism
+from torchtitan_lite.verify.reduction import (
+    Change,
+    Reduction,
+    count_pieces,
+    list_changes,
+    list_widths,
+    override,
+    reduce_sequence,
+    reduce_size,
+)
+
+LEAST_LAYERS = 12  # so that some numbers have two digits: as text, 10 stands before 2
+LEAST_TOKENS, MOST_TOKENS = 512, 2048  # of a sequence of the long run
+FAR_POSITION = 8192  # where the long run begins its first row, unless seq_len or original_length is larger
+N_CHUNKS = 12  # of each row's loss in the long run
+MOST_PARAMETERS = 48 * 10**6  # of the run of real width, without --full-width: about five seconds on two cores
+LEAST_SIZES = {"vocab_size": 2000, "ffn_dim": 1000, "dim": 500}  # of it: halved in this order, to these at least
+
+
+@dataclass(frozen=True)
+class SmallRun:
+    """What one trial runs."""
+
+    config: Config  # every size given
+    layout: Layout
+    changes: list[Change]  # all that differs from the real config
+    subject: str  # what was run, and what of it is real
+
+
+# ---------------------------------------------------------------- the three
+
+
+def deepen(reduction: Reduction) -> SmallRun:
+    """Many narrow layers. Where ranks have several stages, these are unequally long."""
+    degrees, shape = reduction.layout.degrees, resolve_shape(reduction.real.model)
+    sizes = {**choose_heads(shape, degrees["tp"], head_dim=4), "dim": 16}
+    sizes |= reduce_matrices(shape, degrees["tp"], ffn_dim=24, vocab_size=64)
+    small = plan_own_stages(reduction.config)
+    small = override(small, {"model.n_layers": choose_depth(small.parallelism)})
+    small = resize(small, degrees, sizes, n_rows=2, n_microbatches=1, seq_len=reduce_sequence(degrees, sizes, 24))
+    layout = plan_layout(small, resolve_shape(small.model), reduction.layout.world_size)
+    counts = [sum(name.startswith("layers.") for name in stage) for stage in layout.stages]
+    stages = f", {', '.join(map(str, counts))} a stage" if len(counts) > 1 else ""
+    return describe_run(reduction, small, layout, f"{sum(counts)} layers of dim {sizes['dim']}{stages}")
+
+
+def lengthen(reduction: Reduction) -> SmallRun:
+    """Sequences of the real length, within LEAST_TOKENS and MOST_TOKENS, in a layer on one rank and one on another."""
+    degrees, real = reduction.layout.degrees, reduction.real
+    shape, real_length = resolve_shape(real.model), real.training.seq_len
+    sizes = choose_heads(shape, degrees["tp"], head_dim=12)
+    sizes["dim"] = sizes["n_heads"] * sizes["head_dim"]
+    sizes |= reduce_matrices(shape, degrees["tp"], ffn_dim=sizes["dim"] * 3 // 2, vocab_size=100)
+    pieces, widths = count_pieces(degrees), list_widths(sizes)
+    wanted = max(LEAST_TOKENS, min(real_length, MOST_TOKENS))
+    seq_len = next(length for length in count(-(-wanted // pieces) * pieces, pieces) if length not in widths)
+    small = override(plan_own_stages(reduction.config), {"compile.enable": False})
+    small = override(small, {"model.n_layers": count_least_layers(small.parallelism, at_least=min(2, degrees["pp"]))})
+    small = resize(small, degrees, sizes, n_rows=1, n_microbatches=3, seq_len=seq_len)
+    chunk = min(real.training.loss_chunk_tokens, -(-seq_len // degrees["cp"] // N_CHUNKS))  # 0, no chunks, stays
+    small = override(small, {"training.loss_chunk_tokens": chunk})
+    layout = plan_layout(small, resolve_shape(small.model), reduction.layout.world_size)
+    farthest = find_far_position(reduction) + seq_len
+    tokens = f"{seq_len:,} tokens" if seq_len >= real_length else f"{seq_len:,} of {real_length:,} tokens"
+    n_layers = small.model.n_layers
+    layers = f"{n_layers} layer{'s' * (n_layers > 1)} of dim {sizes['dim']}"
+    said = f"{tokens}, at positions below {farthest:,}, {layers}"
+    return describe_run(reduction, small, layout, said)
+
+
+def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRun:
+    """The real sizes, in as few layers as possible, under 1F1B. What does not fit is halved: see LEAST_SIZES.
+
+    `memory_bytes`: what the run and its reference may take of this machine's memory; by default, half of what is free.
+    """
+    degrees, real = reduction.layout.degrees, resolve_shape(reduction.real.model)
+    small = override(plan_own_stages(reduction.config), {"compile.enable": False})
+    if degrees["pp"] > 1:
+        schedule = {"pipeline_parallel_schedule_csv": "", "pipeline_parallel_schedule": "1F1B"}
+        small = override(small, {f"parallelism.{key}": value for key, value in schedule.items()})
+    n_layers = count_least_layers(small.parallelism, at_least=1)
+    memory_bytes = memory_bytes or measure_available_memory() // 2
+    # The reference: weights and gradients in memory, and in its file. Each data-parallel and cp rank: both, gathered.
+    bytes_each = 16 + 16 * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"]
+    most = memory_bytes // bytes_each
+    if not reduction.full_width:
+        most = min(most, MOST_PARAMETERS)
+    shape = fit_shape(replace(real, n_layers=n_layers), degrees["tp"], most)
+    sizes = {
+        name: getattr(shape, name) for name in ("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
+    }
+    small = override(small, {"model.n_layers": n_layers})
+    small = resize(small, degrees, sizes, n_rows=1, n_microbatches=1, seq_len=reduce_sequence(degrees, sizes, 16))
+    layout = plan_layout(small, resolve_shape(small.model), reduction.layout.world_size)
+    said = [f"{n_layers} layer{'s' * (n_layers > 1)}, {count_parameters(shape):,} parameters"]
+    for name, word in (("dim", "dim"), ("ffn_dim", "ffn_dim"), ("vocab_size", "vocabulary")):
+        size, real_size = getattr(shape, name), getattr(real, name)
+        said.append(f"{word} {size:,} real" if size == real_size else f"{word} {size:,} of {real_size:,}")
+    said += ["1F1B, one stage a rank"] * (degrees["pp"] > 1)
+    return describe_run(reduction, small, layout, ", ".join(said))
+
+
+def describe_run(reduction: Reduction, small: Config, layout: Layout, subject: str) -> SmallRun:
+    """With all that differs from the real config."""
+    real = reduction.real
+    changes = list_changes(real, resolve_shape(real.model), small, resolve_shape(small.model))
+    if small.compile.enable != real.compile.enable:
+        subject += ", not compiled"
+    return SmallRun(small, layout, changes, subject)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def choose_heads(shape: Shape, tp: int, head_dim: int) -> dict[str, int]:
+    """One key/value head for each tp rank, of two query heads where the real one has more."""
+    n_heads = tp * min(2, shape.n_heads // shape.n_kv_heads)
+    return {"n_heads": n_heads, "n_kv_heads": tp, "head_dim": min(head_dim, shape.head_dim)}
+
+
+def reduce_matrices(shape: Shape, tp: int, *, ffn_dim: int, vocab_size: int) -> dict[str, int]:
+    """About these sizes, so that tp divides them."""
+    wanted = {"ffn_dim": ffn_dim, "vocab_size": vocab_size}
+    return {name: reduce_size(getattr(shape, name), size, tp, (1, 1)) for name, size in wanted.items()}
+
+
+def fit_shape(shape: Shape, tp: int, most_parameters: int) -> Shape:
+    """The shape itself, or a smaller one of `most_parameters`, or of LEAST_SIZES."""
+    for name, least in LEAST_SIZES.items():
+        while count_parameters(shape) > most_parameters:
+            half, rest = divmod(getattr(shape, name), 2)
+            if rest or half % tp or half < least:
+                break
+            shape = replace(shape, **{name: half})
+    return shape
+
+
+def measure_available_memory(file: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that Linux says are free or can be freed; elsewhere all of the machine's memory."""
+    limit = measure_cpu_memory()
+    try:
+        lines = dict(line.split(":", 1) for line in file.read_text().splitlines())
+        return min(limit, 1024 * int(lines["MemAvailable"].split()[0]))
+    except (OSError, KeyError, ValueError):
+        return limit
+
+
+def find_far_position(reduction: Reduction) -> int:
+    """A position that no row of the wide run reaches, where the stretching of rotary wavelengths ends."""
+    scaling = resolve_shape(reduction.real.model).rope_scaling
+    return max(FAR_POSITION, reduction.real.training.seq_len, scaling.original_length if scaling else 0)
+
+
+# ---------------------------------------------------------------- stages and batch
+
+
+def plan_own_stages(config: Config) -> Config:
+    """Stages by rule, instead of those that were listed or counted: their number per rank stays."""
+    section = config.parallelism
+    overrides = {
+        "pipeline_parallel_layers_per_stage": None,
+        "pipeline_parallel_first_stage_less_layers": min(1, section.pipeline_parallel_first_stage_less_layers),
+        "pipeline_parallel_last_stage_less_layers": min(1, section.pipeline_parallel_last_stage_less_layers),
+        "module_fqns_per_model_part": [],
+    }
+    return override(config, {f"parallelism.{key}": value for key, value in overrides.items()})
+
+
+def choose_depth(section: Parallelism) -> int:
+    """LEAST_LAYERS or more, so that layers 9 and 10 are neighbours on a stage, and several stages a rank are uneven."""
+    n_stages = len(plan_stages(section, 2**14)[0])
+    several = n_stages > section.pipeline_parallel_degree
+    depths = range(max(LEAST_LAYERS, n_stages), LEAST_LAYERS + 4 * n_stages)
+    for n_layers in depths:
+        stages, _ = plan_stages(section, n_layers)
+        lengths = {sum(name.startswith("layers.") for name in stage) for stage in stages}
+        if any({"layers.9", "layers.10"} <= set(stage) for stage in stages) and (not several or len(lengths) > 1):
+            return n_layers
+    return depths[-1]
+
+
+def count_least_layers(section: Parallelism, at_least: int) -> int:
+    """The first and the last stage need no layer."""
+    return max(at_least, len(plan_stages(section, 2**14)[0]) - 2)
+
+
+def resize(
+    small: Config, degrees: dict[str, int], sizes: dict[str, int], *, n_rows: int, n_microbatches: int, seq_len: int
+) -> Config:
+    """With these sizes; `n_rows` to a microbatch, and under pp `n_microbatches` or the next number that is possible."""
+    small = override(small, {f"model.{name}": size for name, size in sizes.items()})
+    section = small.parallelism
+    if degrees["pp"] > 1:
+        n_stages = len(plan_stages(section, small.model.n_layers)[0])
+        possible = (n for n in range(n_microbatches, 2**16) if not check_microbatches(section, n, n, n_stages))
+        n_microbatches = next(possible)
+    else:
+        n_microbatches = 1
+    dp = degrees["dp_replicate"] * degrees["dp_shard"]
+    return override(
+        small,
+        {
+            "training.local_batch_size": n_rows * n_microbatches,
+            "training.global_batch_size": n_rows * n_microbatches * dp,
+            "training.seq_len": seq_len,
+            "parallelism.pipeline_parallel_microbatch_size": n_rows if degrees["pp"] > 1 else 1,
+        },
+    )

@@ -1,0 +1,76 @@
+"""Known traps: each with a probe, the same run without it. A trap is named as the cause only if its probe passes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.refused import REFUSED
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.verify.comparison import Prepare
+from torchtitan_lite.verify.culprit import Culprit
+from torchtitan_lite.verify.reference import Outcome
+
+
+@dataclass(frozen=True)
+class Trap:
+    """A known way to go wrong, and a probe: the same run without it."""
+
+    applies: Callable[[Config, Culprit], bool]
+    overrides: dict[str, object] = field(default_factory=dict)
+    prepare: Prepare | None = None
+
+
+def start_from_oracle(run: stepping.Run, oracle: Outcome) -> None:
+    """Probe: gives the run the oracle's initial weights."""
+    with torch.no_grad():
+        for fqn, parameter in run.parameters.items():
+            if isinstance(parameter, DTensor):
+                mesh, placements = parameter.device_mesh, parameter.placements
+                own = distribute_tensor(oracle.initial[fqn], mesh, placements, src_data_rank=None)
+                parameter.to_local().copy_(own.to_local())
+            else:
+                parameter.copy_(oracle.initial[fqn])
+
+
+def wait_for_embedding(run: stepping.Run, oracle: Outcome) -> None:
+    """Probe: a copy of the embedding's output goes on, so that no collective is still under way in it."""
+    for part in run.parts:
+        if part.tok_embeddings is not None:
+            part.tok_embeddings.register_forward_hook(lambda module, args, output: output.clone())
+
+
+def refusal_applies(name: str) -> Callable[[Config, Culprit], bool]:
+    """Whether a row of refused.py is about this run: a fork may have taken the row out."""
+
+    def applies(config: Config, culprit: Culprit) -> bool:
+        zero_stage = config.parallelism.zero_stage
+        reshards = zero_stage == 3 or config.parallelism.fsdp_reshard_after_forward == "always"
+        return REFUSED[name].applies(config, resolve_shape(config.model), 3 if reshards else 1)
+
+    return applies
+
+
+TRAPS = {  # cause -> how to tell
+    "the rule of the initial weights alone: with the weights of one process all is right": Trap(
+        lambda config, culprit: culprit.kind == "initial weights", prepare=start_from_oracle
+    ),
+    "the embedding's AsyncCollectiveTensor enters a compiled block": Trap(
+        lambda config, culprit: config.compile.enable and config.parallelism.tensor_parallel_degree > 1,
+        prepare=wait_for_embedding,
+    ),
+    "a split backward with resharding": Trap(
+        refusal_applies("split backward with resharding"),
+        {"parallelism.zero_stage": 1, "parallelism.fsdp_reshard_after_forward": "default"},
+    ),
+    "a split backward with per-op recompute": Trap(
+        refusal_applies("split backward with per-op recompute"), {"activation_checkpoint.mode": "none"}
+    ),
+    "a split backward with compile": Trap(refusal_applies("split backward with compile"), {"compile.enable": False}),
+    "the ring, which has no masks, with documents": Trap(
+        refusal_applies("ring with documents"), {"parallelism.context_parallel_rotate_method": "allgather"}
+    ),
+}
