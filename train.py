@@ -12,6 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from torchtitan_lite.data.tokenizer_files import describe_for_export
 from torchtitan_lite.environment import continue_with_packages
 
 if __name__ == "__main__":  # started by hand, perhaps with a Python that has no torch
@@ -24,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.checkpoint.agreement import do_together
 from torchtitan_lite.checkpoint.exchange import begin, choose_tensors, leave_export
+from torchtitan_lite.checkpoint.hugging_face_export import Export
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, is_saved
 from torchtitan_lite.components.compile_watch import recompilation_told
@@ -227,9 +229,7 @@ def main(args: list[str]) -> int:
                 leave_export(
                     checkpoints / f"step-{n_steps}-hf",
                     run.parameters,
-                    section=config.checkpoint,
-                    shape=shape,
-                    vocabulary=prepared.vocabulary,
+                    Export(shape, config.checkpoint.export_dtype, **describe_for_export(prepared.vocabulary)),
                     group=host_group,
                 )
             if saver.failure is None:

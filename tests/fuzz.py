@@ -1,7 +1,7 @@
 """Draws command lines and config files that nobody would write; fuzz_judge.py says what `check` makes of one.
 
-Every key of config/schema.py is drawn, by its type, so that a new key needs no line here; so are the names that torchtitan
-has for keys. Case n of a seed is always the same.
+Every key of config/schema.py is drawn, by its type, so that a new key needs no line here; so are the names that
+torchtitan has for keys. Case n of a seed is always the same.
 """
 
 import json

@@ -24,6 +24,7 @@ from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.data.tokenizer_files import describe_for_export
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools import generate as tool
@@ -231,7 +232,9 @@ def test_text_ends_with_any_token_of_generation_config(checkpoint, trained, toke
     (unbroken,) = generate(checkpoint, *greedy)["samples"]
     at = next(n for n, token in enumerate(unbroken["tokens"]) if n > 5 and token not in unbroken["tokens"][:n])
     end = {"eos_token_id": [tokenizer.eos_id, unbroken["tokens"][at]]}
-    export = Export(SHAPE, "float32", tokenizer.vocabulary)  # its tokenizer is found without being named
+    export = Export(
+        SHAPE, "float32", **describe_for_export(tokenizer.vocabulary)
+    )  # its tokenizer is found without being named
     write_folder(tmp_path / "llama", trained.state_dict().__getitem__, export)
     (tmp_path / "llama" / "generation_config.json").write_text(json.dumps(end))
     (tmp_path / "assets").mkdir()

@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import normalizers
 
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
-from torchtitan_lite.checkpoint.hugging_face_tokenizer import read_end_ids
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, read_end_ids
 from torchtitan_lite.config.json_file import read_json_object
 from torchtitan_lite.config.schema import ConfigError
 from torchtitan_lite.data.find_vocabulary import read_vocabulary

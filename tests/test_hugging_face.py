@@ -11,10 +11,9 @@ from test_model import PLAIN, SHAPES, build_ours, build_theirs
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights, read_slice, read_tensor
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes, read_shape
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes, read_end_ids, read_shape
 from torchtitan_lite.checkpoint.hugging_face_export import Export, plan_files, write_folder
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
-from torchtitan_lite.checkpoint.hugging_face_tokenizer import read_end_ids
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.flavors import Shape
 from torchtitan_lite.data.tokenizer import load_tokenizer

@@ -14,12 +14,13 @@ from torchtitan_lite.config.flavors import count_parameters, resolve_shape
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_config
 from torchtitan_lite.config.lever_checks import check_levers
+from torchtitan_lite.config.memory_bound import count_activation_bytes, count_state_bytes
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError, Problem, Training
 from torchtitan_lite.model.llama3 import rotary_angles
 from torchtitan_lite.parallel.attention_choice import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend
-from torchtitan_lite.plan.memory_levers import count_activation_bytes, count_state_bytes, find_levers
+from torchtitan_lite.plan.memory_levers import find_levers
 from torchtitan_lite.plan.out_of_memory import out_of_memory_explained
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.verify.reduction import reduce_config

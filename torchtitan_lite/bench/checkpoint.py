@@ -32,9 +32,9 @@ from torchtitan_lite.bench.step import one_rank_group
 from torchtitan_lite.checkpoint.load import load_checkpoint
 from torchtitan_lite.checkpoint.manifest import HASH_BYTES, find_steps
 from torchtitan_lite.checkpoint.save import CheckpointSaver
+from torchtitan_lite.config.files import sync_folder
 from torchtitan_lite.config.hardware import detect_machine
 from torchtitan_lite.config.schema import Checkpoint
-from torchtitan_lite.data.shards import sync_folder
 
 N_TENSORS, TENSOR_BYTES = 64, 16 * 2**20
 BLOCK_BYTES = 2**20

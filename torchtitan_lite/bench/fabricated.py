@@ -11,7 +11,7 @@ import random
 import struct
 from pathlib import Path
 
-from torchtitan_lite.config.file_hashes import hash_file
+from torchtitan_lite.config.files import hash_file
 from torchtitan_lite.data.corpora import BYTES_OF, MANIFEST, Manifest, Shard, choose_dtype, dump_manifest
 from torchtitan_lite.data.tokenizer import Tokenizer
 

@@ -24,9 +24,9 @@ from torchtitan_lite.bench.rounds import Report
 from torchtitan_lite.bench.setting import read_setting
 from torchtitan_lite.config.flavors import FlopsPerToken, Shape, count_flops_per_token, count_parameters, resolve_shape
 from torchtitan_lite.config.hardware import Machine, detect_machine, peak_flops
+from torchtitan_lite.config.memory_bound import count_activation_bytes, count_state_bytes
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Optimizer, Training
-from torchtitan_lite.plan.memory_levers import count_activation_bytes, count_state_bytes
 from torchtitan_lite.verify.reduction import override
 
 SECONDS = 9 * 60 - 20  # for the whole table

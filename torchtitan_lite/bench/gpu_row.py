@@ -21,7 +21,7 @@ from torchtitan_lite.config.flavors import resolve_shape
 from torchtitan_lite.config.hardware import detect_machine
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.mesh import choose_device
-from torchtitan_lite.verify.ranks import end_with_parent
+from torchtitan_lite.processes import end_with_parent
 
 N_WARM_UP_STEPS = 3  # the first one allocates and compiles
 N_PRODUCTS = 16  # of a turn of the matmuls: long enough for a clock

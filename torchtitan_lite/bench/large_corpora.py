@@ -21,7 +21,7 @@ from torchtitan_lite.data.corpora import BYTES_OF, choose_dtype
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import SampleReader, SampleStream, prefetch
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.verify.ranks import end_with_parent
+from torchtitan_lite.processes import end_with_parent
 
 MIB = 2**20
 PROCESS_MEMORY = Path("/proc/self/statm")  # of Linux: all, resident, ... in pages

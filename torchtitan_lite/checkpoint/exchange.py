@@ -26,7 +26,6 @@ from torchtitan_lite.checkpoint.load import load_checkpoint, resume
 from torchtitan_lite.checkpoint.state import name_tensors, name_weights
 from torchtitan_lite.config.flavors import Shape
 from torchtitan_lite.config.schema import Checkpoint
-from torchtitan_lite.data.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +99,7 @@ def leave_export(
     out: Path,
     parameters: dict[str, Tensor],
     *,
-    section: Checkpoint,
-    shape: Shape,
-    vocabulary: Vocabulary,
+    export: Export,
     group: dist.ProcessGroup,
 ) -> None:
     """Writes the Hugging Face folder `out`, unless an earlier attempt has. Collective. Raises CheckpointError.
@@ -111,5 +108,5 @@ def leave_export(
     """
     if not do_on_rank_0(group, out.exists):
         do_on_rank_0(group, lambda: folders.sweep(out.parent))
-        export_weights(out, parameters, Export(shape, section.export_dtype, vocabulary), group=group)
+        export_weights(out, parameters, export, group=group)
         logger.info(f"exported {out}")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.manifest import MANIFEST, UNFINISHED, CheckpointError, Manifest, encode, find_steps
-from torchtitan_lite.data.shards import sync_folder
+from torchtitan_lite.config.files import sync_folder
 
 
 def begin(final: Path) -> Path:

@@ -15,6 +15,7 @@ What a Llama of theirs can be and ours cannot (biases, another activation, anoth
 weights) is refused: loading such a model would compute something else without a word.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ MUST_BE = {  # key -> the value that our model computes with; a missing key mean
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
+GENERATION_CONFIG = "generation_config.json"
 LARGEST = 2**24  # of any size; the vocabulary of Llama 3 is 2**17
 MOST_BYTES = 2**24  # of a JSON file beside the weights; the index of the largest models has a tenth
 
@@ -199,3 +201,20 @@ def compare_shapes(theirs: Shape, ours: Shape, folder: Path) -> list[Problem]:
             remedy = 'Set model.rope_scaling = "none"' if other is None else "Choose the flavor with that scaling"
         problems.append(Problem(f"model.{field}", value, f"the model in {folder} has {other}", remedy))
     return problems
+
+
+def read_end_ids(folder: Path) -> frozenset[int]:
+    """Tokens after which a text ends, as the folder's generation_config.json has them, else its config.json.
+
+    None where neither says so. Raises HuggingFaceError where one says what is no id.
+    """
+    for name in (GENERATION_CONFIG, CONFIG):
+        if not os.path.exists(folder / name):
+            continue
+        named = read_beside(folder, name).get("eos_token_id")
+        ids = named if isinstance(named, list) else [] if named is None else [named]
+        if not all(type(id) is int and id >= 0 for id in ids):
+            raise HuggingFaceError(folder, [f"{name}: eos_token_id = {named!r}; the id of a token, or a list of ids"])
+        if ids:
+            return frozenset(ids)
+    return frozenset()

@@ -21,7 +21,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -33,12 +33,10 @@ from torchtitan_lite.checkpoint.agreement import do_on_rank_0, do_together
 from torchtitan_lite.checkpoint.hugging_face import IN_ROTARY_ORDER, to_their_order
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, describe_shape
 from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, SINGLE_FILE, list_tensors, their_name
-from torchtitan_lite.checkpoint.hugging_face_tokenizer import list_tokenizer_files
 from torchtitan_lite.checkpoint.manifest import UNFINISHED, CheckpointError
 from torchtitan_lite.checkpoint.safetensors_header import DTYPE_BYTES, make_header
+from torchtitan_lite.config.files import sync_folder
 from torchtitan_lite.config.flavors import Shape
-from torchtitan_lite.data.shards import sync_folder
-from torchtitan_lite.data.vocabulary import Vocabulary
 
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch's name -> safetensors'
 MOST_FILE_BYTES = 5 * 10**9  # as transformers has it
@@ -50,8 +48,11 @@ class Export:
 
     shape: Shape
     dtype: str  # a key of TYPES
-    vocabulary: Vocabulary | None = None  # whose files are put beside the weights
     most_file_bytes: int = MOST_FILE_BYTES  # a larger tensor has a file of its own
+    # Of the tokenizer: two special tokens, and the files that are put beside the weights, name -> content.
+    bos_id: int | None = None
+    eos_id: int | None = None
+    tokenizer_files: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -208,18 +209,17 @@ def view_bytes(tensor: Tensor) -> ctypes.Array:
 
 def finish_folder(unfinished: Path, out: Path, files: list[PlannedFile], export: Export) -> None:
     """Adds all that is no tensor, and gives the folder its name: from now on, and not before, it is there."""
-    vocabulary = export.vocabulary
     config = describe_shape(
         export.shape,
         dtype=export.dtype,
         max_length=choose_max_length(export.shape),
-        bos_id=vocabulary.bos_id if vocabulary else None,
-        eos_id=vocabulary.eos_id if vocabulary else None,
+        bos_id=export.bos_id,
+        eos_id=export.eos_id,
     )
     contents = {CONFIG: make_json(config)}
     if len(files) > 1:
         contents[INDEX] = make_json(make_index(files, export))
-    contents |= list_tokenizer_files(vocabulary)
+    contents |= export.tokenizer_files
     for name, content in contents.items():
         with told_by_size(unfinished / name), open(unfinished / name, "wb") as file:
             file.write(content)

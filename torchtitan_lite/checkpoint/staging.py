@@ -27,7 +27,9 @@ class Staging:
 
     def begin(self, tensors: dict[str, Tensor]) -> None:
         """Makes room for this rank's shares of `tensors`; on CUDA, queues the copies."""
-        self.shares = {name: share_of(tensor) for name, tensor in tensors.items()}
+        self.shares = {
+            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()
+        }
         for name, share in self.shares.items():
             buffer = self.buffers.get(name)
             if buffer is None or (buffer.shape, buffer.dtype) != (share.shape, share.dtype):
@@ -61,8 +63,3 @@ class Staging:
         self.copied.wait()
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
-
-
-def share_of(tensor: Tensor) -> Tensor:
-    """What this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

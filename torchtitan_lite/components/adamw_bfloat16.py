@@ -19,10 +19,9 @@ No rank talks: each updates its slices. Sources: AdamW arXiv:1711.05101; bf16 mo
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
-
-from torchtitan_lite.checkpoint.staging import share_of
 
 
 class AdamWBFloat16(AdamW):
@@ -41,14 +40,14 @@ class AdamWBFloat16(AdamW):
             keys["beta1"], keys["beta2"] = group["betas"]
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    tensors = [share_of(t).detach() for t in (parameter, parameter.grad, *self._moments_of(parameter))]
+                    tensors = (parameter, parameter.grad, *self._moments_of(parameter))
                     move = self._move_compiled if self.compiled_move else self._move_fused
-                    move(*tensors, self.state[parameter]["step"], group["lr"], keys)
+                    move(*(local_tensor(t).detach() for t in tensors), self.state[parameter]["step"], group["lr"], keys)
 
     def _moments_of(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), device=share_of(parameter).device)
+            state["step"] = torch.zeros((), device=local_tensor(parameter).device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         return state["exp_avg"], state["exp_avg_sq"]
@@ -84,3 +83,8 @@ def move_unless(
     adamw(*lists, foreach=False, fused=False, capturable=True, lr=lr, **keys)
     for old, new in zip(kept, moved, strict=True):
         old.copy_(torch.where(skip, old, new))
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The slice of a DTensor that this rank holds; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -17,10 +17,10 @@ from torchtitan_lite.config.hardware import Machine, measure_cpu_memory
 from torchtitan_lite.config.layout import plan_batch
 from torchtitan_lite.config.lever_checks import compiles_blocks
 from torchtitan_lite.config.refused import recomputes_by_op
-from torchtitan_lite.config.schema import Config, Problem
-from torchtitan_lite.plan.memory_levers import GRADIENT_BYTES, count_activation_bytes, count_state_bytes
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Optimizer, Problem
 
 GIB = 2**30
+WEIGHT_BYTES = GRADIENT_BYTES = 4  # fp32, whatever a step computes in
 BATCH_BYTES = 4 * 8  # per token of a step: the four fields of data/dataset.py's Batch, int64
 
 
@@ -167,3 +167,31 @@ def refuse_tokens(config: Config, bound: MemoryBound, machine: Machine) -> Probl
 def describe_place(bound: MemoryBound, machine: Machine) -> str:
     place = "this host" if bound.on_host else f"each {machine.name}"
     return f"on {place}, which has {bound.available_bytes / GIB:.1f} GiB"
+
+
+def count_moment_bytes(section: Optimizer) -> int:
+    """Bytes of optimizer state per parameter."""
+    return {"AdamW": 2, "SGD": 0}[section.name] * {"float32": 4, "bfloat16": 2}[section.moments_dtype]
+
+
+def count_state_bytes(section: Optimizer) -> int:
+    """Bytes per parameter of all that lives from step to step."""
+    return WEIGHT_BYTES + GRADIENT_BYTES + count_moment_bytes(section)
+
+
+def count_activation_bytes(section: ActivationCheckpoint, shape: Shape, itemsize: int) -> float:
+    """Bytes that one token leaves for backward in one block, on average over the blocks; `itemsize` of compute."""
+    heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    full = itemsize * shape.dim
+    by_op = itemsize * (3 * shape.dim + 2 * heads + 2 * kv_heads + 2 * shape.ffn_dim) + 4 * shape.n_heads
+    everything = by_op + itemsize * (shape.dim + 2 * shape.ffn_dim) + 4 * (heads + kv_heads)  # rotation is in fp32
+    if section.mode == "selective" and section.selective_ac_option != "op":
+        share = 1 / int(section.selective_ac_option)
+        return share * full + (1 - share) * everything
+    budget = section.memory_budget
+    return {
+        "full": full,
+        "selective": by_op,
+        "memory_budget": full + budget * (everything - full),
+        "none": everything,
+    }[section.mode]

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from threading import Event
 
-from torchtitan_lite.config.file_hashes import describe_damage
+from torchtitan_lite.config.files import describe_damage
 from torchtitan_lite.data.corpora import AGAIN, CorpusError
 from torchtitan_lite.data.corpus import Corpus
 

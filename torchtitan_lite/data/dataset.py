@@ -8,8 +8,8 @@ A corpus is one long row of tokens, document after document, cut into samples of
     sample 2   i j k l      targets j k l -
     sample 3   m n . .      targets n - - -         the tail is padded
 
-So each token but a document's first is a target once per epoch. Which samples a step takes, sampler.py says; ranks share
-a step by rows:
+So each token but a document's first is a target once per epoch. sampler.py says which samples a step takes; ranks
+share a step by rows:
 
     global batch of step s     4 ranks    2 ranks    1 rank
     row 0   sample 5121        rank 0     rank 0     rank 0

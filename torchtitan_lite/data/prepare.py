@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_lite.config.files import replace_file, sync_folder
 from torchtitan_lite.data.corpora import (
     MANIFEST,
     SPLITS,
@@ -24,7 +25,7 @@ from torchtitan_lite.data.corpora import (
     dump_manifest,
 )
 from torchtitan_lite.data.documents import Part, Tally
-from torchtitan_lite.data.shards import SOURCES, replace_file, sync_folder
+from torchtitan_lite.data.shards import SOURCES
 from torchtitan_lite.data.sources import PreparationError, Source, find_sources
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.data.units import Recipe, make_unit, plan_units

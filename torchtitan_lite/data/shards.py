@@ -7,10 +7,7 @@ decided elsewhere: by the manifest for a corpus, by the record of its unit for o
 import hashlib
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from torchtitan_lite.data.corpora import Shard
 
@@ -94,24 +91,3 @@ def halve(ids: bytes) -> bytes:
     lower = bytearray(len(ids) // 2)
     lower[0::2], lower[1::2] = ids[0::4], ids[1::4]
     return lower
-
-
-@contextmanager
-def replace_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that appears at `path` when it is whole and on the disk; before that, `path` is untouched."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    with open(unfinished, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """The names in `folder` are on the disk: a file that was made or renamed there survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+from torchtitan_lite.config.files import replace_file, sync_folder
 from torchtitan_lite.data.corpora import BYTES_OF, FORMAT, MANIFEST, Shard, choose_dtype
 from torchtitan_lite.data.documents import Part, Tally
-from torchtitan_lite.data.shards import replace_file, sync_folder
 from torchtitan_lite.data.sources import PreparationError, Source
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.data.units import FinishedUnit, Recipe

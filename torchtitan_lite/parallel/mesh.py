@@ -20,6 +20,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import _redistribute, debug
 
 from torchtitan_lite.config.layout import MESH_DIMS, Layout
 
@@ -116,3 +117,12 @@ def choose_backend(device: torch.device, offload: bool) -> str:
 def make_host_group(name: str, timeout_s: int) -> dist.ProcessGroup:
     """Make a group of all ranks for objects and CPU tensors, to be used by one thread. Collective."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=name)
+
+
+def forget_groups() -> None:
+    """Clears what torch remembers by mesh. Meshes of two jobs may be equal, and the groups of the first are gone."""
+    torch._dynamo.reset()
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # not in every torch
+        _redistribute.clear_redistribute_planner_cache()

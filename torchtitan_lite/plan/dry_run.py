@@ -39,11 +39,10 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model import document_attention
 from torchtitan_lite.parallel import context_parallel, pipeline
-from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.parallel.mesh import build_mesh, forget_groups
 from torchtitan_lite.plan.meter import Collective, Meter
 from torchtitan_lite.plan.stretches import FEW, count_collectives, cut, find_at_rest, find_most, is_uniform, lengthen
 from torchtitan_lite.plan.traffic import name_axis
-from torchtitan_lite.verify.ranks import forget_groups
 
 CPU = torch.device("cpu")  # where fake tensors say they are: torch has CUDA kernels only where there is CUDA
 BLOCK_BYTES = {"cuda": 512, "cpu": 1}  # of the allocator

@@ -19,40 +19,11 @@ from dataclasses import dataclass, replace
 from torchtitan_lite.config.flavors import Shape
 from torchtitan_lite.config.layout import Layout, check_divisibility
 from torchtitan_lite.config.lever_checks import check_moments
+from torchtitan_lite.config.memory_bound import count_activation_bytes, count_state_bytes
 from torchtitan_lite.config.refused import find_refused
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Optimizer, Training
+from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.plan.memory import estimate_loss
 from torchtitan_lite.plan.workload import describe_workload
-
-WEIGHT_BYTES = GRADIENT_BYTES = 4  # fp32, whatever a step computes in
-
-
-def count_moment_bytes(section: Optimizer) -> int:
-    """Bytes of optimizer state per parameter."""
-    return {"AdamW": 2, "SGD": 0}[section.name] * {"float32": 4, "bfloat16": 2}[section.moments_dtype]
-
-
-def count_state_bytes(section: Optimizer) -> int:
-    """Bytes per parameter of all that lives from step to step."""
-    return WEIGHT_BYTES + GRADIENT_BYTES + count_moment_bytes(section)
-
-
-def count_activation_bytes(section: ActivationCheckpoint, shape: Shape, itemsize: int) -> float:
-    """Bytes that one token leaves for backward in one block, on average over the blocks; `itemsize` of compute."""
-    heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    full = itemsize * shape.dim
-    by_op = itemsize * (3 * shape.dim + 2 * heads + 2 * kv_heads + 2 * shape.ffn_dim) + 4 * shape.n_heads
-    everything = by_op + itemsize * (shape.dim + 2 * shape.ffn_dim) + 4 * (heads + kv_heads)  # rotation is in fp32
-    if section.mode == "selective" and section.selective_ac_option != "op":
-        share = 1 / int(section.selective_ac_option)
-        return share * full + (1 - share) * everything
-    budget = section.memory_budget
-    return {
-        "full": full,
-        "selective": by_op,
-        "memory_budget": full + budget * (everything - full),
-        "none": everything,
-    }[section.mode]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from torchtitan_lite.checkpoint.staging import share_of
+from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.config.flavors import Shape
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
@@ -35,12 +35,12 @@ def out_of_memory_explained(
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        weights = [share_of(parameter) for parameter in parameters.values()]
+        weights = [local_tensor(parameter) for parameter in parameters.values()]
         used = {
             "weights": count_bytes(weights),
-            "gradients": count_bytes(share_of(p.grad) for p in parameters.values() if p.grad is not None),
+            "gradients": count_bytes(local_tensor(p.grad) for p in parameters.values() if p.grad is not None),
             "optimizer": count_bytes(
-                share_of(value) for state in optimizer.state.values() for value in tensors_of(state)
+                local_tensor(value) for state in optimizer.state.values() for value in tensors_of(state)
             ),
         }
         if torch.cuda.is_available():

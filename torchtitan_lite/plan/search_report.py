@@ -28,7 +28,7 @@ from torchtitan_lite.plan.search import (
 from torchtitan_lite.plan.stretches import is_uniform
 from torchtitan_lite.plan.traffic import list_traffic
 from torchtitan_lite.plan.workload import describe_workload
-from torchtitan_lite.verify.ranks import end_with_parent
+from torchtitan_lite.processes import end_with_parent
 
 GIB = 2**30
 N_DRY_RUNS = 3

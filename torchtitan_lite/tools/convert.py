@@ -18,6 +18,7 @@ from torchtitan_lite.checkpoint.manifest import UNFINISHED, CheckpointError
 from torchtitan_lite.checkpoint.one_process import CheckpointWriter
 from torchtitan_lite.config.command_lines import make_convert_parser
 from torchtitan_lite.config.flavors import count_parameters
+from torchtitan_lite.data.tokenizer_files import describe_for_export
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 from torchtitan_lite.tools.prepare_report import Progress
@@ -65,7 +66,9 @@ def convert(options: argparse.Namespace) -> str:
                 write_checkpoint(options.out, source, read, dtype)
             else:
                 refuse_unwritable(source)
-                export = Export(source.shape, dtype, source.tokenizer.vocabulary, int(options.file_gb * 1e9))
+                export = Export(
+                    source.shape, dtype, int(options.file_gb * 1e9), **describe_for_export(source.tokenizer.vocabulary)
+                )
                 write_folder(options.out, read, export)
         finally:
             progress.clear()

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lite.checkpoint.hugging_face import read_tensor
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, read_beside
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, read_beside, read_end_ids
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
-from torchtitan_lite.checkpoint.hugging_face_tokenizer import read_end_ids
 from torchtitan_lite.checkpoint.manifest import MANIFEST, Manifest, find_steps
 from torchtitan_lite.checkpoint.one_process import OpenCheckpoint, open_checkpoint
 from torchtitan_lite.config.flavors import RopeScaling, Shape, count_parameters

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_lite.config.command_lines import make_prepare_parser
-from torchtitan_lite.config.file_hashes import find_damage
+from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.schema import ConfigError
 from torchtitan_lite.data.corpora import MANIFEST, SPLITS, CorpusError, parse_manifest
 from torchtitan_lite.data.prepare import commit, finish_unit, make_plan

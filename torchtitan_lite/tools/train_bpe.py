@@ -20,8 +20,8 @@ from pathlib import Path
 import regex  # comes with tiktoken; the standard library's re does not know \p{L}
 
 from torchtitan_lite.config.command_lines import make_tokenizer_parser
+from torchtitan_lite.config.files import replace_file
 from torchtitan_lite.data.corpora import NAMED
-from torchtitan_lite.data.shards import replace_file
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.data.vocabulary import N_SPECIAL_TOKENS, SPLIT_PATTERN
 

@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -24,7 +23,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import _redistribute, debug
+
+from torchtitan_lite.parallel.mesh import forget_groups
+from torchtitan_lite.processes import end_with_parent
 
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 # Gloo groups that torch's caches still refer to keep their threads, hundreds after some tens of jobs, and all of them
@@ -219,27 +220,3 @@ def serve(rank: int, connection: Connection) -> None:
             connection.send((True, result))
         except BaseException:  # a worker must answer, whatever happened
             connection.send((False, traceback.format_exc()))
-
-
-def end_with_parent() -> None:
-    """End this process, if multiprocessing started it, as soon as its parent is gone, however the parent ended.
-
-    A worker that waits for its next job may never learn of it: the workers of a pool hold each other's pipes open.
-    """
-    parent = multiprocessing.parent_process()
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    if parent is not None:
-        threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
-
-
-def forget_groups() -> None:
-    """Clears what torch remembers by mesh. Meshes of two jobs may be equal, and the groups of the first are gone."""
-    torch._dynamo.reset()
-    debug._clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # not in every torch
-        _redistribute.clear_redistribute_planner_cache()

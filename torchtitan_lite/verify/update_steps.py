@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
-from torchtitan_lite.checkpoint.staging import share_of
 from torchtitan_lite.checkpoint.state import name_tensors, set_step
+from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.verify.comparison import Coordinates, build_small_run, find_unequal_replicas
 from torchtitan_lite.verify.update_reference import (
@@ -105,7 +105,7 @@ def step_beside_reference(
     """One step of the run at `position` of its schedule, compared slice by slice. Collective."""
     section, max_norm = run.config.optimizer, run.config.training.max_norm
     gradients = draw_gradients(run, index, sizes)
-    weights = {fqn: share_of(parameter).detach().double() for fqn, parameter in run.parameters.items()}
+    weights = {fqn: local_tensor(parameter).detach().double() for fqn, parameter in run.parameters.items()}
     moments = {fqn: copy_moments(run, fqn) for fqn in run.parameters}
     share.rates.append((position, read_rates(run)))
     with gradients_given(run, gradients), clipped_noted(run) as clipped:
@@ -120,7 +120,7 @@ def step_beside_reference(
         gradient = gradients[fqn].double() * scale
         before = {name: tensor.double() for name, tensor in moments[fqn].items()}
         move = MOVES[section.name](section, weights[fqn], gradient, before, rate=rate, step=index + 1)
-        update = share_of(parameter).detach().double() - weights[fqn]
+        update = local_tensor(parameter).detach().double() - weights[fqn]
         share.gaps["clipped gradient", fqn, index] = measure_gap(clipped[fqn].double() - gradient, gradient)
         for name, after in copy_moments(run, fqn).items():
             share.gaps[name, fqn, index] = measure_gap(beyond_rounding(after, move.moments[name]), move.moments[name])
@@ -133,12 +133,12 @@ def step_without_effect(run: stepping.Run, share: UpdateShare, name: str, value:
     if dist.get_rank() == dist.get_world_size() - 1:
         next(slice_ for slice_ in gradients.values() if slice_.numel()).view(-1)[0] = value
     tensors = name_tensors(run.parameters, run.optimizer)
-    before = {tensor_name: share_of(tensor).clone() for tensor_name, tensor in tensors.items()}
+    before = {tensor_name: local_tensor(tensor).clone() for tensor_name, tensor in tensors.items()}
     with gradients_given(run, gradients):
         result = stepping.train_step(run, None)
     if result.finite:
         share.said_finite.append(name)
-    share.changed[name] = [key for key, old in before.items() if not torch.equal(share_of(tensors[key]), old)]
+    share.changed[name] = [key for key, old in before.items() if not torch.equal(local_tensor(tensors[key]), old)]
 
 
 # ---------------------------------------------------------------- what a step is given, and what it leaves
@@ -154,7 +154,7 @@ def draw_gradients(run: stepping.Run, index: int, sizes: dict[str, int]) -> dict
     n_numbers = sum(sizes.values())
     gradients = {}
     for fqn, parameter in run.parameters.items():
-        own = share_of(parameter)
+        own = local_tensor(parameter)
         generator = torch.Generator().manual_seed(hash_of(f"{index} {fqn} {describe_slice(parameter)}"))
         drawn = torch.randn(own.shape, generator=generator, dtype=torch.float64)
         exponent = torch.rand(own.shape, generator=generator) * 8 / 7
@@ -186,7 +186,7 @@ def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator
     def give(run: stepping.Run, batch: None) -> Tensor:
         for fqn, parameter in run.parameters.items():
             parameter.grad = torch.zeros_like(parameter)
-            share_of(parameter.grad).copy_(gradients[fqn])
+            local_tensor(parameter.grad).copy_(gradients[fqn])
         return torch.zeros((), device=run.device)
 
     with patch.object(stepping, "compute_gradients", give):
@@ -200,7 +200,7 @@ def clipped_noted(run: stepping.Run) -> Iterator[dict[str, Tensor]]:
     step_if_finite = stepping.step_if_finite
 
     def note_and_step(*args) -> Tensor:
-        clipped.update({fqn: share_of(parameter.grad).clone() for fqn, parameter in run.parameters.items()})
+        clipped.update({fqn: local_tensor(parameter.grad).clone() for fqn, parameter in run.parameters.items()})
         return step_if_finite(*args)
 
     with patch.object(stepping, "step_if_finite", note_and_step):
@@ -212,7 +212,9 @@ def copy_moments(run: stepping.Run, fqn: str) -> dict[str, Tensor]:
     parameter = run.parameters[fqn]
     state = run.optimizer.state.get(parameter, {})
     names = MOMENTS[run.config.optimizer.name]
-    return {name: share_of(state[name] if state else torch.zeros_like(parameter)).detach().clone() for name in names}
+    return {
+        name: local_tensor(state[name] if state else torch.zeros_like(parameter)).detach().clone() for name in names
+    }
 
 
 def read_rates(run: stepping.Run) -> list[float]:

@@ -1,9 +1,15 @@
-"""Compare files with the SHA-256 that a manifest says. Hashing leaves the interpreter free for other threads."""
+"""Files on disk: written whole or not at all, and compared with the SHA-256 that a manifest says.
+
+Hashing leaves the interpreter free for other threads.
+"""
 
 import hashlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 BLOCK_BYTES = 2**20
 
@@ -31,3 +37,24 @@ def find_damage(hashes: Mapping[Path, str]) -> list[str]:
     """Read all files; return what is wrong with each that has not the SHA-256 given for it."""
     with ThreadPoolExecutor() as threads:
         return [damage for damage in threads.map(describe_damage, hashes, hashes.values()) if damage]
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that appears at `path` when it is whole and on the disk; before that, `path` is untouched."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    with open(unfinished, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in `folder` are on the disk: a file that was made or renamed there survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What lies beside the weights in a Hugging Face folder: the tokenizer, and after which tokens a text ends.
+"""The files of a tokenizer that lie beside the weights in a Hugging Face folder.
 
     the run's tokenizer        the folder
     tokenizer.json             that file, and those of its neighbours that transformers reads with it
@@ -9,26 +9,30 @@ transformers reads tokenizer.model through tiktoken, which it must have for that
 """
 
 import json
-import os
-from pathlib import Path
 
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, read_beside
 from torchtitan_lite.data.vocabulary import Vocabulary
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-GENERATION_CONFIG = "generation_config.json"
 OF_TOKENIZER_JSON = (
     "tokenizer.json",
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "chat_template.jinja",
-    GENERATION_CONFIG,
+    "generation_config.json",
 )
 
 
-def list_tokenizer_files(vocabulary: Vocabulary | None) -> dict[str, bytes]:
+def describe_for_export(vocabulary: Vocabulary | None) -> dict[str, object]:
+    """What checkpoint.hugging_face_export.Export has to know of a tokenizer: two special ids, and files."""
+    if vocabulary is None:
+        return {}
+    files = list_tokenizer_files(vocabulary)
+    return {"bos_id": vocabulary.bos_id, "eos_id": vocabulary.eos_id, "tokenizer_files": files}
+
+
+def list_tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
     """Name -> content of what transformers reads of this tokenizer."""
-    if vocabulary is None or not vocabulary.path.is_file():
+    if not vocabulary.path.is_file():
         return {}
     if vocabulary.path.name == "tokenizer.model":
         config = json.dumps(describe_tokenizer(vocabulary), indent=2) + "\n"
@@ -49,20 +53,3 @@ def describe_tokenizer(vocabulary: Vocabulary) -> dict[str, object]:
         "clean_up_tokenization_spaces": False,
         "added_tokens_decoder": {str(id): {"content": text, "special": True, **plain} for id, text in text_of.items()},
     }
-
-
-def read_end_ids(folder: Path) -> frozenset[int]:
-    """Tokens after which a text ends, as the folder's generation_config.json has them, else its config.json.
-
-    None where neither says so. Raises HuggingFaceError where one says what is no id.
-    """
-    for name in (GENERATION_CONFIG, CONFIG):
-        if not os.path.exists(folder / name):
-            continue
-        named = read_beside(folder, name).get("eos_token_id")
-        ids = named if isinstance(named, list) else [] if named is None else [named]
-        if not all(type(id) is int and id >= 0 for id in ids):
-            raise HuggingFaceError(folder, [f"{name}: eos_token_id = {named!r}; the id of a token, or a list of ids"])
-        if ids:
-            return frozenset(ids)
-    return frozenset()

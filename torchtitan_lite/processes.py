@@ -1,0 +1,21 @@
+"""Processes that multiprocessing starts: none outlives the one that started it."""
+
+import multiprocessing
+import os
+import threading
+from multiprocessing.connection import wait
+
+
+def end_with_parent() -> None:
+    """End this process, if multiprocessing started it, as soon as its parent is gone, however the parent ended.
+
+    A worker that waits for its next job may never learn of it: the workers of a pool hold each other's pipes open.
+    """
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    if parent is not None:
+        threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
