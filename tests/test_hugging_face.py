@@ -17,6 +17,7 @@ from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_fo
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.flavors import Shape
 from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data.tokenizer_files import describe_for_export
 from torchtitan_lite.data.vocabulary import Vocabulary, make_byte_vocabulary
 from torchtitan_lite.model.llama3 import Llama3
 
@@ -206,8 +207,8 @@ def test_tokenizer_files_travel_where_they_are_hugging_faces(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "README.md"):
         (source / name).write_text(f"content of {name}")
     told = {"identity": "", "pattern": "", "ranks": {}, "bos_id": 126, "eos_id": 127}
-    write_ours(build_ours(PLAIN), tmp_path / "a", vocabulary=Vocabulary(source / "tokenizer.json", **told))
-    write_ours(build_ours(PLAIN), tmp_path / "b", vocabulary=make_byte_vocabulary())
+    write_ours(build_ours(PLAIN), tmp_path / "a", **describe_for_export(Vocabulary(source / "tokenizer.json", **told)))
+    write_ours(build_ours(PLAIN), tmp_path / "b", **describe_for_export(make_byte_vocabulary()))
     own = {"config.json", "model.safetensors"}
     assert {path.name for path in (tmp_path / "a").iterdir()} == own | {"tokenizer.json", "tokenizer_config.json"}
     assert (tmp_path / "a" / "tokenizer.json").read_text() == "content of tokenizer.json"
@@ -218,7 +219,7 @@ def test_tokenizer_files_travel_where_they_are_hugging_faces(tmp_path):
 
 def test_transformers_reads_the_tokenizer_of_llama_3s_format_and_gives_our_ids(tmp_path):
     ours = load_tokenizer("assets/tokenizer")
-    write_ours(build_ours(PLAIN), tmp_path / "out", vocabulary=ours.vocabulary)
+    write_ours(build_ours(PLAIN), tmp_path / "out", **describe_for_export(ours.vocabulary))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (len(theirs), theirs.bos_token_id, theirs.eos_token_id) == (ours.n_words, ours.bos_id, ours.eos_id)
     for text in (
