@@ -23,17 +23,17 @@ import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.checkpoint.agreement import do_together
-from torchtitan_lite.checkpoint.exchange import begin, choose_tensors, leave_export
+from torchtitan_lite.checkpoint.agreement import raise_on_all_ranks
+from torchtitan_lite.checkpoint.exchange import begin, choose_tensors, export_hf
 from torchtitan_lite.checkpoint.hugging_face_export import Export
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, is_saved
-from torchtitan_lite.components.compile_watch import recompilation_told
+from torchtitan_lite.components.compile_watch import warn_on_recompile
 from torchtitan_lite.components.diagnosis import find_non_finite
-from torchtitan_lite.components.log import Progress, start_logging, told_by_rank
+from torchtitan_lite.components.log import Progress, log_rank_on_error, start_logging
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, compute_metrics, read_peak_memory
 from torchtitan_lite.components.profiling import profile_steps
-from torchtitan_lite.config.flavors import Shape, count_flops_per_token, is_counted
+from torchtitan_lite.config.flavors import ModelArgs, count_flops_per_token, is_counted
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Comm, Config, ConfigError, Debug
@@ -42,13 +42,13 @@ from torchtitan_lite.data.corpora import CorpusError
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import HeldOutBatches, SampleReader, SampleStream, prefetch, rows_of_rank
 from torchtitan_lite.data.tokenizer import Tokenizer, make_tokenizer
-from torchtitan_lite.dump_folder import check_still_held, lost_folder_explained, open_dump_folder
+from torchtitan_lite.dump_folder import check_still_held, explain_lost_folder, open_dump_folder
 from torchtitan_lite.parallel.attention_choice import describe_attention
 from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_group, start_process_group
 from torchtitan_lite.parallel.timeouts import set_timeouts
 from torchtitan_lite.plan.ledger import RunLedger
-from torchtitan_lite.plan.out_of_memory import out_of_memory_explained
+from torchtitan_lite.plan.out_of_memory import explain_out_of_memory
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.step import build_on_meta, build_run, compute_gradients, train_step
 from torchtitan_lite.validation import is_validated, validate
@@ -77,7 +77,7 @@ def main(args: list[str]) -> int:
     starting_over = config.job.overwrite and restarts == 0
     open_folder = partial(open_dump_folder, dump_folder, config, starting_over=starting_over)
     # Two runs do not share a folder, and nobody looks into it before it is ready.
-    lock = do_together(dist.group.WORLD, open_folder if rank == 0 else lambda: None)
+    lock = raise_on_all_ranks(dist.group.WORLD, open_folder if rank == 0 else lambda: None)
     start_logging(rank, dump_folder, color=not config.metrics.disable_color_printing)
     for notice in prepared.notices:
         logger.info(notice)
@@ -157,9 +157,9 @@ def main(args: list[str]) -> int:
     trained = False
     batches = prefetch(stream, rows, steps=range(resumed_step, n_steps), device=device)
     with (
-        told_by_rank(rank, mesh.coordinates()),
-        lost_folder_explained(lock),
-        out_of_memory_explained(config, shape, layout, run.parameters, run.optimizer),
+        log_rank_on_error(rank, mesh.coordinates()),
+        explain_lost_folder(lock),
+        explain_out_of_memory(config, shape, layout, run.parameters, run.optimizer),
         profile_steps(config.profiling, dump_folder, rank, resumed_step=resumed_step) as profiler,
         saver,  # on the way out, waits for what is being written
         BackgroundHash(corpora, part=local_rank, n_parts=local_world_size) as hashing,
@@ -171,7 +171,7 @@ def main(args: list[str]) -> int:
                 batch = next(batches)
             progress.show(step, "computing")
             (lr,) = set(run.lr_scheduler.get_last_lr())
-            with recompilation_told(step - resumed_step), ledger.measured(step, run, host_group, besides=saver_group):
+            with warn_on_recompile(step - resumed_step), ledger.measured(step, run, host_group, besides=saver_group):
                 result = train_step(run, batch)
             if not result.finite:  # the same on every rank; waits for the device
                 again = partial(compute_gradients, run, batch)
@@ -226,7 +226,7 @@ def main(args: list[str]) -> int:
             saver.wait()
             if config.checkpoint.last_save_in_hf and is_saved(n_steps, config.checkpoint, n_steps):
                 progress.show(n_steps, "exporting")
-                leave_export(
+                export_hf(
                     checkpoints / f"step-{n_steps}-hf",
                     run.parameters,
                     Export(shape, config.checkpoint.export_dtype, **describe_for_export(prepared.vocabulary)),
@@ -248,7 +248,7 @@ def main(args: list[str]) -> int:
     return 0 if trained else 1
 
 
-def open_samples(config: Config, shape: Shape, tokenizer: Tokenizer, names: list[str], split: str) -> SampleReader:
+def open_samples(config: Config, shape: ModelArgs, tokenizer: Tokenizer, names: list[str], split: str) -> SampleReader:
     """One split of these corpora, cut into samples."""
     cache_folder = Path(config.training.cache_folder)
     return SampleReader(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler, Model, Optimizer, Training
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.verify import comparison
@@ -36,7 +36,7 @@ __all__ = [
     "override",
     "own_rows",
     "relative_error",
-    "resolve_shape",
+    "resolve_model",
     "run_one_process",
     "total_update_error",
 ]

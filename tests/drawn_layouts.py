@@ -6,7 +6,7 @@ from math import prod
 import compare
 from layouts import CHUNK, CP, DOCUMENTS, MODE, NO_LOSS_PARALLEL, OPTION, PP, REPLICATE, RING, SCHEDULE, TP, ZERO
 
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.pipeline_plan import SCHEDULES
 from torchtitan_lite.config.reader import read_config
@@ -42,7 +42,7 @@ def draw_layout(draw: random.Random) -> tuple[Config, int]:
     while True:
         config = compare.override(read_config(["--config", "debug"]).config, draw_keys(draw, degrees))
         try:
-            plan_layout(config, resolve_shape(config.model), prod(factors))
+            plan_layout(config, resolve_model(config.model), prod(factors))
             reduce_config(config, prod(factors))
         except ConfigError:
             continue

@@ -1,4 +1,4 @@
-"""Draws command lines and config files that nobody would write; fuzz_judge.py says what `check` makes of one.
+"""Sampler command lines and config files that nobody would write; fuzz_judge.py says what `check` makes of one.
 
 Every key of config/schema.py is drawn, by its type, so that a new key needs no line here; so are the names that
 torchtitan has for keys. Case n of a seed is always the same.
@@ -130,7 +130,7 @@ def make_odd_files(folder: Path) -> list[str]:
 
 
 class Cases:
-    """Draws the cases of one seed, which change `bases`; their files are in `folder`, the working directory."""
+    """Sampler the cases of one seed, which change `bases`; their files are in `folder`, the working directory."""
 
     def __init__(self, seed: int, folder: Path, bases: list[Path]):
         self.draw = random.Random(seed)

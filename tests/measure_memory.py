@@ -28,7 +28,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import Shape, resolve_shape
+from torchtitan_lite.config.flavors import ModelArgs, resolve_model
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.mesh import build_mesh
@@ -60,15 +60,15 @@ RECOMPUTE = {
 }
 
 
-def plan(world_size: int, overrides: dict, device_type: str = "cpu") -> tuple[Config, Shape, Layout]:
+def plan(world_size: int, overrides: dict, device_type: str = "cpu") -> tuple[Config, ModelArgs, Layout]:
     """The table config with these keys, resolved."""
     config = compare.override(compare.TABLE_CONFIG, {**ADAMW, GLOBAL_BATCH: -1, **overrides})
-    shape = resolve_shape(config.model)
+    shape = resolve_model(config.model)
     layout = plan_layout(config, shape, world_size)
     return resolve_config(config, layout, device_type), shape, layout
 
 
-def measure_peak(config: Config, shape: Shape, layout: Layout, pp_rank: int) -> int:
+def measure_peak(config: Config, shape: ModelArgs, layout: Layout, pp_rank: int) -> int:
     """Bytes that the allocator has given out at the worst moment of a second step, without other ranks."""
     rank = pp_rank * layout.world_size // layout.pp
     stages = static_stages(config, shape, layout, Meter(str)) if layout.pp > 1 else nullcontext()
@@ -76,12 +76,12 @@ def measure_peak(config: Config, shape: Shape, layout: Layout, pp_rank: int) -> 
         return measure_steps(config, shape, layout, n_steps=1)[0]
 
 
-def measure_on_gloo(rank: int, world_size: int, config: Config, shape: Shape, layout: Layout) -> list[int]:
+def measure_on_gloo(rank: int, world_size: int, config: Config, shape: ModelArgs, layout: Layout) -> list[int]:
     """Worker: the same among real ranks, of each of a few steps."""
     return measure_steps(config, shape, layout, n_steps=STEPS_ON_GLOO)
 
 
-def measure_steps(config: Config, shape: Shape, layout: Layout, *, n_steps: int) -> list[int]:
+def measure_steps(config: Config, shape: ModelArgs, layout: Layout, *, n_steps: int) -> list[int]:
     """Most bytes during each step from the second on."""
     gc.collect()
     with record_memory() as recording:

@@ -53,7 +53,7 @@ def ranks_drawn_alike():
         local = parameter.to_local()
         local.copy_(full.flatten()[: local.numel()].view_as(local))
 
-    return patch.object(initial_weights, "keep_own_slice", draw_slice)
+    return patch.object(initial_weights, "copy_local_shard", draw_slice)
 
 
 @mutant("dp2", "gradient", ("counted tokens", "count_global_tokens"), dims=("dp_shard",))
@@ -168,17 +168,17 @@ def zig_zag_forgotten():
     return patch.object(context_attention, "visible_of_one", as_if_contiguous)
 
 
-@mutant(Row(2, CP2), "gradient", ("positions", "take_pieces"))
+@mutant(Row(2, CP2), "gradient", ("positions", "shard_for_cp"))
 def positions_not_sharded():
     """Each context-parallel rank counts the positions of its tokens from 0. The model learns to read the folded
     sequence, with a slightly higher loss, and fails at inference, where sequences are not folded."""
-    original = step.take_pieces
+    original = step.shard_for_cp
 
     def restarted(run, batch):
         pieces = original(run, batch)
         return replace(pieces, positions=batch.positions[:, : pieces.tokens.shape[1]])
 
-    return patch.object(step, "take_pieces", restarted)
+    return patch.object(step, "shard_for_cp", restarted)
 
 
 @mutant(Row(2, CP2), "gradient", ("gradient", "output.weight"))
@@ -378,25 +378,25 @@ def angles_in_bfloat16():
 def later_stages_count_as_another_row():
     """Later stages get the positions of the row before. They restart where that row's documents begin, so that tokens
     of one document seem to be far apart, or at the same place."""
-    original = step.further_inputs
+    original = step.stage_kwargs
 
     def counted_elsewhere(batch):
         positions = batch.positions.roll(1, 0) if dist.get_rank() == 1 else batch.positions
         return {**original(batch), "positions": positions}
 
-    return patch.object(step, "further_inputs", counted_elsewhere)
+    return patch.object(step, "stage_kwargs", counted_elsewhere)
 
 
 @mutant(Row(2, {**CP2, **DOCUMENTS}), "gradient", ("documents", "tok_embeddings"))
 def documents_of_another_row():
     """Rows get the documents of their neighbours: attention stops where another row's documents end. Every loss is
     plausible."""
-    original = step.further_inputs
+    original = step.stage_kwargs
 
     def rolled(batch):
         return {**original(batch), "doc_ids": batch.doc_ids.roll(1, 0)}
 
-    return patch.object(step, "further_inputs", rolled)
+    return patch.object(step, "stage_kwargs", rolled)
 
 
 @mutant("tp2", "gradient", ("module output", "layers.0.attention"))

@@ -64,13 +64,13 @@ def rotary_angles_cast_to_bfloat16_under_tp():
 def positions_rounded_to_bfloat16():
     """Positions travel as floating-point numbers and are rounded like those: from 256 on every second one is another,
     from 8,192 on each stands for 64. Models that were trained on short sequences notice nothing."""
-    original = step.take_pieces
+    original = step.shard_for_cp
 
     def rounded(run, batch):
         pieces = original(run, batch)
         return replace(pieces, positions=pieces.positions.bfloat16().long())
 
-    return patch.object(step, "take_pieces", rounded)
+    return patch.object(step, "shard_for_cp", rounded)
 
 
 @mutant("dp2 accumulation 4 ZeRO-1", "gradient reduction", REDUCTION, trial="bfloat16")
@@ -129,14 +129,14 @@ def softmax_normalised_in_bfloat16():
 def scale_set_beside_the_weight():
     """Under TP the gathered weight is a DTensor, and the new scale is set on it instead of inside. Blocks multiply by
     new weights with the scale of the first step. The loss falls, and less and less."""
-    original = float8.TravellingWeight.after_gather
+    original = float8.Float8AllGatherHook.after_gather
 
     def beside(weight, gathered, told, dtype, *, out=None):
         if out is None:
             return original(weight, gathered, told, dtype)
         (out.scale,) = told
 
-    return patch.object(float8.TravellingWeight, "after_gather", beside)
+    return patch.object(float8.Float8AllGatherHook, "after_gather", beside)
 
 
 @mutant(Row(2, GATHER), "block outputs", BLOCK, trial="float8")
@@ -162,7 +162,7 @@ def scales_of_the_step_before():
             yield
 
     def too_early(run, local_loss):
-        float8.precompute_scales(run.float8_weights, run.mesh.parameters)
+        float8.precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)
         return original(run, local_loss)
 
     return applied()

@@ -123,17 +123,17 @@ def first_forty_tensors_clipped():
     return patch.object(optim.torch, "_foreach_mul_", lambda tensors, scale: original(tensors[:40], scale))
 
 
-@mutant(Row(2, {CP: 2, **LONG}), "gradient", ("positions", "take_pieces"), trial="long")
+@mutant(Row(2, {CP: 2, **LONG}), "gradient", ("positions", "shard_for_cp"), trial="long")
 def positions_of_cp_pieces_rounded():
     """Positions go through bf16 on their way to a context-parallel rank: right up to 256, then every second one, then
     every fourth. The loss is a little higher, and long texts are read as if words stood on each other."""
-    original = step.take_pieces
+    original = step.shard_for_cp
 
     def rounded(run, batch):
         pieces = original(run, batch)
         return replace(pieces, positions=pieces.positions.bfloat16().long())
 
-    return patch.object(step, "take_pieces", rounded)
+    return patch.object(step, "shard_for_cp", rounded)
 
 
 @mutant(Row(1, {"model.rope_scaling": "llama3", **LONG}), "gradient", ("rotary angles", "layers.0"), trial="long")
@@ -206,11 +206,11 @@ def vocabulary_offset_in_two_bytes():
 def first_two_million_numbers_copied():
     """Initial weights are copied in one call with a limit on its size. The rest of a large matrix stays as it was
     allocated: zeros, mostly."""
-    original = initial_weights.keep_own_slice
+    original = initial_weights.copy_local_shard
 
     def first_numbers(parameter, full):
         original(parameter, full)
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         own.flatten()[2**21 :].zero_()
 
-    return patch.object(initial_weights, "keep_own_slice", first_numbers)
+    return patch.object(initial_weights, "copy_local_shard", first_numbers)

@@ -25,8 +25,8 @@ WORDS = [
 ]
 
 
-def make_text(draw: random.Random, n_words: int) -> str:
-    return " ".join(draw.choices(WORDS, k=n_words))
+def make_text(draw: random.Random, vocab_size: int) -> str:
+    return " ".join(draw.choices(WORDS, k=vocab_size))
 
 
 def write_corpus(folder: Path, draw: random.Random, *, n_files: int) -> tuple[list[Path], list[str]]:

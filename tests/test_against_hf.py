@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from torchtitan_lite.config.command_lines import make_verify_parser
-from torchtitan_lite.config.flavors import RopeScaling, resolve_shape
+from torchtitan_lite.config.flavors import RopeScaling, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.model import chunked_loss, document_attention, llama3
 from torchtitan_lite.step import MODELS
@@ -44,7 +44,7 @@ EQUAL = {
 def save_theirs(folder: Path, args: list[str], *, sharpness=1.0, embedding=1.0, dtype=torch.float32) -> Path:
     """A Llama that transformers itself initializes, of the shape of these arguments, as transformers saves it."""
     transformers = pytest.importorskip("transformers", reason="the reference, transformers, is not installed")
-    shape = resolve_shape(read_config(args).config.model)
+    shape = resolve_model(read_config(args).config.model)
     rope = {"rope_theta": shape.rope_theta, "rope_type": "default"}
     if shape.rope_scaling:
         numbers = vars(shape.rope_scaling)
@@ -83,7 +83,7 @@ def folder_of(tmp_path_factory):
     made: dict[str, Path] = {}
 
     def find(args: list[str]) -> Path:
-        key = repr(resolve_shape(read_config(args).config.model))
+        key = repr(resolve_model(read_config(args).config.model))
         if key not in made:
             made[key] = save_theirs(tmp_path_factory.mktemp("theirs"), args)
         return made[key]
@@ -477,7 +477,7 @@ def test_options_of_layouts_and_wrong_configs_are_refused(folder, capsys):
 def test_the_bound_is_what_rounding_does_and_the_reference_is_left_as_it_was(folder):
     transformers = pytest.importorskip("transformers", reason="the reference, transformers, is not installed")
     theirs = against_hf.build_theirs(transformers, folder)
-    shape = resolve_shape(read_config(SMALL).config.model)
+    shape = resolve_model(read_config(SMALL).config.model)
     batch = model_comparison.make_batch(model_comparison.list_rows(shape, attention="causal")["far"], shape, 0)
     forward = model_comparison.forward_theirs(theirs)
     with torch.no_grad():
@@ -497,7 +497,7 @@ def test_no_rounding_excuses_an_error_as_large_as_the_number_itself():
 
 
 def test_memory_counts_weights_three_times_and_grows_with_the_model():
-    small = resolve_shape(read_config(SMALL).config.model)
+    small = resolve_model(read_config(SMALL).config.model)
     n = against_hf.count_bytes(replace(small, n_layers=103), "causal") - against_hf.count_bytes(small, "causal")
     per_layer = 2 * 64 * 16 * (4 + 2) + 3 * 64 * 96 + 2 * 64
     assert n > 100 * 4 * 3 * per_layer

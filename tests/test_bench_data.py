@@ -170,7 +170,7 @@ def test_a_fabricated_corpus_opens_like_any_other(tmp_path, tokenizer, sparse):
     fabricate_corpus(folder, tokenizer, n_shards=2, shard_tokens=10 * DOCUMENT_TOKENS, sparse=sparse)
     tokens, begins = open_corpus(str(folder), tokenizer, cache_folder=tmp_path).read(0, 20 * DOCUMENT_TOKENS)
     assert torch.equal(begins.nonzero().flatten(), torch.arange(0, 20 * DOCUMENT_TOKENS, DOCUMENT_TOKENS))
-    assert 0 <= tokens.min() and tokens.max() < tokenizer.n_words
+    assert 0 <= tokens.min() and tokens.max() < tokenizer.vocab_size
     assert len(tokens.unique()) == 1 if sparse else len(tokens.unique()) > 2000
 
 

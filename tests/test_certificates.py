@@ -6,7 +6,7 @@ from layouts import CHUNK, CP, MODE, PP, TP
 
 from torchtitan_lite.config import certificates
 from torchtitan_lite.config.certificates import describe_coverage, find_certificate, write_certificate
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.reader import read_config
@@ -30,11 +30,11 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def find(config: Config, n_ranks: int):
-    return find_certificate(config, plan_layout(config, resolve_shape(config.model), n_ranks))
+    return find_certificate(config, plan_layout(config, resolve_model(config.model), n_ranks))
 
 
 def keep(config: Config, n_ranks: int) -> None:
-    write_certificate(config, plan_layout(config, resolve_shape(config.model), n_ranks), RECORD)
+    write_certificate(config, plan_layout(config, resolve_model(config.model), n_ranks), RECORD)
 
 
 def test_the_same_config_on_the_same_dims_finds_it():

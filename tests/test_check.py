@@ -389,7 +389,7 @@ def test_what_cannot_be_done_of_a_tokenizer_json_is_told_before_the_run_starts()
 
 def test_plain_bytes_need_no_file_and_258_rows():
     args = ["--model.hf_assets_path=bytes", "--model.vocab_size=258"]
-    assert preflight(args, machine=LAPTOP).vocabulary.n_words == 258
+    assert preflight(args, machine=LAPTOP).vocabulary.vocab_size == 258
     assert "0 to 257" in find_one_problem([args[0], "--model.vocab_size=257"]).why
 
 

@@ -31,7 +31,7 @@ from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
 from torchtitan_lite.checkpoint.state import name_tensors
 from torchtitan_lite.config import certificates
 from torchtitan_lite.config.certificates import describe_certificate, write_certificate
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.reader import read_config
@@ -327,7 +327,7 @@ def test_a_certificate_travels_from_verify_through_the_checkpoint_to_the_log_of_
         assert save_and_resume(1).endswith("would do it") and "step-1, layout not proven" in caplog.messages[-1]
         record = {"layout": "dp_shard2", "largest_error": 2e-7, "date": "2026-11-22", "trials": ["wide"]}
         config = read_config(ARGS).config
-        write_certificate(config, plan_layout(config, resolve_shape(config.model), 2), record)  # as `verify` does
+        write_certificate(config, plan_layout(config, resolve_model(config.model), 2), record)  # as `verify` does
         assert "step-2, trained on a proven layout: dp_shard2, worst gradient error 2e-07" in save_and_resume(2)
     finally:
         dist.destroy_process_group()

@@ -163,7 +163,7 @@ def test_memory_of_the_head_is_at_most_a_quarter_of_the_plain_one_with_the_defau
 def gather_gradients(rank: int, world_size: int, overrides: dict[str, object]) -> tuple[float, dict[str, torch.Tensor]]:
     """Worker: loss and whole gradients of this rank's parameters after one forward and backward."""
     run = compare.build_table_run(world_size, overrides)
-    batch = stepping.take_pieces(run, compare.own_rows(run, compare.make_batch(0, 256)))
+    batch = stepping.shard_for_cp(run, compare.own_rows(run, compare.make_batch(0, 256)))
     loss = stepping.forward_backward(run, batch, stepping.count_global_tokens(run, batch))
     total = stepping.sum_losses(run, loss).item()
     return total, compare.gather(run, lambda parameter: parameter.grad)

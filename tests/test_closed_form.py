@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from torchtitan_lite.config.cluster import CLUSTERS, find_cluster, find_strides
-from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters, resolve_shape
+from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters, resolve_model
 from torchtitan_lite.config.layout import plan_layout, resolve_config
 from torchtitan_lite.config.reader import REPOSITORY, read_config
 from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.plan.dry_run import dry_run
 from torchtitan_lite.plan.forecast import Forecast, count_rank_flops, forecast, rate_step
 from torchtitan_lite.plan.memory import estimate_memory, list_kept_bytes
-from torchtitan_lite.plan.pace import Pace
+from torchtitan_lite.plan.pace import StepTimeModel
 from torchtitan_lite.plan.published import (
     TABLE,
     describe_counts,
@@ -46,7 +46,7 @@ def degrees(tp: int = 1, pp: int = 1, cp: int = 1, dp: int = -1) -> str:
 
 
 def describe(config: Config, world_size: int) -> Workload:
-    shape = resolve_shape(config.model)
+    shape = resolve_model(config.model)
     return describe_workload(config, shape, plan_layout(config, shape, world_size))
 
 
@@ -73,7 +73,7 @@ def test_fsdp_moves_what_the_parameters_weigh():
     assert moved["dp_shard", "all-gather"] == (2 * 33 + 1, gathered * 7 / 8)
     assert moved["dp_shard", "reduce-scatter"] == (
         34,
-        count_parameters(resolve_shape(read("llama3_8b").model)) * 4 * 7 / 8,
+        count_parameters(resolve_model(read("llama3_8b").model)) * 4 * 7 / 8,
     )
 
 
@@ -129,7 +129,7 @@ def test_a_pipeline_sends_hidden_states_one_way_and_gradients_the_other():
 def test_replicas_add_their_shards_once_a_step():
     config = read("llama3_8b", degrees(dp=4), "--parallelism.data_parallel_replicate_degree 2")
     config = replace(config, training=replace(config.training, global_batch_size=32))
-    n_parameters = count_parameters(resolve_shape(config.model))
+    n_parameters = count_parameters(resolve_model(config.model))
     assert traffic_of(config, 8)["dp_replicate", "all-reduce"][1] == pytest.approx(n_parameters / 4 * 4, rel=1e-6)
 
 
@@ -310,7 +310,7 @@ def test_a_rate_follows_from_the_seconds_of_a_step():
 
 
 def test_matmuls_alone_take_their_flops_over_the_peak():
-    pace = Pace(describe(read("llama3_8b", "--activation_checkpoint.mode none"), 8), H100)
+    pace = StepTimeModel(describe(read("llama3_8b", "--activation_checkpoint.mode none"), 8), H100)
     assert pace.linear_s == pytest.approx(2 * 8192 * 218_103_808 / (989e12 * 0.65))
     assert pace.layer.backward_weight == pace.linear_s
     assert pace.layer.forward == pytest.approx(pace.linear_s + pace.attention_s + pace.elementwise_s)
@@ -331,7 +331,7 @@ def test_no_schedule_undercuts_the_bound_by_which_layouts_are_pruned():
             activation_checkpoint=replace(config.activation_checkpoint, mode="full"),
         )
         workload, result = plan(config, 8)
-        least = Pace(workload, H100).least_s
+        least = StepTimeModel(workload, H100).least_s
         assert 0.8 < least / result.rate.step_time_s <= 1 + 1e-9, schedule
         if schedule == "1F1B":
             assert least == pytest.approx(result.rate.step_time_s, rel=0.1)
@@ -340,7 +340,7 @@ def test_no_schedule_undercuts_the_bound_by_which_layouts_are_pruned():
 def test_tensor_parallel_across_nodes_costs_more_than_inside():
     """Two nodes of four share a group of eight, whose ranks have four network cards in each."""
     workload = describe(read("llama3_405b", degrees(tp=8)), 256)
-    inside, across = (Pace(workload, replace(H100, node_size=n)).layer.exposed_tp for n in (8, 4))
+    inside, across = (StepTimeModel(workload, replace(H100, node_size=n)).layer.exposed_tp for n in (8, 4))
     assert across == pytest.approx(inside * 450 / 200, rel=0.02)
 
 

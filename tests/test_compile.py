@@ -15,7 +15,7 @@ from torch._dynamo.utils import get_compilation_metrics
 import train
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components import compile_watch
-from torchtitan_lite.components.compile_watch import list_compiled_since, recompilation_told
+from torchtitan_lite.components.compile_watch import list_compiled_since, warn_on_recompile
 from torchtitan_lite.config import compilers
 from torchtitan_lite.config.compilers import check_compilers
 from torchtitan_lite.config.hardware import Machine
@@ -37,7 +37,7 @@ def list_compiled_by_step(rank: int, world_size: int, overrides: dict[str, objec
         stepping.train_step(run, batch)
         compiled.append(list_compiled_since(before))
         if step == 0:
-            stepping.forward_only(run, stepping.take_pieces(run, batch), torch.ones((), dtype=torch.int64))
+            stepping.forward_only(run, stepping.shard_for_cp(run, batch), torch.ones((), dtype=torch.int64))
     return compiled
 
 
@@ -81,7 +81,7 @@ def list_told(caplog) -> list[str]:
 def test_a_late_recompilation_is_told_by_name_and_reason(caplog):
     double = double_compiled()
     double(torch.ones(3))
-    with caplog.at_level(logging.WARNING), recompilation_told(3):
+    with caplog.at_level(logging.WARNING), warn_on_recompile(3):
         double(torch.ones(4))
     (line,) = list_told(caplog)
     assert "step 3" in line and "test_compile.py:" in line and "expected 3, actual 4" in line
@@ -91,10 +91,10 @@ def test_compiling_in_the_first_steps_or_not_at_all_is_not_told(caplog):
     double = double_compiled()
     with caplog.at_level(logging.WARNING):
         for step, size in [(1, 3), (2, 4), (3, 4), (4, 3)]:
-            with recompilation_told(step):
+            with warn_on_recompile(step):
                 double(torch.ones(size))
         double(torch.ones(5))  # outside of a step: validation
-        with recompilation_told(5):
+        with warn_on_recompile(5):
             double(torch.ones(5))
     assert list_told(caplog) == []
 
@@ -103,7 +103,7 @@ def test_telling_works_when_torch_forgets_its_oldest_entries(caplog):
     doubles = [torch.compile(lambda x, n=n: x * n, backend="eager") for n in range(70)]  # torch keeps 64 entries
     for double in doubles:
         double(torch.ones(3))
-    with caplog.at_level(logging.WARNING), recompilation_told(3):
+    with caplog.at_level(logging.WARNING), warn_on_recompile(3):
         double_compiled()(torch.ones(3))
     assert len(list_told(caplog)) == 1
 

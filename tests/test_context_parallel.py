@@ -12,7 +12,12 @@ from watching import AttentionWork, Collectives, LargestTensor, PeakMemory, Watc
 from torchtitan_lite import step as stepping
 from torchtitan_lite.parallel.attention_kernels import KERNELS, choose_kernel, merge_into
 from torchtitan_lite.parallel.context_attention import context_attention, context_attention_backward
-from torchtitan_lite.parallel.context_parallel import CausalContext, DocumentContext, plan_places, shard_sequence
+from torchtitan_lite.parallel.context_parallel import (
+    CausalContext,
+    DocumentContext,
+    plan_query_positions,
+    shard_sequence,
+)
 from torchtitan_lite.verify.comparison import build_small_run, make_batch_of, own_rows
 
 METHODS = ["allgather", "ring"]
@@ -56,7 +61,7 @@ def attend_on_ranks(rank: int, world_size: int, kind: str, n_kv_heads: int, dtyp
     whole = make_inputs(n_kv_heads, dtype)
     doc_ids = make_documents() if kind == "documents" else None
     expected = attend_in_one_process(*(tensor.float() for tensor in whole), doc_ids=doc_ids)
-    places = plan_places(rank, world_size, SEQ_LEN)
+    places = plan_query_positions(rank, world_size, SEQ_LEN)
     *own, grad_out = (tensor[:, :, places] for tensor in whole)
     own = [tensor.requires_grad_() for tensor in own]
     inner = DocumentContext(mesh) if kind == "documents" else CausalContext(mesh, kind)
@@ -84,7 +89,7 @@ def test_attention_over_ranks_in_bfloat16_errs_by_rounding_only(pool, kind):
 
 @pytest.mark.parametrize("n_ranks", [2, 3, 8])
 def test_the_ranks_pieces_are_the_sequence_and_positions_rise_on_each(n_ranks):
-    places = [plan_places(rank, n_ranks, 48) for rank in range(n_ranks)]
+    places = [plan_query_positions(rank, n_ranks, 48) for rank in range(n_ranks)]
     assert torch.cat(places).sort().values.tolist() == list(range(48))
     assert all((own.diff() > 0).all() for own in places)
     assert len({own.sum().item() for own in places}) == 1, "an early piece for each late one"
@@ -143,7 +148,7 @@ LONG = {  # the proportions of Llama 3 8B, small
 def watch_step(rank: int, world_size: int, overrides: dict[str, object], watch_class: type[Watch]) -> object:
     """Worker: one forward and backward of a model with long sequences, watched."""
     run = build_small_run(complete({**LONG, CP: world_size, **overrides}, world_size), world_size)
-    batch = stepping.take_pieces(run, own_rows(run, make_batch_of(run.config, 0)))
+    batch = stepping.shard_for_cp(run, own_rows(run, make_batch_of(run.config, 0)))
     n_tokens = stepping.count_global_tokens(run, batch)
     stepping.forward_backward(run, batch, n_tokens)  # what stays from step to step is made now
     watch = watch_class()

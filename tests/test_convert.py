@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_hugging_face import edit_json
-from test_model import PLAIN, SHAPES, build_ours, build_theirs
+from test_model import FLAVORS, PLAIN, build_ours, build_theirs
 from transformers import LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face_export import Export, write_folder
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.one_process import CheckpointWriter, open_checkpoint
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data.vocabulary import make_byte_vocabulary
 from torchtitan_lite.tools import convert
@@ -26,12 +26,12 @@ from torchtitan_lite.tools import convert
 BYTES = ["--tokenizer", "bytes"]
 
 
-def with_room_for_bytes(shape: Shape) -> Shape:
+def with_room_for_bytes(shape: ModelArgs) -> ModelArgs:
     """The same model with rows for the tokens of plain bytes."""
-    return Shape(**{**vars(shape), "vocab_size": 258})
+    return ModelArgs(**{**vars(shape), "vocab_size": 258})
 
 
-def save_ours(folder: Path, shape: Shape, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def save_ours(folder: Path, shape: ModelArgs, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """A checkpoint of weights. Returns them."""
     weights = {f"model.{fqn}": p.detach().to(dtype) for fqn, p in build_ours(shape).named_parameters()}
     entries = {name: (dtype, tuple(weight.shape)) for name, weight in weights.items()}
@@ -44,15 +44,15 @@ def save_ours(folder: Path, shape: Shape, dtype: torch.dtype = torch.float32) ->
     return weights
 
 
-def save_theirs(folder: Path, shape: Shape) -> LlamaForCausalLM:
+def save_theirs(folder: Path, shape: ModelArgs) -> LlamaForCausalLM:
     theirs = build_theirs(shape, build_ours(shape))
     theirs.save_pretrained(folder)
     return theirs
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", FLAVORS)
 def test_a_checkpoint_becomes_a_folder_that_gives_our_logits_and_comes_back_bit_by_bit(name, tmp_path):
-    shape = with_room_for_bytes(SHAPES[name])
+    shape = with_room_for_bytes(FLAVORS[name])
     weights = save_ours(tmp_path / "step-7", shape)
     assert convert.main([str(tmp_path / "step-7"), str(tmp_path / "hf"), "--file-gb", "1e-4"]) == 0
     ours = build_ours(shape)
@@ -70,9 +70,9 @@ def test_a_checkpoint_becomes_a_folder_that_gives_our_logits_and_comes_back_bit_
         assert [name for name, weight in weights.items() if not torch.equal(back.read(name), weight)] == []
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", FLAVORS)
 def test_a_folder_of_transformers_becomes_a_checkpoint_and_comes_back_tensor_by_tensor(name, tmp_path):
-    shape = with_room_for_bytes(SHAPES[name])
+    shape = with_room_for_bytes(FLAVORS[name])
     expected = save_theirs(tmp_path / "hf", shape).state_dict()
     assert convert.main([str(tmp_path / "hf"), str(tmp_path / "step-0"), *BYTES]) == 0
     assert convert.main([str(tmp_path / "step-0"), str(tmp_path / "back")]) == 0
@@ -129,7 +129,7 @@ assert convert.main([ours, back]) == 0
 
 
 def test_a_model_larger_than_the_address_space_is_converted_both_ways(tmp_path):
-    shape = Shape(dim=512, n_layers=10, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=2048, vocab_size=258)
+    shape = ModelArgs(dim=512, n_layers=10, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=2048, vocab_size=258)
     sizes = list_tensors(shape)
     fill = {fqn: float(number) for number, fqn in enumerate(sizes)}
     write_folder(tmp_path / "hf", lambda fqn: torch.full(sizes[fqn], fill[fqn]), Export(shape, "float32"))
@@ -223,7 +223,7 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(ours, tmp_path,
 
 
 def test_a_shape_that_transformers_refuses_is_not_exported(tmp_path, capsys):
-    save_ours(tmp_path / "step-7", Shape(**{**vars(with_room_for_bytes(PLAIN)), "n_heads": 6, "n_kv_heads": 2}))
+    save_ours(tmp_path / "step-7", ModelArgs(**{**vars(with_room_for_bytes(PLAIN)), "n_heads": 6, "n_kv_heads": 2}))
     assert "wants hidden_size (64) to be a multiple of 6" in refused([tmp_path / "step-7", tmp_path / "out"], capsys)
     assert names(tmp_path) == {"step-7"}
 

@@ -155,7 +155,7 @@ def nest_deeply() -> str:
 
 def say_a_thing_twice() -> str:
     path = Path("made/manifest.json")
-    path.write_text(path.read_text().replace('"n_words"', '"dtype"'))
+    path.write_text(path.read_text().replace('"vocab_size"', '"dtype"'))
     return "made"
 
 

@@ -72,12 +72,12 @@ def test_the_splits_of_a_corpus_are_read_apart(tmp_path):
     assert train.identity != held_out.identity
 
 
-@pytest.mark.parametrize(("dtype", "n_words"), [("uint16", 2**16), ("uint32", 2**16 + 1)])
-def test_every_stretch_of_a_flat_file_is_read_in_place_and_documents_end_with_eos(tmp_path, dtype, n_words):
+@pytest.mark.parametrize(("dtype", "vocab_size"), [("uint16", 2**16), ("uint32", 2**16 + 1)])
+def test_every_stretch_of_a_flat_file_is_read_in_place_and_documents_end_with_eos(tmp_path, dtype, vocab_size):
     tokens = [7, 8, EOS, 9, EOS, EOS, 3, 65535, 4]
     begins = [True, False, False, True, False, True, True, False, False]
     path = write_flat(tmp_path / "train.bin", tokens, dtype)
-    corpus = open_corpus(str(path), replace(BYTES, n_words=n_words), NO_CACHE)
+    corpus = open_corpus(str(path), replace(BYTES, vocab_size=vocab_size), NO_CACHE)
     assert corpus.n_tokens == len(tokens)
     for start in range(len(tokens)):
         for stop in range(start + 1, len(tokens) + 1):
@@ -110,7 +110,7 @@ def test_the_identity_of_a_flat_file_tells_contents_and_borders_apart(tmp_path):
     identities = [open_corpus(str(path), BYTES, NO_CACHE).identity for path in paths]
     identities += [
         open_corpus(str(paths[0]), replace(BYTES, eos_id=256), NO_CACHE).identity,
-        open_corpus(str(paths[0]), replace(BYTES, n_words=2**17), NO_CACHE).identity,
+        open_corpus(str(paths[0]), replace(BYTES, vocab_size=2**17), NO_CACHE).identity,
     ]
     assert len(set(identities)) == 5
     assert open_corpus(str(paths[0]), replace(BYTES, identity="other"), NO_CACHE).identity == identities[0]

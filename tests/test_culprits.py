@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lite import step
-from torchtitan_lite.config.flavors import count_parameters, resolve_shape
+from torchtitan_lite.config.flavors import count_parameters, resolve_model
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.memory_bound import GIB, bound_memory
 from torchtitan_lite.model.llama3 import FeedForward, Llama3, init_parameter
@@ -350,7 +350,7 @@ def test_parameters_of_a_forks_model_are_not_those_of_llama():
 
 def test_a_run_counts_the_parameters_of_the_model_that_it_trains():
     config = compare.complete({}, 1)
-    shape = resolve_shape(config.model)
+    shape = resolve_model(config.model)
     llama = sum(parameter.numel() for parameter in step.build_on_meta(config, shape).parameters())
     assert llama == count_parameters(shape)
     with WITH_GATE():

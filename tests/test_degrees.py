@@ -5,7 +5,7 @@ import random
 import compare
 import pytest
 
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.layout import MESH_DIMS, plan_layout
 from torchtitan_lite.config.schema import ConfigError
 from torchtitan_lite.verify.degrees import AUTOMATIC, DEGREE_KEYS, choose_degrees
@@ -95,7 +95,7 @@ def test_forty_random_layouts_are_tried_as_they_run():
         overrides |= {"model.n_layers": 16, "training.seq_len": 840 * 2, "training.local_batch_size": 16}
         config = compare.override(compare.TABLE_CONFIG, {**overrides, "training.global_batch_size": -1})
         try:
-            runs = plan_layout(config, resolve_shape(config.model), world_size)
+            runs = plan_layout(config, resolve_model(config.model), world_size)
             reduction = reduce_config(config, world_size)
         except ConfigError:
             continue

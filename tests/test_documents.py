@@ -65,13 +65,13 @@ SEQ_LEN = 3 * BLOCK + 50
 
 def make_part(n_rows: int):
     """Some queries of a sequence, and its keys in another order, as a rank of context parallel has them."""
-    query_places = torch.cat((torch.arange(20, 200), torch.arange(300, SEQ_LEN)))
+    query_positions = torch.cat((torch.arange(20, 200), torch.arange(300, SEQ_LEN)))
     key_places = torch.arange(SEQ_LEN).roll(-100)
     doc_ids = make_documents(n_rows, SEQ_LEN)
     query, key, value = (make_heads(n_rows, n, SEQ_LEN, seed=i) for i, n in enumerate((4, 2, 2)))
-    expected = attend_document_by_document(query, key, value, doc_ids)[:, :, query_places]
-    part = query[:, :, query_places], key[:, :, key_places], value[:, :, key_places]
-    return (*part, doc_ids, query_places, key_places), expected
+    expected = attend_document_by_document(query, key, value, doc_ids)[:, :, query_positions]
+    part = query[:, :, query_positions], key[:, :, key_places], value[:, :, key_places]
+    return (*part, doc_ids, query_positions, key_places), expected
 
 
 def nothing(row, head, query, key):
@@ -79,16 +79,18 @@ def nothing(row, head, query, key):
     raise AssertionError
 
 
-def attend_part(query, key, value, doc_ids, query_places, key_places):
-    places = {"query_places": query_places, "key_places": key_places}
+def attend_part(query, key, value, doc_ids, query_positions, key_places):
+    places = {"query_positions": query_positions, "key_places": key_places}
     return attend_in_blocks(query, key, value, doc_ids, **places, sees=visibility(doc_ids, *places.values()))
 
 
 def test_every_pair_that_sees_each_other_is_in_a_block_that_is_looked_into():
-    (*_, doc_ids, query_places, key_places), _ = make_part(3)
-    same = doc_ids[:, query_places, None] == doc_ids[:, None, key_places]
-    sees = same & (query_places[:, None] >= key_places)
-    blocks = plan_blocks(doc_ids, query_places, key_places, nothing).to_dense()[:, 0]  # (B, query blocks, key blocks)
+    (*_, doc_ids, query_positions, key_places), _ = make_part(3)
+    same = doc_ids[:, query_positions, None] == doc_ids[:, None, key_places]
+    sees = same & (query_positions[:, None] >= key_places)
+    blocks = plan_blocks(doc_ids, query_positions, key_places, nothing).to_dense()[
+        :, 0
+    ]  # (B, query blocks, key blocks)
     row, query, key = sees.nonzero().T
     assert blocks[row, query // BLOCK, key // BLOCK].all()
 
@@ -126,9 +128,9 @@ def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
     part, _ = make_part(2)
     found = []
     for device in ("cpu", "cuda"):
-        *heads, doc_ids, query_places, key_places = (tensor.detach().to(device) for tensor in part)
+        *heads, doc_ids, query_positions, key_places = (tensor.detach().to(device) for tensor in part)
         heads = [tensor.requires_grad_() for tensor in heads]
-        out = attend_within_documents(*heads, doc_ids, query_places=query_places, key_places=key_places)
+        out = attend_within_documents(*heads, doc_ids, query_positions=query_positions, key_places=key_places)
         found.append([out, *torch.autograd.grad(out.square().sum(), heads)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other.cpu(), one, rtol=1e-3, atol=1e-3)

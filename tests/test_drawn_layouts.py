@@ -10,7 +10,7 @@ import pytest
 from drawn_layouts import draw_layout
 
 from torchtitan_lite.config.command_lines import make_verify_parser
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.verify import command as tool
 from torchtitan_lite.verify.certificate import CERTIFIED, describe
@@ -26,7 +26,7 @@ def test_a_drawn_layout_is_certified_as_it_runs(pool, tmp_path, number):
     certificate = tool.verify("drawn", reduction, make_verify_parser().parse_args([]), pool.run, tmp_path)
     assert certificate.verdict == CERTIFIED, describe(certificate, verbose=False)
     assert reduction.degrees.reduced == {}
-    runs = plan_layout(config, resolve_shape(config.model), world_size).degrees
+    runs = plan_layout(config, resolve_model(config.model), world_size).degrees
     wide = certificate.trials[0].difference
     of_ranks = [share.coordinates for share in wide.shares]
     assert {dim: 1 + max(at[dim] for at in of_ranks) for dim in runs} == runs

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchtitan_lite.data.corpora import DRAWS_PER_ROUND, check_weights, split_round
-from torchtitan_lite.data.sampler import Draws, place_in_parts, shuffle
+from torchtitan_lite.data.sampler import Sampler, place_in_parts, shuffle
 
 # ---------------------------------------------------------------- one permutation
 
@@ -66,7 +66,7 @@ def test_places_in_parts_are_those_of_counting():
 @pytest.mark.parametrize("n_samples", [[1], [21], [5, 1, 30], [7, 7]])
 def test_every_sample_is_drawn_once_per_epoch(n_samples):
     n = sum(n_samples)
-    chosen = Draws(n_samples, seed=3).choose(torch.arange(3 * n))
+    chosen = Sampler(n_samples, seed=3).choose(torch.arange(3 * n))
     everything = [(source, sample) for source, size in enumerate(n_samples) for sample in range(size)]
     epochs = [chosen[start : start + n] for start in range(0, 3 * n, n)]
     assert all(sorted(epoch) == everything for epoch in epochs)
@@ -74,16 +74,16 @@ def test_every_sample_is_drawn_once_per_epoch(n_samples):
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     n, two_epochs = 40, torch.arange(80)
-    first, second = torch.tensor(Draws([n], seed=0).choose(two_epochs))[:, 1].chunk(2)
-    other_seed = torch.tensor(Draws([n], seed=1).choose(two_epochs))[:n, 1]
+    first, second = torch.tensor(Sampler([n], seed=0).choose(two_epochs))[:, 1].chunk(2)
+    other_seed = torch.tensor(Sampler([n], seed=1).choose(two_epochs))[:n, 1]
     for one, another in ((first, second), (first, other_seed), (second, other_seed)):
         assert (one == another).sum() < 8  # one in a fair shuffle
 
 
 @pytest.mark.parametrize("weights", [(), (0.5, 0.2, 0.3)])
 def test_a_draw_does_not_depend_on_those_asked_for_with_it(weights):
-    def make() -> Draws:
-        return Draws([9, 1000, 33], weights=weights, seed=8)
+    def make() -> Sampler:
+        return Sampler([9, 1000, 33], weights=weights, seed=8)
 
     whole = make().choose(torch.arange(25_000))
     random_draws = random.Random(0).sample(range(25_000), 200)
@@ -96,9 +96,9 @@ def test_a_draw_does_not_depend_on_those_asked_for_with_it(weights):
 def test_the_order_is_that_of_earlier_versions():
     """A resumed run must read on where it stopped, also after an update of this code."""
     draws = torch.tensor([0, 1, 2, 999, 1000, 123_456])
-    assert Draws([1000], seed=42).choose(draws) == [(0, n) for n in (327, 610, 658, 330, 574, 623)]
+    assert Sampler([1000], seed=42).choose(draws) == [(0, n) for n in (327, 610, 658, 330, 574, 623)]
     drawn = [(1, 22), (0, 229), (0, 101), (1, 46), (0, 401), (0, 668)]
-    assert Draws([700, 50], weights=[3, 1], seed=42).choose(torch.arange(123_450, 123_456)) == drawn
+    assert Sampler([700, 50], weights=[3, 1], seed=42).choose(torch.arange(123_450, 123_456)) == drawn
 
 
 # ---------------------------------------------------------------- with weights
@@ -106,7 +106,7 @@ def test_the_order_is_that_of_earlier_versions():
 
 def test_every_round_takes_from_each_source_its_share():
     weights = [0.62, 3.1, 1]
-    chosen = Draws([5000, 300, 100_000], weights=weights, seed=0).choose(torch.arange(3 * DRAWS_PER_ROUND))
+    chosen = Sampler([5000, 300, 100_000], weights=weights, seed=0).choose(torch.arange(3 * DRAWS_PER_ROUND))
     for start in range(0, len(chosen), DRAWS_PER_ROUND):
         counts = Counter(source for source, _ in chosen[start : start + DRAWS_PER_ROUND])
         for source, weight in enumerate(weights):
@@ -114,7 +114,7 @@ def test_every_round_takes_from_each_source_its_share():
 
 
 def test_shares_are_spread_over_the_round():
-    chosen = Draws([5000, 5000], weights=[1, 9], seed=0).choose(torch.arange(DRAWS_PER_ROUND))
+    chosen = Sampler([5000, 5000], weights=[1, 9], seed=0).choose(torch.arange(DRAWS_PER_ROUND))
     for start in range(0, DRAWS_PER_ROUND, 1000):
         rare = sum(source == 0 for source, _ in chosen[start : start + 1000])
         assert 60 < rare < 140  # 100 in the mean, and four standard deviations of 9
@@ -122,7 +122,7 @@ def test_shares_are_spread_over_the_round():
 
 def test_with_weights_every_source_has_epochs_of_its_own():
     n_samples = [101, 900, 7000]
-    chosen = Draws(n_samples, weights=[1, 2, 3], seed=5).choose(torch.arange(2 * DRAWS_PER_ROUND))
+    chosen = Sampler(n_samples, weights=[1, 2, 3], seed=5).choose(torch.arange(2 * DRAWS_PER_ROUND))
     for source, n in enumerate(n_samples):
         own = [sample for other, sample in chosen if other == source]
         assert len(own) > n
@@ -132,7 +132,7 @@ def test_with_weights_every_source_has_epochs_of_its_own():
 
 
 def test_sources_of_one_size_have_different_orders():
-    chosen = Draws([500, 500], weights=[1, 1], seed=5).choose(torch.arange(DRAWS_PER_ROUND))
+    chosen = Sampler([500, 500], weights=[1, 1], seed=5).choose(torch.arange(DRAWS_PER_ROUND))
     first, second = ([sample for source, sample in chosen if source == wanted][:500] for wanted in (0, 1))
     assert sum(one == other for one, other in zip(first, second, strict=True)) < 10
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import SHAPES, resolve_shape
+from torchtitan_lite.config.flavors import FLAVORS, resolve_model
 from torchtitan_lite.config.float8_plan import describe_float8, list_linears, plan_float8
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.memory_bound import GIB
@@ -24,7 +24,7 @@ from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Checkpoint, ConfigError, Float8
 from torchtitan_lite.model.float8_linear import E4M3, E5M2, RECIPES, Float8Linear, cast
 from torchtitan_lite.model.llama3 import Llama3
-from torchtitan_lite.parallel.float8 import GatheredWeight, ParallelFloat8Linear, apply_float8, find_amax
+from torchtitan_lite.parallel.float8 import Float8GatheredWeight, ParallelFloat8Linear, apply_float8, find_amax
 from torchtitan_lite.preflight import preflight
 
 # ---------------------------------------------------------------- one linear layer
@@ -158,7 +158,7 @@ def measure_rounding(rank: int, world_size: int, overrides: dict, mutant: str | 
                 mesh, (placement,) = used.device_mesh, used.placements
                 trained = trained.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
                 used = used._local_tensor
-            assert type(used) is GatheredWeight
+            assert type(used) is Float8GatheredWeight
             rounded = used.data8.double() / used.scale
             least = find_amax(full[f"{fqn}.weight"]) / 448 / 1024  # half a step of the smallest float8
             allowed = (trained.double().abs() / 16).clamp(min=least)  # half a step of 3 bits
@@ -168,7 +168,7 @@ def measure_rounding(rank: int, world_size: int, overrides: dict, mutant: str | 
             for fqn, module in part.named_modules():
                 if isinstance(module, ParallelFloat8Linear):
                     module.register_forward_pre_hook(lambda module, args, fqn=fqn: look(module, args, fqn=fqn))
-        batch = stepping.take_pieces(run, compare.own_rows(run, rows))
+        batch = stepping.shard_for_cp(run, compare.own_rows(run, rows))
         stepping.forward_only(run, batch, stepping.count_global_tokens(run, batch))
         assert len(shares) == 28 * run.layout.n_microbatches
     return max(shares)
@@ -262,15 +262,15 @@ def test_checkpoints_hold_high_precision_under_the_usual_names(pool, tmp_path, s
 
 # ---------------------------------------------------------------- which layers
 
-TABLE_SHAPE = resolve_shape(compare.TABLE_CONFIG.model)
+TABLE_SHAPE = resolve_model(compare.TABLE_CONFIG.model)
 
 
 @pytest.mark.parametrize("flavor", ["debug", "1B", "405B"])
 def test_the_plan_knows_every_linear_layer_of_the_model_but_the_head(flavor):
     with torch.device("meta"):
-        model = Llama3(replace(SHAPES[flavor], n_layers=2))
+        model = Llama3(replace(FLAVORS[flavor], n_layers=2))
     linears = {fqn: tuple(module.weight.shape) for fqn, module in model.named_modules() if type(module) is nn.Linear}
-    assert list_linears(replace(SHAPES[flavor], n_layers=2)) == linears and len(linears) == 14
+    assert list_linears(replace(FLAVORS[flavor], n_layers=2)) == linears and len(linears) == 14
 
 
 def test_layers_are_left_out_by_name_and_by_dims_on_every_rank():
@@ -397,6 +397,6 @@ def test_float8_as_torchtitan_writes_it_means_the_same_here(tmp_path, version):
     reading = read_config(["--config", str(path), "--model.flavor", "405B"])
     assert reading.problems == []
     assert reading.config.quantize.linear.float8 == Float8("tensorwise", ["output"], True, True)
-    assert describe_float8(reading.config, SHAPES["405B"], tp=8) == [
+    assert describe_float8(reading.config, FLAVORS["405B"], tp=8) == [
         "882 of 882 linear layers compute in float8 (tensorwise)"
     ]

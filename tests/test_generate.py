@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from test_model import SHAPES, build_ours, build_theirs
+from test_model import FLAVORS, build_ours, build_theirs
 from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.model.kv_cache import CachedModel, count_cache_bytes
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.tools.sampling import GenerationError, Sampling, choose_token, generate, limit
 
-PLAIN = SHAPES["Llama 3"]
+PLAIN = FLAVORS["Llama 3"]
 
 
 def sharpen(model: Llama3) -> Llama3:
@@ -23,7 +23,7 @@ def sharpen(model: Llama3) -> Llama3:
     return model
 
 
-def draw_tokens(n_tokens: int, shape: Shape = PLAIN) -> list[int]:
+def draw_tokens(n_tokens: int, shape: ModelArgs = PLAIN) -> list[int]:
     return torch.randint(shape.vocab_size, (n_tokens,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
@@ -36,12 +36,12 @@ def read_without_cache(model: Llama3, tokens: list[int]) -> Tensor:
 # ---------------------------------------------------------------- the cache
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", FLAVORS)
 @pytest.mark.parametrize(
     "pieces", [[1] * 90, [60] + [1] * 30, [40, 30, 1, 19], [90]], ids=("ones", "prompt", "parts", "whole")
 )
 def test_logits_with_a_cache_are_those_without(name, pieces):
-    model = sharpen(build_ours(SHAPES[name]))
+    model = sharpen(build_ours(FLAVORS[name]))
     tokens = draw_tokens(90)
     expected = read_without_cache(model, tokens)
     cached, start = CachedModel(model, capacity=90), 0
@@ -168,11 +168,11 @@ def test_same_seed_gives_the_same_tokens_and_another_seed_others():
     assert texts[0] == texts[1] != texts[2] and len(texts[0]) == 20
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", FLAVORS)
 def test_greedy_tokens_are_those_of_transformers(name):
-    ours = sharpen(build_ours(SHAPES[name]))
+    ours = sharpen(build_ours(FLAVORS[name]))
     prompt = draw_tokens(40)
-    theirs = build_theirs(SHAPES[name], ours).generate(
+    theirs = build_theirs(FLAVORS[name], ours).generate(
         torch.tensor([prompt]), do_sample=False, max_new_tokens=100, eos_token_id=None, pad_token_id=0
     )
     assert generate_some(ours, prompt, Sampling(0), seed=0, n_tokens=100) == theirs[0, 40:].tolist()

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face_export import Export, write_folder
 from torchtitan_lite.checkpoint.one_process import CheckpointWriter
-from torchtitan_lite.config.flavors import SHAPES, RopeScaling
+from torchtitan_lite.config.flavors import FLAVORS, RopeScaling
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.schema import Config
@@ -29,7 +29,7 @@ from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools import generate as tool
 
-SHAPE = replace(SHAPES["debug"], n_layers=2, rope_scaling=RopeScaling(factor=8.0, original_length=64))
+SHAPE = replace(FLAVORS["debug"], n_layers=2, rope_scaling=RopeScaling(factor=8.0, original_length=64))
 SHIPPED = "assets/tokenizer"
 PROMPT = "def read(self, n"
 

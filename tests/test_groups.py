@@ -137,7 +137,7 @@ def watch_start(rank: int, world_size: int, keys: list[str]) -> tuple[int, dict[
     def uncounted(layout, **options) -> Iterator[TrafficCount]:
         yield TrafficCount(layout, **options)
 
-    with groups_watched() as threads, patch.object(ledger, "traffic_counted", contextmanager(uncounted)):
+    with groups_watched() as threads, patch.object(ledger, "count_traffic", contextmanager(uncounted)):
         status = start(rank, world_size, keys)
     backends = {name_group(group): group._get_backend(torch.device("cpu")) for group in list_groups()}
     return status, dict(threads), {name: one.options._timeout.total_seconds() for name, one in backends.items()}

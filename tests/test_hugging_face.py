@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_model import PLAIN, SHAPES, build_ours, build_theirs
+from test_model import FLAVORS, PLAIN, build_ours, build_theirs
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights, read_slice, read_tensor
@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, com
 from torchtitan_lite.checkpoint.hugging_face_export import Export, plan_files, write_folder
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.data.tokenizer_files import describe_for_export
 from torchtitan_lite.data.vocabulary import Vocabulary, make_byte_vocabulary
@@ -61,9 +61,9 @@ def spell_as_version_4(folder: Path) -> None:
 # ---------------------------------------------------------------- both ways
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", FLAVORS)
 def test_transformers_loads_an_export_and_gives_our_logits(name, tmp_path):
-    ours = build_ours(SHAPES[name])
+    ours = build_ours(FLAVORS[name])
     write_ours(ours, tmp_path / "out")
     with torch.no_grad():
         expected = ours(TOKENS, positions=torch.arange(200).expand(2, -1))
@@ -71,13 +71,13 @@ def test_transformers_loads_an_export_and_gives_our_logits(name, tmp_path):
 
 
 @pytest.mark.parametrize("spelling", ["transformers 5", "transformers 4"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", FLAVORS)
 def test_we_load_what_transformers_saved_and_give_its_logits(name, spelling, tmp_path):
-    theirs = build_theirs(SHAPES[name], build_ours(SHAPES[name]))
+    theirs = build_theirs(FLAVORS[name], build_ours(FLAVORS[name]))
     theirs.save_pretrained(tmp_path)
     if spelling == "transformers 4":
         spell_as_version_4(tmp_path)
-    assert open_folder(tmp_path).shape == SHAPES[name]
+    assert open_folder(tmp_path).shape == FLAVORS[name]
     with torch.no_grad():
         assert (logits_of_ours(tmp_path) - theirs(TOKENS).logits).abs().max() < 1e-5
 
@@ -94,7 +94,7 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(left_out, t
 
 
 def test_a_shape_survives_transformers_reading_and_saving_our_config(tmp_path):
-    for number, shape in enumerate(SHAPES.values()):
+    for number, shape in enumerate(FLAVORS.values()):
         write_ours(build_ours(shape), tmp_path / f"ours {number}")
         LlamaForCausalLM.from_pretrained(tmp_path / f"ours {number}").save_pretrained(tmp_path / f"theirs {number}")
         assert open_folder(tmp_path / f"theirs {number}").shape == shape
@@ -102,7 +102,7 @@ def test_a_shape_survives_transformers_reading_and_saving_our_config(tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_export_and_import_give_back_every_bit(tied, tmp_path):
-    ours = build_ours(Shape(**{**vars(PLAIN), "tie_embeddings": tied}))
+    ours = build_ours(ModelArgs(**{**vars(PLAIN), "tie_embeddings": tied}))
     write_ours(ours, tmp_path / "out", most_file_bytes=20_000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 4
     folder = open_folder(tmp_path / "out")
@@ -142,21 +142,21 @@ def test_numbers_too_large_for_float16_stop_the_export_by_name(tmp_path):
 
 
 def test_a_tied_model_may_be_loaded_into_an_untied_one(tmp_path):
-    tied = SHAPES["Llama 3.2, tied"]
+    tied = FLAVORS["Llama 3.2, tied"]
     build_theirs(tied, build_ours(tied)).save_pretrained(tmp_path)
-    untied = Shape(**{**vars(tied), "tie_embeddings": False})
+    untied = ModelArgs(**{**vars(tied), "tie_embeddings": False})
     folder, model = open_folder(tmp_path), Llama3(untied)
     assert compare_shapes(folder.shape, untied, tmp_path) == []
     load_weights(folder, dict(model.named_parameters()))
     assert torch.equal(model.output.weight, load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", FLAVORS)
 def test_the_listed_tensors_are_the_parameters_of_the_model_in_their_order(name):
     with torch.device("meta"):
-        model = Llama3(SHAPES[name])
-    assert list_tensors(SHAPES[name]) == {fqn: tuple(p.shape) for fqn, p in model.named_parameters()}
-    assert list(list_tensors(SHAPES[name])) == [fqn for fqn, _ in model.named_parameters()]
+        model = Llama3(FLAVORS[name])
+    assert list_tensors(FLAVORS[name]) == {fqn: tuple(p.shape) for fqn, p in model.named_parameters()}
+    assert list(list_tensors(FLAVORS[name])) == [fqn for fqn, _ in model.named_parameters()]
 
 
 @pytest.mark.parametrize("fqn", ["layers.1.attention.wk.weight", "layers.0.attention.wo.weight", "norm.weight"])
@@ -221,7 +221,7 @@ def test_transformers_reads_the_tokenizer_of_llama_3s_format_and_gives_our_ids(t
     ours = load_tokenizer("assets/tokenizer")
     write_ours(build_ours(PLAIN), tmp_path / "out", **describe_for_export(ours.vocabulary))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert (len(theirs), theirs.bos_token_id, theirs.eos_token_id) == (ours.n_words, ours.bos_id, ours.eos_id)
+    assert (len(theirs), theirs.bos_token_id, theirs.eos_token_id) == (ours.vocab_size, ours.bos_id, ours.eos_id)
     for text in (
         "def read(self, n=-1):\n    return 12345\n\n",
         "Gr\u00fc\u00dfe, \u65e5\u672c \U0001f469  \t x'll",

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtitan_lite.checkpoint.exchange import choose_tensors, leave_export, load_initial
+from torchtitan_lite.checkpoint.exchange import choose_tensors, export_hf, load_initial
 from torchtitan_lite.checkpoint.hugging_face import load_weights, read_tensor
 from torchtitan_lite.checkpoint.hugging_face_export import Export, export_weights, write_folder
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
@@ -27,7 +27,7 @@ from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.data.vocabulary import make_byte_vocabulary
 from torchtitan_lite.verify.ranks import RankFailure
 
-SHAPE = compare.resolve_shape(compare.TABLE_CONFIG.model)
+SHAPE = compare.resolve_model(compare.TABLE_CONFIG.model)
 BYTES = make_byte_vocabulary()
 SIX = {"training.global_batch_size": 6}  # a batch that three ranks can share
 LAYOUTS = {
@@ -130,7 +130,7 @@ def begin_and_leave(rank: int, world_size: int, overrides: dict, out: str, facts
         (Path(out) / "step-5-hf.tmp").mkdir(exist_ok=True)  # of an attempt that was killed
         dist.barrier()
         for _ in range(2):  # a second attempt finds that there is nothing left to do
-            leave_export(Path(out) / "step-5-hf", run.parameters, shape=SHAPE, vocabulary=BYTES, **common)
+            export_hf(Path(out) / "step-5-hf", run.parameters, shape=SHAPE, vocabulary=BYTES, **common)
     return step, compare.gather(run, lambda parameter: parameter)
 
 
@@ -190,7 +190,7 @@ def spoil_and_leave(rank: int, world_size: int, overrides: dict, out: str, fqn: 
     except CheckpointError as error:
         said.append(str(error))
     try:
-        leave_export(Path(out), run.parameters, section=section, shape=SHAPE, vocabulary=BYTES, group=group)
+        export_hf(Path(out), run.parameters, section=section, shape=SHAPE, vocabulary=BYTES, group=group)
     except CheckpointError as error:
         said.append(str(error))
     return said

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_hugging_face import edit_json
-from test_model import PLAIN, SHAPES, build_ours, build_theirs
+from test_model import FLAVORS, PLAIN, build_ours, build_theirs
 
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.safetensors_header import MOST_HEADER_BYTES
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -212,10 +212,10 @@ def test_constants_that_old_versions_saved_are_passed_over(tmp_path):
 
 
 def test_weights_of_another_shape_are_refused_by_the_keys_of_the_config():
-    other = SHAPES["Llama 3.1, scaled RoPE"]
-    problems = compare_shapes(Shape(**{**vars(other), "dim": 128, "tie_embeddings": False}), PLAIN, Path("there"))
+    other = FLAVORS["Llama 3.1, scaled RoPE"]
+    problems = compare_shapes(ModelArgs(**{**vars(other), "dim": 128, "tie_embeddings": False}), PLAIN, Path("there"))
     assert [problem.key for problem in problems] == ["model.dim", "model.rope_scaling"]
     assert "the model in there has 128. Set model.dim = 128" in str(problems[0])
-    tied = Shape(**{**vars(PLAIN), "tie_embeddings": True})
+    tied = ModelArgs(**{**vars(PLAIN), "tie_embeddings": True})
     (problem,) = compare_shapes(PLAIN, tied, Path("there"))
     assert problem.key == "model.tie_embeddings" and "Set model.tie_embeddings = false" in str(problem)

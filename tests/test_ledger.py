@@ -33,13 +33,13 @@ from torchtitan_lite.config.cluster import CLUSTERS, ROW_OF_GPU
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.parallel.pipeline import list_stages
 from torchtitan_lite.plan import command as plan_tool
-from torchtitan_lite.plan.action_times import KINDS, ActionTimes, actions_timed, gather_timeline
+from torchtitan_lite.plan.action_times import KINDS, ActionTimes, gather_timeline, time_actions
 from torchtitan_lite.plan.dry_run import dry_run
 from torchtitan_lite.plan.ledger import RunLedger
 from torchtitan_lite.plan.ledger_forecast import Ledger, describe, open_ledger
 from torchtitan_lite.plan.schedule_order import list_rows
 from torchtitan_lite.plan.traffic import Moved
-from torchtitan_lite.plan.traffic_count import find_most_moved, traffic_counted
+from torchtitan_lite.plan.traffic_count import count_traffic, find_most_moved
 
 CPU = Machine("cpu", 1, 2**34, "x86_64 CPU")
 CSV = "parallelism.pipeline_parallel_schedule_csv"
@@ -121,7 +121,7 @@ class CountingStage:
 def test_actions_are_told_by_kind_and_waits_between_them_are_no_work(monkeypatch):
     stage = CountingStage()
     monkeypatch.setattr(ActionTimes, "now", lambda self: stage.now_s)
-    with pytest.raises(ValueError), actions_timed([stage], torch.device("cpu")) as times:
+    with pytest.raises(ValueError), time_actions([stage], torch.device("cpu")) as times:
         assert stage.forward_one_chunk(0, ("x",), {"y": 1}, save_forward_output=False) == (
             0,
             (("x",), {"y": 1}),
@@ -156,7 +156,7 @@ class SpinningStage:
 def test_actions_of_a_gpu_last_as_long_as_its_stream_works_on_them():
     stage = SpinningStage()
     torch.cuda.synchronize()
-    with actions_timed([stage], torch.device("cuda")) as times:
+    with time_actions([stage], torch.device("cuda")) as times:
         stage.forward_one_chunk(0)
         stage.backward_one_chunk(0)
     torch.cuda.synchronize()
@@ -182,7 +182,7 @@ def time_schedules(rank: int, world_size: int, all_keys: list[dict]) -> list[tup
         n_tokens = stepping.count_global_tokens(run, batch)
         untimed = stepping.forward_backward(run, batch, n_tokens).item()
         dist.barrier()
-        with actions_timed(list_stages(run.schedule), run.device) as times:
+        with time_actions(list_stages(run.schedule), run.device) as times:
             timed = stepping.forward_backward(run, batch, n_tokens).item()
         timeline = gather_timeline(times.list_events(rank), [0, 1], dist.group.WORLD)
         rows = list_rows(run.config.parallelism, run.layout)
@@ -218,11 +218,13 @@ def count_steps(rank: int, world_size: int, all_keys: list[dict]) -> list[tuple[
         run = compare.build_table_run(world_size, keys)
         batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
         stepping.train_step(run, batch)
-        stepping.forward_only(run, stepping.take_pieces(run, batch), torch.ones((), dtype=torch.int64))  # as validation
+        stepping.forward_only(
+            run, stepping.shard_for_cp(run, batch), torch.ones((), dtype=torch.int64)
+        )  # as validation
         if run.schedule is not None or run.config.compile.enable:  # sets itself up, or compiles, once more
             stepping.train_step(run, batch)
         n_graphs = counters["stats"]["unique_graphs"]
-        with traffic_counted(run.layout, besides=elsewhere) as count:
+        with count_traffic(run.layout, besides=elsewhere) as count:
             stepping.train_step(run, batch)
             dist.all_reduce(torch.ones(1000), group=elsewhere)
         counted = dict(count.moved)
@@ -265,7 +267,7 @@ def gather_by_inductor(rank: int, world_size: int) -> tuple[dict, int]:
     x = torch.full((10, 8), float(rank))
     gather(x)
     n_graphs = counters["stats"]["unique_graphs"]
-    with traffic_counted(plan(world_size, {TP: 2})[2], besides=dist.new_group(backend="gloo")) as count:
+    with count_traffic(plan(world_size, {TP: 2})[2], besides=dist.new_group(backend="gloo")) as count:
         assert gather(x)[:, 0].tolist() == [0.0] * 10 + [1.0] * 10
     return count.moved, counters["stats"]["unique_graphs"] - n_graphs
 
@@ -296,7 +298,7 @@ def train_with_ledger(rank: int, world_size: int, folder: Path) -> list[tuple[ob
 
 
 def resolve(run: stepping.Run):
-    return compare.resolve_shape(run.config.model)
+    return compare.resolve_model(run.config.model)
 
 
 SOME_STEP = StepMetrics(12, 6.1, 1.2, 8e-4, 1000, 100.0, None, None, 0.4, 0.25, 0.01)

@@ -10,7 +10,7 @@ from layouts import ADAMW, CHUNK, COMPILED, MODE, PP, SCHEDULE, TP, ZERO
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import count_parameters, resolve_shape
+from torchtitan_lite.config.flavors import count_parameters, resolve_model
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_config
 from torchtitan_lite.config.lever_checks import check_levers
@@ -20,8 +20,8 @@ from torchtitan_lite.config.schema import Config, ConfigError, Problem, Training
 from torchtitan_lite.model.llama3 import rotary_angles
 from torchtitan_lite.parallel.attention_choice import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend
-from torchtitan_lite.plan.memory_levers import find_levers
-from torchtitan_lite.plan.out_of_memory import out_of_memory_explained
+from torchtitan_lite.plan.memory_levers import find_memory_options
+from torchtitan_lite.plan.out_of_memory import explain_out_of_memory
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.verify.reduction import reduce_config
 
@@ -38,7 +38,7 @@ def bytes_of_state(rank: int, world_size: int, overrides: dict[str, object]) -> 
     run = compare.build_table_run(world_size, overrides)
     batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
     stepping.train_step(run, batch)
-    stepping.forward_backward(run, stepping.take_pieces(run, batch), torch.tensor(1))
+    stepping.forward_backward(run, stepping.shard_for_cp(run, batch), torch.tensor(1))
     tensors = [tensor for p in run.parameters.values() for tensor in (p, p.grad, *run.optimizer.state[p].values())]
     return sum(tensor.nbytes for tensor in map(compare.local, tensors) if tensor.dim())
 
@@ -51,7 +51,7 @@ def bytes_of_state(rank: int, world_size: int, overrides: dict[str, object]) -> 
 def test_bytes_per_parameter_are_those_that_lie_in_memory(pool, overrides, bytes_each):
     config = compare.override(compare.TABLE_CONFIG, overrides)
     assert count_state_bytes(config.optimizer) == bytes_each
-    n_parameters = count_parameters(resolve_shape(config.model))
+    n_parameters = count_parameters(resolve_model(config.model))
     assert sum(pool.run(bytes_of_state, 2, overrides)) == n_parameters * bytes_each
 
 
@@ -77,7 +77,7 @@ def test_activations_per_token_are_those_by_which_memory_grows(pool, mode, inacc
     overrides = {MODE: mode}
     config = compare.override(compare.TABLE_CONFIG, overrides)
     (kept,) = pool.run(bytes_kept_for_backward, 1, overrides)
-    counted = count_activation_bytes(config.activation_checkpoint, resolve_shape(config.model), itemsize=4)
+    counted = count_activation_bytes(config.activation_checkpoint, resolve_model(config.model), itemsize=4)
     assert counted == pytest.approx(kept, rel=inaccuracy, abs=1e-6)
 
 
@@ -99,9 +99,9 @@ def list_levers(overrides: dict[str, object], world_size: int = 1, device_type: 
     """Key -> GiB that it saves each rank of an 8B model at sequence 8,192."""
     config = Config(training=Training(local_batch_size=2, seq_len=8192))
     config = compare.override(config, {"model.flavor": "8B", **overrides})
-    shape = resolve_shape(config.model)
+    shape = resolve_model(config.model)
     layout = plan_layout(config, shape, world_size)
-    levers = find_levers(
+    levers = find_memory_options(
         resolve_config(config, layout, device_type), shape, layout, count_parameters(shape) // world_size
     )
     return {lever.key: lever.saved_bytes / GIB for lever in levers}
@@ -170,12 +170,12 @@ def test_sharding_between_microbatches_saves_what_stage_1_and_2_keep_whole():
 def run_out_of_memory(rank: int, world_size: int, overrides: dict[str, object], wrapped: bool) -> str:
     """Worker: what is said when the second step finds no memory, and a pipeline may have wrapped that."""
     run = compare.build_table_run(world_size, overrides)
-    shape = resolve_shape(run.config.model)
+    shape = resolve_model(run.config.model)
     batch = compare.own_rows(run, compare.make_batch(0, shape.vocab_size))
     stepping.train_step(run, batch)
     run.parts[-1].register_full_backward_pre_hook(wrap_refusal if wrapped else refuse_memory)
     with pytest.raises(torch.OutOfMemoryError) as failure:
-        with out_of_memory_explained(run.config, shape, run.layout, run.parameters, run.optimizer):
+        with explain_out_of_memory(run.config, shape, run.layout, run.parameters, run.optimizer):
             stepping.train_step(run, batch)
     return str(failure.value)
 
@@ -207,7 +207,7 @@ def test_out_of_memory_says_what_used_it_and_which_three_keys_would_help_most(po
 
 def test_any_other_error_passes_as_it_is():
     run = (compare.TABLE_CONFIG, None, None, {}, None)
-    with pytest.raises(RuntimeError, match="^something else$"), out_of_memory_explained(*run):
+    with pytest.raises(RuntimeError, match="^something else$"), explain_out_of_memory(*run):
         raise RuntimeError("something else") from ValueError()
 
 
@@ -289,7 +289,7 @@ def test_verify_leaves_out_what_only_a_gpu_or_adamw_has_and_keeps_the_rest():
 )
 def test_the_log_names_the_kernel_of_attention(overrides, world_size, said):
     config = compare.complete(overrides, world_size)
-    shape = resolve_shape(config.model)
+    shape = resolve_model(config.model)
     layout = plan_layout(config, shape, world_size)
     assert describe_attention(resolve_config(config, layout, "cpu"), shape, layout, torch.device("cpu")) == said
 
@@ -304,7 +304,7 @@ def test_an_offloaded_run_is_the_run_on_the_gpu(tmp_path):
     weights = []
     for offload in (False, True):
         config = compare.complete({**ADAMW, "training.enable_cpu_offload": offload}, world_size=1)
-        shape = resolve_shape(config.model)
+        shape = resolve_model(config.model)
         layout = plan_layout(config, shape, world_size=1)
         run = stepping.build_run(
             resolve_config(config, layout, "cuda"), shape, layout, build_mesh(layout, "cuda"), device

@@ -21,7 +21,7 @@ from torchtitan_lite.components.metrics import (
     list_scalars,
     read_peak_memory,
 )
-from torchtitan_lite.config.flavors import SHAPES, FlopsPerToken, count_flops_per_token
+from torchtitan_lite.config.flavors import FLAVORS, FlopsPerToken, count_flops_per_token
 from torchtitan_lite.config.hardware import peak_flops
 from torchtitan_lite.config.schema import Metrics
 
@@ -112,7 +112,7 @@ def compute_8b_metrics(peak: float | None) -> StepMetrics:
         memory=SOME_MEMORY,
         tokens_per_step=8 * 8192,
         world_size=8,
-        flops_per_token=count_flops_per_token(SHAPES["8B"], seq_len=8192),
+        flops_per_token=count_flops_per_token(FLAVORS["8B"], seq_len=8192),
         peak_flops=peak,
         validation={},
     )

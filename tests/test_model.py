@@ -5,24 +5,24 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from torchtitan_lite.config.flavors import RopeScaling, Shape
+from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.llama3 import Llama3, init_parameter, rotary_angles
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
-PLAIN = Shape(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=128)
-SHAPES = {
+PLAIN = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=128)
+FLAVORS = {
     "Llama 3": PLAIN,
-    "Llama 3.1, scaled RoPE": Shape(**{**vars(PLAIN), "rope_scaling": RopeScaling(factor=8.0, original_length=64)}),
-    "Llama 3.2, tied": Shape(
+    "Llama 3.1, scaled RoPE": ModelArgs(**{**vars(PLAIN), "rope_scaling": RopeScaling(factor=8.0, original_length=64)}),
+    "Llama 3.2, tied": ModelArgs(
         **{**vars(PLAIN), "rope_scaling": RopeScaling(factor=32.0, original_length=64), "tie_embeddings": True}
     ),
-    "head dim of its own": Shape(**{**vars(PLAIN), "head_dim": 32}),
-    "one key/value head": Shape(**{**vars(PLAIN), "n_kv_heads": 1}),
+    "head dim of its own": ModelArgs(**{**vars(PLAIN), "head_dim": 32}),
+    "one key/value head": ModelArgs(**{**vars(PLAIN), "n_kv_heads": 1}),
 }
 
 
-def build_ours(shape: Shape) -> Llama3:
+def build_ours(shape: ModelArgs) -> Llama3:
     model = Llama3(shape)
     initialize_weights(model, init_parameter, seed=1)
     with torch.no_grad():  # norms of 1 would hide a norm that is left out
@@ -32,7 +32,7 @@ def build_ours(shape: Shape) -> Llama3:
     return model
 
 
-def build_theirs(shape: Shape, ours: Llama3) -> LlamaForCausalLM:
+def build_theirs(shape: ModelArgs, ours: Llama3) -> LlamaForCausalLM:
     rope = {"rope_theta": shape.rope_theta, "rope_type": "default"}
     if shape.rope_scaling:
         rope = {
@@ -87,16 +87,16 @@ def their_name(fqn: str) -> str:
     return f"{THEIR_NAMES[module]}.weight"
 
 
-def in_their_order(fqn: str, tensor: Tensor, shape: Shape) -> Tensor:
+def in_their_order(fqn: str, tensor: Tensor, shape: ModelArgs) -> Tensor:
     """They turn the pairs (i, i + E/2) of a head, we (2i, 2i + 1): the rows of wq and wk stand in another order."""
     if not fqn.endswith(("wq.weight", "wk.weight")):
         return tensor
     return tensor.unflatten(0, (-1, shape.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", FLAVORS)
 def test_logits_and_gradients_are_those_of_transformers(name):
-    shape = SHAPES[name]
+    shape = FLAVORS[name]
     ours = build_ours(shape)
     theirs = build_theirs(shape, ours)
     generator = torch.Generator().manual_seed(2)
@@ -144,7 +144,7 @@ def test_rotary_angles_stay_exact_at_position_8191_under_bfloat16():
 def test_initial_weights_depend_on_seed_and_name_only():
     models = {}
     for name, seed, n_layers in (("a", 0, 2), ("b", 0, 4), ("c", 1, 2)):
-        model = Llama3(Shape(**{**vars(PLAIN), "n_layers": n_layers}))
+        model = Llama3(ModelArgs(**{**vars(PLAIN), "n_layers": n_layers}))
         initialize_weights(model, init_parameter, seed)
         models[name] = dict(model.named_parameters())
     wq = "layers.1.attention.wq.weight"
@@ -154,7 +154,7 @@ def test_initial_weights_depend_on_seed_and_name_only():
 
 
 def test_initial_weights_have_the_spread_that_the_rule_says():
-    model = Llama3(Shape(**{**vars(PLAIN), "dim": 256, "ffn_dim": 512}))
+    model = Llama3(ModelArgs(**{**vars(PLAIN), "dim": 256, "ffn_dim": 512}))
     initialize_weights(model, init_parameter, seed=0)
     spread = {fqn: parameter.std().item() for fqn, parameter in model.named_parameters() if parameter.dim() == 2}
     cut = 0.9933  # of a normal distribution cut off (by clamping) at three standard deviations

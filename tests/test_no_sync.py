@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.layout import plan_layout, resolve_config
 from torchtitan_lite.parallel.mesh import build_mesh
 
@@ -105,7 +105,7 @@ def test_the_watcher_sees_what_waits(read):
 def take_two_steps(rank: int, world_size: int, overrides: dict[str, object]) -> bool:
     """Worker: the second step, in which everything is allocated and planned, must not wait."""
     run = compare.build_table_run(world_size, overrides)
-    vocab_size = resolve_shape(run.config.model).vocab_size
+    vocab_size = resolve_model(run.config.model).vocab_size
     batches = [compare.own_rows(run, compare.make_batch(step, vocab_size, documents=True)) for step in range(2)]
     stepping.train_step(run, batches[0])
     with NoWaiting():
@@ -135,7 +135,7 @@ def gpu(tmp_path):
 @pytest.mark.parametrize("name", [name for name, (world_size, _) in RUNS.items() if world_size == 1])
 def test_cuda_sees_no_wait_inside_a_step(gpu, name):
     config = compare.complete({**ADAMW, **RUNS[name][1]}, world_size=1)
-    shape = resolve_shape(config.model)
+    shape = resolve_model(config.model)
     layout = plan_layout(config, shape, world_size=1)
     config = resolve_config(config, layout, "cuda")
     run = stepping.build_run(config, shape, layout, build_mesh(layout, "cuda"), gpu)

@@ -9,12 +9,12 @@ import torch
 from torchtitan_lite.checkpoint.hugging_face_export import Export, write_folder
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.one_process import CheckpointWriter
-from torchtitan_lite.config.flavors import RopeScaling, Shape
+from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
 from torchtitan_lite.config.schema import Checkpoint, Config, Job
 from torchtitan_lite.file_checks import check_files
 from torchtitan_lite.other_models import check_export, check_initial_load
 
-SHAPE = Shape(16, 1, 2, 1, 8, 24, 32, rope_scaling=RopeScaling(factor=8.0))
+SHAPE = ModelArgs(16, 1, 2, 1, 8, 24, 32, rope_scaling=RopeScaling(factor=8.0))
 HF = {"initial_load_in_hf": True}
 
 

@@ -111,7 +111,7 @@ def test_every_layer_of_a_run_that_computes_in_float8_does_so_in_its_trial():
 
 
 def resolve(config, world_size):
-    layout = plan_layout(config, compare.resolve_shape(config.model), world_size)
+    layout = plan_layout(config, compare.resolve_model(config.model), world_size)
     return resolve_config(config, layout, "cpu"), layout
 
 
@@ -122,7 +122,7 @@ def test_in_float32_the_reference_is_the_plain_model(degrees):
     process = RoundedProcess(config, layout)
     rounded = process.compute_gradients(batch)
 
-    model = Llama3(compare.resolve_shape(config.model), attention=config.model.attention)
+    model = Llama3(compare.resolve_model(config.model), attention=config.model.attention)
     model.load_state_dict(rounded.initial)
     logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
     loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())

@@ -67,7 +67,7 @@ def test_shards_hold_every_document_in_order_as_the_tokenizer_encodes_it(tmp_pat
         return
 
     manifest = read_manifest(tmp_path / "out")
-    assert manifest == corpus.manifest and (manifest.dtype, manifest.n_words) == ("uint16", 2304)
+    assert manifest == corpus.manifest and (manifest.dtype, manifest.vocab_size) == ("uint16", 2304)
     assert manifest.tokenizer_identity == tokenizer.identity and manifest.held_out_share == share
     for split in SPLITS:
         expected = [text for text in texts if text and choose_split(text, share) == split]
@@ -99,9 +99,9 @@ def spell(text: str) -> bytes:
 
 
 def test_a_large_vocabulary_takes_four_bytes_and_bos_may_be_missing(tmp_path):
-    n_words = 2**32  # and the last id has all bits set
+    vocab_size = 2**32  # and the last id has all bits set
     tokenizer = SimpleNamespace(
-        bos_id=None, eos_id=n_words - 1, n_words=n_words, identity="points", encode_packed=spell
+        bos_id=None, eos_id=vocab_size - 1, vocab_size=vocab_size, identity="points", encode_packed=spell
     )
     (tmp_path / "a.txt").write_text("a😀")
     manifest = prepare_files([tmp_path / "a.txt"], tmp_path / "out", tokenizer, held_out_share=0).manifest
@@ -388,7 +388,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from torchtitan_lite.components.preparation.prepare import prepare_files
 tokenizer = SimpleNamespace(
-    bos_id=0, eos_id=1, n_words=300, identity="quick", encode_packed=lambda text: b"\\2\\0\\0\\0" * (len(text) // 3)
+    bos_id=0, eos_id=1, vocab_size=300, identity="quick", encode_packed=lambda text: b"\\2\\0\\0\\0" * (len(text) // 3)
 )
 prepare_files([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer, held_out_share=0)
 # not getrusage: that begins with the peak of the process that started this one

@@ -12,7 +12,7 @@ import torch
 from torchtitan_lite.bench.step import make_batch
 from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.components.trace_summary import GROUPS, find_group, summarize_events, summarize_trace
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_config
 from torchtitan_lite.config.schema import Config, ConfigError, Model, Profiling, Training
@@ -201,7 +201,7 @@ def train_traced(rank: int, world_size: int, folder: str) -> list[str]:
         model=Model(flavor="debug", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=128),
         training=Training(local_batch_size=2, seq_len=16),
     )
-    shape = resolve_shape(config.model)
+    shape = resolve_model(config.model)
     layout = plan_layout(config, shape, world_size)
     device = torch.device("cpu")
     run = build_run(resolve_config(config, layout, "cpu"), shape, layout, build_mesh(layout, "cpu"), device)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchtitan_lite.config import layout
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.refused import REFUSED
 from torchtitan_lite.config.schema import ConfigError
 from torchtitan_lite.verify.ranks import RankFailure
@@ -51,7 +51,7 @@ def test_every_refused_row_has_a_run():
 def test_refused_combination_is_refused_and_really_fails(pool, oracle, row, world_size, keys, symptom):
     config = compare.override(compare.TABLE_CONFIG, keys)
     with pytest.raises(ConfigError) as refusal:
-        layout.plan_layout(config, resolve_shape(config.model), world_size)
+        layout.plan_layout(config, resolve_model(config.model), world_size)
     assert REFUSED[row].why in str(refusal.value)
 
     path = oracle(keys)

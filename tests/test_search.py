@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from torchtitan_lite.config.cluster import CLUSTERS, Cluster
-from torchtitan_lite.config.flavors import Shape, resolve_shape
+from torchtitan_lite.config.flavors import ModelArgs, resolve_model
 from torchtitan_lite.config.layout import plan_layout, resolve_config
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError
@@ -24,10 +24,10 @@ from torchtitan_lite.plan.search_report import (
 H100 = CLUSTERS["h100"]
 
 
-def read(name: str, *arguments: str) -> tuple[Config, Shape]:
+def read(name: str, *arguments: str) -> tuple[Config, ModelArgs]:
     reading = read_config(["--config", name, *" ".join(arguments).split()])
     assert not reading.problems, reading.problems
-    return reading.config, resolve_shape(reading.config.model)
+    return reading.config, resolve_model(reading.config.model)
 
 
 def tell_apart(config: Config) -> tuple:

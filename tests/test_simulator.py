@@ -6,20 +6,20 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from torchtitan_lite.config.flavors import SHAPES
+from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.pipeline_csv import Action, find_deadlock, find_missing_action
 from torchtitan_lite.config.pipeline_plan import SCHEDULES
 from torchtitan_lite.config.schema import Config, Parallelism, Training
 from torchtitan_lite.parallel import pipeline
 from torchtitan_lite.plan import action_times, simulator, timeline
-from torchtitan_lite.plan.schedule_order import list_rows, order_of
+from torchtitan_lite.plan.schedule_order import list_rows, pipeline_order
 from torchtitan_lite.plan.simulator import Durations, Timeline, count_in_flight, even_durations, extrapolate, simulate
 from torchtitan_lite.plan.timeline import draw_svg, draw_text, trace_chrome
 
 
 def run(schedule: str, pp: int, n_microbatches: int, v: int = 1, **durations) -> Timeline:
-    return simulate(order_of(schedule, pp, n_microbatches, v), even_durations(pp * v, **durations))
+    return simulate(pipeline_order(schedule, pp, n_microbatches, v), even_durations(pp * v, **durations))
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
@@ -52,7 +52,7 @@ def test_cases_that_are_often_quoted_wrong():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("m", [8, 12])
 def test_the_order_of_every_schedule_is_complete_and_runs(schedule, m):
-    rows = order_of(schedule, 4, m, SCHEDULES[schedule].least_stages_per_rank)
+    rows = pipeline_order(schedule, 4, m, SCHEDULES[schedule].least_stages_per_rank)
     assert find_missing_action(rows) is None
     assert find_deadlock(rows) is None
 
@@ -61,7 +61,7 @@ def test_the_slowest_stage_and_the_way_between_ranks_count():
     """By hand, two stages and two microbatches, GPipe; the second stage is slower, a send takes 10:
     F0 0-1, F1 1-2 | stage 1: F0 11-13, F1 13-15, B0 15-22, B1 22-29 | stage 0: B0 32-35, B1 39-42."""
     durations = Durations((1.0, 2.0), (1.0, 3.0), (2.0, 4.0), send=10.0)
-    timeline = simulate(order_of("GPipe", 2, 2, 1), durations)
+    timeline = simulate(pipeline_order("GPipe", 2, 2, 1), durations)
     times = {(event.rank, str(event.action)): (event.start, event.end) for event in timeline.events}
     assert times[1, "1F0"] == (11, 13)
     assert times[1, "1B0"] == (15, 22)
@@ -79,7 +79,7 @@ def test_an_embedding_alone_computes_no_gradient_of_inputs():
 
 def test_stages_of_one_rank_hand_over_without_a_send():
     """In a V the last rank holds the two middle stages, one after the other."""
-    timeline = simulate(order_of("ZBVZeroBubble", 2, 4, 2), even_durations(4, send=5.0))
+    timeline = simulate(pipeline_order("ZBVZeroBubble", 2, 4, 2), even_durations(4, send=5.0))
     start = {str(event.action): event.start for event in timeline.events}
     assert (start["0F0"], start["1F0"], start["2F0"], start["3F0"]) == (0, 6, 7, 13)
 
@@ -94,10 +94,10 @@ def test_a_long_schedule_is_known_from_a_short_one(schedule, pp, m):
     uneven = Durations(*(tuple(1 + 0.1 * (s * k % 3) for s in range(pp * v)) for k in (1, 2, 4)), send=0.3)
 
     def measure(n_microbatches: int, durations: Durations) -> float:
-        return simulate(order_of(schedule, pp, n_microbatches, v), durations).end_time
+        return simulate(pipeline_order(schedule, pp, n_microbatches, v), durations).end_time
 
     def hold(n_microbatches: int, rank: int) -> int:
-        return count_in_flight(order_of(schedule, pp, n_microbatches, v)[rank]).total()
+        return count_in_flight(pipeline_order(schedule, pp, n_microbatches, v)[rank]).total()
 
     assert extrapolate(lambda n: measure(n, even), m, pp) == pytest.approx(measure(m, even))
     # a pipeline of uneven stages takes longer to come to its rhythm
@@ -108,7 +108,7 @@ def test_a_long_schedule_is_known_from_a_short_one(schedule, pp, m):
 
 def test_microbatches_in_flight_are_those_of_the_papers():
     def held(*schedule) -> list[int]:
-        return [count_in_flight(row).total() for row in order_of(*schedule)]
+        return [count_in_flight(row).total() for row in pipeline_order(*schedule)]
 
     assert held("GPipe", 4, 8, 1) == [8, 8, 8, 8]
     assert held("1F1B", 4, 8, 1) == [4, 3, 2, 1]
@@ -122,7 +122,7 @@ def test_the_backward_of_inputs_frees_nothing_yet():
 
 
 def test_rows_of_a_layout_are_those_of_its_schedule_or_its_file(tmp_path):
-    shape = SHAPES["debug"]
+    shape = FLAVORS["debug"]
 
     def rows(**keys):
         section = Parallelism(pipeline_parallel_degree=2, **keys)
@@ -136,7 +136,7 @@ def test_rows_of_a_layout_are_those_of_its_schedule_or_its_file(tmp_path):
     file = tmp_path / "schedule.csv"
     file.write_text("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
     assert list(map(str, rows(pipeline_parallel_schedule_csv=str(file))[1])) == ["1F0", "1B0", "1F1", "1B1"]
-    assert list(map(str, order_of("1F1B", 1, 2, 1)[0])) == ["0F0", "0B0", "0F1", "0B1"]
+    assert list(map(str, pipeline_order("1F1B", 1, 2, 1)[0])) == ["0F0", "0B0", "0F1", "0B1"]
 
 
 # ---------------------------------------------------------------- pictures

@@ -16,7 +16,7 @@ from mutants_of_sizes import LONG
 from torch import nn
 
 from torchtitan_lite import step
-from torchtitan_lite.config.flavors import SHAPES, count_parameters, resolve_shape
+from torchtitan_lite.config.flavors import FLAVORS, count_parameters, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
@@ -75,10 +75,10 @@ ASKED = {name: ("--config", name) for name in CONFIGS} | OTHERS
 @pytest.mark.parametrize("ranks", [1, 2, 8, 16])
 def test_each_run_keeps_the_layout_and_has_the_depth_the_length_and_the_width(name, ranks):
     config = read(*ASKED[name])
-    reduction, real = reduce_config(config, ranks), resolve_shape(config.model)
+    reduction, real = reduce_config(config, ranks), resolve_model(config.model)
     deep, long, wide = deepen(reduction), lengthen(reduction), keep_width(reduction, 8 * GIB)
     for run in (deep, long, wide):
-        shape = resolve_shape(run.config.model)
+        shape = resolve_model(run.config.model)
         assert run.layout.degrees == reduction.layout.degrees
         assert run.config.training.seq_len not in (shape.dim, shape.ffn_dim, shape.vocab_size, shape.head_dim)
         assert {change.key for change in run.changes} >= {"optimizer.name", "model.n_layers"}
@@ -87,7 +87,7 @@ def test_each_run_keeps_the_layout_and_has_the_depth_the_length_and_the_width(na
         assert run.config.activation_checkpoint == reduction.config.activation_checkpoint
         assert run.config.compile.enable == (config.compile.enable and run is deep)
 
-    assert deep.config.model.n_layers >= 12 and resolve_shape(deep.config.model).dim == 16
+    assert deep.config.model.n_layers >= 12 and resolve_model(deep.config.model).dim == 16
     assert any({"layers.9", "layers.10"} <= set(stage) for stage in deep.layout.stages)
     lengths = {sum(name.startswith("layers.") for name in stage) for stage in deep.layout.stages}
     assert len(lengths) > 1 or len(deep.layout.stages) == deep.layout.pp
@@ -98,7 +98,7 @@ def test_each_run_keeps_the_layout_and_has_the_depth_the_length_and_the_width(na
     chunks = -(-long.config.training.seq_len // long.layout.cp // long.config.training.loss_chunk_tokens)
     assert chunks >= 11
 
-    shape = resolve_shape(wide.config.model)
+    shape = resolve_model(wide.config.model)
     assert (shape.n_heads, shape.n_kv_heads, shape.head_dim) == (real.n_heads, real.n_kv_heads, real.head_dim)
     assert shape.n_layers == max(1, wide.layout.pp - 2)
     assert count_parameters(shape) <= MOST_PARAMETERS
@@ -129,9 +129,9 @@ def test_a_run_that_accumulates_does_so_three_times_in_wide():
 
 
 def test_little_memory_halves_vocabulary_first_then_ffn_dim_then_dim():
-    shape = SHAPES["8B"]
-    assert fit_shape(SHAPES["debug"], 1, 2**28) == SHAPES["debug"]
-    one_layer = resolve_shape(override(read("--config", "llama3_8b"), {"model.n_layers": 1}).model)
+    shape = FLAVORS["8B"]
+    assert fit_shape(FLAVORS["debug"], 1, 2**28) == FLAVORS["debug"]
+    one_layer = resolve_model(override(read("--config", "llama3_8b"), {"model.n_layers": 1}).model)
     sizes = [fit_shape(one_layer, 1, memory * GIB // 256) for memory in (400, 96, 64, 1)]
     assert [size.vocab_size for size in sizes] == [shape.vocab_size, 16032, 4008, 2004]
     assert [size.ffn_dim for size in sizes] == [shape.ffn_dim, shape.ffn_dim, shape.ffn_dim, 1792]
@@ -169,7 +169,7 @@ def test_the_long_batch_has_far_positions_where_targets_count_and_hundreds_of_do
 
 
 def test_a_repeated_block_has_the_scale_of_the_rule_and_no_two_equal_rows():
-    shape, fqn = SHAPES["8B"], "layers.0.feed_forward.w1.weight"
+    shape, fqn = FLAVORS["8B"], "layers.0.feed_forward.w1.weight"
     generators = [torch.Generator().manual_seed(1) for _ in range(2)]
     full = torch.empty(1000, 4096)
     repeat_block(init_parameter, fqn, full, shape, generators[0])
@@ -195,7 +195,7 @@ def test_slices_are_joined_to_the_wholes_that_they_belong_to():
 def test_the_reference_clips_the_first_step_alone_and_updates_as_torch_does():
     config = compare.complete({"optimizer.weight_decay": 0.1, "model.n_layers": 1}, 1)
     outcome = run_one_process(config)
-    model = Llama3(resolve_shape(config.model))
+    model = Llama3(resolve_model(config.model))
     model.load_state_dict(outcome.initial)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
     for number, max_norm in enumerate((config.training.max_norm, 1e9)):

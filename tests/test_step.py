@@ -12,7 +12,7 @@ from layouts import ADAMW, BFLOAT16, COMPILED, CP, DOCUMENTS, GATHER, PP, RECOMP
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.diagnosis import find_non_finite
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 
@@ -20,7 +20,7 @@ from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEX
 def break_a_step(rank: int, world_size: int, overrides: dict[str, object]) -> tuple[bool, bool]:
     """Worker: one good step, then one with a NaN on rank 1. Was it finite; did weights and moments stay?"""
     run = compare.build_table_run(world_size, overrides)
-    vocab_size = resolve_shape(run.config.model).vocab_size
+    vocab_size = resolve_model(run.config.model).vocab_size
     stepping.train_step(run, compare.own_rows(run, compare.make_batch(0, vocab_size)))
     before = snapshot(run)
     if rank == 1:
@@ -69,7 +69,7 @@ BREAKS = {  # what is multiplied by NaN or infinity on one rank
 def break_many_steps(rank: int, world_size: int, overrides: dict[str, object], n_trials: int) -> list[tuple]:
     """Worker: each trial breaks one module of one rank. What was broken, and what is said of it; a sound step first."""
     run = compare.build_table_run(world_size, overrides)
-    batch = compare.own_rows(run, compare.make_batch(0, resolve_shape(run.config.model).vocab_size))
+    batch = compare.own_rows(run, compare.make_batch(0, resolve_model(run.config.model).vocab_size))
     trials = [(None, "a sound step", find_origin(run, batch))]
     for seed in range(n_trials):
         chosen = random.Random(seed)

@@ -121,8 +121,8 @@ def test_special_ids_follow_the_ranks_as_in_llama3(shipped):
     n_ranks = len(read_ranks(SHIPPED / "tokenizer.model"))
     for name, published_id in PUBLISHED_SPECIAL_IDS.items():
         assert shipped.decode([n_ranks + published_id - 128000]) == name
-    assert shipped.decode([shipped.n_words - 1]) == "<|reserved_special_token_246|>"  # published as 128255
-    assert shipped.n_words == n_ranks + 256
+    assert shipped.decode([shipped.vocab_size - 1]) == "<|reserved_special_token_246|>"  # published as 128255
+    assert shipped.vocab_size == n_ranks + 256
 
 
 def test_bos_and_eos_are_added_only_where_asked_for(shipped):
@@ -139,7 +139,7 @@ def test_special_tokens_spelled_in_text_are_plain_text(shipped):
 
 
 def test_shipped_vocabulary_has_2304_words_and_begins_with_the_bytes(shipped):
-    assert shipped.n_words == 2304
+    assert shipped.vocab_size == 2304
     assert list(read_ranks(SHIPPED / "tokenizer.model"))[:256] == BYTES
 
 
@@ -160,7 +160,7 @@ def test_relative_folder_is_looked_up_from_here_and_then_from_the_repository(tmp
     assert load_tokenizer("assets/tokenizer").identity == shipped.identity
     (tmp_path / "assets" / "tokenizer").mkdir(parents=True)
     write_ranks(tmp_path / "assets" / "tokenizer", BYTES)
-    assert load_tokenizer("assets/tokenizer").n_words == 512
+    assert load_tokenizer("assets/tokenizer").vocab_size == 512
 
 
 def test_missing_tokenizer_names_key_folder_and_remedy(tmp_path):
@@ -246,7 +246,7 @@ def test_tool_writes_a_vocabulary_that_loads_and_tells_its_bytes_per_token(small
     out = tmp_path / "deep" / "out"
     assert tool.main(["--vocab", "270", "--out", str(out)]) == 0
     tokenizer = load_tokenizer(str(out))
-    assert tokenizer.n_words == 270 + 256
+    assert tokenizer.vocab_size == 270 + 256
     n_tokens = len(tokenizer.encode("alpha beta gamma\n" * 20)) + len(tokenizer.encode("beta delta()\n" * 30))
     assert f"730 bytes in {n_tokens} tokens, {730 / n_tokens:.2f} bytes per token" in capsys.readouterr().out
     assert [path.name for path in out.iterdir()] == ["tokenizer.model"]

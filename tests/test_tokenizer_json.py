@@ -178,7 +178,7 @@ def test_ids_are_those_of_hugging_face(style, contents, tmp_path):
     for text in texts:
         assert ours.encode(text) == encode_with(oracle, text), repr(text)
         assert ours.encode_packed(text) == pack_ids(ours.encode(text)), repr(text)
-    assert max(max(ours.encode(text), default=0) for text in texts) < ours.n_words
+    assert max(max(ours.encode(text), default=0) for text in texts) < ours.vocab_size
 
 
 @pytest.mark.parametrize("style", ["GPT-2", "Llama 3", "Qwen", "no words"])
@@ -201,7 +201,7 @@ def test_text_comes_back_and_every_token_tells_its_bytes(contents, tmp_path):
     for style in ("Llama 3", "both kinds", "GPT-4o"):  # without a normalizer nothing changes
         ours, _ = load_both(tmp_path, contents[style])
         n_bytes = ours.bytes_of_tokens()
-        assert len(n_bytes) == ours.n_words and n_bytes[ours.eos_id] == 0
+        assert len(n_bytes) == ours.vocab_size and n_bytes[ours.eos_id] == 0
         for text in SCRIPTS + draw_texts(300, seed=3):
             ids = ours.encode(text)
             assert ours.decode(ids) == text
@@ -408,7 +408,7 @@ def test_ids_may_have_gaps_and_the_bytes_may_stand_anywhere(contents, tmp_path):
     for text in SCRIPTS:
         assert ours.encode(text) == encode_with(oracle, text)
         assert ours.decode(ours.encode(text)) == text
-    assert ours.n_words == 9001 and ours.eos_id == 9000 and len(ours.bytes_of_tokens()) == 9001
+    assert ours.vocab_size == 9001 and ours.eos_id == 9000 and len(ours.bytes_of_tokens()) == 9001
     assert ours.bytes_of_tokens()[8999] == 0
     with pytest.raises(KeyError):
         ours.decode([8999])
@@ -594,9 +594,9 @@ def test_of_both_files_in_a_folder_tokenizer_json_is_read_unless_the_other_is_na
     folder = write_json(tmp_path, contents["Qwen"])
     shipped = Path(load_tokenizer("assets/tokenizer").vocabulary.path)
     (folder / "tokenizer.model").write_bytes(shipped.read_bytes())
-    assert load_tokenizer(folder).n_words == 806
-    assert load_tokenizer(folder / "tokenizer.json").n_words == 806
-    assert load_tokenizer(folder / "tokenizer.model").n_words == 2304
+    assert load_tokenizer(folder).vocab_size == 806
+    assert load_tokenizer(folder / "tokenizer.json").vocab_size == 806
+    assert load_tokenizer(folder / "tokenizer.model").vocab_size == 2304
 
 
 def test_plain_bytes_are_the_bytes_of_the_text():
@@ -604,7 +604,7 @@ def test_plain_bytes_are_the_bytes_of_the_text():
     for text in ["", *SCRIPTS, *draw_texts(200, seed=7), "x\n" * 300_000]:
         assert ours.encode(text) == list(text.encode())
         assert ours.decode(ours.encode(text)) == text
-    assert ours.encode("a", bos=True, eos=True) == [256, 97, 257] and ours.n_words == 258
+    assert ours.encode("a", bos=True, eos=True) == [256, 97, 257] and ours.vocab_size == 258
     assert ours.bytes_of_tokens() == [1] * 256 + [0, 0]
     assert ours.identity == load_tokenizer("bytes").identity
 
@@ -612,5 +612,5 @@ def test_plain_bytes_are_the_bytes_of_the_text():
 def test_a_folder_that_is_called_bytes_can_be_named_too(contents, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_json(tmp_path / "bytes", contents["Qwen"])
-    assert load_tokenizer("./bytes").n_words == 806
-    assert load_tokenizer("bytes").n_words == 258
+    assert load_tokenizer("./bytes").vocab_size == 806
+    assert load_tokenizer("bytes").vocab_size == 258

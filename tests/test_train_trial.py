@@ -29,7 +29,7 @@ from layouts import (
 )
 
 from torchtitan_lite.components.optim import learning_rate_factor
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.schema import LRScheduler
 from torchtitan_lite.data.corpus import open_corpus
@@ -133,16 +133,16 @@ def test_a_rank_that_fails_or_hangs_is_told(pool, tmp_path, monkeypatch):
 )
 def test_a_resume_is_tried_on_another_layout_of_the_same_ranks(tmp_path, row, other):
     config = make_config(reduce_row(row), tmp_path)
-    first = plan_layout(config, resolve_shape(config.model), row.world_size)
+    first = plan_layout(config, resolve_model(config.model), row.world_size)
     moved, layout = choose_other_layout(config, first)
     assert str(layout) == other
     assert moved.training.global_batch_size == config.training.global_batch_size
-    assert plan_layout(moved, resolve_shape(moved.model), row.world_size) == layout
+    assert plan_layout(moved, resolve_model(moved.model), row.world_size) == layout
 
 
 def test_rows_of_a_rank_are_those_of_its_place_on_the_data_parallel_dims():
     config = compare.complete({PP: 2, REPLICATE: 2, TP: 2}, 16)
-    plan = StartPlan(config, plan_layout(config, resolve_shape(config.model), 16), 0, 1)
+    plan = StartPlan(config, plan_layout(config, resolve_model(config.model), 16), 0, 1)
     assert plan.coordinates(13) == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "cp": 0, "tp": 1}
     assert [plan.own_rows(rank)[0] for rank in range(16)] == [0, 0, 2, 2, 4, 4, 6, 6] * 2
     rows = [[(1, row) for row in plan.own_rows(rank)] for rank in range(16)]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from layouts import CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO
 
 from torchtitan_lite import validation
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.schema import Validation
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.dataset import HeldOutBatches, SampleReader, prefetch, rows_of_rank
@@ -72,7 +72,7 @@ def validate_layout(rank: int, world_size: int, overrides: dict, folder: Path, m
 def validate_in_one_process(folder: Path, n_tokens: int) -> dict[str, float]:
     """The same by a plain loop over the first tokens of the held-out row, one sample at a time."""
     config = compare.override(compare.TABLE_CONFIG, BYTES)
-    model = Llama3(resolve_shape(config.model))
+    model = Llama3(resolve_model(config.model))
     initialize_weights(model, init_parameter, config.debug.seed)
     tokens, begins = open_held_out(folder).read(0, n_tokens)
     loss = n_counted = n_bytes = 0

@@ -18,7 +18,7 @@ from mutants import MUTANTS
 
 from torchtitan_lite import step
 from torchtitan_lite.config.command_lines import make_verify_parser
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError
@@ -101,7 +101,7 @@ def test_no_module_of_a_healthy_layout_is_accused_and_every_one_is_looked_at(poo
 
 def test_a_piece_is_cut_as_cp_tp_and_data_parallel_split_it():
     config = compare.complete({CP: 2, TP: 2}, 8)
-    layout = plan_layout(config, resolve_shape(config.model), 8)
+    layout = plan_layout(config, resolve_model(config.model), 8)
     whole = torch.arange(8 * 32).view(8, 32, 1)[4:]  # rows, sequence, width
     at = {"pp": 0, "dp_replicate": 0, "dp_shard": 1, "cp": 1, "tp": 1}
     piece = cut_piece(whole, torch.empty(4, 8, 1), at, layout, config)
@@ -193,7 +193,7 @@ def read(*args: str) -> Config:
 def test_every_shipped_config_reduces_to_a_sound_small_one(name, ranks):
     config = read("--config", name)
     reduction = reduce_config(config, ranks)
-    small, real = reduction.shape, resolve_shape(config.model)
+    small, real = reduction.shape, resolve_model(config.model)
     assert reduction.layout.world_size <= ranks
     assert small.n_heads // small.n_kv_heads == real.n_heads // real.n_kv_heads
     assert (small.dim == small.n_heads * small.head_dim) == (real.dim == real.n_heads * real.head_dim)
@@ -301,7 +301,7 @@ THREE_D = {PP: 2, TP: 2, SHARD: 2, "model.tie_embeddings": False, SCHEDULE: "Int
 )
 def test_bisection_finds_the_smallest_combination(guilty, smallest):
     config = compare.complete(THREE_D, 8)
-    layout = plan_layout(config, resolve_shape(config.model), 8)
+    layout = plan_layout(config, resolve_model(config.model), 8)
     names = list_features(config, layout)
     assert {"pp", "dp_shard", "tp", "recompute", "schedule", "loss parallel"} == set(names)
     assert find_smallest(names, list(bisect(config, layout, guilty))) == smallest
@@ -309,7 +309,7 @@ def test_bisection_finds_the_smallest_combination(guilty, smallest):
 
 def test_what_cannot_be_turned_off_is_told_and_kept():
     config = compare.complete(THREE_D, 8)
-    layout = plan_layout(config, resolve_shape(config.model), 8)
+    layout = plan_layout(config, resolve_model(config.model), 8)
     stubborn = replace(FEATURES["tp"], off={TP: 3})  # 3 divides no number of heads here
     with patch.dict(FEATURES, {"tp": stubborn}):
         steps = list(bisect(config, layout, lambda config, layout: True))
@@ -319,7 +319,7 @@ def test_what_cannot_be_turned_off_is_told_and_kept():
 
 def test_fewer_data_parallel_ranks_leave_each_rank_its_rows():
     config = compare.complete({SHARD: 4, "training.local_batch_size": 1, "training.global_batch_size": 8}, 4)
-    layout = plan_layout(config, resolve_shape(config.model), 4)
+    layout = plan_layout(config, resolve_model(config.model), 4)
     small, small_layout = turn_off(config, layout, frozenset({"dp_shard"}))
     assert (small_layout.world_size, small_layout.global_batch_size, small_layout.n_microbatches) == (1, 2, 2)
     _, without = turn_off(config, layout, frozenset({"accumulation"}))

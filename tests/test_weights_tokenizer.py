@@ -11,7 +11,7 @@ from test_check import LAPTOP, find_one_problem, write_tokenizer
 from torchtitan_lite.checkpoint.hugging_face_export import Export, write_folder
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.one_process import CheckpointWriter
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.data.find_vocabulary import read_vocabulary
 from torchtitan_lite.preflight import preflight
@@ -25,7 +25,7 @@ FROM_OURS = ["--checkpoint.initial_load_path=step-9"]
 def folders(tmp_path, monkeypatch):
     """Weights in hf/ with a tokenizer beside them, a checkpoint step-9 that was trained with mine/; and other/."""
     monkeypatch.chdir(tmp_path)
-    shape = resolve_shape(read_config(MODEL).config.model)
+    shape = resolve_model(read_config(MODEL).config.model)
     sizes = list_tensors(shape)
     write_folder(Path("hf"), lambda fqn: torch.zeros(sizes[fqn]), Export(shape, "float32"))
     for number, folder in enumerate(("hf", "mine", "other", "assets/tokenizer")):

@@ -79,7 +79,7 @@ def check_still_held(lock: BinaryIO) -> None:
 
 
 @contextmanager
-def lost_folder_explained(lock: BinaryIO | None) -> Iterator[None]:
+def explain_lost_folder(lock: BinaryIO | None) -> Iterator[None]:
     """Raise CheckpointError in place of an OSError inside, if it is due to the loss of the folder of this lock."""
     try:
         yield

@@ -12,13 +12,13 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes, find_unwritable
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError, read_manifest
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.schema import Config, Problem
 
 KEY = "checkpoint.initial_load_path"
 
 
-def check_initial_load(config: Config, shape: Shape) -> list[Problem]:
+def check_initial_load(config: Config, shape: ModelArgs) -> list[Problem]:
     """The weights to begin with are there, and those of this shape. Not asked where a run resumes."""
     section, path = config.checkpoint, config.checkpoint.initial_load_path
     if not path:
@@ -32,7 +32,7 @@ def check_initial_load(config: Config, shape: Shape) -> list[Problem]:
     return check(path, section.initial_load_model_only, shape)
 
 
-def check_hugging_face(path: str, model_only: bool, shape: Shape) -> list[Problem]:
+def check_hugging_face(path: str, model_only: bool, shape: ModelArgs) -> list[Problem]:
     if not model_only:
         why = "a Hugging Face folder holds neither optimizer nor step"
         return [Problem("checkpoint.initial_load_model_only", False, why, "Set it to true")]
@@ -43,7 +43,7 @@ def check_hugging_face(path: str, model_only: bool, shape: Shape) -> list[Proble
         return [Problem(KEY, path, "; ".join(error.problems), remedy)]
 
 
-def check_own(path: str, model_only: bool, shape: Shape) -> list[Problem]:
+def check_own(path: str, model_only: bool, shape: ModelArgs) -> list[Problem]:
     try:
         manifest = read_manifest(Path(path))
     except CheckpointError as error:
@@ -60,7 +60,7 @@ def check_own(path: str, model_only: bool, shape: Shape) -> list[Problem]:
     return [Problem(KEY, path, f"it holds another model: {different}", "Set the keys of [model] to those")]
 
 
-def check_export(config: Config, shape: Shape) -> list[Problem]:
+def check_export(config: Config, shape: ModelArgs) -> list[Problem]:
     """The shape is one that transformers can load."""
     section = config.checkpoint
     if not (section.enable and section.last_save_in_hf):

@@ -11,7 +11,7 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps, read_manifest
 from torchtitan_lite.config.certificates import describe_coverage, find_certificate
 from torchtitan_lite.config.compilers import check_compilers
-from torchtitan_lite.config.flavors import Shape, resolve_shape
+from torchtitan_lite.config.flavors import ModelArgs, resolve_model
 from torchtitan_lite.config.float8_plan import check_float8_machine, describe_float8
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
@@ -32,7 +32,7 @@ class Prepared:
 
     config: Config  # resolved: no automatic value is left
     config_name: str
-    shape: Shape
+    shape: ModelArgs
     layout: Layout
     memory: list[MemoryBound]  # empty: not judged, for the memory is not known
     notices: list[str]
@@ -63,7 +63,7 @@ def preflight(
     memory: list[MemoryBound] = []
     degrees, degree_problems = plan_degrees(config.parallelism, n_ranks)
     try:
-        shape = resolve_shape(config.model)
+        shape = resolve_model(config.model)
         if not degree_problems:
             memory = bound_memory(config, shape, degrees, machine, n_hosts)
             problems += check_memory(config, shape, memory, machine)
@@ -139,13 +139,13 @@ def name_family(key: str) -> str:
 # --- data and files ---
 
 
-def check_vocabulary(config: Config, vocabulary: Vocabulary, shape: Shape | None) -> list[Problem]:
+def check_vocabulary(config: Config, vocabulary: Vocabulary, shape: ModelArgs | None) -> list[Problem]:
     """No token may be without a row in the embedding of the model."""
-    n_words = vocabulary.n_words
-    if shape is None or n_words <= shape.vocab_size:
+    vocab_size = vocabulary.vocab_size
+    if shape is None or vocab_size <= shape.vocab_size:
         return []
-    why = f"the ids of the tokenizer {config.model.hf_assets_path} go from 0 to {n_words - 1}"
-    remedy = f"Set model.vocab_size to {n_words} or more, or choose another model.hf_assets_path"
+    why = f"the ids of the tokenizer {config.model.hf_assets_path} go from 0 to {vocab_size - 1}"
+    remedy = f"Set model.vocab_size to {vocab_size} or more, or choose another model.hf_assets_path"
     return [Problem("model.vocab_size", shape.vocab_size, why, remedy)]
 
 

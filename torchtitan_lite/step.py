@@ -26,14 +26,14 @@ from torchtitan_lite.components.optim import (
     compile_optimizer,
     step_if_finite,
 )
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model import llama3
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel.context_parallel import shard_sequence
-from torchtitan_lite.parallel.float8 import TravellingWeight, gather_in_float8, precompute_scales
+from torchtitan_lite.parallel.float8 import Float8AllGatherHook, gather_in_float8, precompute_scales
 from torchtitan_lite.parallel.fsdp import free_gathered, prepare_microbatch
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
@@ -58,7 +58,7 @@ class Run:
     optimizer: Optimizer
     lr_scheduler: LRScheduler
     schedule: object | None  # of torch.distributed.pipelining; None without PP
-    float8_weights: list[TravellingWeight]  # those whose scales are precomputed
+    float8_weights: list[Float8AllGatherHook]  # those whose scales are precomputed
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class StepResult:
     finite: Tensor  # False: the gradient norm was not finite and no weight was changed
 
 
-def build_on_meta(config: Config, shape: Shape) -> nn.Module:
+def build_on_meta(config: Config, shape: ModelArgs) -> nn.Module:
     """The whole model without storage."""
     model_class, _ = MODELS[config.model.name]
     with torch.device("meta"):
         return model_class(shape, attention=config.model.attention)
 
 
-def build_parts(config: Config, shape: Shape, layout: Layout, mesh: Mesh) -> list[nn.Module]:
+def build_parts(config: Config, shape: ModelArgs, layout: Layout, mesh: Mesh) -> list[nn.Module]:
     """The model parts that this rank holds, parallelized and still on meta: no memory, no communication."""
     model = build_on_meta(config, shape)
     stages = [layout.stages[index] for index in layout.stages_of(mesh.pp.get_local_rank())]
@@ -99,7 +99,7 @@ def materialize(parts: list[nn.Module], config: Config, device: torch.device) ->
         part.train()
 
 
-def build_run(config: Config, shape: Shape, layout: Layout, mesh: Mesh, device: torch.device) -> Run:
+def build_run(config: Config, shape: ModelArgs, layout: Layout, mesh: Mesh, device: torch.device) -> Run:
     """A run at step 0. `config` is resolved. Collective."""
     return start_run(build_parts(config, shape, layout, mesh), config, layout, mesh, device)
 
@@ -132,7 +132,7 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
     grad_norm = clip_grad_norm(run.parameters.values(), run.config.training.max_norm)  # one float over all ranks
     finite = step_if_finite(run.optimizer, grad_norm)
-    precompute_scales(run.float8_weights, run.mesh.parameters)  # where asked for; all-reduces one float per weight
+    precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)  # where asked for; all-reduces one float per weight
     run.lr_scheduler.step()
     return StepResult(loss, local_loss, grad_norm, finite)
 
@@ -140,12 +140,12 @@ def train_step(run: Run, batch: Batch) -> StepResult:
 def compute_gradients(run: Run, batch: Batch) -> Tensor:
     """The gradients of `batch`, in place of any earlier ones. Returns what `forward_backward` does."""
     run.optimizer.zero_grad()
-    batch = take_pieces(run, batch)
+    batch = shard_for_cp(run, batch)
     n_tokens = count_global_tokens(run, batch)  # all-reduces one integer over dp and cp
     return forward_backward(run, batch, n_tokens)  # FSDP reduce-scatters gradients as they come
 
 
-def take_pieces(run: Run, batch: Batch) -> Batch:
+def shard_for_cp(run: Run, batch: Batch) -> Batch:
     """What this cp rank computes of its rows: (B, S) -> (B, S/cp); doc_ids stay whole. Nothing travels."""
     if run.layout.cp == 1:
         return batch
@@ -156,7 +156,7 @@ def take_pieces(run: Run, batch: Batch) -> Batch:
 def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     """All microbatches of the step, forward and backward. Adds to the gradients; they are complete on return.
 
-    `batch` is what `take_pieces` leaves of the rank's rows, here and in all that follows.
+    `batch` is what `shard_for_cp` leaves of the rank's rows, here and in all that follows.
 
     Returns this rank's share of the loss, () fp32: zero where no rank of this stage holds the head.
     """
@@ -168,7 +168,7 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
         for index, micro in enumerate(batch.split(run.layout.n_microbatches), 1):
             is_last = index == run.layout.n_microbatches
             prepare_microbatch(part, zero_stage=run.layout.zero_stage, is_last=is_last)
-            micro_loss = part(micro.tokens, **further_inputs(micro)) / n_tokens
+            micro_loss = part(micro.tokens, **stage_kwargs(micro)) / n_tokens
             micro_loss.backward()
             loss += micro_loss.detach()
     return loss
@@ -183,7 +183,7 @@ def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
         else:
             (part,) = run.parts
             micros = batch.split(run.layout.n_microbatches)
-            loss = sum(part(micro.tokens, **further_inputs(micro)) / n_tokens for micro in micros)
+            loss = sum(part(micro.tokens, **stage_kwargs(micro)) / n_tokens for micro in micros)
     for part in run.parts:
         free_gathered(part)
     return loss
@@ -198,11 +198,11 @@ def run_schedule(run: Run, walk: Callable, batch: Batch, n_tokens: Tensor) -> Te
     tokens = [batch.tokens] if run.parts[0].tok_embeddings is not None else []
     losses: list[Tensor] = []  # of the microbatches, on the rank that has the head
     target = n_tokens.expand(len(batch.tokens))
-    walk(*tokens, target=target, losses=losses, return_outputs=False, **further_inputs(batch))
+    walk(*tokens, target=target, losses=losses, return_outputs=False, **stage_kwargs(batch))
     return torch.zeros((), device=run.device) + sum(loss.detach() for loss in losses)
 
 
-def further_inputs(batch: Batch) -> dict[str, Tensor]:
+def stage_kwargs(batch: Batch) -> dict[str, Tensor]:
     """What every part is given beside tokens or hidden states, (rows, S) each."""
     return {"positions": batch.positions, "doc_ids": batch.doc_ids, "targets": batch.targets}
 
@@ -210,12 +210,12 @@ def further_inputs(batch: Batch) -> dict[str, Tensor]:
 def count_global_tokens(run: Run, batch: Batch) -> Tensor:
     """Counted targets of the global batch, () int64. All-reduces 8 bytes over dp_replicate, dp_shard and cp."""
     n_tokens = count_valid_tokens(batch.targets)
-    dist.all_reduce(n_tokens, group=run.mesh.tokens.get_group())
+    dist.all_reduce(n_tokens, group=run.mesh.dp_cp_mesh.get_group())
     return n_tokens
 
 
 def sum_losses(run: Run, local_loss: Tensor) -> Tensor:
     """The loss of the global batch, () fp32. All-reduces 4 bytes over pp, dp_replicate, dp_shard and cp."""
     loss = local_loss.clone()
-    dist.all_reduce(loss, group=run.mesh.losses.get_group())
+    dist.all_reduce(loss, group=run.mesh.loss_mesh.get_group())
     return loss

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchtitan_lite.config.schema import Validation
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
-from torchtitan_lite.step import Run, forward_only, take_pieces
+from torchtitan_lite.step import Run, forward_only, shard_for_cp
 
 
 def is_validated(step: int, section: Validation, n_steps: int) -> bool:
@@ -34,12 +34,12 @@ def validate(run: Run, batches: Iterable[Batch], bytes_of_tokens: Tensor) -> dic
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
     counts = torch.zeros(2, dtype=torch.int64, device=run.device)  # tokens, bytes
     for batch in batches:
-        pieces = take_pieces(run, batch)
+        pieces = shard_for_cp(run, batch)
         loss += forward_only(run, pieces, one)  # divided by one: the sum of token losses
         counted = pieces.targets != IGNORE_INDEX
         counts += torch.stack([counted.sum(), (bytes_of_tokens[pieces.targets.clamp(min=0)] * counted).sum()])
-    dist.all_reduce(loss, group=run.mesh.losses.get_group())
-    dist.all_reduce(counts, group=run.mesh.tokens.get_group())
+    dist.all_reduce(loss, group=run.mesh.loss_mesh.get_group())
+    dist.all_reduce(counts, group=run.mesh.dp_cp_mesh.get_group())
     n_tokens, n_bytes = counts
     mean = loss / n_tokens
     return {

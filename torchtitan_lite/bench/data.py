@@ -45,7 +45,7 @@ from torchtitan_lite.bench.large_corpora import measure_large_corpora
 from torchtitan_lite.bench.rounds import Report, measure_rounds
 from torchtitan_lite.bench.step import build_trainer, one_rank_group
 from torchtitan_lite.config.command_lines import count_cores, make_prepare_parser
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.hardware import detect_machine
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Training
@@ -219,10 +219,10 @@ def prepare_corpus(texts: Path, out: Path, *, n_processes: int) -> None:
 
 def build_reading(folder: Path, corpus: Corpus, tokenizer: Tokenizer, amounts: Amounts) -> dict[str, Contender]:
     n_rows, seq_len = Training.local_batch_size, Training.seq_len
-    reader = SampleReader([corpus], seq_len=seq_len, vocab_size=tokenizer.n_words)
+    reader = SampleReader([corpus], seq_len=seq_len, vocab_size=tokenizer.vocab_size)
     stream = SampleStream(reader, global_batch_size=n_rows, seed=0)
     steps = count()
-    dtype = getattr(torch, choose_dtype(tokenizer.n_words))
+    dtype = getattr(torch, choose_dtype(tokenizer.vocab_size))
     n_windows = amounts.n_batches * n_rows
     draw = Random(0)
     windows = [
@@ -258,7 +258,7 @@ def map_tensor(path: Path, dtype: torch.dtype) -> Tensor:
 
 def build_debug(corpus: Corpus, amounts: Amounts) -> dict[str, Contender]:
     config = read_config(["--config", "debug"]).config
-    shape, section = resolve_shape(config.model), config.training
+    shape, section = resolve_model(config.model), config.training
     reader = SampleReader([corpus], seq_len=section.seq_len, vocab_size=shape.vocab_size)
     global_batch_size = section.local_batch_size * N_DEBUG_RANKS
     stream = SampleStream(reader, global_batch_size=global_batch_size, seed=0)

@@ -26,9 +26,9 @@ def fabricate_corpus(
     """Makes `folder`. Documents have DOCUMENT_TOKENS, of which `shard_tokens` is a multiple."""
     assert shard_tokens % DOCUMENT_TOKENS == 0, f"{shard_tokens} tokens are no whole documents"
     folder.mkdir()
-    dtype = choose_dtype(tokenizer.n_words)
+    dtype = choose_dtype(tokenizer.vocab_size)
     n_bytes, n_documents = shard_tokens * BYTES_OF[dtype], shard_tokens // DOCUMENT_TOKENS
-    ids = random.Random(0).choices(range(tokenizer.n_words), k=BLOCK_TOKENS)
+    ids = random.Random(0).choices(range(tokenizer.vocab_size), k=BLOCK_TOKENS)
     block = b"" if sparse else struct.pack(f"<{len(ids)}{CODES[dtype]}", *ids)
     borders = struct.pack(f"<{n_documents + 1}Q", *range(0, shard_tokens + 1, DOCUMENT_TOKENS))
     shards: list[Shard] = []
@@ -43,7 +43,7 @@ def fabricate_corpus(
     manifest = Manifest(
         dtype=dtype,
         tokenizer_identity=tokenizer.identity,
-        n_words=tokenizer.n_words,
+        vocab_size=tokenizer.vocab_size,
         held_out_share=0.0,
         splits={"train": shards, "held_out": []},
         sources_sha256=hashlib.sha256().hexdigest(),

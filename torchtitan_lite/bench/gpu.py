@@ -22,7 +22,13 @@ from statistics import median
 from torchtitan_lite.bench.gpu_row import RowResult, run_row
 from torchtitan_lite.bench.rounds import Report
 from torchtitan_lite.bench.setting import read_setting
-from torchtitan_lite.config.flavors import FlopsPerToken, Shape, count_flops_per_token, count_parameters, resolve_shape
+from torchtitan_lite.config.flavors import (
+    FlopsPerToken,
+    ModelArgs,
+    count_flops_per_token,
+    count_parameters,
+    resolve_model,
+)
 from torchtitan_lite.config.hardware import Machine, detect_machine, peak_flops
 from torchtitan_lite.config.memory_bound import count_activation_bytes, count_state_bytes
 from torchtitan_lite.config.reader import REPOSITORY
@@ -53,7 +59,7 @@ TINY_SEQ_LEN = 64
 class Row:
     name: str  # "8B eager"
     plans: list[Config]  # the best first; none: not even the smallest fits
-    shape: Shape
+    shape: ModelArgs
 
 
 class NoGpu(Exception):
@@ -105,7 +111,7 @@ def build_rows(machine: Machine, *, tiny: bool) -> list[Row]:
     rows = []
     for size in SIZES:
         model = Model(flavor=size, **TINY) if tiny else Model(flavor=size)
-        shape = resolve_shape(model)
+        shape = resolve_model(model)
         seq_len = TINY_SEQ_LEN if tiny else 8192
         plans = [
             Config(
@@ -122,7 +128,7 @@ def build_rows(machine: Machine, *, tiny: bool) -> list[Row]:
     return rows
 
 
-def count_bytes(config: Config, shape: Shape) -> float:
+def count_bytes(config: Config, shape: ModelArgs) -> float:
     """What a step on one rank takes at its peak, by arithmetic."""
     n_tokens = config.training.local_batch_size * config.training.seq_len
     state = count_parameters(shape) * count_state_bytes(config.optimizer)

@@ -17,7 +17,7 @@ from torchtitan_lite.bench.rounds import measure_rounds
 from torchtitan_lite.bench.setting import read_clocks
 from torchtitan_lite.bench.step import build_trainer, make_batch, one_rank_group
 from torchtitan_lite.components.metrics import read_peak_memory
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.hardware import detect_machine
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.mesh import choose_device
@@ -34,7 +34,7 @@ RowResult = dict[str, object]  # as JSON holds it
 def measure_row(config: Config, *, n_rounds: int, n_steps: int) -> RowResult:
     """Trains on random tokens. Raises whatever training raises."""
     device = choose_device(0, detect_machine().device_type)
-    shape = resolve_shape(config.model)
+    shape = resolve_model(config.model)
     batch = make_batch(config, shape).to(device)
     with one_rank_group(device):
         step = build_trainer(config, shape, batch, device)

@@ -33,7 +33,7 @@ def measure_large_corpora(
     """Figure -> its value in each round, for a prepared corpus and a flat file of equally many tokens."""
     tokenizer = load_tokenizer(tokenizer_folder)
     fabricate_corpus(folder / "large", tokenizer, n_shards=n_shards, shard_tokens=shard_tokens, sparse=True)
-    n_bytes = n_shards * shard_tokens * BYTES_OF[choose_dtype(tokenizer.n_words)]
+    n_bytes = n_shards * shard_tokens * BYTES_OF[choose_dtype(tokenizer.vocab_size)]
     write_repeated(folder / "large.bin", b"", n_bytes)
     figures: dict[str, list[float]] = {}
     for _ in range(n_rounds):
@@ -53,7 +53,7 @@ def measure_corpus(name: str, tokenizer_folder: str, n_batches: int) -> dict[str
     before = read_resident_bytes()
     start_s = time.perf_counter()
     corpus = open_corpus(name, tokenizer, cache_folder=Path(name).parent)
-    reader = SampleReader([corpus], seq_len=Training.seq_len, vocab_size=tokenizer.n_words)
+    reader = SampleReader([corpus], seq_len=Training.seq_len, vocab_size=tokenizer.vocab_size)
     stream = SampleStream(reader, global_batch_size=n_rows, seed=0)
     batches = prefetch(stream, range(n_rows), steps=range(n_batches), device=torch.device("cpu"))
     next(batches)

@@ -27,7 +27,7 @@ from torchtitan_lite.bench.head_memory import compare_head_memory
 from torchtitan_lite.bench.rounds import Report, measure_rounds
 from torchtitan_lite.bench.setting import read_setting
 from torchtitan_lite.bench.step_memory import measure_step_memory
-from torchtitan_lite.config.flavors import Shape, count_flops_per_token, count_parameters, resolve_shape
+from torchtitan_lite.config.flavors import ModelArgs, count_flops_per_token, count_parameters, resolve_model
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.layout import plan_layout, resolve_config
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Training
@@ -76,7 +76,7 @@ def bench_step(*, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CON
     machine = detect_machine()
     device = choose_device(0, machine.device_type)
     torch.set_num_threads(1)
-    shape = resolve_shape(config.model)
+    shape = resolve_model(config.model)
     batch = make_batch(config, shape).to(device)
     with one_rank_group(device):
         builders = {name: partial(build, config, shape, batch, device) for name, build in CONTENDERS.items()}
@@ -123,7 +123,7 @@ def one_rank_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def make_batch(config: Config, shape: Shape) -> Batch:
+def make_batch(config: Config, shape: ModelArgs) -> Batch:
     """Random tokens, all of them counted."""
     n_rows, seq_len = config.training.local_batch_size, config.training.seq_len
     generator = torch.Generator().manual_seed(config.debug.seed)
@@ -132,7 +132,7 @@ def make_batch(config: Config, shape: Shape) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, torch.zeros_like(positions))
 
 
-def build_trainer(config: Config, shape: Shape, batch: Batch, device: torch.device) -> TrainStep:
+def build_trainer(config: Config, shape: ModelArgs, batch: Batch, device: torch.device) -> TrainStep:
     layout = plan_layout(config, shape, world_size=1)
     run = build_run(resolve_config(config, layout, device.type), shape, layout, build_mesh(layout, device.type), device)
 
@@ -145,18 +145,18 @@ def build_trainer(config: Config, shape: Shape, batch: Batch, device: torch.devi
     return step
 
 
-def build_compiled(config: Config, shape: Shape, batch: Batch, device: torch.device) -> TrainStep:
+def build_compiled(config: Config, shape: ModelArgs, batch: Batch, device: torch.device) -> TrainStep:
     return build_trainer(replace(config, compile=replace(config.compile, enable=True)), shape, batch, device)
 
 
-def build_bare_loop(config: Config, shape: Shape, batch: Batch, device: torch.device) -> TrainStep:
+def build_bare_loop(config: Config, shape: ModelArgs, batch: Batch, device: torch.device) -> TrainStep:
     with device:
         model = Llama3(shape)
     initialize_weights(model, init_parameter, config.debug.seed)
     return write_bare_loop(model, lambda: model(batch.tokens, positions=batch.positions), batch.targets, config)
 
 
-def build_transformers(config: Config, shape: Shape, batch: Batch, device: torch.device) -> TrainStep:
+def build_transformers(config: Config, shape: ModelArgs, batch: Batch, device: torch.device) -> TrainStep:
     """Its initial weights are its own: the speed does not depend on them."""
     if transformers is None:
         raise Absent("transformers is not installed")

@@ -14,7 +14,7 @@ from torchtitan_lite.checkpoint.manifest import CheckpointError
 Result = TypeVar("Result")
 
 
-def do_together(group: dist.ProcessGroup, action: Callable[[], Result]) -> Result:
+def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Result]) -> Result:
     """Calls `action` on this rank; where it failed on any, all raise the failure of the first. Collective."""
     result, failure = None, None
     try:
@@ -30,7 +30,7 @@ def do_together(group: dist.ProcessGroup, action: Callable[[], Result]) -> Resul
 
 def do_on_rank_0(group: dist.ProcessGroup, action: Callable[[], Result]) -> Result:
     """What `action` returns on rank 0, which alone calls it; where it failed there, all raise that. Collective."""
-    result = do_together(group, action if dist.get_rank(group) == 0 else lambda: None)
+    result = raise_on_all_ranks(group, action if dist.get_rank(group) == 0 else lambda: None)
     results = [result]
     dist.broadcast_object_list(results, group=group, group_src=0)
     return results[0]

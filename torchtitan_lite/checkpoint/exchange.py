@@ -18,13 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint import folders
-from torchtitan_lite.checkpoint.agreement import do_on_rank_0, do_together
+from torchtitan_lite.checkpoint.agreement import do_on_rank_0, raise_on_all_ranks
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_export import Export, convert_dtype, export_weights
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.load import load_checkpoint, resume
 from torchtitan_lite.checkpoint.state import name_tensors, name_weights
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.schema import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def begin(
     *,
     is_named: bool,
     section: Checkpoint,
-    shape: Shape,
+    shape: ModelArgs,
     facts: dict[str, object],
     group: dist.ProcessGroup,
 ) -> int:
@@ -63,7 +63,7 @@ def load_initial(
     lr_scheduler: LRScheduler,
     *,
     section: Checkpoint,
-    shape: Shape,
+    shape: ModelArgs,
     facts: dict[str, object],
     group: dist.ProcessGroup,
 ) -> int:
@@ -73,7 +73,7 @@ def load_initial(
     """
     path = Path(section.initial_load_path)
     if section.initial_load_in_hf:
-        do_together(group, lambda: load_weights(open_folder(path), parameters))
+        raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
     elif section.initial_load_model_only:
         of_model = {"shape": asdict(shape)}
         load_checkpoint(path, name_weights(parameters), facts=of_model, verify=section.verify, group=group)
@@ -92,10 +92,12 @@ def choose_tensors(
         return name_tensors(parameters, optimizer)
     dtype = getattr(torch, section.export_dtype)
     weights = name_weights(parameters)
-    return do_together(group, lambda: {name: convert_dtype(name, tensor, dtype) for name, tensor in weights.items()})
+    return raise_on_all_ranks(
+        group, lambda: {name: convert_dtype(name, tensor, dtype) for name, tensor in weights.items()}
+    )
 
 
-def leave_export(
+def export_hf(
     out: Path,
     parameters: dict[str, Tensor],
     *,

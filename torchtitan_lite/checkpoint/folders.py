@@ -69,7 +69,7 @@ def commit(final: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{final} cannot be committed ({why}): it is left out") from error
 
 
-def retire(folder: Path, *, keep_latest_k: int, keep_every_m: int) -> list[int]:
+def prune(folder: Path, *, keep_latest_k: int, keep_every_m: int) -> list[int]:
     """Deletes all but the newest k (0: none) and those of every m-th step (0: none of these). Returns the steps."""
     steps = find_steps(folder)[:-keep_latest_k] if keep_latest_k else []
     retired = [step for step in steps if not (keep_every_m and step % keep_every_m == 0)]
@@ -79,7 +79,7 @@ def retire(folder: Path, *, keep_latest_k: int, keep_every_m: int) -> list[int]:
     return retired
 
 
-def set_aside(final: Path) -> Path:
+def quarantine(final: Path) -> Path:
     """Renames a damaged checkpoint, so that its step can be saved again. Returns where it is now."""
     number, aside = 1, final.with_name(f"{final.name}.damaged")
     while aside.exists():

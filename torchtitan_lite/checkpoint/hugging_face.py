@@ -36,13 +36,13 @@ IN_ROTARY_ORDER = ("attention.wq.weight", "attention.wk.weight")
 def load_weights(folder: HuggingFaceFolder, parameters: dict[str, Tensor]) -> None:
     """Fills the parameters, by FQN, with what this rank holds of them. Not collective."""
     for fqn, parameter in parameters.items():
-        offsets, sizes = own_slice(parameter)
+        offsets, sizes = slice_local_shard(parameter)
         if 0 not in sizes:
             own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             own.copy_(read_slice(folder, fqn, offsets, sizes))
 
 
-def own_slice(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+def slice_local_shard(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
     """Offsets and sizes of this rank's part within the global tensor."""
     if not isinstance(parameter, DTensor):
         return [0] * parameter.dim(), parameter.shape

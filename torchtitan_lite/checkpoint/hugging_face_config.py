@@ -1,4 +1,4 @@
-"""Hugging Face's config.json of a Llama and our Shape: one model in two vocabularies.
+"""Hugging Face's config.json of a Llama and our ModelArgs: one model in two vocabularies.
 
     ours              theirs                             where theirs is missing
     dim               hidden_size
@@ -19,14 +19,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config.flavors import RopeScaling, Shape
+from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
 from torchtitan_lite.config.json_file import in_one_line, read_json_object
 from torchtitan_lite.config.schema import Problem
 
 CONFIG = "config.json"
 ARCHITECTURE = "LlamaForCausalLM"
 
-THEIR_KEYS = {  # field of Shape -> theirs; whole numbers
+THEIR_KEYS = {  # field of ModelArgs -> theirs; whole numbers
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
@@ -71,7 +71,7 @@ def read_beside(folder: Path, name: str) -> dict[str, Any]:
         raise HuggingFaceError(folder, [f"{name} {error}"]) from None
 
 
-def read_shape(folder: Path) -> Shape:
+def read_shape(folder: Path) -> ModelArgs:
     """The shape that `folder`/config.json describes. Raises HuggingFaceError."""
     config = read_beside(folder, CONFIG)
     problems = [
@@ -88,7 +88,7 @@ def read_shape(folder: Path) -> Shape:
     if problems:
         raise HuggingFaceError(folder, problems)
     tied = config.get("tie_word_embeddings") is True
-    return Shape(**sizes, norm_eps=norm_eps, rope_theta=theta, rope_scaling=scaling, tie_embeddings=tied)
+    return ModelArgs(**sizes, norm_eps=norm_eps, rope_theta=theta, rope_scaling=scaling, tie_embeddings=tied)
 
 
 class NumberReader:
@@ -157,7 +157,7 @@ def read_rope(config: dict, reader: NumberReader) -> tuple[float, RopeScaling | 
 
 
 def describe_shape(
-    shape: Shape, *, dtype: str, max_length: int, bos_id: int | None, eos_id: int | None
+    shape: ModelArgs, *, dtype: str, max_length: int, bos_id: int | None, eos_id: int | None
 ) -> dict[str, object]:
     """config.json of this shape. `dtype` is the name that torch has for it; `max_length` is in tokens."""
     config: dict[str, object] = {
@@ -179,14 +179,14 @@ def describe_shape(
     return config
 
 
-def find_unwritable(shape: Shape) -> list[str]:
+def find_unwritable(shape: ModelArgs) -> list[str]:
     """What transformers refuses of a shape that is a model here."""
     if shape.dim % shape.n_heads:
         return [f"transformers wants hidden_size ({shape.dim}) to be a multiple of {shape.n_heads} heads"]
     return []
 
 
-def compare_shapes(theirs: Shape, ours: Shape, folder: Path) -> list[Problem]:
+def compare_shapes(theirs: ModelArgs, ours: ModelArgs, folder: Path) -> list[Problem]:
     """What keeps the weights of `folder` out of a run with the shape `ours`, by key of the run's config.
 
     A tied model may be loaded into an untied one: its head then begins as a copy of the embedding.

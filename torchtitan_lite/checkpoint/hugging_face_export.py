@@ -29,14 +29,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint.agreement import do_on_rank_0, do_together
+from torchtitan_lite.checkpoint.agreement import do_on_rank_0, raise_on_all_ranks
 from torchtitan_lite.checkpoint.hugging_face import IN_ROTARY_ORDER, to_their_order
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, describe_shape
 from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, SINGLE_FILE, list_tensors, their_name
 from torchtitan_lite.checkpoint.manifest import UNFINISHED, CheckpointError
 from torchtitan_lite.checkpoint.safetensors_header import DTYPE_BYTES, make_header
 from torchtitan_lite.config.files import sync_folder
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch's name -> safetensors'
 MOST_FILE_BYTES = 5 * 10**9  # as transformers has it
@@ -46,7 +46,7 @@ MOST_FILE_BYTES = 5 * 10**9  # as transformers has it
 class Export:
     """What is written, but for the numbers."""
 
-    shape: Shape
+    shape: ModelArgs
     dtype: str  # a key of TYPES
     most_file_bytes: int = MOST_FILE_BYTES  # a larger tensor has a file of its own
     # Of the tokenizer: two special tokens, and the files that are put beside the weights, name -> content.
@@ -86,7 +86,7 @@ def export_weights(out: Path, parameters: dict[str, Tensor], export: Export, *, 
     dist.all_gather_object(held, list(parameters), group=group)  # names only
     files = plan_files(export, assign_writers(export.shape, held))
     try:
-        do_together(group, lambda: write_own_files(unfinished, parameters, files, export, rank))
+        raise_on_all_ranks(group, lambda: write_own_files(unfinished, parameters, files, export, rank))
         do_on_rank_0(group, lambda: finish_folder(unfinished, out, files, export))
     except CheckpointError:
         if rank == 0:
@@ -126,7 +126,7 @@ def write_folder(out: Path, read: Callable[[str], Tensor], export: Export) -> No
         raise
 
 
-def assign_writers(shape: Shape, held: list[list[str]]) -> dict[int, list[str]]:
+def assign_writers(shape: ModelArgs, held: list[list[str]]) -> dict[int, list[str]]:
     """The parameters that each rank writes, in the order of the model: the first rank that holds one writes it."""
     writers: dict[int, list[str]] = {}
     for fqn in list_tensors(shape):
@@ -163,7 +163,7 @@ def write_file(path: Path, fqns: list[str], tensors: Iterator[Tensor], export: E
     """One safetensors file, on the disk when this returns. Holds one tensor at a time."""
     sizes = list_tensors(export.shape)
     header = make_header({their_name(fqn): (TYPES[export.dtype], sizes[fqn]) for fqn in fqns})
-    with told_by_size(path), open(path, "wb") as file:
+    with explain_write_error(path), open(path, "wb") as file:
         file.write(header)
         for fqn in fqns:  # no name is given to the tensor: it is gone before the next one comes
             file.write(view_bytes(to_theirs(fqn, next(tensors), export)))
@@ -172,7 +172,7 @@ def write_file(path: Path, fqns: list[str], tensors: Iterator[Tensor], export: E
 
 
 @contextmanager
-def told_by_size(path: Path) -> Iterator[None]:
+def explain_write_error(path: Path) -> Iterator[None]:
     """Names the file, and the room that there is, where one cannot be written."""
     try:
         yield
@@ -221,11 +221,11 @@ def finish_folder(unfinished: Path, out: Path, files: list[PlannedFile], export:
         contents[INDEX] = make_json(make_index(files, export))
     contents |= export.tokenizer_files
     for name, content in contents.items():
-        with told_by_size(unfinished / name), open(unfinished / name, "wb") as file:
+        with explain_write_error(unfinished / name), open(unfinished / name, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    with told_by_size(out):
+    with explain_write_error(out):
         sync_folder(unfinished)
         unfinished.rename(out)
         sync_folder(out.parent)
@@ -239,7 +239,7 @@ def make_index(files: list[PlannedFile], export: Export) -> dict[str, object]:
     return {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
 
 
-def choose_max_length(shape: Shape) -> int:
+def choose_max_length(shape: ModelArgs) -> int:
     """Tokens of the longest text, as the model cards of Llama 3 (8,192) and of 3.1 and 3.2 (131,072) have it."""
     return 16 * shape.rope_scaling.original_length if shape.rope_scaling else 8192
 

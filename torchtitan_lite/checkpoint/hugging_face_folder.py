@@ -22,7 +22,7 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, read_beside, read_shape
 from torchtitan_lite.checkpoint.safetensors_header import Entry, TensorFileError, read_header
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -52,7 +52,7 @@ class HuggingFaceFolder:
     """A whole Llama: every tensor that its shape calls for is there, in that shape, and no other one."""
 
     path: Path
-    shape: Shape
+    shape: ModelArgs
     entries: dict[str, Entry]  # by our FQN, in the order of the model; tied, output.weight is where tok_embeddings is
 
 
@@ -64,7 +64,7 @@ def their_name(fqn: str) -> str:
     return f"model.layers.{layer}.{INSIDE_LAYER[inside]}"
 
 
-def list_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
+def list_tensors(shape: ModelArgs) -> dict[str, tuple[int, ...]]:
     """FQN -> global shape of every parameter, in the order of the model; a tied head is none."""
     query_rows, key_rows = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     inside = {
@@ -115,7 +115,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     return HuggingFaceFolder(path, shape, {**entries, "output.weight": found[their_name(head_of(shape))]})
 
 
-def head_of(shape: Shape) -> str:
+def head_of(shape: ModelArgs) -> str:
     """The parameter that serves as head."""
     return "tok_embeddings.weight" if shape.tie_embeddings else "output.weight"
 

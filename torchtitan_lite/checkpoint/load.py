@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint import folders
-from torchtitan_lite.checkpoint.agreement import do_on_rank_0, do_together, explain
+from torchtitan_lite.checkpoint.agreement import do_on_rank_0, explain, raise_on_all_ranks
 from torchtitan_lite.checkpoint.manifest import CheckpointError, DamagedCheckpoint, Manifest, find_steps, read_manifest
 from torchtitan_lite.checkpoint.state import create_optimizer_state, name_tensors, name_weights, set_step
 from torchtitan_lite.checkpoint.storage import StorageReader
@@ -79,7 +79,7 @@ def load_newest(
                 logger.error(f"DAMAGED CHECKPOINT, so an older one is tried: {error}")
             damaged.append(path)
             continue
-        do_on_rank_0(group, lambda: set_aside(damaged))
+        do_on_rank_0(group, lambda: quarantine(damaged))
         return manifest
     raise CheckpointError(
         f"none of the checkpoints in {folder} can be loaded (steps {steps or 'none'}): put a sound one there, "
@@ -87,9 +87,9 @@ def load_newest(
     )
 
 
-def set_aside(damaged: list[Path]) -> None:
+def quarantine(damaged: list[Path]) -> None:
     for path in damaged:
-        logger.error(f"{path} is now {folders.set_aside(path)}: steps from here on are trained again")
+        logger.error(f"{path} is now {folders.quarantine(path)}: steps from here on are trained again")
 
 
 def load_checkpoint(
@@ -101,7 +101,7 @@ def load_checkpoint(
     it was saved, or a tensor is not there; DamagedCheckpoint where a file is not what was saved. After either, the
     content of `tensors` is undefined.
     """
-    manifest = do_together(group, lambda: read_fitting_manifest(path, tensors, facts))
+    manifest = raise_on_all_ranks(group, lambda: read_fitting_manifest(path, tensors, facts))
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     own_files = sorted(manifest.files)[rank::world_size] if verify else []
     failure = None

@@ -4,7 +4,7 @@
       |  waits for the one before             |
       |  begins to copy                       |        async: errors are told by `check`, after the step in which the
       v                                       v        thread met them; `close` waits for the last one
-      thread: copy, plan, write, hash, commit, retire
+      thread: copy, plan, write, hash, commit, prune
 
 Ranks save over a group that no other code uses: calls of two threads over one group have no order, and may deadlock.
 """
@@ -120,7 +120,7 @@ class CheckpointSaver:
         if rank == 0:
             logger.info(f"saved checkpoint {final}")
             self.newest_step = step
-            self.retire()
+            self.prune()
 
     def notice_loss(self) -> None:
         """Log an error, once, if the newest checkpoint was deleted. Only rank 0 knows which one that is."""
@@ -136,10 +136,10 @@ class CheckpointSaver:
         steps = find_steps(self.folder)
         return f"nothing since step {steps[-1]} is saved" if steps else "nothing is saved"
 
-    def retire(self) -> None:
+    def prune(self) -> None:
         try:
             section = self.section
-            folders.retire(self.folder, keep_latest_k=section.keep_latest_k, keep_every_m=section.keep_every_m)
+            folders.prune(self.folder, keep_latest_k=section.keep_latest_k, keep_every_m=section.keep_every_m)
         except OSError as error:  # the checkpoint is saved all the same
             logger.error(f"an old checkpoint cannot be deleted: {error}")
 

@@ -17,7 +17,7 @@ N_STEPS_THAT_MAY_COMPILE = 2
 
 
 @contextmanager
-def recompilation_told(n_th_step: int) -> Iterator[None]:
+def warn_on_recompile(n_th_step: int) -> Iterator[None]:
     """Warns by name of what is compiled inside, from the third step of a process on."""
     before = get_compilation_metrics()
     yield

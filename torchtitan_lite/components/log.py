@@ -74,7 +74,7 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
 
 
 @contextmanager
-def told_by_rank(rank: int, coordinates: dict[str, int]) -> Iterator[None]:
+def log_rank_on_error(rank: int, coordinates: dict[str, int]) -> Iterator[None]:
     """Names rank and mesh coordinates beside whatever fails inside."""
     try:
         yield

@@ -20,7 +20,7 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelArgs:
     """The architecture of one Llama: everything that the model code needs to know."""
 
     dim: int
@@ -36,25 +36,25 @@ class Shape:
     tie_embeddings: bool = False
 
 
-SHAPES = {
+FLAVORS = {
     # 2,048 tokens of the shipped BPE + Llama 3's 256 special ones
-    "debug": Shape(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=352, vocab_size=2304),
-    "1B": Shape(2048, 16, 32, 8, 64, 8192, 128256, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
-    "3B": Shape(3072, 28, 24, 8, 128, 8192, 128256, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
-    "8B": Shape(4096, 32, 32, 8, 128, 14336, 128256, rope_scaling=RopeScaling(factor=8.0)),
-    "70B": Shape(8192, 80, 64, 8, 128, 28672, 128256, rope_scaling=RopeScaling(factor=8.0)),
-    "405B": Shape(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=RopeScaling(factor=8.0)),
+    "debug": ModelArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=352, vocab_size=2304),
+    "1B": ModelArgs(2048, 16, 32, 8, 64, 8192, 128256, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
+    "3B": ModelArgs(3072, 28, 24, 8, 128, 8192, 128256, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
+    "8B": ModelArgs(4096, 32, 32, 8, 128, 14336, 128256, rope_scaling=RopeScaling(factor=8.0)),
+    "70B": ModelArgs(8192, 80, 64, 8, 128, 28672, 128256, rope_scaling=RopeScaling(factor=8.0)),
+    "405B": ModelArgs(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=RopeScaling(factor=8.0)),
 }
-SHAPES["debugmodel"] = SHAPES["debug"]  # torchtitan's name for it
+FLAVORS["debugmodel"] = FLAVORS["debug"]  # torchtitan's name for it
 
 
-def resolve_shape(model: Model) -> Shape:
-    """The flavor's row of SHAPES with the numbers that the config gives next to it. Raises ConfigError."""
-    if model.flavor not in SHAPES:
-        why, remedy = "there is no such flavor", f"Known: {', '.join(SHAPES)}"
+def resolve_model(model: Model) -> ModelArgs:
+    """The flavor's row of FLAVORS with the numbers that the config gives next to it. Raises ConfigError."""
+    if model.flavor not in FLAVORS:
+        why, remedy = "there is no such flavor", f"Known: {', '.join(FLAVORS)}"
         raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
-    row = SHAPES[model.flavor]
-    given = {f.name: getattr(model, f.name, None) for f in fields(Shape) if f.name != "rope_scaling"}
+    row = FLAVORS[model.flavor]
+    given = {f.name: getattr(model, f.name, None) for f in fields(ModelArgs) if f.name != "rope_scaling"}
     given = {name: value for name, value in given.items() if value is not None}
     if model.rope_scaling == "none":
         given["rope_scaling"] = None
@@ -84,14 +84,14 @@ def is_counted(model: Model) -> bool:
     return model.name == "llama3"
 
 
-def count_layer_parameters(shape: Shape) -> int:
+def count_layer_parameters(shape: ModelArgs) -> int:
     """Parameters of one transformer block: wq, wo (H*E*D each), wk, wv (K*E*D each), w1, w2, w3, two norms."""
     attention = 2 * shape.dim * shape.head_dim * (shape.n_heads + shape.n_kv_heads)
     feed_forward = 3 * shape.dim * shape.ffn_dim
     return attention + feed_forward + 2 * shape.dim
 
 
-def count_parameters(shape: Shape) -> int:
+def count_parameters(shape: ModelArgs) -> int:
     """All parameters, a tied embedding once. Equals what the model cards publish."""
     matrices_over_vocabulary = 1 if shape.tie_embeddings else 2
     return (
@@ -107,7 +107,7 @@ class FlopsPerToken:
     causal: int
 
 
-def count_flops_per_token(shape: Shape, seq_len: int) -> FlopsPerToken:
+def count_flops_per_token(shape: ModelArgs, seq_len: int) -> FlopsPerToken:
     """6 FLOPs per matmul weight and token, plus 12*L*H*E*S for attention scores and values (PaLM, app. B, 2204.02311).
 
     The embedding is a lookup and costs nothing; the head counts, also where both are one tied matrix. Norms have no

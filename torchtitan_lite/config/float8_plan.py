@@ -12,7 +12,7 @@ The head never computes in float8: its logits decide between words, and torchtit
 
 from dataclasses import dataclass
 
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import Machine, lacks_float8
 from torchtitan_lite.config.schema import Config, Float8, Problem
 
@@ -43,7 +43,7 @@ def plan_float8(linears: dict[str, tuple[int, int]], section: Float8, tp: int) -
     return Float8Plan(tuple(fqn for fqn in linears if fqn not in skipped), skipped)
 
 
-def list_linears(shape: Shape) -> dict[str, tuple[int, int]]:
+def list_linears(shape: ModelArgs) -> dict[str, tuple[int, int]]:
     """FQN -> (out, in) features of every linear layer of a Llama but the head."""
     query, key = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     of_layer = {
@@ -58,7 +58,7 @@ def list_linears(shape: Shape) -> dict[str, tuple[int, int]]:
     return {f"layers.{layer}.{name}": sizes for layer in range(shape.n_layers) for name, sizes in of_layer.items()}
 
 
-def check_float8(config: Config, shape: Shape, degrees: dict[str, int], microbatch_size: int) -> list[Problem]:
+def check_float8(config: Config, shape: ModelArgs, degrees: dict[str, int], microbatch_size: int) -> list[Problem]:
     """What a float8 run asks of its config."""
     if not uses_float8(config):
         return []
@@ -98,7 +98,7 @@ def check_float8_machine(config: Config, machine: Machine) -> list[Problem]:
     return [Problem("model.converters", config.model.converters, why, remedy)]
 
 
-def describe_float8(config: Config, shape: Shape, tp: int) -> list[str]:
+def describe_float8(config: Config, shape: ModelArgs, tp: int) -> list[str]:
     """For the start of a run: how many layers, and which ones not."""
     if not uses_float8(config):
         return []

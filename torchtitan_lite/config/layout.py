@@ -12,7 +12,7 @@ Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 from dataclasses import dataclass, replace
 from math import prod
 
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.float8_plan import check_float8
 from torchtitan_lite.config.pipeline_csv import check_csv
 from torchtitan_lite.config.pipeline_plan import Stages, check_microbatches, place_stages, plan_stages
@@ -62,7 +62,7 @@ class Layout:
         return " x ".join(used) or "one rank"
 
 
-def plan_layout(config: Config, shape: Shape, world_size: int) -> Layout:
+def plan_layout(config: Config, shape: ModelArgs, world_size: int) -> Layout:
     """The layout of a run on `world_size` ranks. Raises ConfigError with every problem, not only the first."""
     degrees, problems = plan_degrees(config.parallelism, world_size)
     problems += check_divisibility(config, shape, degrees)
@@ -128,7 +128,7 @@ def plan_degrees(parallelism: Parallelism, world_size: int) -> tuple[dict[str, i
     return degrees, [Problem(key, given, why, "Use " + ", or ".join(remedies))]
 
 
-def check_divisibility(config: Config, shape: Shape, degrees: dict[str, int]) -> list[Problem]:
+def check_divisibility(config: Config, shape: ModelArgs, degrees: dict[str, int]) -> list[Problem]:
     """What tp must divide: it splits heads, feed-forward, vocabulary, and the sequence between the matmuls.
 
     cp cuts a sequence into 2*cp pieces, of which each rank takes an early and a late one; tp shares those again.

@@ -12,7 +12,7 @@ not fit: `plan` makes a dry run.
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
-from torchtitan_lite.config.flavors import SHAPES, Shape, count_parameters, is_counted
+from torchtitan_lite.config.flavors import FLAVORS, ModelArgs, count_parameters, is_counted
 from torchtitan_lite.config.hardware import Machine, measure_cpu_memory
 from torchtitan_lite.config.layout import plan_batch
 from torchtitan_lite.config.lever_checks import compiles_blocks
@@ -41,7 +41,7 @@ class MemoryBound:
 
 
 def bound_memory(
-    config: Config, shape: Shape, degrees: dict[str, int], machine: Machine, n_hosts: int
+    config: Config, shape: ModelArgs, degrees: dict[str, int], machine: Machine, n_hosts: int
 ) -> list[MemoryBound]:
     """A bound for each kind of memory that is known. `degrees` multiply to the world size.
 
@@ -65,7 +65,7 @@ def bound_memory(
 
 
 def bound_rank(
-    config: Config, shape: Shape, degrees: dict[str, int], device_type: str, bytes_each: int
+    config: Config, shape: ModelArgs, degrees: dict[str, int], device_type: str, bytes_each: int
 ) -> tuple[int, int, int]:
     """Bytes of state (`bytes_each` per parameter), of activations and of the batch, when a rank holds most."""
     training = config.training
@@ -94,13 +94,13 @@ def bound_rank(
     return after_backward, 0, batch_bytes
 
 
-def share_state(config: Config, shape: Shape, degrees: dict[str, int], bytes_each: int) -> int:
+def share_state(config: Config, shape: ModelArgs, degrees: dict[str, int], bytes_each: int) -> int:
     """What is kept of every parameter, spread evenly over the ranks that share one copy of the model."""
     n_shares = prod(degree for dim, degree in degrees.items() if dim != "dp_replicate")
     return ceil(count_parameters(shape) * bytes_each / n_shares)
 
 
-def check_memory(config: Config, shape: Shape, bounds: list[MemoryBound], machine: Machine) -> list[Problem]:
+def check_memory(config: Config, shape: ModelArgs, bounds: list[MemoryBound], machine: Machine) -> list[Problem]:
     """Refuse what cannot fit; what fits for certain, only a run or a planner can tell."""
     problems = []
     for bound in bounds:
@@ -111,7 +111,7 @@ def check_memory(config: Config, shape: Shape, bounds: list[MemoryBound], machin
     return problems
 
 
-def refuse_model(config: Config, shape: Shape, bound: MemoryBound, machine: Machine) -> Problem:
+def refuse_model(config: Config, shape: ModelArgs, bound: MemoryBound, machine: Machine) -> Problem:
     """The parameters alone are too many."""
     n_parameters, bytes_each = count_parameters(shape), count_state_bytes(config.optimizer)
     why = (
@@ -128,9 +128,9 @@ def refuse_model(config: Config, shape: Shape, bound: MemoryBound, machine: Mach
     return Problem(f"model.{name}", getattr(config.model, name), why, remedy)
 
 
-def find_largest(config: Config, shape: Shape) -> str:
+def find_largest(config: Config, shape: ModelArgs) -> str:
     """The key of [model] that the parameters are due to: a number that is larger than its flavor's, else the flavor."""
-    flavor = SHAPES[config.model.flavor]
+    flavor = FLAVORS[config.model.flavor]
     n_parameters = {"flavor": count_parameters(shape)}
     for name, size in vars(shape).items():
         if type(size) is int and getattr(config.model, name) is not None:
@@ -179,7 +179,7 @@ def count_state_bytes(section: Optimizer) -> int:
     return WEIGHT_BYTES + GRADIENT_BYTES + count_moment_bytes(section)
 
 
-def count_activation_bytes(section: ActivationCheckpoint, shape: Shape, itemsize: int) -> float:
+def count_activation_bytes(section: ActivationCheckpoint, shape: ModelArgs, itemsize: int) -> float:
     """Bytes that one token leaves for backward in one block, on average over the blocks; `itemsize` of compute."""
     heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     full = itemsize * shape.dim

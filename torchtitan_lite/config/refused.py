@@ -7,7 +7,7 @@ one, the test says so. Measured with torch 2.13.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config, Problem
 
@@ -17,7 +17,7 @@ class Refusal:
     """One row. `key` is the one to change."""
 
     key: str
-    applies: Callable[[Config, Shape, int], bool]  # (config, shape, ZeRO stage)
+    applies: Callable[[Config, ModelArgs, int], bool]  # (config, shape, ZeRO stage)
     why: str
     remedy: str
 
@@ -64,7 +64,7 @@ REFUSED = {
 }
 
 
-def find_refused(config: Config, shape: Shape, zero_stage: int) -> list[Problem]:
+def find_refused(config: Config, shape: ModelArgs, zero_stage: int) -> list[Problem]:
     """Every row that applies, and an option of recompute that is none."""
     problems = [row.problem(config) for row in REFUSED.values() if row.applies(config, shape, zero_stage)]
     option = config.activation_checkpoint.selective_ac_option

@@ -69,7 +69,7 @@ class Shard:
 class Manifest:
     dtype: Literal["uint16", "uint32"]
     tokenizer_identity: str  # of the tokenizer that made the ids
-    n_words: int  # of it: every id is below
+    vocab_size: int  # of it: every id is below
     held_out_share: float  # of the documents
     splits: dict[str, list[Shard]]  # "train" and "held_out", in the order of the corpus
     sources_sha256: str
@@ -182,9 +182,9 @@ def check_readable(path: Path) -> None:
         raise CorpusError(f"{path} may not be read by this user", f"Allow it: chmod a+r {path}")
 
 
-def choose_dtype(n_words: int) -> Literal["uint16", "uint32"]:
+def choose_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
     """The smallest type that holds every id."""
-    return "uint16" if n_words <= 2**16 else "uint32"
+    return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 # ---------------------------------------------------------------- several corpora
@@ -246,7 +246,7 @@ def check_corpus(name: str, split: str, vocabulary: Vocabulary) -> None:
     if name in NAMED:
         return
     if not path.is_dir():
-        measure_flat(path, vocabulary.n_words)
+        measure_flat(path, vocabulary.vocab_size)
         return
     manifest = read_manifest(path)
     check_small(path, manifest, split)
@@ -260,7 +260,7 @@ def check_corpus(name: str, split: str, vocabulary: Vocabulary) -> None:
         raise CorpusError(f"{path} has no {split} documents", remedy if split == "held_out" else "")
 
 
-def measure_flat(path: Path, n_words: int) -> tuple[str, int]:
+def measure_flat(path: Path, vocab_size: int) -> tuple[str, int]:
     """Type and number of the ids in a flat file. Raises CorpusError."""
     if not path.is_file():
         raise CorpusError(f"there is no corpus {path}")
@@ -269,11 +269,11 @@ def measure_flat(path: Path, n_words: int) -> tuple[str, int]:
             f"{path} is no .bin file of token ids", "Make token ids of text with `prepare`, and name those"
         )
     check_readable(path)
-    dtype, n_bytes = choose_dtype(n_words), path.stat().st_size
+    dtype, n_bytes = choose_dtype(vocab_size), path.stat().st_size
     if n_bytes % BYTES_OF[dtype] or n_bytes < 2 * BYTES_OF[dtype]:
         raise CorpusError(
             f"{path} has {n_bytes} bytes, which are not two or more ids of {BYTES_OF[dtype]} bytes",
-            f"Write it again as {dtype}, which is what ids below {n_words} have",
+            f"Write it again as {dtype}, which is what ids below {vocab_size} have",
         )
     return dtype, n_bytes // BYTES_OF[dtype]
 

@@ -265,7 +265,7 @@ PIECE_BYTES, N_PIECES = 2**18, 64
 def open_flat(name: str, tokenizer: Tokenizer) -> Corpus:
     """Token ids and nothing else. Documents end with the tokenizer's EOS."""
     path = Path(name)
-    type_name, n_tokens = measure_flat(path, tokenizer.n_words)
+    type_name, n_tokens = measure_flat(path, tokenizer.vocab_size)
     dtype = getattr(torch, type_name)
     identity = f"{n_tokens} tokens of {type_name}, documents end with {tokenizer.eos_id}, SHA-256 {hash_pieces(path)}"
     shard = ShardPlace(n_tokens, partial(FlatShard, path, n_tokens, dtype, tokenizer.eos_id))

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from torchtitan_lite.data.corpora import CorpusError
 from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.sampler import Draws, place_in_parts
+from torchtitan_lite.data.sampler import Sampler, place_in_parts
 from torchtitan_lite.model.head import IGNORE_INDEX
 
 
@@ -119,7 +119,7 @@ class SampleStream:
 
     def __init__(self, reader: SampleReader, *, global_batch_size: int, weights: Sequence[float] = (), seed: int):
         self.reader, self.global_batch_size = reader, global_batch_size
-        self.draws = Draws(reader.n_samples, weights=weights, seed=seed)
+        self.draws = Sampler(reader.n_samples, weights=weights, seed=seed)
         names = [Path(corpus.name).name for corpus in reader.corpora]  # a corpus may move to another folder
         # Two streams with equal facts have the same samples in the same order; checkpoints keep them.
         self.facts = {

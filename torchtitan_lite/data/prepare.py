@@ -102,9 +102,9 @@ def commit(plan: Plan) -> PreparedCorpus:
     tally = add_tallies(unit.tally for unit in units)
     sources = "".join(json.dumps({"path": s.path, "bytes": s.n_bytes}) + "\n" for s in plan.sources).encode()
     manifest = Manifest(
-        dtype=choose_dtype(plan.tokenizer.n_words),
+        dtype=choose_dtype(plan.tokenizer.vocab_size),
         tokenizer_identity=plan.tokenizer.identity,
-        n_words=plan.tokenizer.n_words,
+        vocab_size=plan.tokenizer.vocab_size,
         held_out_share=plan.recipe.held_out_share,
         splits={split: [unit.shards[split] for unit in units if split in unit.shards] for split in SPLITS},
         sources_sha256=hashlib.sha256(sources).hexdigest(),

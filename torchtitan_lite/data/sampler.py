@@ -20,7 +20,7 @@ from torch import Tensor
 from torchtitan_lite.data.corpora import split_round
 
 
-class Draws:
+class Sampler:
     """The samples of one or several sources in the order in which a run draws them."""
 
     def __init__(self, n_samples: Sequence[int], *, weights: Sequence[float] = (), seed: int):

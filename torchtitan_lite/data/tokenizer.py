@@ -39,7 +39,7 @@ class Tokenizer:
     vocabulary: Vocabulary
     bos_id: int | None  # begins every document, where there is one
     eos_id: int  # ends it
-    n_words: int  # ids are 0 .. n_words - 1; the embedding needs at least as many rows
+    vocab_size: int  # ids are 0 .. vocab_size - 1; the embedding needs at least as many rows
     identity: str  # hash of the vocabulary: equal identities give equal ids
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
@@ -86,7 +86,7 @@ class Tokenizer:
 
     def bytes_of_tokens(self) -> list[int]:
         """For each id, how many bytes of a text in UTF-8 it stands for: none for special tokens and unused ids."""
-        counts = [len(self.bytes_of_id.get(token_id, b"")) for token_id in range(self.n_words)]
+        counts = [len(self.bytes_of_id.get(token_id, b"")) for token_id in range(self.vocab_size)]
         for token in self.vocabulary.added:
             if token.special:
                 counts[token.id] = 0
@@ -128,11 +128,11 @@ def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
             "torchtitan_lite",
             pat_str=group_plain_alternatives(vocabulary.pattern),
             mergeable_ranks=vocabulary.ranks,
-            special_tokens={UNUSED: vocabulary.n_words},
+            special_tokens={UNUSED: vocabulary.vocab_size},
         ),
         vocabulary=vocabulary,
         bos_id=vocabulary.bos_id,
         eos_id=vocabulary.eos_id,
-        n_words=vocabulary.n_words,
+        vocab_size=vocabulary.vocab_size,
         identity=vocabulary.identity,
     )

@@ -97,7 +97,7 @@ def make_unit(
                     continue
                 split = choose_split(first, recipe.held_out_share)
                 if split not in writers:
-                    writers[split] = ShardWriter(folder, f"{split}-{number:05}", choose_dtype(tokenizer.n_words))
+                    writers[split] = ShardWriter(folder, f"{split}-{number:05}", choose_dtype(tokenizer.vocab_size))
                     open_writers.callback(writers[split].close)
                 write_document(chain([first], pieces), writers[split], tokenizer)
         return FinishedUnit({split: writers[split].finish() for split in sorted(writers)}, tally)

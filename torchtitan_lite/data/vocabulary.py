@@ -46,7 +46,7 @@ class Vocabulary:
     nfc: bool = False  # a text is put in Unicode's composed form first
 
     @property
-    def n_words(self) -> int:
+    def vocab_size(self) -> int:
         """Ids are below it. Some may be without a token."""
         ids = [*self.ranks.values(), *(token.id for token in self.added), *(id for id, _ in self.unmade)]
         return max(ids) + 1

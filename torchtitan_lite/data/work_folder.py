@@ -145,7 +145,7 @@ def describe(plan: Plan) -> dict[str, object]:
         sources.update(f"{source.path} {source.n_bytes} {source.modified_ns}\n".encode(errors="surrogateescape"))
     return {
         "format": FORMAT,
-        "tokenizer": f"{plan.tokenizer.identity} {plan.tokenizer.n_words}",
+        "tokenizer": f"{plan.tokenizer.identity} {plan.tokenizer.vocab_size}",
         "held-out": plan.recipe.held_out_share,
         "field": plan.recipe.field,
         "files": sources.hexdigest(),
@@ -222,7 +222,7 @@ def explain(error: OSError, plan: Plan) -> str:
     n_tokens = sum(shard.n_tokens for unit in units.values() for shard in unit.shards.values())
     n_bytes_read = sum(count_bytes(plan.units[number]) for number in units)
     tokens_per_byte = n_tokens / n_bytes_read if n_bytes_read else 1  # at most
-    width = BYTES_OF[choose_dtype(plan.tokenizer.n_words)]
+    width = BYTES_OF[choose_dtype(plan.tokenizer.vocab_size)]
     needed = (plan.n_bytes - n_bytes_read) * tokens_per_byte * width
     free = shutil.disk_usage(plan.work.parent).free
     guess = "About" if units else "At most"

@@ -27,11 +27,11 @@ class DocumentAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         """query (B, heads, S, E), key and value (B, kv heads, S, E), doc_ids (B, S) -> (B, heads, S, E)."""
         places = torch.arange(query.shape[2], device=query.device)
-        return attend_within_documents(query, key, value, doc_ids, query_places=places, key_places=places)
+        return attend_within_documents(query, key, value, doc_ids, query_positions=places, key_places=places)
 
 
 def attend_within_documents(
-    query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None, *, query_places: Tensor, key_places: Tensor
+    query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None, *, query_positions: Tensor, key_places: Tensor
 ) -> Tensor:
     """query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E).
 
@@ -39,20 +39,20 @@ def attend_within_documents(
     """
     if doc_ids is None:
         raise ValueError('model.attention = "document" needs doc_ids (B, S): the model was called without')
-    sees = visibility(doc_ids, query_places, key_places)
+    sees = visibility(doc_ids, query_positions, key_places)
     if query.device.type != "cpu":
-        places = {"query_places": query_places, "key_places": key_places}
+        places = {"query_positions": query_positions, "key_places": key_places}
         return attend_in_blocks(query, key, value, doc_ids, **places, sees=sees)
-    rows, queries, keys = (torch.arange(len(each)) for each in (doc_ids, query_places, key_places))
+    rows, queries, keys = (torch.arange(len(each)) for each in (doc_ids, query_positions, key_places))
     mask = sees(rows[:, None, None, None], None, queries[:, None], keys)  # (B, 1, Q, K)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
-def visibility(doc_ids: Tensor, query_places: Tensor, key_places: Tensor) -> Callable[..., Tensor]:
+def visibility(doc_ids: Tensor, query_positions: Tensor, key_places: Tensor) -> Callable[..., Tensor]:
     """The rule, once for both ways: (row, head, query, key), all indices that broadcast, -> whether it sees it."""
 
     def sees(row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-        query_place, key_place = query_places[query], key_places[key]
+        query_place, key_place = query_positions[query], key_places[key]
         return (doc_ids[row, query_place] == doc_ids[row, key_place]) & (query_place >= key_place)
 
     return sees

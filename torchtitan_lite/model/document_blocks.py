@@ -29,25 +29,25 @@ def attend_in_blocks(
     value: Tensor,
     doc_ids: Tensor,
     *,
-    query_places: Tensor,
+    query_positions: Tensor,
     key_places: Tensor,
     sees: Callable[..., Tensor],
 ) -> Tensor:
     """Shapes as in attend_within_documents; `sees` is the rule of visibility."""
-    block_mask = plan_blocks(doc_ids, query_places, key_places, sees)
+    block_mask = plan_blocks(doc_ids, query_positions, key_places, sees)
     return compiled_flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
 
 
-def plan_blocks(doc_ids: Tensor, query_places: Tensor, key_places: Tensor, sees: Callable[..., Tensor]) -> BlockMask:
+def plan_blocks(doc_ids: Tensor, query_positions: Tensor, key_places: Tensor, sees: Callable[..., Tensor]) -> BlockMask:
     """Which blocks of queries x keys flex attention must look into, from the least and the greatest of each block.
 
     A block counts if some query of it could see some key: one too many is only slower, for inside a block each pair is
     looked at again. So nothing of size Q x K is made.
     """
     n_rows = len(doc_ids)
-    first_query, last_query = bounds_of_blocks(query_places.expand(n_rows, -1))  # (B, blocks)
+    first_query, last_query = bounds_of_blocks(query_positions.expand(n_rows, -1))  # (B, blocks)
     first_key, last_key = bounds_of_blocks(key_places.expand(n_rows, -1))
-    low_query, high_query = bounds_of_blocks(doc_ids[:, query_places])
+    low_query, high_query = bounds_of_blocks(doc_ids[:, query_positions])
     low_key, high_key = bounds_of_blocks(doc_ids[:, key_places])
     visible = (
         (last_query[:, :, None] >= first_key[:, None])
@@ -61,7 +61,7 @@ def plan_blocks(doc_ids: Tensor, query_places: Tensor, key_places: Tensor, sees:
         order[:, None].to(torch.int32),
         BLOCK_SIZE=BLOCK,
         mask_mod=sees,
-        seq_lengths=(len(query_places), len(key_places)),
+        seq_lengths=(len(query_positions), len(key_places)),
     )
 
 

@@ -42,14 +42,14 @@ RECIPES = {  # TOML's recipe_name
 
 
 @dataclass(frozen=True)
-class Rounded:
+class Float8Tensor:
     """A matrix in float8: `data` is the matrix times `scale`."""
 
     data: Tensor
     scale: Tensor  # fp32: (), or (rows, 1), or (1, columns)
 
-    def t(self) -> "Rounded":
-        return Rounded(self.data.t(), self.scale.t())
+    def t(self) -> "Float8Tensor":
+        return Float8Tensor(self.data.t(), self.scale.t())
 
 
 def choose_scale(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> Tensor:
@@ -64,14 +64,16 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
 
-def round_to_float8(x: Tensor, dtype: torch.dtype, *, dim: int | None = None, power_of_two: bool = False) -> Rounded:
+def round_to_float8(
+    x: Tensor, dtype: torch.dtype, *, dim: int | None = None, power_of_two: bool = False
+) -> Float8Tensor:
     """`dim`: along it numbers share a scale; None: all do."""
     amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = choose_scale(amax, dtype, power_of_two=power_of_two)
-    return Rounded(cast(x, scale, dtype), scale)
+    return Float8Tensor(cast(x, scale, dtype), scale)
 
 
-def multiply(a: Rounded, b: Rounded, dtype: torch.dtype, *, emulate: bool, fast: bool = False) -> Tensor:
+def multiply(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, emulate: bool, fast: bool = False) -> Tensor:
     """a (M, K) @ b (K, N) -> (M, N). `fast`: sum in fewer bits, good enough for activations.
 
     `emulate`: the same rounding, and then a matmul in fp32, which runs anywhere.
@@ -95,7 +97,7 @@ def multiply(a: Rounded, b: Rounded, dtype: torch.dtype, *, emulate: bool, fast:
     return (product if scale_after is None else (product * scale_after).bfloat16()).to(dtype)
 
 
-class Float8Multiply(torch.autograd.Function):
+class Float8MatmulFunction(torch.autograd.Function):
     """x (..., K), weight (N, K) -> (..., N). What is kept for backward is x and the weight, as for any linear layer.
 
     A weight that is float8 already comes as `held_data` and `held_scale`, of the tensorwise recipe; `weight` is then
@@ -117,7 +119,7 @@ class Float8Multiply(torch.autograd.Function):
         ctx.save_for_backward(x, weight if held_data is None else None, held_data, held_scale)
         along = {"dim": 1, "power_of_two": True} if recipe.by_row else {}
         x8 = round_to_float8(x.flatten(0, -2), E4M3, **along)
-        w8 = round_to_float8(weight, E4M3, **along) if held_data is None else Rounded(held_data, held_scale)
+        w8 = round_to_float8(weight, E4M3, **along) if held_data is None else Float8Tensor(held_data, held_scale)
         y = multiply(x8, w8.t(), x.dtype, emulate=emulate, fast=True)
         return y.unflatten(0, x.shape[:-1])
 
@@ -130,7 +132,7 @@ class Float8Multiply(torch.autograd.Function):
         dy8 = round_to_float8(rows, recipe.of_gradient, dim=1 if recipe.by_row else None, **powers)
         dx = dw = None
         if ctx.needs_input_grad[0]:  # a dot product runs over N: a scale for each column of w
-            w8 = Rounded(held_data, held_scale)
+            w8 = Float8Tensor(held_data, held_scale)
             if held_data is None:
                 by_column = recipe.by_row and recipe.dw_in_float8
                 w8 = round_to_float8(weight, E4M3, dim=0 if by_column else None, **powers)
@@ -156,4 +158,4 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N)."""
-        return Float8Multiply.apply(x, self.weight, None, None, self.recipe_name, self.emulate)
+        return Float8MatmulFunction.apply(x, self.weight, None, None, self.recipe_name, self.emulate)

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 
 
 class CachedAttention(nn.Module):
     """Causal attention of the tokens being read to themselves and to all that were read before."""
 
-    def __init__(self, shape: Shape, capacity: int, *, dtype: torch.dtype, device: torch.device):
+    def __init__(self, shape: ModelArgs, capacity: int, *, dtype: torch.dtype, device: torch.device):
         super().__init__()
         # One allocation for good: growing would copy everything now and then. In time's order along dim 2.
         kept = (1, shape.n_kv_heads, capacity, shape.head_dim)
@@ -79,6 +79,6 @@ class CachedModel:
         self.length = length
 
 
-def count_cache_bytes(shape: Shape, capacity: int, dtype: torch.dtype) -> int:
+def count_cache_bytes(shape: ModelArgs, capacity: int, dtype: torch.dtype) -> int:
     """Memory of a cache: keys and values of every layer."""
     return 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * capacity * dtype.itemsize

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.model.document_attention import DocumentAttention
 from torchtitan_lite.model.head import Head
 
@@ -23,7 +23,7 @@ from torchtitan_lite.model.head import Head
 class Llama3(nn.Module):
     """The whole model, or what a pipeline stage keeps of it: any of the four children may be None (layers: fewer)."""
 
-    def __init__(self, shape: Shape, *, attention: str = "causal"):
+    def __init__(self, shape: ModelArgs, *, attention: str = "causal"):
         """`attention` is a row of ATTENTIONS."""
         super().__init__()
         self.shape = shape
@@ -55,7 +55,7 @@ class Llama3(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self, shape: Shape, inner_attention: nn.Module):
+    def __init__(self, shape: ModelArgs, inner_attention: nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.attention = Attention(shape, inner_attention)
@@ -71,7 +71,7 @@ class TransformerBlock(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention: H query heads share K key/value heads."""
 
-    def __init__(self, shape: Shape, inner: nn.Module):
+    def __init__(self, shape: ModelArgs, inner: nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         self.wq = nn.Linear(shape.dim, shape.n_heads * shape.head_dim, bias=False)
@@ -105,7 +105,7 @@ ATTENTIONS = {"causal": CausalAttention, "document": DocumentAttention}  # model
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1 x) * w3 x)."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: ModelArgs):
         super().__init__()
         self.w1 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
         self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
@@ -116,7 +116,7 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-def rotary_frequencies(shape: Shape, device: torch.device) -> Tensor:
+def rotary_frequencies(shape: ModelArgs, device: torch.device) -> Tensor:
     """Radians per position of each rotary pair, (E/2,) fp32; slow ones stretched as Llama 3.1 does."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
     frequencies = shape.rope_theta**-exponents
@@ -131,7 +131,7 @@ def rotary_frequencies(shape: Shape, device: torch.device) -> Tensor:
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
-def rotary_angles(positions: Tensor, shape: Shape) -> Tensor:
+def rotary_angles(positions: Tensor, shape: ModelArgs) -> Tensor:
     """cos and sin of every position's angles, (2, B, 1, S, E/2) fp32, shared by all heads and layers.
 
     fp32 whatever the model computes in: at position 8,191 a bf16 angle would be wrong by up to 16 radians.
@@ -147,7 +147,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
 
 
-def init_parameter(fqn: str, full: Tensor, shape: Shape, generator: torch.Generator) -> None:
+def init_parameter(fqn: str, full: Tensor, shape: ModelArgs, generator: torch.Generator) -> None:
     """Fill the full tensor of one parameter in place: normal, cut off at three standard deviations; norms are 1.
 
     Matrices that write into the residual stream (wo, w2) start smaller, so that the stream's variance does not grow

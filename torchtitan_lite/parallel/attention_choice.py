@@ -12,7 +12,7 @@ Nothing is chosen here: the question goes to the function by which SDPA decides.
 import torch
 from torch.nn.attention import SDPBackend
 
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.attention_kernels import KERNELS, choose_kernel
@@ -25,7 +25,7 @@ SDPA_KERNELS = {
 }
 
 
-def describe_attention(config: Config, shape: Shape, layout: Layout, device: torch.device) -> str:
+def describe_attention(config: Config, shape: ModelArgs, layout: Layout, device: torch.device) -> str:
     """The kernel of this run and what it is given, for the log. `config` is resolved."""
     if config.model.attention == "document":
         return "flex attention, compiled" if device.type == "cuda" else "an explicit mask of the documents"

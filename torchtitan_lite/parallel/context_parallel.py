@@ -29,7 +29,7 @@ from torchtitan_lite.parallel.context_attention import context_attention
 collectives = torch.ops._c10d_functional
 
 
-def plan_places(rank: int, n_ranks: int, seq_len: int, device: torch.device | None = None) -> Tensor:
+def plan_query_positions(rank: int, n_ranks: int, seq_len: int, device: torch.device | None = None) -> Tensor:
     """Where in the sequence the tokens of a cp rank stand, (S/cp,), rising."""
     pieces = torch.arange(seq_len, device=device).unflatten(0, (2 * n_ranks, -1))
     return torch.cat((pieces[rank], pieces[2 * n_ranks - 1 - rank]))
@@ -37,7 +37,7 @@ def plan_places(rank: int, n_ranks: int, seq_len: int, device: torch.device | No
 
 def shard_sequence(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's pieces: (B, S) -> (B, S/cp). No communication: every rank has read the whole sequence."""
-    return whole[:, plan_places(mesh.get_local_rank(), mesh.size(), whole.shape[1], whole.device)]
+    return whole[:, plan_query_positions(mesh.get_local_rank(), mesh.size(), whole.shape[1], whole.device)]
 
 
 def apply_context_parallel(part: nn.Module, mesh: DeviceMesh, *, attention: str, method: str) -> None:
@@ -74,9 +74,9 @@ class DocumentContext(nn.Module):
         # Keys stay in the order of the ranks: who sees whom goes by their places, not by their order.
         keys, values = gathered.unflatten(0, (self.n_ranks, 2)).movedim(0, 3).flatten(3, 4)
         seq_len = keys.shape[2]
-        places = [plan_places(rank, self.n_ranks, seq_len, query.device) for rank in range(self.n_ranks)]
+        places = [plan_query_positions(rank, self.n_ranks, seq_len, query.device) for rank in range(self.n_ranks)]
         return attend_within_documents(
-            query, keys, values, doc_ids, query_places=places[self.rank], key_places=torch.cat(places)
+            query, keys, values, doc_ids, query_positions=places[self.rank], key_places=torch.cat(places)
         )
 
 

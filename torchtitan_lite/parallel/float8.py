@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from torchtitan_lite.config.float8_plan import plan_float8
 from torchtitan_lite.config.schema import Float8
-from torchtitan_lite.model.float8_linear import E4M3, Float8Linear, Float8Multiply, cast, choose_scale
+from torchtitan_lite.model.float8_linear import E4M3, Float8Linear, Float8MatmulFunction, cast, choose_scale
 
 aten = torch.ops.aten
 
@@ -63,14 +63,14 @@ class ParallelFloat8Linear(Float8Linear):
         return DTensor.from_local(y, self.weight.device_mesh, [output], run_check=False)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        held = (weight.data8, weight.scale) if isinstance(weight, GatheredWeight) else (None, None)
-        return Float8Multiply.apply(x, weight, *held, self.recipe_name, self.emulate)
+        held = (weight.data8, weight.scale) if isinstance(weight, Float8GatheredWeight) else (None, None)
+        return Float8MatmulFunction.apply(x, weight, *held, self.recipe_name, self.emulate)
 
 
 # ---------------------------------------------------------------- weights that travel as float8
 
 
-def gather_in_float8(parts: list[nn.Module], section: Float8) -> list["TravellingWeight"]:
+def gather_in_float8(parts: list[nn.Module], section: Float8) -> list["Float8AllGatherHook"]:
     """Has FSDP gather the weights of `parts` (allocated) as float8, where asked for. Returns those to precompute.
 
     A rank that has its stage alone may be without FSDP: nothing is gathered, and its weights stay as they are.
@@ -78,7 +78,7 @@ def gather_in_float8(parts: list[nn.Module], section: Float8) -> list["Travellin
     if not section.enable_fsdp_float8_all_gather:
         return []
     weights = [
-        TravellingWeight(module.weight._local_tensor)  # not a view of it: FSDP looks at this one
+        Float8AllGatherHook(module.weight._local_tensor)  # not a view of it: FSDP looks at this one
         for part in parts
         for module in part.modules()
         if isinstance(module, ParallelFloat8Linear) and isinstance(module.weight, DTensor)
@@ -90,7 +90,7 @@ def gather_in_float8(parts: list[nn.Module], section: Float8) -> list["Travellin
 
 
 @torch.no_grad()
-def precompute_scales(weights: list["TravellingWeight"], mesh: DeviceMesh) -> None:
+def precompute_scales(weights: list["Float8AllGatherHook"], mesh: DeviceMesh) -> None:
     """The scales of all weights until the next optimizer step. All-reduces 4 bytes for each over dp_shard x cp."""
     if weights:
         amax = torch.stack([find_amax(weight.shard) for weight in weights])
@@ -99,7 +99,7 @@ def precompute_scales(weights: list["TravellingWeight"], mesh: DeviceMesh) -> No
             weight.scale = scale
 
 
-class TravellingWeight:
+class Float8AllGatherHook:
     """This rank's rows of a weight, and what FSDP2 calls before and after their all-gather.
 
     A tensor subclass could have these methods too, but it would be what optimizer and checkpoints meet.
@@ -131,7 +131,7 @@ class TravellingWeight:
             scale.record_stream(torch.cuda.current_stream())
         if out is None:
             data8 = data.view(E4M3)
-            return GatheredWeight(data8, scale, dtype), (data8,)
+            return Float8GatheredWeight(data8, scale, dtype), (data8,)
         # Under TP `out` is a DTensor; a scale that is set on that, not inside it, is lost, and the old one stays.
         (out._local_tensor if isinstance(out, DTensor) else out).scale = scale
         return None
@@ -142,7 +142,7 @@ def find_amax(shard: Tensor) -> Tensor:
     return torch.linalg.vector_norm(shard, inf) if len(shard) else shard.new_zeros(())
 
 
-class GatheredWeight(Tensor):
+class Float8GatheredWeight(Tensor):
     """A whole weight in float8, which is of `dtype` to FSDP and autograd: its gradient is."""
 
     @staticmethod
@@ -159,20 +159,20 @@ class GatheredWeight(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: object, stride: object):
-        return GatheredWeight(inner["data8"], inner["scale"], dtype)
+        return Float8GatheredWeight(inner["data8"], inner["scale"], dtype)
 
     def __repr__(self):
-        return f"GatheredWeight({tuple(self.shape)}, {self.dtype})"
+        return f"Float8GatheredWeight({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, op, types, args, kwargs=None):
         kwargs = kwargs or {}
         if op in (aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default):
             weight = args[0]
-            view = GatheredWeight(op(weight.data8, *args[1:], **kwargs), weight.scale, weight.dtype)
+            view = Float8GatheredWeight(op(weight.data8, *args[1:], **kwargs), weight.scale, weight.dtype)
             return return_and_correct_aliasing(op, args, kwargs, view)
         # Anything else, such as zeros_like for a gradient, gets the numbers.
         args, kwargs = pytree.tree_map_only(
-            GatheredWeight, lambda w: (w.data8.float() / w.scale).to(w.dtype), (args, kwargs)
+            Float8GatheredWeight, lambda w: (w.data8.float() / w.scale).to(w.dtype), (args, kwargs)
         )
         return op(*args, **kwargs)

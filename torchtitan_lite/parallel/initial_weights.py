@@ -31,10 +31,10 @@ def initialize_weights(
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device or parameter.device)
         generator = torch.Generator(full.device).manual_seed(seed_of(seed, fqn))
         init_parameter(fqn, full, part.shape, generator)
-        keep_own_slice(parameter, full)
+        copy_local_shard(parameter, full)
 
 
-def keep_own_slice(parameter: Tensor, full: Tensor) -> None:
+def copy_local_shard(parameter: Tensor, full: Tensor) -> None:
     """Copies from `full` what this rank holds of `parameter`. No communication: every rank has the same `full`."""
     if isinstance(parameter, DTensor):
         own = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -30,9 +30,9 @@ class Mesh:
     """The world and the views of it that code asks for. Each view holds the groups that this rank is in."""
 
     world: DeviceMesh  # (pp, dp_replicate, dp_shard, cp, tp)
-    parameters: DeviceMesh  # what fully_shard gets: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
-    tokens: DeviceMesh  # 1-D: ranks whose tokens differ, dp_replicate x dp_shard x cp
-    losses: DeviceMesh  # 1-D: ranks whose share of the loss is added up, pp x tokens: all but tp
+    fsdp_mesh: DeviceMesh  # what fully_shard gets: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
+    dp_cp_mesh: DeviceMesh  # 1-D: ranks whose tokens differ, dp_replicate x dp_shard x cp
+    loss_mesh: DeviceMesh  # 1-D: ranks whose share of the loss is added up, pp x dp x cp: all but tp
     data_rank: int  # which share of each global batch this rank reads, 0 .. layout.dp - 1
 
     # Kept, because a slice of a mesh is made anew whenever it is asked for, in 0.15 ms.
@@ -63,9 +63,9 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     return Mesh(
         world=world,
         # A 1-D mesh shards; a second dim in front of it replicates, which costs FSDP an all-reduce: only where needed.
-        parameters=DeviceMesh._concatenate([replicate, shard]) if layout.dp_replicate > 1 else shard,
-        tokens=world["dp_replicate", "dp_shard", "cp"]._flatten("tokens"),
-        losses=world["pp", "dp_replicate", "dp_shard", "cp"]._flatten("losses"),
+        fsdp_mesh=DeviceMesh._concatenate([replicate, shard]) if layout.dp_replicate > 1 else shard,
+        dp_cp_mesh=world["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp"),
+        loss_mesh=world["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss"),
         data_rank=coordinates["dp_replicate"] * layout.dp_shard + coordinates["dp_shard"],
     )
 

@@ -72,7 +72,7 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
         return  # nothing to shard, gather, cast or reduce; the hooks alone would cost 5 % on a CPU
     apply_fsdp(
         part,
-        mesh.parameters,
+        mesh.fsdp_mesh,
         param_dtype=getattr(torch, config.training.mixed_precision_param),
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
         zero_stage=layout.zero_stage,

@@ -7,7 +7,7 @@ torch's schedules wait for what other stages send between their calls of a stage
 events: such a wait is a gap here, the bubble. What a stage waits for inside a call, its tp and cp neighbours or FSDP's
 parameters, counts as work, as it does in the simulator.
 
-Effect: none outside of `actions_timed`: the methods of the stages are their own again.
+Effect: none outside of `time_actions`: the methods of the stages are their own again.
 """
 
 import time
@@ -59,7 +59,7 @@ class ActionTimes:
 
 
 @contextmanager
-def actions_timed(stages: list[Stage], device: torch.device) -> Iterator[ActionTimes]:
+def time_actions(stages: list[Stage], device: torch.device) -> Iterator[ActionTimes]:
     """Times the actions of these stages inside. To be entered by all ranks at the same moment: after a barrier."""
     times = ActionTimes(device)
     for stage in stages:

@@ -17,7 +17,7 @@ import torch
 
 from torchtitan_lite.config.cluster import Cluster, find_cluster
 from torchtitan_lite.config.command_lines import make_plan_parser
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import ConfigError, Problem
 from torchtitan_lite.config.tables import format_bytes, format_table
@@ -96,7 +96,7 @@ def search_layouts(config_args: list[str], options: argparse.Namespace, cluster:
     if problems:
         raise ConfigError(problems)
     toml_file = options.toml or Path(f"{reading.config_name}_{options.gpus}_{options.gpu}.toml")
-    print_search(reading.config, resolve_shape(reading.config.model), options.gpus, cluster, toml_file)
+    print_search(reading.config, resolve_model(reading.config.model), options.gpus, cluster, toml_file)
 
 
 def make_plan(config_args: list[str], options: argparse.Namespace, cluster: Cluster) -> Plan:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
@@ -74,7 +74,7 @@ class DryRun:
 
 def dry_run(
     config: Config,
-    shape: Shape,
+    shape: ModelArgs,
     layout: Layout,
     *,
     pp_rank: int = 0,
@@ -165,7 +165,7 @@ def shorten(layout: Layout, n_microbatches: int) -> Layout:
 
 
 @contextmanager
-def static_stages(config: Config, shape: Shape, layout: Layout, meter: Meter) -> Iterator[None]:
+def static_stages(config: Config, shape: ModelArgs, layout: Layout, meter: Meter) -> Iterator[None]:
     """Has microbatches marked; pipeline stages are told what they receive, for nobody is there to tell them."""
     hidden = torch.empty(
         (layout.microbatch_size, config.training.seq_len // layout.cp // layout.tp, shape.dim),

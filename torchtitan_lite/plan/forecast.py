@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torchtitan_lite.config.cluster import Cluster
 from torchtitan_lite.config.flavors import count_flops_per_token, count_layer_parameters
 from torchtitan_lite.plan.memory import Memory, estimate_memory
-from torchtitan_lite.plan.pace import Pace
+from torchtitan_lite.plan.pace import StepTimeModel
 from torchtitan_lite.plan.simulator import Rows, Timeline, count_in_flight, extrapolate, list_samples, simulate
 from torchtitan_lite.plan.traffic import Traffic, list_traffic
 from torchtitan_lite.plan.workload import Workload
@@ -54,7 +54,7 @@ class Forecast(Sketch):
 
 def forecast(workload: Workload, cluster: Cluster, rows: Rows) -> Forecast:
     """`rows` is the order of work of each pp rank in a step (schedule_order.py)."""
-    pace = Pace(workload, cluster)
+    pace = StepTimeModel(workload, cluster)
     timeline = simulate(rows, pace.durations)
     return Forecast(
         rate=rate_step(workload, cluster, timeline.end_time + pace.once_s + pace.optimizer_s),
@@ -77,7 +77,7 @@ def list_all_traffic(workload: Workload, rows: Rows) -> list[list[Traffic]]:
     return [list_traffic(workload, rank, rows) for rank in range(workload.layout.pp)]
 
 
-def sketch(pace: Pace, order: Callable[[int], Rows]) -> Sketch:
+def sketch(pace: StepTimeModel, order: Callable[[int], Rows]) -> Sketch:
     """The same in less time for long schedules. `order`: number of microbatches -> rows."""
     workload, n = pace.workload, pace.workload.layout.n_microbatches
 

@@ -22,17 +22,17 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.components.metrics import GIB, read_peak_memory
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.pipeline import list_stages
-from torchtitan_lite.plan.action_times import actions_timed, gather_timeline
+from torchtitan_lite.plan.action_times import gather_timeline, time_actions
 from torchtitan_lite.plan.ledger_forecast import Costs, describe, open_ledger
 from torchtitan_lite.plan.schedule_order import list_rows
 from torchtitan_lite.plan.simulator import Timeline
 from torchtitan_lite.plan.timeline import draw_svg, draw_text, trace_chrome
-from torchtitan_lite.plan.traffic_count import find_most_moved, traffic_counted
+from torchtitan_lite.plan.traffic_count import count_traffic, find_most_moved
 from torchtitan_lite.step import Run
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class RunLedger:
     """Of one process. To be made by every rank before the model is: on a CPU, memory counts from here."""
 
-    def __init__(self, config: Config, shape: Shape, layout: Layout, machine: Machine, dump_folder: Path):
+    def __init__(self, config: Config, shape: ModelArgs, layout: Layout, machine: Machine, dump_folder: Path):
         self.layout, self.dump_folder = layout, dump_folder
         again = config.compile.enable or (layout.pp > 1 and config.validation.enable)
         self.n_steps, self.n_th_measured = 0, 3 if again else 2
@@ -68,8 +68,8 @@ class RunLedger:
             torch.cuda.reset_peak_memory_stats(run.device)
         dist.barrier(group)
         with (
-            traffic_counted(self.layout, besides=besides) as count,
-            actions_timed(list_stages(run.schedule), run.device) as actions,
+            count_traffic(self.layout, besides=besides) as count,
+            time_actions(list_stages(run.schedule), run.device) as actions,
         ):
             begin_s = time.perf_counter()
             yield

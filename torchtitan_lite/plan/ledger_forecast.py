@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torchtitan_lite.config.cluster import CLUSTERS, find_row
-from torchtitan_lite.config.flavors import Shape, is_counted
+from torchtitan_lite.config.flavors import ModelArgs, is_counted
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config, ConfigError
@@ -57,7 +57,7 @@ class Ledger:
     step: int | None = None  # that was measured
 
 
-def open_ledger(config: Config, shape: Shape, layout: Layout, machine: Machine, rows: Rows) -> Ledger:
+def open_ledger(config: Config, shape: ModelArgs, layout: Layout, machine: Machine, rows: Rows) -> Ledger:
     """The forecast for a run on machines like this one. `rows`: the order of work of each pp rank (schedule_order.py).
 
     Takes milliseconds. What cannot be forecast is a note and no error: the run does not depend on it.

@@ -16,7 +16,7 @@ a fifth, since kernels differ in what they keep. Legend: D model dim, H heads, K
 
 from dataclasses import dataclass, replace
 
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, check_divisibility
 from torchtitan_lite.config.lever_checks import check_moments
 from torchtitan_lite.config.memory_bound import count_activation_bytes, count_state_bytes
@@ -27,7 +27,7 @@ from torchtitan_lite.plan.workload import describe_workload
 
 
 @dataclass(frozen=True)
-class Lever:
+class MemoryOption:
     """A key that would save memory."""
 
     key: str
@@ -37,7 +37,7 @@ class Lever:
     takes_gpus: bool = False  # twice as many
 
 
-def find_levers(config: Config, shape: Shape, layout: Layout, n_parameters: int) -> list[Lever]:
+def find_memory_options(config: Config, shape: ModelArgs, layout: Layout, n_parameters: int) -> list[MemoryOption]:
     """Keys that would help a rank which holds `n_parameters` (its own slices): first those that take no more GPUs, the
     strongest first. Each alone; `config` is resolved.
     """
@@ -55,24 +55,28 @@ def find_levers(config: Config, shape: Shape, layout: Layout, n_parameters: int)
     gathered_bytes = n_parameters * (layout.dp_shard * layout.cp - 1) * itemsize
     n_gathered = {1: 1 if layout.pp > 1 else 2, 2: 1, 3: 0}[layout.zero_stage]
 
-    levers = [Lever("activation_checkpoint.mode", "full", kept_bytes - full_bytes, "a third more FLOPs")]
+    levers = [MemoryOption("activation_checkpoint.mode", "full", kept_bytes - full_bytes, "a third more FLOPs")]
     if not find_refused(config, shape, zero_stage=3):
-        levers.append(Lever("parallelism.zero_stage", 3, n_gathered * gathered_bytes, "parameters travel more often"))
+        levers.append(
+            MemoryOption("parallelism.zero_stage", 3, n_gathered * gathered_bytes, "parameters travel more often")
+        )
     if not check_moments(bfloat16):
         saved = state_bytes - on_gpu * count_state_bytes(bfloat16)
-        levers.append(Lever("optimizer.moments_dtype", "bfloat16", saved, "moments keep 8 bits"))
+        levers.append(MemoryOption("optimizer.moments_dtype", "bfloat16", saved, "moments keep 8 bits"))
     if layout.microbatch_size > 1:
         key = "parallelism.pipeline_parallel_microbatch_size" if layout.pp > 1 else "training.local_batch_size"
-        levers.append(Lever(key, layout.microbatch_size // 2, kept_bytes / 2, "smaller matmuls"))
+        levers.append(MemoryOption(key, layout.microbatch_size // 2, kept_bytes / 2, "smaller matmuls"))
     workload, chunk = describe_workload(config, shape, layout), Training.loss_chunk_tokens
     logits_bytes = estimate_loss(workload) - estimate_loss(replace(workload, loss_chunk_tokens=chunk))
-    levers.append(Lever("training.loss_chunk_tokens", chunk, logits_bytes, "the loss is computed in chunks"))
-    levers.append(Lever("training.enable_cpu_offload", "true", state_bytes, "the optimizer runs on the host, slowly"))
+    levers.append(MemoryOption("training.loss_chunk_tokens", chunk, logits_bytes, "the loss is computed in chunks"))
+    levers.append(
+        MemoryOption("training.enable_cpu_offload", "true", state_bytes, "the optimizer runs on the host, slowly")
+    )
 
     key, degree = "parallelism.data_parallel_shard_degree", 2 * parallelism.data_parallel_shard_degree
-    levers.append(Lever(key, degree, state_bytes / 2, "twice the GPUs", takes_gpus=True))
+    levers.append(MemoryOption(key, degree, state_bytes / 2, "twice the GPUs", takes_gpus=True))
     if not check_divisibility(config, shape, {"tp": 2 * layout.tp, "cp": layout.cp}):
         key, saved = "parallelism.tensor_parallel_degree", (state_bytes + kept_bytes) / 2
-        levers.append(Lever(key, 2 * layout.tp, saved, "twice the GPUs", takes_gpus=True))
+        levers.append(MemoryOption(key, 2 * layout.tp, saved, "twice the GPUs", takes_gpus=True))
     helpful = [lever for lever in levers if lever.saved_bytes > 0]
     return sorted(helpful, key=lambda lever: (lever.takes_gpus, -lever.saved_bytes))

@@ -16,18 +16,18 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.plan.memory_levers import find_levers
+from torchtitan_lite.plan.memory_levers import find_memory_options
 
 GIB = 2**30
 N_LEVERS = 3
 
 
 @contextmanager
-def out_of_memory_explained(
-    config: Config, shape: Shape, layout: Layout, parameters: dict[str, Tensor], optimizer: Optimizer
+def explain_out_of_memory(
+    config: Config, shape: ModelArgs, layout: Layout, parameters: dict[str, Tensor], optimizer: Optimizer
 ) -> Iterator[None]:
     """Adds to an OutOfMemoryError that is raised inside what used the memory and what would help."""
     try:
@@ -48,7 +48,7 @@ def out_of_memory_explained(
             used["activations, gathered weights and the rest"] = peak - sum(used.values())
             used["gaps that the allocator could not use"] = torch.cuda.memory_reserved() - peak
         n_parameters = sum(weight.numel() for weight in weights)
-        levers = find_levers(config, shape, layout, n_parameters)[:N_LEVERS]
+        levers = find_memory_options(config, shape, layout, n_parameters)[:N_LEVERS]
         explanation = [
             "Out of memory. What lies there, in GiB:",
             *(f"  {size / GIB:8.2f}  {what}" for what, size in used.items() if size > 0),

@@ -37,7 +37,7 @@ class Phases(NamedTuple):
         return self.backward_input + self.backward_weight
 
 
-class Pace:
+class StepTimeModel:
     """The seconds of a workload on a cluster."""
 
     def __init__(self, workload: Workload, cluster: Cluster):

@@ -8,7 +8,7 @@ What `check` asks of this machine (files, memory, GPUs) is not asked: the run wi
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan_lite.config.flavors import Shape, resolve_shape
+from torchtitan_lite.config.flavors import ModelArgs, resolve_model
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
 from torchtitan_lite.config.reader import read_config
@@ -27,7 +27,7 @@ class Planned:
 
     config_name: str
     config: Config  # resolved
-    shape: Shape
+    shape: ModelArgs
     layout: Layout
     device_type: Literal["cuda", "cpu"]
 
@@ -44,7 +44,7 @@ def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "
     reading = read_config(args)
     if reading.problems:
         raise ConfigError(reading.problems)
-    shape = resolve_shape(reading.config.model)
+    shape = resolve_model(reading.config.model)
     layout = plan_layout(reading.config, shape, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1))
     return Planned(reading.config_name, resolve_config(reading.config, layout, device_type), shape, layout, device_type)
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from statistics import median
 
 from torchtitan_lite.config.cluster import CLUSTERS, Cluster
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_plan import name_modules
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.plan.forecast import Sketch, sketch
-from torchtitan_lite.plan.pace import Pace
-from torchtitan_lite.plan.schedule_order import order_of
+from torchtitan_lite.plan.pace import StepTimeModel
+from torchtitan_lite.plan.schedule_order import pipeline_order
 from torchtitan_lite.plan.workload import Workload
 
 ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"
@@ -102,14 +102,16 @@ def predict_row(facts: dict[str, str]) -> Row:
     )
     cluster = H100_96 if facts["gpu"] == "h100-96" else CLUSTERS[facts["gpu"]]
     schedule = "1F1B" if number["stages_per_rank"] == 1 else "Interleaved1F1B"
-    order = partial(order_of, schedule, number["pp"], n_stages_per_rank=number["stages_per_rank"])
-    return Row(facts, cluster, sketch(Pace(workload, cluster), order))
+    order = partial(pipeline_order, schedule, number["pp"], n_stages_per_rank=number["stages_per_rank"])
+    return Row(facts, cluster, sketch(StepTimeModel(workload, cluster), order))
 
 
-def describe_shape(number: dict[str, int]) -> Shape:
+def describe_shape(number: dict[str, int]) -> ModelArgs:
     dim, n_heads = number["dim"], number["n_heads"]
     ffn_dim = number["ffn_dim"] if number["gated"] else number["ffn_dim"] * 2 // 3
-    return Shape(dim, number["n_layers"], n_heads, number["n_kv_heads"], dim // n_heads, ffn_dim, number["vocab_size"])
+    return ModelArgs(
+        dim, number["n_layers"], n_heads, number["n_kv_heads"], dim // n_heads, ffn_dim, number["vocab_size"]
+    )
 
 
 def describe_layout(number: dict[str, int]) -> Layout:

@@ -22,11 +22,11 @@ def list_rows(section: Parallelism, layout: Layout) -> list[list[Action]]:
     if layout.pp > 1 and section.pipeline_parallel_schedule_csv:
         return read_rows(section.pipeline_parallel_schedule_csv)
     n_stages_per_rank = len(layout.stages) // layout.pp
-    return order_of(section.pipeline_parallel_schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)
+    return pipeline_order(section.pipeline_parallel_schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)
 
 
 @lru_cache(maxsize=1024)
-def order_of(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[list[Action]]:
+def pipeline_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[list[Action]]:
     """The same, for a schedule by name. Without a pipeline: forward and backward of each microbatch in turn."""
     if pp == 1:
         return [[Action(0, kind, microbatch) for microbatch in range(n_microbatches) for kind in "FB"]]

@@ -13,15 +13,15 @@ from functools import lru_cache, partial
 from math import prod
 
 from torchtitan_lite.config.cluster import Cluster
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout
 from torchtitan_lite.config.pipeline_plan import SCHEDULES
 from torchtitan_lite.config.refused import find_refused
 from torchtitan_lite.config.schema import Config, ConfigError, Problem
 from torchtitan_lite.plan.forecast import Sketch, sketch
 from torchtitan_lite.plan.memory import estimate_memory
-from torchtitan_lite.plan.pace import Pace
-from torchtitan_lite.plan.schedule_order import order_of
+from torchtitan_lite.plan.pace import StepTimeModel
+from torchtitan_lite.plan.schedule_order import pipeline_order
 from torchtitan_lite.plan.simulator import count_in_flight, list_samples
 from torchtitan_lite.plan.workload import Workload, describe_workload
 
@@ -38,7 +38,7 @@ class Candidate:
     config: Config
     workload: Workload
     live_bytes: float  # of the rank that holds most
-    pace: Pace
+    pace: StepTimeModel
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Search:
         return [self.examples[key] for key, _ in self.refused.most_common()]
 
 
-def search(config: Config, shape: Shape, world_size: int, cluster: Cluster, *, n_best: int = 10) -> Search:
+def search(config: Config, shape: ModelArgs, world_size: int, cluster: Cluster, *, n_best: int = 10) -> Search:
     """All layouts of the model of `config` on so many GPUs; its global batch stays. The best first."""
     if world_size > cluster.node_size and world_size % cluster.node_size:
         remedy = f"Use a multiple of {cluster.node_size}, or say node_size in a --hardware file"
@@ -83,12 +83,12 @@ def search(config: Config, shape: Shape, world_size: int, cluster: Cluster, *, n
 def sketch_candidate(candidate: Candidate) -> Sketch:
     section, layout = candidate.config.parallelism, candidate.workload.layout
     per_rank = len(layout.stages) // layout.pp
-    order = partial(order_of, section.pipeline_parallel_schedule, layout.pp, n_stages_per_rank=per_rank)
+    order = partial(pipeline_order, section.pipeline_parallel_schedule, layout.pp, n_stages_per_rank=per_rank)
     return sketch(candidate.pace, order)
 
 
 def list_candidates(
-    config: Config, shape: Shape, world_size: int, cluster: Cluster, found: Search
+    config: Config, shape: ModelArgs, world_size: int, cluster: Cluster, found: Search
 ) -> Iterator[Candidate]:
     """Those that `check` accepts; the others are noted in `found`."""
     for proposal in list_proposals(config, shape, world_size, cluster, found):
@@ -106,12 +106,14 @@ def list_candidates(
             yield describe_candidate(candidate, shape, layout, cluster)
 
 
-def describe_candidate(config: Config, shape: Shape, layout: Layout, cluster: Cluster) -> Candidate:
+def describe_candidate(config: Config, shape: ModelArgs, layout: Layout, cluster: Cluster) -> Candidate:
     workload = describe_workload(config, shape, layout)
-    return Candidate(config, workload, find_live_bytes(config, workload), Pace(workload, cluster))
+    return Candidate(config, workload, find_live_bytes(config, workload), StepTimeModel(workload, cluster))
 
 
-def list_proposals(config: Config, shape: Shape, world_size: int, cluster: Cluster, found: Search) -> Iterator[Config]:
+def list_proposals(
+    config: Config, shape: ModelArgs, world_size: int, cluster: Cluster, found: Search
+) -> Iterator[Config]:
     """Every layout worth a look, without recompute. tp stays inside a node; a shard group is all of dp, or 64 or 8."""
     seq_len, global_batch = config.training.seq_len, find_global_batch(config, world_size)
     for tp in divisors(world_size, cluster.node_size):
@@ -134,7 +136,7 @@ def list_proposals(config: Config, shape: Shape, world_size: int, cluster: Clust
                     yield from list_batches(config, degrees, global_batch // dp, shape)
 
 
-def list_batches(config: Config, degrees: dict[str, int], n_sequences: int, shape: Shape) -> Iterator[Config]:
+def list_batches(config: Config, degrees: dict[str, int], n_sequences: int, shape: ModelArgs) -> Iterator[Config]:
     """Microbatches, ZeRO stages and schedules for one set of degrees; each rank works on `n_sequences` a step."""
     pp = degrees["pipeline_parallel_degree"]
     for microbatch in (size for size in MICROBATCHES if n_sequences % size == 0):
@@ -192,7 +194,7 @@ def count_held(schedule: str, pp: int, n_microbatches: int, per_rank: int) -> li
     """Stage -> microbatches in flight, of each pp rank."""
     total: list[dict[int, float]] = [Counter() for _ in range(pp)]
     for length, weight in list_samples(n_microbatches, pp):
-        for held, row in zip(total, order_of(schedule, pp, length, per_rank), strict=True):
+        for held, row in zip(total, pipeline_order(schedule, pp, length, per_rank), strict=True):
             for stage, count in count_in_flight(row).items():
                 held[stage] += count * weight
     return total
@@ -212,7 +214,7 @@ def note_refusal(found: Search, problems: list[Problem]) -> None:
         found.examples.setdefault(problem.key, problem)
 
 
-def find_least_gpus(config: Config, shape: Shape, cluster: Cluster, world_size: int) -> int | None:
+def find_least_gpus(config: Config, shape: ModelArgs, cluster: Cluster, world_size: int) -> int | None:
     """The least number of whole nodes above `world_size` on which some layout fits, in GPUs; None up to 64 times it.
 
     A batch for which one sequence a rank suffices, and full recompute: the leanest that there is.
@@ -229,7 +231,7 @@ def find_least_gpus(config: Config, shape: Shape, cluster: Cluster, world_size: 
     return n_nodes * cluster.node_size
 
 
-def fits_anyhow(config: Config, shape: Shape, cluster: Cluster, world_size: int) -> bool:
+def fits_anyhow(config: Config, shape: ModelArgs, cluster: Cluster, world_size: int) -> bool:
     """Whether a lean layout fits: ZeRO 3 with full recompute over all degrees, one sequence a data-parallel rank."""
     for tp in divisors(world_size, cluster.node_size):
         for cp in divisors(world_size // tp, max(1, config.training.seq_len // SHORTEST_SHARE)):

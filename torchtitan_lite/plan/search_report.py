@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config.cluster import Cluster
-from torchtitan_lite.config.flavors import Shape, is_counted
+from torchtitan_lite.config.flavors import ModelArgs, is_counted
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
 from torchtitan_lite.config.pipeline_plan import SCHEDULES
 from torchtitan_lite.config.reader import dump_config_toml
@@ -36,7 +36,13 @@ Choice = tuple[Candidate, Sketch]
 
 
 def print_search(
-    config: Config, shape: Shape, world_size: int, cluster: Cluster, toml_file: Path, *, n_dry_runs: int = N_DRY_RUNS
+    config: Config,
+    shape: ModelArgs,
+    world_size: int,
+    cluster: Cluster,
+    toml_file: Path,
+    *,
+    n_dry_runs: int = N_DRY_RUNS,
 ) -> None:
     """Searches, prints, and writes the winner. Raises ConfigError where there is none."""
     if not is_counted(config.model):
@@ -101,7 +107,7 @@ def name_layout(candidate: Candidate) -> str:
 # ---------------------------------------------------------------- the config's own layout
 
 
-def explain_own(config: Config, shape: Shape, world_size: int, cluster: Cluster, best: Choice) -> str:
+def explain_own(config: Config, shape: ModelArgs, world_size: int, cluster: Cluster, best: Choice) -> str:
     """Where the layout of the config loses against the best."""
     try:
         own = describe_candidate(config, shape, plan_layout(config, shape, world_size), cluster)

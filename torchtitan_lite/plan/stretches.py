@@ -23,7 +23,7 @@ MOST_ACTIVE_STAGES = 3  # of a rank: with more of them, torch's runtime frees pa
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """From one mark to the next."""
 
     name: str
@@ -50,7 +50,7 @@ def find_at_rest(meter: Meter) -> Counter:
     return at_rest
 
 
-def cut(meter: Meter) -> list[Stretch]:
+def cut(meter: Meter) -> list[Segment]:
     """The run between its marks. The optimizer's state, made in the first step, is there in all later ones."""
     stretches = []
     for mark, after in zip(meter.marks, meter.marks[1:], strict=False):
@@ -58,12 +58,12 @@ def cut(meter: Meter) -> list[Stretch]:
         events = [event for event in events if event[0].kind != "optimizer"]
         collectives = meter.collectives[mark.n_collectives : after.n_collectives]
         stretches.append(
-            Stretch(mark.name, sum_by_kind(events), find_peak(events), collectives, after.n_flops - mark.n_flops)
+            Segment(mark.name, sum_by_kind(events), find_peak(events), collectives, after.n_flops - mark.n_flops)
         )
     return stretches
 
 
-def lengthen(config: Config, layout: Layout, pp_rank: int, stretches: list[Stretch]) -> list[Stretch]:
+def lengthen(config: Config, layout: Layout, pp_rank: int, stretches: list[Segment]) -> list[Segment]:
     """The stretches of the whole step, from those of a few microbatches, in the order of the schedule."""
     begin, *others = stretches
     if layout.pp == 1:
@@ -81,7 +81,7 @@ def lengthen(config: Config, layout: Layout, pp_rank: int, stretches: list[Stret
     return sequence
 
 
-def find_most(at_rest: Counter, sequence: list[Stretch], longer: float) -> Counter:
+def find_most(at_rest: Counter, sequence: list[Segment], longer: float) -> Counter:
     """Bytes by kind when all together are most. `at_rest`: between two steps."""
     live, most = at_rest.copy(), at_rest.copy()
     # Rows of the batch, and what a pipeline receives into, are there for all microbatches from the beginning.
@@ -95,7 +95,7 @@ def find_most(at_rest: Counter, sequence: list[Stretch], longer: float) -> Count
 
 
 def count_collectives(
-    stretches: list[Stretch], sequence: list[Stretch], n_microbatches: int, n_run: int
+    stretches: list[Segment], sequence: list[Segment], n_microbatches: int, n_run: int
 ) -> list[tuple[Collective, int]]:
     """Each collective that was seen, and how often it comes in `sequence`.
 

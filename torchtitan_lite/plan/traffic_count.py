@@ -8,7 +8,7 @@ Whatever asks for a collective, torch in the end calls one of a few operators of
 them is given a kernel that counts, and calls the one of the device. Nothing else is watched: compiled code stays
 compiled, which it would not under a TorchDispatchMode. It costs some 20 us a call.
 
-Effect: none outside of `traffic_counted`. Bytes are counted as in plan/traffic.py, which forecasts them.
+Effect: none outside of `count_traffic`. Bytes are counted as in plan/traffic.py, which forecasts them.
 """
 
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ class TrafficCount:
 
 
 @contextmanager
-def traffic_counted(layout: Layout, *, besides: dist.ProcessGroup) -> Iterator[TrafficCount]:
+def count_traffic(layout: Layout, *, besides: dist.ProcessGroup) -> Iterator[TrafficCount]:
     """Counts the calls of this rank inside."""
     count = TrafficCount(layout, besides)
     with torch.library._scoped_library("c10d", "IMPL") as library:

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from math import ceil
 from typing import Literal
 
-from torchtitan_lite.config.flavors import Shape, count_layer_parameters
+from torchtitan_lite.config.flavors import ModelArgs, count_layer_parameters
 from torchtitan_lite.config.float8_plan import uses_float8
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_plan import Stages, splits_backward
@@ -40,7 +40,7 @@ class Stage:
 class Workload:
     """One optimizer step of a model in a layout. Also of models and code that are not ours, for published rows."""
 
-    shape: Shape
+    shape: ModelArgs
     layout: Layout
     seq_len: int
     recompute: Counter  # Recompute -> how many layers of the whole model
@@ -149,7 +149,7 @@ def count_modules(stages: Stages) -> tuple[Stage, ...]:
     )
 
 
-def describe_workload(config: Config, shape: Shape, layout: Layout) -> Workload:
+def describe_workload(config: Config, shape: ModelArgs, layout: Layout) -> Workload:
     """A step of a run. Where the compute dtype is still "auto", that of a GPU is taken. Raises ConfigError."""
     if config.activation_checkpoint.mode == "memory_budget":
         why = "what is computed again is the compiler's choice, which no closed form knows"

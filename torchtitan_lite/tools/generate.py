@@ -162,7 +162,7 @@ def take(
     at_most: str,
     show: Callable[[str], object],
 ) -> Sample:
-    """Draws tokens to the end and shows whole characters as they are completed. `at_most`: what limits `tokens`."""
+    """Sampler tokens to the end and shows whole characters as they are completed. `at_most`: what limits `tokens`."""
     # A token can end inside a character: the decoder keeps such bytes until the rest of them comes.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     started_s, taken, stopped = time.monotonic(), [], at_most

@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, read_beside, 
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import MANIFEST, Manifest, find_steps
 from torchtitan_lite.checkpoint.one_process import OpenCheckpoint, open_checkpoint
-from torchtitan_lite.config.flavors import RopeScaling, Shape, count_parameters
+from torchtitan_lite.config.flavors import ModelArgs, RopeScaling, count_parameters
 from torchtitan_lite.config.schema import ConfigError
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.kv_cache import count_cache_bytes
@@ -40,8 +40,8 @@ class ModelSource:
     """A model that is known, and not yet in memory."""
 
     path: Path
-    shape: Shape
-    model_class: Callable[..., nn.Module]  # of a Shape
+    shape: ModelArgs
+    model_class: Callable[..., nn.Module]  # of a ModelArgs
     tokenizer: Tokenizer
     end_ids: frozenset[int]  # tokens after which a text ends
     context: int | None  # tokens that it was trained to read, where that is known
@@ -96,7 +96,7 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
     return ModelSource(path, shape, model_class, found, end_ids, read_length(context), "training.seq_len", read)
 
 
-def read_shape(manifest: Manifest) -> Shape:
+def read_shape(manifest: Manifest) -> ModelArgs:
     """The shape that the facts tell. Raises KeyError, TypeError or AttributeError for what is none."""
     raw = manifest.facts["shape"]
     scaling = raw["rope_scaling"]
@@ -104,10 +104,10 @@ def read_shape(manifest: Manifest) -> Shape:
     for name, value in numbers.items():
         if not isinstance(value, int | float):
             raise TypeError(f"{name} is {value!r}, not a number")
-    return Shape(**{**raw, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+    return ModelArgs(**{**raw, "rope_scaling": RopeScaling(**scaling) if scaling else None})
 
 
-def find_difference(shape: Shape, model_class: Callable[..., nn.Module], checkpoint: OpenCheckpoint) -> str | None:
+def find_difference(shape: ModelArgs, model_class: Callable[..., nn.Module], checkpoint: OpenCheckpoint) -> str | None:
     """What the checkpoint's weights lack to be a model of this shape."""
     held = {name: size for name, (_, size) in checkpoint.tensors.items()}
     if shape.n_layers > len(held):
@@ -141,7 +141,7 @@ def read_length(raw: object) -> int | None:
     return raw if isinstance(raw, int) and raw > 0 else None
 
 
-def find_tokenizer(assets: object, shape: Shape, path: Path) -> Tokenizer:
+def find_tokenizer(assets: object, shape: ModelArgs, path: Path) -> Tokenizer:
     """Raises SourceError where there is none, or one with more tokens than the model knows."""
     if not isinstance(assets, str):
         raise SourceError(f"{path} does not say which tokenizer it was trained with. Name it with --tokenizer FOLDER.")
@@ -150,8 +150,8 @@ def find_tokenizer(assets: object, shape: Shape, path: Path) -> Tokenizer:
     except ConfigError as error:
         why = error.problems[0].why
         raise SourceError(f"{path}: its tokenizer is not found: {why}. Name it with --tokenizer FOLDER.") from None
-    if tokenizer.n_words > shape.vocab_size:
-        why = f"the tokenizer {assets} has {tokenizer.n_words} tokens, and the model {shape.vocab_size}"
+    if tokenizer.vocab_size > shape.vocab_size:
+        why = f"the tokenizer {assets} has {tokenizer.vocab_size} tokens, and the model {shape.vocab_size}"
         raise SourceError(f"{path}: {why}. Name the right one with --tokenizer.")
     return tokenizer
 

@@ -2,7 +2,7 @@
 
     logits  ->  / temperature  ->  the k most likely  ->  of these, the fewest that hold p of the probability  ->  draw
 
-Temperature 0 takes the most likely token: nothing is drawn. Draws are made on the CPU from a generator of their own,
+Temperature 0 takes the most likely token: nothing is drawn. Sampler are made on the CPU from a generator of their own,
 so that equal logits and seeds give equal tokens on every device. Sources: top-p arXiv:1904.09751.
 
 Legend: V vocabulary.

@@ -31,7 +31,7 @@ from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes
 from torchtitan_lite.checkpoint.hugging_face_folder import HuggingFaceFolder, list_tensors, open_folder
 from torchtitan_lite.config.command_lines import make_verify_parser
-from torchtitan_lite.config.flavors import Shape, resolve_shape
+from torchtitan_lite.config.flavors import ModelArgs, resolve_model
 from torchtitan_lite.config.hardware import measure_cpu_memory
 from torchtitan_lite.config.reader import ConfigReading
 from torchtitan_lite.config.schema import Config, ConfigError, Problem
@@ -119,7 +119,7 @@ def load_transformers() -> ModuleType:
 
 def open_matching(path: Path, config: Config) -> HuggingFaceFolder:
     """The folder, which holds a model of the config's shape. Raises ConfigError."""
-    shape = resolve_shape(config.model)
+    shape = resolve_model(config.model)
     try:
         folder = open_folder(path)
     except HuggingFaceError as error:
@@ -134,7 +134,7 @@ def open_matching(path: Path, config: Config) -> HuggingFaceFolder:
     return folder
 
 
-def check_names(config: Config, shape: Shape) -> None:
+def check_names(config: Config, shape: ModelArgs) -> None:
     """Every parameter has its counterpart in transformers' Llama. Raises ConfigError for a model that is no Llama."""
     model_class, _ = MODELS[config.model.name]
     with torch.device("meta"):
@@ -160,7 +160,7 @@ def check_memory(config: Config, folder: HuggingFaceFolder) -> None:
         raise ConfigError([Problem(KEY, str(folder.path), why, "Use a host with more memory, or a smaller model")])
 
 
-def count_bytes(shape: Shape, attention: str) -> int:
+def count_bytes(shape: ModelArgs, attention: str) -> int:
     """Of the largest moment: both models, the reference's gradients, one gradient in float64, and a batch's numbers."""
     sizes = [prod(size) for size in list_tensors(shape).values()]
     in_float64 = 2 * 3 * max(sizes)  # a gradient, its reference, and their difference

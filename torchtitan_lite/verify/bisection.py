@@ -8,7 +8,7 @@ other parts ask for (a trial that would be refused) is kept.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.layout import MESH_DIMS, Layout, plan_degrees, plan_layout
 from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.verify.degrees import DEGREE_KEYS
@@ -68,10 +68,10 @@ FEATURES = {  # axes first: with each, the trials that follow have fewer ranks
     ),
     "documents": Feature(lambda config, layout: config.model.attention == "document", {"model.attention": "causal"}),
     "tied embeddings": Feature(
-        lambda config, layout: resolve_shape(config.model).tie_embeddings, {"model.tie_embeddings": False}
+        lambda config, layout: resolve_model(config.model).tie_embeddings, {"model.tie_embeddings": False}
     ),
     "rope scaling": Feature(
-        lambda config, layout: resolve_shape(config.model).rope_scaling is not None, {"model.rope_scaling": "none"}
+        lambda config, layout: resolve_model(config.model).rope_scaling is not None, {"model.rope_scaling": "none"}
     ),
     "accumulation": Feature(
         lambda config, layout: layout.pp == 1 and layout.n_microbatches > 1, {"training.global_batch_size": -1}
@@ -113,7 +113,7 @@ def turn_off(config: Config, layout: Layout, names: frozenset[str]) -> tuple[Con
     world_size = 1
     for degree in degrees.values():
         world_size *= degree
-    return small, plan_layout(small, resolve_shape(small.model), world_size)
+    return small, plan_layout(small, resolve_model(small.model), world_size)
 
 
 def bisect(config: Config, layout: Layout, fails: Callable[[Config, Layout], bool]) -> Iterator[Step]:

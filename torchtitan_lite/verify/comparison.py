@@ -1,6 +1,6 @@
 """Measures how far a layout is from one process, parameter by parameter. `verify` and the tests use it.
 
-    reference.py       one process, plain torch                                                       -> Outcome
+    reference.py       one process, plain torch                                                       -> ReferenceRun
     each rank       builds the run as train.py does, steps it, gathers what it holds, compares     -> Share
     all together    the worst of all ranks; every parameter must have been seen                    -> Difference
 
@@ -22,16 +22,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.layout import plan_layout, resolve_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch, rows_of_rank
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.verify.reduction import override
-from torchtitan_lite.verify.reference import WIDE, Method, Outcome, choose_init, choose_max_norm, make_batch_of
+from torchtitan_lite.verify.reference import WIDE, Method, ReferenceRun, choose_init, choose_max_norm, make_batch_of
 
 Coordinates = dict[str, int]  # mesh dim -> where a rank stands on it
-Prepare = Callable[[stepping.Run, Outcome], None]
+Prepare = Callable[[stepping.Run, ReferenceRun], None]
 
 
 # ---------------------------------------------------------------- one rank of many
@@ -59,7 +59,7 @@ def build_small_run(config: Config, world_size: int, method: Method = WIDE) -> s
     """The run that train.py would build, on CPUs. Collective."""
     # DTensor warns that gathering over two dims takes two steps: it is right, and here it does not matter.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    shape = resolve_shape(config.model)
+    shape = resolve_model(config.model)
     layout = plan_layout(config, shape, world_size)
     mesh = build_mesh(layout, "cpu")
     model_class, init_parameter = stepping.MODELS[config.model.name]
@@ -80,13 +80,13 @@ def measure_layout(
 
     `prepare(run, oracle)` may change the run before its first step: a probe.
     """
-    oracle: Outcome = torch.load(oracle_path, weights_only=False, mmap=True)
+    oracle: ReferenceRun = torch.load(oracle_path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size, oracle.method)
     initial = gather(run, lambda parameter: parameter)
     if prepare is not None:
         prepare(run, oracle)
     batches = [own_rows(run, make_batch_of(run.config, step, oracle.method)) for step in range(oracle.method.n_steps)]
-    n_tokens = stepping.count_global_tokens(run, stepping.take_pieces(run, batches[0]))
+    n_tokens = stepping.count_global_tokens(run, stepping.shard_for_cp(run, batches[0]))
     with gradients_noted(run) as gradients:
         results = [stepping.train_step(limit_norm(run, step), batch) for step, batch in enumerate(batches)]
     losses = [result.loss.item() for result in results]
@@ -114,7 +114,9 @@ def measure_layout(
     )
 
 
-def measure_scalars(oracle: Outcome, n_tokens: int, losses: list[float], grad_norms: list[float]) -> dict[str, float]:
+def measure_scalars(
+    oracle: ReferenceRun, n_tokens: int, losses: list[float], grad_norms: list[float]
+) -> dict[str, float]:
     """Relative errors, each that of the worst step."""
     return {
         "n_tokens": largest_relative([n_tokens], [oracle.n_tokens]),

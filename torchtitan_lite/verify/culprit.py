@@ -25,7 +25,7 @@ from torchtitan_lite.verify.comparison import (
     relative_error,
 )
 from torchtitan_lite.verify.module_outputs import OutputShare
-from torchtitan_lite.verify.reference import Outcome
+from torchtitan_lite.verify.reference import ReferenceRun
 
 # Measured on healthy layouts: from exact inputs outputs are off by up to 3e-7; errors of inputs grow threefold at most.
 LEAST_ROUNDING = 2**-24  # half of the distance of two neighbouring fp32 numbers near 1
@@ -50,7 +50,7 @@ class Culprit:
 
 
 def name_culprit(
-    difference: Difference, faults: dict[str, str], outputs: list[OutputShare], oracle: Outcome, tolerance: float
+    difference: Difference, faults: dict[str, str], outputs: list[OutputShare], oracle: ReferenceRun, tolerance: float
 ) -> Culprit:
     """The first thing that differs; `faults` is not empty."""
     shares = difference.shares
@@ -91,7 +91,7 @@ def name_culprit(
 
 
 def name_wrong_piece(outputs: list[OutputShare]) -> Culprit | None:
-    """What `take_pieces` leaves of the rows of a rank, if it is not what the oracle cuts for that rank."""
+    """What `shard_for_cp` leaves of the rows of a rank, if it is not what the oracle cuts for that rank."""
     errors = {name: [(share.coordinates, share.pieces[name]) for share in outputs] for name in list_fields(outputs)}
     wrong = {name: [at for at, error in pairs if error > 0] for name, pairs in errors.items()}
     wrong = {name: places for name, places in wrong.items() if places}
@@ -100,8 +100,8 @@ def name_wrong_piece(outputs: list[OutputShare]) -> Culprit | None:
     name = next(iter(wrong))
     where = describe_place(wrong[name], len(outputs))
     if name in SIDE_INPUTS:
-        return Culprit(SIDE_INPUTS[name], "take_pieces", f"they are not those of the tokens of a rank{where}")
-    detail = f"take_pieces leaves other {', '.join(wrong)} than the head and tail of a zig-zag{where}"
+        return Culprit(SIDE_INPUTS[name], "shard_for_cp", f"they are not those of the tokens of a rank{where}")
+    detail = f"shard_for_cp leaves other {', '.join(wrong)} than the head and tail of a zig-zag{where}"
     return Culprit("pieces", name, detail)
 
 
@@ -109,7 +109,7 @@ def list_fields(outputs: list[OutputShare]) -> list[str]:
     return list(outputs[0].pieces) if outputs else []
 
 
-def name_first_output(outputs: list[OutputShare], oracle: Outcome, tolerance: float) -> Culprit | None:
+def name_first_output(outputs: list[OutputShare], oracle: ReferenceRun, tolerance: float) -> Culprit | None:
     """The first module in forward order with a microbatch too few, or with another output for the same inputs.
 
     Before it comes what modules are given beside hidden states. `tolerance`: no error above it is rounding.
@@ -137,7 +137,7 @@ def name_first_output(outputs: list[OutputShare], oracle: Outcome, tolerance: fl
     return name_first_input(outputs, oracle, tolerance)
 
 
-def measure_added(oracle: Outcome, name: str) -> float:
+def measure_added(oracle: ReferenceRun, name: str) -> float:
     """How much of its output a block computes: ||y - x|| / ||y||. All other modules compute all of theirs.
 
     A block adds little to a large x, so that what is wrong in it is small beside its output, and so is its rounding.
@@ -154,7 +154,7 @@ def name_wrong_stage_piece(outputs: list[OutputShare]) -> Culprit | None:
                 wrong = [other.coordinates for other in outputs if other.stage_pieces.get(first, {}).get(name, 0) > 0]
                 n_holders = sum(first in other.stage_pieces for other in outputs)
                 detail = (
-                    f"the stage of {first} is given others than take_pieces leaves{describe_place(wrong, n_holders)}"
+                    f"the stage of {first} is given others than shard_for_cp leaves{describe_place(wrong, n_holders)}"
                 )
                 if name in SIDE_INPUTS:
                     return Culprit(SIDE_INPUTS[name], first, detail)
@@ -162,7 +162,7 @@ def name_wrong_stage_piece(outputs: list[OutputShare]) -> Culprit | None:
     return None
 
 
-def name_wrong_side_input(outputs: list[OutputShare], oracle: Outcome, tolerance: float) -> Culprit | None:
+def name_wrong_side_input(outputs: list[OutputShare], oracle: ReferenceRun, tolerance: float) -> Culprit | None:
     """The first module that is given other rotary angles, positions or documents than the oracle's."""
     for name, arguments in oracle.inputs.items():
         for argument in (argument for argument in arguments if argument in SIDE_INPUTS):
@@ -177,7 +177,7 @@ def name_wrong_side_input(outputs: list[OutputShare], oracle: Outcome, tolerance
     return None
 
 
-def name_first_input(outputs: list[OutputShare], oracle: Outcome, tolerance: float) -> Culprit | None:
+def name_first_input(outputs: list[OutputShare], oracle: ReferenceRun, tolerance: float) -> Culprit | None:
     """Where no module is to blame: the first value that is right where it is put out, and wrong where it is taken.
 
     Else errors grow from module to module: the first module whose output is wrong is named, and that it is not alone.
@@ -209,7 +209,7 @@ def describe_place(wrong: list[Coordinates], n_holders: int) -> str:
     return f" on {len(wrong)} of {n_holders} ranks that hold it, all at {', '.join(common) or 'no common place'}"
 
 
-def name_first_gradient(difference: Difference, oracle: Outcome, tolerance: float) -> Culprit:
+def name_first_gradient(difference: Difference, oracle: ReferenceRun, tolerance: float) -> Culprit:
     """The first one in backward order, whether it is only too large, and which ranks disagree about it."""
     wrong = [fqn for fqn in oracle.gradients if difference.gradient[fqn] > tolerance]
     name = wrong[0]

@@ -13,9 +13,9 @@ from torchtitan_lite.verify.culprit import Culprit, name_crash, name_culprit
 from torchtitan_lite.verify.module_outputs import OutputShare, observe_outputs
 from torchtitan_lite.verify.ranks import NoAnswer, RankFailure
 from torchtitan_lite.verify.reduction import override
-from torchtitan_lite.verify.reference import WIDE, Method, Outcome, run_one_process
+from torchtitan_lite.verify.reference import WIDE, Method, ReferenceRun, run_one_process
 from torchtitan_lite.verify.slices import join_shares, measure_slices
-from torchtitan_lite.verify.traps import TRAPS
+from torchtitan_lite.verify.traps import KNOWN_ISSUES
 from torchtitan_lite.verify.trial import Measure, RunRanks, Trial, describe_failure
 
 FP32_TOLERANCE = 1e-5  # what is right stays below 1e-6: sums are taken in another order. What is wrong is above 1e-3
@@ -90,7 +90,7 @@ def find_cause(
     config: Config, world_size: int, run_ranks: RunRanks, oracle_path: str, culprit: Culprit, tolerance: float
 ) -> str:
     """The first known trap without which the run passes."""
-    for cause, trap in TRAPS.items():
+    for cause, trap in KNOWN_ISSUES.items():
         if not trap.applies(config, culprit):
             continue
         try:
@@ -140,5 +140,5 @@ def save_oracle(config: Config, folder: Path, method: Method = WIDE) -> str:
     return str(path)
 
 
-def load_oracle(path: str) -> Outcome:
+def load_oracle(path: str) -> ReferenceRun:
     return torch.load(path, weights_only=False, mmap=True)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.checkpoint.hugging_face import IN_ROTARY_ORDER, to_their_order
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, their_name
-from torchtitan_lite.config.flavors import Shape
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.verify.comparison import relative_error
@@ -88,7 +88,7 @@ class Row:
     n_counted: int = LENGTH  # targets, the first ones
 
 
-def list_rows(shape: Shape, *, attention: str) -> dict[str, list[Row]]:
+def list_rows(shape: ModelArgs, *, attention: str) -> dict[str, list[Row]]:
     """Name of a batch -> its rows. `attention` is a row of ATTENTIONS."""
     places = torch.arange(LENGTH)
     near = [
@@ -109,7 +109,7 @@ def list_rows(shape: Shape, *, attention: str) -> dict[str, list[Row]]:
     return {"near": near, "far": far}
 
 
-def make_batch(rows: list[Row], shape: Shape, seed: int) -> Batch:
+def make_batch(rows: list[Row], shape: ModelArgs, seed: int) -> Batch:
     """Random tokens, of which each row counts as many targets as it says."""
     positions = torch.stack([row.positions for row in rows])
     n_counted = torch.tensor([row.n_counted for row in rows])
@@ -167,7 +167,7 @@ def rounded_otherwise(theirs: nn.Module) -> Iterator[None]:
             buffer.copy_(original)
 
 
-def in_their_order(fqn: str, gradient: Tensor, shape: Shape) -> Tensor:
+def in_their_order(fqn: str, gradient: Tensor, shape: ModelArgs) -> Tensor:
     """A gradient of ours with the rows where transformers has them."""
     return to_their_order(gradient, shape.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else gradient
 

@@ -21,7 +21,7 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_csv import read_rows
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.comparison import Coordinates, build_small_run, own_rows, relative_error
-from torchtitan_lite.verify.reference import Outcome, make_batch_of, name_inputs
+from torchtitan_lite.verify.reference import ReferenceRun, make_batch_of, name_inputs
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class OutputShare:
     """
 
     coordinates: Coordinates
-    pieces: dict[str, float]  # field of Batch -> error of what `take_pieces` leaves of this rank's rows
+    pieces: dict[str, float]  # field of Batch -> error of what `shard_for_cp` leaves of this rank's rows
     stage_pieces: dict[str, dict[str, float]]  # first FQN of a stage -> field of Batch -> error of what it is given
     inputs: dict[str, dict[str, float]]  # FQN of a module -> argument -> error
     error: dict[str, float]  # FQN of a module -> error of its output
@@ -42,10 +42,10 @@ class OutputShare:
 
 def observe_outputs(rank: int, world_size: int, config: Config, oracle_path: str) -> OutputShare:
     """Worker: one forward and backward; every module's inputs and outputs compared with the oracle's. Collective."""
-    oracle: Outcome = torch.load(oracle_path, weights_only=False, mmap=True)
+    oracle: ReferenceRun = torch.load(oracle_path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size, oracle.method)
     whole = make_batch_of(run.config, 0, oracle.method)
-    batch = stepping.take_pieces(run, own_rows(run, whole))
+    batch = stepping.shard_for_cp(run, own_rows(run, whole))
     n_tokens = stepping.count_global_tokens(run, batch)
     if run.schedule is not None:  # in its first step it also calls each part once to learn the shapes
         stepping.forward_backward(run, batch, n_tokens)

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.float8_plan import plan_float8, uses_float8
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.model.float8_linear import E4M3, Float8Multiply, cast, choose_scale
+from torchtitan_lite.model.float8_linear import E4M3, Float8MatmulFunction, cast, choose_scale
 from torchtitan_lite.model.head import IGNORE_INDEX, Head
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.tensor_parallel import plan_tensor_parallel
@@ -66,7 +66,7 @@ class RoundedProcess:
         model_class, init_parameter = stepping.MODELS[config.model.name]
         self.config, self.layout = config, layout
         self.dtype = getattr(torch, config.training.mixed_precision_param)
-        self.model = model_class(resolve_shape(config.model), attention=config.model.attention)
+        self.model = model_class(resolve_model(config.model), attention=config.model.attention)
         initialize_weights(self.model, init_parameter, config.debug.seed)
         self.weights = {fqn: p.detach().clone().requires_grad_() for fqn, p in self.model.named_parameters()}
         self.tp_rank = 0  # the one that is being computed
@@ -224,7 +224,7 @@ class RoundedProcess:
         weights = (self._slice(self._cast(fqn, rank), style) for rank in range(self.layout.cp))
         return torch.cat(
             [
-                Float8Multiply.apply(some, weight, *held, section.recipe_name, section.emulate)
+                Float8MatmulFunction.apply(some, weight, *held, section.recipe_name, section.emulate)
                 for some, weight in zip(rows, weights, strict=True)
             ]
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.verify.comparison import (
@@ -39,7 +39,7 @@ def make_late_batch(config: Config, step: int, last_position: int) -> Batch:
         step,
         n_rows=training.global_batch_size,
         seq_len=training.seq_len,
-        vocab_size=resolve_shape(config.model).vocab_size,
+        vocab_size=resolve_model(config.model).vocab_size,
         documents=config.model.attention == "document",
     )
     return replace(batch, positions=batch.positions + last_position - training.seq_len)

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.float8_plan import BLOCK, uses_float8
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
 from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, splits_backward
@@ -124,7 +124,7 @@ def try_rounding(
     """`n_steps` of `config`, with fewer layers and microbatches, beside one process that rounds alike."""
     start = time.monotonic()
     config = override(config, shrink(reduction))
-    layout = plan_layout(config, resolve_shape(config.model), reduction.layout.world_size)
+    layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
     config = resolve_config(config, layout, "cpu")
     last = max(LAST_POSITION, reduction.real.training.seq_len)
     path = folder / f"rounded-{name}.pt"

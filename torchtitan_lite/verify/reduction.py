@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
 
-from torchtitan_lite.config.flavors import Shape, resolve_shape
+from torchtitan_lite.config.flavors import ModelArgs, resolve_model
 from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout
 from torchtitan_lite.config.pipeline_plan import SCHEDULES, check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.reader import KEYS
@@ -56,7 +56,7 @@ class Reduction:
     real: Config  # as it was read: automatic values are not resolved
     degrees: Degrees
     config: Config  # of the wide trial, every size given
-    shape: Shape  # of `config`, as `layout`
+    shape: ModelArgs  # of `config`, as `layout`
     layout: Layout
     changes: list[Change]  # in the order of schema.py
     full_width: bool = False  # the trial of real width takes the time that it needs
@@ -64,7 +64,7 @@ class Reduction:
 
 def reduce_config(config: Config, max_ranks: int) -> Reduction:
     """The small run that stands for a real one. Raises ConfigError where the real one could not start."""
-    shape = resolve_shape(config.model)
+    shape = resolve_model(config.model)
     real = plan_layout(config, shape, prod(plan_degrees(config.parallelism, 1)[0].values()))
     chosen = choose_degrees(config.parallelism, max_ranks)
     degrees = chosen.tried
@@ -84,7 +84,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     # small batches are to have several chunks too; 0, no chunks, stays
     small = override(small, {"training.loss_chunk_tokens": min(config.training.loss_chunk_tokens, 24)})
     small = override(small, reduce_batch(small, config, real, degrees, sizes))
-    small_shape = resolve_shape(small.model)
+    small_shape = resolve_model(small.model)
     layout = plan_layout(small, small_shape, prod(degrees.values()))
     return Reduction(config, chosen, small, small_shape, layout, list_changes(config, shape, small, small_shape))
 
@@ -102,11 +102,11 @@ def set_key(section: Any, names: list[str], value: object) -> Any:
     return replace(section, **{name: set_key(getattr(section, name), rest, value) if rest else value})
 
 
-def list_changes(config: Config, shape: Shape, small: Config, small_shape: Shape) -> list[Change]:
+def list_changes(config: Config, shape: ModelArgs, small: Config, small_shape: ModelArgs) -> list[Change]:
     """Every key whose value differs; for sizes that a flavor gives, that size."""
-    of_shape = {f"model.{field.name}": field.name for field in fields(Shape)}
+    of_shape = {f"model.{field.name}": field.name for field in fields(ModelArgs)}
 
-    def look_up(key: str, of: Config, its_shape: Shape) -> object:
+    def look_up(key: str, of: Config, its_shape: ModelArgs) -> object:
         if key in of_shape and key != "model.rope_scaling":
             return getattr(its_shape, of_shape[key])
         return get_value(of, key)
@@ -122,7 +122,7 @@ def list_changes(config: Config, shape: Shape, small: Config, small_shape: Shape
 # ---------------------------------------------------------------- degrees and sizes
 
 
-def reduce_sizes(shape: Shape, real: Layout, degrees: dict[str, int], *, n_shards_known: bool) -> dict[str, int]:
+def reduce_sizes(shape: ModelArgs, real: Layout, degrees: dict[str, int], *, n_shards_known: bool) -> dict[str, int]:
     """Sizes of a model of about dim 64 to 128."""
     tp = degrees["tp"]
     kv_heads_per_rank = min(2, shape.n_kv_heads // real.tp)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import Shape, resolve_shape
+from torchtitan_lite.config.flavors import ModelArgs, resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
@@ -87,7 +87,7 @@ def make_batch_of(config: Config, step: int, method: Method = WIDE) -> Batch:
         step,
         n_rows=config.training.global_batch_size,
         seq_len=config.training.seq_len,
-        vocab_size=resolve_shape(config.model).vocab_size,
+        vocab_size=resolve_model(config.model).vocab_size,
         documents=config.model.attention == "document",
         farthest_position=method.farthest_position,
         tokens_per_document=method.tokens_per_document,
@@ -105,7 +105,9 @@ def choose_init(init_parameter: Callable, method: Method) -> Callable:
     return partial(repeat_block, init_parameter) if method.repeats_weights else init_parameter
 
 
-def repeat_block(init_parameter: Callable, fqn: str, full: Tensor, shape: Shape, generator: torch.Generator) -> None:
+def repeat_block(
+    init_parameter: Callable, fqn: str, full: Tensor, shape: ModelArgs, generator: torch.Generator
+) -> None:
     """Fills the full tensor of one parameter in place, ten times as fast where it has many times BLOCK numbers."""
     if full.numel() <= BLOCK:
         init_parameter(fqn, full, shape, generator)
@@ -120,7 +122,7 @@ def repeat_block(init_parameter: Callable, fqn: str, full: Tensor, shape: Shape,
 
 
 @dataclass
-class Outcome:
+class ReferenceRun:
     """What one process computed."""
 
     method: Method
@@ -137,7 +139,7 @@ class Outcome:
 def build_model(config: Config, method: Method) -> nn.Module:
     """The user's model with its initial weights; document attention by one explicit mask."""
     model_class, init_parameter = stepping.MODELS[config.model.name]
-    model = model_class(resolve_shape(config.model), attention=config.model.attention)
+    model = model_class(resolve_model(config.model), attention=config.model.attention)
     if config.model.attention == "document":
         for name, module in model.named_modules():
             if name.endswith("attention"):
@@ -146,14 +148,14 @@ def build_model(config: Config, method: Method) -> nn.Module:
     return model
 
 
-def run_one_process(config: Config, method: Method = WIDE) -> Outcome:
+def run_one_process(config: Config, method: Method = WIDE) -> ReferenceRun:
     """The oracle. `config` gives model, batch, seed, clipping and SGD; its layout is not looked at."""
     model = build_model(config, method)
     parameters = dict(model.named_parameters())
     initial = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
     if method.updates:
         initial = {fqn: parameter.clone() for fqn, parameter in initial.items()}
-    outcome = Outcome(method, initial, {}, 0, {}, {}, [], [])
+    outcome = ReferenceRun(method, initial, {}, 0, {}, {}, [], [])
     hooks = record_first_backward(model, outcome)
     for step in range(method.n_steps):
         batch = make_batch_of(config, step, method)
@@ -197,7 +199,7 @@ def update_weights(parameters: Iterable[Tensor], config: Config, factor: float) 
         parameter.copy_(weight - section.lr * (factor * gradient + section.weight_decay * weight))
 
 
-def record_first_backward(model: nn.Module, outcome: Outcome) -> list:
+def record_first_backward(model: nn.Module, outcome: ReferenceRun) -> list:
     """Has a model note its modules' inputs and outputs in forward order and its gradients in backward order; hooks to
     remove.
     """

@@ -30,7 +30,7 @@ from torchtitan_lite.verify.comparison import (
     measure_scalars,
     own_rows,
 )
-from torchtitan_lite.verify.reference import Outcome, clip_factor, make_batch_of
+from torchtitan_lite.verify.reference import ReferenceRun, clip_factor, make_batch_of
 
 PIECE = 2**20  # numbers that are widened to float64 at a time
 SPLIT_ALONG = {"shard": ("dp_shard", "cp")}  # mesh dims that FSDP's dim stands for; any other stands for itself
@@ -63,16 +63,16 @@ def measure_slices(
 
     `prepare(run, oracle)` may change the run before its step: a probe.
     """
-    oracle: Outcome = torch.load(oracle_path, weights_only=False, mmap=True)
+    oracle: ReferenceRun = torch.load(oracle_path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size, oracle.method)
     initial_equal = {
-        fqn: torch.equal(own_slice(parameter), cut_slice(oracle.initial[fqn], parameter))
+        fqn: torch.equal(slice_local_shard(parameter), cut_slice(oracle.initial[fqn], parameter))
         for fqn, parameter in run.parameters.items()
     }
     if prepare is not None:
         prepare(run, oracle)
     batch = own_rows(run, make_batch_of(run.config, 0, oracle.method))
-    n_tokens = int(stepping.count_global_tokens(run, stepping.take_pieces(run, batch)))
+    n_tokens = int(stepping.count_global_tokens(run, stepping.shard_for_cp(run, batch)))
     loss = stepping.sum_losses(run, stepping.compute_gradients(run, batch)).item()
     coordinates = run.mesh.coordinates()
     gradients = list_tensors(run, lambda parameter: parameter.grad)
@@ -102,7 +102,7 @@ def measure_slices(
     )
 
 
-def own_slice(tensor: Tensor) -> Tensor:
+def slice_local_shard(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -122,7 +122,7 @@ def measure_slice(tensor: Tensor, full: Tensor, coordinates: Coordinates) -> Sli
         for name, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True):
             split |= set() if placement.is_replicate() else set(SPLIT_ALONG.get(name, (name,)))
     wrong = squared = product = 0.0
-    own, reference = own_slice(tensor), cut_slice(full, tensor)
+    own, reference = slice_local_shard(tensor), cut_slice(full, tensor)
     for numbers, expected in zip(own.flatten().split(PIECE), reference.flatten().split(PIECE), strict=True):
         numbers, expected = numbers.double(), expected.double()
         wrong += (numbers - expected).square().sum().item()
@@ -134,7 +134,7 @@ def measure_slice(tensor: Tensor, full: Tensor, coordinates: Coordinates) -> Sli
 
 def sum_squares(tensor: Tensor) -> float:
     """Of this rank's slice, in float64."""
-    return sum(piece.double().square().sum().item() for piece in own_slice(tensor).flatten().split(PIECE))
+    return sum(piece.double().square().sum().item() for piece in slice_local_shard(tensor).flatten().split(PIECE))
 
 
 def join_shares(shares: list[SlicedShare]) -> list[SlicedShare]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from torchtitan_lite.config.flavors import Shape, count_parameters, resolve_shape
+from torchtitan_lite.config.flavors import ModelArgs, count_parameters, resolve_model
 from torchtitan_lite.config.hardware import measure_cpu_memory
 from torchtitan_lite.config.layout import Layout, plan_layout
 from torchtitan_lite.config.pipeline_plan import check_microbatches, plan_stages
@@ -54,13 +54,13 @@ class SmallRun:
 
 def deepen(reduction: Reduction) -> SmallRun:
     """Many narrow layers. Where ranks have several stages, these are unequally long."""
-    degrees, shape = reduction.layout.degrees, resolve_shape(reduction.real.model)
+    degrees, shape = reduction.layout.degrees, resolve_model(reduction.real.model)
     sizes = {**choose_heads(shape, degrees["tp"], head_dim=4), "dim": 16}
     sizes |= reduce_matrices(shape, degrees["tp"], ffn_dim=24, vocab_size=64)
     small = plan_own_stages(reduction.config)
     small = override(small, {"model.n_layers": choose_depth(small.parallelism)})
     small = resize(small, degrees, sizes, n_rows=2, n_microbatches=1, seq_len=reduce_sequence(degrees, sizes, 24))
-    layout = plan_layout(small, resolve_shape(small.model), reduction.layout.world_size)
+    layout = plan_layout(small, resolve_model(small.model), reduction.layout.world_size)
     counts = [sum(name.startswith("layers.") for name in stage) for stage in layout.stages]
     stages = f", {', '.join(map(str, counts))} a stage" if len(counts) > 1 else ""
     return describe_run(reduction, small, layout, f"{sum(counts)} layers of dim {sizes['dim']}{stages}")
@@ -69,7 +69,7 @@ def deepen(reduction: Reduction) -> SmallRun:
 def lengthen(reduction: Reduction) -> SmallRun:
     """Sequences of the real length, within LEAST_TOKENS and MOST_TOKENS, in a layer on one rank and one on another."""
     degrees, real = reduction.layout.degrees, reduction.real
-    shape, real_length = resolve_shape(real.model), real.training.seq_len
+    shape, real_length = resolve_model(real.model), real.training.seq_len
     sizes = choose_heads(shape, degrees["tp"], head_dim=12)
     sizes["dim"] = sizes["n_heads"] * sizes["head_dim"]
     sizes |= reduce_matrices(shape, degrees["tp"], ffn_dim=sizes["dim"] * 3 // 2, vocab_size=100)
@@ -81,7 +81,7 @@ def lengthen(reduction: Reduction) -> SmallRun:
     small = resize(small, degrees, sizes, n_rows=1, n_microbatches=3, seq_len=seq_len)
     chunk = min(real.training.loss_chunk_tokens, -(-seq_len // degrees["cp"] // N_CHUNKS))  # 0, no chunks, stays
     small = override(small, {"training.loss_chunk_tokens": chunk})
-    layout = plan_layout(small, resolve_shape(small.model), reduction.layout.world_size)
+    layout = plan_layout(small, resolve_model(small.model), reduction.layout.world_size)
     farthest = find_far_position(reduction) + seq_len
     tokens = f"{seq_len:,} tokens" if seq_len >= real_length else f"{seq_len:,} of {real_length:,} tokens"
     n_layers = small.model.n_layers
@@ -95,7 +95,7 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
 
     `memory_bytes`: what the run and its reference may take of this machine's memory; by default, half of what is free.
     """
-    degrees, real = reduction.layout.degrees, resolve_shape(reduction.real.model)
+    degrees, real = reduction.layout.degrees, resolve_model(reduction.real.model)
     small = override(plan_own_stages(reduction.config), {"compile.enable": False})
     if degrees["pp"] > 1:
         schedule = {"pipeline_parallel_schedule_csv": "", "pipeline_parallel_schedule": "1F1B"}
@@ -113,7 +113,7 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
     }
     small = override(small, {"model.n_layers": n_layers})
     small = resize(small, degrees, sizes, n_rows=1, n_microbatches=1, seq_len=reduce_sequence(degrees, sizes, 16))
-    layout = plan_layout(small, resolve_shape(small.model), reduction.layout.world_size)
+    layout = plan_layout(small, resolve_model(small.model), reduction.layout.world_size)
     said = [f"{n_layers} layer{'s' * (n_layers > 1)}, {count_parameters(shape):,} parameters"]
     for name, word in (("dim", "dim"), ("ffn_dim", "ffn_dim"), ("vocab_size", "vocabulary")):
         size, real_size = getattr(shape, name), getattr(real, name)
@@ -125,7 +125,7 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
 def describe_run(reduction: Reduction, small: Config, layout: Layout, subject: str) -> SmallRun:
     """With all that differs from the real config."""
     real = reduction.real
-    changes = list_changes(real, resolve_shape(real.model), small, resolve_shape(small.model))
+    changes = list_changes(real, resolve_model(real.model), small, resolve_model(small.model))
     if small.compile.enable != real.compile.enable:
         subject += ", not compiled"
     return SmallRun(small, layout, changes, subject)
@@ -134,19 +134,19 @@ def describe_run(reduction: Reduction, small: Config, layout: Layout, subject: s
 # ---------------------------------------------------------------- sizes
 
 
-def choose_heads(shape: Shape, tp: int, head_dim: int) -> dict[str, int]:
+def choose_heads(shape: ModelArgs, tp: int, head_dim: int) -> dict[str, int]:
     """One key/value head for each tp rank, of two query heads where the real one has more."""
     n_heads = tp * min(2, shape.n_heads // shape.n_kv_heads)
     return {"n_heads": n_heads, "n_kv_heads": tp, "head_dim": min(head_dim, shape.head_dim)}
 
 
-def reduce_matrices(shape: Shape, tp: int, *, ffn_dim: int, vocab_size: int) -> dict[str, int]:
+def reduce_matrices(shape: ModelArgs, tp: int, *, ffn_dim: int, vocab_size: int) -> dict[str, int]:
     """About these sizes, so that tp divides them."""
     wanted = {"ffn_dim": ffn_dim, "vocab_size": vocab_size}
     return {name: reduce_size(getattr(shape, name), size, tp, (1, 1)) for name, size in wanted.items()}
 
 
-def fit_shape(shape: Shape, tp: int, most_parameters: int) -> Shape:
+def fit_shape(shape: ModelArgs, tp: int, most_parameters: int) -> ModelArgs:
     """The shape itself, or a smaller one of `most_parameters`, or of LEAST_SIZES."""
     for name, least in LEAST_SIZES.items():
         while count_parameters(shape) > most_parameters:
@@ -169,7 +169,7 @@ def measure_available_memory(file: Path = Path("/proc/meminfo")) -> int:
 
 def find_far_position(reduction: Reduction) -> int:
     """A position that no row of the wide run reaches, where the stretching of rotary wavelengths ends."""
-    scaling = resolve_shape(reduction.real.model).rope_scaling
+    scaling = resolve_model(reduction.real.model).rope_scaling
     return max(FAR_POSITION, reduction.real.training.seq_len, scaling.original_length if scaling else 0)
 
 

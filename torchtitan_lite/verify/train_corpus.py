@@ -55,7 +55,7 @@ def write_corpus(folder: Path, train: Text, held_out: Text) -> None:
     manifest = Manifest(
         dtype="uint16",
         tokenizer_identity=load_tokenizer(TOKENIZER).identity,
-        n_words=N_WORDS,
+        vocab_size=N_WORDS,
         held_out_share=0.0,
         splits={
             "train": [

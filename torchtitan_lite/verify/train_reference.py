@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import Config, LRScheduler, Optimizer
 from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.data.sampler import Draws
+from torchtitan_lite.data.sampler import Sampler
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.verify.reference import WIDE, build_model
 from torchtitan_lite.verify.train_corpus import BEGIN, Text, cut_batch
@@ -75,7 +75,7 @@ def read_batch(config: Config, texts: Sequence[Text], step: int) -> Batch:
     """The global batch of `step`, counted from 0."""
     training = config.training
     n_samples = [text.count_samples(training.seq_len) for text in texts]
-    draws = Draws(n_samples, weights=training.dataset_weights, seed=config.debug.seed)
+    draws = Sampler(n_samples, weights=training.dataset_weights, seed=config.debug.seed)
     first = step * training.global_batch_size
     samples = draws.choose(torch.arange(first, first + training.global_batch_size))
     return cut_batch(texts, samples, training.seq_len, restart_positions=config.model.attention == "document")

@@ -12,7 +12,7 @@ from itertools import permutations
 from math import prod
 from pathlib import Path
 
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.layout import Layout, plan_layout
 from torchtitan_lite.config.schema import (
     Checkpoint,
@@ -89,7 +89,7 @@ def shrink(config: Config, layout: Layout) -> Config:
         if can_run(fewer := override(config, sizes), layout.world_size):
             config = fewer
             break
-    for n in range(2, resolve_shape(config.model).n_layers):
+    for n in range(2, resolve_model(config.model).n_layers):
         if can_run(fewer := override(config, {"model.n_layers": n}), layout.world_size):
             return fewer
     return config
@@ -97,7 +97,7 @@ def shrink(config: Config, layout: Layout) -> Config:
 
 def can_run(config: Config, world_size: int) -> bool:
     try:
-        plan_layout(config, resolve_shape(config.model), world_size)
+        plan_layout(config, resolve_model(config.model), world_size)
     except ConfigError:
         return False
     return True
@@ -176,4 +176,4 @@ def plan_moved(config: Config, degrees: dict[str, int]) -> tuple[Config, Layout]
     if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
         overrides["activation_checkpoint.mode"] = "full"
     config = override(config, overrides)
-    return config, plan_layout(config, resolve_shape(config.model), prod(degrees.values()))
+    return config, plan_layout(config, resolve_model(config.model), prod(degrees.values()))

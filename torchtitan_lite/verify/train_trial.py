@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, Job
@@ -65,7 +65,7 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
 def plan_starts(reduction: Reduction, folder: Path) -> tuple[StartPlan, StartPlan]:
     """On the layout of the run, and on another one."""
     config = make_config(reduction, folder)
-    layout = plan_layout(config, resolve_shape(config.model), reduction.layout.world_size)
+    layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
     other, other_layout = choose_other_layout(config, layout)
 
     def leading_to(config: Config, step: int, name: str) -> Config:

@@ -7,16 +7,16 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.refused import REFUSED
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.comparison import Prepare
 from torchtitan_lite.verify.culprit import Culprit
-from torchtitan_lite.verify.reference import Outcome
+from torchtitan_lite.verify.reference import ReferenceRun
 
 
 @dataclass(frozen=True)
-class Trap:
+class KnownIssue:
     """A known way to go wrong, and a probe: the same run without it."""
 
     applies: Callable[[Config, Culprit], bool]
@@ -24,7 +24,7 @@ class Trap:
     prepare: Prepare | None = None
 
 
-def start_from_oracle(run: stepping.Run, oracle: Outcome) -> None:
+def start_from_oracle(run: stepping.Run, oracle: ReferenceRun) -> None:
     """Probe: gives the run the oracle's initial weights."""
     with torch.no_grad():
         for fqn, parameter in run.parameters.items():
@@ -36,7 +36,7 @@ def start_from_oracle(run: stepping.Run, oracle: Outcome) -> None:
                 parameter.copy_(oracle.initial[fqn])
 
 
-def wait_for_embedding(run: stepping.Run, oracle: Outcome) -> None:
+def wait_for_embedding(run: stepping.Run, oracle: ReferenceRun) -> None:
     """Probe: a copy of the embedding's output goes on, so that no collective is still under way in it."""
     for part in run.parts:
         if part.tok_embeddings is not None:
@@ -49,28 +49,30 @@ def refusal_applies(name: str) -> Callable[[Config, Culprit], bool]:
     def applies(config: Config, culprit: Culprit) -> bool:
         zero_stage = config.parallelism.zero_stage
         reshards = zero_stage == 3 or config.parallelism.fsdp_reshard_after_forward == "always"
-        return REFUSED[name].applies(config, resolve_shape(config.model), 3 if reshards else 1)
+        return REFUSED[name].applies(config, resolve_model(config.model), 3 if reshards else 1)
 
     return applies
 
 
-TRAPS = {  # cause -> how to tell
-    "the rule of the initial weights alone: with the weights of one process all is right": Trap(
+KNOWN_ISSUES = {  # cause -> how to tell
+    "the rule of the initial weights alone: with the weights of one process all is right": KnownIssue(
         lambda config, culprit: culprit.kind == "initial weights", prepare=start_from_oracle
     ),
-    "the embedding's AsyncCollectiveTensor enters a compiled block": Trap(
+    "the embedding's AsyncCollectiveTensor enters a compiled block": KnownIssue(
         lambda config, culprit: config.compile.enable and config.parallelism.tensor_parallel_degree > 1,
         prepare=wait_for_embedding,
     ),
-    "a split backward with resharding": Trap(
+    "a split backward with resharding": KnownIssue(
         refusal_applies("split backward with resharding"),
         {"parallelism.zero_stage": 1, "parallelism.fsdp_reshard_after_forward": "default"},
     ),
-    "a split backward with per-op recompute": Trap(
+    "a split backward with per-op recompute": KnownIssue(
         refusal_applies("split backward with per-op recompute"), {"activation_checkpoint.mode": "none"}
     ),
-    "a split backward with compile": Trap(refusal_applies("split backward with compile"), {"compile.enable": False}),
-    "the ring, which has no masks, with documents": Trap(
+    "a split backward with compile": KnownIssue(
+        refusal_applies("split backward with compile"), {"compile.enable": False}
+    ),
+    "the ring, which has no masks, with documents": KnownIssue(
         refusal_applies("ring with documents"), {"parallelism.context_parallel_rotate_method": "allgather"}
     ),
 }

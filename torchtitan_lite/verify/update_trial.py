@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import resolve_shape
+from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.lever_checks import check_moments
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.comparison import Coordinates, find_disagreement
@@ -105,7 +105,7 @@ def count_numbers(config: Config) -> dict[str, int]:
     """Numbers of each parameter of the whole model, by FQN in its order."""
     model_class, _ = stepping.MODELS[config.model.name]
     with torch.device("meta"):
-        model = model_class(resolve_shape(config.model), attention=config.model.attention)
+        model = model_class(resolve_model(config.model), attention=config.model.attention)
     return {fqn: parameter.numel() for fqn, parameter in model.named_parameters()}
 
 
