@@ -6,9 +6,8 @@ from math import prod
 import compare
 from layouts import CHUNK, CP, DOCUMENTS, MODE, NO_LOSS_PARALLEL, OPTION, PP, REPLICATE, RING, SCHEDULE, TP, ZERO
 
-from torchtitan_lite.config.flavors import resolve_model
-from torchtitan_lite.config.layout import plan_layout
-from torchtitan_lite.config.pipeline_plan import SCHEDULES
+from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.verify.reduction import reduce_config

@@ -6,7 +6,7 @@ shares of the batch are summed over ranks and microbatches, partial products ove
 
 from dataclasses import dataclass, field
 
-from torchtitan_lite.config.pipeline_plan import SCHEDULES
+from torchtitan_lite.config.choices import SCHEDULES
 
 FP32_TOLERANCE = 1e-5
 

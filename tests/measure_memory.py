@@ -28,8 +28,8 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import ModelArgs, resolve_model
-from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
+from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.plan.dry_run import dry_run, fake_group, make_batch, static_stages

@@ -184,7 +184,7 @@ def adam_instead_of_adamw():
         options = {"eps": section.eps, "weight_decay": section.weight_decay, **implementation}
         return torch.optim.Adam(parameters, section.lr, betas, **options)
 
-    return patch.dict(optim.OPTIMIZERS, {"AdamW": build})
+    return patch.dict(optim.BUILDERS, {"AdamW": build})
 
 
 @mutant(Row(2, {TP: 2, **ADAMW_WITH_RATES}), "update", ("update", FIRST), trial="updates")

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from torchtitan_lite.config.command_lines import make_verify_parser
-from torchtitan_lite.config.flavors import RopeScaling, resolve_model
+from torchtitan_lite.config.flavors import RopeScaling
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.model import chunked_loss, document_attention, llama3
 from torchtitan_lite.step import MODELS

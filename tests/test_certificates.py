@@ -6,9 +6,8 @@ from layouts import CHUNK, CP, MODE, PP, TP
 
 from torchtitan_lite.config import certificates
 from torchtitan_lite.config.certificates import describe_coverage, find_certificate, write_certificate
-from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.preflight import preflight

@@ -31,9 +31,8 @@ from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
 from torchtitan_lite.checkpoint.state import name_tensors
 from torchtitan_lite.config import certificates
 from torchtitan_lite.config.certificates import describe_certificate, write_certificate
-from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.data.corpus import open_corpus

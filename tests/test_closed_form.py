@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from torchtitan_lite.config.cluster import CLUSTERS, find_cluster, find_strides
-from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters, resolve_model
-from torchtitan_lite.config.layout import plan_layout, resolve_config
+from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters
+from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.reader import REPOSITORY, read_config
 from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.plan.dry_run import dry_run

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lite import step
-from torchtitan_lite.config.flavors import count_parameters, resolve_model
+from torchtitan_lite.config.flavors import count_parameters
 from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.memory_bound import GIB, bound_memory
 from torchtitan_lite.model.llama3 import FeedForward, Llama3, init_parameter
 from torchtitan_lite.parallel import parallelize, tensor_parallel

@@ -5,8 +5,7 @@ import random
 import compare
 import pytest
 
-from torchtitan_lite.config.flavors import resolve_model
-from torchtitan_lite.config.layout import MESH_DIMS, plan_layout
+from torchtitan_lite.config.layout import MESH_DIMS, plan_layout, resolve_model
 from torchtitan_lite.config.schema import ConfigError
 from torchtitan_lite.verify.degrees import AUTOMATIC, DEGREE_KEYS, choose_degrees
 from torchtitan_lite.verify.reduction import reduce_config

@@ -10,8 +10,7 @@ import pytest
 from drawn_layouts import draw_layout
 
 from torchtitan_lite.config.command_lines import make_verify_parser
-from torchtitan_lite.config.flavors import resolve_model
-from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.verify import command as tool
 from torchtitan_lite.verify.certificate import CERTIFIED, describe
 from torchtitan_lite.verify.reduction import reduce_config

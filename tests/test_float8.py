@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import FLAVORS, resolve_model
+from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.float8_plan import describe_float8, list_linears, plan_float8
 from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.memory_bound import GIB
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Checkpoint, ConfigError, Float8

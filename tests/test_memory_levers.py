@@ -10,9 +10,9 @@ from layouts import ADAMW, CHUNK, COMPILED, MODE, PP, SCHEDULE, TP, ZERO
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import count_parameters, resolve_model
+from torchtitan_lite.config.flavors import count_parameters
 from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.layout import plan_layout, resolve_config
+from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.lever_checks import check_levers
 from torchtitan_lite.config.memory_bound import count_activation_bytes, count_state_bytes
 from torchtitan_lite.config.reader import read_config

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import resolve_model
-from torchtitan_lite.config.layout import plan_layout, resolve_config
+from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.parallel.mesh import build_mesh
 
 # What reads a number, or has as many results as the data say.

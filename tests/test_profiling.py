@@ -12,9 +12,8 @@ import torch
 from torchtitan_lite.bench.step import make_batch
 from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.components.trace_summary import GROUPS, find_group, summarize_events, summarize_trace
-from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.layout import plan_layout, resolve_config
+from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import Config, ConfigError, Model, Profiling, Training
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.preflight import preflight

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchtitan_lite.config import layout
-from torchtitan_lite.config.flavors import resolve_model
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.refused import REFUSED
 from torchtitan_lite.config.schema import ConfigError
 from torchtitan_lite.verify.ranks import RankFailure

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.pipeline_csv import check_csv
-from torchtitan_lite.config.pipeline_plan import SCHEDULES, check_microbatches, name_modules, place_stages, plan_stages
+from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, place_stages, plan_stages
 from torchtitan_lite.config.schema import Parallelism
 
 PP, SCHEDULE = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_schedule"

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from torchtitan_lite.config.cluster import CLUSTERS, Cluster
-from torchtitan_lite.config.flavors import ModelArgs, resolve_model
-from torchtitan_lite.config.layout import plan_layout, resolve_config
+from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.plan.dry_run import dry_run

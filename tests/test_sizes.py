@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan_lite.config.flavors import FLAVORS, count_flops_per_token, count_parameters, resolve_model
+from torchtitan_lite.config.flavors import FLAVORS, count_flops_per_token, count_parameters
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import ConfigError, Model
 from torchtitan_lite.model.llama3 import Llama3
 

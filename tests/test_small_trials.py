@@ -16,7 +16,8 @@ from mutants_of_sizes import LONG
 from torch import nn
 
 from torchtitan_lite import step
-from torchtitan_lite.config.flavors import FLAVORS, count_parameters, resolve_model
+from torchtitan_lite.config.flavors import FLAVORS, count_parameters
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.llama3 import Llama3, init_parameter

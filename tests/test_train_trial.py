@@ -29,8 +29,7 @@ from layouts import (
 )
 
 from torchtitan_lite.components.optim import learning_rate_factor
-from torchtitan_lite.config.flavors import resolve_model
-from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.schema import LRScheduler
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import SampleReader

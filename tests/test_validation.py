@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from layouts import CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO
 
 from torchtitan_lite import validation
-from torchtitan_lite.config.flavors import resolve_model
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Validation
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.dataset import HeldOutBatches, SampleReader, prefetch, rows_of_rank

@@ -18,8 +18,7 @@ from mutants import MUTANTS
 
 from torchtitan_lite import step
 from torchtitan_lite.config.command_lines import make_verify_parser
-from torchtitan_lite.config.flavors import resolve_model
-from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.model.llama3 import FeedForward, Llama3, init_parameter

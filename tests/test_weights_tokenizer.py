@@ -11,7 +11,7 @@ from test_check import LAPTOP, find_one_problem, write_tokenizer
 from torchtitan_lite.checkpoint.hugging_face_export import Export, write_folder
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.one_process import CheckpointWriter
-from torchtitan_lite.config.flavors import resolve_model
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.data.find_vocabulary import read_vocabulary
 from torchtitan_lite.preflight import preflight

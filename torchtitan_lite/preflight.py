@@ -11,10 +11,10 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps, read_manifest
 from torchtitan_lite.config.certificates import describe_coverage, find_certificate
 from torchtitan_lite.config.compilers import check_compilers
-from torchtitan_lite.config.flavors import ModelArgs, resolve_model
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.float8_plan import check_float8_machine, describe_float8
 from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config
+from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.lever_checks import check_levers
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.reader import read_config

@@ -45,8 +45,8 @@ from torchtitan_lite.bench.large_corpora import measure_large_corpora
 from torchtitan_lite.bench.rounds import Report, measure_rounds
 from torchtitan_lite.bench.step import build_trainer, one_rank_group
 from torchtitan_lite.config.command_lines import count_cores, make_prepare_parser
-from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.hardware import detect_machine
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpora import NAMED, choose_dtype

@@ -22,14 +22,9 @@ from statistics import median
 from torchtitan_lite.bench.gpu_row import RowResult, run_row
 from torchtitan_lite.bench.rounds import Report
 from torchtitan_lite.bench.setting import read_setting
-from torchtitan_lite.config.flavors import (
-    FlopsPerToken,
-    ModelArgs,
-    count_flops_per_token,
-    count_parameters,
-    resolve_model,
-)
+from torchtitan_lite.config.flavors import FlopsPerToken, ModelArgs, count_flops_per_token, count_parameters
 from torchtitan_lite.config.hardware import Machine, detect_machine, peak_flops
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.memory_bound import count_activation_bytes, count_state_bytes
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Optimizer, Training

@@ -17,8 +17,8 @@ from torchtitan_lite.bench.rounds import measure_rounds
 from torchtitan_lite.bench.setting import read_clocks
 from torchtitan_lite.bench.step import build_trainer, make_batch, one_rank_group
 from torchtitan_lite.components.metrics import read_peak_memory
-from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.hardware import detect_machine
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.mesh import choose_device
 from torchtitan_lite.processes import end_with_parent

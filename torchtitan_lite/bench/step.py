@@ -27,9 +27,9 @@ from torchtitan_lite.bench.head_memory import compare_head_memory
 from torchtitan_lite.bench.rounds import Report, measure_rounds
 from torchtitan_lite.bench.setting import read_setting
 from torchtitan_lite.bench.step_memory import measure_step_memory
-from torchtitan_lite.config.flavors import ModelArgs, count_flops_per_token, count_parameters, resolve_model
+from torchtitan_lite.config.flavors import ModelArgs, count_flops_per_token, count_parameters
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
-from torchtitan_lite.config.layout import plan_layout, resolve_config
+from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Training
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.llama3 import Llama3, init_parameter

@@ -15,10 +15,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16
+from torchtitan_lite.config.choices import DECAYS, OPTIMIZERS
 from torchtitan_lite.config.schema import Compile, LRScheduler, Optimizer
 
-# TOML's optimizer.name -> the optimizer over the parameters of all parts of this rank
-OPTIMIZERS = {
+# optimizer.name, a row of config/choices.py -> the optimizer over the parameters of all parts of this rank
+BUILDERS = {
     "AdamW": lambda parameters, section, implementation: AdamW(
         parameters,
         lr=section.lr,
@@ -32,15 +33,6 @@ OPTIMIZERS = {
     ),
 }
 
-FUSED = ("AdamW",)  # one kernel for all parameters, DTensors included
-
-# TOML's lr_scheduler.decay_type -> share of the peak left (1 -> 0) at `progress` (0 -> 1) through the decay
-DECAYS = {
-    "linear": lambda progress: 1 - progress,
-    "sqrt": lambda progress: 1 - math.sqrt(progress),
-    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
-}
-
 
 def build_optimizer(section: Optimizer, parameters: Iterable[Tensor]) -> TorchOptimizer:
     """One optimizer for all parameters of this rank. Each updates its own slice; no rank talks."""
@@ -48,9 +40,9 @@ def build_optimizer(section: Optimizer, parameters: Iterable[Tensor]) -> TorchOp
         betas = (section.beta1, section.beta2)
         return AdamWBFloat16(parameters, section.lr, betas, section.eps, section.weight_decay, fused=True)
     # DTensor has no fused SGD (torch 2.13): there, `fused` means the next best.
-    fused = section.implementation == "fused" and section.name in FUSED
+    fused = section.implementation == "fused" and OPTIMIZERS[section.name].has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
-    return OPTIMIZERS[section.name](list(parameters), section, {"fused": fused, "foreach": foreach})
+    return BUILDERS[section.name](list(parameters), section, {"fused": fused, "foreach": foreach})
 
 
 def compile_optimizer(optimizer: TorchOptimizer, section: Compile) -> None:

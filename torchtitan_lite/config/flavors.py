@@ -1,12 +1,13 @@
-"""Model shapes ("flavors") and what follows from a shape alone: parameters and FLOPs.
+"""Model shapes ("flavors"), what a block consists of, and what follows from these alone: parameters and FLOPs.
 
 Legend: D model dim, L layers, H query heads, K key/value heads, E head dim, F ffn dim, V vocabulary, S sequence.
 Published parameter counts that the tests compare with: Llama 3.1 8B / 70B / 405B and Llama 3.2 1B / 3B model cards.
 """
 
-from dataclasses import dataclass, fields, replace
-
-from torchtitan_lite.config.schema import ConfigError, Model, Problem
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """The architecture of one Llama: everything that the model code needs to know."""
+    """The architecture of one model: everything that the model code needs to know."""
 
     dim: int
     n_layers: int
@@ -34,6 +35,7 @@ class ModelArgs:
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
+    name: str = "llama3"  # a row of BLOCKS
 
 
 FLAVORS = {
@@ -48,47 +50,57 @@ FLAVORS = {
 FLAVORS["debugmodel"] = FLAVORS["debug"]  # torchtitan's name for it
 
 
-def resolve_model(model: Model) -> ModelArgs:
-    """The flavor's row of FLAVORS with the numbers that the config gives next to it. Raises ConfigError."""
-    if model.flavor not in FLAVORS:
-        why, remedy = "there is no such flavor", f"Known: {', '.join(FLAVORS)}"
-        raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
-    row = FLAVORS[model.flavor]
-    given = {f.name: getattr(model, f.name, None) for f in fields(ModelArgs) if f.name != "rope_scaling"}
-    given = {name: value for name, value in given.items() if value is not None}
-    if model.rope_scaling == "none":
-        given["rope_scaling"] = None
-    elif model.rope_scaling == "llama3" and row.rope_scaling is None:
-        given["rope_scaling"] = RopeScaling(factor=8.0)
-    if "head_dim" not in given and ("dim" in given or "n_heads" in given):
-        dim, n_heads = given.get("dim", row.dim), given.get("n_heads", row.n_heads)
-        if dim % n_heads:
-            why, remedy = f"it does not divide model.dim = {dim}", "Choose a divisor, or give model.head_dim"
-            raise ConfigError([Problem("model.n_heads", n_heads, why, remedy)])
-        given["head_dim"] = dim // n_heads
-    shape = replace(row, **given)
-    problems = []
-    if shape.n_heads % shape.n_kv_heads:
-        why, remedy = f"it does not divide model.n_heads = {shape.n_heads}", "Choose a divisor of n_heads"
-        problems.append(Problem("model.n_kv_heads", shape.n_kv_heads, why, remedy))
-    if shape.head_dim % 2:
-        why, remedy = "rotary embedding turns pairs of numbers", "Choose dim, n_heads or head_dim so that it is even"
-        problems.append(Problem("model.head_dim", shape.head_dim, why, remedy))
-    if problems:
-        raise ConfigError(problems)
-    return shape
+@dataclass(frozen=True)
+class BlockModule:
+    """A module of a transformer block with one weight."""
+
+    name: str  # FQN inside the block
+    weight: tuple[int, ...]  # (out, in) features of a linear layer; (size,) of a norm
+    # colwise, rowwise: tp splits out, or in; sequence: whole on every tp rank, each of which has its tokens
+    tp: Literal["colwise", "rowwise", "sequence"] = "sequence"
+
+    @property
+    def is_linear(self) -> bool:
+        return len(self.weight) == 2
 
 
-def is_counted(model: Model) -> bool:
-    """Whether what is counted here is counted of this model: a fork's own has the same sizes and other modules."""
-    return model.name == "llama3"
+def list_llama_block(args: ModelArgs) -> list[BlockModule]:
+    """Attention and SwiGLU with a norm before each, in the order of the model file."""
+    query, key = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    return [
+        BlockModule("attention_norm", (args.dim,)),
+        BlockModule("attention.wq", (query, args.dim), "colwise"),
+        BlockModule("attention.wk", (key, args.dim), "colwise"),
+        BlockModule("attention.wv", (key, args.dim), "colwise"),
+        BlockModule("attention.wo", (args.dim, query), "rowwise"),
+        BlockModule("ffn_norm", (args.dim,)),
+        BlockModule("feed_forward.w1", (args.ffn_dim, args.dim), "colwise"),
+        BlockModule("feed_forward.w2", (args.dim, args.ffn_dim), "rowwise"),
+        BlockModule("feed_forward.w3", (args.ffn_dim, args.dim), "colwise"),
+    ]
 
 
-def count_layer_parameters(shape: ModelArgs) -> int:
-    """Parameters of one transformer block: wq, wo (H*E*D each), wk, wv (K*E*D each), w1, w2, w3, two norms."""
-    attention = 2 * shape.dim * shape.head_dim * (shape.n_heads + shape.n_kv_heads)
-    feed_forward = 3 * shape.dim * shape.ffn_dim
-    return attention + feed_forward + 2 * shape.dim
+# model.name -> the modules of its block. The TP plan, float8, counts, memory, traffic and FLOPs are derived from it.
+BLOCKS: dict[str, Callable[[ModelArgs], list[BlockModule]]] = {"llama3": list_llama_block}
+
+
+def list_block(args: ModelArgs) -> list[BlockModule]:
+    """The modules with weights of one block of this model."""
+    return BLOCKS[args.name](args)
+
+
+def is_counted(model) -> bool:
+    """Whether what is counted here is counted of this model: a fork's own has a row of BLOCKS, or is not."""
+    return model.name in BLOCKS
+
+
+def count_layer_parameters(args: ModelArgs, *, tp: int = 1, linear_only: bool = False) -> int:
+    """Parameters of one block that one of `tp` ranks holds."""
+    return sum(
+        prod(module.weight) // (1 if module.tp == "sequence" else tp)
+        for module in list_block(args)
+        if module.is_linear or not linear_only
+    )
 
 
 def count_parameters(shape: ModelArgs) -> int:
@@ -113,7 +125,6 @@ def count_flops_per_token(shape: ModelArgs, seq_len: int) -> FlopsPerToken:
     The embedding is a lookup and costs nothing; the head counts, also where both are one tied matrix. Norms have no
     matmul. Both conventions are in use: 57.9 GFLOP (full) and 51.5 (causal) for the 8B at 8,192 tokens.
     """
-    per_layer = count_layer_parameters(shape) - 2 * shape.dim  # without the norms
-    matmul_weights = shape.n_layers * per_layer + shape.vocab_size * shape.dim
+    matmul_weights = shape.n_layers * count_layer_parameters(shape, linear_only=True) + shape.vocab_size * shape.dim
     attention = 12 * shape.n_layers * shape.n_heads * shape.head_dim * seq_len
     return FlopsPerToken(full=6 * matmul_weights + attention, causal=6 * matmul_weights + attention // 2)

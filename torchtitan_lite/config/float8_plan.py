@@ -12,7 +12,7 @@ The head never computes in float8: its logits decide between words, and torchtit
 
 from dataclasses import dataclass
 
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.flavors import ModelArgs, list_block
 from torchtitan_lite.config.hardware import Machine, lacks_float8
 from torchtitan_lite.config.schema import Config, Float8, Problem
 
@@ -44,18 +44,9 @@ def plan_float8(linears: dict[str, tuple[int, int]], section: Float8, tp: int) -
 
 
 def list_linears(shape: ModelArgs) -> dict[str, tuple[int, int]]:
-    """FQN -> (out, in) features of every linear layer of a Llama but the head."""
-    query, key = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    of_layer = {
-        "attention.wq": (query, shape.dim),
-        "attention.wk": (key, shape.dim),
-        "attention.wv": (key, shape.dim),
-        "attention.wo": (shape.dim, query),
-        "feed_forward.w1": (shape.ffn_dim, shape.dim),
-        "feed_forward.w2": (shape.dim, shape.ffn_dim),
-        "feed_forward.w3": (shape.ffn_dim, shape.dim),
-    }
-    return {f"layers.{layer}.{name}": sizes for layer in range(shape.n_layers) for name, sizes in of_layer.items()}
+    """FQN -> (out, in) features of every linear layer but the head."""
+    of_block = {module.name: module.weight for module in list_block(shape) if module.is_linear}
+    return {f"layers.{layer}.{name}": weight for layer in range(shape.n_layers) for name, weight in of_block.items()}
 
 
 def check_float8(config: Config, shape: ModelArgs, degrees: dict[str, int], microbatch_size: int) -> list[Problem]:

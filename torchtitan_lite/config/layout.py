@@ -9,18 +9,49 @@ group. Training, planner, tests and docs call the same functions.
 Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.config.float8_plan import check_float8
 from torchtitan_lite.config.pipeline_csv import check_csv
 from torchtitan_lite.config.pipeline_plan import Stages, check_microbatches, place_stages, plan_stages
 from torchtitan_lite.config.refused import find_refused
-from torchtitan_lite.config.schema import Config, ConfigError, Parallelism, Problem
+from torchtitan_lite.config.schema import Config, ConfigError, Model, Parallelism, Problem
 
 MOST_MICROBATCHES = 2**16  # per rank and step: schedule, forecast and drawing list each of them
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
+
+
+def resolve_model(model: Model) -> ModelArgs:
+    """The flavor's row of FLAVORS with the numbers that the config gives next to it. Raises ConfigError."""
+    if model.flavor not in FLAVORS:
+        why, remedy = "there is no such flavor", f"Known: {', '.join(FLAVORS)}"
+        raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
+    row = FLAVORS[model.flavor]
+    given = {f.name: getattr(model, f.name, None) for f in fields(ModelArgs) if f.name not in ("name", "rope_scaling")}
+    given = {name: value for name, value in given.items() if value is not None} | {"name": model.name}
+    if model.rope_scaling == "none":
+        given["rope_scaling"] = None
+    elif model.rope_scaling == "llama3" and row.rope_scaling is None:
+        given["rope_scaling"] = RopeScaling(factor=8.0)
+    if "head_dim" not in given and ("dim" in given or "n_heads" in given):
+        dim, n_heads = given.get("dim", row.dim), given.get("n_heads", row.n_heads)
+        if dim % n_heads:
+            why, remedy = f"it does not divide model.dim = {dim}", "Choose a divisor, or give model.head_dim"
+            raise ConfigError([Problem("model.n_heads", n_heads, why, remedy)])
+        given["head_dim"] = dim // n_heads
+    shape = replace(row, **given)
+    problems = []
+    if shape.n_heads % shape.n_kv_heads:
+        why, remedy = f"it does not divide model.n_heads = {shape.n_heads}", "Choose a divisor of n_heads"
+        problems.append(Problem("model.n_kv_heads", shape.n_kv_heads, why, remedy))
+    if shape.head_dim % 2:
+        why, remedy = "rotary embedding turns pairs of numbers", "Choose dim, n_heads or head_dim so that it is even"
+        problems.append(Problem("model.head_dim", shape.head_dim, why, remedy))
+    if problems:
+        raise ConfigError(problems)
+    return shape
 
 
 @dataclass(frozen=True)

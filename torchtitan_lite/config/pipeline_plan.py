@@ -10,36 +10,11 @@ Sources: GPipe arXiv:1811.06965; 1F1B, interleaved 2104.04473; breadth first 221
 DualPipe 2412.19437.
 """
 
-from dataclasses import dataclass
-
+from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.pipeline_csv import read_rows
 from torchtitan_lite.config.schema import Parallelism, Problem
 
 Stages = tuple[tuple[str, ...], ...]  # FQNs of the modules of each stage, first to last
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What is asked of a run by one of torch's schedules."""
-
-    least_stages_per_rank: int = 1
-    most_stages_per_rank: int | None = None  # None: any number
-    placement: str = "loop"
-    splits_backward: bool = False  # gradients of inputs and of weights are computed at different times
-    in_rounds: bool = False  # microbatches come in equal rounds
-    fills_pipeline: bool = False  # at least as many microbatches as stages
-
-
-# TOML's parallelism.pipeline_parallel_schedule, spelled as torch spells it
-SCHEDULES = {
-    "GPipe": Schedule(most_stages_per_rank=1),
-    "1F1B": Schedule(most_stages_per_rank=1, fills_pipeline=True),
-    "Interleaved1F1B": Schedule(least_stages_per_rank=2, in_rounds=True),
-    "LoopedBFS": Schedule(least_stages_per_rank=2),
-    "InterleavedZeroBubble": Schedule(least_stages_per_rank=2, splits_backward=True, in_rounds=True),
-    "ZBVZeroBubble": Schedule(2, 2, placement="v", splits_backward=True),
-    "DualPipeV": Schedule(2, 2, placement="v", splits_backward=True, fills_pipeline=True),
-}
 
 
 def splits_backward(parallelism: Parallelism) -> bool:

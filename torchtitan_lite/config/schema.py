@@ -1,14 +1,17 @@
 """Every key of a run: one frozen dataclass per TOML section. The comment beside a default is the key's documentation.
 
 The spelling is torchtitan's (v0.2); keys that only exist here are marked `new`. What a key may hold is its type:
-`Literal` for a choice, `Range` for a number. `reader.py` fills these classes from TOML and the command line;
-`layout.py` derives what follows from them. Neither imports torch, so that a mistake is told in milliseconds.
+`Literal` for a choice, among the rows of a table of choices.py for instance, `Range` for a number. `reader.py` fills
+these classes from TOML and the command line; `layout.py` derives what follows from them. Neither imports torch, so that
+a mistake is told in milliseconds.
 """
 
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, Literal
 
+from torchtitan_lite.config.choices import ATTENTIONS, DECAYS, OPTIMIZERS, SCHEDULES
+from torchtitan_lite.config.flavors import BLOCKS
 from torchtitan_lite.config.shown import show_json, show_text, show_value
 
 MOST_PROBLEMS, MOST_CHARACTERS = 20, 6000  # that are listed: a screen
@@ -83,7 +86,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Model:
-    name: Literal["llama3"] = "llama3"  # a row of MODELS in step.py
+    name: Literal[tuple(BLOCKS)] = "llama3"  # a row of BLOCKS in flavors.py and of MODELS in step.py
     flavor: str = "debug"  # a row of flavors.py; the numbers below, where given, override that row
     # folder with tokenizer.json or tokenizer.model, from the working directory, else from this repository; or "bytes";
     # auto: that of the weights which the run resumes or starts from, else assets/tokenizer
@@ -97,7 +100,7 @@ class Model:
     vocab_size: Annotated[int, Range(1, 2**24)] | None = None  # new
     norm_eps: Annotated[float, Range(1e-12, 1)] | None = None  # new: inside the root of RMSNorm
     rope_theta: Annotated[float, Range(1, 1e12)] | None = None  # new: base of the rotary wavelengths
-    attention: Literal["causal", "document"] = "causal"  # new: document: no token sees another document's
+    attention: Literal[tuple(ATTENTIONS)] = "causal"  # new: document: no token sees another document's
     rope_scaling: Literal["none", "llama3"] | None = None  # new: "none" turns Llama 3.1 into Llama 3
     # ["float8"]: linear layers compute in float8, as [quantize.linear.float8] says
     converters: list[Literal["float8", "quantize.linear.float8"]] = field(default_factory=list)
@@ -106,7 +109,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Optimizer:
-    name: Literal["AdamW", "SGD"] = "AdamW"  # a row of OPTIMIZERS in components/optim.py; SGD is without momentum
+    name: Literal[tuple(OPTIMIZERS)] = "AdamW"  # SGD is without momentum
     lr: Annotated[float, Range(0, 10)] = 8e-4  # peak learning rate
     beta1: Decay = 0.9
     beta2: Decay = 0.95
@@ -122,7 +125,7 @@ class LRScheduler:
     warmup_steps: StepsOrZero = 200  # linear from 0 to the peak
     total_steps: Steps | None = None  # length of the whole schedule; by default training.steps
     decay_ratio: Fraction | None = None  # share of the steps that decays, at the end; none: decay right after warm-up
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"  # a row of DECAYS in components/optim.py
+    decay_type: Literal[tuple(DECAYS)] = "linear"
     min_lr_factor: Fraction = 0.0  # the decay ends at this share of the peak
 
 
@@ -155,9 +158,7 @@ class Parallelism:
     enable_async_tensor_parallel: bool = False  # overlap its collectives with pieces of the matmuls; inductor on CUDA
     disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss
     pipeline_parallel_degree: Degree = 1
-    pipeline_parallel_schedule: Literal[
-        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = "1F1B"  # a row of SCHEDULES in pipeline_plan.py
+    pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"
     pipeline_parallel_schedule_csv: FilePath = ""  # a file with the schedule instead: one row a pp rank, cells like 0F3
     pipeline_parallel_microbatch_size: Sequences = 1  # sequences per microbatch
     pipeline_parallel_layers_per_stage: Layers | None = None  # default: one stage per rank, interleaved two

@@ -24,6 +24,7 @@ Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and ch
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -39,6 +40,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from torchtitan_lite.config.flavors import list_block
 from torchtitan_lite.model.head import Head
 
 Plan = dict[str, ParallelStyle]
@@ -52,20 +54,17 @@ def plan_tensor_parallel(part: nn.Module, *, shard_loss: bool) -> Plan:
     """FQN -> style for every module of a Llama part that computes differently under TP."""
     sequence, whole = Shard(1), Replicate()  # of activations (B, S, D)
     block: Plan = {
-        "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(  # all-gathers x (B, S/tp, D) -> (B, S, D); rotation and doc_ids are whole
             input_layouts=(sequence, None, None), desired_input_layouts=(whole, None, None)
         ),
-        "attention.wq": ColwiseParallel(),
-        "attention.wk": ColwiseParallel(),
-        "attention.wv": ColwiseParallel(),
-        "attention.wo": RowwiseParallel(output_layouts=sequence),  # reduce-scatters the partial sums
-        "ffn_norm": SequenceParallel(),
         "feed_forward": PrepareModuleInput(input_layouts=sequence, desired_input_layouts=whole),
-        "feed_forward.w1": ColwiseParallel(),
-        "feed_forward.w3": ColwiseParallel(),
-        "feed_forward.w2": RowwiseParallel(output_layouts=sequence),
     }
+    styles = {
+        "sequence": SequenceParallel,
+        "colwise": ColwiseParallel,
+        "rowwise": partial(RowwiseParallel, output_layouts=sequence),  # reduce-scatters the partial sums
+    }
+    block |= {module.name: styles[module.tp]() for module in list_block(part.shape)}
     plan: Plan = {f"layers.{layer}.{name}": style for layer in part.layers for name, style in block.items()}
     if part.tok_embeddings is not None:
         plan["tok_embeddings"] = RowwiseParallel(input_layouts=whole, output_layouts=sequence)

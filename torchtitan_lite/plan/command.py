@@ -17,7 +17,7 @@ import torch
 
 from torchtitan_lite.config.cluster import Cluster, find_cluster
 from torchtitan_lite.config.command_lines import make_plan_parser
-from torchtitan_lite.config.flavors import resolve_model
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import ConfigError, Problem
 from torchtitan_lite.config.tables import format_bytes, format_table

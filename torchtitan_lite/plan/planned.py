@@ -8,9 +8,9 @@ What `check` asks of this machine (files, memory, GPUs) is not asked: the run wi
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan_lite.config.flavors import ModelArgs, resolve_model
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
+from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.plan.dry_run import DryRun, dry_run

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.cluster import Cluster
 from torchtitan_lite.config.flavors import ModelArgs, is_counted
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
-from torchtitan_lite.config.pipeline_plan import SCHEDULES
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, ConfigError, Problem
 from torchtitan_lite.plan.dry_run import dry_run, shorten

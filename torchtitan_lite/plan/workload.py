@@ -112,9 +112,8 @@ class Workload:
 
     @cached_property
     def layer_parameters(self) -> int:
-        """tp shares all but the two norms."""
-        norms = 2 * self.shape.dim
-        return (count_layer_parameters(self.shape) - norms) // self.layout.tp + norms
+        """tp shares the linear layers, and each of its ranks has the norms."""
+        return count_layer_parameters(self.shape, tp=self.layout.tp)
 
     @cached_property
     def vocabulary_parameters(self) -> int:

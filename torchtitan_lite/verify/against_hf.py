@@ -31,8 +31,9 @@ from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes
 from torchtitan_lite.checkpoint.hugging_face_folder import HuggingFaceFolder, list_tensors, open_folder
 from torchtitan_lite.config.command_lines import make_verify_parser
-from torchtitan_lite.config.flavors import ModelArgs, resolve_model
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import measure_cpu_memory
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import ConfigReading
 from torchtitan_lite.config.schema import Config, ConfigError, Problem
 from torchtitan_lite.config.tables import format_bytes

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
-from torchtitan_lite.config.flavors import resolve_model
-from torchtitan_lite.config.layout import plan_layout, resolve_config
+from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch, rows_of_rank
 from torchtitan_lite.parallel.mesh import build_mesh

@@ -13,7 +13,7 @@ refused could not train either, and is missing nowhere.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtitan_lite.config.pipeline_plan import SCHEDULES
+from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.verify.certificate import CERTIFIED, CERTIFIED_IN_PART, IN_PART, NOT_FINISHED, WRONG
 from torchtitan_lite.verify.degrees import DEGREE_KEYS

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.float8_plan import plan_float8, uses_float8
-from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.layout import Layout, resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.float8_linear import E4M3, Float8MatmulFunction, cast, choose_scale

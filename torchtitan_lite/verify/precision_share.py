@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import resolve_model
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.verify.comparison import (

@@ -28,9 +28,8 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.config.flavors import resolve_model
 from torchtitan_lite.config.float8_plan import BLOCK, uses_float8
-from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
+from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, splits_backward
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.comparison import find_disagreement, relative_error

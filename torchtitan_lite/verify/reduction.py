@@ -15,9 +15,10 @@ from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
 
-from torchtitan_lite.config.flavors import ModelArgs, resolve_model
-from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout
-from torchtitan_lite.config.pipeline_plan import SCHEDULES, check_microbatches, name_modules, plan_stages
+from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_model
+from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, ConfigError, Parallelism, Problem
 from torchtitan_lite.config.values import get_value

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import ModelArgs, resolve_model
+from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from torchtitan_lite.config.flavors import ModelArgs, count_parameters, resolve_model
+from torchtitan_lite.config.flavors import ModelArgs, count_parameters
 from torchtitan_lite.config.hardware import measure_cpu_memory
-from torchtitan_lite.config.layout import Layout, plan_layout
+from torchtitan_lite.config.layout import Layout, plan_layout, resolve_model
 from torchtitan_lite.config.pipeline_plan import check_microbatches, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism
 from torchtitan_lite.verify.reduction import (

@@ -12,8 +12,7 @@ from itertools import permutations
 from math import prod
 from pathlib import Path
 
-from torchtitan_lite.config.flavors import resolve_model
-from torchtitan_lite.config.layout import Layout, plan_layout
+from torchtitan_lite.config.layout import Layout, plan_layout, resolve_model
 from torchtitan_lite.config.schema import (
     Checkpoint,
     Comm,

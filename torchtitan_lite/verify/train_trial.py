@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.config.flavors import resolve_model
-from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, Job
 from torchtitan_lite.verify.ranks import RankFailure

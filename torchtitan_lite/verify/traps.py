@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import resolve_model
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.refused import REFUSED
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.comparison import Prepare

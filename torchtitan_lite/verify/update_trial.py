@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import resolve_model
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.lever_checks import check_moments
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.comparison import Coordinates, find_disagreement

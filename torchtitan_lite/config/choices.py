@@ -1,0 +1,76 @@
+"""What a name in a config may select, and what each choice needs: one row each. No torch.
+
+    key                                    row here      code
+    optimizer.name                         OPTIMIZERS    components/optim.py
+    lr_scheduler.decay_type                DECAYS        the function in the row
+    model.attention                        ATTENTIONS    model/attention.py; under cp: parallel/context_parallel.py
+    parallelism.pipeline_parallel_schedule SCHEDULES     torch.distributed.pipelining
+    model.name                             BLOCKS, in flavors.py; MODELS in step.py
+
+The defaults of a row claim nothing. What a row does not claim is refused before launch, with the key and a remedy.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OptimizerRow:
+    """What an optimizer keeps between steps, and which kernels torch has for it."""
+
+    n_moments: int  # numbers per parameter, fp32
+    has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
+    has_bfloat16_moments: bool = False  # optimizer.moments_dtype may be bfloat16
+
+
+OPTIMIZERS = {
+    "AdamW": OptimizerRow(n_moments=2, has_fused_kernel=True, has_bfloat16_moments=True),
+    "SGD": OptimizerRow(n_moments=0),  # without momentum
+}
+
+
+# Share of the peak learning rate that is left (1 -> 0) at `progress` (0 -> 1) through the decay.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+}
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """Where a kind of attention can be computed besides one device that sees the whole sequence."""
+
+    uses_documents: bool = False  # it looks at doc_ids
+    under_cp: tuple[str, ...] = ()  # the parallelism.context_parallel_rotate_method that compute it
+    in_cache: bool = False  # within one document it is causal attention, which is what the cache of `generate` computes
+
+
+ATTENTIONS = {
+    "causal": AttentionRow(under_cp=("allgather", "ring"), in_cache=True),
+    "document": AttentionRow(uses_documents=True, under_cp=("allgather",), in_cache=True),  # the ring has no masks
+}
+
+
+@dataclass(frozen=True)
+class ScheduleRow:
+    """What one of torch's pipeline schedules asks of a run."""
+
+    least_stages_per_rank: int = 1
+    most_stages_per_rank: int | None = None  # None: any number
+    placement: str = "loop"
+    splits_backward: bool = False  # gradients of inputs and of weights are computed at different times
+    in_rounds: bool = False  # microbatches come in equal rounds
+    fills_pipeline: bool = False  # at least as many microbatches as stages
+
+
+SCHEDULES = {  # spelled as torch spells them
+    "GPipe": ScheduleRow(most_stages_per_rank=1),
+    "1F1B": ScheduleRow(most_stages_per_rank=1, fills_pipeline=True),
+    "Interleaved1F1B": ScheduleRow(least_stages_per_rank=2, in_rounds=True),
+    "LoopedBFS": ScheduleRow(least_stages_per_rank=2),
+    "InterleavedZeroBubble": ScheduleRow(least_stages_per_rank=2, splits_backward=True, in_rounds=True),
+    "ZBVZeroBubble": ScheduleRow(2, 2, placement="v", splits_backward=True),
+    "DualPipeV": ScheduleRow(2, 2, placement="v", splits_backward=True, fills_pipeline=True),
+}
