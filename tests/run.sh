@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Format, lint and tests. Arguments go to pytest: tests/run.sh -k checkpoint
+# Format, lint and tests. Arguments go to pytest: tests/run.sh -k checkpoint. With --all first, slow tests run too.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
@@ -9,4 +9,5 @@ export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/outputs/cache/ind
 
 "$python" -m ruff format --check .
 "$python" -m ruff check .
+[[ ${1:-} != --all ]] || set -- -m "slow or not slow" "${@:2}"
 exec "$python" -m pytest -q "$@"
