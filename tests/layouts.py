@@ -53,6 +53,74 @@ class Row:
     overrides: dict[str, object] = field(default_factory=dict)
 
 
+# Every value of one axis with every value of another. Of each, the table has some, so that all pairs of axes are in it.
+CROSSES = {
+    **{f"pp4 {name}": Row(4, {PP: 4, SCHEDULE: name, "model.n_layers": 8, **PLAIN_FOR[name]}) for name in SCHEDULES},
+    **{
+        f"pp2 {name}, {mode} recompute": Row(2, {PP: 2, SCHEDULE: name, **keys})
+        for name in SCHEDULES
+        for mode, keys in RECOMPUTE.items()
+        if keys != PLAIN_FOR[name]
+    },
+    **{
+        f"{name} {method}": Row(world_size, {**degrees, **rotation})
+        for method, rotation in ROTATIONS.items()
+        for name, world_size, degrees in (
+            ("cp2", 2, {CP: 2}),
+            ("cp4", 4, {CP: 4}),
+            ("cp2 x tp2", 4, {CP: 2, TP: 2, **TWO_LAYERS}),
+            ("cp4 x tp2", 8, {CP: 4, TP: 2, **TWO_LAYERS}),
+            ("dp2 x cp2", 4, {CP: 2}),
+            ("dp2 x cp4", 8, {CP: 4, **TWO_LAYERS}),
+            ("pp2 x cp2", 4, {CP: 2, PP: 2}),
+            ("pp2 x cp4", 8, {CP: 4, PP: 2, **TWO_LAYERS}),
+            ("pp2 x cp2 x tp2", 8, {CP: 2, PP: 2, TP: 2, **TWO_LAYERS}),
+            ("cp2 compile", 2, {CP: 2, **COMPILED}),
+        )
+    },
+    **{
+        f"{name}, {loss}": Row(world_size, {**keys, **chunking})
+        for loss, chunking in (("plain loss", WHOLE_LOGITS), ("many chunks", CHUNKS))
+        for name, world_size, keys in (
+            ("one rank", 1, {}),
+            ("dp2 tied", 2, {"model.tie_embeddings": True}),
+            ("tp2", 2, {TP: 2}),
+            ("pp2", 2, {PP: 2}),
+            ("pp2 InterleavedZeroBubble", 2, {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "full"}),
+            ("compile", 1, COMPILED),
+        )
+    },
+}
+OF_CROSSES = [
+    "pp4 1F1B",
+    "pp4 Interleaved1F1B",
+    "pp4 ZBVZeroBubble",
+    "pp2 GPipe, every-second-layer recompute",
+    "pp2 1F1B, no recompute",
+    "pp2 Interleaved1F1B, full recompute",
+    "pp2 InterleavedZeroBubble, every-second-layer recompute",
+    "pp2 DualPipeV, no recompute",
+    "cp2 allgather",
+    "cp4 x tp2 allgather",
+    "dp2 x cp2 allgather",
+    "pp2 x cp4 allgather",
+    "cp2 compile allgather",
+    "cp2 ring",
+    "cp4 ring",
+    "cp2 x tp2 ring",
+    "dp2 x cp4 ring",
+    "pp2 x cp2 x tp2 ring",
+    "cp2 compile ring",
+    "one rank, plain loss",
+    "tp2, plain loss",
+    "pp2, plain loss",
+    "compile, plain loss",
+    "dp2 tied, many chunks",
+    "tp2, many chunks",
+    "pp2 InterleavedZeroBubble, many chunks",
+    "compile, many chunks",
+]
+
 LAYOUTS = {
     "one rank": Row(1),
     "dp2": Row(2),
@@ -72,13 +140,6 @@ LAYOUTS = {
     "dp2 x tp2, all parameters in one operation": Row(4, {TP: 2, "optimizer.implementation": "foreach", **TWO_LAYERS}),
     "hsdp2x2 x tp2": Row(8, {TP: 2, REPLICATE: 2, **TWO_LAYERS}),
     **{f"pp2 {name}": Row(2, {PP: 2, SCHEDULE: name, **PLAIN_FOR[name]}) for name in SCHEDULES},
-    **{f"pp4 {name}": Row(4, {PP: 4, SCHEDULE: name, "model.n_layers": 8, **PLAIN_FOR[name]}) for name in SCHEDULES},
-    **{
-        f"pp2 {name}, {mode} recompute": Row(2, {PP: 2, SCHEDULE: name, **keys})
-        for name in SCHEDULES
-        for mode, keys in RECOMPUTE.items()
-        if keys != PLAIN_FOR[name]
-    },
     "pp2 uneven": Row(2, {PP: 2, "parallelism.pipeline_parallel_first_stage_less_layers": 3}),
     "pp2 Interleaved1F1B, embedding and head alone": Row(2, {PP: 2, SCHEDULE: "Interleaved1F1B", **TWO_LAYERS}),
     "pp2 x dp2 x tp2 ZBVZeroBubble, embedding and head alone": Row(
@@ -113,22 +174,6 @@ LAYOUTS = {
     "one rank offloaded": Row(1, OFFLOAD),
     "dp2 offloaded, accumulation 2": Row(2, {**OFFLOAD, "training.local_batch_size": 2}),
     "pp2 x dp2 x tp2 offloaded": Row(8, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
-    **{
-        f"{name} {method}": Row(world_size, {**degrees, **rotation})
-        for method, rotation in ROTATIONS.items()
-        for name, world_size, degrees in (
-            ("cp2", 2, {CP: 2}),
-            ("cp4", 4, {CP: 4}),
-            ("cp2 x tp2", 4, {CP: 2, TP: 2, **TWO_LAYERS}),
-            ("cp4 x tp2", 8, {CP: 4, TP: 2, **TWO_LAYERS}),
-            ("dp2 x cp2", 4, {CP: 2}),
-            ("dp2 x cp4", 8, {CP: 4, **TWO_LAYERS}),
-            ("pp2 x cp2", 4, {CP: 2, PP: 2}),
-            ("pp2 x cp4", 8, {CP: 4, PP: 2, **TWO_LAYERS}),
-            ("pp2 x cp2 x tp2", 8, {CP: 2, PP: 2, TP: 2, **TWO_LAYERS}),
-            ("cp2 compile", 2, {CP: 2, **COMPILED}),
-        )
-    },
     "cp2 ring, full recompute": Row(2, {CP: 2, **RING, MODE: "full"}),
     "cp2 ring, no recompute": Row(2, {CP: 2, **RING, MODE: "none"}),
     "cp2 x tp2 ring compile, full recompute": Row(4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED, **TWO_LAYERS}),
@@ -137,18 +182,6 @@ LAYOUTS = {
     "pp2 x cp2 ring ZBVZeroBubble": Row(
         4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"]}
     ),
-    **{
-        f"{name}, {loss}": Row(world_size, {**keys, **chunking})
-        for loss, chunking in (("plain loss", WHOLE_LOGITS), ("many chunks", CHUNKS))
-        for name, world_size, keys in (
-            ("one rank", 1, {}),
-            ("dp2 tied", 2, {"model.tie_embeddings": True}),
-            ("tp2", 2, {TP: 2}),
-            ("pp2", 2, {PP: 2}),
-            ("pp2 InterleavedZeroBubble", 2, {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "full"}),
-            ("compile", 1, COMPILED),
-        )
-    },
     "dp2 x tp2, many chunks": Row(4, {TP: 2, **CHUNKS, **TWO_LAYERS}),
     "tp2 compile, many chunks": Row(2, {TP: 2, **COMPILED, **CHUNKS, **TWO_LAYERS}),
     "pp2 x tp2 ZBVZeroBubble, many chunks": Row(4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **CHUNKS}),
@@ -169,6 +202,7 @@ LAYOUTS = {
             ("pp2 x cp2 x tp2", 8, {PP: 2, CP: 2, TP: 2, **TWO_LAYERS}),
         )
     },
+    **{name: CROSSES[name] for name in OF_CROSSES},
 }
 
 BFLOAT16_LAYOUTS = {

@@ -3,7 +3,7 @@
 import compare
 import pytest
 import torch
-from layouts import BFLOAT16, BFLOAT16_LAYOUTS, FP32_TOLERANCE, LAYOUTS, Row
+from layouts import BFLOAT16, BFLOAT16_LAYOUTS, CROSSES, FP32_TOLERANCE, LAYOUTS, Row
 
 from torchtitan_lite.verify.ranks import RankFailure
 
@@ -17,6 +17,13 @@ def measure(pool, oracle, row: Row) -> compare.Difference:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_computes_the_single_device_model(pool, oracle, name):
     difference = measure(pool, oracle, LAYOUTS[name])
+    assert compare.find_faults(difference, FP32_TOLERANCE) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(CROSSES.keys() - LAYOUTS.keys()))
+def test_layout_of_a_full_cross_computes_the_single_device_model(pool, oracle, name):
+    difference = measure(pool, oracle, CROSSES[name])
     assert compare.find_faults(difference, FP32_TOLERANCE) == {}
 
 
