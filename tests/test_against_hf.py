@@ -18,7 +18,7 @@ from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.flavors import RopeScaling
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.model import chunked_loss, document_attention, llama3
+from torchtitan_lite.model import attention, chunked_loss, llama3
 from torchtitan_lite.step import MODELS
 from torchtitan_lite.verify import against_hf, model_comparison
 from torchtitan_lite.verify.comparison import relative_error
@@ -303,31 +303,31 @@ BROKEN = {  # name -> (arguments, what breaks the model file, batches that see i
     ),
     "key/value heads in turns": (
         [],
-        replaced(llama3.CausalAttention, "forward", group_in_turns),
+        replaced(attention.CausalAttention, "forward", group_in_turns),
         {"near", "far"},
         "the input of layers.0.attention.wo, off by * from token 0 of row 0 *",
     ),
     "scores scaled twice": (
         [],
-        replaced(llama3.CausalAttention, "forward", scale_twice),
+        replaced(attention.CausalAttention, "forward", scale_twice),
         {"near", "far"},
         "the input of layers.0.attention.wo, *",
     ),
     "attention to 256 tokens": (
         [],
-        replaced(llama3.CausalAttention, "forward", see_256_tokens),
+        replaced(attention.CausalAttention, "forward", see_256_tokens),
         {"near", "far"},
         "the input of layers.0.attention.wo, off by * from token 256 of row 0 on (position *",
     ),
     "attention to the next token": (
         [],
-        replaced(llama3.CausalAttention, "forward", see_the_next_token),
+        replaced(attention.CausalAttention, "forward", see_the_next_token),
         {"near", "far"},
         "the input of layers.0.attention.wo, off by * from token 0 of row 0 *",
     ),
     "attention to other documents": (
         DOCUMENTS,
-        replaced(document_attention, "attend_within_documents", see_other_documents),
+        replaced(attention, "attend_within_documents", see_other_documents),
         {"near"},
         "the input of layers.0.attention.wo, off by * from token 100 of row 2 on (position 0)",
     ),

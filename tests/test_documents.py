@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import SampleReader
 from torchtitan_lite.model import document_blocks
-from torchtitan_lite.model.document_attention import DocumentAttention, attend_within_documents, visibility
+from torchtitan_lite.model.attention import DocumentAttention, attend_within_documents, visibility
 from torchtitan_lite.model.document_blocks import BLOCK, attend_in_blocks, plan_blocks
 
 
@@ -66,12 +66,12 @@ SEQ_LEN = 3 * BLOCK + 50
 def make_part(n_rows: int):
     """Some queries of a sequence, and its keys in another order, as a rank of context parallel has them."""
     query_positions = torch.cat((torch.arange(20, 200), torch.arange(300, SEQ_LEN)))
-    key_places = torch.arange(SEQ_LEN).roll(-100)
+    key_positions = torch.arange(SEQ_LEN).roll(-100)
     doc_ids = make_documents(n_rows, SEQ_LEN)
     query, key, value = (make_heads(n_rows, n, SEQ_LEN, seed=i) for i, n in enumerate((4, 2, 2)))
     expected = attend_document_by_document(query, key, value, doc_ids)[:, :, query_positions]
-    part = query[:, :, query_positions], key[:, :, key_places], value[:, :, key_places]
-    return (*part, doc_ids, query_positions, key_places), expected
+    part = query[:, :, query_positions], key[:, :, key_positions], value[:, :, key_positions]
+    return (*part, doc_ids, query_positions, key_positions), expected
 
 
 def nothing(row, head, query, key):
@@ -79,16 +79,16 @@ def nothing(row, head, query, key):
     raise AssertionError
 
 
-def attend_part(query, key, value, doc_ids, query_positions, key_places):
-    places = {"query_positions": query_positions, "key_places": key_places}
+def attend_part(query, key, value, doc_ids, query_positions, key_positions):
+    places = {"query_positions": query_positions, "key_positions": key_positions}
     return attend_in_blocks(query, key, value, doc_ids, **places, sees=visibility(doc_ids, *places.values()))
 
 
 def test_every_pair_that_sees_each_other_is_in_a_block_that_is_looked_into():
-    (*_, doc_ids, query_positions, key_places), _ = make_part(3)
-    same = doc_ids[:, query_positions, None] == doc_ids[:, None, key_places]
-    sees = same & (query_positions[:, None] >= key_places)
-    blocks = plan_blocks(doc_ids, query_positions, key_places, nothing).to_dense()[
+    (*_, doc_ids, query_positions, key_positions), _ = make_part(3)
+    same = doc_ids[:, query_positions, None] == doc_ids[:, None, key_positions]
+    sees = same & (query_positions[:, None] >= key_positions)
+    blocks = plan_blocks(doc_ids, query_positions, key_positions, nothing).to_dense()[
         :, 0
     ]  # (B, query blocks, key blocks)
     row, query, key = sees.nonzero().T
@@ -128,9 +128,9 @@ def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
     part, _ = make_part(2)
     found = []
     for device in ("cpu", "cuda"):
-        *heads, doc_ids, query_positions, key_places = (tensor.detach().to(device) for tensor in part)
+        *heads, doc_ids, query_positions, key_positions = (tensor.detach().to(device) for tensor in part)
         heads = [tensor.requires_grad_() for tensor in heads]
-        out = attend_within_documents(*heads, doc_ids, query_positions=query_positions, key_places=key_places)
+        out = attend_within_documents(*heads, doc_ids, query_positions=query_positions, key_positions=key_positions)
         found.append([out, *torch.autograd.grad(out.square().sum(), heads)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other.cpu(), one, rtol=1e-3, atol=1e-3)

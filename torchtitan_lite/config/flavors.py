@@ -56,8 +56,9 @@ class BlockModule:
 
     name: str  # FQN inside the block
     weight: tuple[int, ...]  # (out, in) features of a linear layer; (size,) of a norm
-    # colwise, rowwise: tp splits out, or in; sequence: whole on every tp rank, each of which has its tokens
-    tp: Literal["colwise", "rowwise", "sequence"] = "sequence"
+    # Colwise, rowwise: tp splits out, or in. Else every tp rank holds the whole weight, and applies it to its slice of
+    # the sequence, or to its heads (B, H/tp, S, E).
+    tp: Literal["colwise", "rowwise", "sequence", "heads"] = "sequence"
 
     @property
     def is_linear(self) -> bool:
@@ -97,7 +98,7 @@ def is_counted(model) -> bool:
 def count_layer_parameters(args: ModelArgs, *, tp: int = 1, linear_only: bool = False) -> int:
     """Parameters of one block that one of `tp` ranks holds."""
     return sum(
-        prod(module.weight) // (1 if module.tp == "sequence" else tp)
+        prod(module.weight) // (tp if module.is_linear else 1)
         for module in list_block(args)
         if module.is_linear or not linear_only
     )

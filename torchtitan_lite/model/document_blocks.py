@@ -7,7 +7,7 @@
 
 No mask of queries x keys exists. The CUDA path was not run by the authors of this file; tests check its blocks, and on
 a CPU its forward numbers and that it compiles unbroken. It is a file of its own because importing flex attention takes
-longer than importing all the rest of the model: document_attention.py imports it where there is CUDA.
+longer than importing all the rest of the model: attention.py imports it where there is CUDA.
 
 Legend: B batch, S sequence, Q and K queries and keys at hand. Source: FlexAttention arXiv:2412.05496.
 """
@@ -28,17 +28,18 @@ def attend_in_blocks(
     key: Tensor,
     value: Tensor,
     doc_ids: Tensor,
-    *,
     query_positions: Tensor,
-    key_places: Tensor,
+    key_positions: Tensor,
     sees: Callable[..., Tensor],
 ) -> Tensor:
     """Shapes as in attend_within_documents; `sees` is the rule of visibility."""
-    block_mask = plan_blocks(doc_ids, query_positions, key_places, sees)
+    block_mask = plan_blocks(doc_ids, query_positions, key_positions, sees)
     return compiled_flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
 
 
-def plan_blocks(doc_ids: Tensor, query_positions: Tensor, key_places: Tensor, sees: Callable[..., Tensor]) -> BlockMask:
+def plan_blocks(
+    doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor, sees: Callable[..., Tensor]
+) -> BlockMask:
     """Which blocks of queries x keys flex attention must look into, from the least and the greatest of each block.
 
     A block counts if some query of it could see some key: one too many is only slower, for inside a block each pair is
@@ -46,9 +47,9 @@ def plan_blocks(doc_ids: Tensor, query_positions: Tensor, key_places: Tensor, se
     """
     n_rows = len(doc_ids)
     first_query, last_query = bounds_of_blocks(query_positions.expand(n_rows, -1))  # (B, blocks)
-    first_key, last_key = bounds_of_blocks(key_places.expand(n_rows, -1))
+    first_key, last_key = bounds_of_blocks(key_positions.expand(n_rows, -1))
     low_query, high_query = bounds_of_blocks(doc_ids[:, query_positions])
-    low_key, high_key = bounds_of_blocks(doc_ids[:, key_places])
+    low_key, high_key = bounds_of_blocks(doc_ids[:, key_positions])
     visible = (
         (last_query[:, :, None] >= first_key[:, None])
         & (high_query[:, :, None] >= low_key[:, None])
@@ -61,7 +62,7 @@ def plan_blocks(doc_ids: Tensor, query_positions: Tensor, key_places: Tensor, se
         order[:, None].to(torch.int32),
         BLOCK_SIZE=BLOCK,
         mask_mod=sees,
-        seq_lengths=(len(query_positions), len(key_places)),
+        seq_lengths=(len(query_positions), len(key_positions)),
     )
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.model.document_attention import DocumentAttention
+from torchtitan_lite.model.attention import ATTENTIONS
 from torchtitan_lite.model.head import Head
 
 
@@ -24,7 +24,7 @@ class Llama3(nn.Module):
     """The whole model, or what a pipeline stage keeps of it: any of the four children may be None (layers: fewer)."""
 
     def __init__(self, shape: ModelArgs, *, attention: str = "causal"):
-        """`attention` is a row of ATTENTIONS."""
+        """`attention` is a row of ATTENTIONS (attention.py)."""
         super().__init__()
         self.shape = shape
         self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
@@ -89,17 +89,6 @@ class Attention(nn.Module):
         )
         heads = self.inner(rotate(query, rotation), rotate(key, rotation), value, doc_ids)  # (B, H, S, E)
         return self.wo(heads.transpose(1, 2).flatten(2))
-
-
-class CausalAttention(nn.Module):
-    """The one seam of attention: context parallel and document attention put their own module here."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-        """query (B, H, S, E), key and value (B, K, S, E) -> (B, H, S, E). Every token sees all before it."""
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-
-
-ATTENTIONS = {"causal": CausalAttention, "document": DocumentAttention}  # model.attention
 
 
 class FeedForward(nn.Module):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.model.document_attention import attend_within_documents
+from torchtitan_lite.model.attention import attend_within_documents
 from torchtitan_lite.parallel.context_attention import context_attention
 
 collectives = torch.ops._c10d_functional
@@ -74,9 +74,9 @@ class DocumentContext(nn.Module):
         # Keys stay in the order of the ranks: who sees whom goes by their places, not by their order.
         keys, values = gathered.unflatten(0, (self.n_ranks, 2)).movedim(0, 3).flatten(3, 4)
         seq_len = keys.shape[2]
-        places = [plan_query_positions(rank, self.n_ranks, seq_len, query.device) for rank in range(self.n_ranks)]
+        positions = [plan_query_positions(rank, self.n_ranks, seq_len, query.device) for rank in range(self.n_ranks)]
         return attend_within_documents(
-            query, keys, values, doc_ids, query_positions=places[self.rank], key_places=torch.cat(places)
+            query, keys, values, doc_ids, query_positions=positions[self.rank], key_positions=torch.cat(positions)
         )
 
 

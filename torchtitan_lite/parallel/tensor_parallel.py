@@ -61,6 +61,7 @@ def plan_tensor_parallel(part: nn.Module, *, shard_loss: bool) -> Plan:
     }
     styles = {
         "sequence": SequenceParallel,
+        "heads": partial(SequenceParallel, use_local_output=True),  # the second dim of its input is heads, not tokens
         "colwise": ColwiseParallel,
         "rowwise": partial(RowwiseParallel, output_layouts=sequence),  # reduce-scatters the partial sums
     }

@@ -37,7 +37,7 @@ from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.model import document_attention
+from torchtitan_lite.model import attention
 from torchtitan_lite.parallel import context_parallel, pipeline
 from torchtitan_lite.parallel.mesh import build_mesh, forget_groups
 from torchtitan_lite.plan.meter import Collective, Meter
@@ -225,7 +225,7 @@ class StaticStage(pipeline.Stage):
 def kernels_of_gpus() -> Iterator[None]:
     """Where a CPU would take another way than CUDA: document attention by a mask, a norm in many steps."""
     with (
-        patch.object(document_attention, "attend_within_documents", attend_without_mask),
+        patch.object(attention, "attend_within_documents", attend_without_mask),
         patch.object(context_parallel, "attend_within_documents", attend_without_mask),
         patch.object(F, "rms_norm", normalize_in_one_kernel),
     ):
