@@ -28,11 +28,10 @@ from torchtitan_lite.checkpoint.exchange import begin, choose_tensors, export_hf
 from torchtitan_lite.checkpoint.hugging_face_export import Export
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, is_saved
-from torchtitan_lite.components.compile_watch import warn_on_recompile
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import Progress, log_rank_on_error, start_logging
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, compute_metrics, read_peak_memory
-from torchtitan_lite.components.profiling import profile_steps
+from torchtitan_lite.components.profiling import profile_steps, warn_on_recompile
 from torchtitan_lite.config.flavors import ModelArgs, count_flops_per_token, is_counted
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.reader import dump_config_toml
@@ -43,7 +42,7 @@ from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import HeldOutBatches, SampleReader, SampleStream, prefetch, rows_of_rank
 from torchtitan_lite.data.tokenizer import Tokenizer, make_tokenizer
 from torchtitan_lite.dump_folder import check_still_held, explain_lost_folder, open_dump_folder
-from torchtitan_lite.parallel.attention_choice import describe_attention
+from torchtitan_lite.parallel.attention_kernels import describe_attention
 from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_group, start_process_group
 from torchtitan_lite.parallel.timeouts import set_timeouts

@@ -14,8 +14,8 @@ from torch._dynamo.utils import get_compilation_metrics
 
 import train
 from torchtitan_lite import step as stepping
-from torchtitan_lite.components import compile_watch
-from torchtitan_lite.components.compile_watch import list_compiled_since, warn_on_recompile
+from torchtitan_lite.components import profiling
+from torchtitan_lite.components.profiling import list_compiled_since, warn_on_recompile
 from torchtitan_lite.config import compilers
 from torchtitan_lite.config.compilers import check_compilers
 from torchtitan_lite.config.hardware import Machine
@@ -74,8 +74,8 @@ def double_compiled():
 
 
 def list_told(caplog) -> list[str]:
-    """What compile_watch has said; torch's own loggers are at work too."""
-    return [record.getMessage() for record in caplog.records if record.name == compile_watch.__name__]
+    """What the logger of components/profiling.py has said; torch's own loggers are at work too."""
+    return [record.getMessage() for record in caplog.records if record.name == profiling.__name__]
 
 
 def test_a_late_recompilation_is_told_by_name_and_reason(caplog):

@@ -18,7 +18,7 @@ from torchtitan_lite.config.memory_bound import count_activation_bytes, count_st
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError, Problem, Training
 from torchtitan_lite.model.llama3 import rotary_angles
-from torchtitan_lite.parallel.attention_choice import describe_attention
+from torchtitan_lite.parallel.attention_kernels import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend
 from torchtitan_lite.plan.memory_levers import find_memory_options
 from torchtitan_lite.plan.out_of_memory import explain_out_of_memory

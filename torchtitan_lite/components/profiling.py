@@ -1,12 +1,12 @@
-"""Some steps of every rank for a closer look: where their time went, and on CUDA what lay in memory.
+"""A closer look at steps: traces of their time, snapshots of CUDA memory, and a warning when one compiles again.
 
 steps  1 ... 6   7 ... 9   10         | 11 ... 16   17 ... 19   20      profile_freq 10, warm-up 3, active 1
        idle      warm-up   recorded   | idle        warm-up     recorded
                            -> traces/step-10/rank-R.json        -> traces/step-20/rank-R.json
                            -> memory_snapshot/step-10/rank-R.pickle ...
 
-Open traces at https://ui.perfetto.dev, snapshots at https://pytorch.org/memory_viz. What a trace says in short,
-trace_summary.py tells the log.
+Open traces at https://ui.perfetto.dev, snapshots at https://pytorch.org/memory_viz. trace_summary.py
+summarises each trace for the log.
 """
 
 import logging
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch._dynamo.utils import get_compilation_metrics  # torch has no public name for it yet
 from torch.profiler import profile, schedule
 
 from torchtitan_lite.components.trace_summary import summarize_trace
@@ -23,6 +24,7 @@ from torchtitan_lite.config.schema import Profiling
 
 logger = logging.getLogger(__name__)
 
+N_STEPS_THAT_MAY_COMPILE = 2
 MEMORY_EVENTS = 100_000  # allocations and frees that a snapshot remembers: a few steps of a large model, 100 MB
 
 
@@ -111,3 +113,28 @@ def make_path(folder: Path, *names: str) -> Path:
     path = folder.joinpath(*names)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+@contextmanager
+def warn_on_recompile(n_th_step: int) -> Iterator[None]:
+    """Context manager of a step: warn when torch.compile recompiles in it, from the third step of a process on.
+
+    A run of one shape compiles in its first two steps. A function that is compiled again and again costs all ranks
+    seconds each time, and after some times torch runs it uncompiled. The loss shows nothing of it.
+    """
+    before = get_compilation_metrics()
+    yield
+    if n_th_step > N_STEPS_THAT_MAY_COMPILE and (compiled := list_compiled_since(before)):
+        logger.warning(f"step {n_th_step} of this process has compiled again: {'; '.join(compiled)}")
+
+
+def list_compiled_since(before: list) -> list[str]:
+    """List what torch has compiled since get_compilation_metrics() was `before`: `forward (llama3.py:78): reason`."""
+    # torch keeps the last 64 entries only, so their number is no measure.
+    known = {id(entry) for entry in before}
+    entries = [entry for entry in get_compilation_metrics() if id(entry) not in known]
+    return [
+        f"{entry.co_name} ({Path(entry.co_filename).name}:{entry.co_firstlineno}): {entry.recompile_reason or 'new'}"
+        for entry in entries
+        if entry.co_name is not None  # a backward has no name, and follows from its forward
+    ]

@@ -26,6 +26,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schema import Config
 
 aten = torch.ops.aten
 
@@ -124,3 +129,37 @@ KERNELS = {
     "flash": Kernel(attend_flash, attend_flash_backward),
     "efficient": Kernel(attend_efficient, attend_efficient_backward),
 }
+
+SDPA_KERNELS = {
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+    SDPBackend.MATH: "plain matmuls, slow, with all scores in memory",
+}
+
+
+def describe_attention(config: Config, shape: ModelArgs, layout: Layout, device: torch.device) -> str:
+    """Name the kernel that attention runs on, and its input, for the log. `config` is resolved.
+
+    causal       torch's SDPA takes the first of its own list that can: cuDNN on Hopper and Blackwell (torch lists it
+                 first only where cuDNN is recent enough to be right), FlashAttention on other GPUs, flash on a CPU
+    causal, cp   KERNELS of this file, because only these return lse
+    document     flex attention, compiled, on CUDA; an explicit mask on a CPU
+
+    The question goes to the function by which SDPA itself decides.
+    """
+    if config.model.attention == "document":
+        return "flex attention, compiled" if device.type == "cuda" else "an explicit mask of the documents"
+    if config.model.attention != "causal":
+        return f"model.attention = {config.model.attention!r}, as its module computes it"
+    seq_len, dtype = config.training.seq_len // layout.cp, getattr(torch, config.training.mixed_precision_param)
+    query, key = (
+        torch.empty(1, n_heads // layout.tp, seq_len, shape.head_dim, dtype=dtype, device=device, requires_grad=True)
+        for n_heads in (shape.n_heads, shape.n_kv_heads)
+    )
+    if layout.cp > 1:
+        (kernel,) = [name for name, kernel in KERNELS.items() if kernel is choose_kernel(query)]
+        kernel += f", {config.parallelism.context_parallel_rotate_method} over cp"
+    else:
+        kernel = SDPA_KERNELS[SDPBackend(torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=True))]
+    return f"{kernel} ({seq_len} tokens, {query.shape[1]} heads of {shape.head_dim}, {dtype})".replace("torch.", "")
