@@ -57,7 +57,7 @@ logger = logging.getLogger("torchtitan_lite.train")
 
 def main(args: list[str]) -> int:
     """Exit status: 0 trained and saved, 1 a step was not finite or a file failed, 2 refused. launch.py says 1."""
-    # ---- config: everything that can be wrong with it is told before any process group exists
+    # ---- config: every mistake in it is reported before any process group exists
     rank, world_size, local_world_size, local_rank, restarts = read_torchrun_environment(os.environ)
     machine = detect_machine()
     n_hosts = world_size // local_world_size
@@ -75,7 +75,7 @@ def main(args: list[str]) -> int:
     mesh = build_mesh(layout, device.type)
     starting_over = config.job.overwrite and restarts == 0
     open_folder = partial(open_dump_folder, dump_folder, config, starting_over=starting_over)
-    # Two runs do not share a folder, and nobody looks into it before it is ready.
+    # Two runs cannot share a folder, and no rank reads it before rank 0 has prepared it.
     lock = raise_on_all_ranks(dist.group.WORLD, open_folder if rank == 0 else lambda: None)
     start_logging(rank, dump_folder, color=not config.metrics.disable_color_printing)
     for notice in prepared.notices:
@@ -104,11 +104,11 @@ def main(args: list[str]) -> int:
         bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
     corpora = [*stream.reader.corpora, *(held_out.reader.corpora if config.validation.enable else [])]
 
-    # ---- run: model parts, optimizer, schedules; and first, what the planner says of its steps
+    # ---- run: model parts, optimizer, schedules; and first, the planner's forecast of its steps
     ledger = RunLedger(config, shape, layout, machine, dump_folder)
     run = build_run(config, shape, layout, mesh, device)
 
-    # ---- checkpoint: go on where the newest one, or the one named, ends; or begin with other weights
+    # ---- checkpoint: resume from the newest one, or from the one that is named; or load initial weights
     checkpoints = dump_folder / config.checkpoint.folder
     # Two threads that share a group deadlock: ranks match its calls by their order, and two threads have none.
     host_group = make_host_group("host", config.comm.init_timeout_seconds)
@@ -145,8 +145,8 @@ def main(args: list[str]) -> int:
     # ---- loop
     logger.info(f"attention: {describe_attention(config, shape, layout, device)}")
     gc.collect()
-    gc.freeze()  # what is here now stays: no collection looks at it again
-    gc.disable()  # collected at set steps instead: a rank that collects alone makes all others wait
+    gc.freeze()  # objects that exist now are never collected
+    gc.disable()  # collect at fixed steps: a rank that collects alone makes all others wait
     writer = None
     if rank == 0:
         writer = MetricsWriter(
@@ -160,7 +160,7 @@ def main(args: list[str]) -> int:
         explain_lost_folder(lock),
         explain_out_of_memory(config, shape, layout, run.parameters, run.optimizer),
         profile_steps(config.profiling, dump_folder, rank, resumed_step=resumed_step) as profiler,
-        saver,  # on the way out, waits for what is being written
+        saver,  # on exit, waits for the save in flight
         BackgroundHash(corpora, part=local_rank, n_parts=local_world_size) as hashing,
     ):
         meter = StepMeter()
@@ -209,7 +209,7 @@ def main(args: list[str]) -> int:
                     ledger=ledger.take(),
                 )
                 writer.write(metrics, memory)
-            saver.check()  # raises what went wrong while earlier steps ran
+            saver.check()  # raises an error of an earlier save
             hashing.check()
             if is_saved(step, config.checkpoint, n_steps):
                 progress.show(step, "saving")
@@ -242,7 +242,7 @@ def main(args: list[str]) -> int:
         writer.close()
     if lock:
         lock.close()
-    dist.barrier()  # no rank takes its end of a connection away while another still talks
+    dist.barrier()  # no rank closes its connections while another still communicates
     dist.destroy_process_group()
     return 0 if trained else 1
 
@@ -259,7 +259,7 @@ def open_samples(config: Config, shape: ModelArgs, tokenizer: Tokenizer, names: 
 
 
 def read_torchrun_environment(environment: os._Environ) -> tuple[int, int, int, int, int]:
-    """rank, world size, ranks on this host, rank on this host, and how often the job was restarted."""
+    """Return rank, world size, ranks on this host, rank on this host, and restarts of the job."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
     if any(name not in environment for name in names):
         sys.exit("train.py is one rank of many: start it with ./run_train.sh, or with torchrun")
@@ -268,20 +268,20 @@ def read_torchrun_environment(environment: os._Environ) -> tuple[int, int, int, 
 
 
 def make_deterministic(section: Debug) -> None:
-    """torch's deterministic algorithms, where asked for. Weights and data are functions of the seed in any case."""
+    """Use torch's deterministic algorithms, if asked for. Weights and data depend on the seed only in any case."""
     if section.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed one
         torch.use_deterministic_algorithms(True, warn_only=section.deterministic_warn_only)
 
 
 def keep_compiled_code(cache_folder: Path) -> None:
-    """Has inductor write where the next run finds it. A folder that the user has named stays the one."""
+    """Make inductor write to a folder that the next run reads, unless the user has named one."""
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch names its own when imported
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder.absolute() / "compiled")
 
 
 def record_collectives(section: Comm, dump_folder: Path) -> None:
-    """Has NCCL remember its last collectives, and write them where one times out. Read when groups are made."""
+    """Make NCCL record its last collectives and write them on a time-out. Call before groups are made."""
     traces = dump_folder / section.save_traces_folder
     if section.trace_buf_size and torch.cuda.is_available():
         traces.mkdir(parents=True, exist_ok=True)

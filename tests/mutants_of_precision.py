@@ -129,14 +129,14 @@ def softmax_normalised_in_bfloat16():
 def scale_set_beside_the_weight():
     """Under TP the gathered weight is a DTensor, and the new scale is set on it instead of inside. Blocks multiply by
     new weights with the scale of the first step. The loss falls, and less and less."""
-    original = float8.Float8AllGatherHook.after_gather
+    original = float8.Float8AllGatherHook.post_all_gather
 
     def beside(weight, gathered, told, dtype, *, out=None):
         if out is None:
             return original(weight, gathered, told, dtype)
         (out.scale,) = told
 
-    return patch.object(float8.Float8AllGatherHook, "after_gather", beside)
+    return patch.object(float8.Float8AllGatherHook, "post_all_gather", beside)
 
 
 @mutant(Row(2, GATHER), "block outputs", BLOCK, trial="float8")

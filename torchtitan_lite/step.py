@@ -1,4 +1,4 @@
-"""Build a run, make a step: the one way in which train, verify, plan, explain and bench do it.
+"""Build a run and make a step. train, verify, plan, explain and bench all do it by this code.
 
     build_parts   meta model -> the parts of this rank's pipeline stages, parallelized, without storage
     materialize   storage and initial weights, which depend on (seed, FQN) only
@@ -41,7 +41,7 @@ from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule
 from torchtitan_lite.parallel.tensor_parallel import loss_context
 
-# TOML's model.name -> (class, rule for the initial weights of one parameter). A fork adds its row here.
+# model.name, a row of BLOCKS in config/flavors.py -> (class, rule for the initial weights of one parameter)
 MODELS = {"llama3": (llama3.Llama3, llama3.init_parameter)}
 
 
@@ -72,14 +72,14 @@ class StepResult:
 
 
 def build_on_meta(config: Config, shape: ModelArgs) -> nn.Module:
-    """The whole model without storage."""
+    """Build the whole model on meta, without storage."""
     model_class, _ = MODELS[config.model.name]
     with torch.device("meta"):
         return model_class(shape, attention=config.model.attention)
 
 
 def build_parts(config: Config, shape: ModelArgs, layout: Layout, mesh: Mesh) -> list[nn.Module]:
-    """The model parts that this rank holds, parallelized and still on meta: no memory, no communication."""
+    """Build the model parts of this rank, parallelized and still on meta: no memory, no communication."""
     model = build_on_meta(config, shape)
     stages = [layout.stages[index] for index in layout.stages_of(mesh.pp.get_local_rank())]
     parts = [apply_stage(model, fqns) for fqns in stages]
@@ -89,7 +89,7 @@ def build_parts(config: Config, shape: ModelArgs, layout: Layout, mesh: Mesh) ->
 
 
 def materialize(parts: list[nn.Module], config: Config, device: torch.device) -> None:
-    """Gives the parts storage on `device`, or on the host (each rank its slices only), and their initial weights."""
+    """Allocate the parts on `device`, or on the host under offload (own slices only), and initialise their weights."""
     _, init_parameter = MODELS[config.model.name]
     for part in parts:
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
@@ -100,12 +100,12 @@ def materialize(parts: list[nn.Module], config: Config, device: torch.device) ->
 
 
 def build_run(config: Config, shape: ModelArgs, layout: Layout, mesh: Mesh, device: torch.device) -> Run:
-    """A run at step 0. `config` is resolved. Collective."""
+    """Build a run at step 0. `config` is resolved. Collective."""
     return start_run(build_parts(config, shape, layout, mesh), config, layout, mesh, device)
 
 
 def start_run(parts: list[nn.Module], config: Config, layout: Layout, mesh: Mesh, device: torch.device) -> Run:
-    """A run at step 0 of parts that are on meta: gives them storage, optimizer and schedules."""
+    """Build a run at step 0 from parts on meta: allocate them, then make optimizer and schedules."""
     materialize(parts, config, device)
     float8_weights = gather_in_float8(parts, config.quantize.linear.float8)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
@@ -127,18 +127,18 @@ def start_run(parts: list[nn.Module], config: Config, layout: Layout, mesh: Mesh
 
 
 def train_step(run: Run, batch: Batch) -> StepResult:
-    """One optimizer step. `batch` is this rank's share of the global batch, on its device. Nothing is read back."""
+    """Make one optimizer step. `batch` is this rank's share of the global batch. No result is read back."""
     local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
     grad_norm = clip_grad_norm(run.parameters.values(), run.config.training.max_norm)  # one float over all ranks
     finite = step_if_finite(run.optimizer, grad_norm)
-    precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)  # where asked for; all-reduces one float per weight
+    precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)  # if asked for: all-reduces one float per weight
     run.lr_scheduler.step()
     return StepResult(loss, local_loss, grad_norm, finite)
 
 
 def compute_gradients(run: Run, batch: Batch) -> Tensor:
-    """The gradients of `batch`, in place of any earlier ones. Returns what `forward_backward` does."""
+    """Compute the gradients of `batch`; they replace earlier ones. Returns the local loss of `forward_backward`."""
     run.optimizer.zero_grad()
     batch = shard_for_cp(run, batch)
     n_tokens = count_global_tokens(run, batch)  # all-reduces one integer over dp and cp
@@ -146,7 +146,7 @@ def compute_gradients(run: Run, batch: Batch) -> Tensor:
 
 
 def shard_for_cp(run: Run, batch: Batch) -> Batch:
-    """What this cp rank computes of its rows: (B, S) -> (B, S/cp); doc_ids stay whole. Nothing travels."""
+    """Keep this cp rank's pieces of each row: (B, S) -> (B, S/cp); doc_ids stay whole. No communication."""
     if run.layout.cp == 1:
         return batch
     own = {name: shard_sequence(getattr(batch, name), run.mesh.cp) for name in ("tokens", "targets", "positions")}
@@ -154,11 +154,11 @@ def shard_for_cp(run: Run, batch: Batch) -> Batch:
 
 
 def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """All microbatches of the step, forward and backward. Adds to the gradients; they are complete on return.
+    """Run forward and backward of all microbatches. Adds to the gradients, which are complete on return.
 
-    `batch` is what `shard_for_cp` leaves of the rank's rows, here and in all that follows.
+    `batch` comes from `shard_for_cp`, here and in the functions below.
 
-    Returns this rank's share of the loss, () fp32: zero where no rank of this stage holds the head.
+    Returns this rank's share of the loss, () fp32: zero if no stage of this rank holds the head.
     """
     with loss_context(run.mesh.tp, shard_loss=not run.config.parallelism.disable_loss_parallel):
         if run.schedule is not None:
@@ -176,7 +176,7 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """The same loss without gradients, for validation. Weights and gradients stay as they are."""
+    """Compute the same loss without gradients, for validation. Weights and gradients do not change."""
     with loss_context(run.mesh.tp, shard_loss=not run.config.parallelism.disable_loss_parallel):
         if run.schedule is not None:
             loss = run_schedule(run, run.schedule.eval, batch, n_tokens)
@@ -189,33 +189,33 @@ def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     return loss
 
 
-def run_schedule(run: Run, walk: Callable, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """The pipeline schedule once over all microbatches; `walk` is its method `step` or `eval`.
+def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor) -> Tensor:
+    """Run the pipeline schedule over all microbatches. `schedule_fn` is its method `step` or `eval`.
 
-    Hidden states and their gradients go from stage to stage; the rest is given on every rank and cut into microbatches
-    along the rows. The number of tokens travels as target, for that reaches the loss function.
+    Stages send hidden states and their gradients. Every rank passes the other inputs itself, and torch cuts them into
+    microbatches along the rows. The token count is passed as the target, because torch hands that to the loss function.
     """
     tokens = [batch.tokens] if run.parts[0].tok_embeddings is not None else []
     losses: list[Tensor] = []  # of the microbatches, on the rank that has the head
     target = n_tokens.expand(len(batch.tokens))
-    walk(*tokens, target=target, losses=losses, return_outputs=False, **stage_kwargs(batch))
+    schedule_fn(*tokens, target=target, losses=losses, return_outputs=False, **stage_kwargs(batch))
     return torch.zeros((), device=run.device) + sum(loss.detach() for loss in losses)
 
 
 def stage_kwargs(batch: Batch) -> dict[str, Tensor]:
-    """What every part is given beside tokens or hidden states, (rows, S) each."""
+    """Return the keyword arguments of every model part, (rows, S) each."""
     return {"positions": batch.positions, "doc_ids": batch.doc_ids, "targets": batch.targets}
 
 
 def count_global_tokens(run: Run, batch: Batch) -> Tensor:
-    """Counted targets of the global batch, () int64. All-reduces 8 bytes over dp_replicate, dp_shard and cp."""
+    """Count the valid targets of the global batch, () int64. All-reduces 8 bytes over dp_replicate, dp_shard and cp."""
     n_tokens = count_valid_tokens(batch.targets)
     dist.all_reduce(n_tokens, group=run.mesh.dp_cp_mesh.get_group())
     return n_tokens
 
 
 def sum_losses(run: Run, local_loss: Tensor) -> Tensor:
-    """The loss of the global batch, () fp32. All-reduces 4 bytes over pp, dp_replicate, dp_shard and cp."""
+    """Sum the loss of the global batch, () fp32. All-reduces 4 bytes over pp, dp_replicate, dp_shard and cp."""
     loss = local_loss.clone()
     dist.all_reduce(loss, group=run.mesh.loss_mesh.get_group())
     return loss

@@ -1,8 +1,8 @@
-"""The loss on held-out documents: every `validation.freq` steps, the same number on every layout.
+"""The validation loss, every `validation.freq` steps: the same number on every layout.
 
-All layouts read the same samples, in batches of training's shape; the last batch is filled up with padding that does
-not count. So every rank makes equally many passes, and none waits for one that has run out of data. Sums of losses,
-tokens and bytes stay on the device until the end, when the ranks add them up once.
+All layouts read the same samples, in batches of the training shape; padding that does not count fills the last
+batch. So every rank makes the same number of passes, and none waits for a rank that has run out of data. Sums of
+losses, tokens and bytes stay on the device; the ranks all-reduce them once, at the end.
 """
 
 import math
@@ -23,11 +23,11 @@ def is_validated(step: int, section: Validation, n_steps: int) -> bool:
 
 
 def validate(run: Run, batches: Iterable[Batch], bytes_of_tokens: Tensor) -> dict[str, float]:
-    """val_loss in nats per token, val_perplexity, val_bits_per_byte of UTF-8 text: comparable between tokenizers.
+    """Return val_loss (nats per token), val_perplexity and val_bits_per_byte (of UTF-8 text, so tokenizers compare).
 
-    Forward only, over this rank's rows of each batch; weights and gradients stay as they are. Collective.
+    Forward only, over this rank's rows of each batch; weights and gradients do not change. Collective.
 
-    `bytes_of_tokens` (ids,) int64 says how many bytes of text each id stands for. All-reduces 8 bytes over pp,
+    `bytes_of_tokens` (ids,) int64: bytes of text of each id. All-reduces 8 bytes over pp,
     dp_replicate, dp_shard and cp, and 16 bytes over the last three.
     """
     one = torch.ones((), dtype=torch.int64, device=run.device)

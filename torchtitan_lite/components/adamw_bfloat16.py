@@ -11,8 +11,8 @@ All arithmetic is torch's own in fp32; only what is remembered from step to step
                                           28    torch's fused kernel with moments in fp32
 
 Why beta2 may not exceed 0.99: in a step without gradient the second moment should fall by the factor beta2. Numbers of
-bf16 lie 0.4 to 0.8 % apart, so that a fall of less than half of that is rounded away, in every step: with beta2 = 0.999
-one large gradient would brake its weight for good. At 0.99 a fall always counts, if coarsely.
+bf16 are 0.4 to 0.8 % apart, so rounding removes a fall of less than half of that, in every step: with beta2 = 0.999 one
+large gradient would slow its weight for ever. At 0.99 every fall counts, coarsely.
 
 No rank talks: each updates its slices. Sources: AdamW arXiv:1711.05101; bf16 moments: DeepSeek-V3 arXiv:2412.19437.
 """

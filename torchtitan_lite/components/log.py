@@ -1,10 +1,10 @@
-"""What a process says to people: log lines, and a progress line where somebody is watching.
+"""Log lines for people, and a progress line on a terminal.
 
     rank 0         INFO and above      -> stdout, and dump_folder/log.txt: dated, never coloured
     other ranks    WARNING and above   -> stderr, with the rank named
 
-Modules speak through `logging.getLogger(__name__)` and may `paint` words; the formatter takes the paint off wherever
-it is not wanted. On a terminal a progress line may stand below the last log line, so each log line erases it first.
+Modules log through `logging.getLogger(__name__)` and may `paint` words; the formatter strips the colour for files and
+pipes. On a terminal each log line first erases the progress line.
 """
 
 import logging
@@ -31,7 +31,7 @@ def paint(text: str, color: str) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """`12:30:01 text`; what is worse than INFO also bears its level, and lines of other ranks than 0 their rank."""
+    """`12:30:01 text`. Above INFO the line names its level, and on ranks other than 0 the rank."""
 
     def __init__(self, rank: int, *, date_format: str, color: bool, prefix: str = ""):
         super().__init__("%(message)s", date_format)
@@ -48,9 +48,9 @@ class LineFormatter(logging.Formatter):
 
 
 def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) -> None:
-    """Sets up the logger of this package in this process; a second call replaces the first. `rank` is the global one.
+    """Set up the logger of this package in this process; a second call replaces the first. `rank` is the global one.
 
-    `color` allows colour, which is then used on a terminal only. Without `dump_folder` no log.txt is written.
+    `color` allows colour on a terminal. Without `dump_folder` no log.txt is written.
     """
     stream = sys.stdout if rank == 0 else sys.stderr
     console = logging.StreamHandler(stream)
@@ -59,7 +59,7 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
     handlers: list[logging.Handler] = [console]
     if rank == 0 and dump_folder is not None:
         dump_folder.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(dump_folder / "log.txt", encoding="utf-8")  # appends: a resumed run goes on in it
+        file = logging.FileHandler(dump_folder / "log.txt", encoding="utf-8")  # appends: a resumed run continues it
         file.setFormatter(LineFormatter(rank, date_format="%Y-%m-%d %H:%M:%S", color=False))
         handlers.append(file)
 
@@ -75,7 +75,7 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
 
 @contextmanager
 def log_rank_on_error(rank: int, coordinates: dict[str, int]) -> Iterator[None]:
-    """Names rank and mesh coordinates beside whatever fails inside."""
+    """Context manager: log rank and mesh coordinates of an exception, and re-raise it."""
     try:
         yield
     except Exception as error:
@@ -97,16 +97,16 @@ class Progress:
         self.n_steps, self.stream, self.clock = n_steps, stream, clock
         self.steps_begun = 0
         self.current_step = -1
-        self.origin = (0, 0.0)  # the step and the time from which the time of a step is reckoned
+        self.origin = (0, 0.0)  # the step and the time from which step time is measured
 
     def show(self, step: int, state: str) -> None:
-        """Says that `step` (1 = first) is now in `state`: "loading", "computing", "saving", ..."""
+        """Show that `step` (1 = first) is in `state`: "loading", "computing", "saving", ..."""
         if not self.visible:
             return
         if step != self.current_step:
             self.current_step = step
             self.steps_begun += 1
-            if self.steps_begun <= 2:  # reckoned from the second on: the first one also compiles and allocates
+            if self.steps_begun <= 2:  # measured from the second on: the first one also compiles and allocates
                 self.origin = (step, self.clock())
         share_done = (step - 1) / self.n_steps
         bar = "#" * int(share_done * self.BAR_WIDTH)
@@ -117,7 +117,7 @@ class Progress:
         self.stream.flush()
 
     def estimate_end(self) -> str:
-        """Time left, as h:mm:ss, from the mean of all steps since the second; unknown before the third begins."""
+        """Return the time left as h:mm:ss, from the mean of all steps since the second; "?" before the third."""
         origin_step, origin_time = self.origin
         if self.steps_begun <= 2:
             return "?"
@@ -125,7 +125,7 @@ class Progress:
         return str(timedelta(seconds=round(step_time_s * (self.n_steps - self.current_step + 1))))
 
     def clear(self) -> None:
-        """Takes the line away, at the end of the run."""
+        """Erase the line, at the end of the run."""
         if self.visible:
             self.stream.write(ERASE_LINE)
             self.stream.flush()

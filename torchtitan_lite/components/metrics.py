@@ -1,10 +1,10 @@
-"""The numbers of a run: measured over the steps since the last log line, then told to people, programs and plots.
+"""The metrics of a run, measured over the steps since the last log line, for people, programs and plots.
 
     console and log.txt   one line             step, loss, grad_norm, lr, throughput, MFU, memory, time
     metrics.jsonl         one JSON object      the fields of StepMetrics
     tb/                   TensorBoard events   the tags of torchtitan v0.2
 
-Two numbers are the same on every rank (loss, grad_norm); times and memory are those of the rank that writes, rank 0.
+Loss and grad_norm are the same on every rank; times and memory are those of rank 0, which writes.
 MFU is the share of the hardware's peak that the model's own FLOPs reach (PaLM, app. B, arXiv:2204.02311).
 """
 
@@ -43,8 +43,8 @@ class StepTimes:
 class StepMeter:
     """Measures wall time from log line to log line.
 
-    A CUDA step is only queued when its call returns, so no clock beside a single step tells the truth. The log line
-    reads the loss, which waits for the device: between two such points the host's clock is right.
+    A CUDA step is only queued when its call returns, so a clock around one step is wrong. The log line reads the loss,
+    which waits for the device: between two log lines the host's clock is right.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -52,14 +52,14 @@ class StepMeter:
         self.start()
 
     def start(self) -> None:
-        """Starts counting anew: at construction, which should be the last thing before the loop, and at each read."""
+        """Restart the measurement: at construction, which should come right before the loop, and at each read."""
         self.started_at = self.clock()
         self.data_time_s = 0.0
         self.n_steps = 0
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Stands around the fetching of a step's batch, once in every step."""
+        """Context manager, once per step: add the time inside to data_time_s."""
         started_at = self.clock()
         yield
         self.data_time_s += self.clock() - started_at
@@ -67,13 +67,13 @@ class StepMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stands around what is no part of a step, validation for instance, while the device has nothing else to do."""
+        """Context manager: leave the time inside out of step_time_s. The device must be idle, as around validation."""
         paused_at = self.clock()
         yield
         self.started_at += self.clock() - paused_at
 
     def read(self) -> StepTimes:
-        """Call it after the loss was read. The next step counts from here."""
+        """Return the times since the last read. Call it after the loss was read."""
         step_time_s = (self.clock() - self.started_at) / self.n_steps
         times = StepTimes(step_time_s, self.data_time_s / self.n_steps)
         self.start()
@@ -82,7 +82,7 @@ class StepMeter:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Of this rank. On CUDA since the last reading; on a CPU of the whole life of the process, and only the first."""
+    """Peak memory of this rank: on CUDA since the last reading; on a CPU since the process started, peak_gib only."""
 
     peak_gib: float  # CUDA: in live tensors; CPU: resident, with Python and torch (about 0.3 GiB) in it
     peak_percent: float | None = None  # of the device's memory
@@ -93,7 +93,7 @@ class PeakMemory:
 
 
 def read_peak_memory(device: torch.device) -> PeakMemory:
-    """The peak so far. On CUDA the next peak counts from here."""
+    """Read the peak memory. On CUDA, reset it."""
     if device.type != "cuda":
         unit_bytes = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
         return PeakMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / GIB)
@@ -113,7 +113,7 @@ def read_peak_memory(device: torch.device) -> PeakMemory:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What is logged of a step: one line of metrics.jsonl, with these names."""
+    """One line of metrics.jsonl, with these names."""
 
     step: int  # 1 = first
     loss: float  # of the global batch
@@ -167,14 +167,14 @@ def compute_metrics(
 
 
 def compute_mfu(flops_per_token: int, tokens_per_s_per_rank: float, peak_flops: float | None) -> float | None:
-    """Share of the peak, 0 to 1. `peak_flops` is that of one device, for one rank has one."""
+    """Return the share of the peak, 0 to 1. `peak_flops` is that of one device."""
     return None if peak_flops is None else flops_per_token * tokens_per_s_per_rank / peak_flops
 
 
 class MetricsWriter:
-    """Writes every logged step to the console, metrics.jsonl and TensorBoard. Rank 0 alone makes one.
+    """Write every logged step to the console, metrics.jsonl and TensorBoard. Only rank 0 makes one.
 
-    A run that resumes leaves each step once: what an earlier attempt wrote beyond `resumed_step` is dropped.
+    A resumed run logs each step once: lines of an earlier attempt beyond `resumed_step` are dropped.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class MetricsWriter:
         self.flops_per_token = flops_per_token
         dump_folder.mkdir(parents=True, exist_ok=True)
         drop_later_steps(dump_folder / "metrics.jsonl", resumed_step)
-        # Line by line: a killed run leaves what it had logged.
+        # Line-buffered: a killed run keeps what it had logged.
         self.jsonl = (dump_folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         self.tensorboard = None
         if section.enable_tensorboard:
@@ -213,7 +213,7 @@ class MetricsWriter:
 
 
 def format_console_line(metrics: StepMetrics, n_steps: int) -> str:
-    """For people, painted. The time is that of one step."""
+    """Format one line for people, coloured. The time is that of one step."""
     mfu = ""
     if metrics.mfu_full is not None:
         mfu = f"  MFU {metrics.mfu_full:.1%} (causal {metrics.mfu_causal:.1%})"
@@ -238,14 +238,14 @@ def format_validation(metrics: StepMetrics) -> str:
 
 
 def format_json_line(metrics: StepMetrics) -> str:
-    """For programs. JSON knows neither NaN nor infinity, so that a loss which is not finite becomes null."""
+    """Format one line for programs. JSON has no NaN and no infinity: a loss that is not finite becomes null."""
     values = asdict(metrics).items()
     finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values}
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def list_scalars(metrics: StepMetrics, memory: PeakMemory, flops_per_token: FlopsPerToken | None) -> dict[str, float]:
-    """For plots: tag -> value, with the tags and units of torchtitan v0.2. What is not known here is left out."""
+    """Return tag -> value for TensorBoard, with the tags and units of torchtitan v0.2. Unknown values are left out."""
     scalars = {
         "loss_metrics/global_avg_loss": metrics.loss,
         "grad_norm": metrics.grad_norm,
@@ -270,7 +270,7 @@ def list_scalars(metrics: StepMetrics, memory: PeakMemory, flops_per_token: Flop
 
 
 def drop_later_steps(path: Path, last_step: int) -> None:
-    """Leaves in metrics.jsonl its whole lines up to `last_step`. One that a kill tore is none."""
+    """Drop from metrics.jsonl all lines after `last_step`, and a line that a kill cut short."""
     if not path.exists():
         return
     kept = []
@@ -282,4 +282,4 @@ def drop_later_steps(path: Path, last_step: int) -> None:
             continue
     new = path.with_name(path.name + ".new")
     new.write_text("".join(kept), encoding="utf-8")
-    os.replace(new, path)  # at once, so that a kill in between loses nothing
+    os.replace(new, path)  # atomic: a kill loses nothing

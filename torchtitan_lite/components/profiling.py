@@ -30,7 +30,7 @@ MEMORY_EVENTS = 100_000  # allocations and frees that a snapshot remembers: a fe
 
 class Profiler(Protocol):
     def step(self) -> None:
-        """Call it at the end of every step."""
+        """End a step."""
 
 
 class Profilers:
@@ -46,9 +46,9 @@ class Profilers:
 
 @contextmanager
 def profile_steps(section: Profiling, dump_folder: Path, rank: int, *, resumed_step: int = 0) -> Iterator[Profiler]:
-    """Stands around the training loop. A trace that the end of the loop cuts short is not written.
+    """Context manager of the training loop. A trace that the end of the loop cuts short is not written.
 
-    `resumed_step` is the last step that is already done, so that files bear the number of their last step.
+    `resumed_step` is the last step before this process, so that file names count the steps of the whole run.
     """
     with ExitStack() as stack:
         profilers = []
@@ -70,8 +70,8 @@ def trace_steps(section: Profiling, folder: Path, rank: int, resumed_step: int) 
         step = resumed_step + profiler.step_num
         path = make_path(folder, f"step-{step}", f"rank-{rank}.json")
         profiler.export_chrome_trace(str(path))
-        if logger.isEnabledFor(logging.INFO):  # rank 0: the others say nothing, and need not read what they wrote
-            logger.info(f"step {step} traced: {summarize_trace(path)}. It is in {path}")
+        if logger.isEnabledFor(logging.INFO):  # rank 0: the others log nothing, so they need not read their trace
+            logger.info(f"step {step} traced to {path}: {summarize_trace(path)}")
 
     warmup, active = section.profiler_warmup, section.profiler_active
     steps = schedule(wait=section.profile_freq - warmup - active, warmup=warmup, active=active)
@@ -80,7 +80,7 @@ def trace_steps(section: Profiling, folder: Path, rank: int, resumed_step: int) 
 
 @contextmanager
 def snapshot_memory(section: Profiling, folder: Path, rank: int, resumed_step: int) -> Iterator[Profiler]:
-    """What lies in this GPU's memory and where it was allocated, after each period and where memory ran out."""
+    """Context manager: write this GPU's allocations and their stacks after each period, and when memory runs out."""
     torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
     snapshots = MemorySnapshots(section, folder, rank, resumed_step)
     try:
@@ -105,11 +105,11 @@ class MemorySnapshots:
     def write(self, name: str) -> None:
         path = make_path(self.folder, name, f"rank-{self.rank}.pickle")
         torch.cuda.memory._dump_snapshot(str(path))
-        logger.info(f"{name}: what lies in memory is in {path}")
+        logger.info(f"{name}: memory snapshot written to {path}")
 
 
 def make_path(folder: Path, *names: str) -> Path:
-    """A file in a folder that is there."""
+    """Return the path of a file, whose folder is made."""
     path = folder.joinpath(*names)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path

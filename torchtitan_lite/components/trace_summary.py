@@ -5,8 +5,8 @@
     exposed                   |---------|                              the step waits: what overlap could still win
 
 On a GPU it is the kernels that count, by their names, and not what the host did meanwhile. On a CPU it is the operators
-of the thread that trains, one inside another counted once; gloo talks in threads of its own. Reads the Chrome trace
-that torch.profiler has written, so that it tells the same of any trace, and needs no torch.
+of the training thread, nested ones counted once; gloo communicates in its own threads. Reads the Chrome trace that
+torch.profiler has written, so it needs no torch.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 Interval = tuple[float, float]  # start and end, in microseconds
 
 # Group -> how its operators (CPU) and kernels (CUDA) are called, in any case of letters. One may run inside another, a
-# copy inside a matmul for instance: of all the names around it, the row that stands first here decides.
+# copy inside a matmul for instance: of all enclosing names, the first row here decides.
 GROUPS = {
     "optimizer": r"^Optimizer\.step|multi_tensor_apply|fused_adam|_foreach_",  # and clipping
     "collectives": r"^nccl|^gloo:|c10d::|_c10d_functional::|symm_mem|multimem",
@@ -67,7 +67,7 @@ def summarize_events(events: Iterable[dict]) -> TraceSummary:
 
 
 def place_events(events: Iterable[dict]) -> dict[str | None, list[Interval]]:
-    """Group -> when it was at work. None: what the thread that trains does beside it, Python and waiting."""
+    """Return group -> intervals in which it ran. None: Python and waiting of the training thread."""
     complete = [event for event in events if event.get("ph") == "X" and event.get("cat") in ON_DEVICE | ON_HOST]
     on_device = [event for event in complete if event["cat"] in ON_DEVICE]
     gloo = [event for event in complete if event["name"].startswith("gloo:")]
@@ -90,7 +90,7 @@ def find_group(name: str) -> str | None:
 
 
 def split_thread(events: list[dict]) -> dict[str | None, list[Interval]]:
-    """The time of one thread, cut where an operator begins or ends: group -> its pieces. None: of no group."""
+    """Cut the time of one thread where an operator starts or ends: group -> its intervals. None: no group."""
     ranks = {group: rank for rank, group in enumerate([*GROUPS, None])}
     pieces: dict[str | None, list[Interval]] = {}
     around: list[tuple[float, str | None]] = []  # end and group of each operator that is not over, outermost first

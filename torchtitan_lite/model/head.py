@@ -1,7 +1,7 @@
 """The head: hidden states to logits, or to the sum of token losses.
 
-Both live in one module so that a pipeline's last stage, vocabulary-parallel TP and a loss that never holds all logits
-need no second path: whoever has the hidden states and the targets gets the loss here.
+One module does both, so that a pipeline's last stage, vocabulary-parallel TP and the chunked loss need no second path:
+hidden states and targets go in, the loss comes out.
 
 Legend: B batch, S sequence, D model dim, V vocabulary.
 """
@@ -33,7 +33,7 @@ class Head(nn.Linear):
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
         self.token_loss = TokenLoss()
-        self.chunked_loss: nn.Module | None = None  # where there is one, it computes logits and loss bit by bit
+        self.chunked_loss: nn.Module | None = None  # if set, it computes logits and loss chunk by chunk
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """hidden (B, S, D) -> logits (B, S, V); with targets (B, S) -> the sum of token losses, () fp32."""
@@ -44,5 +44,5 @@ class Head(nn.Linear):
 
 
 def count_valid_tokens(targets: Tensor) -> Tensor:
-    """Number of counted targets, () int64 on the device of `targets`."""
+    """Count the valid targets, () int64 on the device of `targets`."""
     return torch.count_nonzero(targets != IGNORE_INDEX)

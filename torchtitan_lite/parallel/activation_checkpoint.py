@@ -24,8 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torchtitan_lite.config.schema import ActivationCheckpoint
 from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 
-# Outputs worth their memory: expensive to compute, or fetched from other ranks. Looked up by name, for torch builds
-# differ in the attention kernels that they have.
+# Outputs worth their memory: expensive to compute, or received from other ranks. Looked up by name, because torch
+# builds have different attention kernels.
 KEPT_OPS = {
     getattr(namespace, name).default
     for namespace, name in [
@@ -54,16 +54,16 @@ def plan_recompute(section: ActivationCheckpoint, layers: list[int]) -> dict[int
 
 
 def set_memory_budget(section: ActivationCheckpoint) -> None:
-    """For all that this process compiles from here on: torch has no place for it beside a single call."""
+    """Set the partitioner's memory budget for the whole process: torch has no option per call."""
     partitioner_config.activation_memory_budget = section.memory_budget if section.mode == "memory_budget" else 1.0
     if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
-        # torch 2.13 refuses to plan with objects whose size it cannot see. A block has TP's process groups, which hold
-        # no tensors, and no others.
+        # torch 2.13 refuses to plan with objects of unknown size. The only such objects of a block are TP's process
+        # groups, which hold no tensors.
         partitioner_config.unsafe_treat_script_objects_as_zero_size = True
 
 
 def apply_recompute(block: nn.Module, *, keep_expensive_ops: bool) -> None:
-    """Replaces `block.forward` by one that computes itself again in backward, all of it or the cheap rest."""
+    """Replace `block.forward` by one that backward recomputes: all of it, or all but the expensive ops."""
     context = {"context_fn": partial(create_selective_checkpoint_contexts, choose)} if keep_expensive_ops else {}
     block.forward = recomputed(block.forward, **context)
 

@@ -42,7 +42,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """query (B, H, 2C, E), key and value (B, K, 2C, E) of this rank -> out (B, H, 2C, E), lse (B, H, 2C) fp32.
 
-    out lies in memory as (B, 2C, H, E), the order in which the output projection wants it. Collective.
+    out is stored as (B, 2C, H, E), the order that the output projection reads. Collective.
     """
     out, lse = METHODS[method][0](query, torch.stack((key, value)), group_name, rank, n_ranks)
     return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
@@ -63,7 +63,7 @@ def attend_backward(
     """Gradients of this rank's query, and of its key and value, stacked (2, B, K, 2C, E). Collective."""
     saved = grad_out, query, out, lse
     grad_query, grad_key_value = METHODS[method][1](saved, torch.stack((key, value)), group_name, rank, n_ranks)
-    # A kernel's results lie as it likes; compile is told how before it runs (register_fake), so they are put that way.
+    # Restride the gradients to the layout that register_fake promised torch.compile: kernels choose their own.
     return torch.empty_like(query).copy_(grad_query), grad_key_value.to(key.dtype).contiguous()
 
 

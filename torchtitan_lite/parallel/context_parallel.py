@@ -30,7 +30,7 @@ collectives = torch.ops._c10d_functional
 
 
 def plan_query_positions(rank: int, n_ranks: int, seq_len: int, device: torch.device | None = None) -> Tensor:
-    """Where in the sequence the tokens of a cp rank stand, (S/cp,), rising."""
+    """Return the positions in the sequence of the tokens of a cp rank, (S/cp,), ascending."""
     pieces = torch.arange(seq_len, device=device).unflatten(0, (2 * n_ranks, -1))
     return torch.cat((pieces[rank], pieces[2 * n_ranks - 1 - rank]))
 

@@ -1,4 +1,4 @@
-"""Float8 on many ranks: local matmuls under TP, weights that travel as float8 under FSDP (drawn for dp_shard=2).
+"""Float8 on many ranks: local matmuls under TP, weights gathered as float8 under FSDP (drawn for dp_shard=2).
 
     wq.weight (N, K)   rank 0              rank 1
     at rest            rows [:N/2], fp32   rows [N/2:], fp32     what the optimizer and checkpoints see, as ever
@@ -67,13 +67,13 @@ class ParallelFloat8Linear(Float8Linear):
         return Float8MatmulFunction.apply(x, weight, *held, self.recipe_name, self.emulate)
 
 
-# ---------------------------------------------------------------- weights that travel as float8
+# ---------------------------------------------------------------- weights gathered as float8
 
 
 def gather_in_float8(parts: list[nn.Module], section: Float8) -> list["Float8AllGatherHook"]:
-    """Has FSDP gather the weights of `parts` (allocated) as float8, where asked for. Returns those to precompute.
+    """Make FSDP gather the weights of `parts` (allocated) as float8, if asked for. Returns those to precompute.
 
-    A rank that has its stage alone may be without FSDP: nothing is gathered, and its weights stay as they are.
+    A rank without FSDP (it has its stage alone) gathers nothing: its weights do not change.
     """
     if not section.enable_fsdp_float8_all_gather:
         return []
@@ -84,14 +84,14 @@ def gather_in_float8(parts: list[nn.Module], section: Float8) -> list["Float8All
         if isinstance(module, ParallelFloat8Linear) and isinstance(module.weight, DTensor)
     ]
     for weight in weights:  # FSDP2 looks for the two hooks on the tensor itself
-        weight.shard.fsdp_pre_all_gather = weight.before_gather
-        weight.shard.fsdp_post_all_gather = weight.after_gather
+        weight.shard.fsdp_pre_all_gather = weight.pre_all_gather
+        weight.shard.fsdp_post_all_gather = weight.post_all_gather
     return weights if section.precompute_float8_dynamic_scale_for_fsdp else []
 
 
 @torch.no_grad()
 def precompute_scales(weights: list["Float8AllGatherHook"], mesh: DeviceMesh) -> None:
-    """The scales of all weights until the next optimizer step. All-reduces 4 bytes for each over dp_shard x cp."""
+    """Compute the scales of all weights for the next step. All-reduces 4 bytes for each over dp_shard x cp."""
     if weights:
         amax = torch.stack([find_amax(weight.shard) for weight in weights])
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
@@ -100,19 +100,19 @@ def precompute_scales(weights: list["Float8AllGatherHook"], mesh: DeviceMesh) ->
 
 
 class Float8AllGatherHook:
-    """This rank's rows of a weight, and what FSDP2 calls before and after their all-gather.
+    """This rank's rows of a weight, with the hooks that FSDP2 calls before and after their all-gather.
 
-    A tensor subclass could have these methods too, but it would be what optimizer and checkpoints meet.
+    Not a tensor subclass: optimizer and checkpoints would have to deal with it.
     """
 
     def __init__(self, shard: Tensor):
         self.shard = shard
         self.scale: Tensor | None = None  # of the whole weight, where it is precomputed
 
-    def before_gather(
+    def pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: object, module: nn.Module, mp_policy: object
     ) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        """What travels, and what the hook after it is told. `mesh`: of dp_shard x cp."""
+        """FSDP2's pre-all-gather hook: (tensors to gather, metadata for the post hook). `mesh`: dp_shard x cp."""
         scale = self.scale
         if scale is None:
             amax = find_amax(self.shard)
@@ -122,11 +122,11 @@ class Float8AllGatherHook:
         n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer
         return (F.pad(data, (0, 0, 0, n_rows - len(data))),), (scale,)
 
-    def after_gather(
-        self, gathered: tuple[Tensor], told: tuple[Tensor], dtype: torch.dtype, *, out: Tensor | None = None
+    def post_all_gather(
+        self, gathered: tuple[Tensor], metadata: tuple[Tensor], dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """The whole weight. With `out`, that is the one from before, whose memory has been filled anew."""
-        (data,), (scale,) = gathered, told
+        """FSDP2's post-all-gather hook: the whole weight. `out`: that of an earlier gather, with new contents."""
+        (data,), (scale,) = gathered, metadata
         if scale.is_cuda:  # made on the stream that fills the all-gather, read on this one
             scale.record_stream(torch.cuda.current_stream())
         if out is None:

@@ -50,7 +50,7 @@ class Mesh:
         return self.world["tp"]
 
     def coordinates(self) -> dict[str, int]:
-        """Where this rank stands, by mesh dim."""
+        """Return the coordinate of this rank on each mesh dim."""
         return dict(zip(MESH_DIMS, self.world.get_coordinate(), strict=True))
 
 

@@ -47,7 +47,7 @@ Plan = dict[str, ParallelStyle]
 
 
 class MissingFromPlan(ValueError):
-    """A parameter whose module the tensor-parallel plan does not name. The message begins with its FQN."""
+    """A parameter whose module the tensor-parallel plan does not name. The message starts with its FQN."""
 
 
 def plan_tensor_parallel(part: nn.Module, *, shard_loss: bool) -> Plan:
@@ -80,10 +80,10 @@ def plan_tensor_parallel(part: nn.Module, *, shard_loss: bool) -> Plan:
 
 
 def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Shards the parameters of `part` (on meta) as `plan` says and hooks the collectives in.
+    """Shard the parameters of `part` (on meta) by `plan` and hook the collectives in.
 
-    Raises MissingFromPlan where a parameter would stay an ordinary tensor: its gradient would be another one on each
-    rank, and nobody would add them up.
+    Raises MissingFromPlan if a parameter would stay an ordinary tensor: its gradient would differ from rank to rank,
+    and nothing would add the gradients up.
     """
     tied = part.output is not None and part.tok_embeddings is not None and part.shape.tie_embeddings
     parallelize_module(part, mesh, plan)
@@ -94,7 +94,7 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: Plan) -> None
         others = f", like {len(missing) - 1} others" if len(missing) > 1 else ""
         raise MissingFromPlan(
             f"{missing[0]} is no tensor of mesh dim tp{others}: the tensor-parallel plan does not name its module. "
-            "Give it a row in plan_tensor_parallel"
+            "Give it a row in the table of its block (config/flavors.py)"
         )
     if part.tok_embeddings is not None:
         part.tok_embeddings.register_forward_hook(wait_for_collective)
@@ -110,7 +110,7 @@ def wait_for_collective(module: nn.Module, args: tuple, output: Tensor) -> Tenso
 
 
 def loss_context(mesh: DeviceMesh, *, shard_loss: bool) -> AbstractContextManager:
-    """What forward and backward run under, so that cross entropy works on logits that are sharded by vocabulary.
+    """Context manager of forward and backward: cross entropy of logits that are sharded by vocabulary.
 
     Three all-reduces of (B, S) numbers over tp (maximum, sum of exponentials, the target's logit) replace an
     all-gather of the logits (B, S, V).
@@ -119,7 +119,7 @@ def loss_context(mesh: DeviceMesh, *, shard_loss: bool) -> AbstractContextManage
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
-    """Lets the ranks of `mesh` write into one another's memory. Returns the options for whoever compiles the blocks."""
+    """Let the ranks of `mesh` write into one another's memory. Returns the options of torch.compile for the blocks."""
     with warnings.catch_warnings():
         # torch 2.13 calls this function superfluous; its compiler pass still looks for what it does.
         warnings.simplefilter("ignore", FutureWarning)

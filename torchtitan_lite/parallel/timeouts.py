@@ -19,7 +19,7 @@ from torchtitan_lite.parallel.pipeline import list_stages
 
 
 def list_groups() -> list[dist.ProcessGroup]:
-    """Every process group that this rank is in, whoever made it: DeviceMesh, FSDP, torch's pipeline, or this code.
+    """List every process group of this rank: DeviceMesh, FSDP, torch's pipeline and this code make them.
 
     torch has no public list of them; its private map holds those of this rank only.
     """
@@ -42,10 +42,10 @@ def set_timeouts(
 
 
 def renew_pipeline_group(timeout: timedelta, schedule: _PipelineSchedule | None) -> None:
-    """Have the stages of this rank send and receive over a new group with this time-out, where they use gloo.
+    """Give the stages of this rank a new group with this time-out, if they use gloo.
 
-    Sends and receives of gloo wait as long as their group was told to when it was made; what is set later counts for
-    collectives alone (torch 2.13). The group before stays, idle: its name in the store must not be used again.
+    Gloo's send and receive keep the time-out with which their group was made; one that is set later applies to
+    collectives only (torch 2.13). The old group stays, idle: its name in the store must not be used again.
     """
     stages = list_stages(schedule)
     if stages and dist.get_backend(stages[0].group) == "gloo":
