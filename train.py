@@ -228,7 +228,7 @@ def main(args: list[str]) -> int:
                 export_hf(
                     checkpoints / f"step-{n_steps}-hf",
                     run.parameters,
-                    Export(shape, config.checkpoint.export_dtype, **describe_for_export(prepared.vocabulary)),
+                    export=Export(shape, config.checkpoint.export_dtype, **describe_for_export(prepared.vocabulary)),
                     group=host_group,
                 )
             if saver.failure is None:

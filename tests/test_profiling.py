@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from pathlib import Path
 from random import Random
 
@@ -231,9 +230,7 @@ def test_two_ranks_that_train_talk_and_rank_0_tells_what_took_the_time(pool, tmp
         assert 0 < summary.exposed <= summary.groups["collectives"] <= 1
         assert sum(summary.groups.values()) - summary.groups["collectives"] <= 1  # one thread does one thing at a time
     of_rank_0 = summarize_trace(tmp_path / "traces/step-2/rank-0.json")
-    assert line.startswith("step 2 traced: ") and line.endswith("traces/step-2/rank-0.json")
-    assert re.findall(r"([a-z ]+) [\d.]+%,", line) == [f" {name}" for name in list(of_rank_0.groups)[:4]]
-    assert f"no computing hides {of_rank_0.exposed:.1%}" in line
+    assert line == f"step 2 traced to {tmp_path}/traces/step-2/rank-0.json: {of_rank_0}"
 
 
 # ---------------------------------------------------------------- memory snapshots

@@ -57,7 +57,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(pool, optimizer):
 
 # --- who made the first number that is not finite ---
 
-N_TRIALS = int(os.environ.get("TRIALS", "6"))  # of each layout
+N_TRIALS = int(os.environ.get("TRIALS", "4"))  # of each layout
 
 BREAKS = {  # what is multiplied by NaN or infinity on one rank
     "output": lambda module, output, factor: output * factor,
@@ -115,7 +115,10 @@ DIAGNOSED = {  # ranks, layout
 }
 
 
-@pytest.mark.parametrize("name", DIAGNOSED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if n_ranks == 8 else ()) for name, (n_ranks, _) in DIAGNOSED.items()],
+)
 def test_the_rank_and_the_module_that_made_the_first_nan_are_named(pool, name):
     n_ranks, overrides = DIAGNOSED[name]
     by_rank = pool.run(break_many_steps, n_ranks, overrides, N_TRIALS if len(name) < 20 else 3)

@@ -60,7 +60,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
     assert list_differences(tmp_path / "killed", unbroken[0], STEPS) == []
 
 
-@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+@pytest.mark.parametrize("name", ["dp3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one rank", "dp2"))])
 def test_a_run_resumed_on_another_layout_has_the_losses_of_the_unbroken_one(unbroken, tmp_path, name):
     n_ranks, keys = OTHER_LAYOUTS[name]
     shutil.copytree(unbroken[0] / "checkpoint" / "step-8", tmp_path / "resumed" / "checkpoint" / "step-8")
