@@ -42,7 +42,9 @@ from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule
 from torchtitan_lite.parallel.tensor_parallel import loss_context
 
 # model.name, a row of BLOCKS in config/flavors.py -> (class, rule for the initial weights of one parameter)
-MODELS = {"llama3": (llama3.Llama3, llama3.init_parameter)}
+MODELS = {
+    "llama3": (llama3.Llama3, llama3.init_parameter),
+}
 
 
 @dataclass(frozen=True)

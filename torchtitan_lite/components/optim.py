@@ -122,7 +122,7 @@ def step_if_finite(optimizer: TorchOptimizer, grad_norm: Tensor) -> Tensor:
     torch.amp.GradScaler) and nobody waits; for the others the host has to ask, one synchronisation per step.
     """
     finite = grad_norm.isfinite()
-    if optimizer.defaults["fused"]:
+    if optimizer.defaults.get("fused"):
         optimizer.found_inf = (~finite).float()
         optimizer.step()
     elif finite:

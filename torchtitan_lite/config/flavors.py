@@ -81,8 +81,10 @@ def list_llama_block(args: ModelArgs) -> list[BlockModule]:
     ]
 
 
-# model.name -> the modules of its block. The TP plan, float8, counts, memory, traffic and FLOPs are derived from it.
-BLOCKS: dict[str, Callable[[ModelArgs], list[BlockModule]]] = {"llama3": list_llama_block}
+# The TP plan, float8, counts, memory, traffic and FLOPs are derived from these tables.
+BLOCKS: dict[str, Callable[[ModelArgs], list[BlockModule]]] = {  # model.name -> the modules of its block
+    "llama3": list_llama_block,
+}
 
 
 def list_block(args: ModelArgs) -> list[BlockModule]:

@@ -40,7 +40,10 @@ class DocumentAttention(nn.Module):
         return attend_within_documents(query, key, value, doc_ids, query_positions=positions, key_positions=positions)
 
 
-ATTENTIONS = {"causal": CausalAttention, "document": DocumentAttention}  # model.attention
+ATTENTIONS = {  # model.attention, rows of config/choices.py
+    "causal": CausalAttention,
+    "document": DocumentAttention,
+}
 
 
 def attend_within_documents(

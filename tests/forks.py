@@ -1,0 +1,184 @@
+"""Forks: what a user adds to make a change, and nothing else. test_forks.py takes each through every tool.
+
+A fork is rows for tables, each put below the line that opens its table, and files of its own.
+"""
+
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchtitan_lite.config.reader import REPOSITORY
+
+
+@dataclass(frozen=True)
+class Fork:
+    keys: tuple[str, ...]  # of a run that uses it
+    rows: dict[str, list[tuple[str, str]]] = field(
+        default_factory=dict
+    )  # file -> (start of its opening line, row below it)
+    files: dict[str, str] = field(default_factory=dict)  # path -> text
+
+    def write(self, folder: Path) -> None:
+        """Copy the repository into `folder`, and make the change there."""
+        listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        for name in listed.stdout.splitlines():
+            if not name.startswith(("tests/", "assets/benchmarks/")) and (REPOSITORY / name).exists():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(REPOSITORY / name, folder / name)
+        for name, text in self.files.items():
+            (folder / name).write_text(text)
+        for name, rows in self.rows.items():
+            lines = (folder / name).read_text().splitlines()
+            for opening, row in rows:
+                (at,) = [number for number, line in enumerate(lines) if line.startswith(opening)]
+                lines.insert(at + 1, row)
+            (folder / name).write_text("\n".join(lines) + "\n")
+
+
+LION = '''"""Lion, arXiv:2302.06675: the sign of an interpolated momentum."""
+
+import torch
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, parameters, lr, betas, weight_decay):
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                momentum = state.setdefault("exp_avg", torch.zeros_like(parameter))
+                update = momentum.lerp(parameter.grad, 1 - beta1).sign()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                momentum.lerp_(parameter.grad, 1 - beta2)
+'''
+
+SLIDING = '''"""Sliding-window attention: a token sees itself and the 15 tokens before it."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WINDOW = 16
+
+
+class SlidingAttention(nn.Module):
+    def forward(self, query, key, value, doc_ids=None):
+        positions = torch.arange(query.shape[2], device=query.device)
+        distance = positions[:, None] - positions
+        mask = (distance >= 0) & (distance < WINDOW)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+'''
+
+QK_NORM = '''"""Llama 3 with a norm over each head of queries and keys."""
+
+from torch import nn
+
+from torchtitan_lite.model.llama3 import Attention, Llama3, rotate
+
+
+class NormedAttention(Attention):
+    def __init__(self, shape, inner):
+        super().__init__(shape, inner)
+        self.q_norm, self.k_norm = nn.RMSNorm(shape.head_dim), nn.RMSNorm(shape.head_dim)
+
+    def forward(self, x, rotation, doc_ids=None):
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.wq, self.wk, self.wv)
+        )
+        query, key = rotate(self.q_norm(query), rotation), rotate(self.k_norm(key), rotation)
+        return self.wo(self.inner(query, key, value, doc_ids).transpose(1, 2).flatten(2))
+
+
+class Llama3QKNorm(Llama3):
+    def __init__(self, shape, *, attention="causal"):
+        super().__init__(shape, attention=attention)
+        for block in self.layers.values():
+            block.attention = NormedAttention(shape, block.attention.inner)
+'''
+
+SCHEDULE = """0F0,0F1,,0B0,,0B1
+,1F0,1B0,1F1,1B1,
+"""
+
+FORKS = {
+    "an optimizer": Fork(
+        ("--optimizer.name=Lion", "--optimizer.lr=1e-4"),
+        {
+            "torchtitan_lite/config/choices.py": [("OPTIMIZERS = {", '    "Lion": OptimizerRow(n_moments=1),')],
+            "torchtitan_lite/components/optim.py": [
+                ("from torch.optim import SGD, AdamW", "from torchtitan_lite.components.lion import Lion"),
+                (
+                    "BUILDERS = {",
+                    '    "Lion": lambda parameters, section, implementation: Lion(\n'
+                    "        parameters, section.lr, (section.beta1, section.beta2), section.weight_decay\n"
+                    "    ),",
+                ),
+            ],
+        },
+        {"torchtitan_lite/components/lion.py": LION},
+    ),
+    "an attention": Fork(
+        ("--model.attention=sliding",),
+        {
+            "torchtitan_lite/config/choices.py": [("ATTENTIONS = {", '    "sliding": AttentionRow(),')],
+            "torchtitan_lite/model/attention.py": [
+                ("from torch import Tensor, nn", "from torchtitan_lite.model.sliding import SlidingAttention"),
+                ("ATTENTIONS = {", '    "sliding": SlidingAttention,'),
+            ],
+        },
+        {"torchtitan_lite/model/sliding.py": SLIDING},
+    ),
+    "a model": Fork(
+        ("--model.name=qk_norm",),
+        {
+            "torchtitan_lite/config/flavors.py": [
+                (
+                    "BLOCKS: ",
+                    '    "qk_norm": lambda args: [\n'
+                    "        *list_llama_block(args),\n"
+                    '        *(BlockModule(f"attention.{of}_norm", (args.head_dim,), "heads") for of in "qk"),\n'
+                    "    ],",
+                )
+            ],
+            "torchtitan_lite/step.py": [
+                ("from torchtitan_lite.model import llama3", "from torchtitan_lite.model import qk_norm"),
+                ("MODELS = {", '    "qk_norm": (qk_norm.Llama3QKNorm, llama3.init_parameter),'),
+            ],
+        },
+        {"torchtitan_lite/model/qk_norm.py": QK_NORM},
+    ),
+    "a decay": Fork(
+        ("--lr_scheduler.decay_type=square", "--lr_scheduler.warmup_steps=1"),
+        {"torchtitan_lite/config/choices.py": [("DECAYS: ", '    "square": lambda progress: 1 - progress**2,')]},
+    ),
+    "a corpus": Fork(
+        ("--training.dataset=own_sources",),
+        {
+            "torchtitan_lite/data/corpora.py": [
+                (
+                    "NAMED: ",
+                    '    "own_sources": lambda: sorted(Path(__file__).parent.parent.rglob("*.py")),',
+                )
+            ]
+        },
+    ),
+    "a schedule": Fork(
+        (
+            "--parallelism.pipeline_parallel_degree=2",
+            "--parallelism.tensor_parallel_degree=1",
+            "--parallelism.pipeline_parallel_schedule_csv=own.csv",
+            "--training.local_batch_size=2",
+            "--training.global_batch_size=4",
+        ),
+        {},
+        {"own.csv": SCHEDULE},
+    ),
+}
