@@ -248,7 +248,7 @@ def main(args: list[str]) -> int:
 
 
 def open_samples(config: Config, shape: ModelArgs, tokenizer: Tokenizer, names: list[str], split: str) -> SampleReader:
-    """One split of these corpora, cut into samples."""
+    """Open one split of these corpora, cut into samples."""
     cache_folder = Path(config.training.cache_folder)
     return SampleReader(
         [open_corpus(name, tokenizer, cache_folder, split=split) for name in names],

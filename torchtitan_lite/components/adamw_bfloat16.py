@@ -25,12 +25,12 @@ from torch.optim.adamw import adamw
 
 
 class AdamWBFloat16(AdamW):
-    """Built with `fused=True`. State under the names and in the layout of torch's AdamW, for checkpoints."""
+    """Make it with `fused=True`. Its state has the names and layout of torch's AdamW, for checkpoints."""
 
     compiled_move = None
 
     def compile(self, backend: str) -> None:
-        """One kernel for each tensor. They are passed flat: from the second size on, one graph serves all sizes."""
+        """Compile one kernel per tensor. Tensors are passed flat, so one graph serves all sizes from the second on."""
         self.compiled_move = torch.compile(move_unless, backend=backend, fullgraph=True)
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class AdamWBFloat16(AdamW):
 def move_unless(
     weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: Tensor, lr: Tensor, skip: Tensor, keys: dict
 ) -> None:
-    """torch's AdamW on fp32 copies of what it changes, which are then kept, unless `skip`, () bool."""
+    """Run torch's AdamW on fp32 copies, and keep the result unless `skip`, () bool."""
     kept = (weight, first, second, step)
     moved = [tensor.to(torch.float32, copy=True) for tensor in kept]
     new_weight, new_first, new_second, new_step = ([tensor] for tensor in moved)
@@ -86,5 +86,5 @@ def move_unless(
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The slice of a DTensor that this rank holds; any other tensor itself."""
+    """Return this rank's slice of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

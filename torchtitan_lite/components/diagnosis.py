@@ -92,7 +92,7 @@ def find_non_finite(
 
 
 class OriginWatch(TorchDispatchMode):
-    """Looks at the result of every operator inside until one is the origin. Makes the host wait at each of them."""
+    """Dispatch mode: inspect the result of every operator until one is the origin. The host waits at each of them."""
 
     def __init__(self, parts: list[nn.Module], composed: Mapping[OpOverload, Callable]):
         super().__init__()
@@ -126,13 +126,13 @@ class OriginWatch(TorchDispatchMode):
         return result
 
     def find_owner(self, weight: Tensor | None) -> str:
-        """FQN of the module that has this parameter just now: FSDP gives it another one while it computes."""
+        """Return the FQN of the module that holds this parameter now: FSDP swaps parameters while a module computes."""
         owners = {id(each): fqn for part in self.parts for fqn, each in part.named_parameters()}
         return owners.get(id(weight), "").rpartition(".")[0]
 
 
 def is_view(func: OpOverload) -> bool:
-    """Whether an operator computes nothing. Its input may be a buffer that a collective is still writing."""
+    """Return whether an operator computes nothing: its input may be a buffer that a collective is still writing."""
     return any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
 
 
@@ -142,7 +142,7 @@ def are_finite(tree: object, *, or_infinite: bool = False) -> bool:
 
 
 def is_finite(tensor: Tensor | None, *, or_infinite: bool = False) -> bool:
-    """As `are_finite`, of this rank's slice of one tensor."""
+    """Apply `are_finite` to this rank's slice of one tensor."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if tensor is None or isinstance(tensor, FakeTensor) or tensor.is_meta or not tensor.is_floating_point():

@@ -26,7 +26,7 @@ ERASE_LINE = "\r\x1b[K"  # to the start of the line, then clear to its end
 
 
 def paint(text: str, color: str) -> str:
-    """`text` between the escape codes of a row of COLORS."""
+    """Wrap `text` in the escape codes of a row of COLORS."""
     return f"\x1b[{COLORS[color]}m{text}\x1b[0m"
 
 

@@ -35,27 +35,26 @@ BUILDERS = {
 
 
 def build_optimizer(section: Optimizer, parameters: Iterable[Tensor]) -> TorchOptimizer:
-    """One optimizer for all parameters of this rank. Each updates its own slice; no rank talks."""
-    if section.moments_dtype == "bfloat16":  # `check` has seen to it that this is AdamW, fused
+    """Build one optimizer for all parameters of this rank. Each rank updates its own slices; no communication."""
+    if section.moments_dtype == "bfloat16":  # `check` refuses it unless this is AdamW, fused
         betas = (section.beta1, section.beta2)
         return AdamWBFloat16(parameters, section.lr, betas, section.eps, section.weight_decay, fused=True)
-    # DTensor has no fused SGD (torch 2.13): there, `fused` means the next best.
+    # DTensor has no fused SGD (torch 2.13): `fused` then means foreach.
     fused = section.implementation == "fused" and OPTIMIZERS[section.name].has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
     return BUILDERS[section.name](list(parameters), section, {"fused": fused, "foreach": foreach})
 
 
 def compile_optimizer(optimizer: TorchOptimizer, section: Compile) -> None:
-    """Moments in bf16 are widened, moved and rounded by one kernel. torch's own kernels need no compiler."""
+    """Compile the update of bf16 moments into one kernel. torch's own kernels need no compiler."""
     if isinstance(optimizer, AdamWBFloat16):
         optimizer.compile(section.backend)
 
 
 def learning_rate_factor(section: LRScheduler, step: int) -> float:
-    """Share of the peak learning rate at `step` (0 = first): linear warm-up, a stable stretch, decay to min_lr_factor.
+    """Return the share of the peak learning rate at `step` (0 = first): linear warm-up, stable, decay to min_lr_factor.
 
-    `total_steps` is resolved. Without decay_ratio there is no stable stretch. A run shorter than its warm-up
-    ends in it.
+    `total_steps` is resolved. Without decay_ratio the decay follows the warm-up. A run may end during its warm-up.
     """
     if step < section.warmup_steps:
         return (step + 1) / section.warmup_steps
@@ -116,10 +115,10 @@ def sum_squares(tensors: list[Tensor]) -> Tensor:
 
 
 def step_if_finite(optimizer: TorchOptimizer, grad_norm: Tensor) -> Tensor:
-    """Steps the optimizer, unless the gradient norm is not finite: then weights and moments stay as they are.
+    """Step the optimizer, unless the gradient norm is not finite: then weights and moments do not change.
 
-    Returns whether it was finite, () bool on the device. Fused kernels take that flag on the device (the protocol of
-    torch.amp.GradScaler) and nobody waits; for the others the host has to ask, one synchronisation per step.
+    Returns whether it was finite, () bool on the device. Fused kernels read that flag on the device (the protocol of
+    torch.amp.GradScaler), so the host does not wait; other optimizers need one synchronisation per step.
     """
     finite = grad_norm.isfinite()
     if optimizer.defaults.get("fused"):

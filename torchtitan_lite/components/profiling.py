@@ -34,7 +34,7 @@ class Profiler(Protocol):
 
 
 class Profilers:
-    """Those that are on: none, one or both."""
+    """The profilers that are enabled: none, one or both."""
 
     def __init__(self, profilers: list[Profiler]):
         self.profilers = profilers
@@ -62,7 +62,7 @@ def profile_steps(section: Profiling, dump_folder: Path, rank: int, *, resumed_s
 
 
 def trace_steps(section: Profiling, folder: Path, rank: int, resumed_step: int) -> profile:
-    """torch's profiler, recording the last steps of each period."""
+    """Make torch's profiler, which records the last steps of each period."""
 
     def write_trace(profiler: profile) -> None:
         if profiler.step_num % section.profile_freq != 0:  # the loop ended in the middle of a recording

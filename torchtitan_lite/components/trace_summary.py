@@ -49,7 +49,7 @@ class TraceSummary:
 
 
 def summarize_trace(path: Path) -> TraceSummary:
-    """Of a file that torch.profiler's export_chrome_trace has written."""
+    """Summarise a file that torch.profiler's export_chrome_trace has written."""
     return summarize_events(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
 
 
@@ -83,7 +83,7 @@ def place_events(events: Iterable[dict]) -> dict[str | None, list[Interval]]:
 
 
 def find_group(name: str) -> str | None:
-    """The first row of GROUPS that a name belongs to, if any: waiting and Python belong to none."""
+    """Return the first row of GROUPS that matches a name; None for waiting and Python."""
     if name.startswith(BRACKETS):
         return None
     return next((group for group, pattern in GROUPS.items() if re.search(pattern, name, re.IGNORECASE)), None)
@@ -121,7 +121,7 @@ def split_thread(events: list[dict]) -> dict[str | None, list[Interval]]:
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time without overlaps, in order."""
+    """Merge overlapping intervals, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:

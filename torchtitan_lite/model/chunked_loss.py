@@ -22,9 +22,9 @@ from torchtitan_lite.model.head import IGNORE_INDEX
 
 
 class ChunkedLoss(nn.Module):
-    """Sum of the cross entropy of all counted tokens, in fp32: the number that TokenLoss computes from all logits."""
+    """Sum of the cross entropy of all valid tokens, in fp32: the number that TokenLoss computes from all logits."""
 
-    share = 0  # the vocabulary may be cut into equal shares: the one that the weight holds
+    share = 0  # index of the weight's share of the vocabulary, if that is cut into equal shares
 
     def __init__(self, chunk_tokens: int):
         super().__init__()
@@ -63,12 +63,12 @@ class ChunkedLoss(nn.Module):
         return loss, values.to(logits.dtype).scatter_(1, column, at_target.to(logits.dtype))
 
     def combine(self, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
-        """From this rank's share of the vocabulary to all of it: log of the sum of exp(logits), logit of the target."""
+        """Combine log-sum-exp and target logit over the shares of the vocabulary. One rank has all of it."""
         return log_total, of_target
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The loop over chunks, and what autograd has to know of it."""
+    """The loop over chunks as one autograd function."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, loss: ChunkedLoss) -> Tensor:

@@ -32,7 +32,7 @@ def attend_in_blocks(
     key_positions: Tensor,
     sees: Callable[..., Tensor],
 ) -> Tensor:
-    """Shapes as in attend_within_documents; `sees` is the rule of visibility."""
+    """Run compiled flex attention. Shapes as in attend_within_documents; `sees` is its mask."""
     block_mask = plan_blocks(doc_ids, query_positions, key_positions, sees)
     return compiled_flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
 
@@ -40,10 +40,10 @@ def attend_in_blocks(
 def plan_blocks(
     doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor, sees: Callable[..., Tensor]
 ) -> BlockMask:
-    """Which blocks of queries x keys flex attention must look into, from the least and the greatest of each block.
+    """Plan which blocks of queries x keys flex attention reads, from the minimum and maximum of each block.
 
-    A block counts if some query of it could see some key: one too many is only slower, for inside a block each pair is
-    looked at again. So nothing of size Q x K is made.
+    A block is read if some query of it could see some key. One block too many costs time only, because `sees` masks
+    each pair inside a block. No tensor of size Q x K is made.
     """
     n_rows = len(doc_ids)
     first_query, last_query = bounds_of_blocks(query_positions.expand(n_rows, -1))  # (B, blocks)
@@ -67,7 +67,7 @@ def plan_blocks(
 
 
 def bounds_of_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and greatest of each BLOCK neighbours, (B, n) -> twice (B, blocks). The last block may be shorter."""
+    """Return minimum and maximum of each block, (B, n) -> twice (B, blocks). The last block may be shorter."""
     n = values.shape[1]
     n_blocks = -(-n // BLOCK)
     inside = torch.arange(n_blocks * BLOCK, device=values.device).clamp(max=n - 1)

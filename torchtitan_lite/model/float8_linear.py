@@ -53,13 +53,13 @@ class Float8Tensor:
 
 
 def choose_scale(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> Tensor:
-    """What takes the largest magnitude to the largest float8, fp32. In fp64, or compiled code would round otherwise."""
+    """Return the scale, fp32, that maps `amax` to the largest float8. Through fp64: compiled fp32 code rounds otherwise."""
     scale = (torch.finfo(dtype).max / amax.double().clamp(min=LEAST_AMAX)).float()
     return scale.log2().floor().exp2() if power_of_two else scale
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * scale as float8. Clamped: what exceeds the range would become nan or infinite, in torch before 2.12."""
+    """Round x * scale to float8. Clamped, because torch before 2.12 turns larger numbers into nan or infinity."""
     largest = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
@@ -67,14 +67,14 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def round_to_float8(
     x: Tensor, dtype: torch.dtype, *, dim: int | None = None, power_of_two: bool = False
 ) -> Float8Tensor:
-    """`dim`: along it numbers share a scale; None: all do."""
+    """Round to float8 with one scale along `dim`; None: one scale for all numbers."""
     amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = choose_scale(amax, dtype, power_of_two=power_of_two)
     return Float8Tensor(cast(x, scale, dtype), scale)
 
 
 def multiply(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, emulate: bool, fast: bool = False) -> Tensor:
-    """a (M, K) @ b (K, N) -> (M, N). `fast`: sum in fewer bits, good enough for activations.
+    """Multiply a (M, K) @ b (K, N) -> (M, N). `fast`: accumulate in fewer bits, which suffices for activations.
 
     `emulate`: the same rounding, and then a matmul in fp32, which runs anywhere.
     """
@@ -98,10 +98,10 @@ def multiply(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, emulate: b
 
 
 class Float8MatmulFunction(torch.autograd.Function):
-    """x (..., K), weight (N, K) -> (..., N). What is kept for backward is x and the weight, as for any linear layer.
+    """x (..., K), weight (N, K) -> (..., N). Saves x and the weight for backward, as any linear layer does.
 
-    A weight that is float8 already comes as `held_data` and `held_scale`, of the tensorwise recipe; `weight` is then
-    looked at for its gradient only.
+    A weight that was gathered as float8 (tensorwise) comes as `held_data` and `held_scale`; `weight` then only receives
+    its gradient.
     """
 
     @staticmethod
@@ -150,7 +150,7 @@ class Float8MatmulFunction(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """nn.Linear without bias, in float8. The weight itself stays as it is: what is trained and saved is fp32."""
+    """nn.Linear without bias that multiplies in float8. The trained and saved weight is fp32."""
 
     def __init__(self, in_features: int, out_features: int, *, recipe_name: str, emulate: bool):
         super().__init__(in_features, out_features, bias=False)

@@ -14,7 +14,7 @@ IGNORE_INDEX = -100  # a target that is not counted, neither in the loss nor in 
 
 
 class TokenLoss(nn.Module):
-    """Sum of the cross entropy of all counted tokens, in fp32. A module, so that TP can prepare its logits.
+    """Sum of the cross entropy of all valid tokens, in fp32. A module, so that TP can prepare its logits.
 
     A sum and not a mean: the number of counted tokens differs from rank to rank and microbatch to microbatch, so a
     mean of means would weigh tokens unequally. `step.py` divides by the number of counted tokens of the global batch.

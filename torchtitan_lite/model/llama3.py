@@ -106,7 +106,7 @@ class FeedForward(nn.Module):
 
 
 def rotary_frequencies(shape: ModelArgs, device: torch.device) -> Tensor:
-    """Radians per position of each rotary pair, (E/2,) fp32; slow ones stretched as Llama 3.1 does."""
+    """Return radians per position of each rotary pair, (E/2,) fp32, with Llama 3.1's scaling of slow pairs."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
     frequencies = shape.rope_theta**-exponents
     scaling = shape.rope_scaling
@@ -121,9 +121,9 @@ def rotary_frequencies(shape: ModelArgs, device: torch.device) -> Tensor:
 
 
 def rotary_angles(positions: Tensor, shape: ModelArgs) -> Tensor:
-    """cos and sin of every position's angles, (2, B, 1, S, E/2) fp32, shared by all heads and layers.
+    """Return cos and sin of every position's angles, (2, B, 1, S, E/2) fp32, shared by all heads and layers.
 
-    fp32 whatever the model computes in: at position 8,191 a bf16 angle would be wrong by up to 16 radians.
+    fp32 under every compute dtype: at position 8,191 a bf16 angle would be wrong by up to 16 radians.
     """
     angles = positions[:, None, :, None].float() * rotary_frequencies(shape, positions.device)
     return torch.stack((angles.cos(), angles.sin()))

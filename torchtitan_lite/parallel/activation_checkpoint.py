@@ -42,7 +42,7 @@ KEPT_OPS = {
 
 
 def plan_recompute(section: ActivationCheckpoint, layers: list[int]) -> dict[int, str]:
-    """Layer number -> "none", "op" or "full". Counted in the whole model, so a stage does what one device would."""
+    """Return layer number -> "none", "op" or "full", counted in the whole model: a stage does what one device would."""
     if section.mode == "memory_budget":  # set_memory_budget, and compile, do all of it
         return dict.fromkeys(layers, "none")
     if section.mode != "selective":
@@ -69,7 +69,7 @@ def apply_recompute(block: nn.Module, *, keep_expensive_ops: bool) -> None:
 
 
 def recomputed(forward: Callable, **options) -> Callable:
-    """`forward` under torch's checkpoint. There is no dropout here, so no random state is kept."""
+    """Wrap `forward` in torch's checkpoint, without random state: there is no dropout."""
 
     @wraps(forward)
     def run(*args, **kwargs):

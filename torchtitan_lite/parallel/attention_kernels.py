@@ -51,7 +51,7 @@ def choose_kernel(query: Tensor) -> Kernel:
 
 
 def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Adds the attention to other keys to (out, lse), both fp32, in place."""
+    """Merge the attention to other keys into (out, lse), both fp32, in place."""
     share = torch.sigmoid(new_lse - lse)  # of the new keys in the softmax over both: never overflows
     out.lerp_(new_out.float(), share.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))
@@ -120,7 +120,7 @@ def attend_efficient_backward(
 
 
 def no_random_state(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset of a dropout that there is not."""
+    """Return an empty seed and offset: there is no dropout."""
     return tuple(torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
 
 

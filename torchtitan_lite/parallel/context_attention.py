@@ -32,7 +32,7 @@ from torch import Tensor
 
 from torchtitan_lite.parallel.attention_kernels import choose_kernel, merge_into
 
-collectives = torch.ops._c10d_functional  # they run beside the compute that follows, until waited for
+collectives = torch.ops._c10d_functional  # asynchronous: they overlap with compute until wait_tensor
 
 ALL = slice(None)
 
@@ -60,7 +60,7 @@ def attend_backward(
     rank: int,
     n_ranks: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of this rank's query, and of its key and value, stacked (2, B, K, 2C, E). Collective."""
+    """Return the gradients of this rank's query, and of its key and value, stacked (2, B, K, 2C, E). Collective."""
     saved = grad_out, query, out, lse
     grad_query, grad_key_value = METHODS[method][1](saved, torch.stack((key, value)), group_name, rank, n_ranks)
     # Restride the gradients to the layout that register_fake promised torch.compile: kernels choose their own.
@@ -133,7 +133,7 @@ def attend_around_ring_backward(
 
 
 def visible_of_others(gathered: Tensor, rank: int, n_ranks: int) -> list[tuple[slice, Tensor]]:
-    """What this rank's queries see of (n * 2, B, K, 2C, E): pairs of queries and views (ranks, 2, B, K, C or 2C, E)."""
+    """List (queries, visible keys) of gathered (n * 2, B, K, 2C, E): slices and views (ranks, 2, B, K, C or 2C, E)."""
     half = gathered.shape[3] // 2
     gathered = gathered.unflatten(0, (n_ranks, 2))
     parts = [(ALL, gathered[:rank, :, :, :, :half]), (slice(half, None), gathered[rank + 1 :])]
@@ -141,7 +141,7 @@ def visible_of_others(gathered: Tensor, rank: int, n_ranks: int) -> list[tuple[s
 
 
 def visible_of_one(rank: int, source: int, half: int) -> tuple[slice, slice]:
-    """Which of this rank's queries see which of another's keys."""
+    """Return which of this rank's queries see which of another rank's keys."""
     return (ALL, slice(0, half)) if source < rank else (slice(half, None), ALL)
 
 
@@ -151,7 +151,7 @@ def join(others: Tensor) -> Tensor:
 
 
 def attend_part(query: Tensor, key_value: Tensor, *, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Attention to some keys: out (B, H, queries, E) and lse (B, H, queries), both fp32."""
+    """Attend to some keys: out (B, H, queries, E) and lse (B, H, queries), both fp32."""
     out, lse = choose_kernel(query).attend(query, *key_value, causal)
     return out.float(), lse.float()
 
@@ -164,7 +164,7 @@ def merge_part(out: Tensor, lse: Tensor, query: Tensor, key_value: Tensor, queri
 def attend_part_backward(
     saved: tuple[Tensor, ...], key_value: Tensor, *, queries: slice = ALL, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What a part adds to the gradients, fp32: of the queries, and of its keys and values (stacked)."""
+    """Return what a part adds to the gradients, fp32: of the queries, and of its keys and values (stacked)."""
     grad_out, query, out, lse = (tensor[:, :, queries] for tensor in saved)
     grad_query, *grads = choose_kernel(query).attend_backward(
         grad_out, query, *key_value, out, lse.contiguous(), causal
@@ -173,7 +173,7 @@ def attend_part_backward(
 
 
 def pass_on(tensor: Tensor, group_name: str, rank: int, n_ranks: int) -> Tensor:
-    """Sends to the next rank and receives from the one before: P bytes each way, flat. Wait for it before use."""
+    """Send to the next rank, receive from the previous one: P bytes each way, flat. Wait for it before use."""
     to_next, from_last = [0] * n_ranks, [0] * n_ranks
     to_next[(rank + 1) % n_ranks] = from_last[rank - 1] = tensor.numel()
     return collectives.all_to_all_single(tensor.flatten(), from_last, to_next, group_name)
@@ -213,7 +213,7 @@ def keep_for_backward(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None
 
 
 def differentiate(ctx, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    """grad_lse is not looked at: nobody outside uses lse."""
+    """grad_lse is ignored: no caller uses lse."""
     grad_query, grad_key_value = context_attention_backward(grad_out, *ctx.saved_tensors, *ctx.where)
     return grad_query, *grad_key_value.unbind(), *(None for _ in ctx.where)
 

@@ -36,7 +36,7 @@ def plan_query_positions(rank: int, n_ranks: int, seq_len: int, device: torch.de
 
 
 def shard_sequence(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's pieces: (B, S) -> (B, S/cp). No communication: every rank has read the whole sequence."""
+    """Keep this rank's pieces: (B, S) -> (B, S/cp). No communication: every rank has read the whole sequence."""
     return whole[:, plan_query_positions(mesh.get_local_rank(), mesh.size(), whole.shape[1], whole.device)]
 
 
@@ -49,7 +49,7 @@ def apply_context_parallel(part: nn.Module, mesh: DeviceMesh, *, attention: str,
 
 
 class CausalContext(nn.Module):
-    """Every token sees all before it, on whatever rank."""
+    """Every token sees all tokens before it, on every rank."""
 
     def __init__(self, mesh: DeviceMesh, method: str):
         super().__init__()
@@ -62,7 +62,7 @@ class CausalContext(nn.Module):
 
 
 class DocumentContext(nn.Module):
-    """Every token sees its document up to itself, on whatever rank."""
+    """Every token sees its document up to itself, on every rank."""
 
     def __init__(self, mesh: DeviceMesh):
         super().__init__()

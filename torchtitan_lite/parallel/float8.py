@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
-    """Replaces the linear layers of the plan (on meta)."""
+    """Replace the linear layers of the plan (on meta)."""
     linears = {fqn: module for fqn, module in part.named_modules() if type(module) is nn.Linear and module.bias is None}
     plan = plan_float8({fqn: tuple(linear.weight.shape) for fqn, linear in linears.items()}, section, tp)
     for fqn in plan.fqns:
@@ -138,12 +138,12 @@ class Float8AllGatherHook:
 
 
 def find_amax(shard: Tensor) -> Tensor:
-    """Largest magnitude, () fp32; zero where a rank has no rows. Without a copy, unlike abs().amax()."""
+    """Return the largest magnitude, () fp32; zero if a rank has no rows. Makes no copy, unlike abs().amax()."""
     return torch.linalg.vector_norm(shard, inf) if len(shard) else shard.new_zeros(())
 
 
 class Float8GatheredWeight(Tensor):
-    """A whole weight in float8, which is of `dtype` to FSDP and autograd: its gradient is."""
+    """A gathered weight in float8 that FSDP and autograd see as `dtype`, the dtype of its gradient."""
 
     @staticmethod
     def __new__(cls, data8: Tensor, scale: Tensor, dtype: torch.dtype):

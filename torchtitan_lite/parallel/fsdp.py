@@ -21,16 +21,16 @@ parameters after each forward, not after each backward. The head is kept from it
 A 2-D mesh (replicate, shard) adds one all-reduce of the own rows' gradients over `replicate` per block and step (HSDP);
 with a shard dim of 1 that is plain data parallel.
 
-With training.enable_cpu_offload what is "at rest" is in the host's memory, and so is the optimizer: each gather begins
-with a copy of the own rows to the GPU, 4 bytes per parameter, and each reduce-scatter ends with one back. Gradients
-are clipped on the host too, which takes collectives of CPU tensors: the process groups then have gloo beside NCCL.
+With training.enable_cpu_offload the sharded tensors and the optimizer are in host memory: each gather starts with a
+copy of the own rows to the GPU, 4 bytes per parameter, and each reduce-scatter ends with a copy back. Gradients are
+clipped on the host too, by collectives of CPU tensors: the process groups then have gloo as well as NCCL.
 
 With TP below, rows are split twice: tp rank t holds block t of the rows, and of that dp rank s holds slice s. DTensor
 prints the data-parallel dim as `_StridedShard`: in the order of the mesh (shard, tp) the rows of a rank are strided.
 
 Sources: ZeRO arXiv:1910.02054; FSDP arXiv:2304.11277; HSDP: MiCS arXiv:2205.00119.
-Effect: parameters are DTensors over `parameters` (x tp); FQNs do not change. Applied where nothing is sharded too, so
-that mixed precision means the same everywhere; left out only where a rank has its stage alone and computes in fp32.
+Effect: parameters are DTensors over fsdp_mesh (x tp); FQNs do not change. Applied even if nothing is sharded, so that
+mixed precision means the same everywhere; left out only if a rank has its stage alone and computes in fp32.
 """
 
 from functools import partial
@@ -42,7 +42,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
-    """Modules whose parameters travel together, in forward order: the unit of all-gather and reduce-scatter."""
+    """List the groups of modules that are gathered together, in forward order."""
     first = [part.tok_embeddings] if part.tok_embeddings is not None else []
     last = [part.norm, part.output] if part.output is not None else []
     blocks = [[block] for block in part.layers.values()]
@@ -60,7 +60,7 @@ def apply_fsdp(
     zero_stage: int,
     offload: bool = False,
 ) -> None:
-    """Shards `part` (on meta) over `mesh`, group by group; `offload`: what is at rest is on the host, see above.
+    """Shard `part` (on meta) over `mesh`, group by group. `offload`: keep the shards on the host, see above.
 
     Gradients are summed, not averaged: each loss is already divided by the tokens of the whole global batch.
     """
@@ -81,7 +81,7 @@ def apply_fsdp(
 
 
 def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> None:
-    """Says before a microbatch what its backward leaves sharded. Not under PP: torch's runtime has its own rule."""
+    """Set, before a microbatch, what its backward reshards. Not under PP: torch's runtime has its own rule."""
     if not isinstance(part, FSDPModule):
         return  # one rank, which has everything at hand
     part.set_reshard_after_backward(is_last or zero_stage == 3)
@@ -90,13 +90,13 @@ def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> No
 
 
 def free_gathered(part: nn.Module) -> None:
-    """Frees parameters that a forward without backward left whole; the next forward gathers them again.
+    """Free parameters that a forward without backward left gathered; the next forward gathers them again.
 
-    It also forgets the order of that forward, by which the next backward would gather one group in vain.
+    It also clears the order of that forward, by which the next backward would prefetch a group that it does not need.
     """
     if isinstance(part, FSDPModule) and hasattr(part, "reset_iter_state"):
         part.reset_iter_state()
         return
-    for module in part.modules():  # an older torch, which gathers in vain
+    for module in part.modules():  # an older torch, which prefetches it
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 def initialize_weights(
     part: nn.Module, init_parameter: Callable, seed: int, device: torch.device | None = None
 ) -> None:
-    """Fills the parameters of `part`. `init_parameter(fqn, full, shape, generator)` is the model's own rule.
+    """Initialise the parameters of `part` by the model's rule `init_parameter(fqn, full, shape, generator)`.
 
     `device`: where to draw, if not where the parameters are. Devices draw different numbers.
     """
@@ -35,7 +35,7 @@ def initialize_weights(
 
 
 def copy_local_shard(parameter: Tensor, full: Tensor) -> None:
-    """Copies from `full` what this rank holds of `parameter`. No communication: every rank has the same `full`."""
+    """Copy this rank's slice of `full` into `parameter`. No communication: every rank has the same `full`."""
     if isinstance(parameter, DTensor):
         own = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.to_local().copy_(own.to_local())
@@ -44,6 +44,6 @@ def copy_local_shard(parameter: Tensor, full: Tensor) -> None:
 
 
 def seed_of(seed: int, fqn: str) -> int:
-    """63 bits of a hash, so that neighbouring seeds and names have unrelated streams."""
+    """Return 63 bits of a hash, so that neighbouring seeds and names have unrelated streams."""
     digest = hashlib.sha256(f"{seed}:{fqn}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -27,7 +27,7 @@ from torchtitan_lite.config.layout import MESH_DIMS, Layout
 
 @dataclass(frozen=True)
 class Mesh:
-    """The world and the views of it that code asks for. Each view holds the groups that this rank is in."""
+    """The world mesh and its sub-meshes. Each holds the process groups of this rank."""
 
     world: DeviceMesh  # (pp, dp_replicate, dp_shard, cp, tp)
     fsdp_mesh: DeviceMesh  # what fully_shard gets: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
@@ -55,7 +55,7 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Makes the process groups of a layout. Collective: every rank of the world calls it."""
+    """Make the process groups of a layout. Collective: every rank of the world calls it."""
     world = init_device_mesh(device_type, tuple(layout.degrees.values()), mesh_dim_names=MESH_DIMS)
     shard = world["dp_shard", "cp"]._flatten("shard")
     replicate = world["dp_replicate"]
@@ -71,9 +71,9 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 
 
 def choose_device(local_rank: int, device_type: str) -> torch.device:
-    """This process's GPU, or the CPU. `device_type` is what hardware.py found; the backend follows from it.
+    """Return this process's GPU, or the CPU. `device_type` comes from config/hardware.py.
 
-    Raises RuntimeError where there are GPUs and this build of torch cannot use them.
+    Raises RuntimeError if there are GPUs that this build of torch cannot use.
     """
     if device_type == "cpu":
         return torch.device("cpu")
@@ -88,7 +88,7 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
 
 
 def start_process_group(device: torch.device, timeout_s: int, restarts: int, *, offload: bool) -> None:
-    """Joins the job's process group (its address from torchrun's environment); NCCL on CUDA, gloo on CPU.
+    """Join the job's process group (its address is in torchrun's environment): NCCL on CUDA, gloo on CPU.
 
     `offload`: gradients are on the host, and their norm is a CPU tensor, which NCCL cannot reduce: gloo too.
     `timeout_s` is for the first steps, in which ranks compile and read at different speeds.
@@ -108,7 +108,7 @@ def start_process_group(device: torch.device, timeout_s: int, restarts: int, *, 
 
 
 def choose_backend(device: torch.device, offload: bool) -> str:
-    """In torch's spelling; groups that are made of the first one have the same."""
+    """Return the backend in torch's spelling. Sub-groups inherit it."""
     if device.type == "cpu":
         return "gloo"
     return "cuda:nccl,cpu:gloo" if offload else "nccl"
@@ -120,7 +120,7 @@ def make_host_group(name: str, timeout_s: int) -> dist.ProcessGroup:
 
 
 def forget_groups() -> None:
-    """Clears what torch remembers by mesh. Meshes of two jobs may be equal, and the groups of the first are gone."""
+    """Clear torch's caches by mesh: an equal mesh of a later job must not get the groups of an earlier one."""
     torch._dynamo.reset()
     debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()

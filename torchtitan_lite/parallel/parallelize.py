@@ -40,7 +40,7 @@ from torchtitan_lite.parallel.vocabulary_parallel_loss import build_chunked_loss
 
 
 def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> None:
-    """Applies what the layout asks for to `part` (on meta), in place."""
+    """Apply the layout's parallelisms to `part` (on meta), in place."""
     if uses_float8(config):
         apply_float8(part, config.quantize.linear.float8, layout.tp)
     if layout.tp > 1:
@@ -81,12 +81,12 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
 
 
 def compile_block(block: nn.Module, section: Compile, options: dict[str, bool] | None) -> None:
-    """Compiles the block's forward, without graph breaks. Blocks are alike, so the first compilation serves all."""
+    """Compile the block's forward without graph breaks. Blocks are alike, so the first compilation serves all."""
     block.forward = torch.compile(block.forward, backend=section.backend, fullgraph=True, options=options)
 
 
 def compile_loss(head: nn.Module, section: Compile) -> None:
-    """Compiles what turns logits into a loss, of one chunk of tokens or of all; the head's matmuls stay outside."""
+    """Compile the loss of given logits, of one chunk of tokens or of all; the head's matmuls stay outside."""
     if head.chunked_loss is not None:
         loss = head.chunked_loss
         loss.differentiate = torch.compile(loss.differentiate, backend=section.backend, fullgraph=True)

@@ -35,7 +35,7 @@ from torchtitan_lite.config.schema import Parallelism
 
 
 def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
-    """Copy of `model` (on meta) with the modules in `fqns`: other layers are removed, other children None."""
+    """Copy `model` (on meta) with the modules in `fqns`: other layers are removed, other children None."""
     part = copy.deepcopy(model)
     for name, _ in list(part.named_children()):
         if name != "layers" and name not in fqns:
@@ -55,7 +55,7 @@ def build_schedule(
     device: torch.device,
     loss_fn: Callable,
 ) -> _PipelineSchedule:
-    """The schedule that runs this rank's parts (already parallelized) over mesh dim `pp`.
+    """Build the schedule that runs this rank's parts (already parallelized) over mesh dim `pp`.
 
     `loss_fn(output, target)` is applied on the last stage to each microbatch. Gradients are summed over microbatches.
     """
@@ -75,14 +75,14 @@ def build_schedule(
 
 
 def list_stages(schedule: _PipelineSchedule | None) -> list["Stage"]:
-    """This rank's stages, first to last; none without a pipeline. torch has no public name for them yet."""
+    """List this rank's stages, first to last; none without a pipeline. torch has no public name for them yet."""
     if schedule is None:
         return []
     return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
 
 
 class Stage(PipelineStage):
-    """A stage that also runs forward only.
+    """A stage that also runs forward only, for validation.
 
     Two neighbouring stages on one rank (V schedules) hand gradients to each other directly; torch 2.13 does so even
     where there is no backward and so no gradient.

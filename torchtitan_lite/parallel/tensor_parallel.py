@@ -51,7 +51,7 @@ class MissingFromPlan(ValueError):
 
 
 def plan_tensor_parallel(part: nn.Module, *, shard_loss: bool) -> Plan:
-    """FQN -> style for every module of a Llama part that computes differently under TP."""
+    """Return FQN -> style for every module of a part that computes differently under TP."""
     sequence, whole = Shard(1), Replicate()  # of activations (B, S, D)
     block: Plan = {
         "attention": PrepareModuleInput(  # all-gathers x (B, S/tp, D) -> (B, S, D); rotation and doc_ids are whole
@@ -101,7 +101,7 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: Plan) -> None
 
 
 def wait_for_collective(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-    """Makes the embedding's output an ordinary tensor.
+    """Turn the embedding's output into an ordinary tensor.
 
     It arrives as an AsyncCollectiveTensor, which waits when first used. If that first use is inside a compiled block,
     gradients come out wrong without an error (of tok_embeddings by 100 %, torch 2.13). A copy is a use.
@@ -128,7 +128,7 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
 
 
 class VocabularyParallelHead(ParallelStyle):
-    """The head's weight split by vocabulary: each rank computes the logits (B, S, V/tp) of its tokens.
+    """Split the head's weight by vocabulary: each rank computes logits (B, S, V/tp) of its share.
 
     A style of its own, because torch's ColwiseParallel lays out what a linear layer returns, and ours returns a loss.
     """
@@ -143,11 +143,11 @@ class VocabularyParallelHead(ParallelStyle):
 
     @staticmethod
     def gather_sequence(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
-        """All-gathers the hidden states over tp: (B, S/tp, D) -> (B, S, D)."""
+        """All-gather the hidden states over tp: (B, S/tp, D) -> (B, S, D)."""
         hidden, *targets = inputs
         return hidden.redistribute(mesh, [Replicate()]), *targets
 
     @staticmethod
     def make_whole(module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
-        """An ordinary tensor: the loss, which is the same on every rank, or the logits, gathered."""
+        """Return an ordinary tensor: the loss, the same on every rank, or the gathered logits."""
         return output.full_tensor().clone() if isinstance(output, DTensor) else output  # FSDP wants no view

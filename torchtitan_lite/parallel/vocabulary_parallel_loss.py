@@ -27,14 +27,14 @@ collectives = torch.ops._c10d_functional  # compile takes them as they are
 
 
 def build_chunked_loss(chunk_tokens: int, mesh: DeviceMesh, *, shard_loss: bool) -> ChunkedLoss:
-    """The chunked loss of one rank of `mesh` (tp, of any size)."""
+    """Build the chunked loss of one rank of `mesh` (tp, of any size)."""
     if mesh.size() == 1:
         return ChunkedLoss(chunk_tokens)
     return (ShardedLoss if shard_loss else GatheredLoss)(chunk_tokens, mesh)
 
 
 class LossOfShard(ChunkedLoss):
-    """What the two ways have in common: this rank's rows of the weight, and partial sums as gradient of `hidden`."""
+    """Base of both losses: this rank's rows of the weight, and partial sums as the gradient of `hidden`."""
 
     def __init__(self, chunk_tokens: int, mesh: DeviceMesh):
         super().__init__(chunk_tokens)
@@ -51,7 +51,7 @@ class LossOfShard(ChunkedLoss):
 
 
 class ShardedLoss(LossOfShard):
-    """Logits stay where they are computed."""
+    """Loss parallel: logits stay on the rank that computes them."""
 
     def __init__(self, chunk_tokens: int, mesh: DeviceMesh):
         super().__init__(chunk_tokens, mesh)
@@ -63,7 +63,7 @@ class ShardedLoss(LossOfShard):
 
 
 class GatheredLoss(LossOfShard):
-    """Every rank gets all logits of a chunk, and keeps the gradient of its own."""
+    """Without loss parallel: gathers all logits of a chunk, and keeps the gradient of its own."""
 
     def differentiate(self, logits: Tensor, targets: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
         whole = self.gather(logits).transpose(0, 1).flatten(1)  # (n, V): ranks hold neighbouring ids
