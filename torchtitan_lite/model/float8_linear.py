@@ -53,7 +53,7 @@ class Float8Tensor:
 
 
 def choose_scale(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> Tensor:
-    """Return the scale, fp32, that maps `amax` to the largest float8. Through fp64: compiled fp32 code rounds otherwise."""
+    """Return the scale, fp32, that maps `amax` to the largest float8. By fp64: compiled fp32 code rounds otherwise."""
     scale = (torch.finfo(dtype).max / amax.double().clamp(min=LEAST_AMAX)).float()
     return scale.log2().floor().exp2() if power_of_two else scale
 
