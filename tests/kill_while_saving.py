@@ -26,7 +26,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where it is run as a script
 
 import compare
-from checkpoints import FACTS, list_differing, make_saver, train, whole_state
+from checkpoints import FINGERPRINT, list_differing, make_saver, train, whole_state
 from layouts import ADAMW
 
 from torchtitan_lite.checkpoint.load import resume
@@ -76,7 +76,12 @@ def save_for_ever(rank: int, world_size: int, folder: str, mode: str, keep_lates
     checkpoints = Path(folder) / "checkpoint"
     tensors = make_tensors(0)
     optimizer = torch.optim.SGD([torch.zeros(1)])
-    of_saver = {"facts": FACTS, "run": {}, "group": dist.new_group(backend="gloo"), "device": torch.device("cpu")}
+    of_saver = {
+        "fingerprint": FINGERPRINT,
+        "run": {},
+        "group": dist.new_group(backend="gloo"),
+        "device": torch.device("cpu"),
+    }
     step = max(find_steps(checkpoints), default=0)
     dist.barrier()  # before anything is swept or saved
     with CheckpointSaver(checkpoints, section, optimizer, **of_saver) as saver:
@@ -166,7 +171,7 @@ def train_to_the_end(rank: int, world_size: int, folder: str, mode: str) -> dict
     dist.barrier()
     if find_steps(checkpoints):
         state = (run.parameters, run.optimizer, run.lr_scheduler)
-        begun_at = resume(checkpoints, None, *state, section=section, facts=FACTS, group=group)
+        begun_at = resume(checkpoints, None, *state, section=section, fingerprint=FINGERPRINT, group=group)
     tell_pid(folder, rank)
     with make_saver(run, str(checkpoints), section) as saver:
         for step in range(begun_at + 1, TRAINED_STEPS + 1):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import (
-    FACTS,
+    FINGERPRINT,
     assemble,
     list_differing,
     load_and_train,
@@ -24,7 +24,7 @@ from checkpoints import (
 from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO
 from made_corpora import BYTES, write_corpus
 
-from torchtitan_lite.checkpoint.load import read_fitting_manifest, resume
+from torchtitan_lite.checkpoint.load import read_matching_manifest, resume
 from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
 from torchtitan_lite.checkpoint.one_process import CheckpointWriter
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
@@ -133,7 +133,7 @@ def test_files_are_plain_safetensors_with_readable_names_and_hashes_of_coreutils
     for name, record in manifest["files"].items():
         command = ["b2sum", "-l", "256", folder / "step-2" / name]
         assert subprocess.run(command, capture_output=True, text=True).stdout.split()[0] == record["blake2b"]
-    assert manifest["step"] == 2 and manifest["facts"] == FACTS
+    assert manifest["step"] == 2 and manifest["fingerprint"] == FINGERPRINT
 
 
 def test_each_element_is_written_once(saved):
@@ -176,7 +176,7 @@ def test_a_checkpoint_is_never_overwritten(pool, tmp_path):
 
 def test_changed_data_are_refused_by_name_on_every_rank(pool, saved):
     with pytest.raises(RankFailure, match="was saved with data = 'of this test', this run has 'other'"):
-        open_on(pool, 2, ADAMW, saved[0], facts={**FACTS, "data": "other"})
+        open_on(pool, 2, ADAMW, saved[0], fingerprint={**FINGERPRINT, "data": "other"})
 
 
 def test_changed_corpora_are_refused_by_name_before_a_tensor_is_read(tmp_path):
@@ -188,10 +188,10 @@ def test_changed_corpora_are_refused_by_name_before_a_tensor_is_read(tmp_path):
         write_corpus(tmp_path / str(n) / name, [[[1, 2, n]]]) for n, name in enumerate(("wiki", "code", "wiki"))
     )
     saved = read_facts(wiki, code)
-    with CheckpointWriter(tmp_path / "step-2", 2, {"model.w": (torch.float32, (1,))}, facts=saved) as writer:
+    with CheckpointWriter(tmp_path / "step-2", 2, {"model.w": (torch.float32, (1,))}, fingerprint=saved) as writer:
         writer.write("model.w", torch.zeros(1))
         writer.commit()
-    read_fitting_manifest(tmp_path / "step-2", {}, saved)
+    read_matching_manifest(tmp_path / "step-2", {}, saved)
     for facts, named in [
         (read_facts(other_wiki, code), r"data of corpus 1 \(wiki\) = '\w+ train', this run has '\w+ train'"),
         (read_facts(code, wiki), r"dataset = \['wiki', 'code'\], this run has \['code', 'wiki'\]"),
@@ -199,7 +199,7 @@ def test_changed_corpora_are_refused_by_name_before_a_tensor_is_read(tmp_path):
         (read_facts(wiki, code, seed=1), "seed = 0, this run has 1"),
     ]:
         with pytest.raises(CheckpointError, match=f"step-2 was saved with {named}"):
-            read_fitting_manifest(tmp_path / "step-2", {}, facts)
+            read_matching_manifest(tmp_path / "step-2", {}, facts)
 
 
 def test_another_model_is_refused_by_the_tensor_that_differs(pool, saved):
@@ -310,11 +310,16 @@ def test_a_certificate_travels_from_verify_through_the_checkpoint_to_the_log_of_
         """The manifest is that of a run which `preflight` has prepared. Returns the last line of the log."""
         prepared = preflight(ARGS, machine=Machine("cpu", 1, 2**34, "a laptop"), n_ranks=2)
         described = describe_run(prepared.config, prepared.layout.degrees, prepared.certificate)
-        of_saver = {"facts": FACTS, "run": described, "group": dist.group.WORLD, "device": torch.device("cpu")}
+        of_saver = {
+            "fingerprint": FINGERPRINT,
+            "run": described,
+            "group": dist.group.WORLD,
+            "device": torch.device("cpu"),
+        }
         with CheckpointSaver(tmp_path / "run", KEEP_ALL, optimizer, **of_saver) as saver:
             saver.save(step, name_tensors(parameters, optimizer))
         of_run = (parameters, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
-        resume(tmp_path / "run", None, *of_run, section=KEEP_ALL, facts=FACTS, group=dist.group.WORLD)
+        resume(tmp_path / "run", None, *of_run, section=KEEP_ALL, fingerprint=FINGERPRINT, group=dist.group.WORLD)
         return caplog.messages[-1]
 
     monkeypatch.chdir(tmp_path)

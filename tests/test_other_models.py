@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_lite.checkpoint.hugging_face_export import Export, write_folder
+from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.one_process import CheckpointWriter
 from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
@@ -37,7 +37,7 @@ def theirs(tmp_path):
 def ours(tmp_path):
     path = tmp_path / "run" / "checkpoint" / "step-9"
     with CheckpointWriter(
-        path, 9, {"model.norm.weight": (torch.float32, (2,))}, facts={"shape": asdict(SHAPE)}
+        path, 9, {"model.norm.weight": (torch.float32, (2,))}, fingerprint={"shape": asdict(SHAPE)}
     ) as file:
         file.write("model.norm.weight", torch.ones(2))
         file.commit()
@@ -90,7 +90,7 @@ def test_each_kind_of_folder_is_refused_as_the_other_one(ours, theirs, tmp_path)
 def test_every_problem_of_a_folder_is_told(theirs):
     (theirs / "model.safetensors").write_bytes((theirs / "model.safetensors").read_bytes()[:-1])
     (problem,) = check_initial_load(make_config(initial_load_path=theirs, **HF), SHAPE)
-    assert "model.safetensors has" in str(problem)
+    assert "model.safetensors" in problem.why
 
 
 def test_weights_that_overwriting_would_delete_first_are_refused(ours):
