@@ -1,8 +1,8 @@
 """Kills ranks with SIGKILL at random instants and looks at what they leave: `tests/kill_while_saving.py --times 100`.
 
-    saving    two ranks save as fast as they can, in front of the steps or beside them; one rank dies, or both
-    retiring  the same, keeping one checkpoint only, so that there is always one being deleted
-    resuming  two ranks train a small model and save every second step; both die, and new ones go on, until the end
+    saving    two ranks save as fast as they can, between the steps or beside them; one rank dies, or both
+    deleting  the same, and only one checkpoint is kept, so that there is always one being deleted
+    resuming  two ranks train a small model and save every second step; both die, and new ones resume, until the end
 
 After every kill each checkpoint that has its final name must be whole and hold what was saved, and the newest must be
 no older than the newest before. The final state of a run that died on the way must be that of one that did not, bit
@@ -201,13 +201,13 @@ def kill_trainers(pool: RankPool, n_seeds: int, *, seed: int) -> Score:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=100, help="kills while saving; a fifth of it while retiring")
+    parser.add_argument("--times", type=int, default=100, help="kills while saving; a fifth of it while deleting")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with RankPool(N_RANKS) as pool:
         scores = {
             "saving": kill_savers(pool, options.times, keep_latest_k=3, seed=options.seed),
-            "retiring": kill_savers(pool, options.times // 5, keep_latest_k=1, seed=options.seed + 1),
+            "deleting": kill_savers(pool, options.times // 5, keep_latest_k=1, seed=options.seed + 1),
             "resuming": kill_trainers(pool, options.times // 10, seed=options.seed + 2),
         }
     for name, score in scores.items():

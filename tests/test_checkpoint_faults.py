@@ -1,4 +1,4 @@
-"""Saving where something goes wrong: full disks, dead ranks; and what loading takes."""
+"""Saving when something goes wrong: full disks, dead ranks; and the memory that loading takes."""
 
 import os
 import resource
@@ -76,7 +76,7 @@ def test_without_room_the_save_fails_on_every_rank_and_says_where_and_how_much(p
         open_checkpoint(tmp_path / f"step-{step}")
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.slow), "async"])
 def test_a_run_may_go_on_without_the_checkpoint_that_failed(pool, tmp_path, mode):
     assert pool.run(save_without_room, 2, str(tmp_path), mode, "continue") == [["", "", "", ""]] * 2
     assert find_steps(tmp_path) == [1, 3]
@@ -193,12 +193,15 @@ def test_a_full_disk_is_told_by_the_single_writer_too(tmp_path):
 # ---------------------------------------------------------------- death
 
 
-def test_whatever_is_killed_while_saving_what_is_committed_is_whole(tmp_path):
+@pytest.mark.parametrize(
+    ("n_saving", "n_deleting", "n_training"), [(2, 1, 1), pytest.param(100, 20, 10, marks=pytest.mark.slow)]
+)
+def test_what_is_committed_is_whole_whenever_ranks_are_killed(n_saving, n_deleting, n_training):
     with kill_while_saving.RankPool(kill_while_saving.N_RANKS) as pool:
-        saving = kill_while_saving.kill_savers(pool, 4, keep_latest_k=3, seed=11)
-        retiring = kill_while_saving.kill_savers(pool, 2, keep_latest_k=1, seed=12)
-        resuming = kill_while_saving.kill_trainers(pool, 1, seed=13)
-    for score in (saving, retiring, resuming):
+        saving = kill_while_saving.kill_savers(pool, n_saving, keep_latest_k=3, seed=11)
+        deleting = kill_while_saving.kill_savers(pool, n_deleting, keep_latest_k=1, seed=12)
+        resuming = kill_while_saving.kill_trainers(pool, n_training, seed=13)
+    for score in (saving, deleting, resuming):
         assert score.wrong == 0, score
 
 

@@ -74,7 +74,12 @@ def load_and_export(rank: int, world_size: int, overrides: dict, source: str, ou
     return wrong, loading.peak, exporting.peak, list(run.parameters)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+FAST = ["dp3, uneven shards that cut through heads", "tp4", "pp4"]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_a_folder_is_loaded_and_written_on_any_layout_bit_by_bit(pool, source, tmp_path, name):
     world_size, overrides = LAYOUTS[name]
     shares = pool.run(load_and_export, world_size, overrides, str(source), str(tmp_path / "out"))
@@ -122,7 +127,7 @@ def merge(shares: list[tuple]) -> dict[str, Tensor]:
 
 
 def test_a_run_begins_with_a_folder_and_leaves_weights_in_the_type_of_export(pool, source, tmp_path):
-    world_size, overrides = LAYOUTS["pp2 x dp2 x tp2 Interleaved1F1B"]
+    world_size, overrides = 4, {PP: 2, TP: 2}
     begins = {"initial_load_path": str(source), "initial_load_in_hf": True}
     leaves = {"last_save_model_only": True, "last_save_in_hf": True, "export_dtype": "bfloat16"}
     facts = {"shape": asdict(SHAPE)}
