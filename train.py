@@ -24,10 +24,10 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.checkpoint.agreement import raise_on_all_ranks
-from torchtitan_lite.checkpoint.exchange import begin, choose_tensors, export_hf
-from torchtitan_lite.checkpoint.hugging_face_export import Export
+from torchtitan_lite.checkpoint.hugging_face import Export, export_hf
+from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.manifest import CheckpointError
-from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, is_saved
+from torchtitan_lite.checkpoint.save import CheckpointSaver, choose_tensors, describe_run, is_saved
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import Progress, log_rank_on_error, start_logging
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, compute_metrics, read_peak_memory
@@ -114,13 +114,13 @@ def main(args: list[str]) -> int:
     host_group = make_host_group("host", config.comm.init_timeout_seconds)
     saver_group = make_host_group("saver", config.comm.init_timeout_seconds)
     set_timeouts(config.comm.init_timeout_seconds, run.schedule)
-    facts = {
+    fingerprint = {
         **stream.facts,
         "tokenizer": tokenizer.identity,
         "global_batch_size": layout.global_batch_size,
         "shape": asdict(shape),
     }
-    resumed_step = begin(
+    resumed_step = restore_or_load(
         checkpoints,
         prepared.resumed_step,
         run.parameters,
@@ -129,14 +129,14 @@ def main(args: list[str]) -> int:
         is_named=config.checkpoint.load_step != -1 and restarts == 0,
         section=config.checkpoint,
         shape=shape,
-        facts=facts,
+        fingerprint=fingerprint,
         group=host_group,
     )
     saver = CheckpointSaver(
         checkpoints,
         config.checkpoint,
         run.optimizer,
-        facts=facts,
+        fingerprint=fingerprint,
         run=describe_run(config, layout.degrees, prepared.certificate),
         group=saver_group,
         device=device,

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.checkpoint.load import resume
@@ -18,7 +21,7 @@ from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.checkpoint.state import name_tensors
 from torchtitan_lite.config.schema import Checkpoint
 
-FACTS = {"data": "of this test", "shape": {"dim": 64}}
+FINGERPRINT = {"data": "of this test", "shape": {"dim": 64, "name": "llama3"}}
 
 
 def train(run: stepping.Run, steps: range) -> list[float]:
@@ -40,7 +43,7 @@ def make_saver(run: stepping.Run, folder: str, section: Checkpoint) -> Checkpoin
     group = dist.new_group(backend="gloo")
     described = {"config": {"model": {"flavor": "table"}}, "certificate": None}
     return CheckpointSaver(
-        Path(folder), section, run.optimizer, facts=FACTS, run=described, group=group, device=run.device
+        Path(folder), section, run.optimizer, fingerprint=FINGERPRINT, run=described, group=group, device=run.device
     )
 
 
@@ -58,10 +61,10 @@ def train_and_save(
     return state, train(run, range(n_steps, n_steps + 3)), whole_state(run)
 
 
-def load(run: stepping.Run, folder: str, step: int | None, section: Checkpoint, facts: dict) -> int:
+def load(run: stepping.Run, folder: str, step: int | None, section: Checkpoint, fingerprint: dict) -> int:
     of_run = (run.parameters, run.optimizer, run.lr_scheduler)
     group = dist.new_group(backend="gloo")
-    return resume(Path(folder), step, *of_run, section=section, facts=facts, group=group)
+    return resume(Path(folder), step, *of_run, section=section, fingerprint=fingerprint, group=group)
 
 
 def load_and_train(
@@ -71,12 +74,12 @@ def load_and_train(
     folder: str,
     step: int | None,
     section: Checkpoint,
-    facts: dict = FACTS,
+    fingerprint: dict = FINGERPRINT,
     saved_again: str | None = None,
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], int]:
     """Worker: the same from a checkpoint, and the step that it was of. May save what it has loaded elsewhere."""
     run = compare.build_table_run(world_size, overrides)
-    step = load(run, folder, step, section, facts)
+    step = load(run, folder, step, section, fingerprint)
     state = whole_state(run)
     if saved_again:
         with make_saver(run, saved_again, section) as saver:
@@ -93,14 +96,14 @@ def load_each_and_train(
     """
     run, first, differing = compare.build_table_run(world_size, overrides), None, {}
     for folder in folders:
-        load(run, folder, step, section, FACTS)
+        load(run, folder, step, section, FINGERPRINT)
         named = name_tensors(run.parameters, run.optimizer)
         shares = {name: compare.local(tensor).clone() for name, tensor in named.items()}
         first = first or shares
         differing[folder] = list_differing(shares, first)
         for tensor in named.values():
             compare.local(tensor).fill_(torch.nan)  # the next one must bring all of it
-    load(run, folders[-1], step, section, FACTS)
+    load(run, folders[-1], step, section, FINGERPRINT)
     return differing, train(run, range(step, step + 3))
 
 
@@ -143,3 +146,40 @@ def forge(folder: Path, edit: Callable[[dict], object]) -> None:
 def seal(path: Path, body: bytes) -> None:
     digest = hashlib.blake2b(body, digest_size=32).hexdigest()
     path.write_bytes(b'{"blake2b": "%s",\n' % digest.encode() + body)
+
+
+def edit_header(path: Path, edit: Callable[[dict], object]) -> None:
+    """Change the header of a safetensors file. The data stay."""
+    content = path.read_bytes()
+    n_bytes = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + n_bytes])
+    edit(header)
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + content[8 + n_bytes :])
+
+
+def flip_bit(path: Path, place: int = -1, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
+
+
+class PeakBytes(TorchDispatchMode):
+    """Measure the most bytes of tensors made inside that are alive at once, mapped ones too; not those in `own`."""
+
+    def __init__(self, own: list[Tensor]):
+        super().__init__()
+        self.own = {tensor.untyped_storage()._cdata for tensor in own}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.own:
+                    self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: (storage, n) for key, (storage, n) in self.alive.items() if not storage.expired()}
+        self.peak = max(self.peak, sum(n for _, n in self.alive.values()))
+        return result

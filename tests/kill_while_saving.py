@@ -1,8 +1,8 @@
 """Kills ranks with SIGKILL at random instants and looks at what they leave: `tests/kill_while_saving.py --times 100`.
 
-    saving    two ranks save as fast as they can, in front of the steps or beside them; one rank dies, or both
-    retiring  the same, keeping one checkpoint only, so that there is always one being deleted
-    resuming  two ranks train a small model and save every second step; both die, and new ones go on, until the end
+    saving    two ranks save as fast as they can, between the steps or beside them; one rank dies, or both
+    deleting  the same, and only one checkpoint is kept, so that there is always one being deleted
+    resuming  two ranks train a small model and save every second step; both die, and new ones resume, until the end
 
 After every kill each checkpoint that has its final name must be whole and hold what was saved, and the newest must be
 no older than the newest before. The final state of a run that died on the way must be that of one that did not, bit
@@ -26,7 +26,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where it is run as a script
 
 import compare
-from checkpoints import FACTS, list_differing, make_saver, train, whole_state
+from checkpoints import FINGERPRINT, list_differing, make_saver, train, whole_state
 from layouts import ADAMW
 
 from torchtitan_lite.checkpoint.load import resume
@@ -76,7 +76,12 @@ def save_for_ever(rank: int, world_size: int, folder: str, mode: str, keep_lates
     checkpoints = Path(folder) / "checkpoint"
     tensors = make_tensors(0)
     optimizer = torch.optim.SGD([torch.zeros(1)])
-    of_saver = {"facts": FACTS, "run": {}, "group": dist.new_group(backend="gloo"), "device": torch.device("cpu")}
+    of_saver = {
+        "fingerprint": FINGERPRINT,
+        "run": {},
+        "group": dist.new_group(backend="gloo"),
+        "device": torch.device("cpu"),
+    }
     step = max(find_steps(checkpoints), default=0)
     dist.barrier()  # before anything is swept or saved
     with CheckpointSaver(checkpoints, section, optimizer, **of_saver) as saver:
@@ -166,7 +171,7 @@ def train_to_the_end(rank: int, world_size: int, folder: str, mode: str) -> dict
     dist.barrier()
     if find_steps(checkpoints):
         state = (run.parameters, run.optimizer, run.lr_scheduler)
-        begun_at = resume(checkpoints, None, *state, section=section, facts=FACTS, group=group)
+        begun_at = resume(checkpoints, None, *state, section=section, fingerprint=FINGERPRINT, group=group)
     tell_pid(folder, rank)
     with make_saver(run, str(checkpoints), section) as saver:
         for step in range(begun_at + 1, TRAINED_STEPS + 1):
@@ -196,13 +201,13 @@ def kill_trainers(pool: RankPool, n_seeds: int, *, seed: int) -> Score:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=100, help="kills while saving; a fifth of it while retiring")
+    parser.add_argument("--times", type=int, default=100, help="kills while saving; a fifth of it while deleting")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with RankPool(N_RANKS) as pool:
         scores = {
             "saving": kill_savers(pool, options.times, keep_latest_k=3, seed=options.seed),
-            "retiring": kill_savers(pool, options.times // 5, keep_latest_k=1, seed=options.seed + 1),
+            "deleting": kill_savers(pool, options.times // 5, keep_latest_k=1, seed=options.seed + 1),
             "resuming": kill_trainers(pool, options.times // 10, seed=options.seed + 2),
         }
     for name, score in scores.items():

@@ -11,8 +11,8 @@ from layouts import ADAMW, Row
 from mutant_table import mutant
 
 from torchtitan_lite import preflight, validation
-from torchtitan_lite.checkpoint import exchange
 from torchtitan_lite.checkpoint import load as loading
+from torchtitan_lite.checkpoint import save as saving
 from torchtitan_lite.checkpoint.state import name_weights
 from torchtitan_lite.verify import train_start
 
@@ -104,12 +104,12 @@ def moments_forgotten_by_a_resume():
 @in_train_py("tp2", "resumed state", ("resume", "tok_embeddings.weight"))
 def checkpoints_rounded_to_bfloat16():
     """Weights are saved in half of the space. Every resume loses what learned slowly; no curve shows it."""
-    original = exchange.name_tensors
+    original = saving.name_tensors
 
     def rounded(parameters, optimizer):
         return {name: tensor.bfloat16().float() for name, tensor in original(parameters, optimizer).items()}
 
-    return patch.object(exchange, "name_tensors", rounded)
+    return patch.object(saving, "name_tensors", rounded)
 
 
 @in_train_py("dp2", "validation", ("validation loss", "validate"))

@@ -9,7 +9,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.model.kv_cache import CachedModel, count_cache_bytes
 from torchtitan_lite.model.llama3 import Llama3
-from torchtitan_lite.tools.sampling import GenerationError, Sampling, choose_token, generate, limit
+from torchtitan_lite.tools.sampling import Sampling, choose_token, generate, limit
 
 PLAIN = FLAVORS["Llama 3"]
 
@@ -153,7 +153,7 @@ def test_ids_that_are_no_tokens_are_never_drawn(sampling):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_logits_that_are_not_finite_are_an_error_and_not_a_text(bad):
-    with pytest.raises(GenerationError, match="1 of 3 logits are not finite"):
+    with pytest.raises(FloatingPointError, match="1 of 3 logits are not finite"):
         choose_token(torch.tensor([0.0, bad, 1.0]), Sampling(0), torch.Generator(), torch.ones(3, dtype=torch.bool))
 
 

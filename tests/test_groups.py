@@ -211,7 +211,7 @@ def wait_for_slow_disk(rank: int, world_size: int, folder: Path) -> str:
     group = make_host_group("saver", timeout_s=1)
     tensors = {name: torch.ones(3) for name in "ab"}
     optimizer = torch.optim.SGD(list(tensors.values()))
-    options = {"facts": {}, "run": {}, "group": group, "device": torch.device("cpu")}
+    options = {"fingerprint": {}, "run": {}, "group": group, "device": torch.device("cpu")}
     saver = CheckpointSaver(folder, Checkpoint(enable=True, on_save_error="continue"), optimizer, **options)
     store, write_data = dist.distributed_c10d._get_default_store(), StorageWriter.write_data
 

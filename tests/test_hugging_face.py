@@ -10,9 +10,15 @@ from safetensors.torch import load_file
 from test_model import FLAVORS, PLAIN, build_ours, build_theirs
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from torchtitan_lite.checkpoint.hugging_face import load_weights, read_slice, read_tensor
+from torchtitan_lite.checkpoint.hugging_face import (
+    Export,
+    load_weights,
+    plan_files,
+    read_box,
+    read_tensor,
+    write_folder,
+)
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes, read_end_ids, read_shape
-from torchtitan_lite.checkpoint.hugging_face_export import Export, plan_files, write_folder
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.flavors import ModelArgs
@@ -168,7 +174,7 @@ def test_any_box_of_a_tensor_is_what_is_cut_out_of_the_whole(fqn, tmp_path):
         box, offsets = whole[first:last], [first]
         if whole.dim() == 2:
             box, offsets = box[:, 3:10], [first, 3]
-        assert torch.equal(read_slice(folder, fqn, offsets, box.shape), box)
+        assert torch.equal(read_box(folder, fqn, offsets, box.shape), box)
 
 
 # ---------------------------------------------------------------- files of an export
@@ -189,7 +195,7 @@ def test_the_index_is_the_one_that_transformers_writes(tmp_path):
 
 def test_files_are_as_full_as_allowed_and_a_larger_tensor_has_one_of_its_own():
     export = Export(PLAIN, "bfloat16", most_file_bytes=2 * 64 * (64 + 64) + 2 * 64)  # wk, wv and wo; not wq besides
-    planned = plan_files(export, {0: list(list_tensors(PLAIN))})
+    planned = plan_files(export, [list_tensors(PLAIN)])
     sizes = {fqn: 2 * torch.Size(size).numel() for fqn, size in list_tensors(PLAIN).items()}
     n_bytes = [sum(sizes[fqn] for fqn in file.fqns) for file in planned]
     assert [fqn for file in planned for fqn in file.fqns] == list(list_tensors(PLAIN))

@@ -1,4 +1,4 @@
-"""Hugging Face folders that are refused, by the name of the file, tensor or key that is wrong, before they are read."""
+"""Hugging Face folders that are refused, by the name of the file, tensor or key that is wrong."""
 
 import json
 import os
@@ -7,16 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import edit_header
 from safetensors.torch import load_file, save_file
 from test_hugging_face import edit_json
 from test_model import FLAVORS, PLAIN, build_ours, build_theirs
 
+from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes
-from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
-from torchtitan_lite.checkpoint.safetensors_header import MOST_HEADER_BYTES
+from torchtitan_lite.checkpoint.hugging_face_folder import MOST_HEADER_BYTES, open_folder
+from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.flavors import ModelArgs
 
 EMBEDDING = "model.embed_tokens.weight"
+N_BYTES = 4 * 128 * 64  # of it
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
@@ -33,42 +37,38 @@ def folder(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "folder")
 
 
-WRONG_CONFIGS = {
-    "another model": ({"model_type": "mistral"}, "model_type = 'mistral'"),
-    "no model": ({"model_type": None}, "no model_type"),
-    "another head": ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-    "biases": ({"attention_bias": True}, "attention_bias = True"),
-    "another activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    "another scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "the rule 'linear'"),
-    "scaling without its numbers": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor = None"),
-    "scaling of no sense": ({"rope_scaling": 8}, "rope_scaling = 8 is no JSON object"),
-    "a size that is text": ({"hidden_size": "64"}, "hidden_size = '64'"),
-    "a size that is true": ({"num_hidden_layers": True}, "num_hidden_layers = True"),
-    "an absurd size": ({"vocab_size": 10**18}, f"vocab_size = {10**18}"),
-    "absurdly many layers": ({"num_hidden_layers": 2**24}, "num_hidden_layers = 16777216, and the files hold layers 0"),
-    "a layer less": ({"num_hidden_layers": 1}, "num_hidden_layers = 1, and the files hold layers 0 to 1"),
-    "an odd head": ({"head_dim": 15}, "head_dim = 15"),
-    "uneven groups": ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
-    "no number": ({"rms_norm_eps": -1}, "rms_norm_eps = -1"),
-    "another vocabulary": (
-        {"vocab_size": 130},
-        r"model.embed_tokens.weight is [128, 64], and config.json calls for [130, 64]",
-    ),
-    "tied with a head": ({"tie_word_embeddings": True}, "set tie_word_embeddings to false to keep its own weight"),
-}
+WRONG_CONFIGS = [  # changes, what is named
+    ({"model_type": "mistral"}, "model_type = 'mistral'"),
+    ({"model_type": None}, "no model_type"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    ({"attention_bias": True}, "attention_bias = True"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor = None"),
+    ({"rope_scaling": 8}, "rope_scaling = 8"),
+    ({"hidden_size": "64"}, "hidden_size = '64'"),
+    ({"num_hidden_layers": True}, "num_hidden_layers = True"),
+    ({"vocab_size": 10**18}, f"vocab_size = {10**18}"),
+    ({"num_hidden_layers": 2**24}, "num_hidden_layers = 16777216"),
+    ({"num_hidden_layers": 1}, "num_hidden_layers = 1"),
+    ({"head_dim": 15}, "head_dim = 15"),
+    ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps = -1"),
+    ({"vocab_size": 130}, "model.embed_tokens.weight is [128, 64], and config.json calls for [130, 64]"),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG_CONFIGS)
-def test_a_config_that_is_no_llama_of_ours_is_refused_by_its_key(name, folder):
-    changes, message = WRONG_CONFIGS[name]
+@pytest.mark.parametrize(("changes", "named"), WRONG_CONFIGS, ids=str)
+def test_a_config_that_is_no_llama_of_ours_is_refused_by_its_key(changes, named, folder):
     edit_json(folder / "config.json", **changes)
     with pytest.raises(HuggingFaceError) as error:
         open_folder(folder)
-    assert message in str(error.value) and str(folder) in str(error.value)
+    assert named in str(error.value) and str(folder) in str(error.value)
 
 
-def test_every_problem_of_a_config_is_told_at_once(folder):
+def test_every_problem_of_a_config_is_named_at_once(folder):
     edit_json(folder / "config.json", hidden_act="gelu", mlp_bias=True, vocab_size=0)
     with pytest.raises(HuggingFaceError) as error:
         open_folder(folder)
@@ -79,143 +79,183 @@ def first_file(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
 
-def remove(folder: Path, name: str) -> None:
-    """Takes one tensor out of its file and out of the index."""
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    rewrite(folder / index["weight_map"].pop(name), lambda tensors: tensors.pop(name))
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+def write(name: str, text: str):
+    return lambda folder: (folder / name).write_text(text)
 
 
-def rewrite(path: Path, change) -> None:
-    tensors = load_file(path)
+def unlink(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def change_tensors(folder: Path, change) -> None:
+    tensors = load_file(first_file(folder))
     change(tensors)
-    save_file(tensors, path)
+    save_file(tensors, first_file(folder))
 
 
-def name_in_index(folder: Path, tensor: str, file: str) -> None:
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["weight_map"][tensor] = file
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+def name_in_index(tensor: str, file: object):
+    """Let the index say that the tensor is in `file`; None: the index does not name it."""
+
+    def edit(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"].pop(tensor, None)
+        index["weight_map"] |= {tensor: file} if file else {}
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return edit
 
 
-def corrupt_header(folder: Path, **changes) -> None:
-    """Changes the entry of the embedding in the header of its file; the data stay."""
+def remove(name: str):
+    """Take a tensor out of its file and out of the index."""
+
+    def edit(folder: Path) -> None:
+        path = folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+        tensors = load_file(path)
+        del tensors[name]
+        save_file(tensors, path)
+        name_in_index(name, None)(folder)
+
+    return edit
+
+
+def add(name: str):
+    def edit(folder: Path) -> None:
+        change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(2)}))
+        name_in_index(name, first_file(folder).name)(folder)
+
+    return edit
+
+
+def set_entry(**changes):
+    """Change the header's entry of the embedding. The data stay."""
+    return lambda folder: edit_header(first_file(folder), lambda header: header[EMBEDDING].update(changes))
+
+
+def put_gap_before_last(folder: Path) -> None:
+    def move(header: dict) -> None:
+        last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"])
+        header[last]["data_offsets"] = [offset + 8 for offset in header[last]["data_offsets"]]
+
+    edit_header(first_file(folder), move)
+
+
+def append_bytes(folder: Path) -> None:
+    with open(first_file(folder), "ab") as file:
+        file.write(bytes(8))
+
+
+def repeat_entry(folder: Path) -> None:
+    """The name of the embedding twice in the header: which of the two would be read?"""
     content = first_file(folder).read_bytes()
     n_bytes = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + n_bytes])
-    header[EMBEDDING].update(changes)
-    text = json.dumps(header).encode()
+    text = content[8 : 8 + n_bytes].rstrip()
+    entry = json.dumps({EMBEDDING: json.loads(text)[EMBEDDING]}).encode()
+    text = text[:-1] + b"," + entry[1:]
     first_file(folder).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + n_bytes :])
 
 
-def put_bytes_between(folder: Path, *, header_says: bool) -> None:
-    """Eight more bytes of data: a gap before the last tensor, or behind all of them."""
-    content = first_file(folder).read_bytes()
-    n_bytes = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + n_bytes])
-    last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"])
-    if header_says:
-        header[last]["data_offsets"] = [offset + 8 for offset in header[last]["data_offsets"]]
-    text = json.dumps(header).encode()
-    first_file(folder).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + n_bytes :] + bytes(8))
+def lengthen_header(folder: Path) -> None:
+    """A file with space for a header beyond the limit; nothing of it uses space on the disk."""
+    first_file(folder).write_bytes((MOST_HEADER_BYTES + 1).to_bytes(8, "little"))
+    os.truncate(first_file(folder), MOST_HEADER_BYTES + 100)
 
 
-def lengthen_header(folder: Path, n_bytes: int) -> None:
-    """A file with room for so long a header; nothing of it takes place on the disk."""
-    first_file(folder).write_bytes(n_bytes.to_bytes(8, "little"))
-    os.truncate(first_file(folder), n_bytes + 100)
-
-
-WRONG_FILES = {
-    "no config": (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
-    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON: "),
-    "config is too deep": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json has lists and"),
-    "no index": (lambda f: (f / "model.safetensors.index.json").unlink(), "there is no model.safetensors and no"),
-    "index is no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "is not a JSON object"),
-    "index without files": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
-    "a missing file": (lambda f: first_file(f).unlink(), "names files that are not there: model-00001"),
-    "a missing tensor": (
-        lambda f: remove(f, "model.layers.1.mlp.up_proj.weight"),
-        "missing: model.layers.1.mlp.up_proj.weight",
+A_FILE = "model-00001-of"
+WRONG_FILES = {  # action, what is named; found when the folder is opened, before torch
+    "no config": (unlink("config.json"), "config.json"),
+    "config is no JSON": (write("config.json", "{"), "config.json"),
+    "config is too deep": (write("config.json", "[" * 100_000), "config.json"),
+    "no index": (unlink(INDEX), INDEX),
+    "index is no JSON": (write(INDEX, "[]"), INDEX),
+    "index without files": (write(INDEX, "{}"), "weight_map"),
+    "missing file": (lambda folder: first_file(folder).unlink(), A_FILE),
+    "missing tensor": (remove("model.layers.1.mlp.up_proj.weight"), "missing: model.layers.1.mlp.up_proj.weight"),
+    "missing head": (remove("lm_head.weight"), "missing: lm_head.weight"),
+    "unknown tensor": (add("model.norm.bias"), "unknown: model.norm.bias"),
+    "tensor that the index does not name": (name_in_index(EMBEDDING, None), f"name there: {EMBEDDING}"),
+    "index that names the wrong file": (
+        name_in_index(EMBEDDING, "model-00002-of-00004.safetensors"),
+        f"name there: {EMBEDDING}",
     ),
-    "a missing head": (lambda f: remove(f, "lm_head.weight"), "missing: lm_head.weight"),
-    "a file that the index does not know": (
-        lambda f: rewrite(first_file(f), lambda tensors: tensors.update(extra=torch.ones(2))),
-        "does not name there: extra",
-    ),
-    "an unknown tensor": (
-        lambda f: (
-            rewrite(first_file(f), lambda tensors: tensors.update({"model.norm.bias": torch.ones(2)})),
-            name_in_index(f, "model.norm.bias", first_file(f).name),
-        ),
-        "unknown: model.norm.bias",
-    ),
-    "an index that names the wrong file": (
-        lambda f: name_in_index(f, EMBEDDING, max(f.glob("*.safetensors")).name),
-        "does not name there: model.embed_tokens.weight",
-    ),
-    "a path in the index": (lambda f: name_in_index(f, EMBEDDING, "../model.safetensors"), "no file of this folder"),
-    "an absolute path in the index": (lambda f: name_in_index(f, EMBEDDING, "/etc/x.safetensors"), "no file of this"),
-    "a number in the index": (lambda f: name_in_index(f, EMBEDDING, 3), "no file of this folder"),
+    "path in the index": (name_in_index(EMBEDDING, "../model.safetensors"), "'../model.safetensors'"),
+    "absolute path in the index": (name_in_index(EMBEDDING, "/etc/x.safetensors"), "'/etc/x.safetensors'"),
+    "number in the index": (name_in_index(EMBEDDING, 3), "in 3"),
     "another shape": (
-        lambda f: rewrite(
-            first_file(f), lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:, :-1].clone()})
-        ),
+        lambda folder: change_tensors(folder, lambda t: t.update({EMBEDDING: t[EMBEDDING][:, :-1].clone()})),
         "model.embed_tokens.weight is [128, 63], and config.json calls for [128, 64]",
     ),
     "another type": (
-        lambda f: rewrite(first_file(f), lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].char()})),
+        lambda folder: change_tensors(folder, lambda t: t.update({EMBEDDING: t[EMBEDDING].char()})),
         "model.embed_tokens.weight is of type I8",
     ),
-    "a cut file": (lambda f: os.truncate(first_file(f), 20_000), "its header speaks of"),
-    "a file of no length": (lambda f: os.truncate(first_file(f), 0), "cannot hold a header"),
-    "half a header": (lambda f: os.truncate(first_file(f), 30), "cannot hold a header"),
-    "an absurd header": (
-        lambda f: first_file(f).write_bytes((MOST_HEADER_BYTES * 10**6).to_bytes(8, "little") + b"{}"),
-        "cannot hold a header",
-    ),
-    "a header that is no JSON": (lambda f: first_file(f).write_bytes(b"\x02" + bytes(7) + b"{{"), "header is not JSON"),
-    "offsets beyond the file": (lambda f: corrupt_header(f, shape=[2**40, 64]), "needs"),
-    "an endless shape": (lambda f: corrupt_header(f, shape=[2**60, 2**60]), "no possible shape"),
-    "a negative shape": (lambda f: corrupt_header(f, shape=[-1, 64]), "no possible shape"),
-    "tensors that overlap": (lambda f: corrupt_header(f, data_offsets=[16, 16 + 4 * 128 * 64]), "begins at byte"),
-    "an offset before the data": (lambda f: corrupt_header(f, data_offsets=[-16, 4 * 128 * 64 - 16]), "begins at byte"),
-    "tensors with a gap": (lambda f: put_bytes_between(f, header_says=True), "begins at byte"),
-    "bytes behind the last tensor": (lambda f: put_bytes_between(f, header_says=False), "its header speaks of"),
-    "a header beyond the limit": (lambda f: lengthen_header(f, MOST_HEADER_BYTES + 1), "cannot hold a header"),
-    "an offset that is text": (lambda f: corrupt_header(f, data_offsets=["0", 8]), "not as the format has it"),
+    "cut file": (lambda folder: os.truncate(first_file(folder), 20_000), A_FILE),
+    "last byte cut": (lambda f: os.truncate(first_file(f), first_file(f).stat().st_size - 1), A_FILE),
+    "empty file": (lambda folder: os.truncate(first_file(folder), 0), A_FILE),
+    "half a header": (lambda folder: os.truncate(first_file(folder), 30), A_FILE),
+    "absurd header": (lambda f: first_file(f).write_bytes((2**60).to_bytes(8, "little") + b"{}"), A_FILE),
+    "header beyond the limit": (lengthen_header, A_FILE),
+    "header that is no JSON": (lambda f: first_file(f).write_bytes(b"\x02" + bytes(7) + b"{{"), "not JSON"),
+    "a name twice": (repeat_entry, "twice"),
+    "shape beyond the file": (set_entry(shape=[2**40, 64]), A_FILE),
+    "endless shape": (set_entry(shape=[2**60, 2**60]), A_FILE),
+    "negative shape": (set_entry(shape=[-1, 64]), A_FILE),
+    "bytes after the last tensor": (append_bytes, A_FILE),
+}
+WRONG_OFFSETS = {  # found by the safetensors library, when the file is opened to be loaded
+    "tensors that overlap": set_entry(data_offsets=[16, 16 + N_BYTES]),
+    "an offset before the data": set_entry(data_offsets=[-16, N_BYTES - 16]),
+    "an offset that is text": set_entry(data_offsets=["0", 8]),
+    "an offset beyond the file": set_entry(data_offsets=[2**40, 2**40 + N_BYTES]),
+    "tensors with a gap": put_gap_before_last,
 }
 
 
 @pytest.mark.parametrize("name", WRONG_FILES)
-def test_a_folder_that_is_not_whole_is_refused_by_the_name_of_what_is_wrong(name, folder):
-    spoil, message = WRONG_FILES[name]
+def test_a_folder_that_is_not_complete_is_refused_by_the_name_of_what_is_wrong(name, folder):
+    spoil, named = WRONG_FILES[name]
     spoil(folder)
     with pytest.raises(HuggingFaceError) as error:
         open_folder(folder)
-    assert message in str(error.value) and str(folder) in str(error.value)
+    assert named in str(error.value) and str(folder) in str(error.value)
 
 
-def test_pickles_are_not_opened_and_the_remedy_is_told(folder):
+@pytest.mark.parametrize("name", WRONG_OFFSETS)
+def test_offsets_that_are_wrong_are_refused_by_the_library_and_the_file_is_named(name, folder):
+    WRONG_OFFSETS[name](folder)
+    with pytest.raises(CheckpointError) as error:
+        load_weights(open_folder(folder), {"tok_embeddings.weight": torch.empty(128, 64)})
+    assert str(first_file(folder)) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_pickles_are_not_opened_and_the_remedy_is_named(folder):
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"crafted")
-    with pytest.raises(HuggingFaceError, match="pytorch_model.bin is a pickle, which is never opened here"):
+    with pytest.raises(HuggingFaceError, match="pytorch_model.bin is a pickle"):
         open_folder(folder)
 
 
-def test_constants_that_old_versions_saved_are_passed_over(tmp_path):
+def test_constants_that_old_versions_saved_are_ignored(tmp_path):
     build_theirs(PLAIN, build_ours(PLAIN)).save_pretrained(tmp_path)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    rewrite(tmp_path / "model.safetensors", lambda tensors: tensors.update({name: torch.ones(8)}))
+    change_tensors(tmp_path, lambda tensors: tensors.update({name: torch.ones(8)}))
     assert open_folder(tmp_path).shape == PLAIN
 
 
 def test_weights_of_another_shape_are_refused_by_the_keys_of_the_config():
+    def list_keys(theirs: ModelArgs, ours: ModelArgs) -> list[tuple[str, str]]:
+        return [(problem.key, problem.remedy) for problem in compare_shapes(theirs, ours, Path("there"))]
+
     other = FLAVORS["Llama 3.1, scaled RoPE"]
-    problems = compare_shapes(ModelArgs(**{**vars(other), "dim": 128, "tie_embeddings": False}), PLAIN, Path("there"))
-    assert [problem.key for problem in problems] == ["model.dim", "model.rope_scaling"]
-    assert "the model in there has 128. Set model.dim = 128" in str(problems[0])
+    other = ModelArgs(**{**vars(other), "dim": 128, "tie_embeddings": False})
+    (dim, rope) = list_keys(other, PLAIN)
+    assert dim == ("model.dim", "Set model.dim = 128") and rope[0] == "model.rope_scaling"
     tied = ModelArgs(**{**vars(PLAIN), "tie_embeddings": True})
-    (problem,) = compare_shapes(PLAIN, tied, Path("there"))
-    assert problem.key == "model.tie_embeddings" and "Set model.tie_embeddings = false" in str(problem)
+    assert list_keys(PLAIN, tied) == [("model.tie_embeddings", "Set model.tie_embeddings = false")]
+    fork = ModelArgs(**{**vars(PLAIN), "name": "a_fork_with_the_parameters_of_a_llama"})
+    assert list_keys(PLAIN, fork) == []
+
+
+def test_a_model_with_other_parameters_is_refused_by_their_name(saved):
+    with pytest.raises(CheckpointError, match="layers.0.attention.bias"):
+        load_weights(open_folder(saved), {"layers.0.attention.bias": torch.empty(64)})

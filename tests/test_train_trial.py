@@ -101,7 +101,7 @@ def test_without_train_py_the_trial_is_skipped_and_says_so(tmp_path, monkeypatch
 
 def test_a_rank_that_fails_or_hangs_is_told(pool, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(
-        "def begin(): pass\ntrain_step = validate = begin\n"
+        "def restore_or_load(): pass\ntrain_step = validate = restore_or_load\n"
         "def main(args):\n    print('the disk is full')\n    return 1\n"
     )
     monkeypatch.setattr(train_trial, "TRAIN_PY", tmp_path / "train.py")

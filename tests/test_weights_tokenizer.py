@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_check import LAPTOP, find_one_problem, write_tokenizer
 
-from torchtitan_lite.checkpoint.hugging_face_export import Export, write_folder
+from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.one_process import CheckpointWriter
 from torchtitan_lite.config.layout import resolve_model
@@ -33,7 +33,7 @@ def folders(tmp_path, monkeypatch):
     facts = {"shape": asdict(shape), "tokenizer": read_vocabulary("mine").identity}
     run = {"config": {"model": {"hf_assets_path": "mine"}}}
     tensors = {"model.norm.weight": (torch.float32, (2,))}
-    with CheckpointWriter(Path("step-9"), 9, tensors, facts=facts, run=run) as file:
+    with CheckpointWriter(Path("step-9"), 9, tensors, fingerprint=facts, run=run) as file:
         file.write("model.norm.weight", torch.ones(2))
         file.commit()
 

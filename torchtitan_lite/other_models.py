@@ -1,8 +1,8 @@
-"""What [checkpoint] says of other models, checked before torch is imported: weights to begin with, weights to leave.
+"""Check what [checkpoint] says about other models, before torch is imported: initial weights, and exports.
 
 checkpoint.initial_load_path        step-200 of another run, or a checkpoint that `convert` made
   + initial_load_in_hf              a Hugging Face folder
-checkpoint.last_save_in_hf          what this run leaves for others
+checkpoint.last_save_in_hf          what this run exports
 """
 
 import json
@@ -19,7 +19,7 @@ KEY = "checkpoint.initial_load_path"
 
 
 def check_initial_load(config: Config, shape: ModelArgs) -> list[Problem]:
-    """The weights to begin with are there, and those of this shape. Not asked where a run resumes."""
+    """Return why the initial weights cannot be loaded into this shape. Not called for a run that resumes."""
     section, path = config.checkpoint, config.checkpoint.initial_load_path
     if not path:
         if not section.initial_load_in_hf:
@@ -34,7 +34,7 @@ def check_initial_load(config: Config, shape: ModelArgs) -> list[Problem]:
 
 def check_hugging_face(path: str, model_only: bool, shape: ModelArgs) -> list[Problem]:
     if not model_only:
-        why = "a Hugging Face folder holds neither optimizer nor step"
+        why = "a Hugging Face folder has neither optimizer state nor step"
         return [Problem("checkpoint.initial_load_model_only", False, why, "Set it to true")]
     try:
         return compare_shapes(open_folder(Path(path)).shape, shape, Path(path))
@@ -49,19 +49,19 @@ def check_own(path: str, model_only: bool, shape: ModelArgs) -> list[Problem]:
     except CheckpointError as error:
         return [Problem(KEY, path, str(error), "Name a checkpoint, such as outputs/debug/checkpoint/step-200")]
     if not model_only and Path(path).name != f"step-{manifest.step}":
-        why = f"a run goes on with step {manifest.step} of it, and its name does not say so"
+        why = f"the run would continue from step {manifest.step}, and the name does not say so"
         return [Problem(KEY, path, why, f"Name it step-{manifest.step}, or set checkpoint.initial_load_model_only")]
-    expected, seen = json.loads(json.dumps(asdict(shape))), manifest.facts.get("shape")
+    expected, seen = json.loads(json.dumps(asdict(shape))), manifest.fingerprint.get("shape")
     if seen == expected:
         return []
     seen = seen if isinstance(seen, dict) else {}
     names = [name for name in expected if seen.get(name) != expected[name]]
     different = ", ".join(f"{name} {seen.get(name)!r} instead of {expected[name]!r}" for name in names)
-    return [Problem(KEY, path, f"it holds another model: {different}", "Set the keys of [model] to those")]
+    return [Problem(KEY, path, f"it is of another model: {different}", "Set the keys of [model] to those")]
 
 
 def check_export(config: Config, shape: ModelArgs) -> list[Problem]:
-    """The shape is one that transformers can load."""
+    """Return why transformers could not load an export of this shape."""
     section = config.checkpoint
     if not (section.enable and section.last_save_in_hf):
         return []

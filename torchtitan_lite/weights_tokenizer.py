@@ -88,7 +88,7 @@ def find_manifest(path: Path) -> Manifest | None:
 
 def describe_checkpoint(path: Path, manifest: Manifest) -> Weights:
     """What a manifest says, if it does: nothing in it is believed."""
-    config, identity = manifest.run.get("config"), manifest.facts.get("tokenizer")
+    config, identity = manifest.run.get("config"), manifest.fingerprint.get("tokenizer")
     model = config.get("model") if isinstance(config, dict) else None
     assets = model.get("hf_assets_path") if isinstance(model, dict) else None
     return Weights(path, *(text if isinstance(text, str) else None for text in (assets, identity)))

@@ -92,7 +92,7 @@ class CheckpointBench:
 
     def open_saver(self, section: Checkpoint) -> CheckpointSaver:
         return CheckpointSaver(
-            self.folder, section, self.optimizer, facts={}, run={}, group=self.group, device=self.device
+            self.folder, section, self.optimizer, fingerprint={}, run={}, group=self.group, device=self.device
         )
 
     def save(self) -> None:
@@ -114,7 +114,7 @@ class CheckpointBench:
 
     def load(self) -> None:
         path = self.folder / f"step-{find_steps(self.folder)[-1]}"
-        load_checkpoint(path, self.tensors, facts={}, verify=True, group=self.group)
+        load_checkpoint(path, self.tensors, fingerprint={}, verify=True, group=self.group)
 
     def read(self) -> None:
         (path,) = self.folder.glob("step-*/*.safetensors")

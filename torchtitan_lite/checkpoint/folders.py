@@ -1,11 +1,11 @@
-"""Folders of checkpoints: begun under another name, committed by one rename, deleted the other way round.
+"""Folders of checkpoints: written under another name, committed by one rename, renamed again before they are deleted.
 
-    step-20.tmp/   is written              whatever ends in .tmp is swept away when the next save begins
-    step-20/       committed               never written again, and its name never used again
-    step-10.tmp/   is being deleted        only when a newer one is committed
+    step-20.tmp/   being written           the next save removes whatever ends in .tmp
+    step-20/       committed               never written again; no other checkpoint ever gets this name
+    step-10.tmp/   being deleted           only after a newer checkpoint was committed
 
-A death at any instant leaves each name either whole or ending in .tmp. What was found damaged is set aside under
-another name, so that nothing is lost and its step can be saved anew.
+So whenever the process dies, each name is either whole or ends in .tmp. A damaged checkpoint is renamed, not deleted,
+and its step can be saved again. Exports to Hugging Face folders are made and committed in the same way.
 """
 
 import os
@@ -17,30 +17,59 @@ from torchtitan_lite.checkpoint.manifest import MANIFEST, UNFINISHED, Checkpoint
 from torchtitan_lite.config.files import sync_folder
 
 
-def begin(final: Path) -> Path:
-    """Makes the empty folder in which the checkpoint `final` is written, in place of one that a death has left."""
-    if final.exists() or final.is_symlink():
-        raise CheckpointError(f"{final} exists already, and a checkpoint is never overwritten")
+def name_unfinished(final: Path) -> Path:
+    return final.with_name(final.name + UNFINISHED)
+
+
+def create_unfinished(final: Path, *, replace: bool) -> Path:
+    """Create the empty folder in which `final` is written. Raises CheckpointError.
+
+    `replace` an unfinished folder that a dead process has left; else it is refused, because it may be in use.
+    """
     unfinished = name_unfinished(final)
+    if final.exists() or final.is_symlink():
+        raise CheckpointError(f"{final} exists already, and is never overwritten")
     try:
-        if unfinished.exists():
+        if replace and unfinished.exists():
             shutil.rmtree(unfinished)
         unfinished.mkdir(parents=True)
+    except FileExistsError:
+        why = "another process is writing it, or was killed"
+        raise CheckpointError(f"{unfinished} exists: {why}. If none is writing it, delete it.") from None
     except OSError as error:
         raise CheckpointError(f"{unfinished} cannot be made ({error.strerror})") from error
     return unfinished
 
 
-def sweep(folder: Path) -> None:
-    """Deletes saves and deletions that were not finished. For the run that holds the dump folder, and nobody else."""
-    for left_over in folder.glob(f"step-*{UNFINISHED}"):
-        shutil.rmtree(left_over)
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new file and wait until it is on the disk. Raises CheckpointError."""
+    try:
+        with open(path, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        why = f"{error.strerror}; its {path.name} takes {len(content):,} bytes"
+        raise CheckpointError(f"{path} cannot be written ({why})") from error
+
+
+def commit(final: Path, manifest: Manifest | None = None) -> None:
+    """Give the unfinished folder, whose files are on the disk, its final name. Writes the manifest of a checkpoint."""
+    unfinished = name_unfinished(final)
+    if manifest:
+        write_file(unfinished / MANIFEST, encode(manifest))
+    try:
+        sync_folder(unfinished)
+        unfinished.rename(final)
+        sync_folder(final.parent)
+    except OSError as error:
+        raise CheckpointError(f"{final} cannot be committed ({error.strerror}): it is left out") from error
 
 
 def discard(final: Path, file_names: list[str]) -> None:
-    """Delete the save of `final` that failed. What cannot be deleted now is swept away when the next save begins.
+    """Delete the failed save of `final`. What cannot be deleted now, the next save removes.
 
-    It opens nothing, because the save may have failed for want of file descriptors, which rmtree needs too.
+    Opens nothing, because the save may have failed for lack of file descriptors, which rmtree needs too.
     """
     unfinished = name_unfinished(final)
     with suppress(OSError):
@@ -49,38 +78,23 @@ def discard(final: Path, file_names: list[str]) -> None:
         unfinished.rmdir()
 
 
-def name_unfinished(final: Path) -> Path:
-    return final.with_name(final.name + UNFINISHED)
-
-
-def commit(final: Path, manifest: Manifest) -> None:
-    """Files of tensors are on the disk already; here their manifest, and then the name of the whole."""
-    unfinished, content = name_unfinished(final), encode(manifest)
-    try:
-        with open(unfinished / MANIFEST, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(unfinished)
-        unfinished.rename(final)
-        sync_folder(final.parent)
-    except OSError as error:
-        why = f"{error.strerror}; its {MANIFEST} takes {len(content):,} bytes"
-        raise CheckpointError(f"{final} cannot be committed ({why}): it is left out") from error
+def remove_partial(folder: Path) -> None:
+    """Delete unfinished saves and deletions. Only the run that holds the lock of the dump folder may call this."""
+    for partial in folder.glob(f"step-*{UNFINISHED}"):
+        shutil.rmtree(partial)
 
 
 def prune(folder: Path, *, keep_latest_k: int, keep_every_m: int) -> list[int]:
-    """Deletes all but the newest k (0: none) and those of every m-th step (0: none of these). Returns the steps."""
+    """Delete all checkpoints but the newest k (0: delete none) and those of every m-th step. Return their steps."""
     steps = find_steps(folder)[:-keep_latest_k] if keep_latest_k else []
-    retired = [step for step in steps if not (keep_every_m and step % keep_every_m == 0)]
-    for step in retired:
-        doomed = (folder / f"step-{step}").rename(folder / f"step-{step}{UNFINISHED}")
-        shutil.rmtree(doomed)
-    return retired
+    pruned = [step for step in steps if not (keep_every_m and step % keep_every_m == 0)]
+    for step in pruned:
+        shutil.rmtree((folder / f"step-{step}").rename(folder / f"step-{step}{UNFINISHED}"))
+    return pruned
 
 
 def quarantine(final: Path) -> Path:
-    """Renames a damaged checkpoint, so that its step can be saved again. Returns where it is now."""
+    """Rename a damaged checkpoint, so that its step can be saved again. Return its new path."""
     number, aside = 1, final.with_name(f"{final.name}.damaged")
     while aside.exists():
         number, aside = number + 1, final.with_name(f"{final.name}.damaged-{number + 1}")

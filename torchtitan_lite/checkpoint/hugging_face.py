@@ -1,15 +1,20 @@
-"""Weights from a Hugging Face folder into parameters, sharded or not: each rank reads what it holds and no more.
+"""Load and export the weights of a Llama as a Hugging Face folder, in one process or on all ranks of a run.
 
-    file        one tensor          mapped           parameter                        (drawn for Shard(0), two ranks)
-    +--------+                                       rank 0: rows [:R/2]  of q_proj -> wq
-    | q_proj | -> its own rows   -> into memory   -> rank 1: rows [R/2:]
-    +--------+    or columns        when touched
+    load      every rank reads its own rows or columns from the mapped files; no traffic, nothing is allocated
+    export    out.tmp/   each pipeline stage all-gathers one tensor after the other; its first rank writes them.
+                         The first rank of all adds index, config.json and tokenizer
+              barrier    every file is on the disk
+              out        one rename
 
-Nothing travels and nothing is allocated beside the parameters: what is mapped are pages of the file, which the system
-drops when it likes, and one tensor is mapped at a time. Types are converted as the numbers are copied.
+                                       stage 0                   stage 1         (drawn for pp 2, three files)
+    model-00001-of-00003.safetensors   embedding, layers 0 to 3
+    model-00002-of-00003.safetensors                             layers 4 to 6
+    model-00003-of-00003.safetensors                             layer 7, norm, head
 
-Both models turn pairs of a head's numbers by angles. Theirs turns (i, i + E/2), ours (2i, 2i + 1), so that the rows
-of wq and wk that make these numbers stand in another order within each head, drawn for E = 6:
+Besides its shards a rank has one whole tensor in memory.
+
+Rotary order: both models rotate pairs of numbers of a head. Theirs takes (i, i + E/2), ours (2i, 2i + 1), so the rows
+of wq and wk that produce these numbers have another order within each head. Drawn for E = 6:
 
     theirs   0 1 2 3 4 5      rows of ours in their order:   0 2 4 1 3 5
     ours     0 3 1 4 2 5      rows of theirs in our order
@@ -17,77 +22,229 @@ of wq and wk that make these numbers stand in another order within each head, dr
 Legend: E head dim, R rows.
 """
 
+import json
+import logging
 import math
-import mmap
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint.hugging_face_folder import HuggingFaceFolder
-from torchtitan_lite.checkpoint.safetensors_header import DTYPE_BYTES, Entry
-from torchtitan_lite.checkpoint.tensor_files import DTYPES
+from torchtitan_lite.checkpoint import folders
+from torchtitan_lite.checkpoint.agreement import do_on_rank_0, raise_on_all_ranks
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, describe_shape
+from torchtitan_lite.checkpoint.hugging_face_folder import (
+    INDEX,
+    SINGLE_FILE,
+    HuggingFaceFolder,
+    list_tensors,
+    name_in_file,
+    their_name,
+)
+from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.checkpoint.state import convert_dtype
+from torchtitan_lite.checkpoint.tensor_files import TensorFileWriter, cut_into_files, open_tensor_file
+from torchtitan_lite.config.flavors import ModelArgs
+
+logger = logging.getLogger(__name__)
 
 IN_ROTARY_ORDER = ("attention.wq.weight", "attention.wk.weight")
-
-
-@torch.no_grad()
-def load_weights(folder: HuggingFaceFolder, parameters: dict[str, Tensor]) -> None:
-    """Fills the parameters, by FQN, with what this rank holds of them. Not collective."""
-    for fqn, parameter in parameters.items():
-        offsets, sizes = slice_local_shard(parameter)
-        if 0 not in sizes:
-            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            own.copy_(read_slice(folder, fqn, offsets, sizes))
-
-
-def slice_local_shard(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
-    """Offsets and sizes of this rank's part within the global tensor."""
-    if not isinstance(parameter, DTensor):
-        return [0] * parameter.dim(), parameter.shape
-    (chunk,) = parameter.__create_chunk_list__()  # what torch.distributed.checkpoint asks a tensor for
-    return chunk.offsets, chunk.sizes
-
-
-def read_slice(folder: HuggingFaceFolder, fqn: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """A part of one tensor, in our order and the file's dtype; pages of the file as long as nobody writes to it."""
-    rotary, head_dim = fqn.endswith(IN_ROTARY_ORDER), folder.shape.head_dim
-    unit = head_dim if rotary else 1  # so many rows stand in order only together
-    first, stop = offsets[0] // unit * unit, -(-(offsets[0] + sizes[0]) // unit) * unit
-    mapped = map_rows(folder.entries[fqn], first, stop)
-    for dim in range(1, len(sizes)):
-        mapped = mapped.narrow(dim, offsets[dim], sizes[dim])
-    if rotary:
-        mapped = to_our_order(mapped, head_dim)
-    return mapped.narrow(0, offsets[0] - first, sizes[0])
-
-
-def read_tensor(folder: HuggingFaceFolder, fqn: str) -> Tensor:
-    """One whole tensor, in our order and the file's dtype."""
-    shape = folder.entries[fqn].shape
-    return read_slice(folder, fqn, [0] * len(shape), shape)
-
-
-def map_rows(entry: Entry, first: int, stop: int) -> Tensor:
-    """Rows first .. stop - 1 of the tensor: mapped, not read."""
-    values_per_row = math.prod(entry.shape[1:])
-    start = entry.start + first * values_per_row * DTYPE_BYTES[entry.dtype]
-    n_values = (stop - first) * values_per_row
-    skipped = start % mmap.ALLOCATIONGRANULARITY  # a mapping begins at the border of a page
-    n_bytes = skipped + n_values * DTYPE_BYTES[entry.dtype]
-    with open(entry.path, "rb") as file:
-        # A private copy: torch knows no memory that must not be written.
-        pages = mmap.mmap(file.fileno(), n_bytes, offset=start - skipped, access=mmap.ACCESS_COPY)
-    flat = torch.frombuffer(pages, dtype=DTYPES[entry.dtype], count=n_values, offset=skipped)
-    return flat.view(-1, *entry.shape[1:])
+MOST_FILE_BYTES = 5 * 10**9  # as transformers has it
 
 
 def to_our_order(theirs: Tensor, head_dim: int) -> Tensor:
-    """Rows of whole heads (R, D) as our wq and wk have them: halves of each head become neighbours."""
+    """Reorder rows of whole heads (R, D) for our wq and wk: the halves of each head become neighbours."""
     return theirs.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def to_their_order(ours: Tensor, head_dim: int) -> Tensor:
-    """The way back: neighbours become halves of each head."""
+    """Reorder rows of whole heads (R, D) for their q_proj and k_proj: neighbours become the halves of each head."""
     return ours.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+# --- load ---
+
+
+@torch.no_grad()
+def load_weights(folder: HuggingFaceFolder, parameters: dict[str, Tensor]) -> None:
+    """Fill this rank's shards of the parameters, by FQN. Not collective. Raises CheckpointError for a damaged file."""
+    if unknown := parameters.keys() - folder.files.keys():
+        raise CheckpointError(f"{folder.path} is of another model: it has no {min(unknown)}")
+    for fqn, parameter in parameters.items():
+        local, offsets = parameter, [0] * parameter.dim()
+        if isinstance(parameter, DTensor):
+            (chunk,) = parameter.__create_chunk_list__()  # what torch.distributed.checkpoint asks a tensor for
+            local, offsets = parameter.to_local(), chunk.offsets
+        if local.numel():
+            local.copy_(read_box(folder, fqn, offsets, local.shape))
+
+
+def read_box(folder: HuggingFaceFolder, fqn: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Return a box of one tensor, in our row order and the dtype of its file. A view of the mapped file where it can.
+
+    Raises CheckpointError for a damaged file.
+    """
+    head_dim = folder.shape.head_dim
+    unit = head_dim if fqn.endswith(IN_ROTARY_ORDER) else 1  # rows can be reordered in whole heads only
+    first, stop = offsets[0] // unit * unit, -(-(offsets[0] + sizes[0]) // unit) * unit
+    columns = (slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
+    file = open_tensor_file(folder.files[fqn])
+    rows = file.get_slice(name_in_file(fqn, folder.shape))[(slice(first, stop), *columns)]
+    if unit > 1:
+        rows = to_our_order(rows, head_dim)
+    return rows.narrow(0, offsets[0] - first, sizes[0])
+
+
+def read_tensor(folder: HuggingFaceFolder, fqn: str) -> Tensor:
+    """Return one whole tensor, as `read_box` does."""
+    size = list_tensors(folder.shape).get(fqn) or (folder.shape.vocab_size, folder.shape.dim)  # a tied head
+    return read_box(folder, fqn, [0] * len(size), size)
+
+
+# --- export ---
+
+
+@dataclass(frozen=True)
+class Export:
+    """Everything in the folder but the weights."""
+
+    shape: ModelArgs
+    dtype: str  # float32, bfloat16 or float16
+    most_file_bytes: int = MOST_FILE_BYTES  # a larger tensor has its own file
+    # Of the tokenizer: two special tokens, and the files that go beside the weights, name -> content.
+    bos_id: int | None = None
+    eos_id: int | None = None
+    tokenizer_files: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    name: str
+    writer: int  # rank
+    fqns: list[str]
+
+
+def plan_files(export: Export, held: list[Iterable[str]]) -> list[PlannedFile]:
+    """Return every file. `held` are the FQNs of each rank; the first rank that has a tensor writes it."""
+    itemsize = getattr(torch, export.dtype).itemsize
+    bytes_by_writer: dict[int, dict[str, int]] = {}
+    for fqn, size in list_tensors(export.shape).items():
+        writer = next(rank for rank, fqns in enumerate(held) if fqn in fqns)
+        bytes_by_writer.setdefault(writer, {})[fqn] = math.prod(size) * itemsize
+    cut = [
+        (writer, fqns)
+        for writer, n_bytes in bytes_by_writer.items()
+        for fqns in cut_into_files(n_bytes, export.most_file_bytes)
+    ]
+    names = [f"model-{number:05}-of-{len(cut):05}.safetensors" for number in range(1, len(cut) + 1)]
+    if len(cut) == 1:
+        names = [SINGLE_FILE]
+    return [PlannedFile(name, writer, fqns) for name, (writer, fqns) in zip(names, cut, strict=True)]
+
+
+def write_folder(out: Path, read: Callable[[str], Tensor], export: Export) -> None:
+    """Write the folder `out` in one process. `read(fqn)` returns each whole tensor when it is needed.
+
+    Raises CheckpointError if `out` or an unfinished one exists, or cannot be written; then nothing is left.
+    """
+    unfinished = folders.create_unfinished(out, replace=False)
+    try:
+        files = plan_files(export, [list_tensors(export.shape)])
+        for planned in files:
+            write_tensors(unfinished / planned.name, planned.fqns, map(read, planned.fqns), export)
+        finish_folder(out, files, export)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def export_hf(out: Path, parameters: dict[str, Tensor], export: Export, *, group: dist.ProcessGroup) -> None:
+    """Write `out` into the run's folder of checkpoints, unless an earlier attempt has. Collective.
+
+    Raises CheckpointError. Only the run that holds the lock of the dump folder may call this: unfinished folders there
+    are deleted.
+    """
+    if not do_on_rank_0(group, out.exists):
+        do_on_rank_0(group, lambda: folders.remove_partial(out.parent))
+        export_weights(out, parameters, export, group=group)
+        logger.info(f"exported {out}")
+
+
+def export_weights(out: Path, parameters: dict[str, Tensor], export: Export, *, group: dist.ProcessGroup) -> None:
+    """Write all parameters of a run as the folder `out`. Collective; `group` has all ranks and uses gloo.
+
+    Raises CheckpointError, on every rank, if `out` exists or cannot be written; then nothing is left.
+    """
+    rank = dist.get_rank(group)
+    do_on_rank_0(group, lambda: folders.create_unfinished(out, replace=False))
+    held: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(held, list(parameters), group=group)  # names only
+    files = plan_files(export, held)
+    try:
+        raise_on_all_ranks(group, lambda: write_own_files(out, parameters, files, export, rank))
+        do_on_rank_0(group, lambda: finish_folder(out, files, export))
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(folders.name_unfinished(out), ignore_errors=True)
+        raise
+
+
+def write_own_files(
+    out: Path, parameters: dict[str, Tensor], files: list[PlannedFile], export: Export, rank: int
+) -> None:
+    """Gather this stage's tensors, in the order in which all its ranks do, and write this rank's files."""
+    failure = None
+    for planned in files:
+        # all-gathers each tensor over the ranks that share it
+        gathered = (gather(parameters[fqn]) for fqn in planned.fqns if fqn in parameters)
+        if planned.writer == rank and failure is None:
+            try:
+                write_tensors(folders.name_unfinished(out) / planned.name, planned.fqns, gathered, export)
+            except CheckpointError as error:
+                failure = error  # raised later: until then the other ranks of the stage need this one to gather
+        for _ in gathered:
+            pass
+    if failure:
+        raise failure
+
+
+def gather(parameter: Tensor) -> Tensor:
+    """Return the whole of one parameter. Collective over the ranks that share it: all-gathers its bytes."""
+    return parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def write_tensors(path: Path, fqns: list[str], tensors: Iterable[Tensor], export: Export) -> None:
+    """Write one safetensors file and wait until it is on the disk. One whole tensor is in memory at a time."""
+    sizes, dtype, tensors = list_tensors(export.shape), getattr(torch, export.dtype), iter(tensors)
+    with TensorFileWriter(path, {their_name(fqn): (dtype, sizes[fqn]) for fqn in fqns}, hashed=False) as file:
+        for fqn in fqns:  # no local variable, so a tensor is freed before the next one is gathered
+            file.write(their_name(fqn), to_theirs(fqn, next(tensors), export))
+        file.finish()
+
+
+def to_theirs(fqn: str, tensor: Tensor, export: Export) -> Tensor:
+    """Return one parameter in the dtype and row order of their file."""
+    converted = convert_dtype(fqn, tensor, getattr(torch, export.dtype))
+    return to_their_order(converted, export.shape.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else converted
+
+
+def finish_folder(out: Path, files: list[PlannedFile], export: Export) -> None:
+    """Add the other files and commit the folder."""
+    shape, bos_id, eos_id = export.shape, export.bos_id, export.eos_id
+    contents = {CONFIG: encode(describe_shape(shape, dtype=export.dtype, bos_id=bos_id, eos_id=eos_id))}
+    if len(files) > 1:
+        n_bytes = sum(map(math.prod, list_tensors(shape).values())) * getattr(torch, export.dtype).itemsize
+        file_of = {their_name(fqn): planned.name for planned in files for fqn in planned.fqns}
+        contents[INDEX] = encode({"metadata": {"total_size": n_bytes}, "weight_map": file_of})
+    for name, content in (contents | export.tokenizer_files).items():
+        folders.write_file(folders.name_unfinished(out) / name, content)
+    folders.commit(out)
+
+
+def encode(value: dict) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

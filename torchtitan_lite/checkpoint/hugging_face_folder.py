@@ -1,98 +1,91 @@
-"""A folder with a Llama of Hugging Face, known to the last tensor before anything is loaded. No torch.
+"""A Hugging Face folder with a Llama, checked down to the last tensor before anything is loaded. Needs no torch.
 
     config.json                          the shape                            hugging_face_config.py
-    model.safetensors                    every tensor                         safetensors_header.py
-    or model.safetensors.index.json      which file holds which tensor
+    model.safetensors                    every tensor
+    or model.safetensors.index.json      which file has which tensor
        model-00001-of-00004.safetensors  ...
 
     theirs                                           ours
     model.embed_tokens.weight                        tok_embeddings.weight
-    model.layers.3.input_layernorm.weight            layers.3.attention_norm.weight
-    model.layers.3.self_attn.{q,k,v,o}_proj.weight   layers.3.attention.{wq,wk,wv,wo}.weight
-    model.layers.3.post_attention_layernorm.weight   layers.3.ffn_norm.weight
-    model.layers.3.mlp.{gate,down,up}_proj.weight    layers.3.feed_forward.{w1,w2,w3}.weight
+    model.layers.3.self_attn.q_proj.weight           layers.3.attention.wq.weight
     model.norm.weight                                norm.weight
-    lm_head.weight (absent where tied)               output.weight (the same)
+    lm_head.weight (missing if tied)                 output.weight (the same)
 
-Shapes are equal in both. The rows of wq and wk stand in another order: checkpoint/hugging_face.py.
+Modules and shapes come from config/flavors.py; only the mapping of names is here. Shapes are the same on both sides.
+The order of the rows of wq and wk differs: hugging_face.py.
 """
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, read_beside, read_shape
-from torchtitan_lite.checkpoint.safetensors_header import Entry, TensorFileError, read_header
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.checkpoint.manifest import DTYPE_BYTES
+from torchtitan_lite.config.flavors import ModelArgs, list_llama_block
+from torchtitan_lite.config.json_file import parse_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-OUTSIDE_LAYERS = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-INSIDE_LAYER = {
-    "attention.wq.weight": "self_attn.q_proj.weight",
-    "attention.wk.weight": "self_attn.k_proj.weight",
-    "attention.wv.weight": "self_attn.v_proj.weight",
-    "attention.wo.weight": "self_attn.o_proj.weight",
-    "feed_forward.w1.weight": "mlp.gate_proj.weight",
-    "feed_forward.w2.weight": "mlp.down_proj.weight",
-    "feed_forward.w3.weight": "mlp.up_proj.weight",
-    "attention_norm.weight": "input_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
+THEIR_MODULES = {
+    "tok_embeddings": "model.embed_tokens",
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
 }
 NO_WEIGHTS = "rotary_emb.inv_freq"  # a constant that old versions of transformers saved with every layer
-MOST_NAMED = 8  # of many missing tensors, so many are named
+PUBLISHED = ("F32", "BF16", "F16")  # dtypes of published weights; no other is read
+MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+MOST_NAMED = 8  # tensors in a message
 
 
 @dataclass(frozen=True)
 class HuggingFaceFolder:
-    """A whole Llama: every tensor that its shape calls for is there, in that shape, and no other one."""
+    """A complete Llama: every tensor of its shape is there, and no other."""
 
     path: Path
     shape: ModelArgs
-    entries: dict[str, Entry]  # by our FQN, in the order of the model; tied, output.weight is where tok_embeddings is
-
-
-def their_name(fqn: str) -> str:
-    """layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight."""
-    if fqn in OUTSIDE_LAYERS:
-        return OUTSIDE_LAYERS[fqn]
-    _, layer, inside = fqn.split(".", 2)
-    return f"model.layers.{layer}.{INSIDE_LAYER[inside]}"
+    files: dict[str, Path]  # by our FQN, in the order of the model; output.weight too if it is tied
 
 
 def list_tensors(shape: ModelArgs) -> dict[str, tuple[int, ...]]:
-    """FQN -> global shape of every parameter, in the order of the model; a tied head is none."""
-    query_rows, key_rows = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    inside = {
-        "attention_norm.weight": (shape.dim,),
-        "attention.wq.weight": (query_rows, shape.dim),
-        "attention.wk.weight": (key_rows, shape.dim),
-        "attention.wv.weight": (key_rows, shape.dim),
-        "attention.wo.weight": (shape.dim, query_rows),
-        "ffn_norm.weight": (shape.dim,),
-        "feed_forward.w1.weight": (shape.ffn_dim, shape.dim),
-        "feed_forward.w2.weight": (shape.dim, shape.ffn_dim),
-        "feed_forward.w3.weight": (shape.ffn_dim, shape.dim),
-    }
+    """Return FQN -> global shape of every parameter of a Llama, in the order of the model. A tied head has none."""
     tensors: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (shape.vocab_size, shape.dim)}
     for layer in range(shape.n_layers):
-        tensors |= {f"layers.{layer}.{name}": size for name, size in inside.items()}
+        tensors |= {f"layers.{layer}.{module.name}.weight": module.weight for module in list_llama_block(shape)}
     tensors["norm.weight"] = (shape.dim,)
     if not shape.tie_embeddings:
         tensors["output.weight"] = (shape.vocab_size, shape.dim)
     return tensors
 
 
+def their_name(fqn: str) -> str:
+    """layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight."""
+    module = fqn.removesuffix(".weight")
+    if not module.startswith("layers."):
+        return f"{THEIR_MODULES[module]}.weight"
+    _, layer, inside = module.split(".", 2)
+    return f"model.layers.{layer}.{THEIR_MODULES[inside]}.weight"
+
+
+def name_in_file(fqn: str, shape: ModelArgs) -> str:
+    """Return the name of a parameter's tensor: of a tied head, that of the embedding."""
+    return their_name("tok_embeddings.weight" if fqn == "output.weight" and shape.tie_embeddings else fqn)
+
+
 def open_folder(path: Path) -> HuggingFaceFolder:
-    """Reads config.json and the heads of all files. Raises HuggingFaceError with everything that is wrong."""
+    """Read config.json and the headers of all files. Raises HuggingFaceError with everything that is wrong."""
     shape = read_shape(path)
     found = {name: entry for name, entry in read_entries(path).items() if not name.endswith(NO_WEIGHTS)}
-    n_layers = 1 + max((int(name.split(".")[2]) for name in found if is_of_layer(name)), default=-1)
-    if n_layers != shape.n_layers:
+    n_layers = count_layers(set(found))
+    if n_layers != shape.n_layers:  # before the names of as many layers as the file says are listed
         why = f"{CONFIG}: num_hidden_layers = {shape.n_layers}, and the files hold layers 0 to {n_layers - 1}"
         raise HuggingFaceError(path, [why if n_layers else "the files hold no tensor named as those of a Llama"])
 
@@ -106,24 +99,20 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             f"{CONFIG} ties lm_head to embed_tokens; set tie_word_embeddings to false to keep its own weight"
         )
     for name in sorted(expected.keys() & found):
-        if found[name].shape != expected[name]:
-            place, seen = found[name].path.name, list(found[name].shape)
-            problems.append(f"{place}: {name} is {seen}, and {CONFIG} calls for {list(expected[name])}")
+        file, seen = found[name]
+        if seen != expected[name]:
+            problems.append(f"{file.name}: {name} is {list(seen)}, and {CONFIG} calls for {list(expected[name])}")
     if problems:
         raise HuggingFaceError(path, problems)
-    entries = {fqn: found[their_name(fqn)] for fqn in list_tensors(shape)}
-    return HuggingFaceFolder(path, shape, {**entries, "output.weight": found[their_name(head_of(shape))]})
+    fqns = list(dict.fromkeys([*list_tensors(shape), "output.weight"]))
+    return HuggingFaceFolder(path, shape, {fqn: found[name_in_file(fqn, shape)][0] for fqn in fqns})
 
 
-def head_of(shape: ModelArgs) -> str:
-    """The parameter that serves as head."""
-    return "tok_embeddings.weight" if shape.tie_embeddings else "output.weight"
-
-
-def is_of_layer(name: str) -> bool:
-    prefix, _, rest = name.partition("model.layers.")
-    number, _, inside = rest.partition(".")
-    return prefix == "" and inside in INSIDE_LAYER.values() and number.isdecimal() and len(number) < 9
+def count_layers(names: set[str]) -> int:
+    """Return how many layers tensors with these names belong to, if they are numbered from 0."""
+    inside = {f"{name}.weight" for name in THEIR_MODULES.values()}
+    numbers = [name.split(".", 3)[2:] for name in names if name.startswith("model.layers.") and name.count(".") > 2]
+    return 1 + max((int(n) for n, rest in numbers if n.isdecimal() and len(n) < 9 and rest in inside), default=-1)
 
 
 def describe_names(kind: str, names: set[str]) -> list[str]:
@@ -132,40 +121,28 @@ def describe_names(kind: str, names: set[str]) -> list[str]:
     return [f"{kind}: {', '.join(shown)}{more}"] if names else []
 
 
-def read_entries(path: Path) -> dict[str, Entry]:
-    """Every tensor of the folder's files, by their name."""
+def read_entries(path: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Return file and shape of every tensor in the folder, by their name."""
     if (path / SINGLE_FILE).is_file():  # transformers too looks for it first
-        return read_file(path, SINGLE_FILE)
-    if (path / INDEX).is_file():
-        return read_sharded(path, read_weight_map(path))
-    pickles = sorted(file.name for file in path.glob("*.bin"))
-    why = f"there is no {SINGLE_FILE} and no {INDEX}"
-    if pickles:
-        why += f"; {pickles[0]} is a pickle, which is never opened here: have transformers save it as safetensors"
-    raise HuggingFaceError(path, [why])
+        return read_header(path, SINGLE_FILE)
+    if not (path / INDEX).is_file():
+        why = f"there is no {SINGLE_FILE} and no {INDEX}"
+        if pickles := sorted(file.name for file in path.glob("*.bin")):
+            why += f"; {pickles[0]} is a pickle, which is never opened here: have transformers save it as safetensors"
+        raise HuggingFaceError(path, [why])
 
-
-def read_weight_map(path: Path) -> dict[str, str]:
-    """Tensor -> name of its file, as the index has it."""
-    weight_map = read_beside(path, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    file_of = read_beside(path, INDEX).get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
         raise HuggingFaceError(path, [f"{INDEX} has no weight_map"])
-    for name, file in weight_map.items():
+    for name, file in file_of.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise HuggingFaceError(
-                path, [f"{INDEX}: {name} is said to be in {file!r}, which is no file of this folder"]
-            )
-    return weight_map
-
-
-def read_sharded(path: Path, weight_map: dict[str, str]) -> dict[str, Entry]:
-    files = sorted(set(weight_map.values()))
+            raise HuggingFaceError(path, [f"{INDEX} says that {name} is in {file!r}, which is no file of this folder"])
+    files = sorted(set(file_of.values()))
     if missing := [file for file in files if not (path / file).is_file()]:
         raise HuggingFaceError(path, [f"{INDEX} names files that are not there: {', '.join(missing)}"])
     entries = {}
     for file in files:
-        held = read_file(path, file)
-        named = {name for name, place in weight_map.items() if place == file}
+        held, named = read_header(path, file), {name for name, place in file_of.items() if place == file}
         problems = describe_names(f"{INDEX} names, and {file} does not hold", named - held.keys())
         problems += describe_names(f"{file} holds, and {INDEX} does not name there", held.keys() - named)
         if problems:
@@ -174,10 +151,36 @@ def read_sharded(path: Path, weight_map: dict[str, str]) -> dict[str, Entry]:
     return entries
 
 
-def read_file(path: Path, file: str) -> dict[str, Entry]:
+def read_header(folder: Path, file: str) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Return file and shape of every tensor of one file, by name. Raises HuggingFaceError.
+
+    `check` runs without torch, which the safetensors library needs even to list a file. So names, dtypes, shapes and
+    the size of the file are checked here; offsets, when the library opens the file to load it.
+    """
+    path = folder / file
+    entries, n_data_bytes = {}, 0
     try:
-        return read_header(path / file)
-    except TensorFileError as error:
-        raise HuggingFaceError(path, [str(error)]) from None
+        n_file_bytes = path.stat().st_size
+        with open(path, "rb") as stream:
+            n_header_bytes = int.from_bytes(stream.read(8), "little")
+            if not 0 < n_header_bytes <= min(MOST_HEADER_BYTES, n_file_bytes - 8):
+                raise ValueError(f"its {n_file_bytes} bytes cannot contain its header")
+            header = parse_json_object(stream.read(n_header_bytes))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            match entry:
+                case {"dtype": str(dtype), "shape": [*sizes]} if all(type(n) is int and n >= 0 for n in sizes):
+                    pass
+                case _:
+                    raise ValueError(f"the entry of {name!r} is not as the format has it")
+            if dtype not in PUBLISHED:
+                raise ValueError(f"{name} is of type {dtype}, and only {', '.join(PUBLISHED)} are read")
+            entries[name] = (path, tuple(sizes))
+            n_data_bytes += prod(sizes) * DTYPE_BYTES[dtype]
+        if 8 + n_header_bytes + n_data_bytes != n_file_bytes:
+            raise ValueError(f"it has {n_file_bytes} bytes, and its header needs {8 + n_header_bytes + n_data_bytes}")
+    except ValueError as error:
+        raise HuggingFaceError(folder, [f"{path} is not a whole safetensors file: {error}"]) from None
     except OSError as error:
-        raise HuggingFaceError(path, [f"{file} cannot be read ({error.strerror})"]) from None
+        raise HuggingFaceError(folder, [f"{file} cannot be read ({error.strerror})"]) from None
+    return entries

@@ -1,13 +1,14 @@
-"""Loads a checkpoint on any layout: every rank reads its slices, and some of the files are hashed by each.
+"""Load a checkpoint on any layout: every rank reads its shards, and each file is hashed by one rank.
 
-Reading and hashing go on at the same time, and what was read counts only when every file was found to be whole. A run
-that resumes from its newest checkpoint goes back to the one before where the newest is damaged, and says so; a
-checkpoint that was asked for by its step is loaded or refused.
+Reading and hashing run at the same time, and nothing counts as loaded until every file was found undamaged. A run that
+resumes from its newest checkpoint uses the one before if the newest is damaged, and logs that. A step that was asked
+for by its number is loaded or refused.
 """
 
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,15 +19,56 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint import folders
-from torchtitan_lite.checkpoint.agreement import do_on_rank_0, explain, raise_on_all_ranks
+from torchtitan_lite.checkpoint.agreement import do_on_rank_0, explain_dcp_error, raise_on_all_ranks
+from torchtitan_lite.checkpoint.hugging_face import load_weights
+from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError, DamagedCheckpoint, Manifest, find_steps, read_manifest
 from torchtitan_lite.checkpoint.state import create_optimizer_state, name_tensors, name_weights, set_step
 from torchtitan_lite.checkpoint.storage import StorageReader
 from torchtitan_lite.checkpoint.tensor_files import find_damage
 from torchtitan_lite.config.certificates import describe_certificate
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.schema import Checkpoint
 
 logger = logging.getLogger(__name__)
+
+
+def restore_or_load(
+    checkpoints: Path,
+    resumed_step: int,
+    parameters: dict[str, Tensor],
+    optimizer: Optimizer,
+    lr_scheduler: LRScheduler,
+    *,
+    is_named: bool,
+    section: Checkpoint,
+    shape: ModelArgs,
+    fingerprint: dict[str, object],
+    group: dist.ProcessGroup,
+) -> int:
+    """Restore a checkpoint of this run, or load initial weights. Return the last finished step. Collective.
+
+    `resumed_step` is the newest checkpoint (an older one is used if it is damaged), or one that `is_named` (and no
+    other is used); 0 if there is none: then checkpoint.initial_load_path is loaded, if given. Raises CheckpointError;
+    the content of the parameters is then undefined.
+    """
+    run = (parameters, optimizer, lr_scheduler)
+    path = Path(section.initial_load_path)
+    if resumed_step:
+        step = resumed_step if is_named else None
+        return resume(checkpoints, step, *run, section=section, fingerprint=fingerprint, group=group)
+    if not section.initial_load_path:
+        return 0
+    if section.initial_load_in_hf:
+        raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
+    elif section.initial_load_model_only:
+        same_model = {"shape": asdict(shape)}
+        load_checkpoint(path, name_weights(parameters), fingerprint=same_model, verify=section.verify, group=group)
+    else:  # the weights, optimizer state and step of another run
+        step = int(path.name.removeprefix("step-"))
+        return resume(path.parent, step, *run, section=section, fingerprint=fingerprint, group=group)
+    logger.info(f"the run starts with the weights of {path}")
+    return 0
 
 
 def resume(
@@ -37,24 +79,24 @@ def resume(
     lr_scheduler: LRScheduler,
     *,
     section: Checkpoint,
-    facts: dict[str, object],
+    fingerprint: dict[str, object],
     group: dist.ProcessGroup,
 ) -> int:
-    """Puts a run where the checkpoint of `step` left it; None: the newest that is sound. Returns the step. Collective.
+    """Restore a run from the checkpoint of `step` (None: the newest undamaged one). Return its step. Collective.
 
-    Raises CheckpointError; what the run holds is then undefined.
+    Raises CheckpointError; the state of the run is then undefined.
     """
     if "optimizer" in section.exclude_from_loading:
         tensors = name_weights(parameters)
-        logger.info("the optimizer begins with new moments (checkpoint.exclude_from_loading)")
+        logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
     else:
         create_optimizer_state(parameters, optimizer)
         tensors = name_tensors(parameters, optimizer)
+    options = {"fingerprint": fingerprint, "verify": section.verify, "group": group}
     if step is None:
-        manifest = load_newest(folder, tensors, facts=facts, verify=section.verify, group=group)
+        manifest = load_newest(folder, tensors, **options)
     else:
-        path = folder / f"step-{step}"
-        manifest = load_checkpoint(path, tensors, facts=facts, verify=section.verify, group=group)
+        manifest = load_checkpoint(folder / f"step-{step}", tensors, **options)
     set_step(lr_scheduler, manifest.step)
     certificate = describe_certificate(manifest.run.get("certificate"))
     logger.info(f"resumed from {folder / f'step-{manifest.step}'}, {certificate}")
@@ -62,18 +104,18 @@ def resume(
 
 
 def load_newest(
-    folder: Path, tensors: dict[str, Tensor], *, facts: dict[str, object], verify: bool, group: dist.ProcessGroup
+    folder: Path, tensors: dict[str, Tensor], *, fingerprint: dict[str, object], verify: bool, group: dist.ProcessGroup
 ) -> Manifest:
-    """Fills `tensors`, in place, from the newest checkpoint in `folder` that is not damaged. Collective.
+    """Fill `tensors`, in place, from the newest checkpoint in `folder` that is not damaged. Collective.
 
-    Those that are damaged are set aside, under names that end in .damaged. Raises CheckpointError where none is sound.
+    Renames damaged ones to step-N.damaged. Raises CheckpointError if all are damaged; then nothing is renamed.
     """
     steps = do_on_rank_0(group, lambda: find_steps(folder))
     damaged = []
     for step in reversed(steps):
         path = folder / f"step-{step}"
         try:
-            manifest = load_checkpoint(path, tensors, facts=facts, verify=verify, group=group)
+            manifest = load_checkpoint(path, tensors, fingerprint=fingerprint, verify=verify, group=group)
         except DamagedCheckpoint as error:
             if dist.get_rank(group) == 0:
                 logger.error(f"DAMAGED CHECKPOINT, so an older one is tried: {error}")
@@ -83,7 +125,7 @@ def load_newest(
         return manifest
     raise CheckpointError(
         f"none of the checkpoints in {folder} can be loaded (steps {steps or 'none'}): put a sound one there, "
-        "or begin anew with --job.overwrite, which deletes them"
+        "or start again with --job.overwrite, which deletes them"
     )
 
 
@@ -93,25 +135,24 @@ def quarantine(damaged: list[Path]) -> None:
 
 
 def load_checkpoint(
-    path: Path, tensors: dict[str, Tensor], *, facts: dict[str, object], verify: bool, group: dist.ProcessGroup
+    path: Path, tensors: dict[str, Tensor], *, fingerprint: dict[str, object], verify: bool, group: dist.ProcessGroup
 ) -> Manifest:
-    """Fills `tensors`, in place, from the checkpoint `path`, a step-N folder. Collective.
+    """Fill `tensors`, in place, from the checkpoint `path`, a step-N folder. Collective.
 
-    `tensors` hold this rank's shares of what the layout shards. Raises CheckpointError where a fact has changed since
-    it was saved, or a tensor is not there; DamagedCheckpoint where a file is not what was saved. After either, the
-    content of `tensors` is undefined.
+    `tensors` hold this rank's shards. Raises CheckpointError if the fingerprint does not match or a tensor is missing,
+    DamagedCheckpoint if a file is not what was saved; the content of `tensors` is then undefined.
     """
-    manifest = raise_on_all_ranks(group, lambda: read_fitting_manifest(path, tensors, facts))
+    manifest = raise_on_all_ranks(group, lambda: read_matching_manifest(path, tensors, fingerprint))
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     own_files = sorted(manifest.files)[rank::world_size] if verify else []
     failure = None
-    with ThreadPoolExecutor(thread_name_prefix="verify") as threads:  # hashing leaves the interpreter free
+    with ThreadPoolExecutor(thread_name_prefix="verify") as threads:  # hashing releases the interpreter
         hashing = [threads.submit(find_damage, path / name, manifest.files[name]) for name in own_files]
         try:
             planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
             dcp.load(tensors, storage_reader=StorageReader(path, manifest), planner=planner, process_group=group)
         except CheckpointException as error:  # the same on every rank
-            failure = explain(error)
+            failure = explain_dcp_error(error)
         damage = [problem for future in hashing if (problem := future.result())]
     found: list[list[str]] = [[] for _ in range(world_size)]
     dist.all_gather_object(found, damage, group=group)
@@ -122,12 +163,12 @@ def load_checkpoint(
     return manifest
 
 
-def read_fitting_manifest(path: Path, tensors: dict[str, Tensor], facts: dict[str, object]) -> Manifest:
-    """The manifest, if this run can go on with it."""
+def read_matching_manifest(path: Path, tensors: dict[str, Tensor], fingerprint: dict[str, object]) -> Manifest:
+    """Return the manifest. Raises CheckpointError if this run cannot continue with the checkpoint."""
     manifest = read_manifest(path)
-    for name, value in json.loads(json.dumps(facts)).items():
-        if manifest.facts.get(name) != value:
-            saved = manifest.facts.get(name)
+    for name, value in json.loads(json.dumps(fingerprint)).items():
+        if manifest.fingerprint.get(name) != value:
+            saved = manifest.fingerprint.get(name)
             raise CheckpointError(f"{path} was saved with {name} = {saved!r}, this run has {value!r}")
     for name, tensor in tensors.items():
         record = manifest.tensors.get(name)
@@ -135,8 +176,8 @@ def read_fitting_manifest(path: Path, tensors: dict[str, Tensor], facts: dict[st
             kind = name.partition(".")[0]
             if not any(other.startswith(f"{kind}.") for other in manifest.tensors):
                 raise CheckpointError(
-                    f"{path} holds no tensor of the {kind}, so a run cannot go on with it; as checkpoint."
-                    "initial_load_path, it can begin with it"
+                    f"{path} has no tensor of the {kind}, so a run cannot resume from it. It can start from it: "
+                    "name it as checkpoint.initial_load_path"
                 )
             raise CheckpointError(f"{path} is of another model: it has no {name}")
         if record.shape != tuple(tensor.shape):

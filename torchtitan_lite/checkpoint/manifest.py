@@ -1,14 +1,15 @@
-"""The manifest of a checkpoint: what is in its folder, and how to know that it still is. Needs no torch.
+"""The manifest of a checkpoint: what its folder holds, and how to check that it still does. Needs no torch.
 
-    step-20/                       the name is given by one rename, when everything in it is on the disk
-        manifest.json              line 1: the hash of all that follows. Then: format, step, facts that must hold again,
-                                   the run, every file with size and hash, every tensor with dtype, shape and chunks
+    step-20/                       named by one rename, when everything in it is on the disk
+        manifest.json              line 1: the hash of everything below it. Then: format, step, fingerprint (what must
+                                   match on resume), run, size and hash of every file, dtype, shape and chunks of every
+                                   tensor
         rank-00000.safetensors     what rank 0 wrote: one entry per chunk
         rank-00001.safetensors     ...
 
-A checkpoint comes from somewhere: another run, a download. So nothing in it is believed. There is no pickle, and what
-the manifest says is checked before any file of tensors is opened: names are plain, files are files and of that size,
-chunks fill their tensors exactly and fit into their files.
+A checkpoint may come from anywhere, so nothing in it is trusted. It contains no pickle, and everything in the manifest
+is checked before a tensor file is opened: file names are plain, files are regular files of the right size, chunks fill
+their tensors exactly and fit into their files.
 
 Hashes are BLAKE2b with 256 bits; `b2sum -l 256` prints the same.
 """
@@ -21,13 +22,14 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.safetensors_header import DTYPE_BYTES
-
 MANIFEST = "manifest.json"
-FORMAT = 1
-UNFINISHED = ".tmp"  # what a folder's name ends in that is no checkpoint: not yet, or no longer
-MOST_BYTES = 2**30  # of a manifest: 405B parameters on 16,384 ranks take a fifth of it
+FORMAT = 2  # of what is written. Format 1, which is still read, calls the fingerprint "facts"
+UNFINISHED = ".tmp"  # suffix of a folder that is not a checkpoint yet, or no longer
+MOST_BYTES = 2**30  # of a manifest: 405B parameters on 16,384 ranks need a fifth of it
 HASH_BYTES = 32
+
+# Names of dtypes in the safetensors format.
+DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 
 FIRST_LINE = b'{"blake2b": "%s",\n'
 FIRST_LINE_BYTES = len(FIRST_LINE % (b"0" * 2 * HASH_BYTES))
@@ -36,16 +38,16 @@ TENSOR_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used or written, and why."""
+    """A checkpoint cannot be used or written."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that is not what was saved, and the file in which that shows."""
+    """A checkpoint is not what was saved. The message names the file."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, in one file."""
+    """A box of a tensor, stored in one file."""
 
     file: str
     offsets: tuple[int, ...]  # of its first element in the whole tensor
@@ -61,24 +63,21 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    size: int
-    blake2b: str
+    size: int  # bytes
+    blake2b: str  # hexadecimal
 
 
 @dataclass(frozen=True)
 class Manifest:
     step: int
-    facts: dict[str, object]  # what must hold again when the run goes on: data, batch size, shape
-    run: dict[str, object]  # for the reader: config, layout, certificate, date
+    fingerprint: dict[str, object]  # what must match on resume: data, batch size, shape
+    run: dict[str, object]  # for people: config, layout, certificate, date
     files: dict[str, FileRecord]
     tensors: dict[str, TensorRecord]
 
 
 def name_entry(name: str, record: TensorRecord, chunk: Chunk) -> str:
-    """What a chunk is called in its file: by the tensor, and by its place where the tensor is cut.
-
-    "model.norm.weight", or "model.output.weight[0:128,64:128]".
-    """
+    """Return the name of a chunk in its file: "model.norm.weight", or "model.output.weight[0:128,64:128]"."""
     if chunk.sizes == record.shape:
         return name
     pairs = zip(chunk.offsets, chunk.sizes, strict=True)
@@ -86,23 +85,32 @@ def name_entry(name: str, record: TensorRecord, chunk: Chunk) -> str:
 
 
 def find_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in `folder`, ascending. Whether they are sound is not looked at."""
+    """Return the steps of the checkpoints in `folder`, ascending. Does not check them."""
     names = [path.parent.name.removeprefix("step-") for path in folder.glob(f"step-*/{MANIFEST}")]
     return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
-# ---------------------------------------------------------------- bytes
+# --- write ---
 
 
 def encode(manifest: Manifest) -> bytes:
-    """JSON with a line per file and per tensor, its hash in front."""
+    """Return the content of manifest.json: its hash, then JSON with one line per file and per tensor."""
+    files = {name: vars(record) for name, record in manifest.files.items()}
+    tensors = {
+        name: {
+            "dtype": record.dtype,
+            "shape": record.shape,
+            "chunks": [[chunk.file, chunk.offsets, chunk.sizes] for chunk in record.chunks],
+        }
+        for name, record in manifest.tensors.items()
+    }
     parts = {
         "format": json.dumps(FORMAT),
         "step": json.dumps(manifest.step),
-        "facts": json.dumps(manifest.facts),
+        "fingerprint": json.dumps(manifest.fingerprint),
         "run": json.dumps(manifest.run),
-        "files": encode_lines({name: vars(record) for name, record in manifest.files.items()}),
-        "tensors": encode_lines({name: list_record(record) for name, record in manifest.tensors.items()}),
+        "files": encode_lines(files),
+        "tensors": encode_lines(tensors),
     }
     body = ",\n".join(f'"{name}": {text}' for name, text in parts.items()) + "}\n"
     return FIRST_LINE % hash_bytes(body.encode()).encode() + body.encode()
@@ -112,23 +120,18 @@ def encode_lines(records: dict[str, object]) -> str:
     return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in records.items()) + "}"
 
 
-def list_record(record: TensorRecord) -> dict[str, object]:
-    chunks = [[chunk.file, chunk.offsets, chunk.sizes] for chunk in record.chunks]
-    return {"dtype": record.dtype, "shape": record.shape, "chunks": chunks}
-
-
 def hash_bytes(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=HASH_BYTES).hexdigest()
 
 
-# ---------------------------------------------------------------- reading
+# --- read ---
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint `folder`, checked against itself and against names and sizes of the files.
+    """Return the manifest of the checkpoint `folder`, checked against itself and against the sizes of the files.
 
-    What the files contain is not looked at: `find_damage` in tensor_files.py does that. Raises CheckpointError where
-    there is no checkpoint or one of a later format, DamagedCheckpoint for all else.
+    Does not read the files of tensors (tensor_files.find_damage does). Raises CheckpointError where there is no
+    checkpoint, or one of a later format; DamagedCheckpoint for everything else.
     """
     path = folder / MANIFEST
     try:
@@ -136,35 +139,36 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error.strerror})") from None
     if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
-        raise DamagedCheckpoint(f"{path} is no plain file of at most {MOST_BYTES:,} bytes")
+        raise DamagedCheckpoint(f"{path} is not a plain file of at most {MOST_BYTES:,} bytes")
     try:
         content = path.read_bytes()
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror})") from None
     first_line, body = content[:FIRST_LINE_BYTES], content[FIRST_LINE_BYTES:]
     if first_line != FIRST_LINE % hash_bytes(body).encode():
-        raise DamagedCheckpoint(f"{path} has changed since it was written: the hash in its first line is not its own")
+        raise DamagedCheckpoint(f"{path} has changed since it was written: the hash in its first line does not match")
     try:
         raw = json.loads(content)
     except (ValueError, RecursionError):
         raise DamagedCheckpoint(f"{path} is not JSON") from None
     if isinstance(raw, dict) and isinstance(raw.get("format"), int) and raw["format"] > FORMAT:
         raise CheckpointError(
-            f"{folder} has format {raw['format']}, this program reads format {FORMAT}: use the program that saved it"
+            f"{folder} has format {raw['format']}, this program reads formats 1 to {FORMAT}: use the program that "
+            "saved it"
         )
     try:
         manifest = parse(raw)
     except (KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpoint(f"{path} is no manifest: {error}") from None
+        raise DamagedCheckpoint(f"{path} is not a manifest: {error}") from None
     if folder.name.startswith("step-") and folder.name != f"step-{manifest.step}":
-        raise DamagedCheckpoint(f"{path} is that of step {manifest.step}, not of {folder.name}")
+        raise DamagedCheckpoint(f"{path} is of step {manifest.step}, not of {folder.name}")
     for name, record in manifest.files.items():
         check_file(folder / name, record)
     return manifest
 
 
 def check_file(path: Path, record: FileRecord) -> None:
-    """A plain file of the size that it had."""
+    """Raise DamagedCheckpoint if `path` is not a plain file of the recorded size."""
     try:
         found = path.lstat()
     except OSError as error:
@@ -176,39 +180,42 @@ def check_file(path: Path, record: FileRecord) -> None:
 
 
 def parse(raw: object) -> Manifest:
-    """Raises KeyError, TypeError or ValueError for whatever `encode` would not write."""
-    demand(isinstance(raw, dict) and count(raw["format"]) == FORMAT, "its format is unknown")
-    for part in ("facts", "run", "files", "tensors"):
-        demand(isinstance(raw[part], dict), f"{part} is not an object")
+    """Check parsed JSON. Raises KeyError, TypeError or ValueError for everything that `encode` never writes."""
+    require(isinstance(raw, dict) and 0 < parse_count(raw["format"]) <= FORMAT, "its format is unknown")
+    fingerprint = raw["facts" if raw["format"] == 1 else "fingerprint"]
+    for part in (fingerprint, raw["run"], raw["files"], raw["tensors"]):
+        require(isinstance(part, dict), f"{part!r:.40} is not an object")
+    if raw["format"] == 1 and isinstance(fingerprint.get("shape"), dict):
+        fingerprint["shape"].setdefault("name", "llama3")  # which format 1 left out
     files = {name: parse_file(name, record) for name, record in raw["files"].items()}
     tensors = {name: parse_tensor(name, record) for name, record in raw["tensors"].items()}
-    held = dict.fromkeys(files, 0)
+    n_bytes = dict.fromkeys(files, 0)
     for name, record in tensors.items():
         for chunk in record.chunks:
-            demand(chunk.file in files, f"{name} is in {chunk.file!r}, which is not listed")
-            held[chunk.file] += prod(chunk.sizes) * DTYPE_BYTES[record.dtype]
+            require(chunk.file in files, f"{name} is in {chunk.file!r}, which is not listed")
+            n_bytes[chunk.file] += prod(chunk.sizes) * DTYPE_BYTES[record.dtype]
     for name, record in files.items():
-        demand(held[name] <= record.size, f"{name} would hold {held[name]:,} bytes of tensors, and has {record.size:,}")
-    return Manifest(count(raw["step"]), raw["facts"], raw["run"], files, tensors)
+        require(n_bytes[name] <= record.size, f"{name} has {record.size:,} bytes for {n_bytes[name]:,} of tensors")
+    return Manifest(parse_count(raw["step"]), fingerprint, raw["run"], files, tensors)
 
 
 def parse_file(name: str, raw: dict) -> FileRecord:
-    demand(FILE_NAME.fullmatch(name) is not None, f"{name!r} is not a plain name of a file")
-    demand(isinstance(raw["blake2b"], str), f"{name} has no hash")
-    return FileRecord(count(raw["size"]), raw["blake2b"])
+    require(FILE_NAME.fullmatch(name) is not None, f"{name!r} is not a plain name of a file")
+    require(isinstance(raw["blake2b"], str), f"{name} has no hash")
+    return FileRecord(parse_count(raw["size"]), raw["blake2b"])
 
 
 def parse_tensor(name: str, raw: dict) -> TensorRecord:
-    demand(TENSOR_NAME.fullmatch(name) is not None, f"{name!r} is not the name of a tensor")
-    demand(raw["dtype"] in DTYPE_BYTES, f"{name} has the unknown dtype {raw['dtype']!r}")
-    chunks = tuple(Chunk(file, counts(offsets), counts(sizes)) for file, offsets, sizes in raw["chunks"])
-    record = TensorRecord(raw["dtype"], counts(raw["shape"]), chunks)
-    demand(is_filled(record), f"the chunks of {name} do not fill its shape {list(record.shape)} exactly")
+    require(TENSOR_NAME.fullmatch(name) is not None, f"{name!r} is not the name of a tensor")
+    require(raw["dtype"] in DTYPE_BYTES, f"{name} has the unknown dtype {raw['dtype']!r}")
+    chunks = tuple(Chunk(file, parse_counts(offsets), parse_counts(sizes)) for file, offsets, sizes in raw["chunks"])
+    record = TensorRecord(raw["dtype"], parse_counts(raw["shape"]), chunks)
+    require(is_filled(record), f"the chunks of {name} do not fill its shape {list(record.shape)} exactly")
     return record
 
 
 def is_filled(record: TensorRecord) -> bool:
-    """Whether the chunks are the cells of a grid, each of them once. Meshes cut tensors in no other way."""
+    """Return whether the chunks are the cells of a grid, each of them once. Meshes cut tensors in no other way."""
     if any(len(chunk.offsets) != len(record.shape) or len(chunk.sizes) != len(record.shape) for chunk in record.chunks):
         return False
     if 0 in record.shape:
@@ -227,16 +234,17 @@ def is_filled(record: TensorRecord) -> bool:
     return len(record.chunks) == n_cells == len({chunk.offsets for chunk in record.chunks})
 
 
-def counts(raw: object) -> tuple[int, ...]:
-    demand(isinstance(raw, list), f"{raw!r} is not a list of numbers")
-    return tuple(count(number) for number in raw)
+def parse_counts(raw: object) -> tuple[int, ...]:
+    require(isinstance(raw, list), f"{raw!r} is not a list of numbers")
+    return tuple(parse_count(number) for number in raw)
 
 
-def count(raw: object) -> int:
-    demand(type(raw) is int and 0 <= raw < 2**63, f"{raw!r} is not a number of things")
+def parse_count(raw: object) -> int:
+    require(type(raw) is int and 0 <= raw < 2**63, f"{raw!r} is not a count")
     return raw
 
 
-def demand(sound: bool, otherwise: str) -> None:
-    if not sound:
-        raise ValueError(otherwise)
+def require(condition: bool, problem: str) -> None:
+    """Raise ValueError with `problem` if the condition does not hold."""
+    if not condition:
+        raise ValueError(problem)

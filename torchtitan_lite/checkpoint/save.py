@@ -1,12 +1,13 @@
-"""Saves checkpoints of a run: by all ranks together, in front of the next step or beside it.
+"""Save checkpoints of a run: all ranks together, either between two steps or beside the next ones.
 
     save(20) ------------------------------ save(40)
-      |  waits for the one before             |
-      |  begins to copy                       |        async: errors are told by `check`, after the step in which the
-      v                                       v        thread met them; `close` waits for the last one
+      |  waits for the previous save          |
+      |  starts to copy                       |        async: `check` raises an error after the step in which the
+      v                                       v        thread met it; leaving the saver waits for the last save
       thread: copy, plan, write, hash, commit, prune
 
-Ranks save over a group that no other code uses: calls of two threads over one group have no order, and may deadlock.
+Ranks save over a group that no other code uses: the calls of two threads over one group have no order, and can
+deadlock.
 """
 
 import logging
@@ -24,9 +25,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint import folders
-from torchtitan_lite.checkpoint.agreement import explain
+from torchtitan_lite.checkpoint.agreement import explain_dcp_error, raise_on_all_ranks
 from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps
 from torchtitan_lite.checkpoint.staging import Staging
+from torchtitan_lite.checkpoint.state import convert_dtype, name_tensors, name_weights
 from torchtitan_lite.checkpoint.storage import StagedPlanner, StorageWriter, name_file
 from torchtitan_lite.config.schema import Checkpoint, Config
 
@@ -34,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """Saves into `folder`, as [checkpoint] says. A context manager: leaving it waits for what is being written.
+    """Save into `folder` as [checkpoint] says. A context manager: leaving it waits for the save in flight.
 
-    `facts` must hold again when a run goes on; `run` is for the reader. `group`: all ranks, with gloo, for
+    `fingerprint` must match when a run resumes; `run` is for people. `group` has all ranks, uses gloo, and belongs to
     this saver alone.
     """
 
@@ -46,16 +48,16 @@ class CheckpointSaver:
         section: Checkpoint,
         optimizer: Optimizer,
         *,
-        facts: dict[str, object],
+        fingerprint: dict[str, object],
         run: dict[str, object],
         group: dist.ProcessGroup,
         device: torch.device,
     ):
         self.folder, self.section, self.group = folder, section, group
-        self.facts, self.run = facts, run
+        self.fingerprint, self.run = fingerprint, run
         self.in_flight: Future | None = None
-        self.failure: CheckpointError | None = None  # of the last save, after which the run went on
-        self.newest_step: int | None = None  # of what is saved; rank 0 alone keeps it
+        self.failure: CheckpointError | None = None  # of the last save, if the run continued without it
+        self.newest_step: int | None = None  # that is saved; known on rank 0 only
         if section.enable and dist.get_rank(group) == 0:
             self.newest_step = max(find_steps(folder), default=None)
         self.staging = self.thread = None
@@ -66,31 +68,31 @@ class CheckpointSaver:
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", **set_device)
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Saves this rank's shares of `tensors` as step-N, or begins to. Collective.
+        """Save this rank's shards of `tensors` as step-N, or start to if saves are asynchronous. Collective.
 
-        They may change in `optimizer.step` and nowhere else. Raises CheckpointError where this save, or the one that
-        was in flight, failed on any rank and `on_save_error` is "stop"; what failed leaves nothing behind.
+        Only `optimizer.step` may change them meanwhile. Raises CheckpointError where this save, or the previous one,
+        failed on any rank and `on_save_error` is "stop". A failed save leaves nothing behind.
         """
         self.wait()
         if self.staging is None:
-            self.tell(lambda: self.write(step, tensors))
+            self.finish_save(lambda: self.write(step, tensors))
         else:
             self.staging.begin(tensors)
             self.in_flight = self.thread.submit(self.write, step, tensors)
 
     def check(self) -> None:
-        """Raises what went wrong beside the last steps, as `save` does."""
+        """Raise the error of a save that has ended since the last call, as `save` does."""
         if self.in_flight is not None and self.in_flight.done():
             self.wait()
 
     def wait(self) -> None:
-        """For the save that is in flight, if there is one."""
+        """Wait for the save in flight, if there is one. Raises as `save` does."""
         if self.in_flight is not None:
             in_flight, self.in_flight = self.in_flight, None
-            self.tell(in_flight.result)
+            self.finish_save(in_flight.result)
 
-    def tell(self, result: Callable[[], None]) -> None:
-        """Calls `result`; an error stops the run, or is logged and kept."""
+    def finish_save(self, result: Callable[[], None]) -> None:
+        """Call `result`. Its error stops the run, or is logged and kept, as `on_save_error` says."""
         try:
             result()
             self.failure = None
@@ -99,20 +101,21 @@ class CheckpointSaver:
                 raise
             self.failure = error
             if dist.get_rank(self.group) == 0:
-                logger.error(f"NOT SAVED, and the run goes on (checkpoint.on_save_error): {error}")
+                logger.error(f"NOT SAVED, and the run continues (checkpoint.on_save_error): {error}")
 
     def write(self, step: int, tensors: dict[str, Tensor]) -> None:
+        """Save and commit one step, then delete old ones. Runs in the thread if saves are asynchronous."""
         final = self.folder / f"step-{step}"
         rank = dist.get_rank(self.group)
-        writer = StorageWriter(final, Manifest(step, self.facts, self.run, {}, {}), rank)
+        writer = StorageWriter(final, Manifest(step, self.fingerprint, self.run, {}, {}), rank)
         planner = StagedPlanner(self.staging.finish if self.staging else None)
         try:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
-        except CheckpointException as error:  # the same on every rank, and none of them is writing any more
+        except CheckpointException as error:  # the same on every rank, and no rank is still writing
             if rank == 0:
                 folders.discard(final, [name_file(n) for n in range(dist.get_world_size(self.group))])
-            raise explain(error) from error
-        except RuntimeError as error:  # of a collective: this group is of no use any more, so the run cannot go on
+            raise explain_dcp_error(error) from error
+        except RuntimeError as error:  # from a collective: the group is unusable now, so the run cannot continue
             raise RuntimeError(
                 f"{final} was not saved: a rank died, or its disk is slower than that of another one by more than "
                 f"comm.init_timeout_seconds ({error})"
@@ -120,28 +123,25 @@ class CheckpointSaver:
         if rank == 0:
             logger.info(f"saved checkpoint {final}")
             self.newest_step = step
-            self.prune()
+            section = self.section
+            try:
+                folders.prune(self.folder, keep_latest_k=section.keep_latest_k, keep_every_m=section.keep_every_m)
+            except OSError as error:  # the new checkpoint is saved all the same
+                logger.error(f"an old checkpoint cannot be deleted: {error}")
 
     def notice_loss(self) -> None:
         """Log an error, once, if the newest checkpoint was deleted. Only rank 0 knows which one that is."""
         step = self.newest_step
-        # Compared again: beside this, the thread may have saved a newer one, and then deleted this one as it should.
+        # Compared again: meanwhile the thread may have saved a newer one, and then deleted this one as it should.
         if step is not None and not (self.folder / f"step-{step}").exists() and step == self.newest_step:
             self.newest_step = None
             lost = self.folder / f"step-{step}"
             logger.error(f"{lost} was deleted or moved: until the next save, {self.describe_saved()}")
 
     def describe_saved(self) -> str:
-        """Say how much of the run a resumed one would have lost."""
+        """Say how much of the run would be lost if it resumed now."""
         steps = find_steps(self.folder)
         return f"nothing since step {steps[-1]} is saved" if steps else "nothing is saved"
-
-    def prune(self) -> None:
-        try:
-            section = self.section
-            folders.prune(self.folder, keep_latest_k=section.keep_latest_k, keep_every_m=section.keep_every_m)
-        except OSError as error:  # the checkpoint is saved all the same
-            logger.error(f"an old checkpoint cannot be deleted: {error}")
 
     def __enter__(self) -> "CheckpointSaver":
         return self
@@ -152,14 +152,26 @@ class CheckpointSaver:
         except CheckpointError as error:
             if kind is None:
                 raise
-            logger.error(f"NOT SAVED: {error}")  # beside the error that ends the run
+            logger.error(f"NOT SAVED: {error}")  # besides the error that ends the run
         finally:
             if self.thread is not None:
                 self.thread.shutdown()
 
 
+def choose_tensors(
+    parameters: dict[str, Tensor], optimizer: Optimizer, *, section: Checkpoint, is_last: bool, group: dist.ProcessGroup
+) -> dict[str, Tensor]:
+    """Return the tensors to save after this step: all, or converted weights (last_save_model_only). Then collective."""
+    if not (is_last and section.last_save_model_only):
+        return name_tensors(parameters, optimizer)
+    weights, dtype = name_weights(parameters), getattr(torch, section.export_dtype)
+    return raise_on_all_ranks(
+        group, lambda: {name: convert_dtype(name, tensor, dtype) for name, tensor in weights.items()}
+    )
+
+
 def describe_run(config: Config, degrees: dict[str, int], certificate: dict[str, object] | None) -> dict[str, object]:
-    """What a checkpoint tells its reader about the run."""
+    """Return what a manifest says about the run, for people."""
     return {
         "config": asdict(config),
         "layout": degrees,
@@ -170,7 +182,7 @@ def describe_run(config: Config, degrees: dict[str, int], certificate: dict[str,
 
 
 def is_saved(step: int, section: Checkpoint, n_steps: int) -> bool:
-    """Whether a run of `n_steps` saves after this one."""
+    """Return whether a run of `n_steps` saves after this step."""
     if not section.enable or section.load_only:
         return False
     return step % section.interval == 0 or step == n_steps or (step == 1 and section.enable_first_step_checkpoint)

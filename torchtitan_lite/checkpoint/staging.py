@@ -1,11 +1,11 @@
-"""Copies of a rank's tensors in the memory of its host, made while the next step runs, for a thread that writes them.
+"""Copies of a rank's tensors in host memory, made while the next step runs, for the thread that writes them.
 
-    step n   save        forward   backward   optimizer.step      weights change here and nowhere else,
-             copying ----------------->|      waits for the copy  so there is a whole forward and backward for it
+    step n   save        forward   backward   optimizer.step      only optimizer.step changes the weights,
+             copying ----------------->|      waits for the copy  so the copy has a whole forward and backward
              writing                   |--------------------------------------------->  until the next save
 
-The buffers are made once and used again: memory does not grow. On CUDA they may be pinned; a stream of its own fills
-them, and only the device waits. On a CPU the thread that writes copies first.
+The buffers are allocated once and reused, so memory does not grow. On CUDA they may be pinned; a separate stream fills
+them, and only the device waits for it. On a CPU the thread that writes makes the copies first.
 """
 
 import threading
@@ -26,25 +26,25 @@ class Staging:
         self.stream: torch.cuda.Stream | None = None
 
     def begin(self, tensors: dict[str, Tensor]) -> None:
-        """Makes room for this rank's shares of `tensors`; on CUDA, queues the copies."""
-        self.shares = {
+        """Allocate buffers for this rank's shards of `tensors`. On CUDA, also enqueue the copies."""
+        self.shards = {
             name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()
         }
-        for name, share in self.shares.items():
+        for name, shard in self.shards.items():
             buffer = self.buffers.get(name)
-            if buffer is None or (buffer.shape, buffer.dtype) != (share.shape, share.dtype):
-                self.buffers[name] = torch.empty(share.shape, dtype=share.dtype, pin_memory=self.pinned)
+            if buffer is None or (buffer.shape, buffer.dtype) != (shard.shape, shard.dtype):
+                self.buffers[name] = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=self.pinned)
         self.copied.clear()
-        if any(share.is_cuda for share in self.shares.values()):
+        if any(shard.is_cuda for shard in self.shards.values()):
             if self.stream is None:
                 self.stream = torch.cuda.Stream()
             self.stream.wait_stream(torch.cuda.current_stream())  # the step that is to be saved
             with torch.cuda.stream(self.stream):
                 self.copy()
-            self.copied.set()  # as far as the host goes
+            self.copied.set()  # on the host; `wait` makes the device wait too
 
     def finish(self) -> dict[str, Tensor]:
-        """For the thread that writes: the copies, all of them there."""
+        """Return the finished copies. The thread that writes calls this."""
         try:
             if not self.copied.is_set():
                 self.copy()
@@ -52,14 +52,14 @@ class Staging:
             self.copied.set()
         if self.stream is not None:
             self.stream.synchronize()
-        return {name: self.buffers[name] for name in self.shares}
+        return {name: self.buffers[name] for name in self.shards}
 
     def copy(self) -> None:
-        for name, share in self.shares.items():
-            self.buffers[name].copy_(share, non_blocking=self.pinned)
+        for name, shard in self.shards.items():
+            self.buffers[name].copy_(shard, non_blocking=self.pinned)
 
     def wait(self) -> None:
-        """For whoever is about to change the tensors. On CUDA the host goes on, and the device waits."""
+        """Wait until the tensors may change. On CUDA only the device waits."""
         self.copied.wait()
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)

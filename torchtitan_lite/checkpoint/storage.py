@@ -1,12 +1,12 @@
-"""Where torch.distributed.checkpoint (DCP) puts tensors and finds them again: our files instead of its own.
+"""The storage of torch.distributed.checkpoint (DCP): our files in the place of its own.
 
-DCP does what is hard: it plans which rank writes which chunk of which tensor, each copy once, and which chunks a rank
-of any other layout must read. Its storage is an extension point, and this is ours. DCP's own files were not an option:
-their metadata are a pickle, so that a crafted checkpoint runs code, and nothing in them is hashed, so that a flipped
-bit loads silently. These two classes write and read safetensors files and one JSON manifest; there is no pickle.
+DCP plans which rank writes which chunk of which tensor, each copy once, and which chunks a rank of any other layout
+must read. Its storage is an extension point. DCP's own files have metadata in a pickle, so that a crafted checkpoint
+runs code, and no hashes, so that a flipped bit is loaded silently. The classes here write and read safetensors files
+and one JSON manifest.
 
-    save   rank 0: make step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename to step-20/
-    load   every rank reads the manifest, and then the boxes that it needs, block by block: never more than its share
+    save   rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename to step-20/
+    load   every rank reads the manifest, and then only the boxes that it needs
 """
 
 from collections.abc import Callable
@@ -29,13 +29,13 @@ from torch.futures import Future
 
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, name_entry
-from torchtitan_lite.checkpoint.tensor_files import DTYPES, NAMES, TensorFileReader, TensorFileWriter
+from torchtitan_lite.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, TensorFileReader, TensorFileWriter
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Plans with the tensors of the run; what is written comes from this rank's copies of them, where there are any.
+    """Plan with the tensors of the run; write this rank's copies of them, if there are any.
 
-    `finish_copies` is called where DCP shares errors: a rank that has no memory for them is not waited for in vain.
+    DCP shares an error of `finish_copies` with all ranks, so that none waits for a rank without memory for the copies.
     """
 
     def __init__(self, finish_copies: Callable[[], dict[str, Tensor]] | None):
@@ -57,7 +57,7 @@ def name_file(rank: int) -> str:
 
 
 class StorageWriter(Writer):
-    """Writes what DCP has planned for this rank; on rank 0, makes the folder and commits it.
+    """Write what DCP has planned for this rank. Rank 0 also creates the folder and commits it.
 
     `unsaved` is the manifest without files and tensors.
     """
@@ -67,47 +67,43 @@ class StorageWriter(Writer):
         self.file_name = name_file(rank)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, before anybody writes."""
-        folders.sweep(self.final.parent)
-        folders.begin(self.final)
+        """Create the folder. DCP calls this on rank 0, before any rank writes."""
+        folders.remove_partial(self.final.parent)
+        folders.create_unfinished(self.final, replace=True)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        chunks = {}  # name of the entry -> what DCP asks for, and where that is
+        chunks = {}  # name of the entry -> DCP's item, and the chunk
         for item in plan.items:
             data = item.tensor_data
             chunk = Chunk(self.file_name, tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-            if 0 not in chunk.sizes:  # a rank beyond the last row has an empty share
-                record = TensorRecord(NAMES[data.properties.dtype], tuple(data.size), ())
+            if 0 not in chunk.sizes:  # a rank beyond the last row has an empty shard
+                record = TensorRecord(DTYPE_NAMES[data.properties.dtype], tuple(data.size), ())
                 chunks[name_entry(item.index.fqn, record, chunk)] = (item, chunk)
-        results = []
-        if chunks:
-            entries = {name: (item.tensor_data.properties.dtype, chunk.sizes) for name, (item, chunk) in chunks.items()}
-            file = TensorFileWriter(folders.name_unfinished(self.final) / self.file_name, entries)
-            try:
-                for name, (item, _) in chunks.items():
-                    file.write(name, planner.resolve_data(item))
-                record = file.finish()
-            finally:
-                file.close()
-            results = [WriteResult(item.index, record.size, (chunk, record)) for item, chunk in chunks.values()]
-        return completed(results)
+        if not chunks:
+            return completed([])
+        entries = {name: (item.tensor_data.properties.dtype, chunk.sizes) for name, (item, chunk) in chunks.items()}
+        with TensorFileWriter(folders.name_unfinished(self.final) / self.file_name, entries) as file:
+            for name, (item, _) in chunks.items():
+                file.write(name, planner.resolve_data(item))
+            record = file.finish()
+        return completed([WriteResult(item.index, record.size, (chunk, record)) for item, chunk in chunks.values()])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when every rank has all its data on the disk."""
+        """Commit. DCP calls this on rank 0, when every rank has all its data on the disk."""
         chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
         files: dict[str, FileRecord] = {}
         for result in (result for of_rank in results for result in of_rank):
             chunk, files[chunk.file] = result.storage_data
             chunks[result.index.fqn].append(chunk)
         tensors = {
-            name: TensorRecord(NAMES[described.properties.dtype], tuple(described.size), tuple(chunks[name]))
+            name: TensorRecord(DTYPE_NAMES[described.properties.dtype], tuple(described.size), tuple(chunks[name]))
             for name, described in metadata.state_dict_metadata.items()
         }
         unsaved = self.unsaved
-        folders.commit(self.final, Manifest(unsaved.step, unsaved.facts, unsaved.run, files, tensors))
+        folders.commit(self.final, Manifest(unsaved.step, unsaved.fingerprint, unsaved.run, files, tensors))
 
-    # What DCP asks of storage in general, and ours does not need.
+    # DCP's interface asks for these; our storage does not need them.
 
     def reset(self, checkpoint_id: object = None) -> None:
         pass
@@ -124,7 +120,7 @@ class StorageWriter(Writer):
 
 
 class StorageReader(Reader):
-    """Reads the boxes that DCP has planned for this rank from the checkpoint `folder`."""
+    """Read the boxes that DCP has planned for this rank from the checkpoint `folder`."""
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
@@ -149,14 +145,11 @@ class StorageReader(Reader):
             planned.setdefault(chunk.file, []).append((item, record, chunk))
         for name, items in planned.items():
             file = TensorFileReader(self.folder / name, self.manifest.files[name])
-            try:
-                for item, record, chunk in items:
-                    target = planner.resolve_tensor(item)
-                    entry = name_entry(item.storage_index.fqn, record, chunk)
-                    file.read_into(target.detach(), entry, chunk.sizes, record.dtype, tuple(item.storage_offsets))
-                    planner.commit_tensor(item, target)
-            finally:
-                file.close()
+            for item, record, chunk in items:
+                entry, target = name_entry(item.storage_index.fqn, record, chunk), planner.resolve_tensor(item)
+                box = file.read(entry, record.dtype, chunk.sizes, tuple(item.storage_offsets), target.shape)
+                target.detach().copy_(box)
+                planner.commit_tensor(item, target)
         return completed(None)
 
     def reset(self, checkpoint_id: object = None) -> None:

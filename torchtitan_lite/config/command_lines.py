@@ -194,7 +194,7 @@ One tensor at a time is in memory, so that the model may be larger than that. OU
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, help="of all weights; by default that of the source")
     add("--tokenizer", metavar="FOLDER", help="in the place of the one that SOURCE names")
-    help = "size of a Hugging Face file, at most; a larger tensor has one of its own (%(default)s)"
+    help = "size of a file, at most; a larger tensor has one of its own (%(default)s)"
     add("--file-gb", type=number(float, 0, but=0), default=5.0, metavar="N", help=help)
     add("--no-verify", action="store_true", help="do not compare a checkpoint with its manifest")
     add("--json", action="store_true", help="print the result for programs")

@@ -23,7 +23,7 @@ OF_TOKENIZER_JSON = (
 
 
 def describe_for_export(vocabulary: Vocabulary | None) -> dict[str, object]:
-    """What checkpoint.hugging_face_export.Export has to know of a tokenizer: two special ids, and files."""
+    """What checkpoint.hugging_face.Export has to know of a tokenizer: two special ids, and files."""
     if vocabulary is None:
         return {}
     files = list_tokenizer_files(vocabulary)

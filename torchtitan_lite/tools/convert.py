@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint to a Hugging Face folder, or back. One tensor at a time is in memory."""
+"""`convert`: make a Hugging Face folder from a checkpoint, or the reverse. One tensor at a time is in memory."""
 
 import argparse
 import json
@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, find_unwritable
-from torchtitan_lite.checkpoint.hugging_face_export import Export, convert_dtype, write_folder
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import UNFINISHED, CheckpointError
 from torchtitan_lite.checkpoint.one_process import CheckpointWriter
+from torchtitan_lite.checkpoint.state import convert_dtype
 from torchtitan_lite.config.command_lines import make_convert_parser
 from torchtitan_lite.config.flavors import count_parameters
 from torchtitan_lite.data.tokenizer_files import describe_for_export
@@ -27,6 +28,7 @@ FINAL_NORM = "norm.weight"
 
 
 def main(args: list[str]) -> int:
+    """Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input."""
     options = make_convert_parser().parse_args(args)
     try:
         print(convert(options))
@@ -43,78 +45,72 @@ def main(args: list[str]) -> int:
 
 
 def convert(options: argparse.Namespace) -> str:
-    """Does it, and returns what to print. Raises SourceError, HuggingFaceError, CheckpointError."""
+    """Convert, and return the text to print. Raises SourceError, HuggingFaceError, CheckpointError."""
     started_s = time.monotonic()
-    to_checkpoint = (options.source / CONFIG).is_file()
-    refuse_out(options.out, to_checkpoint)
+    out, to_checkpoint, most_file_bytes = options.out, (options.source / CONFIG).is_file(), int(options.file_gb * 1e9)
+    check_out(out, to_checkpoint)
     with open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify) as source:
         if source.model_class is not Llama3:
             raise SourceError(f"{source.path} is no Llama, and Hugging Face folders here are those of Llama.")
-        dtype = options.dtype or str(source.read(FINAL_NORM).dtype).removeprefix("torch.")
-        n_bytes = count_parameters(source.shape) * source.read(FINAL_NORM).dtype.itemsize
-        progress = Progress(n_bytes, 0, stream=sys.stderr)
+        norm_dtype = source.read(FINAL_NORM).dtype
+        dtype = options.dtype or str(norm_dtype).removeprefix("torch.")
+        progress = Progress(count_parameters(source.shape) * norm_dtype.itemsize, 0, stream=sys.stderr)
 
         def read(fqn: str) -> Tensor:
             tensor = source.read(fqn)
-            if not options.dtype:
-                refuse_loss(fqn, tensor, dtype)
+            # Weights of several dtypes become one dtype that nobody has chosen only if nothing is lost.
+            if not options.dtype and torch.promote_types(tensor.dtype, norm_dtype) != norm_dtype:
+                raise SourceError(
+                    f"{fqn} is {tensor.dtype}, and {FINAL_NORM} {norm_dtype}. Choose one type with --dtype."
+                )
             progress.add(tensor.nbytes)
             return tensor
 
         try:
             if to_checkpoint:
-                write_checkpoint(options.out, source, read, dtype)
+                write_checkpoint(out, source, read, getattr(torch, dtype), most_file_bytes)
             else:
-                refuse_unwritable(source)
-                export = Export(
-                    source.shape, dtype, int(options.file_gb * 1e9), **describe_for_export(source.tokenizer.vocabulary)
-                )
-                write_folder(options.out, read, export)
+                for why in find_unwritable(source.shape):
+                    raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}.")
+                tokenizer = describe_for_export(source.tokenizer.vocabulary)
+                write_folder(out, read, Export(source.shape, dtype, most_file_bytes, **tokenizer))
         finally:
             progress.clear()
-        return describe(options, source, dtype, seconds=time.monotonic() - started_s)
+    return describe(options, source, dtype, seconds=time.monotonic() - started_s)
 
 
-def refuse_out(out: Path, to_checkpoint: bool) -> None:
-    """Nothing is overwritten, and a checkpoint has no name that says another step."""
+def check_out(out: Path, to_checkpoint: bool) -> None:
+    """Raise SourceError if OUT exists, if it is being written, or if its name is that of another step."""
     unfinished = out.with_name(out.name + UNFINISHED) if out.name else out
     if out.exists() or out.is_symlink():
         raise SourceError(f"{out} exists. Give another OUT: nothing is overwritten.")
     if unfinished.exists():
-        why = "another conversion is at work there, or one was killed"
-        raise SourceError(f"{unfinished} exists: {why}. Where none is at work, delete it.")
+        why = "another conversion is writing it, or was killed"
+        raise SourceError(f"{unfinished} exists: {why}. If none is writing it, delete it.")
     if to_checkpoint and out.name.startswith("step-") and out.name != "step-0":
         raise SourceError(f"OUT {out} names a step, and weights without a run are at step 0. Give step-0, or a name.")
 
 
-def refuse_unwritable(source: ModelSource) -> None:
-    for why in find_unwritable(source.shape):
-        raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}.")
-
-
-def refuse_loss(fqn: str, tensor: Tensor, dtype: str) -> None:
-    """Weights of several types become one that nobody has chosen: only without a loss."""
-    target = getattr(torch, dtype)
-    if torch.promote_types(tensor.dtype, target) != target:
-        raise SourceError(f"{fqn} is {tensor.dtype}, and {FINAL_NORM} {target}. Choose one type with --dtype.")
-
-
-def write_checkpoint(out: Path, source: ModelSource, read: Callable[[str], Tensor], dtype: str) -> None:
-    """A checkpoint of weights alone. It says what `generate` needs to know, as one of a run does."""
-    torch_dtype, sizes = getattr(torch, dtype), list_tensors(source.shape)
+def write_checkpoint(
+    out: Path, source: ModelSource, read: Callable[[str], Tensor], dtype: torch.dtype, most_file_bytes: int
+) -> None:
+    """Write a checkpoint of weights alone. Its manifest says what `generate` needs, as that of a run does."""
     tokenizer_path = source.tokenizer.vocabulary.path
     if tokenizer_path.is_file():  # plain bytes have none
         tokenizer_path = tokenizer_path.absolute()
-    facts = {"shape": asdict(source.shape), "tokenizer": source.tokenizer.identity}
     config = {
         "model": {"name": "llama3", "hf_assets_path": str(tokenizer_path)},
         "training": {"seq_len": source.context},
     }
-    run = {"config": config, "converted_from": str(source.path.absolute())}
-    tensors = {f"model.{fqn}": (torch_dtype, size) for fqn, size in sizes.items()}
-    with CheckpointWriter(out, 0, tensors, facts=facts, run=run) as writer:
+    about = {
+        "fingerprint": {"shape": asdict(source.shape), "tokenizer": source.tokenizer.identity},
+        "run": {"config": config, "converted_from": str(source.path.absolute())},
+    }
+    sizes = list_tensors(source.shape)
+    tensors = {f"model.{fqn}": (dtype, size) for fqn, size in sizes.items()}
+    with CheckpointWriter(out, 0, tensors, most_file_bytes=most_file_bytes, **about) as writer:
         for fqn in sizes:
-            writer.write(f"model.{fqn}", convert_dtype(fqn, read(fqn), torch_dtype))
+            writer.write(f"model.{fqn}", convert_dtype(fqn, read(fqn), dtype))
         writer.commit()
 
 

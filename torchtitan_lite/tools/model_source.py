@@ -1,8 +1,8 @@
-"""Where a model to generate with comes from, opened, and its weights loaded whole, in one process.
+"""Open the model that `generate` and `convert` read, and load all its weights in one process.
 
-    step-200/                       a checkpoint: its manifest says what model it is, and names the tokenizer
+    step-200/                       a checkpoint: its manifest describes the model and names the tokenizer
     checkpoint/, outputs/debug/     the newest checkpoint there
-    config.json, *.safetensors      Hugging Face: config.json says what model it is, the tokenizer lies beside it
+    config.json, *.safetensors      Hugging Face: config.json describes the model, the tokenizer is beside it
 
 Weights go from file to model one tensor at a time, and are converted on the way.
 """
@@ -32,26 +32,27 @@ GIB = 2**30
 
 
 class SourceError(ValueError):
-    """A source that no model can be made of, and why."""
+    """A source or a prompt cannot be used."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that is known, and not yet in memory."""
+    """A model that is described, and not yet in memory."""
 
     path: Path
     shape: ModelArgs
     model_class: Callable[..., nn.Module]  # of a ModelArgs
+    attention: str  # a key of config/choices.py: ATTENTIONS
     tokenizer: Tokenizer
     end_ids: frozenset[int]  # tokens after which a text ends
-    context: int | None  # tokens that it was trained to read, where that is known
-    context_key: str  # where that is said
+    context: int | None  # tokens that it was trained to read, if that is known
+    context_key: str  # where that is written
     read: Callable[[str], Tensor]  # FQN -> the whole tensor, on the CPU, in the dtype of its file
 
 
 @contextmanager
 def open_source(path: Path, *, tokenizer: str | None, verify: bool) -> Iterator[ModelSource]:
-    """Raises SourceError where there is no model, CheckpointError or HuggingFaceError where it cannot be used."""
+    """Open `path`. Raises SourceError where there is no model, CheckpointError or HuggingFaceError for a bad one."""
     if (path / CONFIG).is_file():
         yield describe_hugging_face(path, tokenizer)
     else:
@@ -60,7 +61,7 @@ def open_source(path: Path, *, tokenizer: str | None, verify: bool) -> Iterator[
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The step-N that is meant: `path` itself, or the newest in it or in its folder checkpoint/."""
+    """Return `path` if it is a step-N, else the newest one in it or in its folder checkpoint/."""
     if (path / MANIFEST).is_file():
         return path
     for folder in (path, path / "checkpoint"):
@@ -71,10 +72,10 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> ModelSource:
-    """What the manifest says, and that the tensors of such a model are there, before memory is taken for them."""
+    """Return what the manifest describes. Checks that its tensors are there before memory is allocated for them."""
     path, manifest = checkpoint.folder, checkpoint.manifest
     try:
-        config = manifest.run.get("config", {})  # a model that was converted has none
+        config = manifest.run.get("config", {})
         section, context = config.get("model", {}), config.get("training", {}).get("seq_len")
         model_class, _ = MODELS[section.get("name", "llama3")]
         shape = read_shape(manifest)
@@ -86,21 +87,30 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
         raise SourceError(f"{path}: {difference}")
     assets = tokenizer or section.get("hf_assets_path")
     found = find_tokenizer(assets, shape, path)
-    if not tokenizer and manifest.facts.get("tokenizer", found.identity) != found.identity:
+    if not tokenizer and manifest.fingerprint.get("tokenizer", found.identity) != found.identity:
         why = f"{assets} holds another tokenizer than the one that it was trained with"
-        raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is taken without a question.")
+        raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is not compared.")
     end_ids = frozenset([found.eos_id])
     if (file := found.vocabulary.path).is_file():  # a model that was trained further may have more of them
         end_ids |= read_end_ids(file.parent)
-    read = partial(read_weight, checkpoint)
-    return ModelSource(path, shape, model_class, found, end_ids, read_length(context), "training.seq_len", read)
+    return ModelSource(
+        path=path,
+        shape=shape,
+        model_class=model_class,
+        attention=section.get("attention", "causal"),  # a converted model does not say
+        tokenizer=found,
+        end_ids=end_ids,
+        context=read_length(context),
+        context_key="training.seq_len",
+        read=lambda fqn: checkpoint.read(f"model.{fqn}"),
+    )
 
 
 def read_shape(manifest: Manifest) -> ModelArgs:
-    """The shape that the facts tell. Raises KeyError, TypeError or AttributeError for what is none."""
-    raw = manifest.facts["shape"]
+    """Return the shape in the fingerprint. Raises KeyError, TypeError or AttributeError if there is none."""
+    raw = manifest.fingerprint["shape"]
     scaling = raw["rope_scaling"]
-    numbers = {name: value for name, value in raw.items() if name != "rope_scaling"} | (scaling or {})
+    numbers = {name: value for name, value in raw.items() if name not in ("rope_scaling", "name")} | (scaling or {})
     for name, value in numbers.items():
         if not isinstance(value, int | float):
             raise TypeError(f"{name} is {value!r}, not a number")
@@ -108,7 +118,7 @@ def read_shape(manifest: Manifest) -> ModelArgs:
 
 
 def find_difference(shape: ModelArgs, model_class: Callable[..., nn.Module], checkpoint: OpenCheckpoint) -> str | None:
-    """What the checkpoint's weights lack to be a model of this shape."""
+    """Return what the checkpoint's weights lack to be a model of this shape."""
     held = {name: size for name, (_, size) in checkpoint.tensors.items()}
     if shape.n_layers > len(held):
         return f"it holds {len(held)} tensors, and its {MANIFEST} calls for {shape.n_layers} layers."
@@ -117,32 +127,34 @@ def find_difference(shape: ModelArgs, model_class: Callable[..., nn.Module], che
     for fqn, parameter in model.named_parameters():
         expected, seen = tuple(parameter.shape), held.get(f"model.{fqn}")
         if seen != expected:
-            said = "is missing" if seen is None else f"has the shape {list(seen)}"
-            return f"model.{fqn} {said}, and its {MANIFEST} calls for {list(expected)}."
+            problem = "is missing" if seen is None else f"has the shape {list(seen)}"
+            return f"model.{fqn} {problem}, and its {MANIFEST} calls for {list(expected)}."
     return None
-
-
-def read_weight(checkpoint: OpenCheckpoint, fqn: str) -> Tensor:
-    return checkpoint.read(f"model.{fqn}")
 
 
 def describe_hugging_face(path: Path, tokenizer: str | None) -> ModelSource:
     folder = open_folder(path)
     found = find_tokenizer(tokenizer or str(path.absolute()), folder.shape, path)
-    context = read_beside(path, CONFIG).get("max_position_embeddings")
-    model_class, _ = MODELS["llama3"]
-    end_ids = read_end_ids(path) | {found.eos_id}
-    read, key = partial(read_tensor, folder), "max_position_embeddings"
-    return ModelSource(path, folder.shape, model_class, found, end_ids, read_length(context), key, read)
+    return ModelSource(
+        path=path,
+        shape=folder.shape,
+        model_class=MODELS["llama3"][0],
+        attention="causal",
+        tokenizer=found,
+        end_ids=read_end_ids(path) | {found.eos_id},
+        context=read_length(read_beside(path, CONFIG).get("max_position_embeddings")),
+        context_key="max_position_embeddings",
+        read=partial(read_tensor, folder),
+    )
 
 
 def read_length(raw: object) -> int | None:
-    """A number of tokens out of a file, or None where it says nothing that is one."""
+    """Return a number of tokens out of a file, or None if it is none."""
     return raw if isinstance(raw, int) and raw > 0 else None
 
 
 def find_tokenizer(assets: object, shape: ModelArgs, path: Path) -> Tokenizer:
-    """Raises SourceError where there is none, or one with more tokens than the model knows."""
+    """Load the tokenizer. Raises SourceError if there is none, or if it has more tokens than the model."""
     if not isinstance(assets, str):
         raise SourceError(f"{path} does not say which tokenizer it was trained with. Name it with --tokenizer FOLDER.")
     try:
@@ -157,7 +169,7 @@ def find_tokenizer(assets: object, shape: ModelArgs, path: Path) -> Tokenizer:
 
 
 def build_model(source: ModelSource, device: torch.device, memory_bytes: int, cached_tokens: int) -> nn.Module:
-    """The model with its weights. Raises SourceError where it would not fit, with its cache, into `memory_bytes`."""
+    """Return the model with its weights. Raises SourceError if it does not fit, with its cache, into `memory_bytes`."""
     shape, dtype = source.shape, DTYPES[device.type]
     needed_bytes = count_parameters(shape) * dtype.itemsize + count_cache_bytes(shape, cached_tokens, dtype)
     if needed_bytes > memory_bytes:

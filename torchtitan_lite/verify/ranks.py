@@ -37,7 +37,7 @@ PRELOADED = [
     "torch.distributed",
     "torchtitan_lite.step",
     "torchtitan_lite.plan.ledger",
-    "torchtitan_lite.checkpoint.exchange",
+    "torchtitan_lite.checkpoint.load",
 ]
 SECONDS_AFTER_A_FAILURE = 3  # how long the other ranks may go on once one has failed
 SECONDS_FOR_A_STACK = 5  # in which ranks that are late write where they are: they need no Python for that

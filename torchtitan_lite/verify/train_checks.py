@@ -122,7 +122,7 @@ def check_resumed_step(plan: StartPlan, seen: Sequence[Seen]) -> Check:
     steps = sorted({of_rank.resumed_step for of_rank in seen})
     detail = f"ranks go on after step {steps}, and the checkpoint is of step {plan.resumed_step}"
     wrong = steps != [plan.resumed_step]
-    return Check("resumed state", math.inf if wrong else 0.0, Culprit("resume", "begin", detail))
+    return Check("resumed state", math.inf if wrong else 0.0, Culprit("resume", "restore_or_load", detail))
 
 
 def check_rows(plan: StartPlan, step: int, rows: Sequence[list[Place | None]]) -> Check:

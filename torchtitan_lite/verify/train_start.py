@@ -2,7 +2,7 @@
 
     leave the pool's process group   train.py joins one of its own, as under torchrun; the parent holds its store
     execute the file                 anew at each start, so that nothing is left of the start before
-    watch three of its names         begin, train_step, validate: what they are given, and what they return
+    watch three of its names         restore_or_load, train_step, validate: arguments and results
     call main
     undo                             environment, logging, garbage collection
 
@@ -73,7 +73,7 @@ def start_train_py(
         os.environ.update(make_environment(rank, world_size, port))
         names = {"__name__": "train", "__file__": str(path)}
         exec(compile(read_source(path), str(path), "exec"), names)
-        for name in ("begin", "train_step", "validate"):
+        for name in ("restore_or_load", "train_step", "validate"):
             names[name] = getattr(watch, name)(names[name])
         status = names["main"](args)
     if status != 0:
@@ -133,8 +133,8 @@ class Watch:
         self.steps = [split_rows(batch) for batch in expected.batches]
         self.places = {row: (n, at) for n, rows in enumerate(self.steps, 1) for at, row in enumerate(rows)}
 
-    def begin(self, original: Callable) -> Callable:
-        """Around `begin`: the weights and moments that the run begins with."""
+    def restore_or_load(self, original: Callable) -> Callable:
+        """Wrap `restore_or_load`: note the weights and moments that the run starts with."""
 
         def watched(checkpoints, resumed_step, parameters: dict[str, Tensor], optimizer: Optimizer, *args, **options):
             self.step = original(checkpoints, resumed_step, parameters, optimizer, *args, **options)
