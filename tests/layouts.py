@@ -104,6 +104,7 @@ OF_CROSSES = [
     "cp4 x tp2 allgather",
     "dp2 x cp2 allgather",
     "pp2 x cp4 allgather",
+    "pp2 x cp2 ring",
     "cp2 compile allgather",
     "cp2 ring",
     "cp4 ring",
