@@ -89,11 +89,6 @@ def list_block(args: ModelArgs) -> list[BlockModule]:
     return BLOCKS[args.name](args)
 
 
-def is_counted(model) -> bool:
-    """Whether what is counted here is counted of this model: a fork's own has a row of BLOCKS, or is not."""
-    return model.name in BLOCKS
-
-
 def count_layer_parameters(args: ModelArgs, *, tp: int = 1, linear_only: bool = False) -> int:
     """Parameters of one block that one of `tp` ranks holds."""
     return sum(

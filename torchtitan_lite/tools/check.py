@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from torchtitan_lite.config.cluster import describe_node, find_cluster
 from torchtitan_lite.config.command_lines import make_check_parser
-from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters, is_counted
+from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters
 from torchtitan_lite.config.hardware import Machine, detect_machine
 from torchtitan_lite.config.memory_bound import GIB, MemoryBound
 from torchtitan_lite.config.schema import ConfigError, Problem
@@ -135,9 +135,7 @@ def describe(prepared: Prepared, place: Place) -> str:
 
 
 def describe_counts(prepared: Prepared) -> str:
-    """Parameters and FLOPs, where arithmetic knows them."""
-    if not is_counted(prepared.config.model):
-        return f"parameters: those of model {prepared.config.model.name} are not known without torch"
+    """Say parameters and FLOPs."""
     flops = count_flops_per_token(prepared.shape, prepared.config.training.seq_len)
     per_token = f"{format_flops(flops.full)} per token ({format_flops(flops.causal)} with causal attention)"
     return f"{count_parameters(prepared.shape):,} parameters, {per_token}"
@@ -145,10 +143,8 @@ def describe_counts(prepared: Prepared) -> str:
 
 def describe_unjudged(prepared: Prepared) -> str:
     """Why there is no bound of memory."""
-    if not is_counted(prepared.config.model):
-        return "not judged, for the parameters are not known. `plan` runs a step of the model itself"
     n_gpus = prepared.layout.world_size
-    return f"not judged, for nothing says how much there is. Use --gpus {n_gpus} --gpu h100, for instance"
+    return f"not judged, because its size is not known. Use --gpus {n_gpus} --gpu h100, for instance"
 
 
 def describe_memory(bound: MemoryBound) -> str:
@@ -169,14 +165,13 @@ def format_flops(flops: int) -> str:
 
 
 def describe_json(prepared: Prepared, place: Place) -> str:
-    """The verdict for programs. `memory` is null where it was not judged; so are the counts of a fork's model."""
-    counted = is_counted(prepared.config.model)
+    """Return the verdict for programs. `memory` is null where it was not judged."""
     flops = count_flops_per_token(prepared.shape, prepared.config.training.seq_len)
     return json.dumps(
         {
             "sound": True,
-            "parameters": count_parameters(prepared.shape) if counted else None,
-            "flops_per_token": asdict(flops) if counted else None,
+            "parameters": count_parameters(prepared.shape),
+            "flops_per_token": asdict(flops),
             "world_size": prepared.layout.world_size,
             "layout": asdict(prepared.layout),
             "shape": asdict(prepared.shape),
