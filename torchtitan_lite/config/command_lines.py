@@ -5,26 +5,12 @@ packages and takes no time, and a mistyped option is refused before they are loa
 """
 
 import argparse
-import math
-import os
-from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Callable
+from argparse import ArgumentParser
 from pathlib import Path
 
-from torchtitan_lite.config.bounded_parser import BoundedParser
+from torchtitan_lite.config.arguments import count_cores, make_parser, number
 
 OF_THE_CONFIG = "Any further argument is the config's: --config NAME_OR_PATH, --section.key value.\n"
-
-
-def make_parser(name: str, description: str, epilog: str) -> ArgumentParser:
-    """One style for all: the text as it is written. No option may be shortened: it could be a key of the config."""
-    return BoundedParser(
-        f"python -m torchtitan_lite {name}",
-        description=description.strip(),
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
 
 
 def make_check_parser() -> ArgumentParser:
@@ -138,11 +124,16 @@ with what a run of yours has measured."""
     epilog = "Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input."
     parser = make_parser("plan", description, OF_THE_CONFIG + epilog)
     add = parser.add_argument
-    add("--gpus", type=int, metavar="N", help="GPUs in all; default: what the degrees multiply to")
+    add("--gpus", type=number(int, 1), metavar="N", help="GPUs in all; default: what the degrees multiply to")
     add("--gpu", default="h100", help="a row of config/cluster.py; default: h100")
     add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
     add("--full", action="store_true", help="run every microbatch instead of a few that stand for all")
-    add("--tokens", type=float, metavar="N", help="a budget, to be told in days; default: training.steps")
+    add(
+        "--tokens",
+        type=number(float, 0, but=0),
+        metavar="N",
+        help="also say the days of this many; default: training.steps",
+    )
     add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
     add("--trace", type=Path, metavar="FILE", help="also write it for chrome://tracing or Perfetto")
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
@@ -167,7 +158,7 @@ Nothing here is a table of what should happen: step.py is run as one rank of tha
     epilog = "Exit status: 0 explained (--against: no difference), 1 --against has found one, 2 wrong input."
     parser = make_parser("explain", description, OF_THE_CONFIG + epilog)
     add = parser.add_argument
-    add("--gpus", type=int, metavar="N", help="ranks; default: what the degrees multiply to")
+    add("--gpus", type=number(int, 1), metavar="N", help="ranks; default: what the degrees multiply to")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run; default: cuda")
     add("--stage", type=int, metavar="P", help="only this pp rank; default: one of each kind")
     add("--against", metavar="BASE", help="a TOML file, or the folder of another checkout")
@@ -277,29 +268,3 @@ TOOLS = {  # tool -> its module in torchtitan_lite, with `main(args) -> exit sta
     "generate": ("tools.generate", make_generate_parser),
     "bench": ("bench.command", make_bench_parser),
 }
-
-
-# --- types of arguments ---
-
-
-def number(kind: type, low: float, high: float = math.inf, *, but: float = math.inf) -> Callable[[str], float]:
-    """An argument's type: a finite number from `low` to `high`, `but` for one of the two."""
-
-    def parse(text: str) -> float:
-        bounds = f"of {low} or more" if high == math.inf else f"from {low} to {high}"
-        bounds += f", but not {but}" * (but != math.inf)
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (low <= value <= high and value not in (but, math.inf)):
-            whole = "whole " if kind is int else ""
-            raise ArgumentTypeError(f"{text!r} is not a {whole}number {bounds}")
-        return value
-
-    return parse
-
-
-def count_cores() -> int:
-    """The cores that this process may use, where the system tells that."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
