@@ -59,9 +59,9 @@ class Checkout:
         self.root = folder / "check out"
         self.calls_file = folder / "calls"
         self.variables = {"PATH": os.environ["PATH"], "CALLS": str(self.calls_file), "HOME": str(folder)}
-        self.script = self.root / "torchtitan_lite" / "environment.py"
-        self.script.parent.mkdir(parents=True)
-        shutil.copy(environment.__file__, self.script)
+        (self.root / "torchtitan_lite").mkdir(parents=True)
+        for name in ("__init__.py", "environment.py"):
+            shutil.copy(REPOSITORY / "torchtitan_lite" / name, self.root / "torchtitan_lite")
         arrays = 'dependencies = [\n    "alpha>=1,<2",\n]\ntest = [\n    "beta",\n]\n'
         (self.root / "pyproject.toml").write_text(arrays, encoding="utf-8")
         (self.root / "constraints.txt").write_text("alpha==1.5\n", encoding="utf-8")
@@ -70,7 +70,7 @@ class Checkout:
         self.started: list[subprocess.Popen] = []
 
     def start(self, *args: str, command: list[str] | None = None, **variables: str) -> subprocess.Popen:
-        command = command or [sys.executable, str(self.script), *args]
+        command = command or [sys.executable, "-m", "torchtitan_lite.environment", *args]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": self.root}
         self.started.append(subprocess.Popen(command, env=self.variables | variables, start_new_session=True, **pipes))
         return self.started[-1]
@@ -285,7 +285,8 @@ def test_a_file_system_without_locks_is_no_obstacle(monkeypatch, capsys):
     assert "cannot be locked" in capsys.readouterr().err
 
 
-def test_a_python_that_is_too_old_is_refused(checkout):
+def test_a_python_that_is_too_old_is_refused():
     pretend = "import sys; sys.version_info = (3, 9, 2); exec(open(sys.argv[1]).read())"
-    answer = subprocess.run([sys.executable, "-c", pretend, checkout.script], capture_output=True, text=True)
+    package = REPOSITORY / "torchtitan_lite" / "__init__.py"
+    answer = subprocess.run([sys.executable, "-c", pretend, package], capture_output=True, text=True)
     assert answer.returncode == 1 and "3.10 or newer" in answer.stderr and "is 3.9" in answer.stderr

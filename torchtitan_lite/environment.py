@@ -1,4 +1,6 @@
-"""`python3 environment.py [--extra test]` prints the path of a Python that has the packages of pyproject.toml.
+"""`python3 -m torchtitan_lite.environment [--extra test]` prints the path of a Python that has the packages.
+
+The packages and their bounds are in pyproject.toml:
 
     this Python has them                           -> this Python
     .venv at the root of the repository has them   -> .venv/bin/python
@@ -9,20 +11,12 @@ pip does the work, with the tested versions of constraints.txt. Progress goes to
 reason.
 """
 
-import sys
-
-if sys.version_info < (3, 10):  # before anything that an older Python does not know
-    sys.exit(
-        "torchtitan_lite needs Python 3.10 or newer, and {} is {}.{}. Set PYTHON=/path/to/a/newer/python3".format(
-            sys.executable, *sys.version_info[:2]
-        )
-    )
-
 import argparse
 import fcntl
 import os
 import re
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -107,9 +101,10 @@ def is_unfinished() -> bool:
 
 def list_missing_in_venv(extras: list[str]) -> list[str]:
     """Return what .venv lacks, as its own Python sees it. Exits if that does not start."""
-    command = [VENV_PYTHON, __file__, "--missing", *(f"--extra={extra}" for extra in extras)]
+    command = [VENV_PYTHON, "-m", __spec__.name, "--missing", *(f"--extra={extra}" for extra in extras)]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        return answer.stdout.splitlines()
     except (OSError, subprocess.CalledProcessError) as error:
         sys.exit(f"{VENV_PYTHON} does not work: {error}\nRemove {VENV} to have it made anew.")
 
