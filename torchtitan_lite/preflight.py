@@ -13,14 +13,13 @@ from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps, rea
 from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.certificates import describe_coverage, find_certificate
 from torchtitan_lite.config.checks import find_problems
-from torchtitan_lite.config.compilers import check_compilers
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.float8_plan import describe_float8
-from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.hardware import Machine, find_missing_compiler
 from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config, ConfigError, Parallelism, Problem
+from torchtitan_lite.config.schema import Compile, Config, ConfigError, Parallelism, Problem
 from torchtitan_lite.data.corpora import NAMED, check_corpora, check_weights
 from torchtitan_lite.data.vocabulary import Vocabulary
 from torchtitan_lite.file_checks import check_files
@@ -141,7 +140,18 @@ def name_family(key: str) -> str:
     return "shape" if key.startswith("model.") and key != "model.hf_assets_path" else key
 
 
-# --- data and files ---
+# --- data, files and compilers ---
+
+
+def check_compilers(section: Compile, device_type: str) -> list[Problem]:
+    """Find what is missing here to compile the code that inductor writes."""
+    if not section.enable or section.backend != "inductor":
+        return []
+    otherwise = 'or set compile.backend = "aot_eager" or compile.enable = false'
+    return [
+        Problem("compile.backend", section.backend, f"its code has to be compiled, and {what}", f"{how}, {otherwise}")
+        for what, how in find_missing_compiler(device_type)
+    ]
 
 
 def check_vocabulary(config: Config, vocabulary: Vocabulary, shape: ModelArgs | None) -> list[Problem]:
