@@ -23,7 +23,7 @@ def compiles_blocks(config: Config) -> bool:
 
 
 def stage_of_reshard(parallelism: Parallelism) -> int | None:
-    """The ZeRO stage that fsdp_reshard_after_forward means: always 3, never 2 (1 under PP); None: it says nothing."""
+    """Return the ZeRO stage that fsdp_reshard_after_forward means: always 3, never 2 (1 under PP); None: no stage."""
     never = 1 if parallelism.pipeline_parallel_degree > 1 else 2
     return {"always": 3, "never": never, "default": None}[parallelism.fsdp_reshard_after_forward]
 
@@ -68,7 +68,7 @@ class Case:
 
     @property
     def sequence_pieces(self) -> int:
-        """cp cuts a sequence into 2*cp pieces, of which each rank takes an early and a late one; tp splits these."""
+        """Pieces of a sequence: cp cuts 2*cp, of which each rank takes an early and a late one, and tp splits these."""
         return (2 * self.cp if self.cp > 1 else 1) * self.tp
 
     @property
@@ -122,7 +122,7 @@ class Case:
 
     @property
     def reshard_stage(self) -> int | None:
-        """The ZeRO stage that fsdp_reshard_after_forward means; None: it says nothing."""
+        """The ZeRO stage that fsdp_reshard_after_forward means; None: no stage."""
         return stage_of_reshard(self.parallelism)
 
     @property
@@ -136,7 +136,7 @@ class Case:
 
     @property
     def weight_factor(self) -> float:
-        """A step of the optimizer multiplies all weights by this number before it adds the update."""
+        """The number by which a step multiplies all weights before it adds the update."""
         return 1 - self.optimizer.lr * self.optimizer.weight_decay
 
     @property

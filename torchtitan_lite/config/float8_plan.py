@@ -1,4 +1,4 @@
-"""Which linear layers compute in float8, and what must hold so that they can. Names and numbers, no torch.
+"""Plan which linear layers compute in float8. Names and numbers, no torch.
 
 The matrix units take float8 in blocks of 16, so every dim of every matmul must be a multiple of it, on each rank:
 
@@ -7,7 +7,7 @@ The matrix units take float8 in blocks of 16, so every dim of every matmul must 
     dw = dy.T @ x    (out, tokens) x (tokens, in)    tokens: one number for all layers, so a run that has others
                                                      cannot start
 
-The head never computes in float8: its logits decide between words, and torchtitan's filter leaves it out as well.
+The head never computes in float8: its logits decide between tokens, and torchtitan's filter leaves it out as well.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,10 @@ def uses_float8(config: Config) -> bool:
 
 
 def plan_float8(linears: dict[str, tuple[int, int]], section: Float8, tp: int) -> Float8Plan:
-    """`linears`: FQN -> (out, in) features of the whole layer. A filter may be any part of an FQN, as in torchtitan."""
+    """Return the layers that compute in float8, and why the others do not.
+
+    `linears`: FQN -> (out, in) features of the whole layer. A filter may be any part of an FQN, as in torchtitan.
+    """
     skipped = {}
     for fqn, sizes in linears.items():
         if any(part in fqn for part in section.filter_fqns):
@@ -42,13 +45,13 @@ def plan_float8(linears: dict[str, tuple[int, int]], section: Float8, tp: int) -
 
 
 def list_linears(shape: ModelArgs) -> dict[str, tuple[int, int]]:
-    """FQN -> (out, in) features of every linear layer but the head."""
+    """Return FQN -> (out, in) features of every linear layer except the head."""
     of_block = {module.name: module.weight for module in list_block(shape) if module.is_linear}
     return {f"layers.{layer}.{name}": weight for layer in range(shape.n_layers) for name, weight in of_block.items()}
 
 
 def describe_float8(config: Config, shape: ModelArgs, tp: int) -> list[str]:
-    """For the start of a run: how many layers, and which ones not."""
+    """Say at the start of a run how many layers compute in float8, and which do not."""
     if not uses_float8(config):
         return []
     section = config.quantize.linear.float8
@@ -60,7 +63,7 @@ def describe_float8(config: Config, shape: ModelArgs, tp: int) -> list[str]:
 
 
 def describe_skipped(plan: Float8Plan) -> list[str]:
-    """`layers.*.attention.wk: 24 x 64 is not in multiples of 16`, each kind of layer once."""
+    """List why layers are left out, each kind once: `layers.*.attention.wk: 24 x 64 is not in multiples of 16`."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for fqn, why in plan.skipped.items():
         kinds.setdefault((fqn.split(".", 2)[2], why), []).append(fqn)

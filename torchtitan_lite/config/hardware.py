@@ -50,7 +50,7 @@ PEAK_BF16_FLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a GPU by its name; None: unknown, without bfloat16 (V100, T4), a MIG slice."""
+    """Return the dense bfloat16 FLOP/s of a GPU by name; None: unknown, without bfloat16 (V100, T4), or a MIG slice."""
     if "MIG" in name.split():
         return None  # a slice has the name of the whole GPU and a fraction of its cores
     return next((peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
@@ -107,7 +107,10 @@ def list_gpus() -> list[Gpu]:
 
 
 def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES names by index or start of a UUID. The first bad name ends it, as in CUDA."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names by index or start of a UUID.
+
+    As in CUDA, a bad name ends the list.
+    """
     if visible is None:
         return gpus
     selected = []
@@ -115,7 +118,7 @@ def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
         name = name.strip()
         named = [gpu for gpu in gpus if name == gpu.index or (name.startswith("GPU-") and gpu.uuid.startswith(name))]
         if name.startswith("MIG-") and gpus:
-            # The query does not list slices. Each has less memory than its GPU, so that bounds computed from this hold.
+            # The query does not list slices. Each has less memory than its GPU, so that a lower bound stays one.
             named = [replace(gpus[0], uuid=name, name=f"{gpus[0].name} MIG")]
         if len(named) != 1:
             break

@@ -72,7 +72,7 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     def stages_of(self, pp_rank: int) -> list[int]:
-        """Stages held by one pp rank, first to last."""
+        """Return the stages of one pp rank, first to last."""
         return [stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank]
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ def plan_layout(config: Config, shape: ModelArgs, world_size: int) -> Layout:
 
 
 def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
-    """The config with every automatic value replaced by the number in use: what a run logs and saves."""
+    """Replace every automatic value of a config by the number in use: what a run logs and saves."""
     param = config.training.mixed_precision_param
     if param == "auto":
         param = "bfloat16" if device_type == "cuda" else "float32"
@@ -111,7 +111,7 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
         parallelism=replace(
             config.parallelism,
             data_parallel_shard_degree=layout.dp_shard,
-            fsdp_reshard_after_forward="default",  # zero_stage says it
+            fsdp_reshard_after_forward="default",  # zero_stage has the number
             zero_stage=layout.zero_stage,
         ),
         training=replace(config.training, global_batch_size=layout.global_batch_size, mixed_precision_param=param),

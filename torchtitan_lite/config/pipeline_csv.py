@@ -30,7 +30,7 @@ class Action(NamedTuple):
 
 
 def read_rows(path: str) -> list[list[Action]]:
-    """The actions of each pp rank, without the empty cells. Raises ValueError with the reason."""
+    """Return the actions of each pp rank, without the empty cells. Raises ValueError with the reason."""
     content = read_regular_file(Path(path), MOST_BYTES)
     rows: list[list[Action]] = []
     try:
@@ -97,7 +97,7 @@ def find_deadlock(rows: list[list[Action]]) -> str:
             if missing := needs_of(action, last_stage) - done:
                 waiting[missing.pop()].append(rank)
                 break
-            # B is both halves at once.
+            # B is both halves at once
             parts = {(action.stage, kind, action.microbatch) for kind in ("IW" if action.kind == "B" else action.kind)}
             done |= parts
             next_of[rank] += 1
