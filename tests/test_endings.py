@@ -96,7 +96,7 @@ def test_a_folder_has_one_run_and_what_is_deleted_under_it_is_noticed(tmp_path):
         read_until(first, r"saved checkpoint .*/step-1$")
         second = launch_run(folder, cache, *keys, n_ranks=2, LOG_RANK="0,1")
         said = finish(second, must_succeed=False)
-        assert second.returncode == 1 and f"another run is at work in {folder}" in said
+        assert second.returncode == 1 and str(folder) in said
         assert "Connection closed" not in said and "Traceback" not in said
 
         shutil.rmtree(folder / "checkpoint")
