@@ -1,4 +1,4 @@
-"""What can be wrong with a config by its numbers alone: one table of rules. No torch, no files, no machine is asked.
+"""Find what is wrong with a config by its numbers alone: one table of rules. No torch.
 
     group      asked by                 knows
     model      layout.resolve_model     config, shape
