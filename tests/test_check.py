@@ -21,7 +21,7 @@ from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.memory_bound import GIB, MemoryBound
 from torchtitan_lite.config.reader import CONFIG_FOLDER, REPOSITORY, dump_config_toml
-from torchtitan_lite.config.schema import Config, ConfigError, Model, Parallelism
+from torchtitan_lite.config.schema import Config, ConfigError, Model, Parallelism, Problem
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools import check
 
@@ -54,14 +54,23 @@ def empty_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def find_keys(args: str | list[str], **options) -> list[str]:
-    """Keys of the problems of a run, each of which has a reason and a remedy."""
+def find_problems(args: str | list[str], **options) -> list[Problem]:
+    """The problems of a run, each with a reason and a remedy."""
     args = args.split() if isinstance(args, str) else args
     with pytest.raises(ConfigError) as error:
         preflight(args, **({"machine": LAPTOP, "n_ranks": 2} | options))
     for problem in error.value.problems:
         assert problem.why and problem.remedy and problem.key in str(problem)
-    return [problem.key for problem in error.value.problems]
+    return error.value.problems
+
+
+def find_keys(args: str | list[str], **options) -> list[str]:
+    return [problem.key for problem in find_problems(args, **options)]
+
+
+def find_one_problem(args: str | list[str], **options) -> Problem:
+    (problem,) = find_problems(args, **options)
+    return problem
 
 
 # ---------------------------------------------------------------- the table

@@ -146,7 +146,7 @@ def test_a_run_knows_that_its_dump_folder_is_not_the_one_it_began_in(tmp_path, c
 WORKERS = {  # script of a tool whose two workers name themselves, the signal that ends it
     "plan --search": (
         """
-from torchtitan_lite.tools import search_report
+from torchtitan_lite.plan import search_report
 def work(number, candidate):
     os.write(1, b"%d\\n" % os.getpid())
     time.sleep(600)
@@ -158,7 +158,7 @@ if __name__ == "__main__":
     ),
     "verify": (
         """
-from torchtitan_lite.tools.ranks import RankPool
+from torchtitan_lite.verify.ranks import RankPool
 def work(rank, world_size):
     os.write(1, b"%d\\n" % os.getpid())
     time.sleep(600)
