@@ -57,8 +57,9 @@ repository=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 
 # The Python to train with. A node that srun starts below gets it by PYTHON, and finds nothing left to do.
 command -v "${PYTHON:=python3}" >/dev/null || fail "there is no $PYTHON here: set PYTHON=/path/to/python3"
-PYTHON=$("$PYTHON" "$repository/torchtitan_lite/environment.py")
-export PYTHON PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
+PYTHON=$("$PYTHON" -m torchtitan_lite.environment)
+export PYTHON
 
 if [[ -z ${NNODES:-} ]]; then
     if ((${SLURM_STEP_NUM_NODES:-1} > 1)); then # srun has started this on each node

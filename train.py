@@ -32,7 +32,7 @@ from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import Progress, log_rank_on_error, start_logging
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, compute_metrics, read_peak_memory
 from torchtitan_lite.components.profiling import profile_steps, warn_on_recompile
-from torchtitan_lite.config.flavors import ModelArgs, count_flops_per_token, is_counted
+from torchtitan_lite.config.flavors import ModelArgs, count_flops_per_token
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Comm, Config, ConfigError, Debug
@@ -64,7 +64,7 @@ def main(args: list[str]) -> int:
     prepared = preflight(args, machine=machine, n_ranks=world_size, n_hosts=n_hosts, restarted=restarts > 0)
     config, shape, layout, dump_folder = prepared.config, prepared.shape, prepared.layout, prepared.dump_folder
     n_steps = config.training.steps
-    flops_per_token = count_flops_per_token(shape, config.training.seq_len) if is_counted(config.model) else None
+    flops_per_token = count_flops_per_token(shape, config.training.seq_len)
 
     # ---- mesh: one process group for the world, and one for each mesh dim and view of it
     device = choose_device(local_rank, machine.device_type)

@@ -16,12 +16,11 @@ import train
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components import profiling
 from torchtitan_lite.components.profiling import list_compiled_since, warn_on_recompile
-from torchtitan_lite.config import compilers
-from torchtitan_lite.config.compilers import check_compilers
+from torchtitan_lite.config import hardware
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.memory_bound import GIB
 from torchtitan_lite.config.schema import Compile
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.preflight import check_compilers, preflight
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 N_STEPS = 5
@@ -147,13 +146,13 @@ def tools(monkeypatch, tmp_path):
     """Function: the compilers that there are, and no others. Python's headers and triton are there."""
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "Python.h").touch()
-    monkeypatch.setattr(compilers.sysconfig, "get_path", lambda name: str(tmp_path / "include"))
-    monkeypatch.setattr(compilers, "find_spec", lambda name: name)
+    monkeypatch.setattr(hardware.sysconfig, "get_path", lambda name: str(tmp_path / "include"))
+    monkeypatch.setattr(hardware, "find_spec", lambda name: name)
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
 
     def there_are(*names: str):
-        monkeypatch.setattr(compilers.shutil, "which", lambda name: f"/usr/bin/{name}" if name in names else None)
+        monkeypatch.setattr(hardware.shutil, "which", lambda name: f"/usr/bin/{name}" if name in names else None)
 
     return there_are
 
@@ -196,7 +195,7 @@ def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(
 def test_headers_and_triton_are_looked_for_too(tools, monkeypatch, tmp_path):
     tools("g++", "gcc")
     (tmp_path / "include" / "Python.h").unlink()
-    monkeypatch.setattr(compilers, "find_spec", lambda name: None)
+    monkeypatch.setattr(hardware, "find_spec", lambda name: None)
     (on_cpu,) = check_compilers(Compile(enable=True), "cpu")
     assert "Python.h" in on_cpu.why and "python3-dev" in on_cpu.remedy
     assert len(check_compilers(Compile(enable=True), "cuda")) == 2

@@ -96,7 +96,7 @@ def test_a_folder_has_one_run_and_what_is_deleted_under_it_is_noticed(tmp_path):
         read_until(first, r"saved checkpoint .*/step-1$")
         second = launch_run(folder, cache, *keys, n_ranks=2, LOG_RANK="0,1")
         said = finish(second, must_succeed=False)
-        assert second.returncode == 1 and f"another run is at work in {folder}" in said
+        assert second.returncode == 1 and str(folder) in said
         assert "Connection closed" not in said and "Traceback" not in said
 
         shutil.rmtree(folder / "checkpoint")
@@ -146,7 +146,7 @@ def test_a_run_knows_that_its_dump_folder_is_not_the_one_it_began_in(tmp_path, c
 WORKERS = {  # script of a tool whose two workers name themselves, the signal that ends it
     "plan --search": (
         """
-from torchtitan_lite.tools import search_report
+from torchtitan_lite.plan import search_report
 def work(number, candidate):
     os.write(1, b"%d\\n" % os.getpid())
     time.sleep(600)
@@ -158,7 +158,7 @@ if __name__ == "__main__":
     ),
     "verify": (
         """
-from torchtitan_lite.tools.ranks import RankPool
+from torchtitan_lite.verify.ranks import RankPool
 def work(rank, world_size):
     os.write(1, b"%d\\n" % os.getpid())
     time.sleep(600)

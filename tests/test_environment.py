@@ -14,29 +14,25 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement as PackagingRequirement
+from packaging.requirements import Requirement
 
 from torchtitan_lite import environment
 from torchtitan_lite.config.command_lines import TOOLS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from torchtitan_lite.config.reader import load_toml
 
 REPOSITORY = Path(environment.__file__).parent.parent
-PYPROJECT = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
 
 # A stub of the venv module: the Python that it makes is a script, with a stub of pip that can be held and can fail.
 STUB_VENV = """
-import os, sys
+import os, shutil, sys
 from pathlib import Path
 folder = Path(sys.argv[-1])
 with open(os.environ["CALLS"], "a") as calls:
     print("venv", *sys.argv[1:-1], file=calls)
 if os.environ.get("VENV_FAILS"):
     sys.exit(1)
-(folder / "bin").mkdir()
+shutil.rmtree(folder, ignore_errors=True)
+(folder / "bin").mkdir(parents=True)
 (folder / "site").mkdir()
 python = folder / "bin" / "python"
 python.write_text(f'''#!/bin/sh
@@ -64,24 +60,17 @@ class Checkout:
         self.calls_file = folder / "calls"
         self.variables = {"PATH": os.environ["PATH"], "CALLS": str(self.calls_file), "HOME": str(folder)}
         (self.root / "torchtitan_lite").mkdir(parents=True)
-        self.script = self.root / "torchtitan_lite" / "environment.py"
-        self.script.write_text(Path(environment.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+        for name in ("__init__.py", "environment.py"):
+            shutil.copy(REPOSITORY / "torchtitan_lite" / name, self.root / "torchtitan_lite")
         arrays = 'dependencies = [\n    "alpha>=1,<2",\n]\ntest = [\n    "beta",\n]\n'
         (self.root / "pyproject.toml").write_text(arrays, encoding="utf-8")
         (self.root / "constraints.txt").write_text("alpha==1.5\n", encoding="utf-8")
         self.venv = self.root / ".venv"
         self.python = str(self.venv / "bin" / "python")
-        self.started = []
-
-    def add_stubs(self) -> None:
-        stub = self.calls_file.parent / "stubs" / "venv"
-        stub.mkdir(parents=True)
-        (stub / "__init__.py").touch()
-        (stub / "__main__.py").write_text(STUB_VENV, encoding="utf-8")
-        self.variables["PYTHONPATH"] = str(stub.parent)
+        self.started: list[subprocess.Popen] = []
 
     def start(self, *args: str, command: list[str] | None = None, **variables: str) -> subprocess.Popen:
-        command = command or [sys.executable, str(self.script), *args]
+        command = command or [sys.executable, "-m", "torchtitan_lite.environment", *args]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": self.root}
         self.started.append(subprocess.Popen(command, env=self.variables | variables, start_new_session=True, **pipes))
         return self.started[-1]
@@ -106,7 +95,11 @@ def bare_checkout(tmp_path):
 
 @pytest.fixture
 def checkout(bare_checkout):
-    bare_checkout.add_stubs()
+    stub = bare_checkout.calls_file.parent / "stubs" / "venv"
+    stub.mkdir(parents=True)
+    (stub / "__init__.py").touch()
+    (stub / "__main__.py").write_text(STUB_VENV, encoding="utf-8")
+    bare_checkout.variables["PYTHONPATH"] = str(stub.parent)
     return bare_checkout
 
 
@@ -121,18 +114,14 @@ def add_package(folder: Path, name: str, version: str) -> str:
 # --- what is needed ---
 
 
-def test_every_requirement_of_pyproject_is_read_as_toml_has_it():
-    project = tomllib.loads(PYPROJECT)["project"]
-    requirements = environment.read_requirements(PYPROJECT, ["test"])
-    assert [r.text for r in requirements] == project["dependencies"] + project["optional-dependencies"]["test"]
-    assert [r.name for r in requirements] == [PackagingRequirement(r.text).name for r in requirements]
+def test_requirements_are_read_as_toml_has_them_and_the_tested_versions_meet_them():
+    project = load_toml(REPOSITORY / "pyproject.toml")["project"]
+    requirements = environment.read_requirements(["test"])
+    assert requirements == project["dependencies"] + project["optional-dependencies"]["test"]
     assert project["requires-python"] == ">=3.10"  # what the first lines of environment.py ask for
-
-
-def test_the_tested_versions_lie_within_the_bounds_and_none_is_missing():
     lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    tested = {r.name: r.specifier for r in map(PackagingRequirement, (line for line in lines if line[0] != "#"))}
-    for requirement in map(PackagingRequirement, (r.text for r in environment.read_requirements(PYPROJECT, ["test"]))):
+    tested = {pin.name: pin.specifier for pin in map(Requirement, (line for line in lines if line[0] != "#"))}
+    for requirement in map(Requirement, requirements):
         (pin,) = tested.pop(requirement.name)
         assert requirement.specifier.contains(pin.version), requirement
     assert not tested, "constraints.txt pins only what pyproject.toml names"
@@ -141,38 +130,23 @@ def test_the_tested_versions_lie_within_the_bounds_and_none_is_missing():
 @pytest.mark.parametrize(
     ("version", "is_met"),
     [
-        ("2.9.1", False),
         ("2.10.99", False),
         ("2.11.0", True),
         ("2.11.0a0+f00d.nv26.04", True),  # so NVIDIA's containers name their 2.11
         ("2.13.0+cpu", True),
         ("2.13.1.dev20261120", True),
-        ("2.14.0", False),
         ("2.14", False),
-        ("3.0", False),
     ],
 )
 def test_a_package_counts_only_within_its_bounds(tmp_path, monkeypatch, version, is_met):
     monkeypatch.syspath_prepend(add_package(tmp_path, "somepackage", version))
-    assert environment.parse_requirement("somepackage>=2.11,<2.14").is_met() == is_met
-    assert environment.parse_requirement("somepackage").is_met()
-
-
-@pytest.mark.parametrize("bound", ["==2.13", "<=2.13", ">=2.13", "==2.13.0.0"])
-def test_zeros_at_the_end_of_a_version_mean_nothing(tmp_path, monkeypatch, bound):
-    monkeypatch.syspath_prepend(add_package(tmp_path, "somepackage", "2.13.0"))
-    assert environment.parse_requirement(f"somepackage{bound}").is_met()
+    assert environment.is_met("somepackage>=2.11,<2.14") == is_met
+    assert environment.is_met("somepackage")
 
 
 @pytest.mark.parametrize(("below_python", "is_met"), [("3.10", True), ("3.99", False)])
 def test_a_package_that_only_older_pythons_need_is_not_missed(below_python, is_met):
-    assert environment.parse_requirement(f'not-installed; python_version < "{below_python}"').is_met() == is_met
-
-
-@pytest.mark.parametrize("text", ["alpha[extra]", "alpha~=1.0", 'alpha; sys_platform == "linux"', "alpha != 1"])
-def test_a_requirement_that_would_be_misread_is_refused(text):
-    with pytest.raises(SystemExit, match="does not understand"):
-        environment.parse_requirement(text)
+    assert environment.is_met(f'not-installed; python_version < "{below_python}"') == is_met
 
 
 # --- which Python ---
@@ -193,10 +167,8 @@ def test_a_venv_is_made_once_and_only_what_it_lacks_is_added(checkout):
     install = f"-m pip --disable-pip-version-check install -c {checkout.root}/constraints.txt"
     first, second = checkout.run(), checkout.run()
     assert (first.returncode, first.stdout) == (second.returncode, second.stdout) == (0, checkout.python)
-    assert checkout.calls() == ["venv", f"{install} alpha>=1,<2"]
-    assert "Making" in first.stderr and second.stderr == ""
-    (checkout.venv / "site" / "beta-1.5.dist-info" / "METADATA").unlink()
-    (checkout.venv / "site" / "beta-1.5.dist-info").rmdir()
+    assert checkout.calls() == ["venv --clear", f"{install} alpha>=1,<2"]
+    shutil.rmtree(checkout.venv / "site" / "beta-1.5.dist-info")
     assert checkout.run("--extra", "test").stdout == checkout.python
     assert checkout.calls()[2:] == [f"{install} beta"]
 
@@ -207,7 +179,7 @@ def test_only_a_torch_that_the_machine_comes_with_is_shared_with_the_venv(checko
     toml.write_text('dependencies = [\n    "torch>=99",\n    "alpha",\n]\n', encoding="utf-8")
     checkout.variables["PYTHONPATH"] += os.pathsep + add_package(tmp_path / "site", package, "99.0")
     checkout.run()
-    assert checkout.calls()[0] == f"venv{flags}"
+    assert checkout.calls()[0] == f"venv --clear{flags}"
 
 
 def test_a_real_venv_gets_the_tested_version_by_pip(bare_checkout, tmp_path):
@@ -229,13 +201,9 @@ def test_a_real_venv_gets_the_tested_version_by_pip(bare_checkout, tmp_path):
 # --- every door ---
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["-m torchtitan_lite verify --ranks 2", "train.py --config debug", "tests/show_mutant.py a_mutant"],
-)
+@pytest.mark.parametrize("command", ["-m torchtitan_lite verify --ranks 2", "train.py --config debug"])
 def test_a_command_of_a_python_without_packages_continues_in_the_one_that_has_them(checkout, command):
     shutil.copytree(REPOSITORY / "torchtitan_lite", checkout.root / "torchtitan_lite", dirs_exist_ok=True)
-    shutil.copytree(REPOSITORY / "tests", checkout.root / "tests")
     shutil.copy(REPOSITORY / "train.py", checkout.root)
     assert checkout.run().stdout == checkout.python
     (checkout.venv / "site" / "torch.py").write_text("import sys\nsys.exit(' '.join(sys.orig_argv[1:]))\n")
@@ -253,6 +221,14 @@ def test_help_needs_no_packages(tool):
 
 
 # --- what can go wrong ---
+
+
+def hold_pip(folder: Path) -> Path:
+    """A named pipe that says when pip has started; `.go` lets pip continue."""
+    gate = folder / "gate"
+    os.mkfifo(gate)
+    os.mkfifo(f"{gate}.go")
+    return gate
 
 
 def test_a_second_start_waits_for_the_one_that_makes_the_venv(checkout, tmp_path):
@@ -281,25 +257,11 @@ def test_an_interrupted_venv_is_made_anew(checkout, tmp_path):
     assert [call.split()[0] for call in checkout.calls()] == ["venv", "-m", "venv", "-m"]
 
 
-def hold_pip(folder: Path) -> Path:
-    """A named pipe that tells when pip has started; `.go` lets pip go on."""
-    gate = folder / "gate"
-    os.mkfifo(gate)
-    os.mkfifo(f"{gate}.go")
-    return gate
-
-
-def test_a_failing_pip_is_shown_and_the_next_start_tries_again(checkout):
-    answer = checkout.run(PIP_FAILS="1")
-    assert (answer.returncode, answer.stdout) == (1, "")
-    assert "no such package" in answer.stderr and "pip has failed" in answer.stderr
+@pytest.mark.parametrize(("failing", "said"), [("PIP_FAILS", "no such package"), ("VENV_FAILS", "-venv`")])
+def test_a_failing_set_up_is_shown_and_the_next_start_tries_again(checkout, failing, said):
+    answer = checkout.run(**{failing: "1"})
+    assert (answer.returncode, answer.stdout) == (1, "") and said in answer.stderr
     assert checkout.run().stdout == checkout.python
-
-
-def test_a_python_without_venv_is_told_which_package_to_install(checkout):
-    answer = checkout.run(VENV_FAILS="1")
-    assert answer.returncode == 1
-    assert "apt install python{}.{}-venv".format(*sys.version_info[:2]) in answer.stderr
 
 
 @pytest.mark.parametrize("has_python", [False, True])
@@ -314,18 +276,17 @@ def test_a_venv_that_somebody_else_made_is_never_removed(checkout, has_python):
     assert (checkout.venv / "mine").exists()
 
 
-def test_a_file_system_without_locks_is_no_obstacle(checkout, monkeypatch, capsys):
+def test_a_file_system_without_locks_is_no_obstacle(monkeypatch, capsys):
     def refuse(file, operation):
         raise OSError(errno.ENOSYS, "not implemented")
 
     monkeypatch.setattr(environment.fcntl, "flock", refuse)
-    monkeypatch.setattr(environment, "VENV_LOCK", checkout.root / "lock")
-    with environment.lock_venv():
-        assert "cannot be locked" in capsys.readouterr().err
+    environment.wait_for(sys.stdin)
+    assert "cannot be locked" in capsys.readouterr().err
 
 
-def test_a_python_that_is_too_old_is_told_so(checkout):
+def test_a_python_that_is_too_old_is_refused():
     pretend = "import sys; sys.version_info = (3, 9, 2); exec(open(sys.argv[1]).read())"
-    answer = subprocess.run([sys.executable, "-c", pretend, checkout.script], capture_output=True, text=True)
-    assert answer.returncode == 1
-    assert "needs Python 3.10 or newer" in answer.stderr and "is 3.9" in answer.stderr
+    package = REPOSITORY / "torchtitan_lite" / "__init__.py"
+    answer = subprocess.run([sys.executable, "-c", pretend, package], capture_output=True, text=True)
+    assert answer.returncode == 1 and "3.10 or newer" in answer.stderr and "is 3.9" in answer.stderr

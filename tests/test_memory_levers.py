@@ -10,10 +10,11 @@ from layouts import ADAMW, CHUNK, COMPILED, MODE, PP, SCHEDULE, TP, ZERO
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.case import Case
+from torchtitan_lite.config.checks import find_problems
 from torchtitan_lite.config.flavors import count_parameters
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
-from torchtitan_lite.config.lever_checks import check_levers
 from torchtitan_lite.config.memory_bound import count_activation_bytes, count_state_bytes
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError, Problem, Training
@@ -217,7 +218,7 @@ MEMORY_BUDGET, COMPILE = "--activation_checkpoint.mode=memory_budget", "--compil
 ASYNC_TP = ["--parallelism.enable_async_tensor_parallel", "--parallelism.tensor_parallel_degree=2"]
 REFUSED = [
     (["--optimizer.moments_dtype=bfloat16", "--optimizer.beta2=0.999"], GPU, DTYPE, "at most 0.99"),
-    (["--optimizer.moments_dtype=bfloat16", "--optimizer.name=SGD"], GPU, DTYPE, '"AdamW"'),
+    (["--optimizer.moments_dtype=bfloat16", "--optimizer.name=SGD"], GPU, DTYPE, "'AdamW'"),
     (["--optimizer.moments_dtype=bfloat16", "--optimizer.implementation=foreach"], GPU, DTYPE, '"fused"'),
     ([MEMORY_BUDGET], GPU, MODE, "compile.enable = true"),
     ([MEMORY_BUDGET, COMPILE, "--compile.backend=eager"], GPU, MODE, "inductor"),
@@ -227,6 +228,11 @@ REFUSED = [
     (ASYNC_TP, GPU, "parallelism.enable_async_tensor_parallel", "Leave this key out"),
     ([ASYNC_TP[0], COMPILE], GPU, "parallelism.enable_async_tensor_parallel", "Leave this key out"),
 ]
+
+
+def check_levers(config: Config, machine: Machine) -> list[Problem]:
+    case = Case(config, machine=machine)
+    return find_problems("run", case) + find_problems("machine", case)
 
 
 def check(args: list[str], machine: Machine) -> list[Problem]:

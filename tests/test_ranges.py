@@ -104,7 +104,7 @@ def find_range(annotation: object) -> Range:
     return next(limits for part in (annotation, *get_args(annotation)) for limits in getattr(part, "__metadata__", ()))
 
 
-@pytest.mark.parametrize("end", AT_THE_END)
+@pytest.mark.parametrize("end", ["low", pytest.param("high", marks=pytest.mark.slow)])
 def test_a_run_at_the_ends_of_the_ranges_makes_two_steps_and_saves_them(end, folder):
     keys = [f"--{key}={getattr(find_range(KEYS[key]), end)}" for key in FREE] + AT_THE_END[end]
     keys += ["--validation.no_enable", "--training.dataset=bytes.bin", "--training.steps=2", SAVED]

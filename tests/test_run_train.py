@@ -152,29 +152,33 @@ def test_config_file_from_the_environment_stands_before_the_arguments(checkout):
     assert [call["args"][-4:] for call in checkout.calls()] == [["--config", "my a.toml", "--config", "b"]] * 2
 
 
-def test_a_single_host_meets_on_the_loopback(checkout):
-    checkout.run()
+LOOPBACK = "lo" if Path("/sys/class/net/lo").exists() else None
+TWO_HOSTS = {"NNODES": "2", "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "1234"}
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "variables"),
+    [
+        ({}, {"--nnodes": "1", "--nproc-per-node": "2", "--rdzv-endpoint": "127.0.0.1:0", "--max-restarts": "0",
+              "--local-ranks-filter": "0"}, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}),
+        ({"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "eth1"}, {},
+         {"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "eth1"}),
+        ({"LOG_RANK": "0,1", "MAX_RESTARTS": "3"}, {"--local-ranks-filter": "0,1", "--max-restarts": "3"}, {}),
+        ({**TWO_HOSTS, "NODE_RANK": "0"}, {"--nnodes": "2", "--rdzv-endpoint": "10.0.0.5:1234",
+         "--rdzv-conf": "is_host=1"}, {"GLOO_SOCKET_IFNAME": None}),
+        ({**TWO_HOSTS, "NODE_RANK": "1"}, {"--nnodes": "2", "--rdzv-endpoint": "10.0.0.5:1234",
+         "--rdzv-conf": "is_host=0"}, {"GLOO_SOCKET_IFNAME": None}),
+        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "1", "NNODES": "1"}, {"--rdzv-endpoint": "127.0.0.1:0"}, {}),
+    ],
+)  # fmt: skip
+def test_torchrun_gets_what_the_environment_says(checkout, given, options, variables):
+    answer = checkout.run(**given)
     torchrun = checkout.torchrun()
-    assert torchrun["options"]["--nnodes"] == "1"
-    assert torchrun["options"]["--nproc-per-node"] == "2", "what check printed"
-    assert torchrun["options"]["--rdzv-endpoint"] == "127.0.0.1:0"
-    assert torchrun["options"]["--max-restarts"] == torchrun["options"]["--local-ranks-filter"] == "0"
-    assert torchrun["variables"]["OMP_NUM_THREADS"] == "1"
-    assert torchrun["variables"]["GLOO_SOCKET_IFNAME"] == ("lo" if Path("/sys/class/net/lo").exists() else None)
-
-
-def test_what_the_user_sets_is_kept(checkout):
-    checkout.run(OMP_NUM_THREADS="4", GLOO_SOCKET_IFNAME="eth1", LOG_RANK="0,1")
-    torchrun = checkout.torchrun()
-    assert torchrun["variables"]["OMP_NUM_THREADS"] == "4"
-    assert torchrun["variables"]["GLOO_SOCKET_IFNAME"] == "eth1"
-    assert torchrun["options"]["--local-ranks-filter"] == "0,1"
-
-
-def test_max_restarts_goes_to_torchrun(checkout):
-    checkout.run(MAX_RESTARTS="3")
-    torchrun = checkout.torchrun()
-    assert torchrun["options"]["--max-restarts"] == "3"
+    assert torchrun["options"] | options == torchrun["options"]
+    assert torchrun["variables"] | variables == torchrun["variables"]
+    assert checkout.calls()[0]["variables"]["NNODES"] == given.get("NNODES", "1"), "check must know the number of hosts"
+    assert answer.stderr.count("the report") == int(given.get("NODE_RANK", "0") == "0"), "once is enough"
+    assert not checkout.srun_file.exists()
 
 
 def test_torchrun_takes_the_place_of_the_script_so_that_signals_reach_it(checkout):
@@ -183,27 +187,25 @@ def test_torchrun_takes_the_place_of_the_script_so_that_signals_reach_it(checkou
     assert checkout.torchrun()["pid"] == process.pid
 
 
-@pytest.mark.parametrize("node_rank", ["0", "1"])
-def test_several_hosts_meet_at_the_master(checkout, node_rank):
-    answer = checkout.run(NNODES="2", NODE_RANK=node_rank, MASTER_ADDR="10.0.0.5", MASTER_PORT="1234")
-    torchrun = checkout.torchrun()
-    assert torchrun["options"]["--nnodes"] == "2"
-    assert torchrun["options"]["--rdzv-endpoint"] == "10.0.0.5:1234"
-    assert torchrun["options"]["--rdzv-conf"] == f"is_host={int(node_rank == '0')}"
-    assert torchrun["variables"]["GLOO_SOCKET_IFNAME"] is None
-    assert checkout.calls()[0]["variables"]["NNODES"] == "2", "check must know the number of hosts"
-    assert answer.stderr.count("the report") == int(node_rank == "0"), "once is enough"
+STEP = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "16", "SLURM_NODEID": "0"}
 
 
-def test_a_host_other_than_the_first_says_what_check_refuses_there(checkout):
-    answer = checkout.run(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.5", CHECK_STATUS="2")
-    assert answer.returncode == 2 and "the report" in answer.stderr
-
-
-def test_several_hosts_without_a_master_are_refused(checkout):
-    answer = checkout.run(NNODES="2", NODE_RANK="0")
-    assert answer.returncode == 1 and "MASTER_ADDR" in answer.stderr
-    assert "torchrun" not in [call["name"] for call in checkout.calls()]
+@pytest.mark.parametrize(
+    ("given", "status", "said"),
+    [
+        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.5", "CHECK_STATUS": "2"}, 2, "the report"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, 1, "MASTER_ADDR"),
+        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "1", "CHECK_STATUS": "2"}, 2, "the report"),
+        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "1", **STEP}, 1, "--ntasks-per-node=1"),
+        ({"without": "train.py"}, 1, "--wrap"),
+    ],
+)
+def test_what_cannot_start_ends_with_its_status_before_torchrun(checkout, given, status, said):
+    if "without" in given:
+        (checkout.root / "train.py").unlink()
+    answer = checkout.run(**given)
+    assert answer.returncode == status and said in answer.stderr
+    assert not checkout.calls_file.exists() or "torchrun" not in [call["name"] for call in checkout.calls()]
 
 
 # --- Slurm ---
@@ -220,28 +222,6 @@ def test_in_a_slurm_allocation_it_starts_itself_once_on_each_node(checkout):
         assert "--nnodes 2" in options and f"is_host={1 - node_rank}" in options
         assert "--rdzv-endpoint node07:24567" in options, "first host of the allocation, a port of this job"
         assert call["args"][-2:] == ["--config", "my config"]
-
-
-def test_what_check_refuses_on_a_slurm_node_comes_back(checkout):
-    assert checkout.run(SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="1", CHECK_STATUS="2").returncode == 2
-
-
-def test_one_node_of_a_slurm_allocation_can_be_asked_for(checkout):
-    checkout.run(SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="1", NNODES="1")
-    assert not checkout.srun_file.exists()
-    assert checkout.torchrun()["options"]["--rdzv-endpoint"] == "127.0.0.1:0"
-
-
-def test_srun_with_several_tasks_per_node_is_refused(checkout):
-    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "16", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1"}
-    answer = checkout.run(SLURM_JOB_NUM_NODES="2", **step)
-    assert answer.returncode == 1 and "--ntasks-per-node=1" in answer.stderr
-
-
-def test_a_copy_of_the_script_alone_says_how_to_give_it_to_sbatch(checkout):
-    (checkout.root / "train.py").unlink()
-    answer = checkout.run()
-    assert answer.returncode == 1 and "--wrap" in answer.stderr
 
 
 # --- without stubs ---

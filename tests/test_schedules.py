@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.case import Case
+from torchtitan_lite.config.checks import find_problems
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.pipeline_csv import check_csv
+from torchtitan_lite.config.pipeline_csv import find_fault
 from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, place_stages, plan_stages
-from torchtitan_lite.config.schema import Parallelism
+from torchtitan_lite.config.schema import Config, Parallelism
 
 PP, SCHEDULE = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_schedule"
 CSV = "parallelism.pipeline_parallel_schedule_csv"
@@ -145,7 +147,7 @@ def write_csv(tmp_path: Path, text: str) -> Parallelism:
 
 @pytest.mark.parametrize("text", [GPIPE, SPLIT])
 def test_a_sound_schedule_file_is_accepted(tmp_path, text):
-    assert check_csv(write_csv(tmp_path, text)) == []
+    assert find_fault(write_csv(tmp_path, text).pipeline_parallel_schedule_csv, 2) == ""
 
 
 @pytest.mark.parametrize(
@@ -154,18 +156,18 @@ def test_a_sound_schedule_file_is_accepted(tmp_path, text):
         ("0F0,0G0\n1F0,1B0\n", "'0G0', which is no action"),
         ("", "no actions"),
         ("0F0,0B0\n", "1 rows for 2 pp ranks"),
-        ("0F0,0F1,0B0,0B1\n1F0,1B0\n", "stage 1 has nothing for microbatch 1"),
-        ("0F0,0B0,0B0\n1F0,1B0\n", "stage 0 has BBF for microbatch 0"),
-        ("0F0,0I0\n1F0,1B0\n", "stage 0 has FI for microbatch 0"),
-        ("0F0,1F0\n0B0,1B0\n", "stage 0 stands on rows [1, 2]"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0\n", "nothing for microbatch 1 of stage 1"),
+        ("0F0,0B0,0B0\n1F0,1B0\n", "BBF for microbatch 0 of stage 0"),
+        ("0F0,0I0\n1F0,1B0\n", "FI for microbatch 0 of stage 0"),
+        ("0F0,1F0\n0B0,1B0\n", "stage 0 on rows [1, 2]"),
         ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "deadlocks: row 1 at 0B0, row 2 at 1F1"),
         ("0B0,0F0\n1F0,1B0\n", "deadlocks"),
     ],
 )
 def test_a_schedule_file_that_cannot_run_is_refused_with_the_reason(tmp_path, text, why):
-    (problem,) = check_csv(write_csv(tmp_path, text))
-    assert problem.key == CSV
-    assert why in problem.why
+    parallelism = write_csv(tmp_path, text)
+    assert why in find_fault(parallelism.pipeline_parallel_schedule_csv, 2)
+    assert [problem.key for problem in find_problems("mesh", Case(Config(parallelism=parallelism)), key=CSV)] == [CSV]
 
 
 def test_listed_stages_are_as_many_as_the_schedule_file_has(tmp_path):
@@ -176,8 +178,7 @@ def test_listed_stages_are_as_many_as_the_schedule_file_has(tmp_path):
 
 
 def test_a_missing_schedule_file_is_refused():
-    (problem,) = check_csv(pipeline(2, schedule_csv="nowhere.csv"))
-    assert "cannot be read" in problem.why
+    assert "cannot be read" in find_fault("nowhere.csv", 2)
 
 
 @pytest.mark.parametrize("text", [GPIPE, SPLIT])

@@ -3,9 +3,8 @@
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,6 +17,7 @@ from mutants import MUTANTS
 
 from torchtitan_lite import step
 from torchtitan_lite.config.command_lines import make_verify_parser
+from torchtitan_lite.config.flavors import BLOCKS, list_llama_block
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError
@@ -150,12 +150,17 @@ def init_fork(fqn, full, shape, generator):
         init_parameter(fqn, full, shape, generator)
 
 
-WITH_FORK = partial(patch.dict, step.MODELS, {"fork": (Fork, init_fork)})
+@contextmanager
+def with_fork():
+    """Add the rows of the fork's model."""
+    models, blocks = {"fork": (Fork, init_fork)}, {"fork": list_llama_block}
+    with patch.dict(step.MODELS, models), patch.dict(BLOCKS, blocks):
+        yield
 
 
 def run_fork(rank: int, world_size: int, mutant: str | None, worker, *args, **options):
     """Worker: another one, with the fork's model known, and perhaps broken."""
-    with WITH_FORK(), MUTANTS[mutant].patch() if mutant else nullcontext():
+    with with_fork(), MUTANTS[mutant].patch() if mutant else nullcontext():
         return worker(rank, world_size, *args, **options)
 
 
@@ -169,11 +174,11 @@ def test_a_forks_model_is_verified_unchanged(pool, folder, mutant, culprit):
     def run_ranks(worker, world_size, *args, **options):
         return pool.run(run_fork, world_size, mutant, worker, *args, **options)
 
-    with WITH_FORK():
+    with with_fork():
         trial = try_layout(config, 2, run_ranks, folder)
     assert (trial.culprit and trial.culprit.name) == culprit
     usual = load_oracle(save_oracle(compare.complete({TP: 2}, 2), folder))
-    with WITH_FORK():
+    with with_fork():
         forked = load_oracle(save_oracle(config, folder))
     assert abs(forked.losses[0] - usual.losses[0]) > 1e-3  # the oracle runs the fork's code
 

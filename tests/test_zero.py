@@ -7,8 +7,10 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.case import Case
+from torchtitan_lite.config.checks import find_problems
 from torchtitan_lite.config.layout import plan_zero_stage
-from torchtitan_lite.config.schema import Parallelism
+from torchtitan_lite.config.schema import Config, Parallelism
 
 N_LAYERS, M = 4, 4  # blocks of the table model, microbatches
 N_GROUPS = N_LAYERS + 2  # with embedding and head
@@ -84,12 +86,12 @@ def test_under_pp_gradients_are_reduced_once_per_step(pool, stage):
 
 
 def test_zero_stage_follows_from_either_key():
-    assert plan_zero_stage(Parallelism())[0] == 3
-    assert plan_zero_stage(Parallelism(fsdp_reshard_after_forward="never"))[0] == 2
-    assert plan_zero_stage(Parallelism(pipeline_parallel_degree=2))[0] == 1
-    assert plan_zero_stage(Parallelism(pipeline_parallel_degree=2, fsdp_reshard_after_forward="never"))[0] == 1
-    assert plan_zero_stage(Parallelism(pipeline_parallel_degree=2, fsdp_reshard_after_forward="always"))[0] == 3
-    assert plan_zero_stage(Parallelism(zero_stage=2, fsdp_reshard_after_forward="never")) == (2, [])
+    assert plan_zero_stage(Parallelism()) == 3
+    assert plan_zero_stage(Parallelism(fsdp_reshard_after_forward="never")) == 2
+    assert plan_zero_stage(Parallelism(pipeline_parallel_degree=2)) == 1
+    assert plan_zero_stage(Parallelism(pipeline_parallel_degree=2, fsdp_reshard_after_forward="never")) == 1
+    assert plan_zero_stage(Parallelism(pipeline_parallel_degree=2, fsdp_reshard_after_forward="always")) == 3
+    assert plan_zero_stage(Parallelism(zero_stage=2, fsdp_reshard_after_forward="never")) == 2
 
 
 @pytest.mark.parametrize(
@@ -101,5 +103,4 @@ def test_zero_stage_follows_from_either_key():
     ],
 )
 def test_keys_in_conflict_and_stage_2_under_pp_are_refused(parallelism):
-    _, (problem,) = plan_zero_stage(parallelism)
-    assert problem.key == "parallelism.zero_stage"
+    assert find_problems("mesh", Case(Config(parallelism=parallelism)), key="parallelism.zero_stage")

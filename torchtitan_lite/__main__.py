@@ -1,17 +1,16 @@
 """`python -m torchtitan_lite TOOL ...`: picks the tool, which reads the rest of the line itself.
 
-Any Python will do: where this one lacks the packages, the tool runs in the one that run_train.sh would take. Only the
-chosen tool is imported: `check` must answer before torch could even be loaded.
+Any Python will do: if this one lacks the packages, the tool runs in the one that run_train.sh would take. Only the
+chosen tool is imported, and environment.py only for a tool that needs packages: `check` answers before torch could be
+loaded.
 """
 
 import importlib
 import sys
 from difflib import get_close_matches
+from importlib.util import find_spec
 
-from torchtitan_lite import environment  # first: it refuses a Python that is too old
 from torchtitan_lite.config.command_lines import TOOLS
-
-NEEDED_BY = {"check": ["tomli"]}  # every other tool needs all packages
 
 
 def main(args: list[str]) -> int:
@@ -29,7 +28,8 @@ def main(args: list[str]) -> int:
         return 2
     module, make_parser = TOOLS[name]
     make_parser().parse_known_args(rest)  # --help and mistyped options end here
-    environment.continue_with_packages(only=NEEDED_BY.get(name))
+    if name != "check" or not (find_spec("tomllib") or find_spec("tomli")):  # check needs no package but a TOML reader
+        importlib.import_module("torchtitan_lite.environment").continue_with_packages()
     return importlib.import_module(f"torchtitan_lite.{module}").main(rest)
 
 

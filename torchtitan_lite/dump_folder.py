@@ -1,9 +1,9 @@
-"""The folder in which a run leaves everything: `job.dump_folder`, of one run at a time.
+"""Open the folder in which a run leaves everything: `job.dump_folder`, of one run at a time.
 
-config.toml     as resolved              log.txt, metrics.jsonl, tb/                what the run said
-checkpoint/     step-N/ ...              traces/, comm_traces/, memory_snapshot/    where asked for
-timeline.svg, timeline.json              what each pipeline rank did in an early step: picture and Chrome trace
-lock            held by the run that is at work here
+config.toml     as resolved              log.txt, metrics.jsonl, tb/                logs
+checkpoint/     step-N/ ...              traces/, comm_traces/, memory_snapshot/    if enabled
+timeline.svg, timeline.json              the work of each pipeline rank in an early step: picture, Chrome trace
+lock            held by the run that is writing here
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.values import get_value
 
 LOCK = "lock"
-# Whatever a run writes into the dump folder itself; metrics.jsonl.new becomes metrics.jsonl.
+# Files that a run writes in the dump folder itself; metrics.jsonl.new becomes metrics.jsonl
 FILES = (LOCK, "config.toml", "log.txt", "metrics.jsonl", "metrics.jsonl.new", "timeline.svg", "timeline.json")
 FOLDERS = (  # keys that name a folder inside it
     "checkpoint.folder",
@@ -32,9 +32,9 @@ FOLDERS = (  # keys that name a folder inside it
 
 
 def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> BinaryIO:
-    """Makes the folder, for this run alone, and puts the resolved config there. For rank 0.
+    """Make the folder, lock it for this run, and write the resolved config there. Rank 0 calls this.
 
-    `starting_over` deletes an earlier run's files first. Returns the lock, as `hold` does, and raises what it raises.
+    `starting_over` deletes an earlier run's files first. Returns the lock, and raises what `hold` raises.
     """
     lock = hold(folder)
     if starting_over:
@@ -48,9 +48,9 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
 
 
 def hold(folder: Path) -> BinaryIO:
-    """Takes the lock of a dump folder, for as long as the returned file is open. The system closes it for the dead.
+    """Lock a dump folder for as long as the returned file is open. The system closes the file of a killed run.
 
-    Raises CheckpointError where another run has it.
+    Raises CheckpointError if another run has the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / LOCK, "ab")
@@ -59,7 +59,7 @@ def hold(folder: Path) -> BinaryIO:
     except BlockingIOError:
         file.close()
         raise CheckpointError(
-            f"another run is at work in {folder}: wait until it has ended, or name another job.dump_folder"
+            f"another run is writing to {folder}: wait until it has ended, or name another job.dump_folder"
         ) from None
     return file
 
@@ -80,7 +80,7 @@ def check_still_held(lock: BinaryIO) -> None:
 
 @contextmanager
 def explain_lost_folder(lock: BinaryIO | None) -> Iterator[None]:
-    """Raise CheckpointError in place of an OSError inside, if it is due to the loss of the folder of this lock."""
+    """Context manager: raise CheckpointError for an OSError inside if the folder of this lock is lost."""
     try:
         yield
     except OSError:
@@ -90,7 +90,7 @@ def explain_lost_folder(lock: BinaryIO | None) -> Iterator[None]:
 
 
 def empty(folder: Path) -> None:
-    """Deletes what is in the folder, if there is one. The folder stays: another rank may have made it just now."""
+    """Delete what is in the folder, if there is one. The folder stays: another rank may have made it just now."""
     for path in folder.glob("*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -1,46 +1,38 @@
-"""`python3 environment.py [--extra test]` prints the path of a Python that has the packages of pyproject.toml.
+"""`python3 -m torchtitan_lite.environment [--extra test]` prints the path of a Python that has the packages.
+
+The packages and their bounds are in pyproject.toml:
 
     this Python has them                           -> this Python
     .venv at the root of the repository has them   -> .venv/bin/python
-    otherwise                                      -> .venv is made, or what it lacks is added, once
+    otherwise                                      -> .venv is made, or pip installs what it lacks, once
 
 run_train.sh and tests/run.sh run it first; `python -m torchtitan_lite` and train.py call continue_with_packages().
-Standard library only, and no package is imported to look at it. Progress goes to stderr. Exit status: 0, or 1 with the
+pip does the work, with the tested versions of constraints.txt. Progress goes to stderr. Exit status: 0, or 1 with the
 reason.
 """
 
-import sys
-
-if sys.version_info < (3, 10):  # said before anything that an older Python does not know
-    sys.exit(
-        "torchtitan_lite needs Python 3.10 or newer, and {} is {}.{}. Set PYTHON=/path/to/a/newer/python3".format(
-            sys.executable, *sys.version_info[:2]
-        )
-    )
-
 import argparse
 import fcntl
-import operator
 import os
 import re
-import shutil
 import subprocess
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import sys
 from importlib import metadata
 from pathlib import Path
+
+try:  # tensorboard needs packaging, so that a Python without it lacks packages
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+except ImportError:
+    Requirement = Version = None
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VENV = REPOSITORY / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
-
-# Locked by whoever works on .venv. While .venv is being made it holds UNFINISHED: who finds that word once the lock is
-# free knows that the making was interrupted. A .venv without it is trusted, one made by hand too.
-VENV_LOCK = VENV / ".set_up"
+# Locked while .venv is set up. Until that is done it holds UNFINISHED, so that the next start knows of a start that was
+# killed. A .venv without this file is trusted, also one that was made by hand.
+LOCK = REPOSITORY / ".venv.lock"
 UNFINISHED = "unfinished"
-
-COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt}
 
 
 def main() -> None:
@@ -48,159 +40,103 @@ def main() -> None:
     parser.add_argument("--extra", action="append", default=[], help="the packages of this extra too")
     parser.add_argument("--missing", action="store_true", help="only list what this Python lacks")
     options = parser.parse_args()
-    if options.missing:
-        for requirement in list_requirements(options.extra):
-            if not requirement.is_met():
-                print(requirement.text)
-    else:
-        print(find_python(options.extra))
+    for line in list_missing(options.extra) if options.missing else [find_python(options.extra)]:
+        print(line)
 
 
-def find_python(extras: list[str], only: Container[str] | None = None) -> str:
-    """The Python that has the packages. `only`: this one will do where it has those of them."""
-    requirements = list_requirements(extras)
-    missing = [requirement for requirement in requirements if not requirement.is_met()]
-    if not any(only is None or requirement.name in only for requirement in missing):
-        return sys.executable
-    if not is_venv_finished() or list_missing_in_venv(extras):
-        has_torch = any(requirement.name == "torch" for requirement in set(requirements) - set(missing))
-        prepare_venv(extras, share_packages=has_torch)
-    return str(VENV_PYTHON)
-
-
-def continue_with_packages(*, extras: list[str] | None = None, only: Container[str] | None = None) -> None:
-    """Run this command again, as it was given, by the Python that has the packages. Returns where that is this one."""
-    python = find_python(extras or [], only)
+def continue_with_packages() -> None:
+    """Run this command again, as it was given, by a Python that has the packages. Return if this one has them."""
+    python = find_python([])
     if python != sys.executable:
         os.execv(python, [python, *sys.orig_argv[1:]])
 
 
-# --- what is needed ---
+def find_python(extras: list[str]) -> str:
+    """Return the path of a Python that has the packages; set up .venv if there is none."""
+    if not list_missing(extras):
+        return sys.executable
+    if is_unfinished() or list_missing_in_venv(extras):
+        LOCK.touch()
+        with LOCK.open(encoding="utf-8") as lock:
+            wait_for(lock)
+            set_up(extras)
+    return str(VENV_PYTHON)
 
 
-@dataclass(frozen=True)
-class Requirement:
-    """One line of pyproject.toml: `torch>=2.11,<2.14`, or `tomli; python_version < "3.11"`."""
-
-    text: str  # as pip reads it
-    name: str
-    bounds: tuple[tuple[str, str], ...]  # (">=", "2.11")
-    below_python: str | None  # not needed from this Python on
-
-    def is_met(self) -> bool:
-        """Whether this Python has the package within its bounds, or does not need it."""
-        if self.below_python and sys.version_info >= parse_release(self.below_python):
-            return True
-        try:
-            installed = parse_release(metadata.version(self.name))
-        except metadata.PackageNotFoundError:
-            return False
-        return all(COMPARISONS[sign](installed, parse_release(bound)) for sign, bound in self.bounds)
+def list_missing(extras: list[str]) -> list[str]:
+    """Return the requirements of pyproject.toml that this Python does not meet."""
+    return [text for text in read_requirements(extras) if not is_met(text)]
 
 
-def list_requirements(extras: list[str]) -> list[Requirement]:
-    return read_requirements((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"), extras)
-
-
-def read_requirements(pyproject: str, extras: list[str]) -> list[Requirement]:
-    """The strings of `dependencies = [...]` and `EXTRA = [...]`, one per line: Python 3.10 has no reader of TOML."""
+def read_requirements(extras: list[str]) -> list[str]:
+    """Return the strings of `dependencies = [...]` and `EXTRA = [...]`: Python 3.10 has no reader of TOML."""
+    pyproject = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     requirements = []
     for name in ["dependencies", *extras]:
         array = re.search(rf"^{name} = \[\n(.*?)^\]", pyproject, re.MULTILINE | re.DOTALL)
         if array is None:
             sys.exit(f"pyproject.toml has no extra {name!r}")
-        strings = re.findall(r"""^\s*(["'])(.*?)\1""", array[1], re.MULTILINE)
-        requirements += [parse_requirement(text) for _, text in strings]
+        requirements += [text for _, text in re.findall(r"""^\s*(["'])(.*?)\1""", array[1], re.MULTILINE)]
     return requirements
 
 
-def parse_requirement(text: str) -> Requirement:
-    """Understands what pyproject.toml uses, and stops at anything else."""
-    parts = re.fullmatch(r'([\w.-]+)((?:(?:[<>=]=|[<>])[\d.]+,?)*)(?:; python_version < "([\d.]+)")?', text)
-    if parts is None:
-        sys.exit(f"pyproject.toml: environment.py does not understand {text!r}")
-    name, bounds, below_python = parts.groups()
-    return Requirement(text, name, tuple(re.findall(r"([<>=]+)([\d.]+)", bounds)), below_python)
+def is_met(text: str) -> bool:
+    """Whether this Python has a package within its bounds, or does not need it."""
+    if Requirement is None:
+        return False
+    requirement = Requirement(text)
+    if requirement.marker and not requirement.marker.evaluate():
+        return True
+    try:  # of 2.13.0+cpu and of NVIDIA's 2.13.0a0+nv26 the release decides: both work like it
+        release = Version(metadata.version(requirement.name)).base_version
+    except metadata.PackageNotFoundError:
+        return False
+    return requirement.specifier.contains(release)
 
 
-def parse_release(version: str) -> tuple[int, ...]:
-    """2.13.0+cpu as (2, 13). So is 2.13.0a0+nv26: what vendors ship under that name works like the release."""
-    numbers = [int(number) for number in re.match(r"[\d.]*\d", version)[0].split(".")]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
-
-
-# --- .venv ---
-
-
-def is_venv_finished() -> bool:
-    """Whether there is a .venv whose making was not interrupted."""
-    return VENV_PYTHON.exists() and not (VENV_LOCK.exists() and VENV_LOCK.read_text(encoding="utf-8"))
+def is_unfinished() -> bool:
+    """Whether .venv has to be made: it is not there, or making it was interrupted."""
+    return not VENV.exists() or (LOCK.exists() and LOCK.read_text(encoding="utf-8") == UNFINISHED)
 
 
 def list_missing_in_venv(extras: list[str]) -> list[str]:
-    """What .venv lacks, as its own Python sees it."""
-    command = [VENV_PYTHON, __file__, "--missing", *(f"--extra={extra}" for extra in extras)]
-    answer = subprocess.run(command, capture_output=True, text=True)
-    if answer.returncode != 0:
-        sys.exit(f"{VENV_PYTHON} does not work: {answer.stderr.strip()}\nRemove {VENV} to have it made anew.")
-    return answer.stdout.splitlines()
+    """Return what .venv lacks, as its own Python sees it. Exits if that does not start."""
+    command = [VENV_PYTHON, "-m", __spec__.name, "--missing", *(f"--extra={extra}" for extra in extras)]
+    try:
+        answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        return answer.stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"{VENV_PYTHON} does not work: {error}\nRemove {VENV} to have it made anew.")
 
 
-def prepare_venv(extras: list[str], *, share_packages: bool) -> None:
-    """Make .venv, or add what it lacks.
-
-    With share_packages it sees the packages of this Python too: a torch that a machine comes with fits its GPUs.
-    """
-    VENV.mkdir(exist_ok=True)
-    with lock_venv():
-        if not is_venv_finished():  # else another process has made it while this one waited
-            make_venv(share_packages)
-        if missing := list_missing_in_venv(extras):
-            report(f"Installing {', '.join(missing)} into {VENV}, which takes a minute or more.")
-            pip = [VENV_PYTHON, "-m", "pip", "--disable-pip-version-check", "install"]
-            if run([*pip, "-c", REPOSITORY / "constraints.txt", *missing]) != 0:
-                sys.exit("pip has failed: its last lines, above, say why. The next start tries again.")
-            if missing := list_missing_in_venv(extras):
-                sys.exit(f"pip has installed everything, and still {VENV} lacks {', '.join(missing)}")
-        VENV_LOCK.write_text("", encoding="utf-8")
-
-
-@contextmanager
-def lock_venv() -> Iterator[None]:
-    """Hold the lock on .venv. The system frees it when this process ends, however it ends."""
-    with VENV_LOCK.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report(f"Another process is setting up {VENV}: waiting for it.")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # some network file systems know no locks
-            report(f"{VENV_LOCK} cannot be locked ({error}): do not set up twice at once.")
-        yield
+def set_up(extras: list[str]) -> None:
+    """Make .venv if it is unfinished, and let pip install what it lacks. Another process may have done so meanwhile."""
+    if is_unfinished():
+        LOCK.write_text(UNFINISHED, encoding="utf-8")
+        # A torch that the machine comes with fits its GPUs: then .venv sees the packages of this Python too.
+        has_torch = any(is_met(text) for text in read_requirements([]) if text.startswith("torch>"))
+        report(f"Making {VENV} with {sys.executable}.")
+        command = [sys.executable, "-m", "venv", "--clear", *["--system-site-packages"] * has_torch, VENV]
+        if subprocess.run(command, stdout=sys.stderr).returncode != 0:
+            python = "python{}.{}".format(*sys.version_info[:2])
+            sys.exit(f"python -m venv has failed. On Debian and Ubuntu it needs `apt install {python}-venv`.")
+    if missing := list_missing_in_venv(extras):
+        report(f"Installing {', '.join(missing)} into {VENV}, which takes a minute or more.")
+        pip = [VENV_PYTHON, "-m", "pip", "--disable-pip-version-check", "install"]
+        if subprocess.run([*pip, "-c", REPOSITORY / "constraints.txt", *missing], stdout=sys.stderr).returncode != 0:
+            sys.exit("pip has failed: its last lines, above, say why. The next start tries again.")
+    LOCK.write_text("", encoding="utf-8")
 
 
-def make_venv(share_packages: bool) -> None:
-    """Make .venv without packages. What an interrupted making has left is removed, anything else is left alone."""
-    leftovers = [path for path in VENV.iterdir() if path != VENV_LOCK]
-    if leftovers and not VENV_LOCK.read_text(encoding="utf-8"):
-        sys.exit(f"{VENV_PYTHON} does not work.\nRemove {VENV} to have it made anew.")
-    VENV_LOCK.write_text(UNFINISHED, encoding="utf-8")
-    for path in leftovers:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    report(f"Making {VENV} with {sys.executable}.")
-    if run([sys.executable, "-m", "venv", *["--system-site-packages"] * share_packages, VENV]) != 0:
-        python = "python{}.{}".format(*sys.version_info[:2])
-        sys.exit(f"python -m venv has failed. On Debian and Ubuntu it needs `apt install {python}-venv`.")
-
-
-def run(command: list[str | Path]) -> int:
-    """Exit status of a command. Its output goes to stderr, because stdout is for the path alone."""
-    return subprocess.run(command, stdout=sys.stderr).returncode
+def wait_for(lock) -> None:
+    """Lock an open file. The system frees it when this process ends, however it ends."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        report(f"Another process is setting up {VENV}: waiting for it.")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:  # some network file systems have no locks
+        report(f"{LOCK} cannot be locked ({error}): do not set up twice at once.")
 
 
 def report(message: str) -> None:

@@ -1,5 +1,6 @@
-"""The files of a run, looked at before it starts: each has a place of its own, can be written, and nothing that is read
-is deleted first. Writes nothing.
+"""Check the paths of a run before it starts, and write nothing.
+
+Each folder must be writable and apart from the others, and a run must not delete a file that it reads.
 """
 
 import os
@@ -19,7 +20,7 @@ READ = (  # keys that name files which a run reads
 
 
 def check_files(config: Config, restarted: bool) -> list[Problem]:
-    """What is wrong with the places of a run. A job that torchrun `restarted` finds its own files there."""
+    """Find every problem with the paths of a run. A job that torchrun `restarted` finds its own files there."""
     problems = check_dump_folder(config, restarted)
     places, collisions = place_folders(config)
     problems += collisions
@@ -31,7 +32,7 @@ def check_files(config: Config, restarted: bool) -> list[Problem]:
 
 
 def check_dump_folder(config: Config, restarted: bool) -> list[Problem]:
-    """A run must be able to write its files, and must not mix them with those of an earlier run."""
+    """Find a dump folder that cannot be written, or that holds the files of an earlier run."""
     key, value = "job.dump_folder", config.job.dump_folder
     if problems := check_writable(key, value):
         return problems
@@ -44,12 +45,13 @@ def check_dump_folder(config: Config, restarted: bool) -> list[Problem]:
 
 
 def place_folders(config: Config) -> tuple[dict[Path, str], list[Problem]]:
-    """Where the files and folders of the dump folder are, and what each is. Folders must stay inside, and apart:
-    `job.overwrite` empties each of them.
+    """Return the path of each file and folder of the dump folder with its name, and what is wrong with these.
+
+    Folders must be inside the dump folder and apart from each other, because `job.overwrite` empties each of them.
     """
     dump_folder, default = find_place(config.job.dump_folder), Config()
     places, problems = {dump_folder / name: f"the run's {name}" for name in FILES}, []
-    # Those that are as they were come first: the others are the ones to change.
+    # Keys at their defaults come first: of two that collide, the one that the user has set is to be changed.
     for key in sorted(FOLDERS, key=lambda key: get_value(config, key) != get_value(default, key)):
         value = get_value(config, key)
         path = Path(value)
@@ -59,14 +61,14 @@ def place_folders(config: Config) -> tuple[dict[Path, str], list[Problem]]:
             continue
         place = find_place(config.job.dump_folder, value)
         if other := find_overlap(place, places):
-            why = f"it shares its place with {other}"
+            why = f"it overlaps with {other}"
             problems.append(Problem(key, value, why, "Use a name that no other file or folder of the run has"))
         places[place] = f"{key} = {value!r}"
     return places, problems
 
 
 def check_cache(config: Config, places: dict[Path, str]) -> list[Problem]:
-    """Tokens and compiled code of all runs must not be in what one of them may empty."""
+    """Find a cache folder inside a folder that one run may empty: all runs share the cache."""
     key, value = "training.cache_folder", config.training.cache_folder
     inside = [what for place, what in places.items() if find_place(value).is_relative_to(place)]
     return [
@@ -75,39 +77,41 @@ def check_cache(config: Config, places: dict[Path, str]) -> list[Problem]:
 
 
 def check_deleted(config: Config, places: dict[Path, str], restarted: bool) -> list[Problem]:
-    """A run that starts over deletes an earlier run's files before it reads its own."""
+    """Find files that the run reads, in a folder that job.overwrite empties first."""
     problems = []
     for key in READ if config.job.overwrite and not restarted else ():
         values = get_value(config, key)
-        for value in [values] if isinstance(values, str) else values:
-            what = next(
-                (what for place, what in places.items() if value and find_place(value).is_relative_to(place)), ""
-            )
-            if what:
-                problems.append(Problem(key, value, f"job.overwrite deletes {what} first", "Copy it to another place"))
+        for value in filter(None, [values] if isinstance(values, str) else values):
+            deleted = [what for place, what in places.items() if find_place(value).is_relative_to(place)]
+            if deleted:
+                why, remedy = f"job.overwrite deletes {deleted[0]} first", "Copy it to another place"
+                problems.append(Problem(key, value, why, remedy))
     return problems
 
 
 def find_place(*names: str) -> Path:
-    """The path without links, of something that need not be there."""
+    """Return the path without links. It need not exist."""
     return Path(os.path.realpath(os.path.join(*names)))
 
 
 def find_overlap(place: Path, places: dict[Path, str]) -> str | None:
-    """What is at this place, in it, or around it."""
+    """Return the name of a path that equals, contains or is inside `place`."""
     overlaps = (what for other, what in places.items() if place.is_relative_to(other) or other.is_relative_to(place))
     return next(overlaps, None)
 
 
 def check_writable(key: str, folder: str, value: str | None = None) -> list[Problem]:
-    """A folder that can be written, or made below the nearest one that is there. `value`: of the key, where shorter."""
+    """Find a folder that can neither be written nor made below the nearest existing one.
+
+    `value`: of the key, where it differs from `folder`.
+    """
     value, remedy = folder if value is None else value, "Name a folder that this user can write, or make"
     if not folder:
         return [Problem(key, value, "it names no folder", "Name one, or . for the working directory")]
     path = Path(folder).absolute()
     n_bytes, most = len(os.fsencode(path)), PathLimits.path_bytes
     if n_bytes > most:
-        why = f"with all folders above it, it has {n_bytes} bytes, which leaves too few for the files in it"
+        why = f"its absolute path has {n_bytes} bytes, which leaves too few for the files in it"
         return [Problem(key, value, why, f"Use a place of at most {most} bytes")]
     nearest = next(above for above in (path, *path.parents) if os.path.lexists(above))
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):

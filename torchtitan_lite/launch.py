@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 # Signals that torchrun passes on to the ranks. SIGINT is not among them: here it becomes a KeyboardInterrupt, for which
 # torchrun ends the ranks by SIGTERM, at once; a rank that gets SIGINT itself prints a traceback.
 PASSED_ON = "SIGTERM,SIGHUP,SIGQUIT"
-REPEATED = {  # logger of torchrun -> the lines that say again, or in other words, what the last line says
+REPEATED = {  # logger of torchrun -> starts of lines that repeat what the last line says
     "torch.distributed.elastic.agent.server.api": ("Received %s death signal",),
     "torch.distributed.elastic.multiprocessing.api": ("Sending process", "failed (exitcode"),
 }
@@ -82,7 +82,7 @@ def run_ranks(options: argparse.Namespace, folder: Path) -> str | None:
 
 
 def describe_failure(failures: dict[int, ProcessFailure], *, shown_ranks: list[str]) -> str:
-    """Say which rank failed first, and why. `shown_ranks`: of this host, those whose output is on the terminal."""
+    """Say which rank failed first, and why. `shown_ranks`: ranks of this host whose output is on the terminal."""
     rank, failure = min(failures.items(), key=order_of_failure)
     if failure.exitcode > 0 and str(failure.local_rank) in shown_ranks:
         return f"rank {rank} ended with exit status {failure.exitcode}: see above"
@@ -96,7 +96,7 @@ def describe_failure(failures: dict[int, ProcessFailure], *, shown_ranks: list[s
 
 
 def order_of_failure(numbered: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
-    """Sort key: the first of a host's failures is the cause. Their times are in whole seconds, so they do not suffice.
+    """Return a sort key that puts the cause first. The times of failures are whole seconds and do not suffice.
 
     A rank that was killed comes first: the others fail because their peer is gone. Last come those that torchrun then
     ended by SIGTERM. SIGABRT may be an effect as well as the cause.
@@ -117,7 +117,7 @@ def first_line(message: object) -> str:
 
 
 def refuse_port(options: argparse.Namespace) -> str | None:
-    """Why the port of the rendezvous cannot be used; None if it can, or is another host's. torchrun tries for long."""
+    """Say why the port of the rendezvous cannot be used, since torchrun would retry for long. None: it can be used."""
     port = options.rdzv_endpoint.rpartition(":")[2]
     if options.rdzv_conf != "is_host=1" or not port.isdecimal():
         return None

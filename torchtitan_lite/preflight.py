@@ -1,7 +1,8 @@
-"""Everything that can be wrong with a run, found before torch is imported: config, layout, files, memory.
+"""Find everything that is wrong with a run before torch is imported: config, layout, memory, files, compilers.
 
-`check` and train.py both call this, so what `check` calls sound does start. Problems are collected, not raised one by
-one; a problem that only follows from another (a layout computed with the default of a bad key) is left out.
+config/checks.py holds the rules that need numbers only; the checks here need files or the machine. `check` and train.py
+both call preflight, so that a run which `check` accepts does start. Problems are collected, not raised one by one; a
+problem that only follows from another (a layout computed with the default of a bad key) is left out.
 """
 
 from dataclasses import dataclass, replace
@@ -9,16 +10,16 @@ from math import prod
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps, read_manifest
+from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.certificates import describe_coverage, find_certificate
-from torchtitan_lite.config.compilers import check_compilers
+from torchtitan_lite.config.checks import find_problems
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.float8_plan import check_float8_machine, describe_float8
-from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.float8_plan import describe_float8
+from torchtitan_lite.config.hardware import Machine, find_missing_compiler
 from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config, resolve_model
-from torchtitan_lite.config.lever_checks import check_levers
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config, ConfigError, Optimizer, Parallelism, Problem
+from torchtitan_lite.config.schema import Compile, Config, ConfigError, Parallelism, Problem
 from torchtitan_lite.data.corpora import NAMED, check_corpora, check_weights
 from torchtitan_lite.data.vocabulary import Vocabulary
 from torchtitan_lite.file_checks import check_files
@@ -34,11 +35,11 @@ class Prepared:
     config_name: str
     shape: ModelArgs
     layout: Layout
-    memory: list[MemoryBound]  # empty: not judged, for the memory is not known
+    memory: list[MemoryBound]  # empty: not judged, because the memory is not known
     notices: list[str]
     dump_folder: Path
-    resumed_step: int  # the last step that is already done; 0: the run begins
-    certificate: dict[str, object] | None  # what `verify` has left for this config, these mesh dims and this code
+    resumed_step: int  # the last step that is already done; 0: the run does not resume
+    certificate: dict[str, object] | None  # the record of `verify` for this config, these mesh dims and this code
     cache_folder: Path
     vocabulary: Vocabulary
 
@@ -58,20 +59,24 @@ def preflight(
     if n_ranks is None:
         n_ranks = choose_n_ranks(config.parallelism, machine, n_hosts)
 
-    problems = []
+    # ---- numbers: the rules of config/checks.py, and memory
+    degrees = plan_degrees(config.parallelism, n_ranks)
+    case = Case(config, None, degrees, n_ranks, plan_batch(config, degrees), machine=machine)
+    problems = find_problems("run", case) + find_problems("machine", case)
     shape = layout = None
     memory: list[MemoryBound] = []
-    degrees, degree_problems = plan_degrees(config.parallelism, n_ranks)
     try:
         shape = resolve_model(config.model)
-        if not degree_problems:
+        if prod(degrees.values()) == n_ranks:
             memory = bound_memory(config, shape, degrees, machine, n_hosts)
             problems += check_memory(config, shape, memory, machine)
         layout = plan_layout(config, shape, n_ranks)
     except ConfigError as error:
         problems += error.problems
-    if shape is None:  # what does not depend on the shape can still be told
-        problems += degree_problems + plan_batch(config, degrees, n_stages=degrees["pp"])[1]
+    if shape is None:  # rules that do not need the shape
+        problems += find_problems("mesh", case)
+
+    # ---- files, and what this machine has
     tokenizer, resumed_step = None, find_resumed_step(config, restarted)
     try:
         tokenizer = choose_tokenizer(config, resumed_step)
@@ -79,12 +84,11 @@ def preflight(
         problems += check_vocabulary(config, tokenizer.vocabulary, shape) + check_data(config, tokenizer.vocabulary)
     except ConfigError as error:
         problems += error.problems
-    problems += check_decay(config.optimizer) + check_levers(config, machine)
+    problems += check_files(config, restarted)
     if machine.is_here:
         problems += check_compilers(config.compile, machine.device_type)
-    problems += check_files(config, restarted)
-    problems += check_float8_machine(config, machine)
-    problems += check_profiling(config, machine) + ([] if restarted else check_load_step(config))
+    if not restarted:
+        problems += check_load_step(config)
     if shape is not None:
         problems += check_export(config, shape)
         if not resumed_step:
@@ -113,7 +117,7 @@ def preflight(
 
 
 def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> int:
-    """World size where nobody names one: all GPUs; on CPUs what the degrees multiply to, or two ranks per host."""
+    """Return the default world size: all GPUs; on CPUs the product of the degrees, or two ranks per host."""
     if machine.device_type == "cuda":
         return machine.n_devices * n_hosts
     degrees = [value for key, value in vars(parallelism).items() if key.endswith("_degree")]
@@ -121,14 +125,14 @@ def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> 
 
 
 def drop_follow_ups(problems: list[Problem], causes: list[Problem]) -> list[Problem]:
-    """Without the problems that a bad value, replaced by its default, may have brought about."""
+    """Leave out the problems that may be due to a bad value which was replaced by its default (`causes`)."""
     follow = {"degrees": {"degrees", "batch"}, "batch": {"batch"}, "shape": {"shape"}}
     families = {family for cause in causes for family in follow.get(name_family(cause.key), {cause.key})}
     return [problem for problem in problems if name_family(problem.key) not in families]
 
 
 def name_family(key: str) -> str:
-    """Keys that are computed with one another bear one name."""
+    """Return the family of a key: keys that are computed from each other are one family."""
     if "_degree" in key:
         return "degrees"
     if "batch_size" in key:
@@ -136,11 +140,22 @@ def name_family(key: str) -> str:
     return "shape" if key.startswith("model.") and key != "model.hf_assets_path" else key
 
 
-# --- data and files ---
+# --- data, files and compilers ---
+
+
+def check_compilers(section: Compile, device_type: str) -> list[Problem]:
+    """Find what is missing here to compile the code that inductor writes."""
+    if not section.enable or section.backend != "inductor":
+        return []
+    otherwise = 'or set compile.backend = "aot_eager" or compile.enable = false'
+    return [
+        Problem("compile.backend", section.backend, f"its code has to be compiled, and {what}", f"{how}, {otherwise}")
+        for what, how in find_missing_compiler(device_type)
+    ]
 
 
 def check_vocabulary(config: Config, vocabulary: Vocabulary, shape: ModelArgs | None) -> list[Problem]:
-    """No token may be without a row in the embedding of the model."""
+    """Find a tokenizer with more tokens than the embedding of the model has rows."""
     vocab_size = vocabulary.vocab_size
     if shape is None or vocab_size <= shape.vocab_size:
         return []
@@ -150,14 +165,14 @@ def check_vocabulary(config: Config, vocabulary: Vocabulary, shape: ModelArgs | 
 
 
 def check_data(config: Config, vocabulary: Vocabulary) -> list[Problem]:
-    """Corpora that are there, whole, and made with this tokenizer."""
+    """Find corpora that are missing, damaged, or made with another tokenizer."""
     trained, validation = config.training.dataset, config.validation
     problems = check_corpora("training.dataset", trained, split="train", vocabulary=vocabulary)
     problems += check_weights(config.training.dataset_weights, len(trained))
     if validation.enable and validation.dataset:
         problems += check_corpora("validation.dataset", validation.dataset, split="held_out", vocabulary=vocabulary)
     elif validation.enable and not problems:
-        # A flat file of tokens holds nothing out, so that validating on it would measure what was trained on.
+        # A flat file of tokens has no held-out part: validation would measure what was trained on.
         if flat := [name for name in trained if name not in NAMED and not Path(name).is_dir()]:
             remedy = "Name corpora to validate on, or set validation.enable = false"
             problems.append(Problem("validation.dataset", [], f"{', '.join(flat)} has nothing held out", remedy))
@@ -167,7 +182,7 @@ def check_data(config: Config, vocabulary: Vocabulary) -> list[Problem]:
 
 
 def check_load_step(config: Config) -> list[Problem]:
-    """A checkpoint that is named must be there, and be the newest: what is saved next must not meet a later one."""
+    """Find a checkpoint.load_step that is missing, damaged, or older than another checkpoint of the run."""
     key, value = "checkpoint.load_step", config.checkpoint.load_step
     if not config.checkpoint.enable or value == -1:
         return []
@@ -180,7 +195,7 @@ def check_load_step(config: Config) -> list[Problem]:
         return [Problem(key, value, f"{folder} holds no whole checkpoint of it", f"There are steps {steps or 'none'}")]
     later = [step for step in steps if step > value]
     if later and not config.checkpoint.load_only:
-        why = f"{folder} holds later checkpoints too ({later}), which the run would meet again"
+        why = f"{folder} holds later checkpoints too ({later}), and the run would save these steps again"
         return [Problem(key, value, why, "Move those away, or copy this one to another job.dump_folder")]
     try:
         read_manifest(folder / f"step-{value}")
@@ -190,34 +205,9 @@ def check_load_step(config: Config) -> list[Problem]:
 
 
 def find_resumed_step(config: Config, restarted: bool) -> int:
-    """The last step that is already done: of checkpoint.load_step, else of the newest checkpoint, else 0."""
+    """Return the last step that is already done: checkpoint.load_step, else that of the newest checkpoint, else 0."""
     if not config.checkpoint.enable or (config.job.overwrite and not restarted):
         return 0
     steps = find_steps(Path(config.job.dump_folder) / config.checkpoint.folder)
     restored = config.checkpoint.load_step
     return max(steps, default=0) if restored == -1 or restarted else restored
-
-
-def check_decay(section: Optimizer) -> list[Problem]:
-    """A step multiplies all weights by 1 - lr x weight_decay."""
-    factor = 1 - section.lr * section.weight_decay
-    if factor >= 0:
-        return []
-    why = f"with optimizer.lr = {section.lr:g} a step multiplies every weight by {factor:g}"
-    remedy = f"Use at most {1 / section.lr:g}, which is 1 / lr"
-    return [Problem("optimizer.weight_decay", section.weight_decay, why, remedy)]
-
-
-def check_profiling(config: Config, machine: Machine) -> list[Problem]:
-    """Warm-up and recording of one trace must be over before the next begins; only a GPU's memory has snapshots."""
-    profiling, problems = config.profiling, []
-    needed = profiling.profiler_warmup + profiling.profiler_active
-    if profiling.enable_profiling and profiling.profile_freq < needed:
-        warmup, active = profiling.profiler_warmup, profiling.profiler_active
-        why = f"profiler_warmup {warmup} + profiler_active {active} take {needed} steps"
-        problems.append(Problem("profiling.profile_freq", profiling.profile_freq, why, f"Use {needed} or more"))
-    if profiling.enable_memory_snapshot and machine.device_type == "cpu":
-        why = "torch records allocations of CUDA memory only, and this machine has no GPU"
-        remedy = "Set it to false: the peak memory of every logged step is in metrics.jsonl"
-        problems.append(Problem("profiling.enable_memory_snapshot", True, why, remedy))
-    return problems

@@ -1,4 +1,4 @@
-"""Processes that multiprocessing starts: none outlives the one that started it."""
+"""End processes of multiprocessing with the process that started them."""
 
 import multiprocessing
 import os

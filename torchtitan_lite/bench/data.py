@@ -44,7 +44,8 @@ from torchtitan_lite.bench.fabricated import fabricate_corpus
 from torchtitan_lite.bench.large_corpora import measure_large_corpora
 from torchtitan_lite.bench.rounds import Report, measure_rounds
 from torchtitan_lite.bench.step import build_trainer, one_rank_group
-from torchtitan_lite.config.command_lines import count_cores, make_prepare_parser
+from torchtitan_lite.config.arguments import count_cores
+from torchtitan_lite.config.command_lines import make_prepare_parser
 from torchtitan_lite.config.hardware import detect_machine
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config

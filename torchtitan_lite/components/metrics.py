@@ -143,7 +143,7 @@ def compute_metrics(
     memory: PeakMemory,
     tokens_per_step: int,  # of the global batch, padding included
     world_size: int,  # all ranks: a pipeline or tensor parallel group shares one batch, and each counts
-    flops_per_token: FlopsPerToken | None,  # None: not known of this model
+    flops_per_token: FlopsPerToken,
     peak_flops: float | None,  # of one device, FLOP/s
     validation: dict[str, float],  # val_loss and so on; empty where the step was not validated
     ledger: dict[str, object] | None = None,
@@ -156,8 +156,8 @@ def compute_metrics(
         lr=lr,
         tokens=step * tokens_per_step,
         tokens_per_s_per_rank=tokens_per_s_per_rank,
-        mfu_full=flops_per_token and compute_mfu(flops_per_token.full, tokens_per_s_per_rank, peak_flops),
-        mfu_causal=flops_per_token and compute_mfu(flops_per_token.causal, tokens_per_s_per_rank, peak_flops),
+        mfu_full=compute_mfu(flops_per_token.full, tokens_per_s_per_rank, peak_flops),
+        mfu_causal=compute_mfu(flops_per_token.causal, tokens_per_s_per_rank, peak_flops),
         peak_memory_gib=memory.peak_gib,
         step_time_s=times.step_time_s,
         data_time_s=times.data_time_s,
@@ -184,7 +184,7 @@ class MetricsWriter:
         *,
         n_steps: int,  # of the whole run
         resumed_step: int,  # the last step that is already done; 0 at the start
-        flops_per_token: FlopsPerToken | None,
+        flops_per_token: FlopsPerToken,
     ):
         self.n_steps = n_steps
         self.flops_per_token = flops_per_token
@@ -244,14 +244,14 @@ def format_json_line(metrics: StepMetrics) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def list_scalars(metrics: StepMetrics, memory: PeakMemory, flops_per_token: FlopsPerToken | None) -> dict[str, float]:
+def list_scalars(metrics: StepMetrics, memory: PeakMemory, flops_per_token: FlopsPerToken) -> dict[str, float]:
     """Return tag -> value for TensorBoard, with the tags and units of torchtitan v0.2. Unknown values are left out."""
     scalars = {
         "loss_metrics/global_avg_loss": metrics.loss,
         "grad_norm": metrics.grad_norm,
         "lr": metrics.lr,
         "throughput(tps)": metrics.tokens_per_s_per_rank,
-        "tflops": flops_per_token and metrics.tokens_per_s_per_rank * flops_per_token.full / 1e12,
+        "tflops": metrics.tokens_per_s_per_rank * flops_per_token.full / 1e12,
         "mfu(%)": None if metrics.mfu_full is None else 100 * metrics.mfu_full,
         "time_metrics/end_to_end(s)": metrics.step_time_s,
         "time_metrics/data_loading(s)": metrics.data_time_s,

@@ -1,7 +1,7 @@
-"""Records of what `verify` has certified, for runs to find: was this layout ever shown to compute the right numbers?
+"""Write and find certificates: records of what `verify` has shown of a layout.
 
-`verify` writes one file per certified config and set of mesh dims; train.py looks for its own, says what it covers and
-what not, and every checkpoint carries it. A record belongs to
+`verify` writes one file per certified config and set of mesh dims. train.py looks for that of its run, logs what it
+covers and what not, and every checkpoint carries it. A record belongs to
 
     the code        of this package and of train.py, to the last byte, and torch's version
     the mesh dims   that are larger than 1: a proof for tp2 says nothing of pp2 x tp2
@@ -22,8 +22,8 @@ from torchtitan_lite.config.schema import Config
 
 FOLDER = Path("outputs/certificates")  # from the working directory, as training.cache_folder
 PACKAGE = Path(__file__).resolve().parents[1]
-# Where files are, what is printed and saved, which data and seed a run has, how long it trains: nothing of these
-# decides whether a layout computes what one device would.
+# Paths, what is printed and saved, data, seed and the number of steps do not decide whether a layout computes what one
+# device would.
 NOT_IN_THE_KEY = {
     **dict.fromkeys(("job", "profiling", "metrics", "checkpoint", "validation", "comm"), "all"),
     "model": ("hf_assets_path",),
@@ -34,7 +34,7 @@ NOT_IN_THE_KEY = {
 
 
 def write_certificate(config: Config, layout: Layout, record: dict[str, object]) -> Path:
-    """Keep `record` for runs of `config`, which is as it was read, on the mesh dims of `layout`."""
+    """Write the record for runs of `config`, as it was read, on the mesh dims of `layout`. Return its path."""
     path = FOLDER / f"{identify(config, layout)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
@@ -44,7 +44,7 @@ def write_certificate(config: Config, layout: Layout, record: dict[str, object])
 
 
 def find_certificate(config: Config, layout: Layout) -> dict[str, object] | None:
-    """The record of this config, as it was read, of these mesh dims and this code, if there is one."""
+    """Return the record of this config (as it was read), these mesh dims and this code, if there is one."""
     try:
         record = json.loads((FOLDER / f"{identify(config, layout)}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -53,7 +53,7 @@ def find_certificate(config: Config, layout: Layout) -> dict[str, object] | None
 
 
 def describe_certificate(record: object) -> str:
-    """One line for the log of a run that goes on, from what its checkpoint carries."""
+    """Return one line for the log of a run that resumes, from the record in its checkpoint."""
     if not isinstance(record, dict):
         return "layout not proven: `python -m torchtitan_lite verify` with this config would do it"
     shown = f"{record.get('layout')}, worst gradient error {record.get('largest_error')}, {record.get('date')}"
@@ -61,7 +61,7 @@ def describe_certificate(record: object) -> str:
 
 
 def describe_coverage(record: dict[str, object], layout: Layout) -> list[str]:
-    """What a run on `layout` says of its certificate when it starts: what it covers, and what not."""
+    """Say at the start of a run on `layout` what its certificate covers, and what not."""
     trials, uncovered = (record.get(name) or [] for name in ("trials", "not_covered"))
     return [
         f"certified {record.get('date')} for {record.get('layout')}; this run is {layout}. "
@@ -71,7 +71,7 @@ def describe_coverage(record: dict[str, object], layout: Layout) -> list[str]:
 
 
 def identify(config: Config, layout: Layout) -> str:
-    """The same for runs that compute alike."""
+    """Return an id that is equal for runs that compute alike."""
     sections = asdict(config)
     for name, keys in NOT_IN_THE_KEY.items():
         if keys == "all":
@@ -86,7 +86,7 @@ def identify(config: Config, layout: Layout) -> str:
 
 
 def hash_code() -> str:
-    """Of every Python file of this package, and of train.py where it lies beside it."""
+    """Hash every Python file of this package, and train.py where it is beside it."""
     digest = hashlib.blake2b(digest_size=16)
     for path in [*sorted(PACKAGE.rglob("*.py")), PACKAGE.parent / "train.py"]:
         content = path.read_bytes() if path.exists() else b""
@@ -95,7 +95,7 @@ def hash_code() -> str:
 
 
 def find_torch_version() -> str:
-    """Without the build: what a CPU build has shown is to be found by the CUDA build of the same release."""
+    """Return torch's release without its build: a certificate of a CPU build holds for the CUDA build too."""
     try:
         return version("torch").split("+")[0]
     except PackageNotFoundError:

@@ -1,30 +1,17 @@
-"""The command line of each tool of `python -m torchtitan_lite`, and what its --help says.
+"""Make the command line of each tool of `python -m torchtitan_lite`, with the text of its --help.
 
 The first line of a description is what the tool answers. Standard library only, and no tool is imported: help needs no
-packages and takes no time, and a mistyped option is refused before they are loaded. A tool parses with the same parser.
+packages and takes no time, and a mistyped option is refused before packages are loaded. A tool parses with the same
+parser.
 """
 
 import argparse
-import math
-import os
-from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Callable
+from argparse import ArgumentParser
 from pathlib import Path
 
-from torchtitan_lite.config.bounded_parser import BoundedParser
+from torchtitan_lite.config.arguments import count_cores, make_parser, number
 
 OF_THE_CONFIG = "Any further argument is the config's: --config NAME_OR_PATH, --section.key value.\n"
-
-
-def make_parser(name: str, description: str, epilog: str) -> ArgumentParser:
-    """One style for all: the text as it is written. No option may be shortened: it could be a key of the config."""
-    return BoundedParser(
-        f"python -m torchtitan_lite {name}",
-        description=description.strip(),
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
 
 
 def make_check_parser() -> ArgumentParser:
@@ -34,16 +21,16 @@ Is this config sound on this many ranks? (without torch, under a second)
 Says what the run will be, or every problem that would stop it. run_train.sh asks it before torchrun, because torchrun
 turns every failure into exit status 1.
 
-Without options, or with --launch, the run is one on this host: NGPU ranks (default: all GPUs; on a CPU what the degrees
-multiply to, else 2) on each of NNODES hosts like this one, and everything is judged. --ranks and --gpus ask about a run
-elsewhere: degrees, batch and files are judged, compilers are not. What only GPUs can do, and memory, are judged by what
---gpu names; with --ranks the one is judged by this host, the other not at all."""
+Without options, or with --launch, it checks a run on this host: NGPU ranks (default: all GPUs; on a CPU the product of
+the degrees, else 2) on each of NNODES hosts like this one. --ranks and --gpus ask about a run elsewhere: degrees, batch
+and files are checked, compilers are not. With --gpus, memory and what only GPUs can do are checked against --gpu. With
+--ranks, memory is not checked, and what only GPUs can do is checked against this host."""
     epilog = "Environment: NGPU (ranks per host; on a CPU too), NNODES (hosts). Exit status: 0 sound, 2 not."
     parser = make_parser("check", description, OF_THE_CONFIG + epilog)
     add = parser.add_argument
-    add("--ranks", metavar="N", help="judge a run of N ranks elsewhere, but not its memory")
-    add("--gpus", metavar="N", help="judge a run on N GPUs elsewhere, with their memory")
-    add("--gpu", help="what they are: a row of config/cluster.py, as for plan; default: h100")
+    add("--ranks", metavar="N", help="check a run of N ranks elsewhere, without its memory")
+    add("--gpus", metavar="N", help="check a run on N GPUs elsewhere, with their memory")
+    add("--gpu", help="the GPU: a row of config/cluster.py, as for plan; default: h100")
     add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
     add("--json", action="store_true", help="print for programs")
     add("--launch", action="store_true", help="print the ranks of one host; the verdict goes to stderr")
@@ -52,14 +39,14 @@ elsewhere: degrees, batch and files are judged, compilers are not. What only GPU
 
 def make_prepare_parser() -> ArgumentParser:
     description = """
-Makes a corpus to train on of text, JSONL and folders of these.
+Makes a corpus to train on from text, JSONL and folders of these.
 
-The corpus is a folder of token shards, which `--training.dataset FOLDER` names. It is made of .txt, .md and source
-files, one document each, and .jsonl, one document a line; .gz of all these; and folders. Of a folder, files whose
-suffix is not known as text are left out and counted; hidden ones are left out. A file that is named itself is read,
-unless it looks binary.
+The corpus is a folder of token shards, which `--training.dataset FOLDER` names. Inputs are .txt, .md and source files
+(one document each), .jsonl (one document a line), .gz of these, and folders. In a folder, files with a suffix that is
+not known as text are left out and counted; hidden files are left out. A file that you name is read, unless it looks
+binary.
 
-It may be killed at any time: the same command continues, and ends with the same bytes. OUT is whole or absent.
+You may kill it at any time: the same command continues, with the same bytes at the end. OUT is whole or absent.
 `prepare --check FOLDER` reads a corpus again and compares every file with its manifest."""
     epilog = "Exit status: 0 fine, 1 it could not be finished or --check found damage, 2 wrong input."
     parser = make_parser("prepare", description, epilog)
@@ -67,7 +54,7 @@ It may be killed at any time: the same command continues, and ends with the same
     add("inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER", help="in the order of the corpus")
     add("--out", metavar="FOLDER", help="where the corpus will be")
     add("--tokenizer", default="assets/tokenizer", metavar="FOLDER", help="(%(default)s)")
-    help = "of the documents, kept for validation (%(default)s)"
+    help = "share of the documents that is kept for validation (%(default)s)"
     add("--held-out", type=number(float, 0, 1, but=1), default=0.01, metavar="SHARE", help=help)
     add("--field", default="text", help="of a line of .jsonl, which holds the text (%(default)s)")
     add("--suffix", action="append", default=[], metavar=".X", help="also read files *.X of folders, one document each")
@@ -83,7 +70,7 @@ It may be killed at any time: the same command continues, and ends with the same
 
 
 def make_tokenizer_parser() -> ArgumentParser:
-    description = "Learns a small BPE vocabulary from the python_stdlib corpus, as it made the one of assets/tokenizer."
+    description = "Learns a small BPE vocabulary from the python_stdlib corpus. It made the one in assets/tokenizer."
     parser = make_parser("tokenizer", description, "Exit status: 0 written, 2 wrong input.")
     add = parser.add_argument
     help = "tokens to have, the 256 bytes included (%(default)s)"
@@ -111,7 +98,7 @@ With --against-hf: 0 equal, 1 not, 2 wrong input, no transformers, or too little
     add = parser.add_argument
     help = "processes at most, up to 16; default: 8. The more, the nearer to the real mesh"
     add("--ranks", type=int, default=8, choices=range(1, 17), metavar="N", help=help)
-    help = "for how long ranks may be silent in one trial (%(default)s)"
+    help = "longest silence of the ranks in one trial (%(default)s)"
     add("--timeout", type=number(int, 1), default=300, metavar="SECONDS", help=help)
     help = "compare the real dim, ffn_dim and vocabulary as far as memory allows, for minutes if need be"
     add("--full-width", action="store_true", help=help)
@@ -138,11 +125,16 @@ with what a run of yours has measured."""
     epilog = "Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input."
     parser = make_parser("plan", description, OF_THE_CONFIG + epilog)
     add = parser.add_argument
-    add("--gpus", type=int, metavar="N", help="GPUs in all; default: what the degrees multiply to")
+    add("--gpus", type=number(int, 1), metavar="N", help="GPUs in all; default: what the degrees multiply to")
     add("--gpu", default="h100", help="a row of config/cluster.py; default: h100")
     add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
     add("--full", action="store_true", help="run every microbatch instead of a few that stand for all")
-    add("--tokens", type=float, metavar="N", help="a budget, to be told in days; default: training.steps")
+    add(
+        "--tokens",
+        type=number(float, 0, but=0),
+        metavar="N",
+        help="also say the days of this many; default: training.steps",
+    )
     add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
     add("--trace", type=Path, metavar="FILE", help="also write it for chrome://tracing or Perfetto")
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
@@ -167,7 +159,7 @@ Nothing here is a table of what should happen: step.py is run as one rank of tha
     epilog = "Exit status: 0 explained (--against: no difference), 1 --against has found one, 2 wrong input."
     parser = make_parser("explain", description, OF_THE_CONFIG + epilog)
     add = parser.add_argument
-    add("--gpus", type=int, metavar="N", help="ranks; default: what the degrees multiply to")
+    add("--gpus", type=number(int, 1), metavar="N", help="ranks; default: what the degrees multiply to")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run; default: cuda")
     add("--stage", type=int, metavar="P", help="only this pp rank; default: one of each kind")
     add("--against", metavar="BASE", help="a TOML file, or the folder of another checkout")
@@ -182,7 +174,7 @@ Converts a checkpoint to a Hugging Face folder, or back.
     outputs/debug, step-200, ...  ->  OUT/config.json, model.safetensors or several files and their index, tokenizer
     Hugging Face folder           ->  OUT/manifest.json, rank-00000.safetensors: weights at step 0
 
-What SOURCE is, its files say. The first kind is for transformers and whatever else reads its folders; the second for
+The files of SOURCE say what it is. The first kind is for transformers and others that read its folders; the second for
 `generate`, and for runs that start from it: --checkpoint.initial_load_path OUT. (A run can start from a Hugging Face
 folder itself too: --checkpoint.initial_load_in_hf.)
 
@@ -277,29 +269,3 @@ TOOLS = {  # tool -> its module in torchtitan_lite, with `main(args) -> exit sta
     "generate": ("tools.generate", make_generate_parser),
     "bench": ("bench.command", make_bench_parser),
 }
-
-
-# --- types of arguments ---
-
-
-def number(kind: type, low: float, high: float = math.inf, *, but: float = math.inf) -> Callable[[str], float]:
-    """An argument's type: a finite number from `low` to `high`, `but` for one of the two."""
-
-    def parse(text: str) -> float:
-        bounds = f"of {low} or more" if high == math.inf else f"from {low} to {high}"
-        bounds += f", but not {but}" * (but != math.inf)
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (low <= value <= high and value not in (but, math.inf)):
-            whole = "whole " if kind is int else ""
-            raise ArgumentTypeError(f"{text!r} is not a {whole}number {bounds}")
-        return value
-
-    return parse
-
-
-def count_cores() -> int:
-    """The cores that this process may use, where the system tells that."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

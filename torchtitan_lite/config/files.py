@@ -1,4 +1,4 @@
-"""Files on disk: written whole or not at all, and compared with the SHA-256 that a manifest says.
+"""Write files whole or not at all, and compare them with the SHA-256 in a manifest.
 
 Hashing leaves the interpreter free for other threads.
 """
@@ -15,7 +15,7 @@ BLOCK_BYTES = 2**20
 
 
 def hash_file(path: Path, rest: Callable[[], object] = lambda: None) -> str:
-    """The SHA-256 of a file. `rest` is called after each block."""
+    """Return the SHA-256 of a file. `rest` is called after each block."""
     digest, block = hashlib.sha256(), bytearray(BLOCK_BYTES)
     with open(path, "rb", buffering=0) as file:
         while n := file.readinto(block):
@@ -34,14 +34,14 @@ def describe_damage(path: Path, sha256: str, rest: Callable[[], object] = lambda
 
 
 def find_damage(hashes: Mapping[Path, str]) -> list[str]:
-    """Read all files; return what is wrong with each that has not the SHA-256 given for it."""
+    """Read all files; return what is wrong with each whose SHA-256 is another than the one given."""
     with ThreadPoolExecutor() as threads:
         return [damage for damage in threads.map(describe_damage, hashes, hashes.values()) if damage]
 
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that appears at `path` when it is whole and on the disk; before that, `path` is untouched."""
+    """Context manager: a file to write that replaces `path` at the end, when it is whole and on the disk."""
     unfinished = path.with_name(path.name + ".unfinished")
     with open(unfinished, "wb") as file:
         yield file
@@ -52,7 +52,7 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in `folder` are on the disk: a file that was made or renamed there survives a power cut."""
+    """Write the names in `folder` to the disk: a file that was made or renamed there survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of long rotary wavelengths, so that a model trained on `original_length` reads on."""
+    """How Llama 3.1 stretches long rotary wavelengths, so that it reads more than `original_length` tokens."""
 
     factor: float  # long wavelengths become this much longer
     low_freq_factor: float = 1.0  # wavelengths above original_length / this are stretched in full
@@ -66,7 +66,7 @@ class BlockModule:
 
 
 def list_llama_block(args: ModelArgs) -> list[BlockModule]:
-    """Attention and SwiGLU with a norm before each, in the order of the model file."""
+    """List the modules of a Llama block in the order of the model file: attention and SwiGLU, a norm before each."""
     query, key = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     return [
         BlockModule("attention_norm", (args.dim,)),
@@ -88,17 +88,12 @@ BLOCKS: dict[str, Callable[[ModelArgs], list[BlockModule]]] = {  # model.name ->
 
 
 def list_block(args: ModelArgs) -> list[BlockModule]:
-    """The modules with weights of one block of this model."""
+    """List the modules with weights of one block of this model."""
     return BLOCKS[args.name](args)
 
 
-def is_counted(model) -> bool:
-    """Whether what is counted here is counted of this model: a fork's own has a row of BLOCKS, or is not."""
-    return model.name in BLOCKS
-
-
 def count_layer_parameters(args: ModelArgs, *, tp: int = 1, linear_only: bool = False) -> int:
-    """Parameters of one block that one of `tp` ranks holds."""
+    """Return the parameters of one block that one of `tp` ranks holds."""
     return sum(
         prod(module.weight) // (tp if module.is_linear else 1)
         for module in list_block(args)
@@ -107,7 +102,7 @@ def count_layer_parameters(args: ModelArgs, *, tp: int = 1, linear_only: bool = 
 
 
 def count_parameters(shape: ModelArgs) -> int:
-    """All parameters, a tied embedding once. Equals what the model cards publish."""
+    """Return the number of all parameters, a tied embedding once. Equals what the model cards publish."""
     matrices_over_vocabulary = 1 if shape.tie_embeddings else 2
     return (
         shape.n_layers * count_layer_parameters(shape) + (matrices_over_vocabulary * shape.vocab_size + 1) * shape.dim
@@ -116,14 +111,14 @@ def count_parameters(shape: ModelArgs) -> int:
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """Forward and backward of one token, without recompute; attention counted in full, and its causal half."""
+    """FLOPs of one token, forward and backward, without recompute: attention counted in full, or its causal half."""
 
     full: int
     causal: int
 
 
 def count_flops_per_token(shape: ModelArgs, seq_len: int) -> FlopsPerToken:
-    """6 FLOPs per matmul weight and token, plus 12*L*H*E*S for attention scores and values (PaLM, app. B, 2204.02311).
+    """Count 6 FLOPs per matmul weight and token, plus 12*L*H*E*S of attention (PaLM, app. B, arXiv:2204.02311).
 
     The embedding is a lookup and costs nothing; the head counts, also where both are one tied matrix. Norms have no
     matmul. Both conventions are in use: 57.9 GFLOP (full) and 51.5 (causal) for the 8B at 8,192 tokens.

@@ -1,4 +1,4 @@
-"""Which linear layers compute in float8, and what must hold so that they can. Names and numbers, no torch.
+"""Plan which linear layers compute in float8. Names and numbers, no torch.
 
 The matrix units take float8 in blocks of 16, so every dim of every matmul must be a multiple of it, on each rank:
 
@@ -7,17 +7,15 @@ The matrix units take float8 in blocks of 16, so every dim of every matmul must 
     dw = dy.T @ x    (out, tokens) x (tokens, in)    tokens: one number for all layers, so a run that has others
                                                      cannot start
 
-The head never computes in float8: its logits decide between words, and torchtitan's filter leaves it out as well.
+The head never computes in float8: its logits decide between tokens, and torchtitan's filter leaves it out as well.
 """
 
 from dataclasses import dataclass
 
 from torchtitan_lite.config.flavors import ModelArgs, list_block
-from torchtitan_lite.config.hardware import Machine, lacks_float8
-from torchtitan_lite.config.schema import Config, Float8, Problem
+from torchtitan_lite.config.schema import Config, Float8
 
 BLOCK = 16
-SECTION = "quantize.linear.float8"
 
 
 @dataclass(frozen=True)
@@ -27,12 +25,15 @@ class Float8Plan:
 
 
 def uses_float8(config: Config) -> bool:
-    """Its section means nothing while model.converters does not ask for it."""
+    """Whether any linear layer may compute in float8. Without it the section [quantize.linear.float8] is not read."""
     return bool(config.model.converters)
 
 
 def plan_float8(linears: dict[str, tuple[int, int]], section: Float8, tp: int) -> Float8Plan:
-    """`linears`: FQN -> (out, in) features of the whole layer. A filter may be any part of an FQN, as in torchtitan."""
+    """Return the layers that compute in float8, and why the others do not.
+
+    `linears`: FQN -> (out, in) features of the whole layer. A filter may be any part of an FQN, as in torchtitan.
+    """
     skipped = {}
     for fqn, sizes in linears.items():
         if any(part in fqn for part in section.filter_fqns):
@@ -44,53 +45,13 @@ def plan_float8(linears: dict[str, tuple[int, int]], section: Float8, tp: int) -
 
 
 def list_linears(shape: ModelArgs) -> dict[str, tuple[int, int]]:
-    """FQN -> (out, in) features of every linear layer but the head."""
+    """Return FQN -> (out, in) features of every linear layer except the head."""
     of_block = {module.name: module.weight for module in list_block(shape) if module.is_linear}
     return {f"layers.{layer}.{name}": weight for layer in range(shape.n_layers) for name, weight in of_block.items()}
 
 
-def check_float8(config: Config, shape: ModelArgs, degrees: dict[str, int], microbatch_size: int) -> list[Problem]:
-    """What a float8 run asks of its config."""
-    if not uses_float8(config):
-        return []
-    section, problems = config.quantize.linear.float8, []
-    plan = plan_float8(list_linears(shape), section, degrees["tp"])
-    if not plan.fqns:
-        why = f"no linear layer is left to compute in float8 ({'; '.join(describe_skipped(plan))})"
-        remedy = 'Leave out "float8"'
-        problems.append(Problem("model.converters", config.model.converters, why, remedy))
-    cp = degrees["cp"]
-    n_tokens = microbatch_size * config.training.seq_len // cp
-    if n_tokens % BLOCK:
-        why = f"the {n_tokens} tokens of a microbatch{f' on each of {cp} cp ranks' * (cp > 1)} make no multiple of 16"
-        problems.append(Problem("training.seq_len", config.training.seq_len, why, f"Use a multiple of {BLOCK * cp}"))
-    gathers, precomputes = section.enable_fsdp_float8_all_gather, section.precompute_float8_dynamic_scale_for_fsdp
-    if gathers and section.recipe_name != "tensorwise":
-        why = "a weight that is gathered in float8 has one scale, and this recipe wants one for each row"
-        remedy = f'Set {SECTION}.enable_fsdp_float8_all_gather = false, or use "tensorwise"'
-        problems.append(Problem(f"{SECTION}.recipe_name", section.recipe_name, why, remedy))
-    if gathers and config.training.enable_cpu_offload:
-        why = "FSDP gathers a copy that it makes on the GPU, and forgets that this is to be rounded first"
-        remedy = f"Set {SECTION}.enable_fsdp_float8_all_gather = false: weights are then rounded when they are there"
-        problems.append(Problem("training.enable_cpu_offload", True, why, remedy))
-    if precomputes and not gathers:
-        why = "only weights that are gathered in float8 have scales that can be computed before"
-        remedy = f"Set {SECTION}.enable_fsdp_float8_all_gather = true, or leave it out"
-        problems.append(Problem(f"{SECTION}.precompute_float8_dynamic_scale_for_fsdp", True, why, remedy))
-    return problems
-
-
-def check_float8_machine(config: Config, machine: Machine) -> list[Problem]:
-    """A CPU can do it, slowly; a GPU has it or has not."""
-    if not uses_float8(config) or config.quantize.linear.float8.emulate or not lacks_float8(machine):
-        return []
-    why = f"{machine.name} does not multiply in float8, which begins with compute capability 8.9"
-    remedy = f'Leave out "float8", or set {SECTION}.emulate = true: its rounding, without its speed'
-    return [Problem("model.converters", config.model.converters, why, remedy)]
-
-
 def describe_float8(config: Config, shape: ModelArgs, tp: int) -> list[str]:
-    """For the start of a run: how many layers, and which ones not."""
+    """Say at the start of a run how many layers compute in float8, and which do not."""
     if not uses_float8(config):
         return []
     section = config.quantize.linear.float8
@@ -102,7 +63,7 @@ def describe_float8(config: Config, shape: ModelArgs, tp: int) -> list[str]:
 
 
 def describe_skipped(plan: Float8Plan) -> list[str]:
-    """`layers.*.attention.wk: 24 x 64 is not in multiples of 16`, each kind of layer once."""
+    """List why layers are left out, each kind once: `layers.*.attention.wk: 24 x 64 is not in multiples of 16`."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for fqn, why in plan.skipped.items():
         kinds.setdefault((fqn.split(".", 2)[2], why), []).append(fqn)

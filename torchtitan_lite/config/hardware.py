@@ -1,11 +1,15 @@
-"""What this machine is, found out without torch, and how fast its GPUs are on paper: peaks stand nowhere else."""
+"""Find out without torch what this machine is and has: GPUs with their peaks, memory, compilers."""
 
 import csv
 import os
 import platform
 import re
+import shutil
 import subprocess
+import sys
+import sysconfig
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -20,13 +24,11 @@ class Machine:
     n_devices: int
     memory_bytes_per_device: int | None  # None: not known
     name: str  # as the driver spells it
-    is_here: bool = (
-        True  # False: a run elsewhere is asked about, so that this host's compilers and memory do not matter
-    )
+    is_here: bool = True  # False: the run is elsewhere, so that compilers and memory of this host do not matter
 
 
-# Dense bfloat16 peak of one GPU in FLOP/s. Where NVIDIA's sheet counts 2:4 sparsity, half of its number stands here.
-# The first row whose words occur in the driver's name, whole and side by side, is taken.
+# Dense bfloat16 peak of one GPU in FLOP/s: half of the number where NVIDIA's sheet counts 2:4 sparsity. The first row
+# whose words occur in the driver's name, whole and side by side, is used. Peaks are nowhere else.
 PEAK_BF16_FLOPS = {
     "GB200": 2.5e15,  # nvidia.com, Blackwell architecture datasheet: 5 PFLOP/s sparse
     "B200": 2.25e15,  # same sheet: 4.5 PFLOP/s sparse
@@ -48,13 +50,13 @@ PEAK_BF16_FLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a GPU by its name, or None: unknown, without bfloat16 (V100, T4), or a MIG slice."""
+    """Return the dense bfloat16 FLOP/s of a GPU by name; None: unknown, without bfloat16 (V100, T4), or a MIG slice."""
     if "MIG" in name.split():
-        return None  # a slice bears the name of the whole GPU and has a fraction of its cores
+        return None  # a slice has the name of the whole GPU and a fraction of its cores
     return next((peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
-# GPUs whose matrix units know no float8: compute capability below 8.9. Found in a name as those above are.
+# GPUs whose matrix units have no float8: compute capability below 8.9. Searched in a name as above.
 WITHOUT_FLOAT8 = (
     "V100",
     "T4",
@@ -72,15 +74,15 @@ WITHOUT_FLOAT8 = (
 
 
 def lacks_float8(machine: Machine) -> bool:
-    """Whether it is a GPU that is known to have none; one that is not known is tried."""
+    """Whether this GPU is known to have no float8. An unknown GPU is tried."""
     return any(re.search(rf"\b{words}\b", machine.name) for words in WITHOUT_FLOAT8)
 
 
 def detect_machine() -> Machine:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, as the driver reports them; without any, the CPU."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, as the driver reports them; without any, the CPU."""
     gpus = select_visible(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus:
-        # FSDP shards evenly, so that the smallest GPU decides what fits.
+        # FSDP shards evenly, so that the smallest GPU decides what fits
         return Machine("cuda", len(gpus), min(gpu.memory_bytes for gpu in gpus), gpus[0].name)
     return Machine("cpu", 1, measure_cpu_memory(), f"{platform.machine()} CPU")
 
@@ -94,7 +96,7 @@ class Gpu:
 
 
 def list_gpus() -> list[Gpu]:
-    """All GPUs of this host by nvidia-smi, in its order. No nvidia-smi, or one that fails: none."""
+    """Return all GPUs of this host in the order of nvidia-smi; none if that is missing or fails."""
     query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -105,7 +107,10 @@ def list_gpus() -> list[Gpu]:
 
 
 def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names, by index or start of a UUID. As in CUDA, the first bad name ends it."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names by index or start of a UUID.
+
+    As in CUDA, a bad name ends the list.
+    """
     if visible is None:
         return gpus
     selected = []
@@ -113,7 +118,7 @@ def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
         name = name.strip()
         named = [gpu for gpu in gpus if name == gpu.index or (name.startswith("GPU-") and gpu.uuid.startswith(name))]
         if name.startswith("MIG-") and gpus:
-            # The query does not list slices. Each has less memory than its GPU, so that bounds computed from this hold.
+            # The query does not list slices. Each has less memory than its GPU, so that a lower bound stays one.
             named = [replace(gpus[0], uuid=name, name=f"{gpus[0].name} MIG")]
         if len(named) != 1:
             break
@@ -122,7 +127,7 @@ def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
 
 
 def measure_cpu_memory() -> int:
-    """Bytes that the processes of this host may use: its memory, or less where a control group limits it."""
+    """Return the bytes that processes of this host may use: its memory, or the limit of a control group."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in list_memory_limit_files():
         try:
@@ -133,9 +138,9 @@ def measure_cpu_memory() -> int:
 
 
 def list_memory_limit_files(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """Where Linux may limit the memory of this process: its control group (version 2) and every group around it.
+    """Return the files with memory limits of this process: its control group (version 2) and every group around it.
 
-    Version 1 shows a container its own limit at one fixed place. Slurm and Docker use either.
+    Version 1 has the limit of a container in one fixed file. Slurm and Docker use either.
     """
     files = [root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
     try:
@@ -145,3 +150,28 @@ def list_memory_limit_files(proc: Path = Path("/proc/self/cgroup"), root: Path =
     inside = root / group.strip("/")
     around = [folder for folder in inside.parents if folder.is_relative_to(root) and folder != root]
     return files + [folder / "memory.max" for folder in (inside, *around) if folder != root]
+
+
+def find_missing_compiler(device_type: str) -> list[tuple[str, str]]:
+    """Return what torch.compile lacks here for the backend inductor, and how to get it.
+
+    On a CPU inductor writes C++; on CUDA triton compiles, and needs a C compiler. Both need Python's headers. Compilers
+    are looked up as torch (CXX, one name) and triton (CC, else gcc or clang) do.
+    """
+    missing = []
+    if device_type == "cpu":
+        name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        if not shutil.which(name):
+            how = "Install one (apt install g++), name another one in CXX"
+            missing.append((f"there is no C++ compiler {name!r} here", how))
+    else:
+        if find_spec("triton") is None:
+            missing.append(("there is no triton here", "Install the triton that belongs to this torch"))
+        names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+        if not any(shutil.which(name) for name in names):
+            how = "Install one (apt install gcc), name another one in CC"
+            missing.append((f"there is no C compiler {' or '.join(names)} here", how))
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        missing.append((f"{headers} holds no Python.h", "Install Python's headers (Debian: apt install python3-dev)"))
+    return missing

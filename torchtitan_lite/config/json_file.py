@@ -1,8 +1,8 @@
-"""A file that somebody else wrote, as bytes or as one JSON object, or the reason why it is not read.
+"""Read a file that somebody else wrote, as bytes or as one JSON object, or say why not.
 
-Such a file may be anything: a pipe that nobody fills, a device without an end, a million brackets, a key that says two
-things. Everything that reads a downloaded folder reads it through here, so each of them is refused in the same words.
-The reasons are predicates, to be put behind the file's name: "config.json" "is not JSON: ...".
+Such a file may be anything: a pipe that nobody fills, a device without an end, a million brackets, a key with two
+values. Whatever reads a downloaded folder uses this file, so that each of these is refused, in the same words. The
+reasons are predicates that follow the name of the file: "config.json" "is not JSON: ...".
 """
 
 import json
@@ -22,12 +22,12 @@ HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells a character
 
 
 def read_json_object(path: Path, most_bytes: int, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
-    """The object that `path` holds. Raises ValueError with the reason in one line, also where there is no file."""
+    """Return the JSON object in a file. Raises ValueError with the reason in one line, also if there is no file."""
     return parse_json_object(read_regular_file(path, most_bytes), most_values=most_values)
 
 
 def read_regular_file(path: Path, most_bytes: int) -> bytes:
-    """Raises ValueError with the reason in one line, also where there is no file. A link to a file is followed."""
+    """Return the bytes of a file or of a link to one. Raises ValueError with the reason, also if there is no file."""
     try:
         with open(path, "rb", opener=open_without_waiting) as file:
             found = os.fstat(file.fileno())
@@ -45,12 +45,12 @@ def read_regular_file(path: Path, most_bytes: int) -> bytes:
 
 
 def open_without_waiting(path: str, flags: int) -> int:
-    """Open as usual, but for a pipe do not wait until somebody writes."""
+    """Open a file, and do not wait for a writer if it is a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parse_json_object(content: bytes, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
-    """Raises ValueError with the reason in one line."""
+    """Return the JSON object in `content`. Raises ValueError with the reason in one line."""
     if sum(map(content.count, (b",", b"[", b"{"))) > most_values:  # a value follows each, but for those inside a text
         raise ValueError(f"holds more than {most_values:,} values")
     try:
@@ -111,13 +111,13 @@ def refuse_constant(name: str) -> float:
 
 
 def in_one_line(message: str) -> str:
-    """`message` as a terminal can show it: what it repeats of a file may be long, or hold control characters."""
+    """Shorten a message and escape its control characters: it may repeat what a file holds."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message[: MOST_SHOWN + 1])
     return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]} ..."
 
 
 def check_depth(parsed: Any) -> None:
-    """Raises ValueError where code that follows the nesting might run out of stack."""
+    """Raise ValueError if lists and objects are nested so deeply that recursion might run out of stack."""
     level: Iterable[Any] = [parsed]
     for _ in range(MOST_DEPTH):
         inner = [value for value in level if isinstance(value, dict | list)]
@@ -129,7 +129,7 @@ def check_depth(parsed: Any) -> None:
 
 
 def check_characters(parsed: Any) -> None:
-    """Raises ValueError where a string has half of a pair alone: no file and no terminal can take such a text."""
+    """Raise ValueError if a string has one half of a surrogate pair: no file and no terminal can take such a text."""
     try:
         json.dumps(parsed, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

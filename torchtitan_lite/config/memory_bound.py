@@ -12,11 +12,10 @@ not fit: `plan` makes a dry run.
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
-from torchtitan_lite.config.flavors import FLAVORS, ModelArgs, count_parameters, is_counted
+from torchtitan_lite.config.case import compiles_blocks, recomputes_by_op
+from torchtitan_lite.config.flavors import FLAVORS, ModelArgs, count_parameters
 from torchtitan_lite.config.hardware import Machine, measure_cpu_memory
 from torchtitan_lite.config.layout import plan_batch
-from torchtitan_lite.config.lever_checks import compiles_blocks
-from torchtitan_lite.config.refused import recomputes_by_op
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Optimizer, Problem
 
 GIB = 2**30
@@ -43,12 +42,7 @@ class MemoryBound:
 def bound_memory(
     config: Config, shape: ModelArgs, degrees: dict[str, int], machine: Machine, n_hosts: int
 ) -> list[MemoryBound]:
-    """A bound for each kind of memory that is known. `degrees` multiply to the world size.
-
-    None for a fork's own model: it may have fewer parameters than a Llama of its sizes.
-    """
-    if not is_counted(config.model):
-        return []
+    """A bound for each kind of memory that is known. `degrees` multiply to the world size."""
     n_ranks = ceil(prod(degrees.values()) / n_hosts)
     bytes_each = count_state_bytes(config.optimizer)
     offloads = machine.device_type == "cuda" and config.training.enable_cpu_offload
@@ -69,7 +63,7 @@ def bound_rank(
 ) -> tuple[int, int, int]:
     """Bytes of state (`bytes_each` per parameter), of activations and of the batch, when a rank holds most."""
     training = config.training
-    batch, _ = plan_batch(config, degrees, n_stages=degrees["pp"])
+    batch = plan_batch(config, degrees)
     dp, n_pieces = degrees["dp_replicate"] * degrees["dp_shard"], degrees["cp"] * degrees["tp"]
     batch_bytes = BATCH_BYTES * batch["global_batch_size"] // dp * training.seq_len
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules from a file, read and run on paper: one that waits for itself would hang on thousands of GPUs.
+"""Read a pipeline schedule from a CSV file, and run it on paper: a deadlock would hang thousands of GPUs.
 
     0F0,0F1,,0B0,0B1        row 1: pp rank 0, which holds stage 0. F forward, B backward, or its halves I and W
     ,1F0,1B0,1F1,1B1        row 2: pp rank 1. Empty cells are waits; the run finds its own
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.config.json_file import read_regular_file
-from torchtitan_lite.config.schema import Parallelism, Problem
 
 MOST_BYTES = 2**18  # 64 pp ranks with 200 microbatches whose backward is split have 242,000
 CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
@@ -31,17 +30,16 @@ class Action(NamedTuple):
 
 
 def read_rows(path: str) -> list[list[Action]]:
-    """The actions of each pp rank, without the empty cells. Raises ValueError with the reason."""
+    """Return the actions of each pp rank, without the empty cells. Raises ValueError with the reason."""
     content = read_regular_file(Path(path), MOST_BYTES)
-    rows = []
+    rows: list[list[Action]] = []
     try:
         for number, cells in enumerate(csv.reader(content.decode().splitlines()), 1):
             row = []
             for cell in filter(None, map(str.strip, cells)):
                 if (match := CELL.fullmatch(cell)) is None:
-                    raise ValueError(
-                        f"has in line {number} {cell!r:.40}, which is no action such as 0F3, 0B3, 0I3, 0W3"
-                    )
+                    why = "which is no action such as 0F3, 0B3, 0I3, 0W3"
+                    raise ValueError(f"has in line {number} {cell!r:.40}, {why}")
                 row.append(Action(int(match[1]), match[2], int(match[3])))
             rows.append(row)
     except (UnicodeDecodeError, csv.Error) as error:
@@ -51,26 +49,19 @@ def read_rows(path: str) -> list[list[Action]]:
     return rows
 
 
-def check_csv(parallelism: Parallelism) -> list[Problem]:
-    """Everything that can be wrong with a schedule file, found by reading it and by letting it run on paper."""
-    path, pp = parallelism.pipeline_parallel_schedule_csv, parallelism.pipeline_parallel_degree
-    if not path or pp == 1:
-        return []
-    key = "parallelism.pipeline_parallel_schedule_csv"
+def find_fault(path: str, pp: int) -> str:
+    """Return what is wrong with a schedule file for `pp` ranks, as a predicate ("has no actions"); empty: nothing."""
     try:
         rows = read_rows(path)
     except ValueError as error:
-        return [Problem(key, path, f"it {error}", "Name a CSV file with one row a pp rank, one action a cell")]
+        return str(error)
     if len(rows) != pp:
-        return [Problem(key, path, f"it has {len(rows)} rows for {pp} pp ranks", "Write one row for each pp rank")]
-    fault = find_missing_action(rows) or find_deadlock(rows)
-    return (
-        [Problem(key, path, fault, "Repair the schedule, or name one by pipeline_parallel_schedule")] if fault else []
-    )
+        return f"has {len(rows)} rows for {pp} pp ranks"
+    return find_missing_action(rows) or find_deadlock(rows)
 
 
-def find_missing_action(rows: list[list[Action]]) -> str | None:
-    """Every stage must run every microbatch forward once, and backward once: B, or I and W."""
+def find_missing_action(rows: list[list[Action]]) -> str:
+    """Return a stage and microbatch that does not have F and B, or F, I and W, once each; empty: there is none."""
     ranks_of, kinds = defaultdict(set), defaultdict(list)
     for rank, row in enumerate(rows):
         for action in row:
@@ -78,20 +69,22 @@ def find_missing_action(rows: list[list[Action]]) -> str | None:
             kinds[action.stage, action.microbatch].append(action.kind)
     for stage, ranks in ranks_of.items():
         if len(ranks) > 1:
-            return f"stage {stage} stands on rows {sorted(rank + 1 for rank in ranks)}, and one rank holds a stage"
+            return f"has stage {stage} on rows {sorted(rank + 1 for rank in ranks)}, and one rank holds a stage"
     n_stages, n_microbatches = 1 + max(stage for stage, _ in kinds), 1 + max(microbatch for _, microbatch in kinds)
     for stage in range(n_stages):
         for microbatch in range(n_microbatches):
             found = "".join(sorted(kinds[stage, microbatch]))
             if found not in ("BF", "FIW"):
-                return (
-                    f"stage {stage} has {found or 'nothing'} for microbatch {microbatch}, and F, B or F, I, W are due"
-                )
-    return None
+                held = f"microbatch {microbatch} of stage {stage}"
+                return f"has {found or 'nothing'} for {held}, which needs F and B, or F, I and W"
+    return ""
 
 
-def find_deadlock(rows: list[list[Action]]) -> str | None:
-    """Runs the schedule on paper: each rank takes its next action once what that needs is done, on any rank."""
+def find_deadlock(rows: list[list[Action]]) -> str:
+    """Run the schedule on paper and return the actions that wait for each other; empty: there are none.
+
+    Each rank takes its next action once what that needs is done, on any rank.
+    """
     last_stage = max(action.stage for row in rows for action in row)
     done: set[tuple[int, str, int]] = set()
     next_of = [0] * len(rows)
@@ -104,7 +97,7 @@ def find_deadlock(rows: list[list[Action]]) -> str | None:
             if missing := needs_of(action, last_stage) - done:
                 waiting[missing.pop()].append(rank)
                 break
-            # B is both halves at once.
+            # B is both halves at once
             parts = {(action.stage, kind, action.microbatch) for kind in ("IW" if action.kind == "B" else action.kind)}
             done |= parts
             next_of[rank] += 1
@@ -115,11 +108,14 @@ def find_deadlock(rows: list[list[Action]]) -> str | None:
         for rank, (row, at) in enumerate(zip(rows, next_of, strict=True))
         if at < len(row)
     ]
-    return f"it deadlocks: {', '.join(stuck)} wait for one another" if stuck else None
+    return f"deadlocks: {', '.join(stuck)} wait for one another" if stuck else ""
 
 
 def needs_of(action: Action, last_stage: int) -> set[tuple[int, str, int]]:
-    """What must be done before: the stage before it, forward; the stage after it and its own forward, backward."""
+    """Return the actions that must be done before this one.
+
+    Forward: the stage before it. Backward: the stage after it, and its own forward. W: its own I.
+    """
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "F":
         return {(stage - 1, "F", microbatch)} if stage else set()

@@ -1,10 +1,10 @@
-"""The plan of a pipeline: which stage holds which modules, which pp rank holds which stage, in what order they work.
+"""Plan a pipeline: which stage holds which modules, and which pp rank holds which stage.
 
     placement "loop", pp=2, 4 stages     rank 0: stages 0, 2      rank 1: stages 1, 3
     placement "v",    pp=2, 4 stages     rank 0: stages 0, 3      rank 1: stages 1, 2
 
-Numbers and names only. The order of work is torch.distributed.pipelining's, by the name of a schedule, or that of a CSV
-file (pipeline_csv.py).
+Numbers and names only. torch.distributed.pipelining has the order of work of each schedule; a CSV file may have another
+(pipeline_csv.py).
 
 Sources: GPipe arXiv:1811.06965; 1F1B, interleaved 2104.04473; breadth first 2211.05953; zero bubble 2401.10241;
 DualPipe 2412.19437.
@@ -18,7 +18,7 @@ Stages = tuple[tuple[str, ...], ...]  # FQNs of the modules of each stage, first
 
 
 def splits_backward(parallelism: Parallelism) -> bool:
-    """Whether some backward of the run is split in two."""
+    """Whether the schedule splits a backward in two: gradients of inputs, and of weights."""
     if parallelism.pipeline_parallel_degree == 1:
         return False
     if parallelism.pipeline_parallel_schedule_csv:
@@ -31,11 +31,11 @@ def splits_backward(parallelism: Parallelism) -> bool:
 
 
 def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
-    """FQNs of each stage, first to last.
+    """Return the FQNs of each stage, first to last, and what is wrong with them.
 
-    Every stage between the first and the last gets one layer; each further layer goes to the stage that carries least,
-    of equals to one without a layer, then to the earliest. Embedding and head weigh as much as the two `less_layers`
-    keys say. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3 405B on 128 stages: 0, 1, 1, ..., 1, 0.
+    Every stage between the first and the last gets one layer. Each further layer goes to the stage with the least load;
+    of equal ones to a stage without a layer, then to the earliest. The two `less_layers` keys are the loads of
+    embedding and head. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3 405B on 128 stages: 0, 1, 1, ..., 1, 0.
     """
     pp = parallelism.pipeline_parallel_degree
     if parallelism.module_fqns_per_model_part:
@@ -61,13 +61,13 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[P
 
 
 def name_modules(layers: range, *, first: bool, last: bool) -> tuple[str, ...]:
-    """Names of the modules that a stage with these layers holds."""
+    """Return the names of the modules of a stage with these layers."""
     middle = tuple(f"layers.{layer}" for layer in layers)
     return ("tok_embeddings",) * first + middle + ("norm", "output") * last
 
 
 def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Problem]]:
-    """Number of stages of the whole pipeline, as the schedule and layers_per_stage have it."""
+    """Return the number of stages that schedule and layers_per_stage make, and what is wrong with it."""
     pp, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     if parallelism.pipeline_parallel_schedule_csv:
         n_stages = count_csv_stages(parallelism)
@@ -91,7 +91,7 @@ def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Pro
 
 
 def count_csv_stages(parallelism: Parallelism) -> int:
-    """Number of stages in the schedule file."""
+    """Return the number of stages in the schedule file."""
     return 1 + max(action.stage for row in read_rows(parallelism.pipeline_parallel_schedule_csv) for action in row)
 
 
@@ -105,7 +105,7 @@ def can_run(parallelism: Parallelism, n_stages: int) -> bool:
 
 
 def check_enough_layers(n_layers: int, n_stages: int, pp: int, schedule: str) -> list[Problem]:
-    """The first stage may hold the embedding alone, and the last one norm and head."""
+    """Find stages without a layer. The first may hold the embedding alone, and the last norm and head."""
     if n_layers >= n_stages - 2:
         return []
     why = f"{n_stages} pipeline stages ({pp} pp ranks, {schedule}) need a layer each, the first and the last excepted"
@@ -114,7 +114,7 @@ def check_enough_layers(n_layers: int, n_stages: int, pp: int, schedule: str) ->
 
 
 def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
-    """Stages as module_fqns_per_model_part lists them: every module once, in the order of the model."""
+    """Return the stages of module_fqns_per_model_part, which must list every module once, in the order of the model."""
     key, given = "parallelism.module_fqns_per_model_part", parallelism.module_fqns_per_model_part
     pp = parallelism.pipeline_parallel_degree
     problems = []
@@ -139,7 +139,7 @@ def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages,
 
 
 def find_stages_without_layer(given: list[list[str]]) -> list[int]:
-    """Stages that must have a layer: all but a first one of the embedding alone and a last one of norm and head."""
+    """Return the stages that lack a layer. A first one of the embedding alone and a last one of norm and head may."""
     ends = {0: ["tok_embeddings"], len(given) - 1: ["norm", "output"]}
     return [
         index
@@ -149,7 +149,7 @@ def find_stages_without_layer(given: list[list[str]]) -> list[int]:
 
 
 def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:
-    """The pp rank of each stage."""
+    """Return the pp rank of each stage."""
     pp = parallelism.pipeline_parallel_degree
     if pp > 1 and parallelism.pipeline_parallel_schedule_csv:
         rows = read_rows(parallelism.pipeline_parallel_schedule_csv)
@@ -166,7 +166,7 @@ def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:
 def check_microbatches(
     parallelism: Parallelism, local_batch_size: int, n_microbatches: int, n_stages: int
 ) -> list[Problem]:
-    """What each schedule asks of the number of microbatches."""
+    """Find a number of microbatches that the schedule cannot run."""
     name, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     key = "training.local_batch_size"
     if parallelism.pipeline_parallel_schedule_csv:

@@ -1,11 +1,11 @@
-"""From TOML and command line to a Config, with every problem in one list.
+"""Read TOML and command line as a Config, with every problem in one list.
 
     command line  --section.key value | --section.key=value | --section.flag | --section.no_flag      wins over
     TOML          the file that --config (or --job.config_file) names, a path or a bare name          wins over
     default       schema.py
 
-What a key may hold is read off its type in schema.py, so a new key needs no line here. A bad value is reported and
-replaced by its default, so that the checks that follow still run and the user sees all problems at once.
+What a key may hold is its type in schema.py, so that a new key needs no line here. A bad value is reported and replaced
+by its default: the checks that follow still run, and the user sees all problems at once.
 """
 
 import os
@@ -58,53 +58,51 @@ class ConfigReading:
     config_name: str  # of the TOML file, without folder and ending
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One value that somebody wrote."""
-
-    key: str  # our name for it
-    written: str  # the name as it was written
-    value: object
-    is_text: bool  # from the command line, where everything is text and a bare flag is None
-
-
 def read_config(args: list[str]) -> ConfigReading:
-    """Command-line arguments, and the TOML file that they name, as a Config. Raises nothing: see `problems`."""
-    from_command_line, problems = parse_arguments(args)
-    named = [setting.value for setting in from_command_line if setting.key == "job.config_file"]
-    config_file = str(named[-1]) if named else Job.config_file
-    from_toml, toml_problems = read_toml(config_file)
+    """Read command-line arguments, and the TOML file that they name, as a Config. Raises nothing: see `problems`."""
+    texts, problems = parse_arguments(args)
+    config_file = texts.pop("job.config_file", Job.config_file)
+    table, toml_problems = read_toml(config_file)
     problems += toml_problems
 
-    settings = {}
-    for setting in from_toml:
-        other = settings.get(setting.key)
-        if other and other.value != setting.value:  # a table holds a name once, so one of the two is an old name
-            why = f"{other.written} = {show_value(other.value)} is another name of this key"
-            problems.append(Problem(setting.written, setting.value, why, f"Keep {setting.key} alone"))
-        settings[setting.key] = setting
-    settings |= {setting.key: setting for setting in from_command_line}
-    settings["job.config_file"] = Setting("job.config_file", "job.config_file", config_file, is_text=False)
+    given: dict[str, Any] = {"job.config_file": config_file}  # our key -> value, of the command line as text
+    names = {"job.config_file": "job.config_file"}  # our key -> the name that was written
+    for written, value in table.items():
+        key = resolve_alias(written)
+        if key in given and given[key] != value and key != "job.config_file":  # one of the two is an old name
+            why = f"{names[key]} = {show_value(given[key])} is another name of this key"
+            problems.append(Problem(written, value, why, f"Keep {key} alone"))
+        if key != "job.config_file":  # a file does not name another one
+            given[key], names[key] = value, written
+    names |= {resolve_alias(written): written for written in texts}
+    texts = {resolve_alias(written): text for written, text in texts.items()}
+    given |= texts
 
-    values = {}
+    values, unknown = {}, {}
     unknown_sections = set()
-    unknown = []
-    for key, setting in settings.items():
+    for key, value in given.items():
         section = key.rpartition(".")[0]
         if key in KEYS:
             try:
-                values[key] = convert(KEYS[key], setting.value, is_text=setting.is_text)
+                values[key] = convert(KEYS[key], value, is_text=key in texts)
             except WrongValue as wrong:
-                problems.append(Problem(key, wrong.value, wrong.why + note_old_name(setting), wrong.remedy))
+                problems.append(Problem(key, wrong.value, wrong.why + note_old_name(key, names), wrong.remedy))
         elif not is_torchtitan_key(key) and section not in unknown_sections:
-            unknown.append(setting)
+            unknown[key] = value
             if section not in SECTIONS:
                 unknown_sections.add(section)  # a misspelt section is one problem, however many keys it holds
-    problems += map(describe_unknown, unknown[:MOST_NAMED])
-    problems += [Problem(other.written, other.value, NO_SUCH_KEY, "Leave it out") for other in unknown[MOST_NAMED:]]
+    for n, (key, value) in enumerate(unknown.items()):
+        why, remedy = explain_unknown(key) if n < MOST_NAMED else (NO_SUCH_KEY, "Leave it out")
+        problems.append(Problem(names[key], value, why, remedy))
     config = build_section(Config, values)
-    problems += [problem for setting in settings.values() if (problem := refuse_absent(setting, config))]
-    notices = [f"{setting.written} is now {setting.key}" for setting in settings.values() if note_old_name(setting)]
+    for key, value in given.items():
+        if key in ABSENT and asks_for(ABSENT[key], value, config, is_text=key in texts):
+            why = f"torchtitan_lite does not have this feature{note_old_name(key, names)}"
+            off = f" or at {format_toml(ABSENT[key].off[0])}" if ABSENT[key].off else ""
+            shown = True if value is None else value  # None: a bare flag
+            problems.append(Problem(key, shown, why, f"Leave it out{off}. {ABSENT[key].instead}"))
+
+    notices = [f"{written} is now {key}" for key, written in names.items() if written != key]
     found = find_config_file(config_file)
     # The stem of "...toml" is "..", and outputs/.. must not become the dump folder.
     config_name = found.stem.strip(".") if found else ""
@@ -114,9 +112,13 @@ def read_config(args: list[str]) -> ConfigReading:
 # --- what was written ---
 
 
-def parse_arguments(args: list[str]) -> tuple[list[Setting], list[Problem]]:
-    """Split `--section.key value`, `--section.key=value` and bare flags; `-` and `_` in keys are alike."""
-    settings, problems = [], []
+def parse_arguments(args: list[str]) -> tuple[dict[str, str | None], list[Problem]]:
+    """Return each name with its text, None for a bare flag. `--section.key value` and `--section.key=value` are alike.
+
+    `-` and `_` in names are alike, and a bare `--section.no_flag` is `--section.flag false`.
+    """
+    texts: dict[str, str | None] = {}
+    problems = []
     rest = deque(args)
     while rest:
         argument = rest.popleft()
@@ -124,42 +126,47 @@ def parse_arguments(args: list[str]) -> tuple[list[Setting], list[Problem]]:
             why, remedy = "it belongs to no key", "Write --section.key value, or --section.key=value"
             problems.append(Problem("argument", argument, why, remedy))
             continue
-        written, equals, text = argument[2:].partition("=")
-        written = "job.config_file" if written == "config" else written.replace("-", "_")
+        name, equals, text = argument[2:].partition("=")
+        name = "job.config_file" if name == "config" else name.replace("-", "_")
         value = text if equals else None
         if value is None and rest and not rest[0].startswith("--"):
             value = rest.popleft()
-        if written == "job.config_file" and not value:
-            problems.append(Problem("job.config_file", value, "no file is named", "Write --config NAME_OR_PATH"))
-        else:
-            settings.append(name_setting(written, value, is_text=True))
-    return settings, problems
+        section, _, last = name.rpartition(".")
+        positive = f"{section}.{last.removeprefix('no_')}"
+        if value is None and last.startswith("no_") and is_flag(resolve_alias(positive)):
+            name, value = positive, "false"
+        if name == "job.config_file" and not value:
+            problems.append(Problem(name, value, "no file is named", "Write --config NAME_OR_PATH"))
+            continue
+        texts.pop(name, None)  # of two names of one key, the one written last counts
+        texts[name] = value
+    return texts, problems
 
 
-def read_toml(name: str) -> tuple[list[Setting], list[Problem]]:
-    """The settings of the TOML file that `--config NAME` means."""
+def read_toml(name: str) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the dotted names and values of the TOML file that `--config NAME` means."""
     path = find_config_file(name)
     if path is None and os.path.exists(name):
-        return [], [Problem("job.config_file", name, "it is not a regular file", "Name a TOML file, or a bare name")]
+        return {}, [Problem("job.config_file", name, "it is not a regular file", "Name a TOML file, or a bare name")]
     if path is None:
         known = sorted(file.stem for file in CONFIG_FOLDER.glob("*.toml"))
         near = get_close_matches(Path(name).stem, known, n=1)
         remedy = f"The nearest in configs/ is {near[0]}" if near else f"configs/ has {', '.join(known)}"
-        return [], [Problem("job.config_file", name, "there is no such file, here or in configs/", remedy)]
+        return {}, [Problem("job.config_file", name, "there is no such file, here or in configs/", remedy)]
     try:
-        return list(flatten_table(load_toml(path))), []
+        return dict(flatten_table(load_toml(path))), []
     except ValueError as error:
-        return [], [Problem("job.config_file", str(path), f"it {error}", "Repair it, or name another file")]
+        return {}, [Problem("job.config_file", str(path), f"it {error}", "Repair it, or name another file")]
 
 
 def find_config_file(name: str) -> Path | None:
-    """A path first, then a bare name in configs/; both with or without `.toml`."""
+    """Look for a path first, then for a bare name in configs/; both with or without `.toml`."""
     candidates = [Path(name), Path(f"{name}.toml"), CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.toml"]
     return next((path for path in candidates if os.path.isfile(path)), None)  # Path.is_file raises for long names
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """The table that a TOML file holds. Raises ValueError with the reason, to be put behind the file's name."""
+    """Return the table of a TOML file. Raises ValueError with the reason as a predicate: "is not TOML: ..."."""
     content = read_regular_file(path, MOST_TOML_BYTES)
     try:
         text = content.decode()
@@ -180,28 +187,17 @@ def load_toml(path: Path) -> dict[str, Any]:
     return table
 
 
-def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[Setting]:
-    """`[a.b]` with `c = 1` is the setting a.b.c = 1. A table in the place of a value stays whole, to be refused."""
+def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a.b.c and 1 for `[a.b]` with `c = 1`. A table in the place of a value stays whole, to be refused."""
     for name, value in table.items():
         if isinstance(value, dict) and prefix + name not in KEYS:
             yield from flatten_table(value, f"{prefix}{name}.")
         else:
-            yield name_setting(prefix + name, value, is_text=False)
-
-
-def name_setting(written: str, value: object, *, is_text: bool) -> Setting:
-    """Attach our name: an old name is replaced, and a bare `--section.no_flag` is `--section.flag false`."""
-    key = resolve_alias(written)
-    section, _, name = written.rpartition(".")
-    if is_text and value is None and name.startswith("no_") and key not in KEYS:
-        positive = f"{section}.{name.removeprefix('no_')}"
-        if is_flag(resolve_alias(positive)):
-            return Setting(resolve_alias(positive), positive, "false", is_text)
-    return Setting(key, written, value, is_text)
+            yield prefix + name, value
 
 
 def resolve_alias(written: str) -> str:
-    """Our name of a key, or the same name where it has no other."""
+    """Return our name of a key, or the same name where it has no other."""
     section, _, name = written.rpartition(".")
     if f"{section}.*" in ALIASES:
         return ALIASES[f"{section}.*"].removesuffix("*") + name
@@ -217,7 +213,7 @@ def is_flag(key: str) -> bool:
 
 
 def build_section(section: type, values: dict[str, Any], prefix: str = "") -> Any:
-    """A section object with the values given by dotted name, and defaults for the rest."""
+    """Build a section object from values by dotted name, and defaults for the rest."""
     given = {}
     for field, annotation in ((field, get_type_hints(section)[field.name]) for field in fields(section)):
         if is_dataclass(annotation):
@@ -227,8 +223,8 @@ def build_section(section: type, values: dict[str, Any], prefix: str = "") -> An
     return replace(section(), **given)
 
 
-def note_old_name(setting: Setting) -> str:
-    return "" if setting.written == setting.key else f" (written as {setting.written})"
+def note_old_name(key: str, names: dict[str, str]) -> str:
+    return "" if names[key] == key else f" (written as {names[key]})"
 
 
 def is_torchtitan_key(key: str) -> bool:
@@ -237,46 +233,40 @@ def is_torchtitan_key(key: str) -> bool:
     return key in ABSENT or key in SETTINGS_OF_ABSENT or key.startswith(sections)
 
 
-def refuse_absent(setting: Setting, config: Config) -> Problem | None:
-    """A Problem where a setting switches on a feature of torchtitan that we do not have."""
-    absent = ABSENT.get(setting.key)
-    if absent is None or (absent.only_if and not get_value(config, absent.only_if)) or is_off(setting, absent):
-        return None
-    value = True if setting.value is None else setting.value  # a bare flag
-    why = f"torchtitan_lite does not have this feature{note_old_name(setting)}"
-    off = f" or at {format_toml(absent.off[0])}" if absent.off else ""
-    return Problem(setting.key, value, why, f"Leave it out{off}. {absent.instead}")
+def asks_for(absent: Absent, value: object, config: Config, *, is_text: bool) -> bool:
+    """Whether the value of a torchtitan key switches on a feature that we do not have.
 
-
-def is_off(setting: Setting, absent: Absent) -> bool:
-    """Whether the value asks for nothing. It is read as the type of the value that says so."""
+    It is read as the type of the values that mean "off".
+    """
+    if absent.only_if and not get_value(config, absent.only_if):
+        return False
     for off in absent.off:
         try:
             kind = list[str] if isinstance(off, list) else type(off)
-            if convert(kind, setting.value, is_text=setting.is_text) == off:
-                return True
+            if convert(kind, value, is_text=is_text) == off:
+                return False
         except WrongValue:
             continue
-    return False
+    return True
 
 
-def describe_unknown(setting: Setting) -> Problem:
-    """Name the nearest key for one that nobody knows: the same name in another section, else a similar spelling."""
-    section, _, name = setting.key.rpartition(".")
-    in_section = [key for key in KEYS if key.rpartition(".")[0] == section]
-    near = [key for key in (*KEYS, *ABSENT) if key.rpartition(".")[2] == name]
-    near += get_close_matches(setting.key, in_section, n=1) + get_close_matches(setting.key, KEYS, n=1)
+def explain_unknown(key: str) -> tuple[str, str]:
+    """Return why and remedy of an unknown key: the nearest is the same name in another section, or a like spelling."""
+    section, _, name = key.rpartition(".")
+    in_section = [known for known in KEYS if known.rpartition(".")[0] == section]
+    near = [known for known in (*KEYS, *ABSENT) if known.rpartition(".")[2] == name]
+    near += get_close_matches(key, in_section, n=1) + get_close_matches(key, KEYS, n=1)
     if in_section:
         why = NO_SUCH_KEY
-        remedy = f"[{section}] has {', '.join(key.rpartition('.')[2] for key in in_section)}"
+        remedy = f"[{section}] has {', '.join(known.rpartition('.')[2] for known in in_section)}"
     else:
         why = f"there is no section [{section}]" if section else "a key needs its section in front of it"
         remedy = f"The sections are {', '.join(SECTIONS)}"
-    return Problem(setting.written, setting.value, why, f"The nearest key is {near[0]}" if near else remedy)
+    return why, f"The nearest key is {near[0]}" if near else remedy
 
 
 def dump_config_toml(config: Config) -> str:
-    """The config as TOML, which reads back as the same config. A key that is None is left out: TOML has no None."""
+    """Write a config as TOML that reads back as the same config. A key that is None is left out: TOML has no None."""
     lines = {section: [f"[{section}]"] for section in SECTIONS}
     for key in KEYS:
         section, _, name = key.rpartition(".")

@@ -2,8 +2,8 @@
 
 The spelling is torchtitan's (v0.2); keys that only exist here are marked `new`. What a key may hold is its type:
 `Literal` for a choice, among the rows of a table of choices.py for instance, `Range` for a number. `reader.py` fills
-these classes from TOML and the command line; `layout.py` derives what follows from them. Neither imports torch, so that
-a mistake is told in milliseconds.
+these classes from TOML and the command line; `layout.py` plans what follows from them. None of them imports
+torch, so that a mistake is reported in milliseconds.
 """
 
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ MOST_PROBLEMS, MOST_CHARACTERS = 20, 6000  # that are listed: a screen
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that a key accepts: `low <= value <= high`, or the value `auto`, which is resolved later.
+    """Bounds of a number: `low <= value <= high`, or the value `auto`, which is resolved later.
 
-    Every number has both bounds: beyond them a run does not start, or does not make a step.
+    Every number has both bounds: beyond them a run cannot start, or cannot make a step.
     """
 
     low: float
@@ -31,7 +31,7 @@ class Range:
 
 @dataclass(frozen=True)
 class PathLimits:
-    """How long a path may be, in bytes: what Linux takes, less what a run adds to the path of a folder."""
+    """How long a path may be, in bytes: the limit of Linux, less what a run adds to the path of a folder."""
 
     name_bytes: int = 255  # of each file or folder in it
     path_bytes: int = 3800  # of all; the system's limit is 4,095
@@ -72,7 +72,7 @@ class Profiling:
     profile_freq: Steps = 10  # steps from one trace to the next; at least warm-up + active
     profiler_active: Steps = 1  # steps recorded in each trace
     profiler_warmup: StepsOrZero = 3  # steps before it, during which the profiler runs and records nothing
-    enable_memory_snapshot: bool = False  # CUDA: write what lies in memory every profile_freq steps, and when it is out
+    enable_memory_snapshot: bool = False  # CUDA: write what is in memory every profile_freq steps, and when it runs out
     save_memory_snapshot_folder: FilePath = "memory_snapshot"  # inside dump_folder
 
 
@@ -116,7 +116,7 @@ class Optimizer:
     eps: Annotated[float, Range(1e-30, 1)] = 1e-8  # 0 would be 0/0 where a gradient is 0
     weight_decay: Annotated[float, Range(0, 1000)] = 0.1  # decoupled, on every parameter
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # AdamW; SGD: foreach
-    # new: of AdamW between steps; bfloat16 saves 4 bytes each
+    # new: of AdamW's moments; bfloat16 saves 4 bytes per parameter
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
@@ -155,18 +155,18 @@ class Parallelism:
     # new: what dp_shard shards, see parallel/fsdp.py; auto: 3, under PP 1
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
     tensor_parallel_degree: Degree = 1
-    enable_async_tensor_parallel: bool = False  # overlap its collectives with pieces of the matmuls; inductor on CUDA
+    enable_async_tensor_parallel: bool = False  # overlap its collectives with parts of the matmuls; inductor on CUDA
     disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss
     pipeline_parallel_degree: Degree = 1
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"
     pipeline_parallel_schedule_csv: FilePath = ""  # a file with the schedule instead: one row a pp rank, cells like 0F3
     pipeline_parallel_microbatch_size: Sequences = 1  # sequences per microbatch
     pipeline_parallel_layers_per_stage: Layers | None = None  # default: one stage per rank, interleaved two
-    pipeline_parallel_first_stage_less_layers: LayersOrZero = 1  # what the embedding weighs, in layers
-    pipeline_parallel_last_stage_less_layers: LayersOrZero = 1  # what norm and head weigh, in layers
+    pipeline_parallel_first_stage_less_layers: LayersOrZero = 1  # load of the embedding, in layers
+    pipeline_parallel_last_stage_less_layers: LayersOrZero = 1  # load of norm and head, in layers
     module_fqns_per_model_part: list[list[str]] = field(default_factory=list)  # the stages, module by module
     context_parallel_degree: Degree = 1  # ranks that share each sequence
-    context_parallel_rotate_method: Literal["allgather", "ring"] = "allgather"  # how keys and values get around
+    context_parallel_rotate_method: Literal["allgather", "ring"] = "allgather"  # how keys and values reach all cp ranks
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Checkpoint:
     enable: bool = False  # save, and resume from the newest sound checkpoint of the dump folder
     folder: FilePath = "checkpoint"  # inside dump_folder
     interval: Steps = 500  # steps between two saves; the last step is always saved
-    enable_first_step_checkpoint: bool = False  # save after the first step too: storage that fails is told at once
+    enable_first_step_checkpoint: bool = False  # save after the first step too: storage that fails is found at once
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"  # copy, then write beside the steps
     # new: what the run does when a checkpoint cannot be written. continue: it still ends with 1 if the last one failed
     on_save_error: Literal["stop", "continue"] = "stop"
@@ -217,8 +217,8 @@ class Checkpoint:
     load_step: Annotated[int, Range(0, 10**15, auto=-1)] = -1  # resume from this step; auto: the newest that is sound
     load_only: bool = False  # resume, and save nothing
     verify: bool = True  # new: hash every file of a checkpoint before it is loaded, each rank some of them
-    exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)  # begin with new moments
-    initial_load_path: FilePath = ""  # weights to begin with where the dump folder holds no checkpoint
+    exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)  # start with new optimizer state
+    initial_load_path: FilePath = ""  # weights to start from if the dump folder holds no checkpoint
     initial_load_model_only: bool = True  # of initial_load_path: without optimizer and step
     initial_load_in_hf: bool = False  # initial_load_path is a Hugging Face folder
     last_save_model_only: bool = False  # the last step is saved as weights alone, which no run can resume
@@ -229,7 +229,9 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Validation:
     enable: bool = False  # the loss on held-out documents, the same ones on every layout
-    dataset: list[FilePath] = field(default_factory=list)  # as training.dataset; none: what those corpora have held out
+    dataset: list[FilePath] = field(
+        default_factory=list
+    )  # as training.dataset; none: the held-out part of those corpora
     freq: Steps = 10  # steps from one validation to the next; the first and the last step are validated too
     steps: StepsOrAuto = -1  # batches of training.global_batch_size; auto: all there are
 
@@ -237,7 +239,9 @@ class Validation:
 @dataclass(frozen=True)
 class Comm:
     init_timeout_seconds: Seconds = 300  # how long ranks wait for each other until the first step ends, and for disks
-    train_timeout_seconds: Seconds = 100  # after the first step, but for checkpoints and exports: a disk may be slower
+    train_timeout_seconds: Seconds = (
+        100  # after the first step, except for checkpoints and exports: a disk may be slower
+    )
     trace_buf_size: Entries = 20000  # entries of NCCL's flight recorder, written on a time-out; 0: off
     save_traces_folder: FilePath = "comm_traces"  # inside dump_folder
 
@@ -270,7 +274,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a config, said so that it can be repaired without reading code."""
+    """One thing that is wrong with a config, with a remedy that needs no reading of code."""
 
     key: str  # as in TOML: "parallelism.tensor_parallel_degree"
     value: object  # as seen
@@ -282,7 +286,7 @@ class Problem:
         return f"{key} = {show_value(self.value)}: {why}. {remedy}."
 
     def for_json(self) -> dict[str, object]:
-        """What `--json` prints of it: the value itself where it is short."""
+        """Return what `--json` prints: the value itself if it is short."""
         return {name: show_json(x) if name == "value" else show_text(x, 1200) for name, x in vars(self).items()}
 
 
@@ -294,7 +298,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(f"  {n}. {problem}" for n, problem in enumerate(self.list_first(), 1)))
 
     def list_first(self) -> list[Problem]:
-        """As many problems as fit on a screen, and how many there are if those are not all."""
+        """Return as many problems as fit on a screen, and their number if there are more."""
         ends = accumulate(len(str(problem)) for problem in self.problems[:MOST_PROBLEMS])
         n = max(1, sum(end <= MOST_CHARACTERS for end in ends))
         cut = Problem("problems", len(self.problems), f"the list ends after {n} of them", "Repair these first")

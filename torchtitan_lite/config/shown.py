@@ -1,4 +1,4 @@
-"""Show what a user wrote, or what a file contains: short, on one line, without what a terminal would obey."""
+"""Show what a user wrote or a file holds: short, on one line, without control characters."""
 
 import json
 import reprlib
@@ -23,24 +23,24 @@ class ShortRepr(reprlib.Repr):
 
 
 def show_value(value: object) -> str:
-    """A value as Python spells it, at most MOST_OF_VALUE characters."""
+    """Return a value as Python spells it, in at most MOST_OF_VALUE characters."""
     return show_text(ShortRepr().repr(value), MOST_OF_VALUE)
 
 
 def show_text(text: str, most: int) -> str:
-    """At most `most` characters of a text; those that cannot be printed are written as escapes."""
+    """Return at most `most` characters of a text, with escapes for those that cannot be printed."""
     characters = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in shorten(text, most))
     return shorten("".join(characters), most)
 
 
 def shorten(text: str, most: int) -> str:
-    """The text without its middle, where it is too long."""
+    """Cut the middle out of a text that is too long."""
     half = (most - 3) // 2
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 def show_json(value: object) -> object:
-    """The value itself where JSON can hold it in few characters, else the text that people are shown."""
+    """Return the value itself if JSON can hold it in few characters, else the text that people are shown."""
     try:
         if len(json.dumps(value, allow_nan=False)) <= MOST_OF_VALUE:
             return value

@@ -1,4 +1,4 @@
-"""What a key may hold: checks a value against the type that schema.py gives its key, and writes values as TOML.
+"""Check a value against the type that schema.py gives its key, and write values as TOML.
 
 `Literal` is a choice, `Annotated` with a Range a number within bounds, with PathLimits a path that is not too long,
 `X | None` may be left out. There is no guessing: 1 is not true and "1" is not 1; only a whole number where a fraction
@@ -25,7 +25,7 @@ class WrongValue(Exception):
 
 
 def convert(annotation: Any, value: object, *, is_text: bool) -> Any:
-    """`value` as the type of its key. `is_text`: it comes from the command line and has yet to be parsed.
+    """Return `value` as the type of its key. `is_text`: it comes from the command line and has yet to be parsed.
 
     A bare flag of the command line is None. Raises WrongValue.
     """
@@ -102,11 +102,11 @@ def convert_number(kind: type, value: object, *, is_text: bool) -> int | float:
     try:
         return kind(value)
     except OverflowError:  # a whole number beyond every float
-        raise WrongValue("it is beyond every fraction", "Write it as in 0.1 or 3e-4", value) from None
+        raise WrongValue("it is too large for a fraction", "Write it as in 0.1 or 3e-4", value) from None
 
 
 def check_limits(limits: Range | PathLimits, value: Any) -> None:
-    """Raises WrongValue where the key of these limits cannot hold `value`."""
+    """Raise WrongValue if `value` is beyond the limits of its key."""
     if isinstance(limits, Range):
         if not limits.low <= value <= limits.high and value != limits.auto:
             raise WrongValue("it is out of range", f"Use {describe_range(limits)}", value)
@@ -118,14 +118,14 @@ def check_limits(limits: Range | PathLimits, value: Any) -> None:
 
 
 def describe_range(allowed: Range) -> str:
-    """What a number may be, in words."""
+    """Say in words what a number may be."""
     low, high = (f"{bound:,}" if isinstance(bound, int) else f"{bound:g}" for bound in (allowed.low, allowed.high))
     bounds = f"a value from {low} to {high}"
     return bounds if allowed.auto is None else f"{bounds}, or {allowed.auto} to have it derived"
 
 
 def get_value(config: Config, key: str) -> Any:
-    """The value behind a dotted name."""
+    """Return the value of a dotted name."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -133,5 +133,5 @@ def get_value(config: Config, key: str) -> Any:
 
 
 def format_toml(value: object) -> str:
-    """A TOML literal. JSON writes strings, lists, numbers and truth values alike, but does not escape DEL."""
+    """Write a TOML literal. JSON writes strings, lists, numbers and truth values alike, but does not escape DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

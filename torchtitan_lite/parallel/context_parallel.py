@@ -19,6 +19,9 @@ Sources: Llama 3, arXiv:2407.21783; ring attention arXiv:2310.01889.
 Effect: `attention.inner` of each block is another module, without parameters; FQNs do not change.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,11 +44,14 @@ def shard_sequence(whole: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def apply_context_parallel(part: nn.Module, mesh: DeviceMesh, *, attention: str, method: str) -> None:
-    """Puts the attention that fetches keys and values into each block. `attention` is model.attention."""
+    """Replace the attention of each block by one that fetches keys and values over cp.
+
+    `attention` is model.attention, `method` context_parallel_rotate_method. Raises KeyError for a pair without a row of
+    CONTEXT_ATTENTIONS; config/checks.py refuses it before launch, by `under_cp` of the row in config/choices.py.
+    """
+    build = CONTEXT_ATTENTIONS[attention, method]
     for block in part.layers.values():
-        # The ring has no masks: with documents it is refused (refused.py).
-        masked = attention == "document" and method == "allgather"
-        block.attention.inner = DocumentContext(mesh) if masked else CausalContext(mesh, method)
+        block.attention.inner = build(mesh)
 
 
 class CausalContext(nn.Module):
@@ -92,3 +98,11 @@ class Gather(torch.autograd.Function):
     def backward(ctx, grads: Tensor) -> tuple[Tensor, None, None]:
         own_grads = collectives.reduce_scatter_tensor(grads.contiguous(), "sum", *ctx.where)
         return collectives.wait_tensor(own_grads), None, None
+
+
+# (model.attention, context_parallel_rotate_method) -> the module that computes it, built from the cp mesh
+CONTEXT_ATTENTIONS: dict[tuple[str, str], Callable[[DeviceMesh], nn.Module]] = {
+    ("causal", "allgather"): partial(CausalContext, method="allgather"),
+    ("causal", "ring"): partial(CausalContext, method="ring"),
+    ("document", "allgather"): DocumentContext,
+}

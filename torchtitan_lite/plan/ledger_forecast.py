@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torchtitan_lite.config.cluster import CLUSTERS, find_row
-from torchtitan_lite.config.flavors import ModelArgs, is_counted
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config, ConfigError
@@ -64,9 +64,6 @@ def open_ledger(config: Config, shape: ModelArgs, layout: Layout, machine: Machi
     """
     row = find_row(machine)
     ledger = Ledger(describe_layout(config, layout), row or machine.name, Costs(), [])
-    if not is_counted(config.model):
-        ledger.notes.append(f"no forecast: it is one of llama3, and this is {config.model.name}")
-        return ledger
     try:
         workload = describe_workload(config, shape, layout)
     except ConfigError as error:

@@ -16,11 +16,11 @@ a fifth, since kernels differ in what they keep. Legend: D model dim, H heads, K
 
 from dataclasses import dataclass, replace
 
+from torchtitan_lite.config.case import Case
+from torchtitan_lite.config.checks import MOMENTS, find_problems, find_refused
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.layout import Layout, check_divisibility
-from torchtitan_lite.config.lever_checks import check_moments
+from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.memory_bound import count_activation_bytes, count_state_bytes
-from torchtitan_lite.config.refused import find_refused
 from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.plan.memory import estimate_loss
 from torchtitan_lite.plan.workload import describe_workload
@@ -60,7 +60,7 @@ def find_memory_options(config: Config, shape: ModelArgs, layout: Layout, n_para
         levers.append(
             MemoryOption("parallelism.zero_stage", 3, n_gathered * gathered_bytes, "parameters travel more often")
         )
-    if not check_moments(bfloat16):
+    if not find_problems("run", Case(replace(config, optimizer=bfloat16)), key=MOMENTS):
         saved = state_bytes - on_gpu * count_state_bytes(bfloat16)
         levers.append(MemoryOption("optimizer.moments_dtype", "bfloat16", saved, "moments keep 8 bits"))
     if layout.microbatch_size > 1:
@@ -75,7 +75,10 @@ def find_memory_options(config: Config, shape: ModelArgs, layout: Layout, n_para
 
     key, degree = "parallelism.data_parallel_shard_degree", 2 * parallelism.data_parallel_shard_degree
     levers.append(MemoryOption(key, degree, state_bytes / 2, "twice the GPUs", takes_gpus=True))
-    if not check_divisibility(config, shape, {"tp": 2 * layout.tp, "cp": layout.cp}):
+    more_tp = Case(
+        config, shape, {**layout.degrees, "tp": 2 * layout.tp}, batch={"microbatch_size": layout.microbatch_size}
+    )
+    if not find_problems("layout", more_tp):
         key, saved = "parallelism.tensor_parallel_degree", (state_bytes + kept_bytes) / 2
         levers.append(MemoryOption(key, 2 * layout.tp, saved, "twice the GPUs", takes_gpus=True))
     helpful = [lever for lever in levers if lever.saved_bytes > 0]

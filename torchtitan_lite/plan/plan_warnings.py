@@ -5,7 +5,6 @@ from dataclasses import replace
 from math import ceil
 
 from torchtitan_lite.config.cluster import Cluster, find_strides
-from torchtitan_lite.config.flavors import is_counted
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.plan.forecast import forecast
@@ -20,20 +19,12 @@ GIB = 2**30
 def list_warnings(planned: Planned, cluster: Cluster, *, bubble: float, fits: bool) -> list[str]:
     """Each with its remedy."""
     warnings = [
-        *warn_of_other_model(planned),
         *warn_of_bubble(planned, cluster, bubble),
         *warn_of_few_microbatches(planned),
         *warn_of_tensor_parallel(planned, cluster),
         *warn_of_torn_groups(planned, cluster),
     ]
     return warnings if fits else [*warnings, warn_of_memory(planned, cluster)]
-
-
-def warn_of_other_model(planned: Planned) -> list[str]:
-    """Memory, traffic and FLOPs come from a run of the model itself; what takes time comes from arithmetic."""
-    if is_counted(planned.config.model):
-        return []
-    return [f"bubble, seconds, tokens/s and MFU are those of llama3 in these sizes, not of {planned.config.model.name}"]
 
 
 def warn_of_bubble(planned: Planned, cluster: Cluster, bubble: float) -> list[str]:

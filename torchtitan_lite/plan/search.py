@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import prod
 
+from torchtitan_lite.config.checks import find_refused
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.cluster import Cluster
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout
-from torchtitan_lite.config.refused import find_refused
 from torchtitan_lite.config.schema import Config, ConfigError, Problem
 from torchtitan_lite.plan.forecast import Sketch, sketch
 from torchtitan_lite.plan.memory import estimate_memory

@@ -10,7 +10,7 @@ import torch
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.cluster import Cluster
-from torchtitan_lite.config.flavors import ModelArgs, is_counted
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, ConfigError, Problem
@@ -45,8 +45,6 @@ def print_search(
     n_dry_runs: int = N_DRY_RUNS,
 ) -> None:
     """Searches, prints, and writes the winner. Raises ConfigError where there is none."""
-    if not is_counted(config.model):
-        print(f"All numbers are those of llama3 in these sizes, not of {config.model.name}.")
     found = search(config, shape, world_size, cluster)
     batch = find_global_batch(config, world_size)
     print(

@@ -14,11 +14,11 @@ from functools import cached_property, lru_cache
 from math import ceil
 from typing import Literal
 
+from torchtitan_lite.config.case import recomputes_by_op
 from torchtitan_lite.config.flavors import ModelArgs, count_layer_parameters
 from torchtitan_lite.config.float8_plan import uses_float8
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_plan import Stages, splits_backward
-from torchtitan_lite.config.refused import recomputes_by_op
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, ConfigError, Problem
 
 # "alternate" is no choice of ours: torchtitan's policy of 2024, which published rows use. It keeps every second matmul.

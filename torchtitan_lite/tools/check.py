@@ -3,13 +3,14 @@
 import json
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+from torchtitan_lite.config.arguments import number
 from torchtitan_lite.config.cluster import describe_node, find_cluster
 from torchtitan_lite.config.command_lines import make_check_parser
-from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters, is_counted
+from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters
 from torchtitan_lite.config.hardware import Machine, detect_machine
 from torchtitan_lite.config.memory_bound import GIB, MemoryBound
 from torchtitan_lite.config.schema import ConfigError, Problem
@@ -19,7 +20,7 @@ from torchtitan_lite.preflight import Prepared, preflight
 
 @dataclass(frozen=True)
 class Place:
-    """Where the run is to be."""
+    """Where the run will be."""
 
     machine: Machine
     n_ranks: int | None  # None: preflight chooses
@@ -28,7 +29,7 @@ class Place:
 
 
 def main(args: list[str]) -> int:
-    """Print the verdict; 0 where the run can start, 2 where it cannot."""
+    """Print the verdict. Return 0 if the run can start, else 2."""
     options, config_args = make_check_parser().parse_known_args(args)
     prepared, problems = None, []
     try:
@@ -52,8 +53,9 @@ def main(args: list[str]) -> int:
 
 
 def choose_place(options: Namespace, problems: list[Problem]) -> Place:
-    """This host and those like it, or where --ranks or --gpus put the run. Adds what is wrong with the environment to
-    `problems`. Raises ConfigError where the options make no sense.
+    """Return this host and those like it, or the place that --ranks or --gpus name.
+
+    Adds what is wrong with the environment to `problems`. Raises ConfigError if the options contradict each other.
     """
     given = {"--ranks": options.ranks, "--gpus": options.gpus}
     if options.gpus or options.gpu or options.hardware:
@@ -81,18 +83,19 @@ def choose_place(options: Namespace, problems: list[Problem]) -> Place:
 
 
 def read_count(variables: Mapping[str, str | None], name: str, problems: list[Problem]) -> int | None:
-    """A positive whole number, or None where it is not given or, as `problems` then says, not one."""
+    """Return a positive whole number; None if it is not given, or wrong: then a Problem is added."""
     text = variables.get(name)
     if not text:
         return None
-    if text.isdecimal() and len(text) < 10 and int(text) > 0:
-        return int(text)
-    problems.append(Problem(name, text, "a positive whole number is needed", "Write 2, for instance, or leave it out"))
+    try:
+        return number(int, 1, 2**30)(text)
+    except ArgumentTypeError as error:
+        problems.append(Problem(name, text, str(error), "Write 2, for instance, or leave it out"))
     return None
 
 
 def check_gpus(n_ranks_per_host: int, machine: Machine) -> list[Problem]:
-    """Every rank needs a GPU of its own."""
+    """Find more ranks than GPUs: every rank needs its own."""
     if machine.device_type == "cpu" or n_ranks_per_host <= machine.n_devices:
         return []
     why, remedy = f"this host has {machine.n_devices} GPUs", f"Use NGPU={machine.n_devices}, and NNODES for more hosts"
@@ -100,7 +103,7 @@ def check_gpus(n_ranks_per_host: int, machine: Machine) -> list[Problem]:
 
 
 def check_hosts(world_size: int, n_hosts: int) -> list[Problem]:
-    """torchrun starts the same number of ranks on every host."""
+    """Find ranks that the hosts cannot share evenly: torchrun starts as many on each."""
     if world_size % n_hosts == 0:
         return []
     why, remedy = f"it does not divide the world size {world_size}", "Give NGPU, the number of ranks of each host"
@@ -108,7 +111,7 @@ def check_hosts(world_size: int, n_hosts: int) -> list[Problem]:
 
 
 def describe(prepared: Prepared, place: Place) -> str:
-    """The verdict for people, one line per question."""
+    """Return the verdict for people, one line per question."""
     config, layout = prepared.config, prepared.layout
     layers = show_text(str([sum(name.startswith("layers.") for name in stage) for stage in layout.stages]), 300)
     tokens = layout.global_batch_size * config.training.seq_len
@@ -135,20 +138,16 @@ def describe(prepared: Prepared, place: Place) -> str:
 
 
 def describe_counts(prepared: Prepared) -> str:
-    """Parameters and FLOPs, where arithmetic knows them."""
-    if not is_counted(prepared.config.model):
-        return f"parameters: those of model {prepared.config.model.name} are not known without torch"
+    """Say parameters and FLOPs."""
     flops = count_flops_per_token(prepared.shape, prepared.config.training.seq_len)
     per_token = f"{format_flops(flops.full)} per token ({format_flops(flops.causal)} with causal attention)"
     return f"{count_parameters(prepared.shape):,} parameters, {per_token}"
 
 
 def describe_unjudged(prepared: Prepared) -> str:
-    """Why there is no bound of memory."""
-    if not is_counted(prepared.config.model):
-        return "not judged, for the parameters are not known. `plan` runs a step of the model itself"
+    """Say why memory was not judged."""
     n_gpus = prepared.layout.world_size
-    return f"not judged, for nothing says how much there is. Use --gpus {n_gpus} --gpu h100, for instance"
+    return f"not judged, because its size is not known. Use --gpus {n_gpus} --gpu h100, for instance"
 
 
 def describe_memory(bound: MemoryBound) -> str:
@@ -169,14 +168,13 @@ def format_flops(flops: int) -> str:
 
 
 def describe_json(prepared: Prepared, place: Place) -> str:
-    """The verdict for programs. `memory` is null where it was not judged; so are the counts of a fork's model."""
-    counted = is_counted(prepared.config.model)
+    """Return the verdict for programs. `memory` is null where it was not judged."""
     flops = count_flops_per_token(prepared.shape, prepared.config.training.seq_len)
     return json.dumps(
         {
             "sound": True,
-            "parameters": count_parameters(prepared.shape) if counted else None,
-            "flops_per_token": asdict(flops) if counted else None,
+            "parameters": count_parameters(prepared.shape),
+            "flops_per_token": asdict(flops),
             "world_size": prepared.layout.world_size,
             "layout": asdict(prepared.layout),
             "shape": asdict(prepared.shape),

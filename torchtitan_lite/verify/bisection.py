@@ -101,14 +101,14 @@ def turn_off(config: Config, layout: Layout, names: frozenset[str]) -> tuple[Con
         if name in names:
             small = override(small, FEATURES[name].off)
     if "accumulation" not in names:
-        degrees, _ = plan_degrees(small.parallelism, 1)
+        degrees = plan_degrees(small.parallelism, 1)
         n_rows = layout.global_batch_size // layout.dp * degrees["dp_replicate"] * degrees["dp_shard"]
         small = override(small, {"training.global_batch_size": n_rows})
     else:
-        dp = plan_degrees(small.parallelism, 1)[0]
+        dp = plan_degrees(small.parallelism, 1)
         n_rows = small.training.local_batch_size * dp["dp_replicate"] * dp["dp_shard"]
         small = override(small, {"training.global_batch_size": n_rows})
-    degrees, _ = plan_degrees(small.parallelism, 1)
+    degrees = plan_degrees(small.parallelism, 1)
     world_size = 1
     for degree in degrees.values():
         world_size *= degree

@@ -66,7 +66,7 @@ class Reduction:
 def reduce_config(config: Config, max_ranks: int) -> Reduction:
     """The small run that stands for a real one. Raises ConfigError where the real one could not start."""
     shape = resolve_model(config.model)
-    real = plan_layout(config, shape, prod(plan_degrees(config.parallelism, 1)[0].values()))
+    real = plan_layout(config, shape, prod(plan_degrees(config.parallelism, 1).values()))
     chosen = choose_degrees(config.parallelism, max_ranks)
     degrees = chosen.tried
     if prod(degrees.values()) > max_ranks:

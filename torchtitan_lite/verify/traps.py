@@ -7,8 +7,9 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.case import Case
+from torchtitan_lite.config.checks import REFUSED
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.refused import REFUSED
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.comparison import Prepare
 from torchtitan_lite.verify.culprit import Culprit
@@ -44,15 +45,18 @@ def wait_for_embedding(run: stepping.Run, oracle: ReferenceRun) -> None:
 
 
 def refusal_applies(name: str) -> Callable[[Config, Culprit], bool]:
-    """Whether a row of refused.py is about this run: a fork may have taken the row out."""
+    """Return a function: whether a refused combination of checks.py is in this run. A fork may run it all the same."""
 
     def applies(config: Config, culprit: Culprit) -> bool:
         zero_stage = config.parallelism.zero_stage
         reshards = zero_stage == 3 or config.parallelism.fsdp_reshard_after_forward == "always"
-        return REFUSED[name].applies(config, resolve_model(config.model), 3 if reshards else 1)
+        case = Case(config, resolve_model(config.model), zero_stage=3 if reshards else 1)
+        return bool(REFUSED[name].applies(case))
 
     return applies
 
+
+CP_METHOD = "attention that the method of context parallel lacks"
 
 KNOWN_ISSUES = {  # cause -> how to tell
     "the rule of the initial weights alone: with the weights of one process all is right": KnownIssue(
@@ -73,6 +77,7 @@ KNOWN_ISSUES = {  # cause -> how to tell
         refusal_applies("split backward with compile"), {"compile.enable": False}
     ),
     "the ring, which has no masks, with documents": KnownIssue(
-        refusal_applies("ring with documents"), {"parallelism.context_parallel_rotate_method": "allgather"}
+        refusal_applies(CP_METHOD),
+        {"parallelism.context_parallel_rotate_method": "allgather"},
     ),
 }

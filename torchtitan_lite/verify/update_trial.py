@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.case import Case
+from torchtitan_lite.config.checks import find_problems
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.lever_checks import check_moments
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.comparison import Coordinates, find_disagreement
 from torchtitan_lite.verify.culprit import Culprit, describe_place
@@ -98,7 +99,7 @@ def find_obstacle(config: Config) -> str:
         return f"verify/update_reference.py has no formula for optimizer.name = {name!r}"
     if decay_type not in LEFT:
         return f"verify/update_reference.py has no formula for lr_scheduler.decay_type = {decay_type!r}"
-    return "; ".join(str(problem) for problem in check_moments(config.optimizer))
+    return "; ".join(str(problem) for problem in find_problems("run", Case(config), key="optimizer.moments_dtype"))
 
 
 def count_numbers(config: Config) -> dict[str, int]:

@@ -1,0 +1,106 @@
+"""What this machine is: the GPUs that the driver and CUDA_VISIBLE_DEVICES leave, memory limits, and peaks by name."""
+
+import os
+
+import pytest
+
+from torchtitan_lite.config import hardware
+from torchtitan_lite.config.hardware import Gpu, Machine, detect_machine, peak_flops, select_visible
+from torchtitan_lite.config.memory_bound import GIB
+
+NVIDIA_SMI = """#!/bin/sh
+echo "0, GPU-aaa1, NVIDIA H100 80GB HBM3, 81559"
+echo "1, GPU-aab2, NVIDIA H100 80GB HBM3, 81000"
+exit $STATUS
+"""
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """A driver with two GPUs on PATH."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setenv("STATUS", "0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_gpus_are_those_of_the_driver_and_the_smallest_decides(nvidia_smi):
+    assert detect_machine() == Machine("cuda", 2, 81000 * 2**20, "NVIDIA H100 80GB HBM3")
+
+
+def test_a_driver_that_fails_or_hides_every_gpu_leaves_the_cpu(nvidia_smi, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert detect_machine().device_type == "cpu"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("STATUS", "9")
+    assert detect_machine().device_type == "cpu"
+    monkeypatch.setenv("PATH", "/nowhere")
+    machine = detect_machine()
+    assert machine.device_type == "cpu" and machine.memory_bytes_per_device > GIB
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, "01"),
+        ("1", "1"),
+        ("1,0", "10"),
+        ("1, 0", "10"),
+        ("GPU-b", "1"),
+        ("GPU-a,GPU-b", "01"),
+        ("", ""),
+        ("-1", ""),
+        ("0,7,1", "0"),  # as in CUDA, what follows a bad name is not seen
+        ("none", ""),
+    ],
+)
+def test_cuda_visible_devices_selects_as_cuda_does(visible, expected):
+    gpus = [Gpu("0", "GPU-a1", "x", 1), Gpu("1", "GPU-b2", "x", 1)]
+    assert "".join(gpu.index for gpu in select_visible(gpus, visible)) == expected
+
+
+def test_a_slice_of_a_gpu_counts_as_one_gpu_without_a_known_peak():
+    (gpu,) = select_visible([Gpu("0", "GPU-a1", "NVIDIA H200", 1)], "MIG-77")
+    assert peak_flops("NVIDIA H200") and peak_flops(gpu.name) is None
+    assert select_visible([], "MIG-77") == []
+
+
+def test_a_limit_of_the_control_group_or_any_around_it_is_a_limit(tmp_path, monkeypatch):
+    proc, root = tmp_path / "cgroup", tmp_path / "fs"
+    proc.write_text("0::/slurm/job7/step\n")
+    (root / "slurm" / "job7" / "step").mkdir(parents=True)
+    files = hardware.list_memory_limit_files(proc, root)
+    assert set(files) >= {root / "memory.max", root / "slurm/memory.max", root / "slurm/job7/step/memory.max"}
+    assert all(root in file.parents for file in files)
+
+    monkeypatch.setattr(hardware, "list_memory_limit_files", lambda: files)
+    whole = hardware.measure_cpu_memory()
+    (root / "slurm" / "job7" / "step" / "memory.max").write_text("max\n")
+    assert hardware.measure_cpu_memory() == whole
+    (root / "slurm" / "job7" / "memory.max").write_text("4096\n")
+    assert hardware.measure_cpu_memory() == 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA RTX A1000", None),  # no A100
+        ("Tesla V100-SXM2-32GB", None),  # no bfloat16
+        ("x86_64 CPU", None),
+    ],
+)
+def test_peak_flops_are_the_dense_bfloat16_numbers_of_the_data_sheets(name, tflops):
+    assert peak_flops(name) == (tflops and tflops * 1e12)

@@ -1,0 +1,145 @@
+"""The case of one run, as the rules of checks.py see it: its config and what was planned from it. No torch."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torchtitan_lite.config.choices import ATTENTIONS
+from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.float8_plan import Float8Plan, list_linears, plan_float8, uses_float8
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.pipeline_csv import find_fault
+from torchtitan_lite.config.pipeline_plan import splits_backward
+from torchtitan_lite.config.schema import Config, Float8, Parallelism
+
+
+def recomputes_by_op(config: Config) -> bool:
+    section = config.activation_checkpoint
+    return section.mode == "selective" and section.selective_ac_option == "op"
+
+
+def compiles_blocks(config: Config) -> bool:
+    return config.compile.enable and "model" in config.compile.components
+
+
+def stage_of_reshard(parallelism: Parallelism) -> int | None:
+    """Return the ZeRO stage that fsdp_reshard_after_forward means: always 3, never 2 (1 under PP); None: no stage."""
+    never = 1 if parallelism.pipeline_parallel_degree > 1 else 2
+    return {"always": 3, "never": never, "default": None}[parallelism.fsdp_reshard_after_forward]
+
+
+def find_multiples(unit: int, number: int) -> list[int]:
+    """Return the multiples of `unit` next below and next above `number`, without 0."""
+    return [n for n in (number // unit * unit, -(-number // unit) * unit) if n]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config and what is known about its run. A group of rules reads only what its line in checks.py names."""
+
+    config: Config
+    shape: ModelArgs | None = None
+    degrees: dict[str, int] = field(default_factory=dict)  # of the mesh dims
+    world_size: int = 0
+    batch: dict[str, int] = field(default_factory=dict)  # global_batch_size, microbatch_size, n_microbatches
+    zero_stage: int = 3
+    machine: Machine | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a section of the config: `case.training` is `case.config.training`."""
+        return getattr(self.config, name)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an attribute, for templates: "{tp}", "{training.seq_len}"."""
+        return getattr(self, name)
+
+    @property
+    def tp(self) -> int:
+        return self.degrees["tp"]
+
+    @property
+    def cp(self) -> int:
+        return self.degrees["cp"]
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different sequences."""
+        return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
+
+    @property
+    def sequence_pieces(self) -> int:
+        """Pieces of a sequence: cp cuts 2*cp, of which each rank takes an early and a late one, and tp splits these."""
+        return (2 * self.cp if self.cp > 1 else 1) * self.tp
+
+    @property
+    def sequences_per_pass(self) -> int:
+        """The smallest batch in which every data-parallel rank has local_batch_size sequences."""
+        return self.training.local_batch_size * self.dp
+
+    @property
+    def nearest_batches(self) -> str:
+        """The possible global batch sizes next to the one that is given."""
+        return " or ".join(map(str, find_multiples(self.sequences_per_pass, self.batch["global_batch_size"])))
+
+    @property
+    def is_pipelined(self) -> bool:
+        return self.parallelism.pipeline_parallel_degree > 1
+
+    @cached_property
+    def csv_fault(self) -> str:
+        """What is wrong with the schedule file; empty: nothing, or there is none."""
+        section = self.parallelism
+        path = section.pipeline_parallel_schedule_csv if self.is_pipelined else ""
+        return find_fault(path, section.pipeline_parallel_degree) if path else ""
+
+    @property
+    def splits_backward(self) -> bool:
+        return not self.csv_fault and splits_backward(self.parallelism)
+
+    @property
+    def cp_methods(self) -> tuple[str, ...]:
+        """Values of context_parallel_rotate_method that compute the attention of this run."""
+        return ATTENTIONS[self.model.attention].under_cp
+
+    @property
+    def uses_cp(self) -> bool:
+        return self.parallelism.context_parallel_degree > 1
+
+    @cached_property
+    def float8(self) -> Float8Plan | None:
+        """The linear layers that compute in float8; None where the run has no float8."""
+        has_float8 = uses_float8(self.config)
+        return plan_float8(list_linears(self.shape), self.float8_section, self.tp) if has_float8 else None
+
+    @property
+    def float8_section(self) -> Float8:
+        return self.quantize.linear.float8
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Whether weights are gathered in float8."""
+        return uses_float8(self.config) and self.float8_section.enable_fsdp_float8_all_gather
+
+    @property
+    def reshard_stage(self) -> int | None:
+        """The ZeRO stage that fsdp_reshard_after_forward means; None: no stage."""
+        return stage_of_reshard(self.parallelism)
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Tokens of a microbatch that one rank has."""
+        return self.batch["microbatch_size"] * self.training.seq_len // self.cp
+
+    @property
+    def has_bfloat16_moments(self) -> bool:
+        return self.optimizer.moments_dtype == "bfloat16"
+
+    @property
+    def weight_factor(self) -> float:
+        """The number by which a step multiplies all weights before it adds the update."""
+        return 1 - self.optimizer.lr * self.optimizer.weight_decay
+
+    @property
+    def profiled_steps(self) -> int:
+        """Steps from the start of one trace to its end."""
+        return self.profiling.profiler_warmup + self.profiling.profiler_active
