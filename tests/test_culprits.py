@@ -24,8 +24,8 @@ from torchtitan_lite.config.memory_bound import GIB, bound_memory
 from torchtitan_lite.model.llama3 import FeedForward, Llama3, init_parameter
 from torchtitan_lite.parallel import parallelize, tensor_parallel
 from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
-from torchtitan_lite.plan.ledger_forecast import open_ledger
-from torchtitan_lite.plan.schedule_order import list_rows
+from torchtitan_lite.plan.ledger import open_ledger
+from torchtitan_lite.plan.simulator import plan_order
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools import check
 from torchtitan_lite.verify import command as tool
@@ -343,7 +343,7 @@ def test_parameters_of_a_forks_model_are_not_those_of_llama():
     degrees = llama.layout.degrees
     assert bound_memory(llama.config, llama.shape, degrees, LAPTOP, 1)
     assert bound_memory(fork.config, fork.shape, degrees, LAPTOP, 1) == []
-    rows = list_rows(llama.config.parallelism, llama.layout)
+    rows = plan_order(llama.config.parallelism, llama.layout)
     ledger, none = (open_ledger(each.config, each.shape, each.layout, LAPTOP, rows) for each in (llama, fork))
     assert ledger.predicted.memory_bytes and none.predicted.memory_bytes is None
     assert "no forecast: it is one of llama3, and this is fork" in none.notes

@@ -133,8 +133,8 @@ What does this layout cost on these GPUs: memory, traffic, bubble and time? Whic
     bubble, time, tokens/s    the schedule, simulated with the closed form's durations
     warnings                  what is wrong with the layout, and the number that would be right
 
-`--search` ranks all layouts of the model on these GPUs, `--published` compares forecasts with published runs, `--score`
-with what a run of yours has measured."""
+`--search` ranks all layouts of the model on these GPUs; `--score` compares a forecast with what a run of yours has
+measured (metrics.measure_ledger)."""
     epilog = "Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input."
     parser = make_parser("plan", description, OF_THE_CONFIG + epilog)
     add = parser.add_argument
@@ -147,7 +147,6 @@ with what a run of yours has measured."""
     add("--trace", type=Path, metavar="FILE", help="also write it for chrome://tracing or Perfetto")
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
     add("--toml", type=Path, metavar="FILE", help="with --search: the best layout as a config")
-    add("--published", action="store_true", help="published runs beside their forecasts")
     add("--score", type=Path, metavar="RUN", help="a dump folder: what was forecast for that run, and what it measured")
     add("--json", action="store_true", help="print for programs")
     return parser
