@@ -26,6 +26,10 @@ from layouts import (
 )
 from measure_memory import BATCH, plan
 from torch._dynamo.utils import counters
+from torchtitan_lite.plan.action_times import KINDS, ActionTimes, gather_timeline, time_actions
+from torchtitan_lite.plan.ledger_forecast import Ledger, describe, open_ledger
+from torchtitan_lite.plan.schedule_order import list_rows
+from torchtitan_lite.plan.traffic_count import count_traffic, find_most_moved
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.metrics import StepMetrics, format_json_line
@@ -33,13 +37,9 @@ from torchtitan_lite.config.cluster import CLUSTERS, ROW_OF_GPU
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.parallel.pipeline import list_stages
 from torchtitan_lite.plan import command as plan_tool
-from torchtitan_lite.plan.action_times import KINDS, ActionTimes, gather_timeline, time_actions
 from torchtitan_lite.plan.dry_run import dry_run
 from torchtitan_lite.plan.ledger import RunLedger
-from torchtitan_lite.plan.ledger_forecast import Ledger, describe, open_ledger
-from torchtitan_lite.plan.schedule_order import list_rows
 from torchtitan_lite.plan.traffic import Moved
-from torchtitan_lite.plan.traffic_count import count_traffic, find_most_moved
 
 CPU = Machine("cpu", 1, 2**34, "x86_64 CPU")
 CSV = "parallelism.pipeline_parallel_schedule_csv"

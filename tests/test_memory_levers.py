@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from layouts import ADAMW, CHUNK, COMPILED, MODE, PP, SCHEDULE, TP, ZERO
 from torch.profiler import ProfilerActivity, profile
+from torchtitan_lite.plan.memory_levers import find_memory_options
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import count_parameters
@@ -20,7 +21,6 @@ from torchtitan_lite.config.schema import Config, ConfigError, Problem, Training
 from torchtitan_lite.model.llama3 import rotary_angles
 from torchtitan_lite.parallel.attention_choice import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend
-from torchtitan_lite.plan.memory_levers import find_memory_options
 from torchtitan_lite.plan.out_of_memory import explain_out_of_memory
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.verify.reduction import reduce_config

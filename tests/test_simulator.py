@@ -5,6 +5,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from torchtitan_lite.plan.schedule_order import list_rows, pipeline_order
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.flavors import FLAVORS
@@ -13,7 +14,6 @@ from torchtitan_lite.config.pipeline_csv import Action, find_deadlock, find_miss
 from torchtitan_lite.config.schema import Config, Parallelism, Training
 from torchtitan_lite.parallel import pipeline
 from torchtitan_lite.plan import action_times, simulator, timeline
-from torchtitan_lite.plan.schedule_order import list_rows, pipeline_order
 from torchtitan_lite.plan.simulator import Durations, Timeline, count_in_flight, even_durations, extrapolate, simulate
 from torchtitan_lite.plan.timeline import draw_svg, draw_text, trace_chrome
 
