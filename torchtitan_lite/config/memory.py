@@ -47,8 +47,9 @@ def list_kept_bytes(shape: ModelArgs, compute_bytes: int, *, tp: int = 1) -> dic
 
     In numbers of the compute dtype (1/tp of all but what is marked "whole"); in KiB of 8B in bf16 on one rank:
 
-        none       164.1  input of each norm and its gathered output (whole), outputs of colwise layers (q, k, v, w1,
-                          w3), inputs of rowwise ones (attention's output, the product), output of silu
+        none       172.1  input of each norm and its gathered output (whole), outputs of colwise layers (q, k, v, w1,
+                          w3), inputs of rowwise ones (attention's output, the product), output of silu, and
+                          attention's output once more: kernels return (B, H, S, E), wo reads a copy (B, S, H E)
         op         100.1  input of the block, outputs of colwise layers and of attention, outputs of rowwise layers
                           (whole: partial sums), with tp also scattered
         full         8.0  input of the block
@@ -66,7 +67,11 @@ def list_kept_bytes(shape: ModelArgs, compute_bytes: int, *, tp: int = 1) -> dic
     of_rowwise = sum(out for out, _ in rowwise)  # partial sums of the whole width
     scattered = of_rowwise / tp * (tp > 1)
     elements = {
-        "none": norms / tp + norms + of_colwise + sum(width for _, width in rowwise) / tp + shape.ffn_dim / tp,
+        "none": norms / tp
+        + norms
+        + of_colwise
+        + sum(width for _, width in rowwise) / tp
+        + (shape.ffn_dim + heads) / tp,
         "op": hidden + of_colwise + of_rowwise + scattered + heads / tp,
         "full": hidden,
         "alternate": hidden + (heads + shape.n_kv_heads * shape.head_dim + shape.ffn_dim + heads) / tp + shape.dim,
