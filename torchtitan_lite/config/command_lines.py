@@ -253,10 +253,8 @@ The numbers are for reading: a bench never fails because something was slow."""
     benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
     for name, names, compares in (
         ("step", usual, "a step with a hand-written loop and with transformers, compiled with eager"),
-        ("data", usual, "tokenising with tiktoken, reading with mapped files, a batch with a debug step"),
-        ("checkpoint", usual, "saving and loading with the speed of disk and hash; how long a save blocks"),
-        ("startup", ["--rounds"], "the wait for the first step, compiled cold and warm, with importing torch"),
         ("gpu", options, "1B, 3B and 8B on one GPU, eager, compiled and in float8, with its largest matmuls"),
+        ("io", usual, "saving with disk and hash, batches with mapped files, the start of a run with importing torch"),
     ):
         bench = benches.add_parser(name, help=compares, description=compares, allow_abbrev=False)
         bench.add_argument("--json", action="store_true", help="print for programs")
