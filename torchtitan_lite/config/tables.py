@@ -11,7 +11,7 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def format_table(rows: list[tuple[str, ...]], align: str = "") -> str:
-    """Return lines of aligned columns. `align`: "<" or ">" for each column; the rest, and all by default, "<"."""
+    """Return lines of aligned columns. `align`: "<" or ">" for each of the first columns; the rest "<"."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    forms = [f"{side}{width}" for side, width in zip(align.ljust(len(widths), "<"), widths, strict=True)]
+    forms = [f"{side}{width}" for side, width in zip(align.ljust(len(widths), "<"), widths, strict=False)]
     return "\n".join("  ".join(map(format, row, forms)).rstrip() for row in rows)
