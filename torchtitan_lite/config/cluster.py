@@ -54,7 +54,7 @@ class Cluster:
     def find_bandwidth(self, stride: int, n: int) -> float:
         """Return the bytes per second and rank of a collective of such a group.
 
-        Between nodes, the g ranks of a group in one node fetch over g network cards and share the result over the links.
+        Between nodes, the g ranks of a group in one node fetch over g network cards and share the result over links.
         """
         if self.find_tier(stride, n) == "node":
             return self.link_bandwidth * self.link_efficiency

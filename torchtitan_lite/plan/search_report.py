@@ -120,7 +120,7 @@ def explain_own(config: Config, shape: ModelArgs, world_size: int, cluster: Clus
     if reserved > cluster.memory_bytes:
         lines.append(f"  does not fit: {reserved / GIB:.1f} GiB of {cluster.memory_bytes / GIB:.1f}")
     lines.append(
-        f"  {forecast.rate.tokens_per_s_per_gpu:,.0f} tok/s/GPU; a step takes {slower:+.1%} against the best. Of a step:"
+        f"  {forecast.rate.tokens_per_s_per_gpu:,.0f} tok/s/GPU; a step takes {slower:+.1%} against the best, of which:"
     )
     shares = split_step(own, forecast), split_step(*best)
     rows = [(f"    {what}", f"{shares[0][what]:.2f} s", "best", f"{shares[1][what]:.2f} s") for what in shares[0]]
