@@ -1,17 +1,16 @@
-"""Memory of a step with real tensors, by torch's allocator, beside the dry run. `python tests/measure_memory.py` prints
-all rows; test_dry_run.py has some of them.
+"""Measure the memory of a step with real tensors, by torch's allocator. `python tests/measure_memory.py` prints all
+rows beside the dry run; test_costs.py has some of them.
 
     alone     as one rank of a fake group, whose collectives return at once
     on gloo   all ranks, as processes
 
-The last rows have more threads. What a kernel takes for itself grows with them, and no plan knows it: in bf16, oneDNN's
-matmul asks the allocator for scratch of several MiB a thread. It is seen first where the rest is least: one rank, full
-recompute.
+The last rows have more threads: a kernel's scratch memory grows with them and is not planned. In bf16, oneDNN's matmul
+allocates several MiB a thread; it shows first where the rest is least: one rank, full recompute.
 
-Gloo moves bytes in threads of its own, and the last one to let go of a tensor may be such a thread. torch's profiler
-sees only what the threads of the step free: summed up, its events grow by some hidden states a step, 10 to 50 % above
-the truth after five. So a tensor counts as freed at the latest when another one is given the same address. What was not
-reused by the peak still counts, so each step is measured from above, and the least of a few steps is nearest.
+Gloo moves bytes in threads of its own, and such a thread may release a tensor last. torch's profiler sees only what the
+threads of the step release: summed up, its events grow by some hidden states a step, 10 to 50 % above the truth after
+five. So a tensor counts as released at the latest when another one gets its address. Memory that was not reused by the
+peak still counts, so each step is measured too high, and the least of a few steps is nearest.
 """
 
 import gc
@@ -32,7 +31,8 @@ from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.plan.dry_run import dry_run, fake_group, make_batch, static_stages
+from torchtitan_lite.plan.dry_run import dry_run
+from torchtitan_lite.plan.fake_world import fake_group, make_batch, static_stages
 from torchtitan_lite.plan.meter import Meter
 from torchtitan_lite.verify.ranks import RankPool
 
@@ -61,7 +61,7 @@ RECOMPUTE = {
 
 
 def plan(world_size: int, overrides: dict, device_type: str = "cpu") -> tuple[Config, ModelArgs, Layout]:
-    """The table config with these keys, resolved."""
+    """Return the table config with these keys, resolved."""
     config = compare.override(compare.TABLE_CONFIG, {**ADAMW, GLOBAL_BATCH: -1, **overrides})
     shape = resolve_model(config.model)
     layout = plan_layout(config, shape, world_size)
@@ -69,20 +69,20 @@ def plan(world_size: int, overrides: dict, device_type: str = "cpu") -> tuple[Co
 
 
 def measure_peak(config: Config, shape: ModelArgs, layout: Layout, pp_rank: int) -> int:
-    """Bytes that the allocator has given out at the worst moment of a second step, without other ranks."""
+    """Return the allocator's peak in bytes during a second step, without other ranks."""
     rank = pp_rank * layout.world_size // layout.pp
-    stages = static_stages(config, shape, layout, Meter(str)) if layout.pp > 1 else nullcontext()
+    stages = static_stages(config, shape, layout, Meter(layout)) if layout.pp > 1 else nullcontext()
     with fake_group(layout.world_size, rank=rank), stages:
         return measure_steps(config, shape, layout, n_steps=1)[0]
 
 
 def measure_on_gloo(rank: int, world_size: int, config: Config, shape: ModelArgs, layout: Layout) -> list[int]:
-    """Worker: the same among real ranks, of each of a few steps."""
+    """Worker: return the peak of each of a few steps among real ranks."""
     return measure_steps(config, shape, layout, n_steps=STEPS_ON_GLOO)
 
 
 def measure_steps(config: Config, shape: ModelArgs, layout: Layout, *, n_steps: int) -> list[int]:
-    """Most bytes during each step from the second on."""
+    """Return the peak of each step from the second on."""
     gc.collect()
     with record_memory() as recording:
         mesh = build_mesh(layout, "cpu")
@@ -97,7 +97,7 @@ def measure_steps(config: Config, shape: ModelArgs, layout: Layout, *, n_steps: 
 
 
 def follow(events: list) -> list[int]:
-    """Most bytes that lay there during each of the steps among these events, and the events inside those."""
+    """Return the peak bytes of each measured step among these events."""
     moments, to_do = [], list(events)
     while to_do:
         event = to_do.pop()

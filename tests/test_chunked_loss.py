@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.bench.head_memory import compare_head_memory, count_head_peak_bytes
+from torchtitan_lite.bench.step import compare_head_memory, count_head_peak_bytes
 from torchtitan_lite.model.chunked_loss import ChunkedLoss
 from torchtitan_lite.model.head import IGNORE_INDEX, Head
 

@@ -27,8 +27,8 @@ from torchtitan_lite.checkpoint.storage import StorageWriter
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.parallel.mesh import make_host_group
 from torchtitan_lite.parallel.timeouts import list_groups, set_timeouts
-from torchtitan_lite.plan import ledger
-from torchtitan_lite.plan.traffic_count import FRONT, TrafficCount
+from torchtitan_lite.plan import step_measure
+from torchtitan_lite.plan.collectives import FRONT, TrafficCount
 
 N_STARTS = int(os.environ.get("STARTS", 3))
 INIT_TIMEOUT_S, TRAIN_TIMEOUT_S = 200, 100  # patient: a loaded machine is no failure
@@ -137,7 +137,7 @@ def watch_start(rank: int, world_size: int, keys: list[str]) -> tuple[int, dict[
     def uncounted(layout, **options) -> Iterator[TrafficCount]:
         yield TrafficCount(layout, **options)
 
-    with groups_watched() as threads, patch.object(ledger, "count_traffic", contextmanager(uncounted)):
+    with groups_watched() as threads, patch.object(step_measure, "count_traffic", contextmanager(uncounted)):
         status = start(rank, world_size, keys)
     backends = {name_group(group): group._get_backend(torch.device("cpu")) for group in list_groups()}
     return status, dict(threads), {name: one.options._timeout.total_seconds() for name, one in backends.items()}

@@ -1,4 +1,4 @@
-"""What saves memory: the arithmetic against what really lies in memory, and the keys that cannot work, refused."""
+"""Keys that save memory: the closed form against what real tensors take, the out-of-memory report, refusals."""
 
 from dataclasses import replace
 
@@ -7,22 +7,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import ADAMW, CHUNK, COMPILED, MODE, PP, SCHEDULE, TP, ZERO
+from measure_memory import BATCH, GLOBAL_BATCH, MODEL, plan
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.checks import find_problems
-from torchtitan_lite.config.flavors import count_parameters
+from torchtitan_lite.config.flavors import FLAVORS, count_parameters
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
-from torchtitan_lite.config.memory_bound import count_activation_bytes, count_state_bytes
+from torchtitan_lite.config.memory import count_state_bytes, list_kept_bytes
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError, Problem, Training
-from torchtitan_lite.model.llama3 import rotary_angles
+from torchtitan_lite.model.attention import CausalAttention
+from torchtitan_lite.model.llama3 import TransformerBlock, rotary_angles
 from torchtitan_lite.parallel.attention_kernels import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend
-from torchtitan_lite.plan.memory_levers import find_memory_options
-from torchtitan_lite.plan.out_of_memory import explain_out_of_memory
+from torchtitan_lite.plan.dry_run import dry_run
+from torchtitan_lite.plan.fake_world import kernels_of_gpus
+from torchtitan_lite.plan.meter import Meter
+from torchtitan_lite.plan.out_of_memory import explain_out_of_memory, find_memory_options
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.verify.reduction import reduce_config
 
@@ -31,7 +36,7 @@ GPU, CPU = Machine("cuda", 1, 141 * 10**9, "NVIDIA H200"), Machine("cpu", 1, 64 
 DTYPE, BUDGET = "optimizer.moments_dtype", "activation_checkpoint.memory_budget"
 
 
-# --- the arithmetic ---
+# ---------------------------------------------------------------- the closed form, measured
 
 
 def bytes_of_state(rank: int, world_size: int, overrides: dict[str, object]) -> int:
@@ -57,7 +62,7 @@ def test_bytes_per_parameter_are_those_that_lie_in_memory(pool, overrides, bytes
 
 
 def bytes_kept_for_backward(rank: int, world_size: int, overrides: dict[str, object]) -> float:
-    """Worker: by how much the blocks' forward makes memory grow, per token and block."""
+    """Worker: growth of memory by the blocks' forward, in bytes per token and block."""
     run = compare.build_table_run(1, overrides)
     (part,) = run.parts
     dtype = getattr(torch, run.config.training.mixed_precision_param)
@@ -73,15 +78,35 @@ def bytes_kept_for_backward(rank: int, world_size: int, overrides: dict[str, obj
     return sum(event.self_cpu_memory_usage for event in recorded.events()) / (hidden[..., 0].numel() * len(blocks))
 
 
-@pytest.mark.parametrize(("mode", "inaccuracy"), [("full", 0), ("selective", 0), ("none", 0.2)])
-def test_activations_per_token_are_those_by_which_memory_grows(pool, mode, inaccuracy):
-    overrides = {MODE: mode}
-    config = compare.override(compare.TABLE_CONFIG, overrides)
-    (kept,) = pool.run(bytes_kept_for_backward, 1, overrides)
-    counted = count_activation_bytes(config.activation_checkpoint, resolve_model(config.model), itemsize=4)
-    assert counted == pytest.approx(kept, rel=inaccuracy, abs=1e-6)
+@pytest.mark.parametrize(("mode", "name"), [("full", "full"), ("selective", "op"), ("none", "none")])
+def test_kept_bytes_per_token_are_those_by_which_memory_grows(pool, mode, name):
+    """fp32 on a CPU. A norm keeps one more tensor of the size of x, and 1 / rms; recomputed, it keeps nothing."""
+    shape = resolve_model(compare.TABLE_CONFIG.model)
+    (kept,) = pool.run(bytes_kept_for_backward, 1, {MODE: mode})
+    of_norms = 2 * 4 * (shape.dim + 1) if mode == "none" else 0
+    assert kept == pytest.approx(list_kept_bytes(shape, 4)[name] + of_norms, abs=1e-6)
 
 
+def test_a_block_of_the_8b_keeps_172_kib_per_token_on_a_gpu():
+    """The rotation in fp32 keeps nothing; wo keeps a copy of attention's output. Norms keep 1 / rms, 4 bytes each."""
+    shape, n_tokens = FLAVORS["8B"], 128
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with FakeTensorMode():
+            block = TransformerBlock(shape, CausalAttention())
+            hidden = torch.randn(1, n_tokens, shape.dim, requires_grad=True)
+            rotation = rotary_angles(torch.arange(n_tokens)[None], shape).unbind()
+            meter = Meter(plan(1, {})[2])
+            with kernels_of_gpus(), meter.watching():
+                meter.assign("parameters", [*block.parameters(), hidden, *rotation])
+                hidden = block(hidden, rotation)  # alive: its output is the next block's input
+            live = sum(storage.n_bytes for storage in meter._storages.values() if storage.kind == "activations")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert live / n_tokens == list_kept_bytes(shape, 2)["none"] + 2 * 4
+
+
+@pytest.mark.slow
 def test_a_memory_budget_is_what_a_compiled_block_keeps_for_backward(pool):
     kept = [
         pool.run(bytes_kept_for_backward, 1, {MODE: "memory_budget", BUDGET: budget, **COMPILED})[0]
@@ -93,42 +118,55 @@ def test_a_memory_budget_is_what_a_compiled_block_keeps_for_backward(pool):
     assert kept[1] <= kept[0] + 0.3 * (kept[3] - kept[0]) + 1
 
 
-# --- which keys would help ---
+# ---------------------------------------------------------------- which keys would help
 
 
-def list_levers(overrides: dict[str, object], world_size: int = 1, device_type: str = "cuda") -> dict[str, float]:
-    """Key -> GiB that it saves each rank of an 8B model at sequence 8,192."""
-    config = Config(training=Training(local_batch_size=2, seq_len=8192))
-    config = compare.override(config, {"model.flavor": "8B", **overrides})
+def find_options(config: Config, world_size: int, device_type: str = "cuda") -> dict[str, float]:
+    """Key -> GiB that it saves rank 0."""
     shape = resolve_model(config.model)
     layout = plan_layout(config, shape, world_size)
-    levers = find_memory_options(
-        resolve_config(config, layout, device_type), shape, layout, count_parameters(shape) // world_size
-    )
-    return {lever.key: lever.saved_bytes / GIB for lever in levers}
+    options = find_memory_options(resolve_config(config, layout, device_type), shape, layout, pp_rank=0)
+    assert [option.n_gpus for option in options] == sorted(option.n_gpus for option in options)
+    return {option.key: option.saved_bytes / GIB for option in options}
 
 
-def test_levers_on_one_gpu_are_sized_and_sorted_and_those_that_take_more_gpus_come_last():
-    # 8.03 billion parameters of 16 and 12 bytes: 119.66 and 89.75 GiB. 2 x 8,192 tokens x 32 blocks: 100.125 KiB each
-    # under the default recompute, of which the input, 8 KiB, would remain.
-    assert list_levers({}) == pytest.approx(
-        {
-            "training.enable_cpu_offload": 119.66,
-            "activation_checkpoint.mode": 0.5 * (100.125 - 8),
-            "optimizer.moments_dtype": 119.66 - 89.75,
-            "training.local_batch_size": 0.5 * 100.125 / 2,
-            "parallelism.tensor_parallel_degree": (119.66 + 0.5 * 100.125) / 2,
-            "parallelism.data_parallel_shard_degree": 119.66 / 2,
-        },
-        rel=1e-3,
-    )
-    keys = list(list_levers({}))
-    assert keys[:4] == [
+def of_8b(overrides: dict[str, object], world_size: int = 1) -> dict[str, float]:
+    config = Config(training=Training(local_batch_size=2, seq_len=8192))
+    return find_options(compare.override(config, {"model.flavor": "8B", **overrides}), world_size)
+
+
+def test_options_on_one_gpu_are_sized_and_sorted():
+    # 8.03 billion parameters of 16 and 12 bytes. 2 x 8,192 tokens x 32 blocks keep 100.125 KiB each under the default
+    # recompute; under "full" 31 of 32 keep 8 KiB and one is recomputed.
+    options = of_8b({GLOBAL_BATCH: 4})
+    assert list(options)[:4] == [
         "training.enable_cpu_offload",
         "activation_checkpoint.mode",
-        "optimizer.moments_dtype",
+        DTYPE,
         "training.local_batch_size",
     ]
+    assert options["training.enable_cpu_offload"] == pytest.approx(119.66, rel=1e-3)
+    assert options["activation_checkpoint.mode"] == pytest.approx(0.5 * 31 / 32 * (100.125 - 8), rel=0.02)
+    assert options[DTYPE] == pytest.approx(119.66 - 89.75, rel=1e-3)
+    assert list(options)[4:] == ["parallelism.tensor_parallel_degree", "parallelism.data_parallel_shard_degree"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "keys"),
+    [
+        (MODE, "full", {MODE: "none"}),
+        (ZERO, 3, {ZERO: 1, MODE: "full"}),
+        (BATCH, 4, {MODE: "none"}),
+        (CHUNK, 1024, {CHUNK: 0, "model.vocab_size": 4096, MODE: "full", "training.seq_len": 512}),
+        (DTYPE, "bfloat16", {MODE: "full"}),
+    ],
+)
+def test_a_key_saves_what_two_dry_runs_differ_by(key, value, keys):
+    keys = {**MODEL, BATCH: 8, GLOBAL_BATCH: 32, "training.mixed_precision_param": "bfloat16", **keys}
+    before, after = (plan(2, each, "cuda") for each in (keys, {**keys, key: value}))
+    peaks = [dry_run(*each, device_type="cuda").peak_bytes for each in (before, after)]
+    saved = find_options(before[0], 2)[key] * GIB
+    assert saved > 0 and saved == pytest.approx(peaks[0] - peaks[1], abs=0.15 * peaks[0])
 
 
 @pytest.mark.parametrize(
@@ -139,6 +177,7 @@ def test_levers_on_one_gpu_are_sized_and_sorted_and_those_that_take_more_gpus_co
         ({DTYPE: "bfloat16"}, 1, DTYPE),
         ({MODE: "full"}, 1, MODE),
         ({}, 2, ZERO),
+        ({}, 1, CHUNK),
         ({"training.local_batch_size": 1}, 1, "training.local_batch_size"),
         ({"training.enable_cpu_offload": True}, 1, DTYPE),
         ({TP: 8}, 8, TP),
@@ -146,30 +185,18 @@ def test_levers_on_one_gpu_are_sized_and_sorted_and_those_that_take_more_gpus_co
     ],
 )
 def test_no_key_is_named_that_would_not_help_or_be_refused(overrides, world_size, absent):
-    assert absent not in list_levers(overrides, world_size)
+    assert absent not in of_8b(overrides, world_size)
 
 
-def test_a_loss_in_chunks_saves_the_logits_of_all_tokens():
-    # Three fp32 tensors of 2 x 8,192 tokens x 128,256 words. Left are the gradient of the head's weight in fp32, and in
-    # bf16 what a chunk adds to it, with the gradient of the chunk's logits.
-    whole, in_chunks = 3 * 4 * 2 * 8192 * 128256, (4 * 4096 + 2 * 4096 + 2 * 1024) * 128256
-    assert list_levers({CHUNK: 0})[CHUNK] == pytest.approx((whole - in_chunks) / GIB, rel=1e-6)
-    assert CHUNK not in list_levers({})
+def test_without_a_closed_form_no_key_is_named():
+    assert of_8b({MODE: "memory_budget", **COMPILED}) == {}
 
 
-def test_sharding_between_microbatches_saves_what_stage_1_and_2_keep_whole():
-    weights_in_bf16 = 8_030_261_248 * 2 / GIB
-    others = 3 / 4  # of four ranks, what is not a rank's own
-    for stage, n_copies in ((1, 2), (2, 1)):
-        saved = list_levers({ZERO: stage}, world_size=4)[ZERO]
-        assert saved == pytest.approx(n_copies * weights_in_bf16 * others, rel=1e-6)
-
-
-# --- out of memory ---
+# ---------------------------------------------------------------- out of memory
 
 
 def run_out_of_memory(rank: int, world_size: int, overrides: dict[str, object], wrapped: bool) -> str:
-    """Worker: what is said when the second step finds no memory, and a pipeline may have wrapped that."""
+    """Worker: the report of a second step without memory, whose error a pipeline may have wrapped."""
     run = compare.build_table_run(world_size, overrides)
     shape = resolve_model(run.config.model)
     batch = compare.own_rows(run, compare.make_batch(0, shape.vocab_size))
@@ -193,17 +220,13 @@ def wrap_refusal(*_: object) -> None:
 
 
 @pytest.mark.parametrize(("wrapped", "last_line"), [(False, "Tried to allocate 2.50 GiB"), (True, "a stage failed")])
-def test_out_of_memory_says_what_used_it_and_which_three_keys_would_help_most(pool, wrapped, last_line):
-    said = pool.run(run_out_of_memory, 2, {**ADAMW, "model.vocab_size": 131_072}, wrapped)[1].splitlines()
+def test_out_of_memory_says_what_uses_it_and_which_three_keys_would_save_most(pool, wrapped, last_line):
+    lines = pool.run(run_out_of_memory, 2, {**ADAMW, "model.vocab_size": 131_072}, wrapped)[1].splitlines()
     # 16.9 million parameters, half of them here: weights of 4 bytes, moments of 8; backward had not begun.
-    assert said[0].startswith("Out of memory")
-    assert said[1:3] == ["      0.03  weights", "      0.06  optimizer"]
-    assert said[4:7] == [
-        "      0.13  --training.enable_cpu_offload=true  (the optimizer runs on the host, slowly)",
-        "      0.03  --optimizer.moments_dtype=bfloat16  (moments keep 8 bits)",
-        "      0.00  --activation_checkpoint.mode=full  (a third more FLOPs)",
-    ]
-    assert said[7:] == [last_line]
+    assert lines[1:3] == ["      0.03  weights", "      0.06  optimizer"]
+    keys = [line.split("--")[1].split("=")[0] for line in lines[4:7]]
+    assert keys[:2] == ["training.enable_cpu_offload", DTYPE]
+    assert lines[7:] == [last_line]
 
 
 def test_any_other_error_passes_as_it_is():
@@ -212,7 +235,7 @@ def test_any_other_error_passes_as_it_is():
         raise RuntimeError("something else") from ValueError()
 
 
-# --- what cannot work is refused ---
+# ---------------------------------------------------------------- what cannot work is refused
 
 MEMORY_BUDGET, COMPILE = "--activation_checkpoint.mode=memory_budget", "--compile.enable"
 ASYNC_TP = ["--parallelism.enable_async_tensor_parallel", "--parallelism.tensor_parallel_degree=2"]
@@ -266,8 +289,9 @@ def test_8b_with_bf16_moments_fits_one_h200_and_offloaded_it_is_the_host_that_mu
     assert bound.state_bytes == 96_363_134_976
     monkeypatch.setattr("torchtitan_lite.config.memory_bound.measure_cpu_memory", lambda: 100 * GIB)
     args += ["--training.enable_cpu_offload"]
-    with pytest.raises(ConfigError, match="119.7 GiB on this host, which has 100.0 GiB"):
+    with pytest.raises(ConfigError) as error:
         preflight(args, machine=GPU)
+    assert "model.flavor" in [problem.key for problem in error.value.problems]
     (on_gpu,) = preflight(args, machine=replace(GPU, is_here=False)).memory  # nothing says what its host has
     assert on_gpu.state_bytes == 0 < on_gpu.activation_bytes
 
@@ -281,7 +305,7 @@ def test_verify_leaves_out_what_only_a_gpu_or_adamw_has_and_keeps_the_rest():
     assert check_levers(reduction.config, CPU) == []
 
 
-# --- attention, offload on a GPU ---
+# ---------------------------------------------------------------- attention, offload on a GPU
 
 
 @pytest.mark.parametrize(

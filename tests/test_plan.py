@@ -37,20 +37,20 @@ def llama(name: str, n_gpus: int, **keys):
     return plan_run(["--config", name, *args], n_gpus, "cuda")
 
 
-def test_a_plan_is_told_to_people_and_drawn(capsys, tmp_path):
+def test_a_plan_is_printed_and_drawn(capsys, tmp_path):
     svg, trace = tmp_path / "timeline.svg", tmp_path / "trace.json"
     pipeline = ["--gpus", "2", f"--{PP}", "2", "--svg", str(svg), "--trace", str(trace)]
     assert plan.main([*SMALL, *pipeline]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for words in (
-        "pp2, 1F1B, bubble",
+        "1F1B, bubble",
         "reserved (est.)",
         "TFLOP on pp rank 1",
         "tokens/s/GPU",
-        "timeline of a step",
+        "\npp rank 1  .",
         "warning: ",
     ):
-        assert words in told
+        assert words in printed
     assert svg.read_text().startswith("<svg") and json.loads(trace.read_text())
 
 
@@ -116,25 +116,16 @@ def test_too_much_for_the_memory_is_told_how_many_gpus_would_do():
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "key"),
     [
-        ([*SMALL, "--gpu", "h1000"], "b200"),
+        ([*SMALL, "--gpu", "h1000"], "--gpu"),
         ([*SMALL, "--search"], "--gpus"),
         (
-            [
-                "--config",
-                "llama3_405b",
-                "--gpus",
-                "320",
-                f"--{PP}",
-                "10",
-                "--parallelism.data_parallel_shard_degree",
-                "8",
-            ],
-            "NGPU=640",
+            [*SMALL, "--gpus", "320", f"--{PP}", "10", "--parallelism.data_parallel_shard_degree", "8"],
+            "parallelism.data_parallel_shard_degree",
         ),
     ],
 )
-def test_wrong_input_is_told_with_a_remedy(capsys, args, told):
-    assert plan.main(args) == 2
-    assert told in capsys.readouterr().err
+def test_wrong_input_ends_with_status_2_and_its_key(capsys, args, key):
+    assert plan.main([*args, "--json"]) == 2
+    assert key in [problem["key"] for problem in json.loads(capsys.readouterr().out)["problems"]]

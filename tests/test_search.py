@@ -11,7 +11,7 @@ from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_m
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.plan.dry_run import dry_run
-from torchtitan_lite.plan.search import Search, find_least_gpus, list_candidates, search, sketch_candidate
+from torchtitan_lite.plan.search import Search, find_least_gpus, forecast_candidate, list_candidates, search
 from torchtitan_lite.plan.search_report import (
     choose_by_dry_run,
     fill_pipeline,
@@ -76,9 +76,11 @@ def test_a_search_has_every_kind_of_layout_and_of_schedule():
 
 def test_the_ten_best_are_those_that_simulating_all_would_give(found_8b):
     simulated = sorted(
-        (sketch_candidate(candidate).rate.step_time_s, candidate.live_bytes) for candidate in found_8b.fitting
+        (forecast_candidate(candidate).rate.step_time_s, candidate.live_bytes) for candidate in found_8b.fitting
     )
-    assert [(sketch.rate.step_time_s, candidate.live_bytes) for candidate, sketch in found_8b.best] == simulated[:10]
+    assert [(forecast.rate.step_time_s, candidate.live_bytes) for candidate, forecast in found_8b.best] == simulated[
+        :10
+    ]
 
 
 def test_what_is_proposed_fits_the_memory_with_its_reserve(found_8b):
@@ -100,25 +102,21 @@ def test_the_winner_is_a_config_that_reads_back_as_the_same_layout(found_8b, tmp
 
 
 def test_the_parts_of_a_step_add_up(found_8b):
-    for candidate, sketch in found_8b.best:
-        parts = split_step(candidate, sketch)
-        assert sum(parts.values()) == pytest.approx(sketch.rate.step_time_s)
+    for candidate, forecast in found_8b.best:
+        parts = split_step(candidate, forecast)
+        assert sum(parts.values()) == pytest.approx(forecast.rate.step_time_s)
         assert all(seconds >= -1e-9 for seconds in parts.values()), parts
 
 
-def test_the_report_says_where_the_configs_own_layout_loses(tmp_path, capsys):
+def test_the_report_compares_the_configs_own_layout_with_the_best(tmp_path, capsys):
     config, shape = read(
         "llama3_8b",
         "--training.global_batch_size 32 --training.local_batch_size 32 --parallelism.pipeline_parallel_degree 8",
         "--parallelism.tensor_parallel_degree 2 --activation_checkpoint.mode full",
     )
     print_search(config, shape, 16, H100, tmp_path / "winner.toml", n_dry_runs=0)
-    said = capsys.readouterr().out
-    assert (
-        "The config's own layout, pp8 x tp2, 1F1B with 8 stages, microbatches: 32 x 1, ZeRO 1, recompute full" in said
-    )
-    assert "pipeline idle (bubble)" in said
-    assert said.count("GiB") >= 1
+    own = "pp8 x tp2, 1F1B with 8 stages, microbatches: 32 x 1, ZeRO 1, recompute full"
+    assert own in capsys.readouterr().out
     assert (tmp_path / "winner.toml").exists()
 
 
@@ -126,7 +124,7 @@ def test_the_first_that_fits_by_its_dry_run_is_chosen(capsys):
     """Of two layouts of which the closed form prefers the one that needs more memory than there is."""
     found = search(*read("debug", "--training.local_batch_size 8"), 1, H100)
     by_memory = sorted(found.fitting, key=lambda candidate: candidate.live_bytes)
-    leanest, fattest = ((candidate, sketch_candidate(candidate)) for candidate in (by_memory[0], by_memory[-1]))
+    leanest, fattest = ((candidate, forecast_candidate(candidate)) for candidate in (by_memory[0], by_memory[-1]))
     between = (leanest[0].live_bytes * fattest[0].live_bytes) ** 0.5 * H100.reserve_factor
     cluster = replace(H100, memory_bytes=between)
     assert choose_by_dry_run([fattest, leanest], cluster, n_dry_runs=1) == 2
@@ -134,7 +132,7 @@ def test_the_first_that_fits_by_its_dry_run_is_chosen(capsys):
     assert first.endswith("which does not fit\n") and "does not fit" not in second
 
 
-@pytest.mark.parametrize("pp_rank", [0, 1])
+@pytest.mark.parametrize("pp_rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_full_pipeline_tells_what_all_its_microbatches_take(pp_rank):
     """Four stages a rank: torch frees parameters between actions, so that a whole dry run makes every microbatch."""
     given, shape = read(
@@ -167,10 +165,11 @@ def test_an_empty_search_names_the_rules_that_emptied_it(tmp_path, capsys):
 def test_a_model_that_fits_nowhere_is_told_the_least_number_of_gpus(tmp_path):
     """405B needs 16 B x 405.9e9 x 1.2 / 79.6 GiB = 91 GPUs for its state alone; whole nodes, and room for the rest."""
     config, shape = read("llama3_405b", "--training.global_batch_size 64")
-    with pytest.raises(ConfigError, match=r"Use (\d+) such GPUs, the least") as error:
+    with pytest.raises(ConfigError) as error:
         print_search(config, shape, 64, H100, tmp_path / "winner.toml")
+    (problem,) = error.value.problems
     least = find_least_gpus(config, shape, H100, 64)
-    assert f"Use {least} such" in str(error.value)
+    assert problem.key == "--gpus" and f"{least} " in problem.remedy
     assert 96 <= least <= 160
     assert least % 8 == 0
 
@@ -186,6 +185,7 @@ def test_nodes_of_another_size_bound_tensor_parallel():
     assert {c.workload.layout.tp for c in list_candidates(config, shape, 8, small, Search())} == {1, 2}
 
 
+@pytest.mark.slow
 def test_ten_thousand_layouts_of_405b_are_ranked():
     """On 1,024 GPUs; what wins keeps tp inside a node."""
     found = search(*read("llama3_405b", "--training.global_batch_size 256"), 1024, H100)

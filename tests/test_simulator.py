@@ -12,9 +12,17 @@ from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.pipeline_csv import Action, find_deadlock, find_missing_action
 from torchtitan_lite.config.schema import Config, Parallelism, Training
 from torchtitan_lite.parallel import pipeline
-from torchtitan_lite.plan import action_times, simulator, timeline
-from torchtitan_lite.plan.schedule_order import list_rows, pipeline_order
-from torchtitan_lite.plan.simulator import Durations, Timeline, count_in_flight, even_durations, extrapolate, simulate
+from torchtitan_lite.plan import simulator, step_measure, timeline
+from torchtitan_lite.plan.simulator import (
+    Durations,
+    Timeline,
+    count_in_flight,
+    even_durations,
+    extrapolate,
+    pipeline_order,
+    plan_order,
+    simulate,
+)
 from torchtitan_lite.plan.timeline import draw_svg, draw_text, trace_chrome
 
 
@@ -22,8 +30,8 @@ def run(schedule: str, pp: int, n_microbatches: int, v: int = 1, **durations) ->
     return simulate(pipeline_order(schedule, pp, n_microbatches, v), even_durations(pp * v, **durations))
 
 
-@pytest.mark.parametrize("pp", [2, 4, 8])
-@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize("pp", [2, 8])
+@pytest.mark.parametrize("rounds", [1, 5])
 @pytest.mark.parametrize(
     ("schedule", "v"),
     [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 3), ("LoopedBFS", 2)],
@@ -85,7 +93,7 @@ def test_stages_of_one_rank_hand_over_without_a_send():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("pp", "m"), [(2, 9), (4, 24), (4, 29), (8, 40)])
+@pytest.mark.parametrize(("pp", "m"), [(2, 9), (4, 29), (8, 40)])
 def test_a_long_schedule_is_known_from_a_short_one(schedule, pp, m):
     v = SCHEDULES[schedule].least_stages_per_rank
     if SCHEDULES[schedule].in_rounds and m % (m // pp):
@@ -127,7 +135,7 @@ def test_rows_of_a_layout_are_those_of_its_schedule_or_its_file(tmp_path):
     def rows(**keys):
         section = Parallelism(pipeline_parallel_degree=2, **keys)
         config = Config(training=Training(local_batch_size=2), parallelism=section)
-        return list_rows(section, plan_layout(config, shape, 2))
+        return plan_order(section, plan_layout(config, shape, 2))
 
     assert [list(map(str, row)) for row in rows(pipeline_parallel_schedule="GPipe")] == [
         ["0F0", "0F1", "0B0", "0B1"],
@@ -145,14 +153,14 @@ def test_rows_of_a_layout_are_those_of_its_schedule_or_its_file(tmp_path):
 def test_the_text_shows_who_does_what_when():
     lines = draw_text(run("1F1B", 2, 4)).splitlines()
     assert lines == [
-        "rank 0  F0F1....B0--F2B1--F3B2--..B3--",
-        "rank 1  ..F0B0--F1B1--F2B2--F3B3--....",
+        "pp rank 0  F0F1....B0--F2B1--F3B2--..B3--",
+        "pp rank 1  ..F0B0--F1B1--F2B2--F3B3--....",
     ]
 
 
 @pytest.mark.parametrize(
     ("module", "schedule", "backward"),
-    [(pipeline, "1F1B", 1), (simulator, "1F1B", 2), (action_times, "1F1B", 2), (timeline, "GPipe", 2)],
+    [(pipeline, "1F1B", 1), (simulator, "1F1B", 2), (step_measure, "1F1B", 2), (timeline, "GPipe", 2)],
 )
 def test_a_docstring_draws_the_pipeline_that_runs(module, schedule, backward):
     drawn = re.sub(r" \. ", " .. ", module.__doc__).replace(" ", "")  # a lone dot fills a column too
@@ -165,7 +173,7 @@ def test_the_text_of_a_long_schedule_fits_the_line_and_shows_the_bubble():
     timeline = run("1F1B", 8, 64)
     lines = draw_text(timeline, width=100).splitlines()
     assert {len(line) for line in lines} == {100}
-    drawn = sum(line.count(".") for line in lines) / (8 * 92)
+    drawn = sum(line.count(".") for line in lines) / (8 * 89)
     assert drawn == pytest.approx(timeline.bubble, abs=0.02)
 
 

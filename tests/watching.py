@@ -1,4 +1,4 @@
-"""Dispatch modes that watch every operator, inside the operators of context parallel too."""
+"""Dispatch modes that watch every operator, also inside the operators of context parallel."""
 
 import weakref
 from collections import Counter
@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS
+from torchtitan_lite.plan.collectives import OPERATIONS
 
 aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ class Watch(TorchDispatchMode):
         return outputs
 
     def know(self, tensors: list[Tensor]) -> None:
-        """These were there before."""
+        """Leave these tensors out: they existed before."""
 
     def note(self, func, args: tuple, outputs: list[Tensor]) -> None:
         raise NotImplementedError
@@ -37,7 +38,7 @@ class Watch(TorchDispatchMode):
 
 
 class PeakMemory(Watch):
-    """Bytes of the storages that were made while it watches and are alive together."""
+    """Peak bytes of the storages that were made inside."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +77,7 @@ class LargestTensor(Watch):
 
 
 class AttentionWork(Watch):
-    """Pairs of a query and a key that attention kernels look at, in forward and in backward."""
+    """Pairs of a query and a key that attention kernels compute, in forward and in backward."""
 
     FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
     BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -102,16 +103,14 @@ class AttentionWork(Watch):
 
 
 class Collectives(Watch):
-    """How often ranks exchange keys and values, or their gradients, by name of the operator."""
-
-    NAMESPACE = "_c10d_functional"
+    """Collectives by name of the operator: exchanges of keys and values, and of their gradients."""
 
     def __init__(self):
         super().__init__()
         self.n_calls = Counter()
 
     def note(self, func, args, outputs):
-        if func.namespace == self.NAMESPACE and func != torch.ops._c10d_functional.wait_tensor.default:
+        if func._schema.name in OPERATIONS:
             self.n_calls[func._opname] += 1
 
     def result(self) -> dict[str, int]:

@@ -2,32 +2,51 @@
 
     {8B, 3B, 1B}  x  {eager, compile, compile + float8}      one process a row, one model at a time
 
-Moments, recompute and batch of a size follow from arithmetic (PLANS): the first plan that should fit is tried, and
-where memory runs out all the same, the next one. Every row is written to a file of JSON lines when it is finished, so
-that a run that is cut keeps what it has; when the time is up, the rows that did not run are named. MFU and the share of
-the matmuls are those of bfloat16, in float8 too: so rows compare. `--tiny` takes models that a CPU carries through the
-same code: its numbers mean nothing.
+    round 1    train  train  train  | bf16 matmuls | float8 matmuls         and the same in rounds 2, 3 ...
+
+The first plan of PLANS that fits by the closed form (config/memory.py) is tried, and after an out-of-memory error the
+next one. Every row is appended to a file of JSON lines when it is finished; when the time is up, the remaining rows are
+named. MFU and the share of the matmuls refer to bfloat16, in float8 rows too, so that rows compare. The matmuls beside
+the training give the ceiling at its clocks and temperature. `--tiny` runs small models through the same code on a CPU:
+its numbers mean nothing.
 """
 
 import json
+import multiprocessing
 import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
-from torchtitan_lite.bench.gpu_row import RowResult, run_row
-from torchtitan_lite.bench.rounds import Report
-from torchtitan_lite.bench.setting import read_setting
-from torchtitan_lite.config.flavors import FlopsPerToken, ModelArgs, count_flops_per_token, count_parameters
+import torch
+
+from torchtitan_lite.bench.rounds import Report, measure_rounds, read_clocks, read_setting
+from torchtitan_lite.bench.step import build_trainer, make_batch, one_rank_group
+from torchtitan_lite.components.metrics import read_peak_memory
+from torchtitan_lite.config.flavors import FlopsPerToken, ModelArgs, count_flops_per_token
 from torchtitan_lite.config.hardware import Machine, detect_machine, peak_flops
-from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.memory_bound import count_activation_bytes, count_state_bytes
+from torchtitan_lite.config.layout import plan_layout, resolve_model
+from torchtitan_lite.config.memory import estimate_memory
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Optimizer, Training
+from torchtitan_lite.config.schema import (
+    ActivationCheckpoint,
+    Config,
+    ConfigError,
+    LRScheduler,
+    Model,
+    Optimizer,
+    Problem,
+    Training,
+)
+from torchtitan_lite.config.workload import describe_workload
+from torchtitan_lite.parallel.mesh import choose_device
+from torchtitan_lite.processes import end_with_parent
 from torchtitan_lite.verify.reduction import override
 
 SECONDS = 9 * 60 - 20  # for the whole table
@@ -38,13 +57,18 @@ MODES: dict[str, dict[str, object]] = {  # how -> keys of the config
     "compile + float8": {"compile.enable": True, "model.converters": ["float8"]},  # tensorwise
 }
 
-# What a size is trained with, the fastest first: (moments, recompute, sequences). FLOPs of recompute are not counted.
+# (moments, recompute, sequences), the fastest first. MFU does not count FLOPs of recompute.
 PLANS = [
     *(("float32", "none", n) for n in (4, 2, 1)),
     *(("bfloat16", mode, n) for mode in ("none", "selective", "full") for n in (2, 1)),
 ]
-USABLE = 0.92  # of the memory: the rest is CUDA's own, workspaces of matmuls, and gaps
-HEAD_BYTES = 12  # per number of the head's matrix: gathered in bf16, its gradient in fp32, twice, and in bf16
+USABLE = 0.92  # of the memory: the rest is for CUDA itself, workspaces of matmuls, and gaps
+N_WARM_UP_STEPS = 3  # the first one allocates and compiles
+N_PRODUCTS = 16  # of a turn of the matmuls
+SECONDS_TO_END = 10  # for a process that has answered and may have compiling children
+MATMUL_SIZE = {"cuda": 8192, "cpu": 256}  # rows, columns and depth
+
+RowResult = dict[str, object]  # as JSON holds it
 
 TINY = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 512, "head_dim": 16}
 TINY_SEQ_LEN = 64
@@ -53,30 +77,27 @@ TINY_SEQ_LEN = 64
 @dataclass(frozen=True)
 class Row:
     name: str  # "8B eager"
-    plans: list[Config]  # the best first; none: not even the smallest fits
+    plans: list[Config]  # the best first; empty: none fits
     shape: ModelArgs
-
-
-class NoGpu(Exception):
-    """There is none to measure."""
 
 
 def bench_gpu(
     *, n_rounds: int = 3, n_steps: int = 3, out: str | None = None, tiny: bool = False, seconds: int = SECONDS
 ) -> Report:
-    """Runs the rows. `out` is the file that keeps them; each run adds its own lines to what is there."""
+    """Run the rows. `out` is the file to which their lines are appended. Raises ConfigError without a GPU."""
     end_s = time.monotonic() + seconds
     machine = detect_machine()
     if machine.device_type == "cpu" and not tiny:
-        raise NoGpu("This machine has no GPU that nvidia-smi lists. --tiny goes through the same code on a CPU.")
-    # Large blocks of all sizes come and go: segments that grow leave fewer gaps. A row's process reads it.
+        problem = Problem("bench gpu", None, "nvidia-smi lists no GPU here", "--tiny runs the same code on a CPU")
+        raise ConfigError([problem])
+    # Segments that grow leave fewer gaps between blocks of many sizes. A row's process reads it.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     setting = read_setting("gpu") | ({"sizes": "tiny: the numbers mean nothing"} if tiny else {})
     file = Path(out) if out else choose_file(setting, tiny)
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = build_rows(machine, tiny=tiny)
     results: dict[str, RowResult] = {}
-    times_s: list[float] = []  # of the rows that ran; one is worth beginning where the shortest of them would fit
+    times_s: list[float] = []  # of the rows that ran; another one starts if the shortest of them would fit
     with open(file, "a", encoding="utf-8") as lines:
         for row in rows:
             start_s = time.monotonic()
@@ -93,7 +114,7 @@ def bench_gpu(
 
 
 def choose_file(setting: dict[str, object], tiny: bool) -> Path:
-    """assets/benchmarks/gpu-NVIDIA-H200-2026-11-21.jsonl"""
+    """Return assets/benchmarks/gpu-NVIDIA-H200-2026-11-21.jsonl for instance."""
     device = re.sub(r"\W+", "-", str(setting["device"]))
     name = f"gpu-{device}-{str(setting['date'])[:10]}.jsonl"
     return Path("outputs") / f"tiny-{name}" if tiny else REPOSITORY / "assets" / "benchmarks" / name
@@ -124,16 +145,13 @@ def build_rows(machine: Machine, *, tiny: bool) -> list[Row]:
 
 
 def count_bytes(config: Config, shape: ModelArgs) -> float:
-    """What a step on one rank takes at its peak, by arithmetic."""
-    n_tokens = config.training.local_batch_size * config.training.seq_len
-    state = count_parameters(shape) * count_state_bytes(config.optimizer)
-    activations = n_tokens * shape.n_layers * count_activation_bytes(config.activation_checkpoint, shape, itemsize=2)
-    return state + activations + HEAD_BYTES * shape.vocab_size * shape.dim
+    """Return the peak memory of a step on one rank, closed form."""
+    return estimate_memory(describe_workload(config, shape, plan_layout(config, shape, 1)), 0, {0: 1}).live
 
 
 def run_plans(row: Row, end_s: float, **options: int) -> RowResult:
-    """The first plan that does not run out of memory, with the plan itself."""
-    result: RowResult = {"failed": "it does not fit: weights, gradients and moments alone take too much memory"}
+    """Return the result of the first plan that does not run out of memory, with the plan itself."""
+    result: RowResult = {"failed": "it does not fit the memory under any plan"}
     for config in row.plans:
         result = run_row(config, timeout_s=max(1.0, end_s - time.monotonic()), **options) | {
             "plan": describe_plan(config)
@@ -152,11 +170,104 @@ def describe_plan(config: Config) -> dict[str, object]:
     }
 
 
-# ---------------------------------------------------------------- what is told
+# ---------------------------------------------------------------- a row
+
+
+def measure_row(config: Config, *, n_rounds: int, n_steps: int) -> RowResult:
+    """Train on random tokens. Raises the errors of training."""
+    device = choose_device(0, detect_machine().device_type)
+    shape = resolve_model(config.model)
+    batch = make_batch(config, shape).to(device)
+    with one_rank_group(device):
+        step = build_trainer(config, shape, batch, device)
+        losses = [step().item() for _ in range(N_WARM_UP_STEPS)]
+        matmuls = build_matmuls(device)
+        times_s = measure_rounds(
+            {"train": step, **matmuls},
+            n_rounds=n_rounds,
+            n_steps=n_steps,
+            wait_for_device=torch.cuda.synchronize if device.type == "cuda" else lambda: None,
+        )
+        clocks = read_clocks()  # while the device is still warm
+        losses.append(step().item())
+    memory = read_peak_memory(device)
+    flops = 2 * MATMUL_SIZE[device.type] ** 3 * N_PRODUCTS
+    return {
+        "tokens_per_step": batch.tokens.numel(),
+        "step_time_s": times_s["train"],
+        "matmul_flops": {name: flops / median(times_s[name]) for name in matmuls},
+        "peak_memory_gib": memory.peak_gib,
+        "reserved_memory_gib": memory.reserved_gib,
+        "alloc_retries": memory.n_alloc_retries,
+        "first_and_last_loss": [losses[0], losses[-1]],
+        "clocks": clocks,
+    }
+
+
+def build_matmuls(device: torch.device) -> dict[str, Callable[[], None]]:
+    """Return dtype -> a turn of products of large square matrices; without float8 where the device has none."""
+    size = MATMUL_SIZE[device.type]
+    left, right = torch.randn(2, size, size, device=device).to(torch.bfloat16)
+
+    def multiply_bfloat16() -> None:
+        for _ in range(N_PRODUCTS):
+            left @ right
+
+    def multiply_float8() -> None:
+        for _ in range(N_PRODUCTS):
+            torch._scaled_mm(left8, right8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    matmuls = {"bfloat16": multiply_bfloat16, "float8": multiply_float8}
+    left8, right8 = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)  # the right one by columns
+    one = torch.ones((), device=device)
+    try:
+        multiply_float8()
+    except RuntimeError:  # an A100, for instance
+        del matmuls["float8"]
+    multiply_bfloat16()
+    return matmuls
+
+
+# ---------------------------------------------------------------- the process
+
+
+def run_row(config: Config, *, n_rounds: int, n_steps: int, timeout_s: float) -> RowResult:
+    """Run measure_row in a new process, which frees all its memory. On failure: `failed`, and `out_of_memory`."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=answer, args=(theirs, config, n_rounds, n_steps))
+    process.start()
+    theirs.close()  # so that the end of the process is the end of the stream
+    try:
+        if not ours.poll(timeout_s):
+            return {"failed": f"it took longer than {timeout_s:.0f} s"}
+        result = ours.recv()
+        process.join(SECONDS_TO_END)
+        return result
+    except EOFError:
+        process.join()
+        return {"failed": f"its process died with exit code {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def answer(connection: Connection, config: Config, n_rounds: int, n_steps: int) -> None:
+    """Run in the process: send the result, or the failure."""
+    end_with_parent()
+    try:
+        connection.send(measure_row(config, n_rounds=n_rounds, n_steps=n_steps))
+    except torch.OutOfMemoryError as error:
+        connection.send({"failed": str(error).partition(". ")[0], "out_of_memory": True})
+    except Exception as error:
+        connection.send({"failed": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"})
+
+
+# ---------------------------------------------------------------- the report
 
 
 def make_report(setting: dict[str, object], rows: list[Row], results: dict[str, RowResult], machine: Machine) -> Report:
-    """The table of all rows, and for each size what compile and float8 gain."""
+    """Return the table of all rows, with the gain of compile and of float8 for each size."""
     measured = {name: result for name, result in results.items() if "failed" not in result}
     ceilings = {
         f"matmul_{dtype}_tflops": [result["matmul_flops"][dtype] / 1e12 for result in measured.values()]
@@ -187,7 +298,7 @@ def count_row_flops(row: Row) -> FlopsPerToken:
 
 
 def describe_result(name: str, result: RowResult) -> str:
-    """One line while the others are still to come."""
+    """Return the line that is printed when a row is finished."""
     if "failed" in result:
         return f"{name:20}{result['failed']}"
     tokens_per_s = result["tokens_per_step"] / median(result["step_time_s"])

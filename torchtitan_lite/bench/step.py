@@ -1,15 +1,15 @@
-"""The contenders of `bench step`: one optimizer step of the same shape on the same batch.
+"""`bench step`: one optimizer step of the same shape on the same batch.
 
     trainer        train_step as train.py calls it: counted tokens, FSDP2 on one rank, gradient norm, clipping, the
                    finite flag read after every step, learning-rate schedule
-    bare_loop      the loop that one writes by hand around the same model class; nothing from step.py, and of
-                   parallel/ only the initial weights
+    bare_loop      a hand-written loop around the same model class; nothing from step.py, and of parallel/ only the
+                   initial weights
     transformers   Hugging Face's Llama of the same shape in that same loop
     compiled       trainer with compile.enable
 
-Loading data is not part of it: the batch lies on the device. No contender recomputes anything in backward. Before
-anything is timed, trainer and bare loop must have the same losses: a ratio compares equals, or it is not printed. The
-GiB are what a step allocates beside weights and moments, measured after the rounds.
+The batch is on the device: loading is not measured. No contender recomputes in backward. Before anything is timed,
+trainer and bare loop must have the same losses, else no ratio is printed. The GiB are the peak of what a step
+allocates, without weights and optimizer state, measured after the rounds.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,20 +21,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._profiler import _EventType
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 
-from torchtitan_lite.bench.head_memory import compare_head_memory
-from torchtitan_lite.bench.rounds import Report, measure_rounds
-from torchtitan_lite.bench.setting import read_setting
-from torchtitan_lite.bench.step_memory import measure_step_memory
+from torchtitan_lite.bench.rounds import BenchFailed, Report, measure_rounds, read_setting
 from torchtitan_lite.config.flavors import ModelArgs, count_flops_per_token, count_parameters
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Training
 from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.model.chunked_loss import ChunkedLoss
+from torchtitan_lite.model.head import Head
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device
+from torchtitan_lite.plan.meter import Meter, find_peak
 from torchtitan_lite.step import build_run, train_step
 
 try:
@@ -64,15 +67,11 @@ TrainStep = Callable[[], Tensor]  # one optimizer step on the batch -> its loss,
 
 
 class Absent(Exception):
-    """A contender that cannot run here, and why."""
-
-
-class UnequalContenders(Exception):
-    """Contenders that do not compute the same, so that their speeds cannot be compared."""
+    """A contender cannot run here; the message says why."""
 
 
 def bench_step(*, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CONFIG) -> Report:
-    """Measures all contenders on one thread, or one GPU: what is compared is code, not how it shares a machine."""
+    """Measure all contenders on one thread, or on one GPU."""
     machine = detect_machine()
     device = choose_device(0, machine.device_type)
     torch.set_num_threads(1)
@@ -113,7 +112,7 @@ def bench_step(*, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CON
 
 @contextmanager
 def one_rank_group(device: torch.device) -> Iterator[None]:
-    """A process group of this process alone, which the trainer needs; no launcher, no address."""
+    """Context manager: a process group of this process alone, which the trainer needs."""
     cuda = device.type == "cuda"
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device if cuda else None)
@@ -124,7 +123,7 @@ def one_rank_group(device: torch.device) -> Iterator[None]:
 
 
 def make_batch(config: Config, shape: ModelArgs) -> Batch:
-    """Random tokens, all of them counted."""
+    """Return random tokens, all of which count for the loss."""
     n_rows, seq_len = config.training.local_batch_size, config.training.seq_len
     generator = torch.Generator().manual_seed(config.debug.seed)
     tokens = torch.randint(shape.vocab_size, (n_rows, seq_len + 1), generator=generator)
@@ -139,7 +138,7 @@ def build_trainer(config: Config, shape: ModelArgs, batch: Batch, device: torch.
     def step() -> Tensor:
         result = train_step(run, batch)
         if not result.finite:  # read after every step, as train.py does: the host waits for the device
-            raise UnequalContenders("the trainer's gradient norm is not finite: it skips updates that others make")
+            raise BenchFailed("the trainer's gradient norm is not finite: it skips updates that others make")
         return result.loss
 
     return step
@@ -157,7 +156,7 @@ def build_bare_loop(config: Config, shape: ModelArgs, batch: Batch, device: torc
 
 
 def build_transformers(config: Config, shape: ModelArgs, batch: Batch, device: torch.device) -> TrainStep:
-    """Its initial weights are its own: the speed does not depend on them."""
+    """Return a step of transformers' Llama, with its own initial weights: the speed does not depend on them."""
     if transformers is None:
         raise Absent("transformers is not installed")
     llama_config = transformers.LlamaConfig(
@@ -177,14 +176,14 @@ def build_transformers(config: Config, shape: ModelArgs, batch: Batch, device: t
         model = transformers.LlamaForCausalLM(llama_config).train()
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     if n_parameters != count_parameters(shape):
-        raise UnequalContenders(f"transformers' Llama has {n_parameters} parameters, not {count_parameters(shape)}")
+        raise BenchFailed(f"transformers' Llama has {n_parameters} parameters, not {count_parameters(shape)}")
     return write_bare_loop(model, lambda: model(batch.tokens, use_cache=False).logits, batch.targets, config)
 
 
 def write_bare_loop(
     model: nn.Module, compute_logits: Callable[[], Tensor], targets: Tensor, config: Config
 ) -> TrainStep:
-    """A training step as one writes it by hand, with the trainer's numbers."""
+    """Return a hand-written training step with the trainer's hyperparameters."""
     section = config.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -207,10 +206,10 @@ def write_bare_loop(
 
 
 def warm_up(builders: dict[str, Callable[[], TrainStep]]) -> tuple[dict[str, TrainStep], dict[str, str]]:
-    """Builds the contenders and makes their first steps. Returns those that run, and why the others do not.
+    """Build the contenders and make their first steps. Return those that run, and why the others do not.
 
-    Raises UnequalContenders where the trainer, eager or compiled, has other losses than the bare loop. The second loss
-    follows from the first update, so it tells about gradients and optimizer too.
+    Raises BenchFailed if the trainer, eager or compiled, has other losses than the bare loop. The second loss follows
+    from the first update, so it depends on gradients and optimizer too.
     """
     steps, losses, absent = {}, {}, {}
     for name, build in builders.items():
@@ -225,7 +224,7 @@ def warm_up(builders: dict[str, Callable[[], TrainStep]]) -> tuple[dict[str, Tra
     expected = losses["bare_loop"]
     for name in ("trainer", "compiled"):
         if name in losses and not torch.allclose(losses[name], expected, rtol=LOSS_TOLERANCE, atol=0):
-            raise UnequalContenders(
+            raise BenchFailed(
                 f"{name} and bare_loop start from the same weights and do not compute the same: "
                 f"their first losses are {losses[name].tolist()} and {expected.tolist()}"
             )
@@ -238,3 +237,61 @@ CONTENDERS: dict[str, Callable[..., TrainStep]] = {
     "transformers": build_transformers,
     "compiled": build_compiled,
 }
+
+
+# ---------------------------------------------------------------- memory
+
+
+def measure_step_memory(step: Callable[[], object], device: torch.device) -> int:
+    """Return the peak bytes of what `step` allocates: activations, gradients and the rest, but not weights and moments.
+
+    By torch's profiler, which sees compiled code too. (On a CPU it warns of frees of older tensors.)
+    """
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(activities=activities, profile_memory=True) as profiler:
+        step()
+    changes, to_do = [], list(profiler.profiler.kineto_results.experimental_event_tree())
+    while to_do:
+        event = to_do.pop()
+        to_do += event.children
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == device.type:
+            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    alive: dict[int, int] = {}  # address -> bytes
+    now = most = 0
+    for _, address, size in sorted(changes, key=lambda change: change[0]):
+        now -= alive.pop(address, 0)
+        if size > 0:
+            alive[address] = size
+            now += size
+            most = max(most, now)
+    return most
+
+
+def count_head_peak_bytes(
+    *, n_tokens: int, dim: int, vocab_size: int, chunk_tokens: int, dtype: torch.dtype = torch.float32
+) -> int:
+    """Return the peak bytes of the head's forward and backward without weight and hidden states, on fake tensors.
+
+    chunk_tokens 0: the plain loss.
+    """
+    meter = Meter(plan_layout(STEP_CONFIG, resolve_model(STEP_CONFIG.model), world_size=1))
+    with FakeTensorMode(), meter.watching():
+        head = Head(dim, vocab_size)
+        head.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
+        head.chunked_loss = ChunkedLoss(chunk_tokens) if chunk_tokens else None
+        hidden = torch.empty(1, n_tokens, dim, dtype=dtype, requires_grad=True)
+        targets = torch.zeros(1, n_tokens, dtype=torch.int64)
+        n_before = len(meter.events)
+        head(hidden, targets).backward()
+        return find_peak(meter.events[n_before:]).total()
+
+
+def compare_head_memory(chunk_tokens: int) -> dict[str, list[float]]:
+    """Return GiB of the plain and of the chunked loss, at 2,048 tokens of Llama 3's vocabulary."""
+    sizes = {"n_tokens": 2048, "dim": 256, "vocab_size": 128256}
+    plain, chunked = (count_head_peak_bytes(**sizes, chunk_tokens=tokens) for tokens in (0, chunk_tokens))
+    return {
+        "head_gib_plain_loss": [plain / GIB],
+        "head_gib_chunked_loss": [chunked / GIB],
+        "head_chunked_over_plain": [chunked / plain],
+    }

@@ -129,7 +129,7 @@ class StepMetrics:
     val_loss: float | None = None  # on held-out documents, nats per token; None where the step was not validated
     val_perplexity: float | None = None
     val_bits_per_byte: float | None = None
-    # Forecast and measured costs of one early step (plan/ledger_forecast.py), in the first line after that step.
+    # Forecast and measured costs of one early step (plan/ledger.py), in the first line after that step.
     ledger: dict[str, object] | None = None
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 PACKAGE = Path(__file__).resolve().parent.parent
-WATCHERS = ("components/places.py", "components/diagnosis.py", "plan/meter.py", "plan/dry_run.py")
+WATCHERS = ("components/places.py", "components/diagnosis.py", "plan/meter.py", "plan/dry_run.py", "plan/fake_world.py")
 OF_PYTHON = (str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"], "<")
 
 PARTS_OF_TORCH = {  # in a file's path -> what works there

@@ -1,4 +1,4 @@
-"""GPUs, nodes and links as a planner needs them, every constant with its source. `plan --hardware FILE` overrides them:
+"""The planner's constants of GPUs, nodes and links, each with its source. `plan --hardware FILE` overrides them:
 
     [hardware]
     node_size = 4                    # of the row that --gpu names; for a GPU that has no row, all keys are needed
@@ -44,18 +44,17 @@ class Cluster:
     reserve_factor: float = 1.2
 
     def peak(self, dtype: str) -> float:
-        """Dense FLOP/s of matmuls in `bfloat16`, `float32` or `float8`."""
+        """Return the dense FLOP/s of matmuls in `bfloat16`, `float32` or `float8`."""
         return {"bfloat16": self.peak_bfloat16, "float32": self.peak_float32, "float8": self.peak_float8}[dtype]
 
     def find_tier(self, stride: int, n: int) -> str:
-        """Which link joins n ranks that are `stride` ranks apart: those inside a "node", or the "network"."""
+        """Return the links of a group of n ranks, `stride` ranks apart: "node" (inside one) or "network"."""
         return "node" if stride * n <= self.node_size else "network"
 
     def find_bandwidth(self, stride: int, n: int) -> float:
-        """Bytes per second and rank that a collective of such a group moves.
+        """Return the bytes per second and rank of a collective of such a group.
 
-        Between nodes, the ranks of a group that share a node share its network cards too: what is fetched once over the
-        network, by g cards at a time, is passed on over the links.
+        Between nodes, the g ranks of a group in one node fetch over g network cards and share the result over links.
         """
         if self.find_tier(stride, n) == "node":
             return self.link_bandwidth * self.link_efficiency
@@ -133,7 +132,7 @@ CLUSTERS = {
 }
 
 
-# A GPU as its driver spells it -> its row. Other kinds of the same chip have other peaks or links: they have no row.
+# A GPU as its driver spells it -> its row. Variants of the same chip have other peaks or links, and no row.
 ROW_OF_GPU = {
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
@@ -144,12 +143,12 @@ ROW_OF_GPU = {
 
 
 def find_row(machine: Machine) -> str | None:
-    """The row of CLUSTERS that this machine is one of; None: there is none."""
+    """Return the row of CLUSTERS that describes this machine; None without one."""
     return "cpu" if machine.device_type == "cpu" else ROW_OF_GPU.get(machine.name)
 
 
 def describe_node(gpu: str, cluster: Cluster, n_ranks: int) -> Machine:
-    """A host elsewhere with `n_ranks` of what the row `gpu` describes."""
+    """Return a host elsewhere with `n_ranks` GPUs of the row `gpu`."""
     if gpu == "cpu":  # a row is one core with its share of the memory
         return Machine("cpu", 1, int(cluster.memory_bytes * n_ranks), "CPU", is_here=False)
     name = next((name for name, row in ROW_OF_GPU.items() if row == gpu), gpu)
@@ -157,7 +156,7 @@ def describe_node(gpu: str, cluster: Cluster, n_ranks: int) -> Machine:
 
 
 def find_cluster(gpu: str, file: Path | None = None) -> Cluster:
-    """The row of CLUSTERS, with what [hardware] of a TOML file says in place of its values. Raises ConfigError."""
+    """Return the row of CLUSTERS, with values replaced by [hardware] of a TOML file. Raises ConfigError."""
     given, problems = read_hardware(file) if file else ({}, [])
     row = asdict(CLUSTERS[gpu]) if gpu in CLUSTERS else {}
     missing = [f.name for f in fields(Cluster) if f.default is MISSING and f.name not in {**row, **given}]
@@ -175,7 +174,7 @@ def find_cluster(gpu: str, file: Path | None = None) -> Cluster:
 
 
 def read_hardware(file: Path) -> tuple[dict[str, float], list[Problem]]:
-    """The keys of [hardware] in a TOML file, all of which are positive numbers."""
+    """Return the keys of [hardware] in a TOML file, all positive numbers, and the problems."""
     try:
         section = load_toml(file).get("hardware")
     except ValueError as error:
@@ -198,7 +197,7 @@ def read_hardware(file: Path) -> tuple[dict[str, float], list[Problem]]:
 
 
 def find_strides(layout: Layout) -> dict[str, int]:
-    """How many ranks apart the neighbours of a group over each mesh dim are. FSDP's groups begin where cp's do."""
+    """Return, for each mesh dim, the distance in ranks of neighbours in its groups. FSDP's stride is cp's."""
     strides, stride = {}, 1
     for dim in reversed(MESH_DIMS):
         strides[dim] = stride

@@ -120,8 +120,8 @@ What does this layout cost on these GPUs: memory, traffic, bubble and time? Whic
     bubble, time, tokens/s    the schedule, simulated with the closed form's durations
     warnings                  what is wrong with the layout, and the number that would be right
 
-`--search` ranks all layouts of the model on these GPUs, `--published` compares forecasts with published runs, `--score`
-with what a run of yours has measured."""
+`--search` ranks all layouts of the model on these GPUs; `--score` compares a forecast with what a run of yours has
+measured (metrics.measure_ledger)."""
     epilog = "Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input."
     parser = make_parser("plan", description, OF_THE_CONFIG + epilog)
     add = parser.add_argument
@@ -139,7 +139,6 @@ with what a run of yours has measured."""
     add("--trace", type=Path, metavar="FILE", help="also write it for chrome://tracing or Perfetto")
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
     add("--toml", type=Path, metavar="FILE", help="with --search: the best layout as a config")
-    add("--published", action="store_true", help="published runs beside their forecasts")
     add("--score", type=Path, metavar="RUN", help="a dump folder: what was forecast for that run, and what it measured")
     add("--json", action="store_true", help="print for programs")
     return parser
@@ -246,10 +245,8 @@ The numbers are for reading: a bench never fails because something was slow."""
     benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
     for name, names, compares in (
         ("step", usual, "a step with a hand-written loop and with transformers, compiled with eager"),
-        ("data", usual, "tokenising with tiktoken, reading with mapped files, a batch with a debug step"),
-        ("checkpoint", usual, "saving and loading with the speed of disk and hash; how long a save blocks"),
-        ("startup", ["--rounds"], "the wait for the first step, compiled cold and warm, with importing torch"),
         ("gpu", options, "1B, 3B and 8B on one GPU, eager, compiled and in float8, with its largest matmuls"),
+        ("io", usual, "saving with disk and hash, batches with mapped files, the start of a run with importing torch"),
     ):
         bench = benches.add_parser(name, help=compares, description=compares, allow_abbrev=False)
         bench.add_argument("--json", action="store_true", help="print for programs")

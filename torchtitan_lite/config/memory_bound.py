@@ -1,12 +1,12 @@
-"""What a run takes of memory at least, by arithmetic alone: `check` refuses what cannot fit, before torch is imported.
+"""A lower bound of a run's memory: `check` refuses what cannot fit, before torch is imported.
 
-    at the loss       weights, moments, gradients of earlier microbatches, activations of one, logits of a chunk
-    after backward    weights, moments, gradients of all
+    at the loss       weights, optimizer state, gradients of earlier microbatches, activations of one, logits of a chunk
+    after backward    weights, optimizer state, gradients of all microbatches
     at both           tokens, targets, positions and documents of a whole step
 
-The larger of the two counts. All numbers are means over the ranks that share a model, so that no rank's peak is below
-them, and only what every kind of recompute, kernel and compiler keeps is counted. What stays below this bound may still
-not fit: `plan` makes a dry run.
+The bound is the larger of the two. All numbers are means over the ranks that share a model, so no rank's peak is below
+them, and only activations that every recompute mode, kernel and compiler keeps are counted. A run below this bound may
+still not fit: `plan` makes a dry run. Bytes per parameter and per token are those of config/memory.py.
 """
 
 from dataclasses import dataclass, replace
@@ -16,16 +16,17 @@ from torchtitan_lite.config.case import compiles_blocks, recomputes_by_op
 from torchtitan_lite.config.flavors import FLAVORS, ModelArgs, count_parameters
 from torchtitan_lite.config.hardware import Machine, measure_cpu_memory
 from torchtitan_lite.config.layout import plan_batch
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Optimizer, Problem
+from torchtitan_lite.config.memory import count_state_bytes, list_kept_bytes
+from torchtitan_lite.config.schema import Config, Problem
+from torchtitan_lite.config.workload import MASTER_BYTES
 
 GIB = 2**30
-WEIGHT_BYTES = GRADIENT_BYTES = 4  # fp32, whatever a step computes in
 BATCH_BYTES = 4 * 8  # per token of a step: the four fields of data/dataset.py's Batch, int64
 
 
 @dataclass(frozen=True)
 class MemoryBound:
-    """At least this is taken of one memory: a GPU's, or a host's, which all its ranks share."""
+    """The least bytes needed of one memory: a GPU's, or a host's, which all its ranks share."""
 
     state_bytes: int  # weights, gradients, optimizer state
     activation_bytes: int  # and logits
@@ -61,14 +62,14 @@ def bound_memory(
 def bound_rank(
     config: Config, shape: ModelArgs, degrees: dict[str, int], device_type: str, bytes_each: int
 ) -> tuple[int, int, int]:
-    """Bytes of state (`bytes_each` per parameter), of activations and of the batch, when a rank holds most."""
+    """Return the bytes of state (`bytes_each` per parameter), of activations and of the batch at a rank's peak."""
     training = config.training
     batch = plan_batch(config, degrees)
     dp, n_pieces = degrees["dp_replicate"] * degrees["dp_shard"], degrees["cp"] * degrees["tp"]
     batch_bytes = BATCH_BYTES * batch["global_batch_size"] // dp * training.seq_len
 
     after_backward = share_state(config, shape, degrees, bytes_each)
-    gradient_bytes = GRADIENT_BYTES if batch["n_microbatches"] == 1 else 0  # not there yet
+    gradient_bytes = MASTER_BYTES if batch["n_microbatches"] == 1 else 0  # they do not exist yet
     at_loss = share_state(config, shape, degrees, max(0, bytes_each - gradient_bytes))
 
     param = training.mixed_precision_param
@@ -76,9 +77,7 @@ def bound_rank(
     n_tokens = batch["microbatch_size"] * training.seq_len // degrees["cp"]
     # A compiler may keep less than the closed form for eager mode, and blocks that recompute differ from one another.
     by_op = not compiles_blocks(config) and (recomputes_by_op(config) or config.activation_checkpoint.mode == "none")
-    mode = "selective" if by_op else "full"
-    section = replace(config.activation_checkpoint, mode=mode, selective_ac_option="op")
-    per_layer = count_activation_bytes(section, shape, itemsize)
+    per_layer = list_kept_bytes(shape, itemsize)["op" if by_op else "full"]
     activations = batch["microbatch_size"] * training.seq_len / n_pieces * shape.n_layers * per_layer
     n_at_once = min(training.loss_chunk_tokens or n_tokens, n_tokens)
     logits = itemsize * n_at_once * shape.vocab_size / degrees["tp"]
@@ -89,13 +88,13 @@ def bound_rank(
 
 
 def share_state(config: Config, shape: ModelArgs, degrees: dict[str, int], bytes_each: int) -> int:
-    """What is kept of every parameter, spread evenly over the ranks that share one copy of the model."""
+    """Return one rank's share of the state, spread evenly over the ranks that share one copy of the model."""
     n_shares = prod(degree for dim, degree in degrees.items() if dim != "dp_replicate")
     return ceil(count_parameters(shape) * bytes_each / n_shares)
 
 
 def check_memory(config: Config, shape: ModelArgs, bounds: list[MemoryBound], machine: Machine) -> list[Problem]:
-    """Refuse what cannot fit; what fits for certain, only a run or a planner can tell."""
+    """Return a problem for each memory that is too small."""
     problems = []
     for bound in bounds:
         if bound.state_bytes > bound.available_bytes:
@@ -106,7 +105,7 @@ def check_memory(config: Config, shape: ModelArgs, bounds: list[MemoryBound], ma
 
 
 def refuse_model(config: Config, shape: ModelArgs, bound: MemoryBound, machine: Machine) -> Problem:
-    """The parameters alone are too many."""
+    """Describe a model whose parameters alone do not fit."""
     n_parameters, bytes_each = count_parameters(shape), count_state_bytes(config.optimizer)
     why = (
         f"{n_parameters / 1e9:.2f} billion parameters of {bytes_each} bytes (weight, gradient, optimizer state) need "
@@ -123,7 +122,7 @@ def refuse_model(config: Config, shape: ModelArgs, bound: MemoryBound, machine: 
 
 
 def find_largest(config: Config, shape: ModelArgs) -> str:
-    """The key of [model] that the parameters are due to: a number that is larger than its flavor's, else the flavor."""
+    """Return the key of [model] that causes most parameters: one above its flavor's value, else the flavor."""
     flavor = FLAVORS[config.model.flavor]
     n_parameters = {"flavor": count_parameters(shape)}
     for name, size in vars(shape).items():
@@ -133,7 +132,7 @@ def find_largest(config: Config, shape: ModelArgs) -> str:
 
 
 def refuse_tokens(config: Config, bound: MemoryBound, machine: Machine) -> Problem:
-    """The parameters fit, and what a step makes of its tokens does not."""
+    """Describe a model that fits, with a batch or a sequence whose activations do not."""
     training, parallelism = config.training, config.parallelism
     left_bytes = bound.available_bytes - bound.state_bytes
     pipelined = parallelism.pipeline_parallel_degree > 1
@@ -161,31 +160,3 @@ def refuse_tokens(config: Config, bound: MemoryBound, machine: Machine) -> Probl
 def describe_place(bound: MemoryBound, machine: Machine) -> str:
     place = "this host" if bound.on_host else f"each {machine.name}"
     return f"on {place}, which has {bound.available_bytes / GIB:.1f} GiB"
-
-
-def count_moment_bytes(section: Optimizer) -> int:
-    """Bytes of optimizer state per parameter."""
-    return {"AdamW": 2, "SGD": 0}[section.name] * {"float32": 4, "bfloat16": 2}[section.moments_dtype]
-
-
-def count_state_bytes(section: Optimizer) -> int:
-    """Bytes per parameter of all that lives from step to step."""
-    return WEIGHT_BYTES + GRADIENT_BYTES + count_moment_bytes(section)
-
-
-def count_activation_bytes(section: ActivationCheckpoint, shape: ModelArgs, itemsize: int) -> float:
-    """Bytes that one token leaves for backward in one block, on average over the blocks; `itemsize` of compute."""
-    heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    full = itemsize * shape.dim
-    by_op = itemsize * (3 * shape.dim + 2 * heads + 2 * kv_heads + 2 * shape.ffn_dim) + 4 * shape.n_heads
-    everything = by_op + itemsize * (shape.dim + 2 * shape.ffn_dim) + 4 * (heads + kv_heads)  # rotation is in fp32
-    if section.mode == "selective" and section.selective_ac_option != "op":
-        share = 1 / int(section.selective_ac_option)
-        return share * full + (1 - share) * everything
-    budget = section.memory_budget
-    return {
-        "full": full,
-        "selective": by_op,
-        "memory_budget": full + budget * (everything - full),
-        "none": everything,
-    }[section.mode]

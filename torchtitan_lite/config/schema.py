@@ -82,6 +82,7 @@ class Metrics:
     enable_tensorboard: bool = True  # write TensorBoard events
     save_tb_folder: FilePath = "tb"  # inside dump_folder
     disable_color_printing: bool = False  # never colour; without it, colour on a terminal only
+    measure_ledger: bool = False  # new: measure one early step beside its forecast; patches torch during that step
 
 
 @dataclass(frozen=True)

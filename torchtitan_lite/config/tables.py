@@ -1,8 +1,8 @@
-"""Numbers and columns as people read them in a terminal."""
+"""Format numbers and tables for a terminal."""
 
 
 def format_bytes(n_bytes: float) -> str:
-    """524288 as 512.0 KiB."""
+    """Return 524288 as 512.0 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n_bytes < 1024 or unit == "GiB":
             return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
@@ -10,6 +10,8 @@ def format_bytes(n_bytes: float) -> str:
     raise AssertionError("the last unit takes all")
 
 
-def format_table(rows: list[tuple[str, ...]]) -> str:
+def format_table(rows: list[tuple[str, ...]], align: str = "") -> str:
+    """Return lines of aligned columns. `align`: "<" or ">" for each of the first columns; the rest "<"."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows)
+    forms = [f"{side}{width}" for side, width in zip(align.ljust(len(widths), "<"), widths, strict=False)]
+    return "\n".join("  ".join(map(format, row, forms)).rstrip() for row in rows)

@@ -1,8 +1,8 @@
-"""`plan`: what a layout costs, before it is queued.
+"""`plan`: print what a layout costs, before it is queued.
 
-memory, traffic, FLOPs    what step.py does as one rank of each kind (dry_run.py)
-bubble, time, tokens/s    the schedule, simulated with the closed form's durations (pace.py)
-warnings                  what is wrong with the layout, and the number that would be right (plan_warnings.py)
+memory, traffic, FLOPs    a dry run of step.py as one rank of each kind (dry_run.py)
+bubble, time, tokens/s    the schedule, simulated with the closed form's durations (step_time.py)
+warnings                  what wastes time or memory, and the number that would be right (plan_warnings.py)
 """
 
 import argparse
@@ -21,29 +21,28 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import ConfigError, Problem
 from torchtitan_lite.config.tables import format_bytes, format_table
+from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.dry_run import DryRun
 from torchtitan_lite.plan.forecast import Forecast, forecast
+from torchtitan_lite.plan.ledger import print_score
 from torchtitan_lite.plan.meter import KINDS
 from torchtitan_lite.plan.plan_warnings import list_warnings
 from torchtitan_lite.plan.planned import Planned, group_pp_ranks, plan_run
-from torchtitan_lite.plan.published import print_published
-from torchtitan_lite.plan.schedule_order import list_rows
-from torchtitan_lite.plan.score import print_score
 from torchtitan_lite.plan.search_report import print_search
+from torchtitan_lite.plan.simulator import plan_order
 from torchtitan_lite.plan.timeline import draw_svg, draw_text, trace_chrome
-from torchtitan_lite.plan.workload import describe_workload
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a run before it starts."""
+    """A run's costs before it starts."""
 
     planned: Planned
     gpu: str
     cluster: Cluster
-    groups: dict[int, list[int]]  # pp rank that stands for others -> these
+    groups: dict[int, list[int]]  # pp rank that is run -> pp ranks that are like it
     runs: dict[int, DryRun]
     forecast: Forecast
 
@@ -56,7 +55,7 @@ class Plan:
         return list_warnings(self.planned, self.cluster, bubble=self.forecast.bubble, fits=self.fits)
 
     def reserved_bytes(self, run: DryRun) -> float:
-        """What the allocator will hold, estimated: it keeps more than is in use."""
+        """Return the estimated bytes of the allocator, which keeps more than is in use."""
         return run.peak_bytes * self.cluster.reserve_factor
 
 
@@ -64,9 +63,6 @@ def main(args: list[str]) -> int:
     options, config_args = make_plan_parser().parse_known_args(args)
     torch.set_num_threads(1)
     try:
-        if options.published:
-            print_published()
-            return 0
         if options.score:
             print_score(options.score, as_json=options.json)
             return 0
@@ -107,8 +103,8 @@ def make_plan(config_args: list[str], options: argparse.Namespace, cluster: Clus
         runs[pp_rank] = planned.dry_run(pp_rank, whole=options.full)
         print(f"  pp rank {pp_rank} run in {time.monotonic() - start:.1f} s", file=sys.stderr)
     workload = describe_workload(planned.config, planned.shape, planned.layout)
-    rows = list_rows(planned.config.parallelism, planned.layout)
-    return Plan(planned, options.gpu, cluster, groups, runs, forecast(workload, cluster, rows))
+    order = plan_order(planned.config.parallelism, planned.layout)
+    return Plan(planned, options.gpu, cluster, groups, runs, forecast(workload, cluster, order))
 
 
 # ---------------------------------------------------------------- for people
@@ -125,18 +121,18 @@ def describe(plan: Plan, n_tokens: float | None) -> str:
         f"{planned.config_name} on {layout.world_size:,} x {plan.gpu}: {layout}" + schedule * (layout.pp > 1),
         f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens_per_step:,} tokens a step: "
         f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}",
-        f"memory of a GPU at its peak, of {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
-        f"traffic of one step, by the rank that moves most\n{describe_traffic(plan)}",
+        f"peak memory of a GPU, of {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
+        f"traffic of one step, of the rank that moves most\n{describe_traffic(plan)}",
         f"FLOPs of one step (matmuls and attention, recompute included): {describe_flops(plan)}",
         f"one step {rate.step_time_s:.3g} s: {rate.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {rate.mfu_full:.1%} "
         f"({rate.mfu_causal:.1%} with causal attention)\n"
-        f"waiting for others in it, the bubble aside: {', '.join(exposed) or 'nothing'}\n"
+        f"waits for other ranks in it, without the bubble: {', '.join(exposed) or 'nothing'}\n"
         f"{n_tokens:,.0f} tokens take {rate.count_days(n_tokens, layout.world_size):,.3g} days",
     ]
     if layout.pp > 1:
         blocks.append(f"timeline of a step (forecast)\n{draw_text(plan.forecast.timeline)}")
     if config.compile.enable:
-        blocks.append("compile is on: what it fuses is not seen here, so that activations need this much at most.")
+        blocks.append("compile is on: its fusions are not known here, so activations need at most this much.")
     blocks += [f"warning: {warning}" for warning in plan.warnings]
     return "\n\n".join(blocks)
 
@@ -161,7 +157,7 @@ def describe_traffic(plan: Plan) -> str:
 
 
 def sum_traffic(plan: Plan) -> dict[tuple[str, str, str], tuple[int, float]]:
-    """(axis, operation, tier of links) -> calls and bytes, of the rank that moves most."""
+    """Return (axis, operation, tier of links) -> calls and bytes, of the rank that moves most."""
     most: dict[tuple[str, str, str], tuple[int, float]] = {}
     for run in plan.runs.values():
         calls, n_bytes = Counter(), Counter()

@@ -1,6 +1,6 @@
-"""`explain`: who holds what, and everything that ranks exchange in a step.
+"""`explain`: print who holds which slice of which weight, and every collective of a step.
 
-step.py is run as one rank of that world (dry_run.py), and this is what it did: there is no table of what should happen.
+Everything is recorded in a dry run of step.py (dry_run.py); no table says what should happen.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main(args: list[str]) -> int:
 
 
 def explain(planned: Planned, groups: dict[int, list[int]], runs: dict[int, DryRun]) -> str:
-    """All of it, for people."""
+    """Return the whole explanation, for people."""
     layout = planned.layout
     blocks = [f"{planned.config_name} on {layout.world_size:,} ranks: {layout}", draw_mesh(layout)]
     for rank, alike in groups.items():
@@ -70,7 +70,7 @@ def explain(planned: Planned, groups: dict[int, list[int]], runs: dict[int, DryR
 
 
 def list_for_programs(runs: dict[int, DryRun]) -> list[dict[str, object]]:
-    """Every collective, in the order of the first time it comes."""
+    """Return every collective, in the order of its first time."""
     return [
         {"pp_rank": rank, "times": times, **asdict(collective)}
         for rank, run in runs.items()
@@ -79,7 +79,7 @@ def list_for_programs(runs: dict[int, DryRun]) -> list[dict[str, object]]:
 
 
 def read_base(options: argparse.Namespace, config_args: list[str], config_name: str) -> list[dict[str, object]]:
-    """The collectives of another config with this code, or of this config with the code of another checkout."""
+    """Return the collectives of another config with this code, or of this config with another checkout's code."""
     folder = Path(options.against)
     if not folder.is_dir():
         base = plan_run(["--config", options.against], options.gpus, options.device)
@@ -92,7 +92,7 @@ def read_base(options: argparse.Namespace, config_args: list[str], config_name: 
     command += ["--config", str(find_config_file(config_name).resolve())]  # ours: that checkout's own may differ
     command += ["--gpus", str(options.gpus)] * (options.gpus is not None)
     command += ["--stage", str(options.stage)] * (options.stage is not None)
-    # Python looks for torchtitan_lite where it stands before it looks elsewhere.
+    # Python imports torchtitan_lite from its working directory first.
     answer = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if answer.returncode != 0:
         last_line = "".join(answer.stderr.strip().splitlines()[-1:]).strip()
@@ -102,7 +102,7 @@ def read_base(options: argparse.Namespace, config_args: list[str], config_name: 
 
 
 def report_difference(ours: list[dict], base: list[dict], name: str) -> int:
-    """Prints what has come and what has gone. Lines of code may move: they are told, and not compared."""
+    """Print collectives that are new or gone; return the exit status. Line numbers are printed but not compared."""
     counts, lines, sizes = (Counter(), Counter()), {}, {}
     for count, records in zip(counts, (base, ours), strict=True):
         for record in records:
@@ -114,7 +114,7 @@ def report_difference(ours: list[dict], base: list[dict], name: str) -> int:
     if not changed:
         print(f"the same collectives as {name}")
         return 0
-    print(f"beside {name}, in one step of each kind of pipeline rank:")
+    print(f"against {name}, in one step of each kind of pp rank:")
     for key in changed:
         pp_rank, operation, axis, shape, dtype, module, walk = key
         place = f"{walk or 'between'} {module}".rstrip()
@@ -128,7 +128,7 @@ def report_difference(ours: list[dict], base: list[dict], name: str) -> int:
 
 
 def key_of(record: dict) -> tuple:
-    """What makes two collectives the same, layers of one model being alike."""
+    """Return what two equal collectives share; all layers of a model count as one."""
     place = record["place"]
     module = ".".join("*" if part.isdecimal() else part for part in place["module"].split("."))
     shape = tuple(record["shape"])

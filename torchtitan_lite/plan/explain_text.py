@@ -1,4 +1,4 @@
-"""The words and pictures of `explain`: a mesh, slices of weights, collectives folded layer by layer, one step told."""
+"""The text of `explain`: a mesh, slices of weights, collectives folded layer by layer, one step in words."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,18 +9,18 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from torchtitan_lite.config.layout import MESH_DIMS, Layout
 from torchtitan_lite.config.tables import format_bytes, format_table
+from torchtitan_lite.plan.collectives import Collective
 from torchtitan_lite.plan.dry_run import DryRun, Spread
-from torchtitan_lite.plan.meter import Collective
 from torchtitan_lite.plan.planned import Planned
 
-MOST_SHOWN = 8  # ranks or coordinates in a row; of more, the first and the last
+MOST_SHOWN = 8  # ranks or coordinates in a row; otherwise the first two and the last
 
 
 # ---------------------------------------------------------------- mesh and parameters
 
 
 def draw_mesh(layout: Layout) -> str:
-    """Every rank at its place: the innermost dim in brackets, the next across, the outer ones down."""
+    """Draw every rank in the mesh: the innermost dim in brackets, the next across, the outer ones down."""
     used = [dim for dim, degree in layout.degrees.items() if degree > 1] or ["tp"]
     *down, across, inner = [None, *used] if len(used) == 1 else used
     strides, stride = {None: 0}, 1
@@ -49,13 +49,13 @@ def draw_mesh(layout: Layout) -> str:
 
 
 def elide(values: Iterable[int]) -> list[int | None]:
-    """All of a few; of many the first two, None for a gap, and the last."""
+    """Return all of a few values; of many the first two, None for a gap, and the last."""
     values = list(values)
     return values if len(values) <= MOST_SHOWN else [*values[:2], None, values[-1]]
 
 
 def format_holdings(layout: Layout, run: DryRun) -> str:
-    """Of each parameter the slices of the ranks that hold this stage. Layers that are split alike are told once."""
+    """Return a table of each parameter's slices on the ranks of this stage, with one row for equal layers."""
     per_stage = layout.world_size // layout.pp
     ranks = elide(range(run.pp_rank * per_stage, (run.pp_rank + 1) * per_stage))
     rows: dict[tuple, list[str]] = {}
@@ -72,7 +72,7 @@ def format_holdings(layout: Layout, run: DryRun) -> str:
 
 
 def locate(layout: Layout, rank: int) -> dict[str, int]:
-    """Coordinates of a rank on every mesh dim that a parameter may lie on."""
+    """Return a rank's coordinates on every mesh dim that may shard a parameter."""
     place = {}
     for dim in reversed(MESH_DIMS):
         rank, place[dim] = divmod(rank, getattr(layout, dim))
@@ -80,7 +80,7 @@ def locate(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def describe_slice(parameter: Spread, place: dict[str, int]) -> str:
-    """What the rank at this place holds of it: "rows 0..31, columns 16..31"."""
+    """Return the slice of the rank with these coordinates: "rows 0..31, columns 16..31"."""
     degrees = tuple(parameter.degrees.values())
     coordinate = [place[dim] for dim in parameter.degrees]
     shape, offset = _compute_local_shape_and_global_offset(parameter.shape, degrees, coordinate, parameter.placements)
@@ -100,7 +100,7 @@ def describe_slice(parameter: Spread, place: dict[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Collectives that are alike but for the layer."""
+    """Equal collectives of different layers."""
 
     what: Collective  # of the first of them, its module without the layer
     owner: str  # "layers.3", or the module at the root; "" outside of the model
@@ -109,15 +109,15 @@ class Exchange:
 
 @dataclass
 class Section:
-    """A stretch of forward, or of backward, or between them."""
+    """A part of forward, of backward, or between them."""
 
     walk: str
     times: int
-    owners: list[tuple[list[str], list[Exchange]]] = field(default_factory=list)  # layers that do the same, and what
+    owners: list[tuple[list[str], list[Exchange]]] = field(default_factory=list)  # equal layers, and their collectives
 
 
 def list_exchanges(run: DryRun) -> list[Section]:
-    """The collectives in the order of the first time, sections and layers that are alike told once."""
+    """Return the collectives in the order of their first time; equal sections and equal layers once."""
     sections: list[Section] = []
     for walk, group in groupby(run.collectives, key=lambda pair: name_walk(pair[0])):
         pairs = list(group)
@@ -135,7 +135,7 @@ def name_walk(collective: Collective) -> str:
 
 
 def strip(collective: Collective) -> Exchange:
-    """A collective and, apart, the layer or root module that it belongs to."""
+    """Separate a collective from its layer or root module."""
     parts = collective.place.module.split(".")
     n_owner = 2 if parts[0] == "layers" else 1
     place = replace(collective.place, module=".".join(parts[n_owner:]))
@@ -143,7 +143,7 @@ def strip(collective: Collective) -> Exchange:
 
 
 def fold(exchanges: Iterable[Exchange]) -> list[tuple[list[str], list[Exchange]]]:
-    """By owner, in the order of their first exchange; neighbours that do the same share one list."""
+    """Group exchanges by owner, in the order of their first; equal neighbours share one list."""
     by_owner: dict[str, list[Exchange]] = {}
     for exchange in exchanges:
         own = by_owner.setdefault(exchange.owner, [])
@@ -163,7 +163,7 @@ def fold(exchanges: Iterable[Exchange]) -> list[tuple[list[str], list[Exchange]]
 
 def format_collectives(sections: list[Section]) -> str:
     if not sections:
-        return "  none: one rank has nobody to talk to"
+        return "  none: there is only one rank"
     rows: list[tuple[str, ...]] = []
     for section in sections:
         times = "once" if section.times == 1 else f"{section.times} times"
@@ -192,7 +192,7 @@ def name_owners(owners: list[str]) -> str:
 
 
 def name_layers(layers: list[str]) -> str:
-    """["2", "3", "4"] as 2-4, and ["4", "3", "2"], the order of backward, as 4-2."""
+    """Return ["2", "3", "4"] as 2-4, and ["4", "3", "2"], the order of backward, as 4-2."""
     return layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 
@@ -200,13 +200,13 @@ def name_layers(layers: list[str]) -> str:
 
 
 def describe_step(planned: Planned, runs: dict[int, DryRun]) -> str:
-    """One optimizer step. What does not happen in this layout is not told."""
+    """Describe one optimizer step of this layout, in numbered sentences."""
     layout, config = planned.layout, planned.config
     moved = {axis: format_bytes(n_bytes) for axis, n_bytes in sum_by_axis(runs).items()}
     dtype = config.training.mixed_precision_param
     shard = layout.dp_shard * layout.cp
     micro = f"{layout.n_microbatches} x {layout.microbatch_size}"
-    told = [
+    sentences = [
         f"Each of {layout.dp} data-parallel ranks takes {layout.global_batch_size // layout.dp} of "
         f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens, in microbatches: {micro}.",
         f"Of each sequence a cp rank computes an early and a late piece, 1/{layout.cp} in all." * (layout.cp > 1),
@@ -227,18 +227,18 @@ def describe_step(planned: Planned, runs: dict[int, DryRun]) -> str:
         * (shard > 1),
         f"The {layout.dp_replicate} replicas add up their slices." * (layout.dp_replicate > 1),
         "The norm of all gradients is one number over all ranks; if it is too large, gradients are scaled down.",
-        f"{config.optimizer.name} updates the slices that this rank holds. Nobody talks.",
+        f"{config.optimizer.name} updates the slices that this rank holds, without collectives.",
         "One rank moves, most by a rank of each axis: "
         + ", ".join(f"{n} over {axis}" for axis, n in moved.items())
         + "."
         if moved
         else "",
     ]
-    return "\n".join(f"  {number}. {line}" for number, line in enumerate(filter(None, told), 1))
+    return "\n".join(f"  {number}. {line}" for number, line in enumerate(filter(None, sentences), 1))
 
 
 def sum_by_axis(runs: dict[int, DryRun]) -> Counter:
-    """Bytes of a step by axis, of the rank that moves most over it."""
+    """Return axis -> bytes of a step, of the rank that moves most over it."""
     most: Counter = Counter()
     for run in runs.values():
         own: Counter = Counter()

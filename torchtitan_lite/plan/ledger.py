@@ -1,120 +1,186 @@
-"""Every run scores the planner: a forecast of its steps before the first one, and what a step really took beside it.
+"""The ledger of a run: what the closed form forecasts of a step, and what the run measured.
 
-    before the model is built    rank 0 logs the forecast (plan/ledger_forecast.py)
-    one early step               every rank times it; counts its collectives (plan/traffic_count.py), and times
-                                 the actions of its pipeline (plan/action_times.py)
-    after it                     rank 0 logs both columns, leaves them to metrics.jsonl, and draws the pipeline
+                        predicted            measured
+    over tp             2.1 MiB in 54 calls  2.1 MiB in 54 calls  bytes of the rank that moves most over an axis
+    memory at the peak  25.3 MiB             61.2 MiB             of the rank with the highest peak
+    bubble              20.0%                23.1%                idle share of the pipeline
+    step time           0.0497 s             0.414 s
+    tokens/s/rank       10,300               1,237
 
-The step is the second of this process, for the first one compiles, connects and allocates. It is the third where the
-second does so again: compiled code meets the optimizer's state for the first time, or a pipeline has been validated
-and makes its buffers anew. In all other steps nothing is timed here, patched, or waited for.
+Every run logs the forecast before it builds the model. With metrics.measure_ledger it also measures one step
+(step_measure.py), logs both columns, writes them to metrics.jsonl, and draws the pipeline. `plan --score RUN` reads
+them back.
+
+The measured step is the second of the process: the first one compiles, connects and allocates. It is the third where
+the second does so again: compiled code meets the optimizer's state for the first time, or a validated pipeline makes
+its buffers anew.
 """
 
 import json
 import logging
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.components.metrics import GIB, read_peak_memory
+from torchtitan_lite.config.cluster import CLUSTERS, find_row
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.parallel.pipeline import list_stages
-from torchtitan_lite.plan.action_times import gather_timeline, time_actions
-from torchtitan_lite.plan.ledger_forecast import Costs, describe, open_ledger
-from torchtitan_lite.plan.schedule_order import list_rows
-from torchtitan_lite.plan.simulator import Timeline
+from torchtitan_lite.config.schema import Config, ConfigError, Problem
+from torchtitan_lite.config.tables import format_bytes, format_table
+from torchtitan_lite.config.workload import describe_workload
+from torchtitan_lite.plan.collectives import Moved
+from torchtitan_lite.plan.forecast import forecast, list_all_traffic, list_memory
+from torchtitan_lite.plan.simulator import PipelineOrder, Timeline, plan_order
+from torchtitan_lite.plan.step_measure import measure_step, read_peak_bytes
 from torchtitan_lite.plan.timeline import draw_svg, draw_text, trace_chrome
-from torchtitan_lite.plan.traffic_count import count_traffic, find_most_moved
+from torchtitan_lite.plan.traffic import Traffic
 from torchtitan_lite.step import Run
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one step. An unknown one is None, or missing in `traffic`."""
+
+    traffic: dict[str, Moved] = field(default_factory=dict)  # mesh axis -> of the rank that moves most over it
+    memory_bytes: float | None = None  # peak of the rank with the highest peak
+    bubble: float | None = None  # idle share of the pipeline; None without one
+    step_time_s: float | None = None  # of train_step, without the wait for its batch
+    tokens_per_s_per_rank: float | None = None  # padding included
+
+
+# Field of Costs -> its name for people, and its format.
+QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "memory_bytes": ("memory at the peak", format_bytes),
+    "bubble": ("bubble", "{:.1%}".format),
+    "step_time_s": ("step time", "{:.3g} s".format),
+    "tokens_per_s_per_rank": ("tokens/s/rank", "{:,.0f}".format),
+}
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Both columns of one run."""
+
+    layout: str
+    hardware: str  # a row of CLUSTERS, or the name of a machine without one
+    predicted: Costs
+    notes: list[str]  # what the numbers leave out
+    measured: Costs | None = None
+    step: int | None = None  # the measured one
+
+
+# ---------------------------------------------------------------- the forecast
+
+
+def open_ledger(config: Config, shape: ModelArgs, layout: Layout, machine: Machine, order: PipelineOrder) -> Ledger:
+    """Forecast a run on machines like this one, in milliseconds.
+
+    What cannot be forecast becomes a note and no error: the run does not depend on it.
+    """
+    row = find_row(machine)
+    section = config.parallelism
+    schedule = section.pipeline_parallel_schedule_csv or section.pipeline_parallel_schedule
+    batch = f"microbatches: {layout.n_microbatches} x {layout.microbatch_size} x {config.training.seq_len} tokens"
+    title = ", ".join([str(layout), *[schedule] * (layout.pp > 1), batch])
+    notes: list[str] = []
+    ledger = Ledger(title, row or machine.name, Costs(), notes)
+    try:
+        workload = describe_workload(config, shape, layout)
+    except ConfigError as error:
+        notes.extend(f"no forecast: {problem}" for problem in error.problems)
+        return ledger
+    costs = {
+        "traffic": sum_by_axis(list_all_traffic(workload, order)),
+        "memory_bytes": max(memory.live for memory in list_memory(workload, order)),
+    }
+    if config.training.enable_cpu_offload:
+        costs["memory_bytes"] = None
+        notes.append("no memory: with training.enable_cpu_offload part of it is on the host")
+    elif machine.device_type == "cpu":
+        notes.append("memory: predicted of tensors; measured, the growth of the process from before it built the model")
+    if row is None:
+        known = ", ".join(CLUSTERS)
+        notes.append(f"no times: config/cluster.py has no row for {machine.name}, only {known}")
+    else:
+        step = forecast(workload, CLUSTERS[row], order)
+        costs["bubble"] = step.bubble if layout.pp > 1 else None
+        costs["step_time_s"] = step.rate.step_time_s
+        costs["tokens_per_s_per_rank"] = step.rate.tokens_per_s_per_gpu
+    if row == "cpu":
+        notes.append("times: predicted for one core a rank")
+    return replace(ledger, predicted=Costs(**costs))
+
+
+def sum_by_axis(traffic: list[list[Traffic]]) -> dict[str, Moved]:
+    """Return the sum of all operations over an axis, of the pp rank that moves most over it."""
+    most: dict[str, Moved] = {}
+    for of_rank in traffic:
+        for axis in {each.axis: None for each in of_rank}:  # in the order of their first
+            calls = round(sum(each.count for each in of_rank if each.axis == axis))
+            n_bytes = sum(each.n_bytes for each in of_rank if each.axis == axis)
+            most[axis] = max(most.get(axis, Moved(0, 0.0)), Moved(calls, n_bytes), key=lambda moved: moved.n_bytes)
+    return most
+
+
+# ---------------------------------------------------------------- a run
+
+
 class RunLedger:
-    """Of one process. To be made by every rank before the model is: on a CPU, memory counts from here."""
+    """The ledger of one process. Every rank makes it before it builds the model: on a CPU, memory counts from here."""
 
     def __init__(self, config: Config, shape: ModelArgs, layout: Layout, machine: Machine, dump_folder: Path):
-        self.layout, self.dump_folder = layout, dump_folder
+        self.layout, self.dump_folder, self.is_measured = layout, dump_folder, config.metrics.measure_ledger
         again = config.compile.enable or (layout.pp > 1 and config.validation.enable)
         self.n_steps, self.n_th_measured = 0, 3 if again else 2
         self.tokens_per_step = layout.global_batch_size * config.training.seq_len
         self.bytes_before = 0.0 if machine.device_type == "cuda" else read_peak_bytes(torch.device("cpu"))
         self.ledger, self._for_metrics = None, None
         if dist.get_rank() == 0:
-            self.ledger = open_ledger(config, shape, layout, machine, list_rows(config.parallelism, layout))
+            self.ledger = open_ledger(config, shape, layout, machine, plan_order(config.parallelism, layout))
             logger.info(describe(self.ledger))
 
     @contextmanager
     def measured(self, step: int, run: Run, group: dist.ProcessGroup, *, besides: dist.ProcessGroup) -> Iterator[None]:
-        """Context manager around every step. Collective.
-
-        `group`: all ranks, with gloo, for this thread alone. `besides`: what another thread talks over meanwhile, which
-        is not counted.
-        """
+        """Context manager around every step; measures one of them. Collective. Groups: see measure_step."""
         self.n_steps += 1
-        if self.n_steps != self.n_th_measured:
+        if not self.is_measured or self.n_steps != self.n_th_measured:
             yield
             return
-        if run.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats(run.device)
-        dist.barrier(group)
-        with (
-            count_traffic(self.layout, besides=besides) as count,
-            time_actions(list_stages(run.schedule), run.device) as actions,
-        ):
-            begin_s = time.perf_counter()
+        with measure_step(self.layout, run, group, besides=besides) as measured:
             yield
-            if run.device.type == "cuda":
-                torch.cuda.synchronize()
-            step_time_s = time.perf_counter() - begin_s
-        memory = torch.tensor(read_peak_bytes(run.device) - self.bytes_before, dtype=torch.float64)
+        memory = torch.tensor(measured.peak_bytes - self.bytes_before, dtype=torch.float64)
         dist.all_reduce(memory, dist.ReduceOp.MAX, group=group)  # 8 bytes
-        traffic = find_most_moved(count.moved, group)
-        timeline = None
-        pipeline = range(0, self.layout.world_size, self.layout.world_size // self.layout.pp)  # that of rank 0
-        if run.schedule is not None and dist.get_rank() in pipeline:
-            timeline = gather_timeline(actions.list_events(run.mesh.pp.get_local_rank()), list(pipeline), group)
-        if dist.get_rank() == 0:
-            measured = Costs(
-                traffic=traffic,
-                memory_bytes=memory.item(),
-                bubble=timeline.bubble if timeline else None,
-                step_time_s=step_time_s,
-                tokens_per_s_per_rank=self.tokens_per_step / step_time_s / self.layout.world_size,
-            )
-            self._tell(measured, step, timeline)
-
-    def _tell(self, measured: Costs, step: int, timeline: Timeline | None) -> None:
-        self.ledger = replace(self.ledger, measured=measured, step=step)
+        if dist.get_rank() != 0:
+            return
+        timeline = measured.timeline
+        costs = Costs(
+            traffic=measured.traffic,
+            memory_bytes=memory.item(),
+            bubble=timeline.bubble if timeline else None,
+            step_time_s=measured.step_time_s,
+            tokens_per_s_per_rank=self.tokens_per_step / measured.step_time_s / self.layout.world_size,
+        )
+        self.ledger = replace(self.ledger, measured=costs, step=step)
         self._for_metrics = asdict(self.ledger)
         logger.info(describe(self.ledger))
         if timeline:
-            leave_timeline(timeline, self.dump_folder, self.ledger.predicted.bubble)
+            write_timeline(timeline, self.dump_folder, self.ledger.predicted.bubble)
 
     def take(self) -> dict[str, object] | None:
-        """Both columns, once, for the next line of metrics.jsonl; None at all other times."""
+        """Return both columns, once, for the next line of metrics.jsonl; None at all other times."""
         taken, self._for_metrics = self._for_metrics, None
         return taken
 
 
-def read_peak_bytes(device: torch.device) -> float:
-    """On CUDA of live tensors since the last reset; on a CPU of all that this process has ever held."""
-    if device.type == "cuda":
-        return torch.cuda.memory_stats(device)["active_bytes.all.peak"]
-    return read_peak_memory(device).peak_gib * GIB
-
-
-def leave_timeline(timeline: Timeline, dump_folder: Path, predicted_bubble: float | None) -> None:
-    """In the log as text, and in the dump folder as a picture and a Chrome trace."""
+def write_timeline(timeline: Timeline, dump_folder: Path, predicted_bubble: float | None) -> None:
+    """Log the timeline as text; write it to the dump folder as a picture and a Chrome trace."""
     predicted = "not predicted" if predicted_bubble is None else f"predicted {predicted_bubble:.1%}"
     picture, trace = dump_folder / "timeline.svg", dump_folder / "timeline.json"
     picture.write_text(draw_svg(timeline, "measured"), encoding="utf-8")
@@ -123,3 +189,93 @@ def leave_timeline(timeline: Timeline, dump_folder: Path, predicted_bubble: floa
         f"bubble: {predicted}, measured {timeline.bubble:.1%}. The pipeline of rank 0, also in {picture} and {trace}\n"
         f"{draw_text(timeline)}"
     )
+
+
+# ---------------------------------------------------------------- the log
+
+
+def describe(ledger: Ledger) -> str:
+    """Return the block of the log; the measured column only after the measured step."""
+    title = f"ledger of a step, forecast for {ledger.hardware}: {ledger.layout}"
+    rows = [("", "predicted", "measured"), *(tuple(cells) for _, *cells in list_quantities(ledger))]
+    if ledger.measured is None:
+        rows = [row[:2] for row in rows]
+    else:
+        title = f"ledger of step {ledger.step}, forecast for {ledger.hardware} and measured: {ledger.layout}"
+    table = [format_table(rows)] * (len(rows) > 1)
+    return "\n".join([title, *table, *(f"  {note}" for note in ledger.notes)])
+
+
+def list_quantities(ledger: Ledger) -> list[tuple[str, str, str, str]]:
+    """Return for each known quantity: name in JSON, name for people, predicted, measured."""
+    rows = []
+    traffic = [costs.traffic if costs else {} for costs in (ledger.predicted, ledger.measured)]
+    for axis in {**traffic[0], **traffic[1]}:
+        rows.append((f"over {axis}", f"  over {axis}", *(format_moved(moved.get(axis)) for moved in traffic)))
+    for name, (words, write) in QUANTITIES.items():
+        pair = [getattr(costs, name, None) for costs in (ledger.predicted, ledger.measured)]
+        if pair != [None, None]:
+            rows.append((name, f"  {words}", *("-" if value is None else write(value) for value in pair)))
+    return rows
+
+
+def format_moved(moved: Moved | None) -> str:
+    if moved is None:
+        return "-"
+    return f"{format_bytes(moved.n_bytes)} in {moved.n_calls:,} call{'s' * (moved.n_calls != 1)}"
+
+
+# ---------------------------------------------------------------- plan --score
+
+
+def print_score(run: Path, *, as_json: bool) -> None:
+    """Print both columns of a run and their ratio. `run`: a dump folder, or its metrics.jsonl. Raises ConfigError."""
+    ledger = find_ledger(run)
+    ratios = list_ratios(ledger)
+    if as_json:
+        print(json.dumps({**asdict(ledger), "measured_over_predicted": ratios}))
+        return
+    table = [("", "predicted", "measured", "measured / predicted")]
+    for name, *cells in list_quantities(ledger):
+        table.append((*cells, f"{ratios[name]:.3g}" if name in ratios else "-"))
+    print(f"{run}: {ledger.layout}\nforecast ({ledger.hardware}), and measured in step {ledger.step}")
+    print("\n".join([format_table(table), *(f"  {note}" for note in ledger.notes)]))
+
+
+def list_ratios(ledger: Ledger) -> dict[str, float]:
+    """Return measured over predicted, where both are known."""
+    predicted, measured = ledger.predicted, ledger.measured
+    pairs = {name: (getattr(predicted, name), getattr(measured, name)) for name in QUANTITIES}
+    for axis, moved in predicted.traffic.items():
+        if axis in measured.traffic:
+            pairs[f"over {axis}"] = moved.n_bytes, measured.traffic[axis].n_bytes
+    return {name: measured / predicted for name, (predicted, measured) in pairs.items() if predicted and measured}
+
+
+def find_ledger(run: Path) -> Ledger:
+    """Return the last ledger in metrics.jsonl: each process of a resumed run writes one. Raises ConfigError."""
+    file = run / "metrics.jsonl" if run.is_dir() else run
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why, remedy = f"{file} cannot be read: {error}", "Name the dump folder of a run"
+        raise ConfigError([Problem("--score", str(run), why, remedy)]) from error
+    ledgers = [values for line in lines if (values := read_line(line).get("ledger"))]
+    if not ledgers:
+        why = f"none of the {len(lines)} lines of {file} has a ledger"
+        remedy = "Run with metrics.measure_ledger = true: the ledger comes with the first line logged after step 2 or 3"
+        raise ConfigError([Problem("--score", str(run), why, remedy)])
+    both = {}
+    for name in ("predicted", "measured"):
+        traffic = {axis: Moved(**moved) for axis, moved in ledgers[-1][name]["traffic"].items()}
+        both[name] = Costs(**{**ledgers[-1][name], "traffic": traffic})
+    return Ledger(**{**ledgers[-1], **both})
+
+
+def read_line(line: str) -> dict[str, object]:
+    """Return the values of a line of metrics.jsonl; none if a kill cut it."""
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError:
+        return {}
+    return values if isinstance(values, dict) else {}

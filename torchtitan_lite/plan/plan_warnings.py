@@ -1,4 +1,4 @@
-"""What is wrong with a layout though it would run, and the number that would be right."""
+"""Warn of layouts that run but waste time or memory, each with the number that would be right."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,17 +7,17 @@ from math import ceil
 from torchtitan_lite.config.cluster import Cluster, find_strides
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.forecast import forecast
 from torchtitan_lite.plan.planned import Planned
-from torchtitan_lite.plan.schedule_order import list_rows
-from torchtitan_lite.plan.workload import describe_workload
+from torchtitan_lite.plan.simulator import plan_order
 
 MOST_BUBBLE = 0.15
 GIB = 2**30
 
 
 def list_warnings(planned: Planned, cluster: Cluster, *, bubble: float, fits: bool) -> list[str]:
-    """Each with its remedy."""
+    """Return all warnings, each with its remedy."""
     warnings = [
         *warn_of_bubble(planned, cluster, bubble),
         *warn_of_few_microbatches(planned),
@@ -28,12 +28,12 @@ def list_warnings(planned: Planned, cluster: Cluster, *, bubble: float, fits: bo
 
 
 def warn_of_bubble(planned: Planned, cluster: Cluster, bubble: float) -> list[str]:
-    """Idle is about (p-1)/(v*m+p-1): more microbatches m, or more stages a rank v, make it smaller. Simulated here."""
+    """The bubble is about (p-1)/(v*m+p-1): it falls with microbatches m and with stages a rank v. Simulated here."""
     layout, pp = planned.layout, planned.layout.pp
     if pp == 1 or bubble <= MOST_BUBBLE:
         return []
-    told = f"the pipeline is idle for {bubble:.0%} of a step"
-    needed = ceil((pp - 1) * (1 / MOST_BUBBLE - 1))  # of v * m, where all stages are alike and sends take no time
+    what = f"the pipeline is idle for {bubble:.0%} of a step"
+    needed = ceil((pp - 1) * (1 / MOST_BUBBLE - 1))  # v * m, if all stages are alike and sends take no time
     per_rank = len(layout.stages) // pp
     stages = ceil(needed / layout.n_microbatches)
     others = ""
@@ -43,16 +43,16 @@ def warn_of_bubble(planned: Planned, cluster: Cluster, bubble: float) -> list[st
         n = ceil(needed / per_rank / pp) * pp * times
         if simulate_bubble(planned, cluster, n) <= MOST_BUBBLE:
             batch = n * layout.microbatch_size * layout.dp
-            return [f"{told}. Use {n} microbatches (training.global_batch_size = {batch}){others}"]
-    return [f"{told}, and hardly less with more microbatches: stages are uneven, or wait for what is sent{others}"]
+            return [f"{what}. Use {n} microbatches (training.global_batch_size = {batch}){others}"]
+    return [f"{what}, and hardly less with more microbatches: stages are uneven, or sends take long{others}"]
 
 
 def simulate_bubble(planned: Planned, cluster: Cluster, n_microbatches: int) -> float:
-    """What the same layout would idle with another number of microbatches."""
+    """Return the bubble of the same layout with another number of microbatches."""
     batch = n_microbatches * planned.layout.microbatch_size * planned.layout.dp
     layout = replace(planned.layout, n_microbatches=n_microbatches, global_batch_size=batch)
     workload = describe_workload(planned.config, planned.shape, layout)
-    return forecast(workload, cluster, list_rows(planned.config.parallelism, layout)).bubble
+    return forecast(workload, cluster, plan_order(planned.config.parallelism, layout)).bubble
 
 
 def warn_of_few_microbatches(planned: Planned) -> list[str]:
@@ -78,7 +78,7 @@ def warn_of_tensor_parallel(planned: Planned, cluster: Cluster) -> list[str]:
 
 
 def warn_of_torn_groups(planned: Planned, cluster: Cluster) -> list[str]:
-    """A group that would have room in a node and lies in two of them, because nodes are no multiple of it."""
+    """A group that would fit a node, but spans two because the node's size is no multiple of it."""
     strides = find_strides(planned.layout)
     warnings = []
     for dim in ("tp", "cp"):
@@ -88,14 +88,14 @@ def warn_of_torn_groups(planned: Planned, cluster: Cluster) -> list[str]:
             fitting = [n for n in range(1, degree) if degree % n == 0 and cluster.node_size % (strides[dim] * n) == 0]
             warnings.append(
                 f"groups of {dim} {degree} take {span} GPUs, which do not divide a node of {cluster.node_size}: "
-                f"some lie across two. Use a {dim} of {' or '.join(map(str, fitting[-2:]))}"
+                f"some span two. Use a {dim} of {' or '.join(map(str, fitting[-2:]))}"
             )
     return warnings
 
 
 # ---------------------------------------------------------------- memory
 
-# What frees memory, cheapest first
+# Changes that free memory, cheapest first
 RELIEFS: dict[str, Callable[[Config], Config]] = {
     'activation_checkpoint.mode = "full"': lambda config: replace(
         config, activation_checkpoint=replace(config.activation_checkpoint, mode="full")
@@ -108,31 +108,31 @@ RELIEFS: dict[str, Callable[[Config], Config]] = {
 
 
 def warn_of_memory(planned: Planned, cluster: Cluster) -> str:
-    """The first changes that make it fit, by the closed form; else how many times as many GPUs would."""
+    """Name the first changes that make it fit, by the closed form; else how many times as many GPUs would."""
     config, tried = planned.config, []
-    told = "it does not fit the memory"
+    what = "it does not fit the memory"
     for name, relieve in RELIEFS.items():
         config = relieve(config)
         tried.append(name)
         needed = estimate_reserved(planned, config, planned.layout.world_size, cluster)
         if needed is not None and needed <= cluster.memory_bytes:
-            return f"{told}. With {' and '.join(tried)} it needs {needed / GIB:.0f} GiB, by the closed form"
+            return f"{what}. With {' and '.join(tried)} it needs {needed / GIB:.0f} GiB, by the closed form"
     for times in (2, 4, 8, 16, 32, 64):
         section = replace(config.parallelism, data_parallel_shard_degree=planned.layout.dp_shard * times)
         wider = replace(config, parallelism=section, training=replace(config.training, global_batch_size=-1))
         n_gpus = planned.layout.world_size * times
         needed = estimate_reserved(planned, wider, n_gpus, cluster)
         if needed is not None and needed <= cluster.memory_bytes:
-            return f"{told}. With {' and '.join(tried)} it fits {n_gpus:,} such GPUs, by the closed form"
-    return f"{told}, nor that of 64 times as many GPUs. `--search` looks for another layout"
+            return f"{what}. With {' and '.join(tried)} it fits {n_gpus:,} such GPUs, by the closed form"
+    return f"{what}, nor that of 64 times as many GPUs. `--search` looks for another layout"
 
 
 def estimate_reserved(planned: Planned, config: Config, world_size: int, cluster: Cluster) -> float | None:
-    """Bytes of the rank that holds most; None where `check` refuses the config."""
+    """Return the reserved bytes of the rank with the highest peak; None where `check` refuses the config."""
     try:
         layout = plan_layout(config, planned.shape, world_size)
     except ConfigError:
         return None
-    rows = list_rows(config.parallelism, layout)
+    order = plan_order(config.parallelism, layout)
     workload = describe_workload(config, planned.shape, layout)
-    return forecast(workload, cluster, rows).live_bytes * cluster.reserve_factor
+    return forecast(workload, cluster, order).live_bytes * cluster.reserve_factor

@@ -1,8 +1,8 @@
-"""A run on GPUs that are not here: its config read and checked as for a start, for any number of ranks.
+"""Read and check the config of a run elsewhere, on any number of ranks, for `plan` and `explain`.
 
     --config NAME  --gpus 16384  --gpu h100   ->   config, shape, layout   ->   dry runs of the ranks that differ
 
-What `check` asks of this machine (files, memory, GPUs) is not asked: the run will be elsewhere.
+Files, memory and GPUs of this machine are not checked: the run will be on another one.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,7 @@ from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, r
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.plan.dry_run import DryRun, dry_run
-from torchtitan_lite.plan.schedule_order import list_rows
-from torchtitan_lite.plan.simulator import count_in_flight
+from torchtitan_lite.plan.simulator import count_in_flight, plan_order
 from torchtitan_lite.preflight import choose_n_ranks
 
 ANY_CPU = Machine("cpu", 1, 0, "CPU")
@@ -23,7 +22,7 @@ ANY_CPU = Machine("cpu", 1, 0, "CPU")
 
 @dataclass(frozen=True)
 class Planned:
-    """A sound run."""
+    """A run whose config is sound."""
 
     config_name: str
     config: Config  # resolved
@@ -32,14 +31,14 @@ class Planned:
     device_type: Literal["cuda", "cpu"]
 
     def dry_run(self, pp_rank: int = 0, *, whole: bool = False) -> DryRun:
-        """One step of the first rank of a pipeline stage."""
+        """Run one step of the first rank of a pipeline stage."""
         return dry_run(self.config, self.shape, self.layout, pp_rank=pp_rank, device_type=self.device_type, whole=whole)
 
 
 def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"]) -> Planned:
-    """The run that these arguments of a config ask for. Raises ConfigError with every problem.
+    """Return the run of these arguments of a config. Raises ConfigError with every problem.
 
-    Without n_gpus: as many ranks as the degrees multiply to, and two where one of them is automatic.
+    Without n_gpus: the product of the degrees, or two where one of them is automatic.
     """
     reading = read_config(args)
     if reading.problems:
@@ -50,21 +49,21 @@ def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "
 
 
 def group_pp_ranks(planned: Planned) -> dict[int, list[int]]:
-    """The pp rank that stands for others -> these, itself included: their stages hold the same, and it holds most.
+    """Return pp rank -> pp ranks with equal stages, itself included.
 
-    What differs among them is how many microbatches are in flight.
+    They differ in their microbatches in flight; the key is the one with most.
     """
     layout = planned.layout
-    rows = list_rows(planned.config.parallelism, layout)
+    order = plan_order(planned.config.parallelism, layout)
     alike: dict[tuple, list[int]] = {}
     for rank in range(layout.pp):
         stages = [layout.stages[index] for index in layout.stages_of(rank)]
         alike.setdefault(tuple(map(describe_stage, stages)), []).append(rank)
-    in_flight = [sum(count_in_flight(row).values()) for row in rows]
+    in_flight = [sum(count_in_flight(row).values()) for row in order]
     return {max(ranks, key=in_flight.__getitem__): ranks for ranks in alike.values()}
 
 
 def describe_stage(fqns: tuple[str, ...]) -> tuple:
-    """What makes a stage cost what it does."""
+    """Return what determines the costs of a stage: number of layers, and other modules."""
     layers = [fqn for fqn in fqns if fqn.startswith("layers.")]
     return len(layers), *(fqn for fqn in fqns if fqn not in layers)

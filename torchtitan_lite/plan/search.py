@@ -1,9 +1,9 @@
-"""`plan --search`: every layout of a model on a cluster that `check` accepts, by predicted throughput.
+"""Rank every layout of a model on a cluster that `check` accepts, by forecast step time: `plan --search`.
 
     degrees x schedule x microbatch x ZeRO stage x recompute  ->  check's rules  ->  memory  ->  closed form, simulated
 
-The closed form ranks what fits by the time that no schedule undercuts; schedules are then simulated from the top until
-no other layout can come among the best. So the ten best are those that simulating all of them would give.
+Layouts that fit are sorted by a lower bound of their step time. Their schedules are simulated in this order, until the
+bound of the next one is above the tenth best time: the ten best are those that simulating all layouts would give.
 """
 
 from collections import Counter
@@ -17,13 +17,12 @@ from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.cluster import Cluster
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout
+from torchtitan_lite.config.memory import estimate_memory
 from torchtitan_lite.config.schema import Config, ConfigError, Problem
-from torchtitan_lite.plan.forecast import Sketch, sketch
-from torchtitan_lite.plan.memory import estimate_memory
-from torchtitan_lite.plan.pace import StepTimeModel
-from torchtitan_lite.plan.schedule_order import pipeline_order
-from torchtitan_lite.plan.simulator import count_in_flight, list_samples
-from torchtitan_lite.plan.workload import Workload, describe_workload
+from torchtitan_lite.config.workload import Workload, describe_workload
+from torchtitan_lite.plan.forecast import QuickForecast, forecast_quickly
+from torchtitan_lite.plan.simulator import count_in_flight, list_samples, pipeline_order
+from torchtitan_lite.plan.step_time import StepTimeModel
 
 MICROBATCHES = (1, 2, 4, 8)  # sequences
 STAGES_PER_RANK = (2, 4, 8)  # of interleaved schedules
@@ -38,27 +37,27 @@ class Candidate:
     config: Config
     workload: Workload
     live_bytes: float  # of the rank that holds most
-    pace: StepTimeModel
+    step_time: StepTimeModel
 
 
 @dataclass
 class Search:
-    """What was found."""
+    """The result of a search."""
 
     n_accepted: int = 0
     fitting: list[Candidate] = field(default_factory=list)
-    best: list[tuple[Candidate, Sketch]] = field(default_factory=list)
-    refused: Counter = field(default_factory=Counter)  # key -> layouts that it ruled out
+    best: list[tuple[Candidate, QuickForecast]] = field(default_factory=list)
+    refused: Counter = field(default_factory=Counter)  # key -> number of layouts that a rule refused
     examples: dict[str, Problem] = field(default_factory=dict)
-    leanest: Candidate | None = None  # that needs least memory
+    leanest: Candidate | None = None  # with least memory
 
     def list_obstacles(self) -> list[Problem]:
-        """For each rule that ruled layouts out, one of them as an example; those that ruled out most come first."""
+        """Return one example for each rule that refused layouts, the rule with most refusals first."""
         return [self.examples[key] for key, _ in self.refused.most_common()]
 
 
 def search(config: Config, shape: ModelArgs, world_size: int, cluster: Cluster, *, n_best: int = 10) -> Search:
-    """All layouts of the model of `config` on so many GPUs; its global batch stays. The best first."""
+    """Rank all layouts of `config`'s model on `world_size` GPUs with its global batch. Raises ConfigError."""
     if world_size > cluster.node_size and world_size % cluster.node_size:
         remedy = f"Use a multiple of {cluster.node_size}, or say node_size in a --hardware file"
         why = f"nodes of this kind have {cluster.node_size} GPUs, and the last one would not be full"
@@ -70,27 +69,27 @@ def search(config: Config, shape: ModelArgs, world_size: int, cluster: Cluster, 
             found.fitting.append(candidate)
         if found.leanest is None or candidate.live_bytes < found.leanest.live_bytes:
             found.leanest = candidate
-    found.fitting.sort(key=lambda candidate: (candidate.pace.least_s, candidate.live_bytes))
+    found.fitting.sort(key=lambda candidate: (candidate.step_time.lower_bound_s, candidate.live_bytes))
     for candidate in found.fitting:
-        if len(found.best) == n_best and candidate.pace.least_s >= found.best[-1][1].rate.step_time_s:
+        if len(found.best) == n_best and candidate.step_time.lower_bound_s >= found.best[-1][1].rate.step_time_s:
             break
-        found.best.append((candidate, sketch_candidate(candidate)))
+        found.best.append((candidate, forecast_candidate(candidate)))
         found.best.sort(key=lambda pair: (pair[1].rate.step_time_s, pair[0].live_bytes))
         del found.best[n_best:]
     return found
 
 
-def sketch_candidate(candidate: Candidate) -> Sketch:
+def forecast_candidate(candidate: Candidate) -> QuickForecast:
     section, layout = candidate.config.parallelism, candidate.workload.layout
     per_rank = len(layout.stages) // layout.pp
     order = partial(pipeline_order, section.pipeline_parallel_schedule, layout.pp, n_stages_per_rank=per_rank)
-    return sketch(candidate.pace, order)
+    return forecast_quickly(candidate.step_time, order)
 
 
 def list_candidates(
     config: Config, shape: ModelArgs, world_size: int, cluster: Cluster, found: Search
 ) -> Iterator[Candidate]:
-    """Those that `check` accepts; the others are noted in `found`."""
+    """Yield the layouts that `check` accepts; count the others in `found`."""
     for proposal in list_proposals(config, shape, world_size, cluster, found):
         try:
             layout = plan_layout(proposal, shape, world_size)
@@ -114,7 +113,7 @@ def describe_candidate(config: Config, shape: ModelArgs, layout: Layout, cluster
 def list_proposals(
     config: Config, shape: ModelArgs, world_size: int, cluster: Cluster, found: Search
 ) -> Iterator[Config]:
-    """Every layout worth a look, without recompute. tp stays inside a node; a shard group is all of dp, or 64 or 8."""
+    """Yield every layout to try, without recompute. tp stays inside a node; a shard group is all of dp, or 64 or 8."""
     seq_len, global_batch = config.training.seq_len, find_global_batch(config, world_size)
     for tp in divisors(world_size, cluster.node_size):
         for pp in divisors(world_size // tp, shape.n_layers):
@@ -137,7 +136,7 @@ def list_proposals(
 
 
 def list_batches(config: Config, degrees: dict[str, int], n_sequences: int, shape: ModelArgs) -> Iterator[Config]:
-    """Microbatches, ZeRO stages and schedules for one set of degrees; each rank works on `n_sequences` a step."""
+    """Yield microbatches, ZeRO stages and schedules for one set of degrees; a rank has `n_sequences` a step."""
     pp = degrees["pipeline_parallel_degree"]
     for microbatch in (size for size in MICROBATCHES if n_sequences % size == 0):
         local_batch_size = n_sequences if pp > 1 else microbatch
@@ -160,7 +159,7 @@ def list_batches(config: Config, degrees: dict[str, int], n_sequences: int, shap
 
 
 def list_schedules(config: Config, pp: int, n_layers: int) -> list[dict[str, object]]:
-    """Keys of every schedule. Those that take any number of stages a rank are tried with a few."""
+    """Return the keys of every schedule; with a few numbers of stages a rank where the schedule takes any."""
     if pp == 1:
         return [{"pipeline_parallel_layers_per_stage": None}]
     section = config.parallelism
@@ -181,7 +180,7 @@ def divisors(n: int, most: int) -> list[int]:
 
 
 def find_global_batch(config: Config, world_size: int) -> int:
-    """Sequences of a step: what the config says, or what its own layout makes of its local batch."""
+    """Return the sequences of a step: from the config, or from its local batch and its own degrees."""
     if config.training.global_batch_size != -1:
         return config.training.global_batch_size
     section = config.parallelism
@@ -191,7 +190,7 @@ def find_global_batch(config: Config, world_size: int) -> int:
 
 @lru_cache(maxsize=4096)
 def count_held(schedule: str, pp: int, n_microbatches: int, per_rank: int) -> list[dict[int, float]]:
-    """Stage -> microbatches in flight, of each pp rank."""
+    """Return, for each pp rank, stage -> microbatches in flight."""
     total: list[dict[int, float]] = [Counter() for _ in range(pp)]
     for length, weight in list_samples(n_microbatches, pp):
         for held, row in zip(total, pipeline_order(schedule, pp, length, per_rank), strict=True):
@@ -201,7 +200,7 @@ def count_held(schedule: str, pp: int, n_microbatches: int, per_rank: int) -> li
 
 
 def find_live_bytes(config: Config, workload: Workload) -> float:
-    """Of the rank that holds most: the first, the next (which holds a layer more), or the last (the logits)."""
+    """Return the highest peak: that of the first pp rank, the second (one layer more), or the last (the logits)."""
     layout = workload.layout
     per_rank = len(layout.stages) // layout.pp
     held = count_held(config.parallelism.pipeline_parallel_schedule, layout.pp, layout.n_microbatches, per_rank)
@@ -215,24 +214,24 @@ def note_refusal(found: Search, problems: list[Problem]) -> None:
 
 
 def find_least_gpus(config: Config, shape: ModelArgs, cluster: Cluster, world_size: int) -> int | None:
-    """The least number of whole nodes above `world_size` on which some layout fits, in GPUs; None up to 64 times it.
+    """Return the least number of GPUs (whole nodes, above `world_size`) on which some layout fits; None above 64 times.
 
-    A batch for which one sequence a rank suffices, and full recompute: the leanest that there is.
+    Full recompute and a batch of one sequence a rank need least memory.
     """
     n_nodes = max(1, world_size // cluster.node_size)
     while n_nodes * cluster.node_size < 64 * world_size:
         n_nodes += max(1, n_nodes // 8)
-        if fits_anyhow(config, shape, cluster, n_nodes * cluster.node_size):
+        if fits_at_all(config, shape, cluster, n_nodes * cluster.node_size):
             break
     else:
         return None
-    while fits_anyhow(config, shape, cluster, (n_nodes - 1) * cluster.node_size):
+    while fits_at_all(config, shape, cluster, (n_nodes - 1) * cluster.node_size):
         n_nodes -= 1
     return n_nodes * cluster.node_size
 
 
-def fits_anyhow(config: Config, shape: ModelArgs, cluster: Cluster, world_size: int) -> bool:
-    """Whether a lean layout fits: ZeRO 3 with full recompute over all degrees, one sequence a data-parallel rank."""
+def fits_at_all(config: Config, shape: ModelArgs, cluster: Cluster, world_size: int) -> bool:
+    """Return whether some layout fits with ZeRO 3, full recompute and one sequence a data-parallel rank."""
     for tp in divisors(world_size, cluster.node_size):
         for cp in divisors(world_size // tp, max(1, config.training.seq_len // SHORTEST_SHARE)):
             parallelism = replace(

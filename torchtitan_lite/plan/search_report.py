@@ -1,4 +1,4 @@
-"""What `plan --search` says: the ten best layouts, where the config's own loses, and the winner as a TOML file."""
+"""Report a search: the ten best layouts, where the config's own loses, and the winner as a TOML file."""
 
 import multiprocessing
 import os
@@ -14,25 +14,25 @@ from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, ConfigError, Problem
-from torchtitan_lite.plan.dry_run import dry_run, shorten
-from torchtitan_lite.plan.forecast import Sketch
-from torchtitan_lite.plan.schedule_order import list_rows
+from torchtitan_lite.config.tables import format_table
+from torchtitan_lite.config.workload import describe_workload
+from torchtitan_lite.plan.dry_run import dry_run, is_uniform, shorten
+from torchtitan_lite.plan.forecast import QuickForecast
 from torchtitan_lite.plan.search import (
     Candidate,
     describe_candidate,
     find_global_batch,
     find_least_gpus,
+    forecast_candidate,
     search,
-    sketch_candidate,
 )
-from torchtitan_lite.plan.stretches import is_uniform
+from torchtitan_lite.plan.simulator import plan_order
 from torchtitan_lite.plan.traffic import list_traffic
-from torchtitan_lite.plan.workload import describe_workload
 from torchtitan_lite.processes import end_with_parent
 
 GIB = 2**30
 N_DRY_RUNS = 3
-Choice = tuple[Candidate, Sketch]
+Choice = tuple[Candidate, QuickForecast]
 
 
 def print_search(
@@ -44,7 +44,7 @@ def print_search(
     *,
     n_dry_runs: int = N_DRY_RUNS,
 ) -> None:
-    """Searches, prints, and writes the winner. Raises ConfigError where there is none."""
+    """Search, print, and write the winner. Raises ConfigError where no layout fits."""
     found = search(config, shape, world_size, cluster)
     batch = find_global_batch(config, world_size)
     print(
@@ -65,7 +65,7 @@ def print_search(
 
 
 def describe_misfit(leanest: Candidate, cluster: Cluster, least: int | None) -> Problem:
-    """Nothing fits: how much is missing, and how many GPUs would do."""
+    """Say how much memory is missing, and how many GPUs would suffice."""
     layout = leanest.workload.layout
     reserved, available = leanest.live_bytes * cluster.reserve_factor / GIB, cluster.memory_bytes / GIB
     why = f"the leanest layout ({layout}) needs {reserved:.1f} GiB on a GPU, which has {available:.1f} GiB"
@@ -79,17 +79,17 @@ def describe_misfit(leanest: Candidate, cluster: Cluster, least: int | None) -> 
 
 
 def format_choices(choices: list[Choice], cluster: Cluster) -> str:
-    """One line a layout."""
-    lines = [f"{'':3}{'tok/s/GPU':>10}{'MFU':>7}{'step':>9}{'bubble':>8}{'GiB':>7}  layout"]
-    for number, (candidate, sketch) in enumerate(choices, 1):
-        rate, reserved = sketch.rate, candidate.live_bytes * cluster.reserve_factor / GIB
-        numbers = f"{rate.tokens_per_s_per_gpu:10,.0f}{rate.mfu_full:7.1%}{rate.step_time_s:8.2f}s{sketch.bubble:8.1%}"
-        lines.append(f"{number:2} {numbers}{reserved:7.1f}  {name_layout(candidate)}")
-    return "\n".join(lines)
+    """Return a table with one line per layout."""
+    rows = [("", "tok/s/GPU", "MFU", "step", "bubble", "GiB", "layout")]
+    for number, (candidate, forecast) in enumerate(choices, 1):
+        rate, reserved = forecast.rate, candidate.live_bytes * cluster.reserve_factor / GIB
+        speed = f"{rate.tokens_per_s_per_gpu:,.0f}", f"{rate.mfu_full:.1%}", f"{rate.step_time_s:.2f}s"
+        rows.append((str(number), *speed, f"{forecast.bubble:.1%}", f"{reserved:.1f}", name_layout(candidate)))
+    return format_table(rows, ">>>>>>")
 
 
 def name_layout(candidate: Candidate) -> str:
-    """pp4 x dp_shard8 x tp2, Interleaved1F1B with 8 stages, microbatches: 32 x 1, ZeRO 1, recompute op."""
+    """Return "pp4 x dp_shard8 x tp2, Interleaved1F1B with 8 stages, microbatches: 32 x 1, ZeRO 1, recompute op"."""
     layout, section = candidate.workload.layout, candidate.config.parallelism
     parts = [str(layout)]
     if layout.pp > 1:
@@ -106,30 +106,30 @@ def name_layout(candidate: Candidate) -> str:
 
 
 def explain_own(config: Config, shape: ModelArgs, world_size: int, cluster: Cluster, best: Choice) -> str:
-    """Where the layout of the config loses against the best."""
+    """Say where the layout of the config loses against the best."""
     try:
         own = describe_candidate(config, shape, plan_layout(config, shape, world_size), cluster)
     except ConfigError as error:
         return f"The config's own layout does not run on {world_size:,} GPUs:\n{error}"
-    sketch = sketch_candidate(own)
-    slower = sketch.rate.step_time_s / best[1].rate.step_time_s - 1
+    forecast = forecast_candidate(own)
+    slower = forecast.rate.step_time_s / best[1].rate.step_time_s - 1
     lines = [f"The config's own layout, {name_layout(own)}:"]
     reserved = own.live_bytes * cluster.reserve_factor
     if reserved > cluster.memory_bytes:
         lines.append(f"  does not fit: {reserved / GIB:.1f} GiB of {cluster.memory_bytes / GIB:.1f}")
     lines.append(
-        f"  {sketch.rate.tokens_per_s_per_gpu:,.0f} tok/s/GPU; a step takes {slower:+.1%} against the best. Of a step:"
+        f"  {forecast.rate.tokens_per_s_per_gpu:,.0f} tok/s/GPU; a step takes {slower:+.1%} against the best, of which:"
     )
-    shares = split_step(own, sketch), split_step(*best)
-    lines += [f"    {what:33}{shares[0][what]:8.2f} s   best {shares[1][what]:8.2f} s" for what in shares[0]]
-    return "\n".join(lines) + "\n"
+    shares = split_step(own, forecast), split_step(*best)
+    rows = [(f"    {what}", f"{shares[0][what]:.2f} s", "best", f"{shares[1][what]:.2f} s") for what in shares[0]]
+    return "\n".join([*lines, format_table(rows, "<><>")]) + "\n"
 
 
-def split_step(candidate: Candidate, sketch: Sketch) -> dict[str, float]:
-    """Seconds of a step by what they go to, of the rank that works longest."""
-    pace, layout = candidate.pace, candidate.workload.layout
-    exposed, m = pace.exposed_s, layout.n_microbatches
-    busy = max(m * sum(pace.durations.busy[i] for i in layout.stages_of(rank)) for rank in range(layout.pp))
+def split_step(candidate: Candidate, forecast: QuickForecast) -> dict[str, float]:
+    """Return the seconds of a step by purpose, of the rank that works longest."""
+    model, layout = candidate.step_time, candidate.workload.layout
+    exposed, m = model.exposed_s, layout.n_microbatches
+    busy = max(m * sum(model.durations.busy[i] for i in layout.stages_of(rank)) for rank in range(layout.pp))
     waits = {
         "waiting for tp": exposed["tp"],
         "waiting for cp": exposed["cp"],
@@ -138,10 +138,10 @@ def split_step(candidate: Candidate, sketch: Sketch) -> dict[str, float]:
     again = m * max(
         sum(candidate.workload.stages[i].n_layers for i in layout.stages_of(rank)) for rank in range(layout.pp)
     )
-    again *= pace.again_s
-    idle = sketch.rate.step_time_s - busy - pace.once_s - pace.optimizer_s
-    rest = {"computing again": again, "pipeline idle (bubble)": max(0.0, idle), "optimizer": pace.optimizer_s}
-    computing = sketch.rate.step_time_s - sum(waits.values()) - sum(rest.values())
+    again *= model.again_s
+    idle = forecast.rate.step_time_s - busy - model.once_s - model.optimizer_s
+    rest = {"recompute": again, "pipeline idle (bubble)": max(0.0, idle), "optimizer": model.optimizer_s}
+    computing = forecast.rate.step_time_s - sum(waits.values()) - sum(rest.values())
     return {"computing": computing, **rest, **waits}
 
 
@@ -149,9 +149,9 @@ def split_step(candidate: Candidate, sketch: Sketch) -> dict[str, float]:
 
 
 def choose_by_dry_run(best: list[Choice], cluster: Cluster, n_dry_runs: int) -> int:
-    """The number of the first that fits the memory by its dry run too; 1 where none does.
+    """Return the number of the first layout that fits the memory by its dry run too; 1 where none does.
 
-    Prints what the dry runs of the first few say, which go on at the same time, and of more until one fits.
+    Prints the dry runs of the first few layouts, which run side by side, and of more until one fits.
     """
     winner = None
     n_workers = min(n_dry_runs, os.cpu_count() or 1)
@@ -163,9 +163,9 @@ def choose_by_dry_run(best: list[Choice], cluster: Cluster, n_dry_runs: int) -> 
                 break
             if number > len(answers):
                 answers.append(workers.submit(compare_with_dry_run, number, candidate))
-            live_bytes, told = answers[number - 1].result()
+            live_bytes, lines = answers[number - 1].result()
             fits = live_bytes * cluster.reserve_factor <= cluster.memory_bytes
-            print(told + "\n  which does not fit" * (not fits), flush=True)
+            print(lines + "\n  which does not fit" * (not fits), flush=True)
             winner = winner or (number if fits else None)
     return winner or 1
 
@@ -180,8 +180,10 @@ def number_candidates(best: list[Choice]) -> Iterator[tuple[int, Candidate]]:
 
 
 def compare_with_dry_run(number: int, candidate: Candidate) -> tuple[int, str]:
-    """Closed form against step.py itself on fake tensors, for the first and the last pipeline stage. Returns the live
-    bytes of the one that holds more, and what to say of both."""
+    """Compare the closed form with dry runs of the first and the last pp rank.
+
+    Returns the higher peak of the two, in bytes, and a line for each.
+    """
     layout, workload = candidate.workload.layout, candidate.workload
     resolved = resolve_config(candidate.config, layout, "cuda")
     short = fill_pipeline(resolved, layout)
@@ -191,12 +193,12 @@ def compare_with_dry_run(number: int, candidate: Candidate) -> tuple[int, str]:
         further_data = measured.memory["data"] * (layout.n_microbatches / short.n_microbatches - 1)
         live = measured.peak_bytes + int(further_data)
         most = max(most, live)
-        closed = sketch_candidate(candidate).memory[pp_rank].live
+        closed = forecast_candidate(candidate).memory[pp_rank].live
         moved = sum(call.n_bytes * count for call, count in measured.collectives)
         closed_moved = sum(
             traffic.n_bytes
             for traffic in list_traffic(
-                describe_workload(resolved, workload.shape, short), pp_rank, list_rows(resolved.parallelism, short)
+                describe_workload(resolved, workload.shape, short), pp_rank, plan_order(resolved.parallelism, short)
             )
         )
         of_some = f" ({short.n_microbatches} microbatches)" * (short != layout)
@@ -209,10 +211,10 @@ def compare_with_dry_run(number: int, candidate: Candidate) -> tuple[int, str]:
 
 
 def fill_pipeline(config: Config, layout: Layout) -> Layout:
-    """The layout with as many microbatches as fill its pipeline, where a dry run would make all of them, for minutes.
+    """Return the layout with two rounds of microbatches, where a dry run of all of them would take minutes.
 
-    An interleaved 1F1B works in rounds of pp microbatches and holds most activations within two rounds. Only what it
-    keeps for every microbatch, tokens and receive buffers, grows with their number.
+    An interleaved 1F1B works in rounds of pp microbatches and holds most activations within two rounds. Only its batch
+    and receive buffers grow with the number of microbatches.
     """
     schedule = SCHEDULES[config.parallelism.pipeline_parallel_schedule]
     is_interleaved = layout.pp > 1 and schedule.in_rounds and not schedule.splits_backward
@@ -222,10 +224,10 @@ def fill_pipeline(config: Config, layout: Layout) -> Layout:
 
 
 def format_winner(best: Choice, world_size: int) -> str:
-    """The config of the best layout as TOML, which `--config` takes."""
-    candidate, sketch = best
+    """Return the config of the best layout as TOML, which `--config` takes."""
+    candidate, forecast = best
     resolved = resolve_config(candidate.config, candidate.workload.layout, "cuda")
-    rate = sketch.rate
+    rate = forecast.rate
     return (
         f"# Found by plan --search for {world_size:,} GPUs: {name_layout(candidate)}\n"
         f"# predicted: {rate.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, a step in {rate.step_time_s:.2f} s\n\n"

@@ -1,30 +1,85 @@
-"""A pipeline schedule run on paper with durations: how long a step takes, who idles, what is held for backward.
+"""A pipeline schedule, simulated from durations: how long a step takes, who idles, how many microbatches are in flight.
 
-    rank 0  F0F1....B0--F2B1--F3B2--..B3--    rows: the order of work of each pp rank (schedule_order.py, or a CSV file)
-    rank 1  ..F0B0--F1B1--F2B2--F3B3--....    F forward, B backward, or its halves I (gradients of inputs), W (weights)
+    pp rank 0  F0F1....B0--F2B1--F3B2--..B3--    PipelineOrder: what each pp rank does, from torch's own schedule
+    pp rank 1  ..F0B0--F1B1--F2B2--F3B3--....    classes or a CSV file. F forward, B backward, or its halves:
+                                                 I gradients of inputs, W gradients of weights
 
-A rank starts its next action when it is free and what that needs has arrived: from another rank one `send` after it was
-done. Sends cost the ranks nothing but this delay. Bubble is the share of all ranks' time, start to end, that is idle.
+    GPipe, 2 microbatches     pp rank 0: 0F0 0F1 0B0 0B1        pp rank 1: 1F0 1F1 1B0 1B1
+
+A pp rank starts its next action when it is free and the action's input has arrived: from another rank one `send` after
+it was done. Sends only delay; they take no rank's time. Bubble is the idle share of all pp ranks' time.
 
 With even stages, B = 2F and no delay, GPipe and 1F1B idle (p-1)/(m+p-1) of a step, interleaved (p-1)/(v*m+p-1):
-p ranks, m microbatches, v stages a rank. (P-1)/M, often quoted, is idle over *ideal* time. Durations may be modelled
-(closed_form.py) or measured ones.
+p pp ranks, m microbatches, v stages a rank. (P-1)/M, often quoted, is idle over *ideal* time. Durations may be modelled
+(step_time.py) or measured (step_measure.py).
 """
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from types import SimpleNamespace
 from typing import NamedTuple
 
-from torchtitan_lite.config.pipeline_csv import Action, needs_of
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-Rows = list[list[Action]]  # of each pp rank, in its order
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.pipeline_csv import Action, needs_of, read_rows
+from torchtitan_lite.config.schema import Parallelism
+
+PipelineOrder = list[list[Action]]  # the actions of each pp rank in one step, without the waits
+KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+
+
+# ---------------------------------------------------------------- the order of work
+
+
+def plan_order(section: Parallelism, layout: Layout) -> PipelineOrder:
+    """Return the order of a layout: of its CSV file, or of its schedule."""
+    if layout.pp > 1 and section.pipeline_parallel_schedule_csv:
+        return read_rows(section.pipeline_parallel_schedule_csv)
+    n_stages_per_rank = len(layout.stages) // layout.pp
+    return pipeline_order(section.pipeline_parallel_schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)
+
+
+@lru_cache(maxsize=1024)
+def pipeline_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> PipelineOrder:
+    """Return the order of a schedule by name. Without a pipeline: forward and backward of each microbatch in turn.
+
+    No stage is built and no process group is needed.
+    """
+    if pp == 1:
+        return [[Action(0, kind, microbatch) for microbatch in range(n_microbatches) for kind in "FB"]]
+    schedule_class = get_schedule_class(schedule)
+    # Before it runs, a schedule reads only these numbers of its stages.
+    stage = SimpleNamespace(group_rank=0, group_size=pp, num_stages=pp * n_stages_per_rank, submod=None)
+    stages = stage if issubclass(schedule_class, PipelineScheduleSingle) else [stage] * n_stages_per_rank
+    # A schedule would also add sends and receives, which takes a thousand times longer than the order.
+    without_sends = {"_prepare_schedule_with_comms": lambda *args, **kwargs: None}
+    order = type("Order", (schedule_class,), without_sends)(stages, n_microbatches).pipeline_order
+    return [number_from_zero([action for cell in order[rank] if cell for action in unfold(cell)]) for rank in range(pp)]
+
+
+def unfold(cell) -> list[Action]:
+    """Return the actions of one cell of torch's table: one, or DualPipeV's two; none for sends and gathers."""
+    if cell.sub_actions:
+        return [action for part in cell.sub_actions for action in unfold(part)]
+    kind = KINDS.get(cell.computation_type.name)
+    return [Action(cell.stage_index, kind, cell.microbatch_index)] if kind else []
+
+
+def number_from_zero(row: list[Action]) -> list[Action]:
+    """Count forwards from 0. In torch 2.13 1F1B's table counts those of the last rank from 1, but runs from 0."""
+    first = min(action.microbatch for action in row if action.kind == "F")
+    return [Action(action.stage, "F", action.microbatch - first) if action.kind == "F" else action for action in row]
+
+
+# ---------------------------------------------------------------- simulation
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds that one microbatch takes on each stage, and on its way between two ranks."""
+    """Seconds of one microbatch on each stage, and between two pp ranks."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]  # I; a whole backward B is I + W
@@ -33,7 +88,7 @@ class Durations:
 
     @property
     def busy(self) -> list[float]:
-        """Seconds of work that each stage has with one microbatch."""
+        """Seconds of work of each stage for one microbatch."""
         return list(map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True)))
 
     def of(self, action: Action) -> float:
@@ -44,7 +99,7 @@ class Durations:
 
 
 def even_durations(n_stages: int, forward=1.0, backward_input=1.0, backward_weight=1.0, send=0.0) -> Durations:
-    """All stages alike; by default a backward takes twice the time of a forward."""
+    """Return the same durations for all stages; by default a backward takes twice the time of a forward."""
     return Durations(*((seconds,) * n_stages for seconds in (forward, backward_input, backward_weight)), send)
 
 
@@ -57,7 +112,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each pp rank did what, modelled or measured."""
+    """When each pp rank did what, simulated or measured."""
 
     events: list[Event]
     n_ranks: int
@@ -68,7 +123,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> list[float]:
-        """Seconds that each rank works."""
+        """Seconds of work of each pp rank."""
         seconds = [0.0] * self.n_ranks
         for event in self.events:
             seconds[event.rank] += event.end - event.start
@@ -80,16 +135,16 @@ class Timeline:
         return 1 - sum(self.busy) / (self.end_time * self.n_ranks)
 
 
-def simulate(rows: Rows, durations: Durations) -> Timeline:
-    """Runs the rows. They must not deadlock: pipeline_csv.py finds those that do."""
-    last_stage = max(action.stage for row in rows for action in row)
-    rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+def simulate(order: PipelineOrder, durations: Durations) -> Timeline:
+    """Return when each action runs. The order must not deadlock: pipeline_csv.py refuses those that do."""
+    last_stage = max(action.stage for row in order for action in row)
+    rank_of = {action.stage: rank for rank, row in enumerate(order) for action in row}
     done_at: dict[tuple[int, str, int], float] = {}
-    clocks, next_of, events = [0.0] * len(rows), [0] * len(rows), []
+    clocks, next_of, events = [0.0] * len(order), [0] * len(order), []
     progress = True
     while progress:
         progress = False
-        for rank, row in enumerate(rows):
+        for rank, row in enumerate(order):
             while next_of[rank] < len(row):
                 action = row[next_of[rank]]
                 needs = needs_of(action, last_stage)
@@ -103,14 +158,14 @@ def simulate(rows: Rows, durations: Durations) -> Timeline:
                 events.append(Event(rank, start, clocks[rank], action))
                 next_of[rank] += 1
                 progress = True
-    assert len(events) == sum(map(len, rows)), "the schedule deadlocks"
-    return Timeline(events, len(rows))
+    assert len(events) == sum(map(len, order)), "the schedule deadlocks"
+    return Timeline(events, len(order))
 
 
 def count_in_flight(row: list[Action]) -> Counter[int]:
-    """Stage -> microbatches whose activations one rank holds when it holds most: forward done, backward not.
+    """Return stage -> microbatches in flight (forward done, backward not), at the moment when the sum is largest.
 
-    Follows from the order alone. Between I and W the inputs of the matmuls are still needed, so I frees nothing.
+    Between I and W the inputs of the matmuls are still needed, so I frees nothing.
     """
     held: Counter[int] = Counter()
     peak, n_held, most = held, 0, 0
@@ -124,11 +179,11 @@ def count_in_flight(row: list[Action]) -> Counter[int]:
 
 
 def list_samples(n_microbatches: int, n_ranks: int) -> list[tuple[int, float]]:
-    """Lengths of a schedule that tell what a longer one does, with their weights.
+    """Return short schedules and their weights: the weighted sum of their results is that of the long schedule.
 
-    Once a pipeline is full, every round of microbatches is like the one before, so that time and microbatches held grow
-    by the same amount with each: f(m) = f(a) + k * (f(a + round) - f(a)) for a = m - k * round. Of four rounds or less,
-    the schedule is its own only sample.
+    Once a pipeline is full, all rounds of microbatches are alike, so time and microbatches in flight grow by the same
+    amount with each: f(m) = f(a) + k * (f(a + round) - f(a)) for a = m - k * round. A schedule of four rounds or less
+    is its own only sample.
     """
     size = n_microbatches // max(1, n_microbatches // n_ranks)
     n_skipped = (n_microbatches - 3 * size) // size
@@ -139,5 +194,5 @@ def list_samples(n_microbatches: int, n_ranks: int) -> list[tuple[int, float]]:
 
 
 def extrapolate(measure: Callable[[int], float], n_microbatches: int, n_ranks: int) -> float:
-    """`measure(n_microbatches)`, which takes long for many, from its values for few."""
+    """Return `measure(n_microbatches)` from the values of short schedules."""
     return sum(weight * measure(length) for length, weight in list_samples(n_microbatches, n_ranks))

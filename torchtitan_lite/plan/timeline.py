@@ -1,7 +1,7 @@
-"""Pictures of a pipeline's timeline: text for a terminal, SVG for a page, a trace for chrome://tracing or Perfetto.
+"""Draw a pipeline's timeline: text for a terminal, SVG for a page, a trace for chrome://tracing or Perfetto.
 
-rank 0  F0F1F2F3......B0--B1--B2--B3--
-rank 1  ..F0F1F2F3B0--B1--B2--B3--....       one column is a slice of time; dots are the bubble
+pp rank 0  F0F1F2F3......B0--B1--B2--B3--
+pp rank 1  ..F0F1F2F3B0--B1--B2--B3--....       one column is a slice of time; dots are the bubble
 """
 
 from html import escape
@@ -10,12 +10,12 @@ from torchtitan_lite.plan.simulator import Event, Timeline
 
 COLOURS = {"F": "#4e79a7", "B": "#f28e2b", "I": "#edc948", "W": "#b07aa1"}
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
-ROW_HEIGHT, LABEL_WIDTH = 22, 56  # of the picture, in pixels
+ROW_HEIGHT, LABEL_WIDTH = 22, 72  # pixels
 
 
 def draw_text(timeline: Timeline, width: int = 100) -> str:
-    """One line a pp rank, at most `width` columns. Microbatches are numbered where the shortest action has room."""
-    labels = [f"rank {rank}" for rank in range(timeline.n_ranks)]
+    """Return one line per pp rank, at most `width` columns; with microbatch numbers if the shortest action has room."""
+    labels = [f"pp rank {rank}" for rank in range(timeline.n_ranks)]
     indent = len(labels[-1]) + 2
     longest_number = len(str(max(event.action.microbatch for event in timeline.events)))
     shortest = min(event.end - event.start for event in timeline.events)
@@ -32,7 +32,7 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
 
 
 def draw_svg(timeline: Timeline, title: str = "", width: int = 1000) -> str:
-    """A picture that stands alone. Stages that a rank holds further on are paler; hovering names an action."""
+    """Return the picture as a whole SVG file. A rank's later stages are paler; a tooltip names each action."""
     scale = (width - LABEL_WIDTH - 8) / timeline.end_time
     kinds = [kind for kind in COLOURS if any(event.action.kind == kind for event in timeline.events)]
     top = 30
@@ -42,7 +42,7 @@ def draw_svg(timeline: Timeline, title: str = "", width: int = 1000) -> str:
     ]
     for rank in range(timeline.n_ranks):
         y = top + rank * ROW_HEIGHT
-        shapes.append(f'<text x="8" y="{y + 15}">rank {rank}</text>')
+        shapes.append(f'<text x="8" y="{y + 15}">pp rank {rank}</text>')
         shapes.append(
             f'<rect x="{LABEL_WIDTH}" y="{y}" width="{width - LABEL_WIDTH - 8}" height="{ROW_HEIGHT - 3}" fill="#eee"/>'
         )
@@ -58,7 +58,7 @@ def draw_svg(timeline: Timeline, title: str = "", width: int = 1000) -> str:
 
 
 def draw_box(event: Event, x: float, y: float, scale: float, timeline: Timeline) -> list[str]:
-    """The rectangle of one action, and its microbatch where there is room."""
+    """Return the rectangle of one action, and its microbatch number if there is room."""
     action, width = event.action, (event.end - event.start) * scale
     opacity = 1 / (1 + 0.5 * (action.stage // timeline.n_ranks))
     box = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW_HEIGHT - 3}" fill="{COLOURS[action.kind]}"'
@@ -73,7 +73,7 @@ def draw_box(event: Event, x: float, y: float, scale: float, timeline: Timeline)
 
 
 def trace_chrome(timeline: Timeline) -> dict[str, object]:
-    """The timeline in Chrome's trace format (JSON): one thread a pp rank, times in microseconds."""
+    """Return the timeline in Chrome's trace format (JSON): one thread per pp rank, times in microseconds."""
     names = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"pp rank {rank}"}}
         for rank in range(timeline.n_ranks)

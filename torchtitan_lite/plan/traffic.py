@@ -1,25 +1,24 @@
-"""Bytes that one rank moves in one step, by mesh axis and operation: the closed form of what the dry run records.
+"""Bytes that one rank moves in one step, by mesh axis and operation: the closed form.
 
     axis              what travels                                      how often
     tp                hidden states (B, S/cp, D)                        4 times a layer and microbatch, and recompute
     cp                keys and values, and their gradients              2 or 3 times a layer and microbatch
     dp_shard x cp     parameters (compute dtype), gradients (fp32)      by ZeRO stage: once a microbatch, or a step
-    dp_replicate      the own shard of the gradients                    once a step
+    dp_replicate      the rank's shard of the gradients                 once a step
     pp                hidden states (B, S/cp/tp, D), their gradients    once a microbatch and border of stages
 
-Per rank, P = bytes of the whole tensor, n ranks: an all-gather or reduce-scatter moves P(n-1)/n, an all-reduce
-2P(n-1)/n, a send or receive P. The docstrings in parallel/ say why each of them is there. Numbers of a few bytes
-(token count, loss, gradient norm) are counted too, so that nothing is left over beside the dry run.
+Bytes are counted as in collectives.py. The docstrings in parallel/ say why each collective is needed. All-reduces of a
+few bytes (token count, loss, gradient norm) are counted too, so that the dry run and this form agree to the byte.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torchtitan_lite.config.layout import MESH_DIMS, Layout
-from torchtitan_lite.plan.simulator import Rows
-from torchtitan_lite.plan.workload import MASTER_BYTES, Stage, Workload
+from torchtitan_lite.config.layout import MESH_DIMS
+from torchtitan_lite.config.workload import MASTER_BYTES, Stage, Workload
+from torchtitan_lite.plan.collectives import share_moved
+from torchtitan_lite.plan.simulator import PipelineOrder
 
 
 @dataclass(frozen=True)
@@ -32,37 +31,8 @@ class Traffic:
     n_bytes: float  # that this rank moves in all of them
 
 
-@dataclass(frozen=True)
-class Moved:
-    """What one rank moves over a mesh axis in a step."""
-
-    n_calls: int
-    n_bytes: float
-
-
-def share_moved(operation: str, n_ranks: int, rank: int = 0, splits: Sequence[int] = ()) -> float:
-    """Part of the bytes of the whole tensor that one rank of a group moves.
-
-    `splits`: of an all-to-all, how many rows this `rank` has for each one; none where all get as many.
-    """
-    if operation == "all-to-all" and splits:
-        return 1 - splits[rank] / max(1, sum(splits))
-    ring = (n_ranks - 1) / n_ranks
-    return {"all-reduce": 2 * ring, "broadcast": 1, "send": 1, "receive": 1}.get(operation, ring)
-
-
-def name_axis(layout: Layout, ranks: list[int]) -> str:
-    """Mesh dims along which these ranks lie: those in which the first and the last of them differ."""
-    first, last, dims = ranks[0], ranks[-1], []
-    for dim in reversed(MESH_DIMS):  # innermost first
-        degree = layout.degrees[dim]
-        dims = [dim] * (first % degree != last % degree) + dims
-        first, last = first // degree, last // degree
-    return " x ".join(dims)
-
-
 class Tally:
-    """Adds up calls. Groups of one rank do not talk."""
+    """Sum calls by axis and operation. Groups of one rank have none."""
 
     def __init__(self, workload: Workload):
         self.layout = workload.layout
@@ -70,12 +40,12 @@ class Tally:
         self.n_bytes: Counter[tuple[str, str]] = Counter()
 
     def add(self, dims: tuple[str, ...], operation: str, count: int, whole_bytes: float) -> None:
-        """`count` calls on a tensor of `whole_bytes` over the group along `dims`."""
+        """Add `count` calls on a tensor of `whole_bytes` over the group along `dims`."""
         used = [dim for dim in dims if getattr(self.layout, dim) > 1]
         n = prod(getattr(self.layout, dim) for dim in used)
         if n == 1 or not count:
             return
-        share = 1 if operation == "all-to-all" else share_moved(operation, n)  # to the next rank goes all of it
+        share = 1 if operation == "all-to-all" else share_moved(operation, n)  # a ring sends all of it to the next rank
         key = " x ".join(used), operation
         self.count[key] += count
         self.n_bytes[key] += count * whole_bytes * share
@@ -84,32 +54,34 @@ class Tally:
         return [Traffic(*key, count, self.n_bytes[key]) for key, count in self.count.items()]
 
 
-def list_traffic(workload: Workload, pp_rank: int, rows: Rows) -> list[Traffic]:
-    """What a rank with this place on mesh dim `pp` moves in one step. `rows`: the order of work of each pp rank."""
+def list_traffic(workload: Workload, pp_rank: int, order: PipelineOrder) -> list[Traffic]:
+    """Return what a rank with this index on mesh dim `pp` moves in one step."""
     tally = Tally(workload)
     for index in workload.layout.stages_of(pp_rank):
         stage = workload.stages[index]
         add_tensor_parallel(tally, workload, stage)
         add_context_parallel(tally, workload, stage)
-        add_sharding(tally, workload, stage, [action.kind for action in rows[pp_rank] if action.stage == index])
+        add_sharding(tally, workload, stage, [action.kind for action in order[pp_rank] if action.stage == index])
         add_sends(tally, workload, index)
     add_numbers(tally)
     return tally.list()
 
 
 def add_tensor_parallel(tally: Tally, workload: Workload, stage: Stage) -> None:
-    """Recompute stops early: of a forward's four calls the last reduce-scatter does not come again."""
+    """Forward gathers each norm's output and scatters each rowwise layer's; backward mirrors that.
+
+    Recompute gathers again. Full recompute scatters again too, but stops before the last reduce-scatter.
+    """
     m, n_layers = workload.layout.n_microbatches, stage.n_layers
-    gathers = workload.average(
-        {"none": 4, "op": 6, "alternate": 6, "full": 6}
-    )  # of a layer, forward, recompute and backward
-    scatters = workload.average({"none": 4, "op": 4, "alternate": 4, "full": 5})
+    mirrored, again = workload.n_norms + workload.n_rowwise, workload.n_norms
+    gathers = mirrored + workload.average({"none": 0, "op": again, "alternate": again, "full": again})
+    scatters = mirrored + workload.average({"none": 0, "op": 0, "alternate": 0, "full": workload.n_rowwise - 1})
     tp, hidden = ("tp",), workload.hidden_bytes
     tally.add(tp, "all-gather", m * (n_layers * gathers + stage.has_embedding + stage.has_head), hidden)
     tally.add(tp, "reduce-scatter", m * (n_layers * scatters + stage.has_embedding + stage.has_head), hidden)
-    # Each rank's norm weights saw its part of the sequence: their gradients are added up when FSDP takes them.
+    # Each tp rank's norms saw its part of the sequence, so FSDP's reduction sums their gradients over tp too.
     # Sums over several microbatches are in fp32.
-    norms = (2 * n_layers + stage.has_head) * workload.n_reductions
+    norms = (workload.n_norms * n_layers + stage.has_head) * workload.n_reductions
     width = workload.compute_bytes if workload.n_reductions == m else MASTER_BYTES
     tally.add(tp, "all-reduce", norms, workload.shape.dim * width)
     if not stage.has_head:
@@ -117,15 +89,15 @@ def add_tensor_parallel(tally: Tally, workload: Workload, stage: Stage) -> None:
     if not workload.shards_loss:
         logits = workload.n_tokens * workload.shape.vocab_size * workload.compute_bytes
         tally.add(tp, "all-gather", m * workload.n_loss_chunks, logits / workload.n_loss_chunks)
-    elif workload.loss_chunk_tokens:  # of each rank, a sum of exponentials and the target's logit: fp32, of each token
+    elif workload.loss_chunk_tokens:  # from each rank and token: sum of exponentials, the target's logit, in fp32
         sums = workload.layout.tp * workload.n_tokens * 8
         tally.add(tp, "all-gather", m * workload.n_loss_chunks, sums / workload.n_loss_chunks)
-    else:  # maximum, sum of exponentials, the target's logit: fp32, of each token
+    else:  # from each token: maximum, sum of exponentials, the target's logit, in fp32
         tally.add(tp, "all-reduce", 3 * m, workload.n_tokens * 4)
 
 
 def add_context_parallel(tally: Tally, workload: Workload, stage: Stage) -> None:
-    """Forward, backward, and the forward again where all of it is recomputed; gradients of keys and values in fp32."""
+    """Forward, backward, and the recomputed forward of full recompute. Gradients of keys and values are fp32."""
     cp, n = ("cp",), workload.layout.cp
     calls = workload.layout.n_microbatches * stage.n_layers
     again = workload.average({"none": 0, "op": 0, "alternate": 0, "full": 1})
@@ -145,7 +117,7 @@ def add_context_parallel(tally: Tally, workload: Workload, stage: Stage) -> None
 
 
 def add_sharding(tally: Tally, workload: Workload, stage: Stage, kinds: list[str]) -> None:
-    """FSDP's gathers and reductions of each group of parameters (fsdp.py)."""
+    """FSDP gathers and reduces each group of parameters (fsdp.py). `kinds`: the stage's actions in their order."""
     if workload.is_whole:
         return
     shard = ("dp_shard", "cp")
@@ -159,7 +131,7 @@ def add_sharding(tally: Tally, workload: Workload, stage: Stage, kinds: list[str
 
 
 def count_gathers(kinds: list[str], workload: Workload, *, freed_after_forward: bool) -> int:
-    """How often a group's parameters are fetched in the course of a stage's actions.
+    """Return how often a stage's actions gather a group of parameters.
 
     ZeRO 3 frees them after each forward and each backward; in a pipeline torch frees them after forwards only.
     """
@@ -174,10 +146,10 @@ def count_gathers(kinds: list[str], workload: Workload, *, freed_after_forward: 
 
 
 def add_sends(tally: Tally, workload: Workload, index: int) -> None:
-    """Hidden states to the next stage and their gradients back, where that is on another rank."""
+    """Hidden states go to the next stage, gradients come back, where that stage is on another rank."""
     ranks = workload.layout.stage_ranks
     neighbours = [other for other in (index - 1, index + 1) if 0 <= other < len(ranks) and ranks[other] != ranks[index]]
-    for operation in ("send", "receive"):  # with each neighbour one of both: states or gradients
+    for operation in ("send", "receive"):  # with each neighbour one of each: states or gradients
         n_bytes = workload.hidden_bytes / workload.layout.tp
         tally.add(("pp",), operation, len(neighbours) * workload.layout.n_microbatches, n_bytes)
 

@@ -1,14 +1,15 @@
-"""`plan --published`: layouts that others have run and published, against what the closed form predicts for them.
+"""Layouts that others have run and published, against what the closed form predicts for them.
 
     assets/benchmarks/published_layouts.csv  ->  the closed form  ->  assets/benchmarks/published_layouts.md
 
-Nothing is fitted to a row: the constants are those of cluster.py, one set for each GPU. The runs are those of other
-code than ours, so a row says what it takes: recompute, fused attention, float8. Models other than Llama go through the
-closed form only. A GPT block has two matrices of 4D x D where Llama has three of F x D: it counts as F = 8D/3, which
+`python tests/test_published.py` writes the table; the test compares the committed one. Nothing is fitted to a row: the
+constants are those of config/cluster.py. The runs are those of other code than ours, so a row says its recompute, fused
+attention, float8. A GPT block has two matrices of 4D x D where Llama has three of F x D: it counts as F = 8D/3, which
 has the same parameters and FLOPs.
 """
 
 import csv
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,21 +17,26 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median
 
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from torchtitan_lite.config.cluster import CLUSTERS, Cluster
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_plan import name_modules
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.plan.forecast import Sketch, sketch
-from torchtitan_lite.plan.pace import StepTimeModel
-from torchtitan_lite.plan.schedule_order import pipeline_order
-from torchtitan_lite.plan.workload import Workload
+from torchtitan_lite.config.workload import Workload
+from torchtitan_lite.plan.forecast import QuickForecast, forecast_quickly
+from torchtitan_lite.plan.simulator import pipeline_order
+from torchtitan_lite.plan.step_time import StepTimeModel
 
 ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"
 TABLE = ROWS.with_suffix(".md")
 GIB = 2**30
+pytestmark = pytest.mark.slow
 TOLERANCES = {"throughput": 0.20, "memory": 0.15}
-COUNTED = {  # what is said of the forecasts -> the kinds of evidence behind it; "recalled" is evidence of nothing
+COUNTED = {  # title -> kinds of evidence; "recalled" counts for nothing
     "read, the constants chosen with them in view": ("read", "read in a copy"),
     "held out: read after the constants were chosen": ("held out",),
 }
@@ -49,7 +55,7 @@ H100_96 = replace(
 
 PREFACE = """# Published layouts and what the planner predicts
 
-Made by `python -m torchtitan_lite plan --published` from published_layouts.csv, by the closed form with the constants
+Made by `python tests/test_published.py` from published_layouts.csv, by the closed form with the constants
 of torchtitan_lite/config/cluster.py: one set for each GPU, none for a row.
 
 Published, predicted, error: first tokens per second and GPU, then GiB reserved (live bytes x reserve_factor). Rows of
@@ -66,11 +72,11 @@ class Row:
 
     facts: dict[str, str]  # of the file
     cluster: Cluster
-    forecast: Sketch
+    forecast: QuickForecast
 
     @property
     def errors(self) -> dict[str, float]:
-        """What -> predicted / published - 1, for what is published."""
+        """What -> predicted / published - 1."""
         errors = {}
         if published := self.facts["tokens_per_s_per_gpu"]:
             errors["throughput"] = self.forecast.rate.tokens_per_s_per_gpu / float(published) - 1
@@ -84,7 +90,7 @@ class Row:
 
 
 def read_published(path: Path = ROWS) -> list[Row]:
-    """Every row of the file with its forecast."""
+    """Return every row of the file with its forecast."""
     with path.open(newline="", encoding="utf-8") as file:
         return [predict_row(facts) for facts in csv.DictReader(file)]
 
@@ -103,7 +109,7 @@ def predict_row(facts: dict[str, str]) -> Row:
     cluster = H100_96 if facts["gpu"] == "h100-96" else CLUSTERS[facts["gpu"]]
     schedule = "1F1B" if number["stages_per_rank"] == 1 else "Interleaved1F1B"
     order = partial(pipeline_order, schedule, number["pp"], n_stages_per_rank=number["stages_per_rank"])
-    return Row(facts, cluster, sketch(StepTimeModel(workload, cluster), order))
+    return Row(facts, cluster, forecast_quickly(StepTimeModel(workload, cluster), order))
 
 
 def describe_shape(number: dict[str, int]) -> ModelArgs:
@@ -115,7 +121,7 @@ def describe_shape(number: dict[str, int]) -> ModelArgs:
 
 
 def describe_layout(number: dict[str, int]) -> Layout:
-    """Stages of equal length; embedding and head weigh one layer each where the layers alone do not divide."""
+    """Return equal stages; embedding and head count as a layer each where the layers alone do not divide."""
     pp, n_layers = number["pp"], number["n_layers"]
     n_stages = pp * number["stages_per_rank"]
     short = 1 if n_layers % n_stages else 0
@@ -138,19 +144,12 @@ def describe_layout(number: dict[str, int]) -> Layout:
     )
 
 
-def print_published(table_file: Path = TABLE) -> None:
-    """Prints the table and leaves it in assets/. Rows that are not met are listed below it."""
-    table = format_table(read_published())
-    table_file.write_text(table, encoding="utf-8")
-    print(f"{table}\nWritten to {table_file}.")
-
-
 def choose_rows(rows: list[Row], counted: str) -> list[Row]:
     return [row for row in rows if row.facts["evidence"] in COUNTED[counted]]
 
 
 def describe_counts(rows: list[Row]) -> list[str]:
-    """How many rows of each kind of evidence are met, how far off they are, and how many pairs are in wrong order."""
+    """Return for each kind of evidence: rows met, median error, pairs in wrong order."""
     lines = ["| rows | met | median error of throughput | pairs of one source in wrong order |", "|---|---|---|---|"]
     for counted in COUNTED:
         chosen = choose_rows(rows, counted)
@@ -161,12 +160,12 @@ def describe_counts(rows: list[Row]) -> list[str]:
 
 
 def find_unmet(row: Row) -> list[str]:
-    """What of a row is predicted outside its tolerance."""
+    """Return what is predicted outside its tolerance."""
     return [what for what, error in row.errors.items() if abs(error) > TOLERANCES[what]]
 
 
 def list_swaps(rows: list[Row]) -> list[tuple[Row, Row]]:
-    """Pairs of rows of one source that are predicted in the wrong order. Rows within 2 % of each other have none."""
+    """Return pairs of rows of one source in the wrong order. Rows within 2 % of each other have none."""
     swaps = []
     for first, second in combinations(rows, 2):
         published = [float(row.facts["tokens_per_s_per_gpu"]) for row in (first, second)]
@@ -179,7 +178,7 @@ def list_swaps(rows: list[Row]) -> list[tuple[Row, Row]]:
 
 
 def format_table(rows: list[Row]) -> str:
-    """Markdown: a table for each source, then how many rows are met, and which are not."""
+    """Return Markdown: a table for each source, then how many rows are met, and which are not."""
     lines = [PREFACE]
     names = ["model", "GPUs", "layout", "sequence", *["published", "predicted", "error"] * 2, "evidence"]
     head = f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
@@ -221,3 +220,66 @@ def format_row(row: Row) -> str:
         facts["evidence"],
     ]
     return f"| {' | '.join(cells)} |"
+
+
+# ---------------------------------------------------------------- tests
+
+
+@pytest.fixture(scope="module")
+def published():
+    return read_published()
+
+
+def test_published_rows_are_predicted_within_the_tolerances_but_for_those_listed(published):
+    in_view = [row for row in published if row.facts["evidence"] != "held out"]
+    unmet = {(row.facts["model"], row.facts["n_gpus"], row.facts["seq_len"]) for row in in_view if find_unmet(row)}
+    assert unmet == {
+        ("Llama 3.1 8B", "8", "131072"),
+        ("Llama 3.1 8B", "8", "262144"),
+        *(("MT-NLG 530B", n, "2048") for n in ("2240", "2800", "3360")),
+    }
+    assert all("memory" not in find_unmet(row) for row in published)
+    assert sum("memory" in row.errors for row in published) == 10
+    assert not list_swaps(in_view)
+
+
+def test_published_layouts_multiply_out_and_their_models_have_the_published_size(published):
+    sizes = {
+        "405B": 405e9,
+        "8B": 8.03e9,
+        "70B": 70e9,
+        "1008.0B": 1008e9,
+        "530B": 530e9,
+        "175B": 175e9,
+        "174.6B": 174.6e9,
+        **{"MPT 70B": 64.86e9, "MPT 30B": 29.97e9, "MPT 13B": 12.85e9, "MPT 7B": 6.66e9, "MPT 3B": 2.65e9},
+        **{"MPT 1B": 1.316e9, "MPT 760M": 0.7605e9},
+    }
+    for row in published:
+        number = {name: int(value) for name, value in row.facts.items() if value.isdecimal()}
+        assert number["tp"] * number["pp"] * number["cp"] * number["dp"] == number["n_gpus"]
+        model = row.facts["model"]
+        size = sizes.get(model if model.startswith("MPT") else model.split()[-1])
+        if size:
+            from_file = number["n_layers"] * (
+                2 * number["dim"] ** 2 * (1 + number["n_kv_heads"] / number["n_heads"])
+                + (3 if number["gated"] else 2) * number["dim"] * number["ffn_dim"]
+            ) + number["vocab_size"] * number["dim"] * (2 if number["gated"] else 1)
+            assert from_file == pytest.approx(size, rel=0.02), name_row(row)
+
+
+def test_the_committed_table_is_what_the_closed_form_predicts(published):
+    assert TABLE.read_text(encoding="utf-8") == format_table(published), "run: python tests/test_published.py"
+
+
+def test_only_rows_that_were_read_are_counted_and_the_chapter_has_these_counts(published):
+    rows = [line.strip("| ").split(" | ") for line in describe_counts(published)[2:]]
+    assert [(met, error) for _, met, error, _ in rows] == [("13 of 18", "10%"), ("24 of 46", "19%")]
+    assert sum(row.facts["evidence"] == "recalled" for row in published) == len(published) - 18 - 46 == 20
+    readme = (REPOSITORY / "torchtitan_lite" / "plan" / "README.md").read_text(encoding="utf-8")
+    for _, met, error, _ in rows:
+        assert met in readme and error.replace("%", " %") in readme
+
+
+if __name__ == "__main__":
+    TABLE.write_text(format_table(read_published()), encoding="utf-8")

@@ -1,0 +1,143 @@
+"""The world of a dry run: a process group without processes, stages without neighbours, kernels as on a GPU.
+
+    dist.init_process_group("fake")    all ranks, no processes: collectives return at once
+    StaticStage                        a pipeline stage that knows what it receives, and marks its actions in a Meter
+    kernels_of_gpus                    what CUDA's kernels keep for backward, on fake CPU tensors
+
+Effect: none outside of the context managers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.model import attention
+from torchtitan_lite.parallel import context_parallel, pipeline
+from torchtitan_lite.parallel.mesh import forget_groups
+from torchtitan_lite.plan.meter import Meter
+
+
+@contextmanager
+def fake_group(world_size: int, *, rank: int) -> Iterator[None]:
+    """Context manager: a process group of `world_size` ranks without processes. Its collectives return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget_groups()
+
+
+def leave_as_they_are(*args) -> None:
+    """Replace the rule for initial weights."""
+
+
+def make_batch(layout: Layout, seq_len: int) -> Batch:
+    """Return a rank's rows of a step. Their values do not matter."""
+    shape = (layout.global_batch_size // layout.dp, seq_len)
+    return Batch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(4)))
+
+
+@contextmanager
+def static_stages(config: Config, shape: ModelArgs, layout: Layout, meter: Meter) -> Iterator[None]:
+    """Context manager: microbatches set marks, and pipeline stages know their shapes without asking a neighbour."""
+    hidden = torch.empty(
+        (layout.microbatch_size, config.training.seq_len // layout.cp // layout.tp, shape.dim),
+        dtype=getattr(torch, config.training.mixed_precision_param),
+        device="meta",
+        requires_grad=True,
+    )
+    prepare = stepping.prepare_microbatch
+
+    def mark_and_prepare(*args, **kwargs) -> None:
+        meter.mark("microbatch")
+        prepare(*args, **kwargs)
+
+    with (
+        patch.object(stepping, "prepare_microbatch", mark_and_prepare),
+        # 1F1B refuses fewer microbatches than stages, though it runs with them.
+        patch.object(Schedule1F1B, "__init__", PipelineScheduleSingle.__init__),
+        patch.object(pipeline, "Stage", partial(StaticStage, hidden=hidden, meter=meter)),
+    ):
+        yield
+
+
+class StaticStage(pipeline.Stage):
+    """A stage that knows its shapes, and sets a mark for each action."""
+
+    def __init__(self, part, index, n_stages, device, *, group, hidden: Tensor, meter: Meter):
+        tokens = torch.empty(hidden.shape[:1], dtype=torch.int64, device="meta")
+        loss = torch.empty((), device="meta", requires_grad=True)
+        received, sent = tokens if index == 0 else hidden, loss if index == n_stages - 1 else hidden
+        super().__init__(part, index, n_stages, device, input_args=received, output_args=sent, group=group)
+        self.meter = meter
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        return torch.ones(1)  # all stages know their shapes
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        return torch.ones(1)
+
+    def forward_one_chunk(self, *args, **kwargs):
+        self.meter.mark(f"F{self.stage_index}")
+        return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args, full_backward: bool = True, **kwargs):
+        self.meter.mark(f"{'B' if full_backward else 'I'}{self.stage_index}")
+        return super().backward_one_chunk(*args, full_backward=full_backward, **kwargs)
+
+    def backward_weight_one_chunk(self, *args, **kwargs):
+        self.meter.mark(f"W{self.stage_index}")
+        return super().backward_weight_one_chunk(*args, **kwargs)
+
+    def perform_reduce_grad(self, *args, **kwargs):
+        self.meter.mark(f"reduce{self.stage_index}")
+        return super().perform_reduce_grad(*args, **kwargs)
+
+
+@contextmanager
+def kernels_of_gpus() -> Iterator[None]:
+    """Context manager: attention without a mask and fused norms, as on CUDA; a CPU has other kernels."""
+    with (
+        patch.object(attention, "attend_within_documents", attend_without_mask),
+        patch.object(context_parallel, "attend_within_documents", attend_without_mask),
+        patch.object(F, "rms_norm", normalize_in_one_kernel),
+    ):
+        yield
+
+
+def attend_without_mask(query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor, **places: Tensor) -> Tensor:
+    """Replace flex attention: the same tensors for backward, and the FLOPs of its worst case, all blocks."""
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+
+def normalize_in_one_kernel(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
+    return FusedNorm.apply(x, weight)
+
+
+class FusedNorm(torch.autograd.Function):
+    """The tensors of CUDA's RMS norm. A CPU has no such kernel: its steps keep three more tensors of the size of x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        per_token = x.sum(-1, dtype=torch.float32)  # stands for 1 / rms
+        ctx.save_for_backward(x, weight, per_token)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), gradient.flatten(0, -2).sum(0, dtype=weight.dtype)
