@@ -21,7 +21,7 @@ from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.model import chunked_loss, document_attention, llama3
 from torchtitan_lite.step import MODELS
 from torchtitan_lite.verify import against_hf, model_comparison
-from torchtitan_lite.verify.comparison import relative_error
+from torchtitan_lite.verify.reference import relative_error
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = ["--config", "debug", "--model.dim", "64", "--model.n_layers", "3", "--model.vocab_size", "300"]

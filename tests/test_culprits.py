@@ -29,13 +29,13 @@ from torchtitan_lite.plan.schedule_order import list_rows
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools import check
 from torchtitan_lite.verify import command as tool
+from torchtitan_lite.verify.certificate import Trial, describe_failure
 from torchtitan_lite.verify.culprit import MOST_OF_CRASH, name_crash, name_first_output
-from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, load_oracle, save_oracle, try_layout
+from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, load_reference, save_reference, try_layout
 from torchtitan_lite.verify.matrix import COLUMNS, ROWS, Cell, describe_grid, judge_matrix
 from torchtitan_lite.verify.module_outputs import OutputShare, observe_outputs
 from torchtitan_lite.verify.ranks import RankKilled, RankPool, RankTimeout, describe_stack
 from torchtitan_lite.verify.reduction import override
-from torchtitan_lite.verify.trial import Trial, describe_failure
 
 PP, TP, CP = (f"parallelism.{name}_parallel_degree" for name in ("pipeline", "tensor", "context"))
 SHARD = "parallelism.data_parallel_shard_degree"
@@ -54,8 +54,8 @@ def folder(tmp_path_factory):
 
 def observe(pool, folder, world_size: int, overrides: dict, mutant: str | None = None) -> tuple:
     config = compare.complete(overrides, world_size)
-    path = save_oracle(config, folder)
-    return pool.run(compare.run_mutant, world_size, mutant, observe_outputs, config, path), load_oracle(path)
+    path = save_reference(config, folder)
+    return pool.run(compare.run_mutant, world_size, mutant, observe_outputs, config, path), load_reference(path)
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,16 @@ from torchtitan_lite.verify.precision_parts import (
     sum_shares,
 )
 from torchtitan_lite.verify.precision_reference import RoundedProcess
-from torchtitan_lite.verify.precision_share import cut, find_short_share, make_late_batch
-from torchtitan_lite.verify.precision_trial import ORDER_OF_SUMS, choose_float8_sizes, try_bfloat16, try_float8
+from torchtitan_lite.verify.precision_trial import (
+    ORDER_OF_SUMS,
+    cut,
+    find_short_share,
+    make_late_batch,
+    try_bfloat16,
+    try_float8,
+)
 from torchtitan_lite.verify.reduction import override, reduce_config
+from torchtitan_lite.verify.small_runs import choose_float8_sizes
 
 FLOAT32 = {"training.mixed_precision_param": "float32"}
 HEALTHY = {

@@ -21,10 +21,11 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
+from torchtitan_lite.verify.command import TRIALS
+from torchtitan_lite.verify.difference import Slice, join_slices
 from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
 from torchtitan_lite.verify.reference import BLOCK, make_batch, repeat_block, run_one_process
-from torchtitan_lite.verify.slices import Slice, join_slices
-from torchtitan_lite.verify.small_trials import (
+from torchtitan_lite.verify.small_runs import (
     MOST_PARAMETERS,
     deepen,
     fit_shape,
@@ -32,7 +33,6 @@ from torchtitan_lite.verify.small_trials import (
     lengthen,
     measure_available_memory,
 )
-from torchtitan_lite.verify.trials import TRIALS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.toml"))

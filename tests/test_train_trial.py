@@ -37,12 +37,11 @@ from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.verify import train_trial
 from torchtitan_lite.verify.ranks import RankTimeout
 from torchtitan_lite.verify.reduction import Reduction, reduce_config
+from torchtitan_lite.verify.step_formulas import compute_rate_factor as compute_factor
 from torchtitan_lite.verify.train_checks import StartPlan, find_unlike_peers
-from torchtitan_lite.verify.train_corpus import cut_batch, make_text, write_corpus
-from torchtitan_lite.verify.train_reference import compute_factor
-from torchtitan_lite.verify.train_setup import choose_other_layout, make_config
+from torchtitan_lite.verify.train_reference import cut_batch, make_text, write_corpus
 from torchtitan_lite.verify.train_start import measure_slice
-from torchtitan_lite.verify.train_trial import try_train
+from torchtitan_lite.verify.train_trial import choose_other_layout, make_config, try_train
 
 ASYNC = {"checkpoint.async_mode": "async"}
 ACCUMULATION = {"training.local_batch_size": 1}

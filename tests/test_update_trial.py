@@ -16,12 +16,11 @@ from torchtitan_lite.components.optim import learning_rate_factor
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
 from torchtitan_lite.verify import update_trial
+from torchtitan_lite.verify.command import TRIALS
 from torchtitan_lite.verify.reduction import reduce_config
-from torchtitan_lite.verify.trials import TRIALS
-from torchtitan_lite.verify.update_reference import (
+from torchtitan_lite.verify.step_formulas import (
+    FORMULAS,
     LEFT,
-    MOMENTS,
-    MOVES,
     compute_clip_scale,
     compute_rate_factor,
     find_decay_start,
@@ -210,13 +209,13 @@ def test_the_reference_moves_weights_as_torch_does_in_float64(section):
         optimizer = torch.optim.AdamW([parameter], section.lr, betas, section.eps, section.weight_decay)
     else:
         optimizer = torch.optim.SGD([parameter], section.lr, weight_decay=section.weight_decay)
-    moments = {name: torch.zeros_like(weight) for name in MOMENTS[section.name]}
+    moments = {name: torch.zeros_like(weight) for name in FORMULAS[section.name].moments}
     for step in range(1, 6):
         rate = optimizer.param_groups[0]["lr"] = section.lr / step
         parameter.grad = 10.0 ** torch.randint(-9, 2, (500,), generator=generator) * torch.randn(
             500, dtype=torch.float64
         )
-        move = MOVES[section.name](section, weight, parameter.grad, moments, rate=rate, step=step)
+        move = FORMULAS[section.name].move(section, weight, parameter.grad, moments, rate=rate, step=step)
         weight, moments = weight + move.update, move.moments
         optimizer.step()
         assert compare.relative_error(parameter.detach(), weight) < 1e-14

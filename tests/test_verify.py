@@ -27,20 +27,20 @@ from torchtitan_lite.verify.bisection import FEATURES, bisect, find_smallest, li
 from torchtitan_lite.verify.certificate import (
     EXIT_STATUS,
     Certificate,
+    Trial,
     describe,
     describe_verdict,
     record_for_runs,
     report_for_programs,
 )
-from torchtitan_lite.verify.comparison import find_disagreement
+from torchtitan_lite.verify.command import TRIALS
 from torchtitan_lite.verify.culprit import name_first_output
-from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, load_oracle, save_oracle, try_layout
+from torchtitan_lite.verify.difference import find_disagreement
+from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, load_reference, save_reference, try_layout
 from torchtitan_lite.verify.matrix import COLUMNS, ROWS, Cell, describe_grid, plan_cell
 from torchtitan_lite.verify.module_outputs import cut_piece, observe_outputs
 from torchtitan_lite.verify.reduction import override, reduce_config
 from torchtitan_lite.verify.reference import make_batch
-from torchtitan_lite.verify.trial import Trial
-from torchtitan_lite.verify.trials import TRIALS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PP, TP, CP = (f"parallelism.{name}_parallel_degree" for name in ("pipeline", "tensor", "context"))
@@ -91,9 +91,9 @@ HEALTHY = {name: (LAYOUTS[name].world_size, LAYOUTS[name].overrides) for name in
 def test_no_module_of_a_healthy_layout_is_accused_and_every_one_is_looked_at(pool, folder, name):
     world_size, overrides = HEALTHY[name]
     config = compare.complete(overrides, world_size)
-    path = save_oracle(config, folder)
+    path = save_reference(config, folder)
     shares = pool.run(observe_outputs, world_size, config, path)
-    oracle = load_oracle(path)
+    oracle = load_reference(path)
     assert name_first_output(shares, oracle, FP32_TOLERANCE / 5) is None
     assert {module for share in shares for module in share.error} == set(oracle.outputs)
 
@@ -172,9 +172,9 @@ def test_a_forks_model_is_verified_unchanged(pool, folder, mutant, culprit):
     with WITH_FORK():
         trial = try_layout(config, 2, run_ranks, folder)
     assert (trial.culprit and trial.culprit.name) == culprit
-    usual = load_oracle(save_oracle(compare.complete({TP: 2}, 2), folder))
+    usual = load_reference(save_reference(compare.complete({TP: 2}, 2), folder))
     with WITH_FORK():
-        forked = load_oracle(save_oracle(config, folder))
+        forked = load_reference(save_reference(config, folder))
     assert abs(forked.losses[0] - usual.losses[0]) > 1e-3  # the oracle runs the fork's code
 
 

@@ -11,14 +11,18 @@ The number is the exit status. Only the first one leaves a record.
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from math import prod
 
-from torchtitan_lite.verify.comparison import Difference
+from torchtitan_lite.verify.culprit import Culprit, name_crash
 from torchtitan_lite.verify.degrees import AUTOMATIC, Degrees
+from torchtitan_lite.verify.difference import Difference
+from torchtitan_lite.verify.ranks import NoAnswer, RankFailure, RankTimeout
 from torchtitan_lite.verify.reduction import Reduction
-from torchtitan_lite.verify.trial import Trial
+
+RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank: RankPool.run, or one around it
 
 CERTIFIED, CERTIFIED_IN_PART, IN_PART = "certified", "certified in part", "in part"
 WRONG, NOT_FINISHED = "wrong", "not finished"
@@ -29,6 +33,55 @@ OUTSIDE = [
     "kernels of CUDA and collectives of NCCL: this ran on CPUs",
     "data, seed, speed and memory",
 ]
+WHAT_TO_DO = (
+    "On a slow machine give them more time, with --timeout; ranks that are at different places in the code may wait "
+    "for each other, and then no time is enough"
+)
+
+
+# ---------------------------------------------------------------- one trial
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One line of a certificate."""
+
+    what: str
+    error: float  # relative, unless `of` says otherwise
+    bound: float  # the largest error that is right
+    of: str  # what was compared, and how much of it
+
+    @property
+    def is_right(self) -> bool:
+        return self.error <= self.bound  # what is not a number is wrong
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came out of one trial."""
+
+    name: str
+    measures: list[Measure]  # empty where a rank crashed
+    faults: dict[str, str]  # measure -> what is wrong; empty: nothing is
+    culprit: Culprit | None  # what is wrong first
+    seconds: float
+    difference: Difference | None = None  # of trials that compare gradients
+    finished: bool = True  # False: ranks were killed or did not answer in time, so nothing is known
+    subject: str = ""  # what it looks at, in sizes: "12 layers of dim 16"
+    skipped: str = ""  # why it was not made, where it was not
+    is_missing: bool = False  # skipped although the run needs it: the certificate is one in part
+
+
+def describe_failure(name: str, failure: RankFailure, seconds: float) -> Trial:
+    """A trial in which a rank raised, was killed, or did not answer in time."""
+    if isinstance(failure, NoAnswer):
+        remedy = f". {WHAT_TO_DO}" if isinstance(failure, RankTimeout) else ""
+        return Trial(name, [], {"no answer": f"{failure}{remedy}"}, None, seconds, finished=False)
+    culprit = name_crash(str(failure))
+    return Trial(name, [], {"crash": f"{culprit.name}: {culprit.detail}"}, culprit, seconds)
+
+
+# ---------------------------------------------------------------- all of them
 
 
 @dataclass(frozen=True)

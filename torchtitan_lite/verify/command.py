@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,16 +21,31 @@ from torchtitan_lite.verify.certificate import (
     CERTIFIED,
     EXIT_STATUS,
     Certificate,
+    RunRanks,
+    Trial,
     describe,
     record_for_runs,
     report_for_programs,
 )
-from torchtitan_lite.verify.gradient_trial import try_layout
+from torchtitan_lite.verify.gradient_trial import try_deep, try_layout, try_long, try_real_width, try_wide
 from torchtitan_lite.verify.matrix import COLUMNS, ROWS, Cell, count_outcomes, describe_grid, judge_matrix, try_cell
+from torchtitan_lite.verify.precision_trial import try_bfloat16, try_float8
 from torchtitan_lite.verify.ranks import RankPool
 from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
-from torchtitan_lite.verify.trial import RunRanks, Trial
-from torchtitan_lite.verify.trials import TRIALS
+from torchtitan_lite.verify.train_trial import try_train
+from torchtitan_lite.verify.update_trial import try_updates
+
+# Name -> trial, in the order in which they are made. The first that finds a fault is the last.
+TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
+    "wide": try_wide,
+    "deep": try_deep,
+    "long": try_long,
+    "real width": try_real_width,
+    "updates": try_updates,
+    "train.py": try_train,
+    "bfloat16": try_bfloat16,
+    "float8": try_float8,
+}
 
 
 def main(args: list[str]) -> int:

@@ -38,8 +38,8 @@ from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, their_n
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
-from torchtitan_lite.verify.comparison import relative_error
-from torchtitan_lite.verify.trial import Measure
+from torchtitan_lite.verify.certificate import Measure
+from torchtitan_lite.verify.reference import relative_error
 
 LENGTH = 320  # tokens of a row: more than the 256 up to which some kernels take another path
 SHORT_LENGTH = 200

@@ -1,10 +1,10 @@
-"""What each module puts out, compared on each rank with the oracle's output of the same module.
+"""What each module puts out, compared on each rank with the reference's output of the same module.
 
-    oracle      rows x sequence x width
+    reference      rows x sequence x width
     one rank    its rows, microbatch by microbatch; of each its context-parallel head and tail; of these, or of the
                 heads, or of the width, its tensor-parallel slice
 
-Each rank cuts that piece out of the oracle's output and compares. Nothing travels.
+Each rank cuts that piece out of the reference's output and compares. Nothing travels.
 """
 
 import math
@@ -20,13 +20,13 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_csv import read_rows
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify.comparison import Coordinates, build_small_run, own_rows, relative_error
-from torchtitan_lite.verify.reference import ReferenceRun, make_batch_of, name_inputs
+from torchtitan_lite.verify.reference import ReferenceRun, make_batch_of, name_inputs, relative_error
+from torchtitan_lite.verify.share import Coordinates, build_small_run, own_rows
 
 
 @dataclass(frozen=True)
 class OutputShare:
-    """How far from the oracle one rank's modules are, with what they are given and what they put out.
+    """How far from the reference one rank's modules are, with what they are given and what they put out.
 
     All errors are relative, and those of the worst microbatch.
     """
@@ -40,11 +40,11 @@ class OutputShare:
     n_microbatches: int  # that it should have seen
 
 
-def observe_outputs(rank: int, world_size: int, config: Config, oracle_path: str) -> OutputShare:
-    """Worker: one forward and backward; every module's inputs and outputs compared with the oracle's. Collective."""
-    oracle: ReferenceRun = torch.load(oracle_path, weights_only=False, mmap=True)
-    run = build_small_run(config, world_size, oracle.method)
-    whole = make_batch_of(run.config, 0, oracle.method)
+def observe_outputs(rank: int, world_size: int, config: Config, reference_path: str) -> OutputShare:
+    """Worker: one forward and backward; every module's inputs and outputs compared with the reference's. Collective."""
+    reference: ReferenceRun = torch.load(reference_path, weights_only=False, mmap=True)
+    run = build_small_run(config, world_size, reference.method)
+    whole = make_batch_of(run.config, 0, reference.method)
     batch = stepping.shard_for_cp(run, own_rows(run, whole))
     n_tokens = stepping.count_global_tokens(run, batch)
     if run.schedule is not None:  # in its first step it also calls each part once to learn the shapes
@@ -56,7 +56,7 @@ def observe_outputs(rank: int, world_size: int, config: Config, oracle_path: str
     for part, fqns in zip(run.parts, stages, strict=True):
         part.register_forward_pre_hook(note_inputs_into(given_stages[fqns[0]]), with_kwargs=True)
         for name in list_visible_modules(part, config):
-            if name in oracle.outputs:
+            if name in reference.outputs:
                 part.get_submodule(name).register_forward_pre_hook(note_inputs_into(given[name]), with_kwargs=True)
                 part.get_submodule(name).register_forward_hook(note_output_into(put_out[name]))
     stepping.forward_backward(run, batch, n_tokens)
@@ -85,8 +85,8 @@ def observe_outputs(rank: int, world_size: int, config: Config, oracle_path: str
             name: measure_all(name, {**fields, "x": whole.tokens} if name == "tok_embeddings" else fields, seen)
             for name, seen in given_stages.items()
         },
-        inputs={name: measure_all(name, oracle.inputs[name], seen) for name, seen in given.items()},
-        error={name: measure(name, oracle.outputs[name], pieces) for name, pieces in put_out.items()},
+        inputs={name: measure_all(name, reference.inputs[name], seen) for name, seen in given.items()},
+        error={name: measure(name, reference.outputs[name], pieces) for name, pieces in put_out.items()},
         n_calls={name: len(pieces) for name, pieces in put_out.items()},
         n_microbatches=layout.n_microbatches,
     )
@@ -177,7 +177,7 @@ def compare_piece(
 
 
 def cut_piece(whole: Tensor, piece: Tensor, coordinates: Coordinates, layout: Layout, config: Config) -> Tensor:
-    """What `piece`, one rank's value for some rows, has to be. `whole` is the oracle's for these rows.
+    """What `piece`, one rank's value for some rows, has to be. `whole` is the reference's for these rows.
 
     The sequence dim is known by its length, which reduction.py makes unlike all other sizes. It is split over cp,
     but of documents, which every rank is given whole. A dim that is still longer than the piece's is split over tp.

@@ -44,6 +44,10 @@ from torchtitan_lite.verify.precision_parts import (
 )
 from torchtitan_lite.verify.reference import PlainDocumentAttention
 
+UNDER_CP: dict[str, Callable[[int, str], nn.Module]] = {  # model.attention -> attention of cp ranks, rotate method
+    "causal": RoundedContext,
+    "document": lambda n_ranks, method: RoundedDocumentContext(n_ranks),
+}
 Pieces = dict[str, list[list[Tensor]]]  # FQN of a block -> data-parallel rank -> microbatch
 
 
@@ -154,13 +158,12 @@ class RoundedProcess:
                 module.forward = partial(self._call_with_casts, module, own, style, module.forward)
             elif isinstance(style, PrepareModuleInput):
                 module.forward = partial(self._call_on_shares, module.forward)
+        attention, method = self.config.model.attention, self.config.parallelism.context_parallel_rotate_method
         for block in self.model.layers.values():
-            if self.config.model.attention == "document":
-                documents = RoundedDocumentContext(layout.cp) if layout.cp > 1 else PlainDocumentAttention()
-                block.attention.inner = documents
-            elif layout.cp > 1:
-                method = self.config.parallelism.context_parallel_rotate_method
-                block.attention.inner = RoundedContext(layout.cp, method)
+            if layout.cp > 1:
+                block.attention.inner = UNDER_CP[attention](layout.cp, method)
+            elif attention == "document":
+                block.attention.inner = PlainDocumentAttention()
 
     def _cast(self, fqn: str, cp_rank: int, share: int = 0) -> Tensor:
         """A weight in the compute dtype. Gradients of one cast are added in that dtype, those of several in fp32."""

@@ -86,8 +86,7 @@ class RankPool:
             raise ValueError(f"world_size {world_size} is larger than the pool of {self.n_ranks} ranks")
         if self._n_jobs == JOBS_PER_WORKER:
             self.close()
-        if not self._processes:
-            self._start()
+        self._start(world_size)
         self._n_jobs += 1
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             job = (function, world_size, folder, timeout_s, args, kwargs)
@@ -103,11 +102,12 @@ class RankPool:
             process.join()
         self._processes, self._connections, self._n_jobs = [], [], 0
 
-    def _start(self) -> None:
+    def _start(self, n_ranks: int) -> None:
+        """Start the workers that are missing, up to `n_ranks`."""
         os.environ.update(WORKER_ENVIRONMENT)  # read by libraries when the workers import them
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        for rank in range(self.n_ranks):
+        for rank in range(len(self._processes), n_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, theirs), daemon=True)
             process.start()

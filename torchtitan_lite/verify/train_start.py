@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.verify.share import cut_slice, slice_local_shard
 from torchtitan_lite.verify.train_reference import Expected
 
 TRAIN_PY = REPOSITORY / "train.py"
@@ -216,13 +216,9 @@ def measure_slice(tensor: Tensor | None, full: Tensor, *, roundings: int = 0) ->
     """
     if tensor is None:  # a moment that was not made
         return math.inf, 0.0
-    own = tensor
-    if isinstance(tensor, DTensor):
-        own = tensor.to_local()
-        full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
-    difference = (own.double() - full.double()).abs() - roundings * 2**-24 * full.double().abs()
-    wrong = difference.clamp(min=0).square().sum().item()
-    return wrong, full.double().square().sum().item()
+    own, right = slice_local_shard(tensor).double(), cut_slice(full, tensor).double()
+    difference = (own - right).abs() - roundings * 2**-24 * right.abs()
+    return difference.clamp(min=0).square().sum().item(), right.square().sum().item()
 
 
 def split_rows(batch: Batch) -> list[bytes]:

@@ -2,7 +2,7 @@
 
     given         gradients of each slice, by the seed of (step, FQN, place of the slice): copies get the same
     the run's     clip_grad_norm, step_if_finite, optimizer, lr_scheduler: `train_step` itself, without its backward
-    reference     update_reference.py, from what the slice and its moments were just before: errors do not add up
+    reference     step_formulas.py, from what the slice and its moments were just before: errors do not add up
     at the end    two steps that are not finite on one rank only
 
 Nothing is gathered: the parent adds up the squares that ranks find in their slices.
@@ -25,14 +25,8 @@ from torchtitan_lite import step as stepping  # through the module: a test may b
 from torchtitan_lite.checkpoint.state import name_tensors, set_step
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.config.schema import Config, LRScheduler
-from torchtitan_lite.verify.comparison import Coordinates, build_small_run, find_unequal_replicas
-from torchtitan_lite.verify.update_reference import (
-    MOMENTS,
-    MOVES,
-    compute_clip_scale,
-    compute_rate_factor,
-    find_decay_start,
-)
+from torchtitan_lite.verify.share import Coordinates, build_small_run, find_unequal_replicas
+from torchtitan_lite.verify.step_formulas import FORMULAS, compute_clip_scale, compute_rate_factor, find_decay_start
 
 NORMS = (2.0, 0.5, 1.0, 3.0)  # of the gradients of each step, in units of max_norm: cut, left, at the border, cut
 SPREAD = 6  # gradients of one tensor are up to that many powers of ten apart: near eps, and far above
@@ -89,7 +83,7 @@ def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str,
             set_step(run.lr_scheduler, position)  # as a run does that resumes
         step_beside_reference(run, share, index, position, sizes)
     named = {"weights": run.parameters}
-    for name in MOMENTS[config.optimizer.name]:
+    for name in FORMULAS[config.optimizer.name].moments:
         named[name] = {fqn: run.optimizer.state[parameter][name] for fqn, parameter in run.parameters.items()}
     for what, tensors in named.items():
         share.unequal_replicas |= {(what, *pair) for pair in find_unequal_replicas(tensors)}
@@ -119,7 +113,7 @@ def step_beside_reference(
     for fqn, parameter in run.parameters.items():
         gradient = gradients[fqn].double() * scale
         before = {name: tensor.double() for name, tensor in moments[fqn].items()}
-        move = MOVES[section.name](section, weights[fqn], gradient, before, rate=rate, step=index + 1)
+        move = FORMULAS[section.name].move(section, weights[fqn], gradient, before, rate=rate, step=index + 1)
         update = local_tensor(parameter).detach().double() - weights[fqn]
         share.gaps["clipped gradient", fqn, index] = measure_gap(clipped[fqn].double() - gradient, gradient)
         for name, after in copy_moments(run, fqn).items():
@@ -211,7 +205,7 @@ def copy_moments(run: stepping.Run, fqn: str) -> dict[str, Tensor]:
     """This rank's slices of the moments of one parameter, in their dtype; zeros before the first step."""
     parameter = run.parameters[fqn]
     state = run.optimizer.state.get(parameter, {})
-    names = MOMENTS[run.config.optimizer.name]
+    names = FORMULAS[run.config.optimizer.name].moments
     return {
         name: local_tensor(state[name] if state else torch.zeros_like(parameter)).detach().clone() for name in names
     }

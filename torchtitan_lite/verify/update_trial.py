@@ -5,7 +5,7 @@
                   whose gradients are not finite on one rank
     order         that of a step; what comes later is a consequence of what came earlier, most likely
 
-update_steps.py is one rank's part, update_reference.py holds the formulas.
+update_steps.py is one rank's part, step_formulas.py holds the formulas.
 """
 
 import math
@@ -21,15 +21,17 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.lever_checks import check_moments
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify.comparison import Coordinates, find_disagreement
+from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describe_failure
 from torchtitan_lite.verify.culprit import Culprit, describe_place
+from torchtitan_lite.verify.difference import find_disagreement
 from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction
-from torchtitan_lite.verify.trial import Measure, RunRanks, Trial, describe_failure
-from torchtitan_lite.verify.update_reference import LEFT, MOMENTS, MOVES, ROUNDING, compute_rate_factor
+from torchtitan_lite.verify.share import Coordinates
+from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT, ROUNDING, compute_rate_factor
 from torchtitan_lite.verify.update_steps import NORMS, NOT_FINITE, Gap, UpdateShare, measure_updates
 
 NAME = "updates"
+REMEDY = "add it to verify/step_formulas.py"
 # Of gradient norms, clipped gradients, moments and updates. Right code stays below 1e-7; fp32 alone makes 6e-8.
 TOLERANCE = 1e-6
 RATE_TOLERANCE = 1e-12  # of the peak: rates are Python's floats
@@ -65,7 +67,7 @@ def try_updates(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Tria
         judge_rates(shares, config),
         judge_norms(shares, config.training.max_norm),
         judge_slices("clipping", ["clipped gradient"], "gradients that the optimizer gets", shares, config, sizes),
-        judge_slices("moments", MOMENTS[section.name], f"in {section.moments_dtype}", shares, config, sizes),
+        judge_slices("moments", FORMULAS[section.name].moments, f"in {section.moments_dtype}", shares, config, sizes),
         judge_slices("update", ["update"], "bound: 1e-6, and what fp32 rounds off weights", shares, config, sizes),
         judge_copies(shares, sizes),
         judge_not_finite(shares),
@@ -94,10 +96,10 @@ def keep_own_optimizer(reduction: Reduction) -> Config:
 def find_obstacle(config: Config) -> str:
     """Why the trial cannot be made; empty where it can."""
     name, decay_type = config.optimizer.name, config.lr_scheduler.decay_type
-    if name not in MOVES:
-        return f"verify/update_reference.py has no formula for optimizer.name = {name!r}"
+    if name not in FORMULAS:
+        return f"the updates of optimizer.name = {name} have no reference: {REMEDY}"
     if decay_type not in LEFT:
-        return f"verify/update_reference.py has no formula for lr_scheduler.decay_type = {decay_type!r}"
+        return f"the rates of lr_scheduler.decay_type = {decay_type} have no reference: {REMEDY}"
     return "; ".join(str(problem) for problem in check_moments(config.optimizer))
 
 

@@ -16,9 +16,10 @@ from itertools import count
 from pathlib import Path
 
 from torchtitan_lite.config.flavors import ModelArgs, count_parameters
+from torchtitan_lite.config.float8_plan import BLOCK
 from torchtitan_lite.config.hardware import measure_cpu_memory
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_model
-from torchtitan_lite.config.pipeline_plan import check_microbatches, plan_stages
+from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism
 from torchtitan_lite.verify.reduction import (
     Change,
@@ -129,6 +130,47 @@ def describe_run(reduction: Reduction, small: Config, layout: Layout, subject: s
     if small.compile.enable != real.compile.enable:
         subject += ", not compiled"
     return SmallRun(small, layout, changes, subject)
+
+
+# ---------------------------------------------------------------- the run in its own arithmetic
+
+
+def shrink_for_precision(reduction: Reduction) -> dict[str, object]:
+    """Keys of a smaller run: rounding shows in one layer a stage, and in two where there are no stages.
+
+    Blocks are not compiled: aot_eager rounds as eager does (measured), and inductor's kernels are not those of a CPU.
+    """
+    config, layout = reduction.config, reduction.layout
+    keys: dict[str, object] = {"compile.enable": False, "model.n_layers": min(2, reduction.shape.n_layers)}
+    if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
+        keys["activation_checkpoint.mode"] = "full"
+    if layout.pp == 1:
+        return keys
+    n = len(layout.stages)
+    stages = [list(name_modules(range(i, i + 1), first=i == 0, last=i == n - 1)) for i in range(n)]
+    keys |= {"model.n_layers": n, "parallelism.module_fqns_per_model_part": stages}
+    keys["parallelism.pipeline_parallel_layers_per_stage"] = None
+    if layout.n_microbatches > n and not check_microbatches(config.parallelism, n, n, n):
+        keys["training.local_batch_size"] = n * layout.microbatch_size
+        keys["training.global_batch_size"] = n * layout.microbatch_size * layout.dp
+    return keys
+
+
+def choose_float8_sizes(reduction: Reduction) -> dict[str, object]:
+    """Sizes like those of the wide trial, in blocks that every tp rank can compute in float8."""
+    shape, layout = reduction.shape, reduction.layout
+    width = BLOCK * layout.tp
+    tokens = BLOCK * layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+
+    def round_up(size: int, unit: int) -> int:
+        return -(-size // unit) * unit
+
+    return {
+        "model.head_dim": BLOCK,
+        "model.dim": round_up(shape.dim * BLOCK // shape.head_dim, width),
+        "model.ffn_dim": round_up(shape.ffn_dim, width),
+        "training.seq_len": round_up(reduction.config.training.seq_len, tokens),
+    }
 
 
 # ---------------------------------------------------------------- sizes
