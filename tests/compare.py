@@ -1,7 +1,9 @@
 """The table model, and what tests need to put one of its layouts beside one process. The engine is that of `verify`."""
 
 import os
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from unittest.mock import patch
 
 import torch.distributed as dist
 from mutants import MUTANTS
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config import flavors
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler, Model, Optimizer, Training
 from torchtitan_lite.data.dataset import Batch
@@ -75,6 +78,14 @@ def run_mutant(rank: int, world_size: int, mutant: str | None, worker, *args, **
     """Worker: calls another one while that patch of mutants.py is in force, in this process only."""
     with MUTANTS[mutant].patch() if mutant else nullcontext():
         return worker(rank, world_size, *args, **options)
+
+
+def fork_known(model_class: type, init_parameter: Callable):
+    """Context manager: inside, model.name = "fork" is this class, whose block has llama3's row of BLOCKS."""
+    known = ExitStack()
+    known.enter_context(patch.dict(stepping.MODELS, {"fork": (model_class, init_parameter)}))
+    known.enter_context(patch.dict(flavors.BLOCKS, {"fork": flavors.BLOCKS["llama3"]}))
+    return known
 
 
 def all_ranks_agree(rank: int, world_size: int, value: object) -> bool:
