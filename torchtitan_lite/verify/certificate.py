@@ -58,7 +58,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came out of one trial."""
+    """Result of one trial."""
 
     name: str
     measures: list[Measure]  # empty where a rank crashed
@@ -73,7 +73,7 @@ class Trial:
 
 
 def describe_failure(name: str, failure: RankFailure, seconds: float) -> Trial:
-    """A trial in which a rank raised, was killed, or did not answer in time."""
+    """Return the result of a trial in which a rank raised, was killed, or did not answer in time."""
     if isinstance(failure, NoAnswer):
         remedy = f". {WHAT_TO_DO}" if isinstance(failure, RankTimeout) else ""
         return Trial(name, [], {"no answer": f"{failure}{remedy}"}, None, seconds, finished=False)
@@ -86,7 +86,7 @@ def describe_failure(name: str, failure: RankFailure, seconds: float) -> Trial:
 
 @dataclass(frozen=True)
 class Certificate:
-    """All that `verify` found out about one config."""
+    """Results of all trials of one config."""
 
     config_name: str
     reduction: Reduction
@@ -105,7 +105,7 @@ class Certificate:
 
 
 def describe(certificate: Certificate, *, verbose: bool) -> str:
-    """The verdict for people, with all that led to it."""
+    """Return the verdict for people, with all measures."""
     reduction = certificate.reduction
     lines = [f"{certificate.config_name} on {reduction.layout.world_size} ranks: {reduction.degrees}", ""]
     for trial in certificate.trials:
@@ -119,7 +119,7 @@ def describe(certificate: Certificate, *, verbose: bool) -> str:
 
 
 def describe_trial(trial: Trial) -> list[str]:
-    """Its measures, each with the largest error that is right."""
+    """Return the lines of a trial: each measure with its bound."""
     if trial.skipped:
         return [f"{trial.name}: not made, {trial.skipped}", ""]
     title = f"{trial.name}, {trial.seconds:.0f} s{': ' * bool(trial.subject)}{trial.subject}"
@@ -131,7 +131,7 @@ def describe_trial(trial: Trial) -> list[str]:
 
 
 def describe_gradients(trial: Trial, difference: Difference, *, verbose: bool) -> list[str]:
-    """Per kind of parameter, `layers.*.attention.wq.weight`, the worst one; with `verbose` each parameter."""
+    """Return a line per kind of parameter, `layers.*.attention.wq.weight`: the worst; with `verbose` all."""
     bound = next(measure.bound for measure in trial.measures if measure.what == "gradients")
     kinds = defaultdict(list)
     for fqn in difference.gradient:
@@ -147,7 +147,7 @@ def describe_gradients(trial: Trial, difference: Difference, *, verbose: bool) -
 
 
 def describe_verdict(certificate: Certificate) -> list[str]:
-    """The verdict, what it is for, and what stands in the way of a better one."""
+    """Return the verdict, what it is for, and what is missing for a better one."""
     verdict, degrees = certificate.verdict, certificate.reduction.degrees
     last = certificate.trials[-1]
     if verdict == NOT_FINISHED:
@@ -187,7 +187,7 @@ def show_tried(degrees: Degrees) -> str:
 
 
 def report_for_programs(certificate: Certificate) -> dict[str, object]:
-    """The same as plain types. Errors are relative; what is not finite is null."""
+    """Return the certificate as plain types. Errors are relative; what is not finite is null."""
     reduction, degrees = certificate.reduction, certificate.reduction.degrees
     wide = next((trial.difference for trial in certificate.trials if trial.name == "wide"), None)
     last = certificate.trials[-1]
@@ -240,7 +240,7 @@ def report_parameters(difference: Difference) -> dict[str, dict[str, object]]:
 
 
 def record_for_runs(certificate: Certificate) -> dict[str, object]:
-    """What a run of this config may say of itself: the short form of a certificate."""
+    """Return the short form of a certificate, which runs of this config print."""
     (wide,) = (trial.difference for trial in certificate.trials if trial.name == "wide")
     return {
         "layout": str(certificate.reduction.degrees),
@@ -253,5 +253,5 @@ def record_for_runs(certificate: Certificate) -> dict[str, object]:
 
 
 def finite(number: float) -> float | None:
-    """JSON knows no infinity."""
+    """Return None for infinity, which JSON does not have."""
     return number if number < float("inf") else None

@@ -31,7 +31,7 @@ MOST_OF_CRASH = 300  # characters that are shown of a crash
 
 @dataclass(frozen=True)
 class Culprit:
-    """What differs first. `name` is a module, a parameter, or what is exchanged."""
+    """The first difference. `name` is a module, a parameter, or what is exchanged."""
 
     kind: str  # initial weights, pieces, positions, documents, counted tokens, microbatches, module output, ...
     name: str
@@ -51,7 +51,7 @@ def name_culprit(
     reference: ReferenceRun,
     tolerance: float,
 ) -> Culprit:
-    """The first thing that differs; `faults` is not empty."""
+    """Return the first difference in the order of a step; `faults` is not empty."""
     shares = difference.shares
     if "initial" in faults:
         name = next(fqn for fqn, equal in difference.initial_equal.items() if not equal)
@@ -90,7 +90,7 @@ def name_culprit(
 
 
 def name_wrong_piece(outputs: list[OutputShare]) -> Culprit | None:
-    """What `shard_for_cp` leaves of the rows of a rank, if it is not what the reference cuts for that rank."""
+    """Return the field of the batch of which `shard_for_cp` leaves a rank other rows or tokens than its own."""
     errors = {name: [(share.coordinates, share.pieces[name]) for share in outputs] for name in list_fields(outputs)}
     wrong = {name: [at for at, error in pairs if error > 0] for name, pairs in errors.items()}
     wrong = {name: places for name, places in wrong.items() if places}
@@ -109,7 +109,7 @@ def list_fields(outputs: list[OutputShare]) -> list[str]:
 
 
 def name_first_output(outputs: list[OutputShare], reference: ReferenceRun, tolerance: float) -> Culprit | None:
-    """The first module in forward order with a microbatch too few, or with another output for the same inputs.
+    """Return the first module in forward order with a missing microbatch, or a wrong output from right inputs.
 
     Before it comes what modules are given beside hidden states. `tolerance`: no error above it is rounding.
     """
@@ -137,7 +137,7 @@ def name_first_output(outputs: list[OutputShare], reference: ReferenceRun, toler
 
 
 def measure_added(reference: ReferenceRun, name: str) -> float:
-    """How much of its output a block computes: ||y - x|| / ||y||. All other modules compute all of theirs.
+    """Return the share of its output that a block computes: ||y - x|| / ||y||. Other modules compute all.
 
     A block adds little to a large x, so that what is wrong in it is small beside its output, and so is its rounding.
     """
@@ -146,7 +146,7 @@ def measure_added(reference: ReferenceRun, name: str) -> float:
 
 
 def name_wrong_stage_piece(outputs: list[OutputShare]) -> Culprit | None:
-    """What a stage is given of the batch, microbatch by microbatch, if it is not the reference's."""
+    """Return the stage that is given other pieces of the batch than the reference's, in some microbatch."""
     for share in outputs:
         for first, errors in share.stage_pieces.items():
             for name in (name for name, error in errors.items() if error > 0):
@@ -162,7 +162,7 @@ def name_wrong_stage_piece(outputs: list[OutputShare]) -> Culprit | None:
 
 
 def name_wrong_side_input(outputs: list[OutputShare], reference: ReferenceRun, tolerance: float) -> Culprit | None:
-    """The first module that is given other rotary angles, positions or documents than the reference's."""
+    """Return the first module that is given other rotary angles, positions or documents."""
     for name, arguments in reference.inputs.items():
         for argument in (argument for argument in arguments if argument in SIDE_INPUTS):
             holders = [share for share in outputs if argument in share.inputs.get(name, {})]
@@ -177,7 +177,7 @@ def name_wrong_side_input(outputs: list[OutputShare], reference: ReferenceRun, t
 
 
 def name_first_input(outputs: list[OutputShare], reference: ReferenceRun, tolerance: float) -> Culprit | None:
-    """Where no module is to blame: the first value that is right where it is put out, and wrong where it is taken.
+    """Return the first value that is right as an output and wrong as an input.
 
     Else errors grow from module to module: the first module whose output is wrong is named, and that it is not alone.
     """
@@ -201,7 +201,7 @@ def name_first_input(outputs: list[OutputShare], reference: ReferenceRun, tolera
 
 
 def describe_place(wrong: list[Coordinates], n_holders: int) -> str:
-    """Where, if not everywhere: the coordinates that all wrong ranks have in common."""
+    """Return the coordinates that all wrong ranks share; or that all ranks are wrong."""
     if len(wrong) == n_holders:
         return " on every rank that holds it"
     common = [f"{dim} {at}" for dim, at in wrong[0].items() if all(other[dim] == at for other in wrong)]
@@ -209,7 +209,7 @@ def describe_place(wrong: list[Coordinates], n_holders: int) -> str:
 
 
 def name_first_gradient(difference: Difference, reference: ReferenceRun, tolerance: float) -> Culprit:
-    """The first one in backward order, whether it is only too large, and which ranks disagree about it."""
+    """Return the first wrong gradient in backward order, its scale, and the dims along which ranks disagree."""
     wrong = [fqn for fqn in reference.gradients if difference.gradient[fqn] > tolerance]
     name = wrong[0]
     values = [(s.coordinates, s.gradient_scale[name]) for s in difference.shares if name in s.gradient_scale]
@@ -229,7 +229,7 @@ def name_first_gradient(difference: Difference, reference: ReferenceRun, toleran
 
 
 def name_crash(text: str) -> Culprit:
-    """A rank that raised or died. The last line of its traceback says what; of a long one its ends are shown."""
+    """Return the culprit of a rank that raised or died: the last line of its traceback."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     last = show_text(lines[-1].strip(), MOST_OF_CRASH)
     if match := re.match(rf"(\S+\.)?{MissingFromPlan.__name__}: (?P<fqn>\S+) (?P<why>.*)", last):

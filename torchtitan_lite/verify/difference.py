@@ -17,7 +17,7 @@ from torchtitan_lite.verify.share import Coordinates, Share, Slice
 
 @dataclass
 class Difference:
-    """How far from the reference a layout is: for each measure the worst of all ranks."""
+    """Difference between a layout and the reference: for each measure the worst of all ranks."""
 
     initial_equal: dict[str, bool]  # by FQN, as in Share
     gradient: dict[str, float]
@@ -33,7 +33,7 @@ class Difference:
 
 
 def merge(shares: list[Share], fqns: Collection[str]) -> Difference:
-    """The worst of all ranks. Every parameter of the model, `fqns`, must have been seen by some rank."""
+    """Return the worst of all ranks. Every parameter of the model, `fqns`, must have been seen by some rank."""
 
     def worst(name: str, choose: Callable) -> dict:
         merged: dict = {}
@@ -57,7 +57,7 @@ def merge(shares: list[Share], fqns: Collection[str]) -> Difference:
 
 
 def find_faults(difference: Difference, tolerance: float) -> dict[str, str]:
-    """Which measures exceed `tolerance` (relative), each with what is worst. Empty: the layout computes the model."""
+    """Return the measures that exceed `tolerance` (relative), with the worst. Empty: the layout is right."""
     faults = {}
     unequal = [fqn for fqn, equal in difference.initial_equal.items() if not equal]
     if unequal:
@@ -96,7 +96,7 @@ def total_update_error(difference: Difference) -> float:
 
 
 def find_disagreement(values: list[tuple[Coordinates, float]], tolerance: float) -> list[str]:
-    """Mesh dims along which ranks hold different values: neighbours on that dim alone already disagree."""
+    """Return the mesh dims along which ranks disagree: neighbours on that dim alone hold different values."""
     dims = set()
     for (here, one), (there, other) in combinations(values, 2):
         apart = [dim for dim in here if here[dim] != there[dim]]
@@ -110,7 +110,7 @@ def find_disagreement(values: list[tuple[Coordinates, float]], tolerance: float)
 
 
 def join_shares(shares: list[Share]) -> list[Share]:
-    """The shares with their gradients' errors, as each rank would see them if it gathered what its slices belong to."""
+    """Return the shares with the errors of whole gradients, as if each rank had gathered them."""
     pairs = zip(shares, join_slices([share.slices for share in shares]), strict=True)
     return [
         replace(
@@ -123,7 +123,7 @@ def join_shares(shares: list[Share]) -> list[Share]:
 
 
 def join_slices(of_ranks: list[dict[str, Slice]]) -> list[dict[str, tuple[float, float]]]:
-    """By rank and FQN: relative error of the whole, and the factor of the reference's tensor that is nearest to it."""
+    """Return by rank and FQN the relative error of the whole, and its scale beside the reference's tensor."""
     wholes: dict[tuple, list[Slice]] = defaultdict(list)
     for slices in of_ranks:
         for fqn, piece in slices.items():
@@ -133,7 +133,7 @@ def join_slices(of_ranks: list[dict[str, Slice]]) -> list[dict[str, tuple[float,
 
 
 def join_whole(pieces: list[Slice]) -> tuple[float, float]:
-    """Relative error and factor; a zero reference demands zero, and what is not finite is infinitely wrong."""
+    """Return relative error and scale; a zero reference demands zero; what is not finite is infinitely wrong."""
     wrong, squared, product = (
         sum(getattr(piece, name) for piece in pieces) for name in ("wrong", "squared", "product")
     )

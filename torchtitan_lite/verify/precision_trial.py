@@ -68,7 +68,7 @@ GROWTH = (1.2, 2.0)
 
 
 def try_bfloat16(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    """One step in bfloat16. Where the run computes in float32 on every device it is skipped."""
+    """Make one step in bfloat16. Skipped where the run computes in float32 on every device."""
     if reduction.real.training.mixed_precision_param == "float32":
         return Trial("bfloat16", [], {}, None, 0.0, skipped="the run computes in float32")
     config = override(reduction.config, {"training.mixed_precision_param": "bfloat16"})
@@ -76,7 +76,7 @@ def try_bfloat16(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Tri
 
 
 def try_float8(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    """Two steps in float8, emulated, in the recipe of the run; between them all weights grow.
+    """Make two steps in float8, emulated, in the recipe of the run; between them all weights grow.
 
     What is not float8 is in bfloat16, whatever the run has: of float32 numbers that differ in their last bit, as they
     do with the place of a weight in memory (MKL), a few would become other float8 numbers.
@@ -98,7 +98,7 @@ def try_float8(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial
 def try_rounding(
     name: str, config: Config, reduction: Reduction, run_ranks: RunRanks, folder: Path, *, n_steps: int
 ) -> Trial:
-    """`n_steps` of `config`, with fewer layers and microbatches, beside one process that rounds alike."""
+    """Make `n_steps` of `config`, with fewer layers and microbatches, beside one process that rounds alike."""
     start = time.monotonic()
     if reduction.layout.cp > 1 and config.model.attention not in UNDER_CP:
         why = f"model.attention = {config.model.attention} under cp has no reference: add it to precision_reference.py"
@@ -125,7 +125,7 @@ def try_rounding(
 
 
 def run_rounded_process(config: Config, layout: Layout, last_position: int, n_steps: int) -> list[RoundedOutcome]:
-    """What each step has to give. Between steps the rows of every weight grow, the last ones most."""
+    """Return the right numbers of each step. Between steps the rows of every weight grow."""
     process = RoundedProcess(config, layout)
     outcomes = []
     for step in range(n_steps):
@@ -145,7 +145,7 @@ def make_late_batch(config: Config, step: int, last_position: int) -> Batch:
 
 @dataclass(frozen=True)
 class RoundingShare:
-    """How far from one process one rank is, in one step."""
+    """Difference between one rank and one process, in one step."""
 
     coordinates: Coordinates
     loss: float
@@ -156,7 +156,7 @@ class RoundingShare:
 
 
 def measure_rounding(rank: int, world_size: int, config: Config, path: str, last_position: int) -> list[RoundingShare]:
-    """Worker: builds the layout, steps it, and compares what this rank can see with `path`. Collective."""
+    """Worker: build the layout, step it, and compare what this rank sees with `path`. Collective."""
     outcomes: list[RoundedOutcome] = torch.load(path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size)
     following = iter(outcomes[1:])
@@ -182,7 +182,7 @@ Calls = dict[str, list[tuple[Tensor, Tensor | None]]]  # FQN of a block -> of ea
 
 @contextmanager
 def blocks_noted(run: stepping.Run) -> Iterator[Calls]:
-    """What enters and leaves the blocks of this rank in all calls inside."""
+    """Context manager: yields inputs and outputs of this rank's blocks in all calls inside."""
     calls: Calls = defaultdict(list)
     hooks = []
     for part in run.parts:
@@ -198,7 +198,7 @@ def blocks_noted(run: stepping.Run) -> Iterator[Calls]:
 
 
 def compare_blocks(run: stepping.Run, calls: Calls, expected: RoundedOutcome) -> tuple[dict, dict]:
-    """Errors of the rotation that enters each block, and of what leaves it."""
+    """Return the errors of the rotation that enters each block, and of its output."""
     layout, here = run.layout, run.mesh.coordinates()
     ranks = [here[dim] for dim in ("cp", "tp") if layout.degrees[dim] > 1]
     order = list_forward_order(run.config, layout)
@@ -213,7 +213,7 @@ def compare_blocks(run: stepping.Run, calls: Calls, expected: RoundedOutcome) ->
 
 
 def cut(whole: Tensor, own: Tensor, ranks: list[int]) -> Tensor:
-    """A rank's piece of `whole`, like `own`: along the first dim that is cut by its cp rank, then by its tp rank.
+    """Return a rank's piece of `whole`, like `own`: cut by its cp rank, then by its tp rank.
 
     `ranks`: of those two dims of the mesh, of which a dim of size 1 is left out.
     """
@@ -224,7 +224,7 @@ def cut(whole: Tensor, own: Tensor, ranks: list[int]) -> Tensor:
 
 
 def find_short_share(gradient: Tensor) -> float:
-    """The share of numbers, of those that are not 0, that bfloat16 holds. A sum of several such numbers needs more."""
+    """Return the share of the numbers other than 0 that bfloat16 holds. A sum of several needs more digits."""
     numbers = gradient[gradient != 0]
     return (numbers == numbers.bfloat16()).float().mean().item() if len(numbers) else 0.0
 
@@ -235,7 +235,7 @@ def find_short_share(gradient: Tensor) -> float:
 def list_measures(
     shares: list[list[RoundingShare]], outcomes: list[RoundedOutcome], layout: Layout, *, splits: bool
 ) -> list[Measure]:
-    """The lines of a certificate: the worst of all ranks and steps."""
+    """Return the lines of the certificate: the worst of all ranks and steps."""
 
     def worst(name: str) -> float:
         return max(max(getattr(share, name).values(), default=0.0) for of_rank in shares for share in of_rank)
@@ -258,7 +258,7 @@ def list_measures(
 
 
 def name_culprit(shares: list[list[RoundingShare]], outcomes: list[RoundedOutcome], measures: list[Measure]) -> Culprit:
-    """The first step, the first measure in the order of a step, and of it the first block or parameter."""
+    """Return the first difference: by step, then by measure, then by block or parameter."""
     bounds = {measure.what: measure.bound for measure in measures}
     for step, outcome in enumerate(outcomes):
         of_step = [of_rank[step] for of_rank in shares]

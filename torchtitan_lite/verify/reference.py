@@ -27,13 +27,13 @@ from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.verify.step_formulas import compute_clip_scale, move_sgd
 
-BLOCK = 1_000_003  # numbers; a prime, so that no row of a matrix begins as another one does
+BLOCK = 1_000_003  # numbers; a prime, so that no two rows of a matrix are equal
 NEVER_CLIPPED = 1e4  # no gradient norm of the second step is that many times max_norm
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a small run is compared with one process. Both are given the same one."""
+    """How a small run is compared with one process. Both sides get the same one."""
 
     # Two steps, of which the first is clipped and the second is not; parameters are compared whole, as a checkpoint
     # holds them. Without: the gradients of one step, clipped, slice by slice.
@@ -60,10 +60,10 @@ def make_batch(
     farthest_position: int = 0,
     tokens_per_document: int = 8,
 ) -> Batch:
-    """Random tokens. From row to row 0 to 90 % of the targets are not counted, in one of three rows or more none is.
+    """Return random tokens. 0 to 90 % of the targets are not counted, by row; in one of three rows or more none is.
 
-    Of a single row, the share that is not counted grows along the sequence. With `documents`, a new one begins at every
-    `tokens_per_document`-th token or so, at other places in each row, and its positions where those of the row do.
+    Of a single row, the share that is not counted grows along the sequence. With `documents`, a new one starts at about every
+    `tokens_per_document`-th token, at other places in each row, and its positions where those of the row do.
     """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(vocab_size, (n_rows, seq_len + 1), generator=generator)
@@ -85,7 +85,7 @@ def make_batch(
 
 
 def make_batch_of(config: Config, step: int, method: Method = WIDE) -> Batch:
-    """The global batch that a config asks for."""
+    """Return the global batch that a config asks for."""
     return make_batch(
         step,
         n_rows=config.training.global_batch_size,
@@ -98,20 +98,19 @@ def make_batch_of(config: Config, step: int, method: Method = WIDE) -> Batch:
 
 
 def choose_max_norm(config: Config, step: int) -> float:
-    """The gradient norm above which a step is clipped. It is so low that the first one is, and then so high that the
-    second one is not."""
+    """Return the gradient norm above which a step is clipped: so low that the first one is, and the second is not."""
     return config.training.max_norm * (1 if step == 0 else NEVER_CLIPPED)
 
 
 def choose_init(init_parameter: Callable, method: Method) -> Callable:
-    """The model's rule of the initial weights, or one that draws a block by that rule, and repeats it."""
+    """Return the model's rule of the initial weights, or one that repeats a block drawn by that rule."""
     return partial(repeat_block, init_parameter) if method.repeats_weights else init_parameter
 
 
 def repeat_block(
     init_parameter: Callable, fqn: str, full: Tensor, shape: ModelArgs, generator: torch.Generator
 ) -> None:
-    """Fills the full tensor of one parameter in place, ten times as fast where it has many times BLOCK numbers."""
+    """Fill the full tensor of one parameter in place, ten times as fast where it is many times BLOCK."""
     if full.numel() <= BLOCK:
         init_parameter(fqn, full, shape, generator)
         return
@@ -126,7 +125,7 @@ def repeat_block(
 
 @dataclass
 class ReferenceRun:
-    """What one process computed."""
+    """Numbers that one process computed."""
 
     method: Method
     initial: dict[str, Tensor]  # in the order of the model
@@ -140,7 +139,7 @@ class ReferenceRun:
 
 
 def build_model(config: Config, method: Method) -> nn.Module:
-    """The user's model with its initial weights; document attention by one explicit mask."""
+    """Return the user's model with its initial weights; "document" attention is replaced by an explicit mask."""
     model_class, init_parameter = stepping.MODELS[config.model.name]
     model = model_class(resolve_model(config.model), attention=config.model.attention)
     if config.model.attention == "document":
@@ -194,9 +193,7 @@ def measure_norm(gradients: Iterable[Tensor]) -> float:
 
 
 def record_first_backward(model: nn.Module, reference: ReferenceRun) -> list:
-    """Has a model note its modules' inputs and outputs in forward order and its gradients in backward order; hooks to
-    remove.
-    """
+    """Return hooks, to remove, that note inputs and outputs in forward order, and gradients in backward order."""
     hooks = []
     for name, module in model.named_modules():
 
@@ -222,14 +219,14 @@ def record_first_backward(model: nn.Module, reference: ReferenceRun) -> list:
 
 
 def name_inputs(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> dict[str, Tensor]:
-    """The tensors that a call gives to a module, by the names that its class has for them."""
+    """Return the tensors that a call gives to a module, by the names of its class."""
     # The class is asked, because recompute and compile put another `forward` on the module itself.
     given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     return {name: value for name, value in given.items() if isinstance(value, Tensor)}
 
 
 class PlainDocumentAttention(nn.Module):
-    """Causal attention within documents, by the one explicit mask that leaves no room for mistakes."""
+    """Causal attention within documents, by one explicit mask."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor) -> Tensor:
         seq_len = query.shape[2]

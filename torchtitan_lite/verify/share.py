@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
+from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch, rows_of_rank
@@ -104,7 +105,7 @@ def own_rows(run: stepping.Run, batch: Batch) -> Batch:
 def start_from_reference(run: stepping.Run, reference: ReferenceRun) -> None:
     """Give the run the reference's initial weights: each rank its slices."""
     for fqn, parameter in run.parameters.items():
-        slice_local_shard(parameter).copy_(cut_slice(reference.initial[fqn], parameter))
+        own_slice(parameter).copy_(cut_slice(reference.initial[fqn], parameter))
 
 
 # ---------------------------------------------------------------- whole tensors, two steps
@@ -125,8 +126,11 @@ def measure_layout(
         prepare(run, reference)
     batches = [own_rows(run, make_batch_of(run.config, step, method)) for step in range(method.n_steps)]
     n_tokens = int(stepping.count_global_tokens(run, stepping.shard_for_cp(run, batches[0])))
+    results = []
     with gradients_noted(run) as gradients:
-        results = [stepping.train_step(limit_norm(run, step), batch) for step, batch in enumerate(batches)]
+        for step, batch in enumerate(batches):
+            config = override(run.config, {"training.max_norm": choose_max_norm(run.config, step)})
+            results.append(stepping.train_step(replace(run, config=config), batch))
     losses = [result.loss.item() for result in results]
     grad_norms = [result.grad_norm.item() for result in results]
     weights = gather(run, lambda parameter: parameter)
@@ -150,11 +154,6 @@ def measure_layout(
         },
         unequal_replicas=find_unequal_replicas(run.parameters),
     )
-
-
-def limit_norm(run: stepping.Run, step: int) -> stepping.Run:
-    """Return the same run with the max_norm of that step of the reference."""
-    return replace(run, config=override(run.config, {"training.max_norm": choose_max_norm(run.config, step)}))
 
 
 @contextmanager
@@ -223,7 +222,7 @@ def measure_slices(
     reference: ReferenceRun = torch.load(reference_path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size, reference.method)
     initial_equal = {
-        fqn: torch.equal(slice_local_shard(parameter), cut_slice(reference.initial[fqn], parameter))
+        fqn: torch.equal(own_slice(parameter), cut_slice(reference.initial[fqn], parameter))
         for fqn, parameter in run.parameters.items()
     }
     if prepare is not None:
@@ -254,9 +253,8 @@ def measure_slices(
     )
 
 
-def slice_local_shard(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+def own_slice(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor).detach()
 
 
 def cut_slice(full: Tensor, like: Tensor) -> Tensor:
@@ -274,7 +272,7 @@ def measure_slice(tensor: Tensor, full: Tensor, coordinates: Coordinates) -> Sli
         for name, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True):
             split |= set() if placement.is_replicate() else set(SPLIT_ALONG.get(name, (name,)))
     wrong = squared = product = 0.0
-    own, expected = slice_local_shard(tensor), cut_slice(full, tensor)
+    own, expected = own_slice(tensor), cut_slice(full, tensor)
     for numbers, right in zip(own.flatten().split(PIECE), expected.flatten().split(PIECE), strict=True):
         numbers, right = numbers.double(), right.double()
         wrong += (numbers - right).square().sum().item()
@@ -285,7 +283,7 @@ def measure_slice(tensor: Tensor, full: Tensor, coordinates: Coordinates) -> Sli
 
 def sum_squares(tensor: Tensor) -> float:
     """Return the sum of the squares of this rank's slice, in float64."""
-    return sum(piece.double().square().sum().item() for piece in slice_local_shard(tensor).flatten().split(PIECE))
+    return sum(piece.double().square().sum().item() for piece in own_slice(tensor).flatten().split(PIECE))
 
 
 # ---------------------------------------------------------------- numbers

@@ -45,12 +45,12 @@ class Text:
     begins: frozenset[int]  # places of the first token of each document
 
     def count_samples(self, seq_len: int) -> int:
-        """Every token but the first is a target in one sample."""
+        """Return the number of samples: every token but the first is a target in one of them."""
         return -(-(len(self.tokens) - 1) // seq_len)
 
 
 def make_text(seed: int, n_tokens: int) -> Text:
-    """Random documents of 3 to MOST_DOCUMENT_TOKENS tokens."""
+    """Return random documents of 3 to MOST_DOCUMENT_TOKENS tokens."""
     draw = random.Random(seed)
     tokens, begins = [], []
     while len(tokens) < n_tokens:
@@ -60,7 +60,7 @@ def make_text(seed: int, n_tokens: int) -> Text:
 
 
 def write_corpus(folder: Path, train: Text, held_out: Text) -> None:
-    """A prepared corpus of these texts. The training documents are in two shards, cut at a border of documents."""
+    """Write a prepared corpus of these texts. The training documents are cut into two shards."""
     folder.mkdir(parents=True)
     middle = sorted(train.begins)[len(train.begins) // 2]
     manifest = Manifest(
@@ -81,7 +81,7 @@ def write_corpus(folder: Path, train: Text, held_out: Text) -> None:
 
 
 def write_shard(folder: Path, name: str, text: Text, start: int, stop: int) -> Shard:
-    """The documents in this stretch of a text: tokens and borders."""
+    """Write the documents in this stretch of a text: tokens and borders."""
     begins = sorted(place - start for place in text.begins if start <= place < stop)
     contents = {
         "tokens": array("H", text.tokens[start:stop]).tobytes(),
@@ -95,7 +95,7 @@ def write_shard(folder: Path, name: str, text: Text, start: int, stop: int) -> S
 
 
 def cut_sample(text: Text, sample: int, seq_len: int, *, restart_positions: bool) -> list[list[int]]:
-    """Tokens, targets, positions and document numbers of one sample, S each. Padding is a document of its own."""
+    """Return tokens, targets, positions and document numbers of one sample, S each. Padding is one document."""
     start, n = sample * seq_len, len(text.tokens)
     rows: list[list[int]] = [[], [], [], []]
     position = document = 0
@@ -119,7 +119,7 @@ def cut_sample(text: Text, sample: int, seq_len: int, *, restart_positions: bool
 def cut_batch(
     texts: Sequence[Text], samples: Sequence[tuple[int, int]], seq_len: int, *, restart_positions: bool
 ) -> Batch:
-    """A row for each (text, sample)."""
+    """Return a batch with a row for each (text, sample)."""
     rows = [cut_sample(texts[n], sample, seq_len, restart_positions=restart_positions) for n, sample in samples]
     return Batch(*(torch.tensor(field) for field in zip(*rows, strict=True)))
 
@@ -136,7 +136,7 @@ State = dict[str, dict[str, Tensor]]  # "weight", or the name of a moment -> FQN
 
 @dataclass(frozen=True)
 class Expected:
-    """Of lists, step n is number n - 1; there is one batch more than steps."""
+    """Numbers of one process. Step n is number n - 1 of a list; there is one batch more than steps."""
 
     batches: list[Batch]  # global
     rates: list[float]
@@ -199,7 +199,7 @@ def copy_state(state: State) -> State:
 
 
 def read_batch(config: Config, texts: Sequence[Text], step: int) -> Batch:
-    """The global batch of `step`, counted from 0."""
+    """Return the global batch of `step`, counted from 0."""
     training = config.training
     n_samples = [text.count_samples(training.seq_len) for text in texts]
     draws = Sampler(n_samples, weights=training.dataset_weights, seed=config.debug.seed)
@@ -210,7 +210,7 @@ def read_batch(config: Config, texts: Sequence[Text], step: int) -> Batch:
 
 @torch.no_grad()
 def validate_plainly(model: nn.Module, config: Config, texts: Sequence[Text]) -> dict[str, float]:
-    """The mean loss of all counted held-out tokens, its perplexity, and bits per byte of text."""
+    """Return the mean loss of all counted held-out tokens, its perplexity, and bits per byte of text."""
     seq_len = config.training.seq_len
     samples = [(n, sample) for n, text in enumerate(texts) for sample in range(text.count_samples(seq_len))]
     batch = cut_batch(texts, samples, seq_len, restart_positions=restarts_positions(config))

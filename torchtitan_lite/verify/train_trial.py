@@ -41,6 +41,7 @@ from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describ
 from torchtitan_lite.verify.degrees import DEGREE_KEYS
 from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
+from torchtitan_lite.verify.step_formulas import FORMULAS
 from torchtitan_lite.verify.train_checks import BOUNDS, Check, StartPlan, check_start
 from torchtitan_lite.verify.train_reference import N_WORDS, TOKENIZER, Text, make_text, run_reference, write_corpus
 from torchtitan_lite.verify.train_start import TRAIN_PY, Seen, start_train_py
@@ -50,7 +51,7 @@ SAVED_STEP, FIRST_END, SECOND_END = 2, 3, 4
 
 
 def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    """Two starts of train.py on the ranks of the layout, beside one process. `folder` keeps their files."""
+    """Start train.py twice on the ranks of the layout, beside one process. `folder` keeps their files."""
     begin = time.monotonic()
     if not TRAIN_PY.is_file():
         return Trial(NAME, [], {}, None, 0.0, skipped=f"there is no {TRAIN_PY}", is_missing=True)
@@ -75,7 +76,7 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
 
 
 def plan_starts(reduction: Reduction, folder: Path) -> tuple[StartPlan, StartPlan]:
-    """On the layout of the run, and on another one."""
+    """Return the start on the layout of the run, and the one on another layout."""
     config = make_config(reduction, folder)
     layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
     other, other_layout = choose_other_layout(config, layout)
@@ -92,7 +93,7 @@ def plan_starts(reduction: Reduction, folder: Path) -> tuple[StartPlan, StartPla
 
 
 def start_ranks(plan: StartPlan, run_ranks: RunRanks, expected_path: Path) -> list[Seen]:
-    """train.py on every rank; what each one saw. Raises RankFailure."""
+    """Run train.py on every rank; return what each one saw. Raises RankFailure."""
     path = plan.dump_folder.with_suffix(".toml")
     path.write_text(dump_config_toml(plan.config), encoding="utf-8")
     n_ranks = plan.layout.world_size
@@ -104,7 +105,7 @@ def start_ranks(plan: StartPlan, run_ranks: RunRanks, expected_path: Path) -> li
 
 
 def judge(checks: list[Check], subject: str, seconds: float) -> Trial:
-    """The worst of each measure, and what is wrong first."""
+    """Return the trial: the worst of each measure, and the first difference."""
     measures, faults = [], {}
     for name, (bound, of) in BOUNDS.items():
         of_measure = [check for check in checks if check.measure == name]
@@ -134,7 +135,7 @@ MOVES = [
 
 
 def make_config(reduction: Reduction, folder: Path) -> Config:
-    """What train.py is to run. `folder` is absolute and holds the corpora."""
+    """Return the config of train.py. `folder` is absolute and holds the corpora."""
     real, n_ranks = reduction.real, reduction.layout.world_size
     small = shrink(reduction.config, reduction.layout)
     schedule = choose_schedule(real.lr_scheduler)
@@ -166,7 +167,7 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
 
 
 def shrink(config: Config, layout: Layout) -> Config:
-    """As few microbatches and layers as run on this layout, two at least: time goes where the other trials look."""
+    """Return the config with as few microbatches and layers as run on this layout, two at least."""
     unit = config.training.global_batch_size // layout.n_microbatches
     accumulates = config.training.global_batch_size > config.training.local_batch_size * layout.dp
     for n in range(2, layout.n_microbatches):
@@ -192,12 +193,12 @@ def can_run(config: Config, world_size: int) -> bool:
 
 
 def choose_optimizer(real: Optimizer, small: Optimizer, *, warms_up: bool) -> Optimizer:
-    """The real one, if a checkpoint has to hold its moments, with numbers that do not amplify rounding.
+    """Return the real optimizer if it has moments, with numbers that do not amplify rounding; else SGD.
 
     Rates are such that updates stand out from the rounding of the weights that they are added to. Three times these
     rates, and the error of one parameter's moment grew to 1.1e-5 in four steps (Llama 3.2 1B, reduced).
     """
-    if real.name != "AdamW":
+    if real.name not in FORMULAS or not FORMULAS[real.name].moments:
         return replace(small, lr=2.0, weight_decay=0.01)
     return replace(
         real,
@@ -212,7 +213,7 @@ def choose_optimizer(real: Optimizer, small: Optimizer, *, warms_up: bool) -> Op
 
 
 def choose_schedule(real: LRScheduler) -> LRScheduler:
-    """The decay of the real one, or its warm-up where it has no decay: then the third step's rate is like no other."""
+    """Return the real decay, or its warm-up where it has none: then the third step's rate is like no other."""
     if real.decay_ratio == 0 or real.min_lr_factor == 1:
         return LRScheduler(warmup_steps=SCHEDULED_STEPS, total_steps=SCHEDULED_STEPS, decay_ratio=0.0)
     ratio = None if real.decay_ratio is None else 1 - 1 / SCHEDULED_STEPS
@@ -220,7 +221,7 @@ def choose_schedule(real: LRScheduler) -> LRScheduler:
 
 
 def write_corpora(config: Config) -> tuple[list[Text], list[Text]]:
-    """Writes training.dataset; returns what is in it: training documents and held-out ones, of each corpus.
+    """Write training.dataset; return training documents and held-out ones of each corpus.
 
     Four steps read more samples than there are, so that a second epoch begins; the last batch of held-out samples is
     filled up with padding.
@@ -236,7 +237,7 @@ def write_corpora(config: Config) -> tuple[list[Text], list[Text]]:
 
 
 def choose_other_layout(config: Config, layout: Layout) -> tuple[Config, Layout]:
-    """The first of MOVES that can run on as many ranks; where none can, the same layout."""
+    """Return the first of MOVES that can run on as many ranks; where none can, the same layout."""
     for source, target in MOVES:
         if (degree := getattr(layout, source)) > 1:
             factor = next(n for n in range(2, degree + 1) if degree % n == 0)
@@ -249,7 +250,7 @@ def choose_other_layout(config: Config, layout: Layout) -> tuple[Config, Layout]
 
 
 def plan_moved(config: Config, degrees: dict[str, int]) -> tuple[Config, Layout]:
-    """The same global batch on a mesh of these degrees. Raises ConfigError where that cannot run."""
+    """Return the same global batch on a mesh of these degrees. Raises ConfigError where that cannot run."""
     n_rows = config.training.global_batch_size // (degrees["dp_replicate"] * degrees["dp_shard"])
     overrides = {
         **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()},

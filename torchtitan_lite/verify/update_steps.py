@@ -44,7 +44,7 @@ class Gap(NamedTuple):
         return Gap(*(one + two for one, two in zip(self, other, strict=True)))
 
     def relative(self, tolerance: float) -> tuple[float, float]:
-        """Error and the largest that is right, in units of the reference's norm, or absolute where that is zero."""
+        """Return error and bound, in units of the reference's norm, or absolute where that is zero."""
         scale = math.sqrt(self.reference) or 1.0
         allowed = tolerance * math.sqrt(self.reference) + math.sqrt(self.rounding)
         return math.sqrt(self.error) / scale, allowed / scale
@@ -52,7 +52,7 @@ class Gap(NamedTuple):
 
 @dataclass
 class UpdateShare:
-    """What one rank found."""
+    """Numbers and errors of one rank."""
 
     coordinates: Coordinates
     rates: list[tuple[int, list[float]]] = field(default_factory=list)  # at a step of the schedule, of each group
@@ -65,7 +65,7 @@ class UpdateShare:
 
 
 def choose_positions(section: LRScheduler) -> list[int]:
-    """Where in the user's own schedule the steps are made: its beginning, its peak, and twice in its decay."""
+    """Return four steps of the user's schedule: its start, its peak, and two in its decay."""
     start, end = find_decay_start(section), section.total_steps
     if start >= end:  # no decay
         start = 0
@@ -74,7 +74,7 @@ def choose_positions(section: LRScheduler) -> list[int]:
 
 
 def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str, int]) -> UpdateShare:
-    """Worker: makes the steps and compares them. `sizes`: numbers of each parameter of the whole model. Collective."""
+    """Worker: make the steps and compare them. `sizes`: numbers of each parameter of the model. Collective."""
     run = build_small_run(config, world_size)
     share = UpdateShare(run.mesh.coordinates())
     positions = choose_positions(run.config.lr_scheduler)
@@ -96,7 +96,7 @@ def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str,
 def step_beside_reference(
     run: stepping.Run, share: UpdateShare, index: int, position: int, sizes: dict[str, int]
 ) -> None:
-    """One step of the run at `position` of its schedule, compared slice by slice. Collective."""
+    """Make one step of the run at `position` of its schedule, and compare every slice. Collective."""
     section, max_norm = run.config.optimizer, run.config.training.max_norm
     gradients = draw_gradients(run, index, sizes)
     weights = {fqn: local_tensor(parameter).detach().double() for fqn, parameter in run.parameters.items()}
@@ -122,7 +122,7 @@ def step_beside_reference(
 
 
 def step_without_effect(run: stepping.Run, share: UpdateShare, name: str, value: float, sizes: dict[str, int]) -> None:
-    """One step with a single gradient of the last rank not finite: notes what says or does otherwise. Collective."""
+    """Make one step with a single gradient of the last rank not finite; note any effect. Collective."""
     gradients = draw_gradients(run, 0, sizes)
     if dist.get_rank() == dist.get_world_size() - 1:
         next(slice_ for slice_ in gradients.values() if slice_.numel()).view(-1)[0] = value
@@ -139,7 +139,7 @@ def step_without_effect(run: stepping.Run, share: UpdateShare, name: str, value:
 
 
 def draw_gradients(run: stepping.Run, index: int, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """Gradients of this rank's slices, fp32; of all slices together the norm is NORMS[index] * max_norm.
+    """Return gradients of this rank's slices, fp32; the norm of all slices is NORMS[index] * max_norm.
 
     Each slice gets the share of the squares that it has of all numbers, so no rank needs to know the others' slices.
     One number in eight is zero; the others differ by SPREAD powers of ten, for only some are near eps.
@@ -160,7 +160,7 @@ def draw_gradients(run: stepping.Run, index: int, sizes: dict[str, int]) -> dict
 
 
 def describe_slice(tensor: Tensor) -> str:
-    """Coordinates on the mesh dims that split a tensor: the same on all ranks that hold the same slice."""
+    """Return the coordinates on the dims that split a tensor: equal on all ranks with the same slice."""
     if not isinstance(tensor, DTensor):
         return "whole"
     mesh = tensor.device_mesh
@@ -174,7 +174,7 @@ def hash_of(text: str) -> int:
 
 @contextmanager
 def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator[None]:
-    """Steps inside get these gradients, each this rank's slice, instead of those of a batch."""
+    """Context manager: steps inside get these gradients, this rank's slices, instead of those of a batch."""
 
     @torch.no_grad()
     def give(run: stepping.Run, batch: None) -> Tensor:
@@ -189,7 +189,7 @@ def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator
 
 @contextmanager
 def clipped_noted(run: stepping.Run) -> Iterator[dict[str, Tensor]]:
-    """Copies of this rank's slices of the gradients, as the optimizer of a step inside gets them."""
+    """Context manager: yields copies of this rank's gradients, as the optimizer of a step inside gets them."""
     clipped: dict[str, Tensor] = {}
     step_if_finite = stepping.step_if_finite
 
@@ -202,7 +202,7 @@ def clipped_noted(run: stepping.Run) -> Iterator[dict[str, Tensor]]:
 
 
 def copy_moments(run: stepping.Run, fqn: str) -> dict[str, Tensor]:
-    """This rank's slices of the moments of one parameter, in their dtype; zeros before the first step."""
+    """Return this rank's slices of a parameter's moments, in their dtype; zeros before the first step."""
     parameter = run.parameters[fqn]
     state = run.optimizer.state.get(parameter, {})
     names = FORMULAS[run.config.optimizer.name].moments
@@ -216,7 +216,7 @@ def read_rates(run: stepping.Run) -> list[float]:
 
 
 def beyond_rounding(value: Tensor, reference: Tensor) -> Tensor:
-    """Error of each number, less that of the nearest number in the dtype of `value`. `reference` is float64.
+    """Return the error of each number beyond that of the nearest number in the dtype of `value`.
 
     So moments in bf16, whose steps are 0.4 to 0.8 %, are measured as finely as those in fp32: a value that rounds to
     the other neighbour is right if both are equally near.
