@@ -62,8 +62,8 @@ def make_batch(
 ) -> Batch:
     """Return random tokens. 0 to 90 % of the targets are not counted, by row; in one of three rows or more none is.
 
-    Of a single row, the share that is not counted grows along the sequence. With `documents`, a new one starts at about every
-    `tokens_per_document`-th token, at other places in each row, and its positions where those of the row do.
+    Of a single row, the share that is not counted grows along the sequence. With `documents`, a new one starts at about
+    every `tokens_per_document`-th token, at other places in each row, and its positions restart where the row's do.
     """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(vocab_size, (n_rows, seq_len + 1), generator=generator)
