@@ -1,7 +1,9 @@
 """The table model, and what tests need to put one of its layouts beside one process. The engine is that of `verify`."""
 
 import os
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from unittest.mock import patch
 
 import torch.distributed as dist
 from mutants import MUTANTS
@@ -9,23 +11,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config import flavors
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler, Model, Optimizer, Training
 from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.verify import comparison
-from torchtitan_lite.verify import reference as oracle
-from torchtitan_lite.verify.comparison import (
-    Difference,
-    Share,
-    find_faults,
-    gather,
-    merge,
-    own_rows,
-    relative_error,
-    total_update_error,
-)
+from torchtitan_lite.verify import reference, share
+from torchtitan_lite.verify.difference import Difference, find_faults, merge, total_update_error
 from torchtitan_lite.verify.reduction import override
-from torchtitan_lite.verify.reference import run_one_process
+from torchtitan_lite.verify.reference import relative_error, run_one_process
+from torchtitan_lite.verify.share import Share, gather, own_rows
 
 __all__ = [
     "Difference",
@@ -57,7 +51,7 @@ TABLE_CONFIG = Config(
 
 
 def make_batch(step: int, vocab_size: int, n_rows: int = GLOBAL_BATCH_SIZE, *, documents: bool = False) -> Batch:
-    return oracle.make_batch(step, n_rows=n_rows, seq_len=SEQ_LEN, vocab_size=vocab_size, documents=documents)
+    return reference.make_batch(step, n_rows=n_rows, seq_len=SEQ_LEN, vocab_size=vocab_size, documents=documents)
 
 
 def complete(overrides: dict[str, object], world_size: int, base: Config = TABLE_CONFIG) -> Config:
@@ -72,18 +66,26 @@ def complete(overrides: dict[str, object], world_size: int, base: Config = TABLE
 
 def build_table_run(world_size: int, overrides: dict[str, object], base: Config = TABLE_CONFIG) -> stepping.Run:
     """A run of the table model."""
-    return comparison.build_small_run(complete(overrides, world_size, base), world_size)
+    return share.build_small_run(complete(overrides, world_size, base), world_size)
 
 
 def measure_layout(rank: int, world_size: int, overrides: dict[str, object], oracle_path: str) -> Share:
     """Worker: one row of the table."""
-    return comparison.measure_layout(rank, world_size, complete(overrides, world_size), oracle_path)
+    return share.measure_layout(rank, world_size, complete(overrides, world_size), oracle_path)
 
 
 def run_mutant(rank: int, world_size: int, mutant: str | None, worker, *args, **options) -> object:
     """Worker: calls another one while that patch of mutants.py is in force, in this process only."""
     with MUTANTS[mutant].patch() if mutant else nullcontext():
         return worker(rank, world_size, *args, **options)
+
+
+def fork_known(model_class: type, init_parameter: Callable):
+    """Context manager: inside, model.name = "fork" is this class, whose block has llama3's row of BLOCKS."""
+    known = ExitStack()
+    known.enter_context(patch.dict(stepping.MODELS, {"fork": (model_class, init_parameter)}))
+    known.enter_context(patch.dict(flavors.BLOCKS, {"fork": flavors.BLOCKS["llama3"]}))
+    return known
 
 
 def all_ranks_agree(rank: int, world_size: int, value: object) -> bool:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from layouts import CHUNKS, MODE, PP, SCHEDULE, TP, ZERO, Row
+from layouts import CHUNKS, COMPILED, MODE, PP, SCHEDULE, TP, WHOLE_LOGITS, ZERO, Row
 from mutant_table import CP2, DOCUMENTS, RING, mutant
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -116,7 +116,7 @@ def masked_targets_counted():
 
 
 @mutant(
-    "tp2 compile, many chunks",
+    Row(2, {TP: 2, **COMPILED, **WHOLE_LOGITS, MODE: "none", "model.n_layers": 1}),
     "gradient",
     ("gradient", "tok_embeddings.weight"),
     cause="the embedding's AsyncCollectiveTensor",

@@ -18,9 +18,9 @@ import compare
 from mutants import MUTANTS
 
 from torchtitan_lite.verify.certificate import Certificate, describe_trial, describe_verdict
+from torchtitan_lite.verify.command import TRIALS
 from torchtitan_lite.verify.ranks import RankPool
 from torchtitan_lite.verify.reduction import reduce_config
-from torchtitan_lite.verify.trials import TRIALS
 
 
 def main(names: list[str]) -> int:

@@ -14,14 +14,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.flavors import RopeScaling
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.model import attention, chunked_loss, llama3
+from torchtitan_lite.model import attention as attentions
+from torchtitan_lite.model import chunked_loss, llama3
 from torchtitan_lite.step import MODELS
 from torchtitan_lite.verify import against_hf, model_comparison
-from torchtitan_lite.verify.comparison import relative_error
+from torchtitan_lite.verify import command as tool
+from torchtitan_lite.verify.reference import relative_error
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = ["--config", "debug", "--model.dim", "64", "--model.n_layers", "3", "--model.vocab_size", "300"]
@@ -93,8 +94,7 @@ def folder_of(tmp_path_factory):
 
 
 def run(folder: Path, args: list[str], *more: str) -> int:
-    options, config_args = make_verify_parser().parse_known_args(["--against-hf", str(folder), *args, *more])
-    return against_hf.main(read_config(config_args), options)
+    return tool.main(["--against-hf", str(folder), *args, *more])
 
 
 def report(capsys, folder: Path, args: list[str]) -> tuple[int, dict]:
@@ -139,16 +139,17 @@ def test_weights_in_bfloat16_are_compared_as_the_float32_numbers_that_they_are(t
 
 
 def test_the_table_names_every_kind_of_parameter_and_what_was_not_compared(folder_of, capsys):
+    assert run(folder_of(SMALL), SMALL, "--verbose") == 0
+    assert "layers.2.attention.wk.weight" in capsys.readouterr().out
     assert run(folder_of(SMALL), SMALL) == 0
     said = capsys.readouterr()
     assert said.out.count("x3") == 9 and "BAD" not in said.out
     assert "layers.*.feed_forward.w2.weight" in said.out and "not compared: bfloat16" in said.out
     assert said.out.endswith("equal: the model file computes transformers' model\n")
     assert "it needs about" in said.err.partition("comparing near")[0]
-    assert run(folder_of(SMALL), SMALL, "--verbose") == 0
-    assert "layers.2.attention.wk.weight" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_compares_from_a_cold_start(folder_of):
     command = [sys.executable, "-m", "torchtitan_lite", "verify", *SMALL, "--against-hf", str(folder_of(SMALL))]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
@@ -251,109 +252,65 @@ def leave_the_last_norm_out(monkeypatch):
     build_with(monkeypatch, build)
 
 
+BOTH, ATTENTION = {"near", "far"}, "the input of layers.0.attention.wo, "
+BACKWARD = "no module's output differs, only the loss or the backward"
+
+
+def attention(broken):
+    return replaced(attentions.CausalAttention, "forward", broken)
+
+
+def feed_forward(broken):
+    return replaced(llama3.FeedForward, "forward", broken)
+
+
+def angles(broken):
+    return replaced(llama3, "rotary_angles", broken)
+
+
 BROKEN = {  # name -> (arguments, what breaks the model file, batches that see it, what is named first)
     "rotary pairs in another order": (
         [],
         replaced(llama3, "rotate", turn_halves),
-        {"near", "far"},
-        "the input of layers.0.attention.wo, off by * from token 1 of row 0 on (position *",
+        BOTH,
+        f"{ATTENTION}*token 1 of row 0*",
     ),
-    "keys turned the other way": (
-        [],
-        replaced(llama3, "rotate", turn_keys_backwards),
-        {"near", "far"},
-        "the input of layers.0.attention.wo, off by * from token 1 of row 0 on (position *",
-    ),
-    "another epsilon of the norm": (
-        [],
-        deaf_to(norm_eps=1e-6),
-        {"near", "far"},
-        "the output of layers.0.attention_norm, off by *",
-    ),
-    "another theta": ([], deaf_to(rope_theta=10000.0), {"near", "far"}, "the input of layers.0.attention.wo, *"),
-    "no scaling of RoPE": (
-        SCALED,
-        deaf_to(rope_scaling=None),
-        {"near", "far"},
-        "the input of layers.0.attention.wo, *",
-    ),
-    "another factor of scaled RoPE": (
-        SCALED,
-        deaf_to(rope_scaling=RopeScaling(factor=32.0)),
-        {"near", "far"},
-        "the input of layers.0.attention.wo, *",
-    ),
-    "another first context of scaled RoPE": (
+    "keys turned back": ([], replaced(llama3, "rotate", turn_keys_backwards), BOTH, f"{ATTENTION}*token 1 of row 0*"),
+    "another epsilon": ([], deaf_to(norm_eps=1e-6), BOTH, "the output of layers.0.attention_norm, *"),
+    "another theta": ([], deaf_to(rope_theta=10000.0), BOTH, f"{ATTENTION}*"),
+    "no scaling of RoPE": (SCALED, deaf_to(rope_scaling=None), BOTH, f"{ATTENTION}*"),
+    "another factor": (SCALED, deaf_to(rope_scaling=RopeScaling(factor=32.0)), BOTH, f"{ATTENTION}*"),
+    "another first context": (
         SCALED,
         deaf_to(rope_scaling=RopeScaling(factor=8.0, original_length=4096)),
-        {"near", "far"},
-        "the input of layers.0.attention.wo, *",
+        BOTH,
+        f"{ATTENTION}*",
     ),
     "a table of angles that ends": (
         SCALED,
-        replaced(llama3, "rotary_angles", keep_positions_below_8192),
+        angles(keep_positions_below_8192),
         {"far"},
-        "the input of layers.0.attention.wo, off by * from token 160 of row 0 on (position 8217)",
+        f"{ATTENTION}*token 160 of row 0 on (position 8217)",
     ),
-    "positions not read": (
-        [],
-        replaced(llama3, "rotary_angles", count_positions_itself),
-        {"far"},
-        "the input of layers.0.attention.wo, off by * from token 1 of row 0 on (position 26)",
-    ),
-    "key/value heads in turns": (
-        [],
-        replaced(attention.CausalAttention, "forward", group_in_turns),
-        {"near", "far"},
-        "the input of layers.0.attention.wo, off by * from token 0 of row 0 *",
-    ),
-    "scores scaled twice": (
-        [],
-        replaced(attention.CausalAttention, "forward", scale_twice),
-        {"near", "far"},
-        "the input of layers.0.attention.wo, *",
-    ),
-    "attention to 256 tokens": (
-        [],
-        replaced(attention.CausalAttention, "forward", see_256_tokens),
-        {"near", "far"},
-        "the input of layers.0.attention.wo, off by * from token 256 of row 0 on (position *",
-    ),
-    "attention to the next token": (
-        [],
-        replaced(attention.CausalAttention, "forward", see_the_next_token),
-        {"near", "far"},
-        "the input of layers.0.attention.wo, off by * from token 0 of row 0 *",
-    ),
+    "positions not read": ([], angles(count_positions_itself), {"far"}, f"{ATTENTION}*token 1 of row 0*(position 26)"),
+    "key/value heads in turns": ([], attention(group_in_turns), BOTH, f"{ATTENTION}*token 0 of row 0 *"),
+    "scores scaled twice": ([], attention(scale_twice), BOTH, f"{ATTENTION}*"),
+    "attention to 256 tokens": ([], attention(see_256_tokens), BOTH, f"{ATTENTION}*token 256 of row 0 *"),
+    "attention to the next token": ([], attention(see_the_next_token), BOTH, f"{ATTENTION}*token 0 of row 0 *"),
     "attention to other documents": (
         DOCUMENTS,
-        replaced(attention, "attend_within_documents", see_other_documents),
+        replaced(attentions, "attend_within_documents", see_other_documents),
         {"near"},
-        "the input of layers.0.attention.wo, off by * from token 100 of row 2 on (position 0)",
+        f"{ATTENTION}*token 100 of row 2 on (position 0)",
     ),
-    "gate and up exchanged": (
-        [],
-        replaced(llama3.FeedForward, "forward", swap_gate_and_up),
-        {"near", "far"},
-        "the input of layers.0.feed_forward.w2, *",
-    ),
-    "no norm in the last layer": (
-        [],
-        leave_the_last_norm_out,
-        {"near", "far"},
-        "the input of layers.2.attention.wq, *",
-    ),
-    "no gradient through the gate": (
-        [],
-        replaced(llama3.FeedForward, "forward", keep_the_gradient_from_the_gate),
-        {"near", "far"},
-        "no module's output differs, only the loss or the backward",
-    ),
-    "the last chunk of the loss left out": (
+    "gate and up exchanged": ([], feed_forward(swap_gate_and_up), BOTH, "the input of layers.0.feed_forward.w2, *"),
+    "no norm in the last layer": ([], leave_the_last_norm_out, BOTH, "the input of layers.2.attention.wq, *"),
+    "no gradient through the gate": ([], feed_forward(keep_the_gradient_from_the_gate), BOTH, BACKWARD),
+    "the last chunk left out": (
         [],
         replaced(chunked_loss.ChunkedLoss, "differentiate", leave_the_last_chunk_out),
-        {"near", "far"},
-        "no module's output differs, only the loss or the backward",
+        BOTH,
+        BACKWARD,
     ),
 }
 
@@ -404,17 +361,13 @@ def refused(capsys, folder: Path, args: list[str], *more: str) -> str:
     return said.err
 
 
-def test_without_transformers_one_line_says_how_to_install_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(against_hf, "find_spec", lambda name: None)
-    why = refused(capsys, tmp_path, SMALL)
-    (line,) = [line for line in why.splitlines() if "not installed" in line]
-    assert f'{sys.executable} -m pip install "transformers>=5" -c constraints.txt' in line
-
-
-def test_transformers_that_cannot_be_imported_says_why(tmp_path, monkeypatch, capsys):
+def test_missing_or_broken_transformers_are_refused_with_the_way_to_install_them(tmp_path, monkeypatch, capsys):
     def fail(name):
         raise ImportError("no module named regex")
 
+    monkeypatch.setattr(against_hf, "find_spec", lambda name: None)
+    (line,) = [line for line in refused(capsys, tmp_path, SMALL).splitlines() if "not installed" in line]
+    assert f'{sys.executable} -m pip install "transformers>=5" -c constraints.txt' in line
     monkeypatch.setattr(against_hf, "find_spec", lambda name: name)
     monkeypatch.setattr(against_hf, "import_module", fail)
     assert "cannot be imported: no module named regex" in refused(capsys, tmp_path, SMALL)
@@ -426,20 +379,17 @@ def folder(folder_of, tmp_path) -> Path:
     return shutil.copytree(folder_of(SMALL), tmp_path / "folder")
 
 
-def test_a_folder_that_is_none_or_lacks_a_file_is_refused_by_its_name(folder, capsys):
-    assert "config.json cannot be read" in refused(capsys, folder / "nothing", SMALL)
-    (folder / "model.safetensors").rename(folder / "elsewhere")
-    assert "model.safetensors" in refused(capsys, folder, SMALL)
-    (folder / "config.json").unlink()
-    assert "config.json cannot be read" in refused(capsys, folder, SMALL)
-
-
-def test_another_shape_than_the_configs_is_refused_with_the_key_to_set(folder, folder_of, capsys):
+def test_a_folder_that_lacks_a_file_or_holds_another_shape_is_refused_with_the_key_to_set(folder, folder_of, capsys):
     assert "Set model.n_layers = 3" in refused(capsys, folder, [*SMALL, "--model.n_layers", "4"])
     assert "Set model.norm_eps = 1e-05" in refused(capsys, folder, [*SMALL, "--model.norm_eps", "1e-6"])
     assert "Choose the flavor" not in refused(capsys, folder, [*SMALL, *TIED])
     assert "Set model.tie_embeddings = true" in refused(capsys, folder_of([*SMALL, *TIED]), SMALL)
     assert 'Set model.rope_scaling = "none"' in refused(capsys, folder, [*SMALL, *SCALED])
+    assert "config.json cannot be read" in refused(capsys, folder / "nothing", SMALL)
+    (folder / "model.safetensors").rename(folder / "elsewhere")
+    assert "model.safetensors" in refused(capsys, folder, SMALL)
+    (folder / "config.json").unlink()
+    assert "config.json cannot be read" in refused(capsys, folder, SMALL)
 
 
 def test_a_model_without_counterpart_is_refused_by_the_parameter_that_has_none(folder, monkeypatch, capsys):
@@ -452,14 +402,13 @@ def test_a_model_without_counterpart_is_refused_by_the_parameter_that_has_none(f
     assert "1 of its parameters are not those of a Llama, layers.1.attention.wq.bias" in refused(capsys, folder, SMALL)
 
 
-def test_weights_that_are_not_finite_are_refused_by_name(folder, capsys):
+def test_weights_that_are_not_finite_are_refused_by_name_and_too_little_memory_before_anything_is_loaded(
+    folder, monkeypatch, capsys
+):
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert "layers.1.feed_forward.w3.weight holds NaN or infinity" in refused(capsys, folder, SMALL)
-
-
-def test_too_little_memory_is_told_before_anything_is_loaded(folder, monkeypatch, capsys):
     monkeypatch.setattr(against_hf, "measure_cpu_memory", lambda: 2**24)
     monkeypatch.setattr(against_hf, "build_ours", pytest.fail)
     why = refused(capsys, folder, SMALL)

@@ -1,6 +1,7 @@
 """One collective of each mesh dim is broken in turn: no request gets a certificate that names this dim."""
 
 from contextlib import AbstractContextManager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
@@ -83,26 +84,27 @@ BROKEN = {  # mesh dim -> what breaks its collective
     "pp": hidden_states_not_sent,
     "tp": partial_products_not_summed,
 }
+slow = partial(pytest.param, marks=pytest.mark.slow)
 # On how many ranks, and the degrees asked for; dp_shard is automatic where it is not given.
 REQUESTS = [
     ("dp_replicate", 2, {REPLICATE: 2}),
-    ("dp_replicate", 4, {REPLICATE: 2}),
-    ("dp_replicate", 4, {REPLICATE: 2, TP: 2}),
     ("dp_replicate", 2, {REPLICATE: 2, PP: 2, TP: 2}),
     ("dp_shard", 2, {}),
-    ("dp_shard", 4, {SHARD: 2, TP: 2}),
-    ("dp_shard", 2, {SHARD: 8, PP: 2}),
-    ("cp", 2, {CP: 2}),
     ("cp", 3, {CP: 8, **RING}),
-    ("cp", 4, {CP: 2, TP: 2}),
     ("cp", 2, {CP: 2, PP: 2, SHARD: 1}),
     ("pp", 2, {PP: 2}),
-    ("pp", 2, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
-    ("pp", 4, {PP: 4, SHARD: 2}),
     ("pp", 1, {PP: 2}),
     ("tp", 2, {TP: 2}),
-    ("tp", 4, {TP: 2, PP: 2}),
-    ("tp", 1, {TP: 2, CP: 2}),
+    slow("dp_replicate", 4, {REPLICATE: 2}),
+    slow("dp_replicate", 4, {REPLICATE: 2, TP: 2}),
+    slow("dp_shard", 4, {SHARD: 2, TP: 2}),
+    slow("dp_shard", 2, {SHARD: 8, PP: 2}),
+    slow("cp", 2, {CP: 2}),
+    slow("cp", 4, {CP: 2, TP: 2}),
+    slow("pp", 2, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
+    slow("pp", 4, {PP: 4, SHARD: 2}),
+    slow("tp", 4, {TP: 2, PP: 2}),
+    slow("tp", 1, {TP: 2, CP: 2}),
 ]
 
 

@@ -85,7 +85,8 @@ def test_a_fork_is_checked_planned_and_explained(make, name):
     check, planned = [*keys, "--ranks=4", "--json"], [*keys, "--gpus=4", "--json"]
     answers = run_tools(folder, check=check, plan=planned, explain=planned)
     assert {tool: status for tool, (status, _, _) in answers.items()} == {"check": 0, "plan": 0, "explain": 0}, answers
-    assert json.loads(answers["check"][1])["parameters"] > 0
+    block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64 + (2 * 16 if name == "a model" else 0)
+    assert json.loads(answers["check"][1])["parameters"] == 2 * block + 2 * 2304 * 64 + 64
 
 
 def test_an_attention_that_context_parallel_cannot_compute_is_refused_there(make):

@@ -28,9 +28,7 @@ from layouts import (
     Row,
 )
 
-from torchtitan_lite.components.optim import learning_rate_factor
 from torchtitan_lite.config.layout import plan_layout, resolve_model
-from torchtitan_lite.config.schema import LRScheduler
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import SampleReader
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -38,11 +36,9 @@ from torchtitan_lite.verify import train_trial
 from torchtitan_lite.verify.ranks import RankTimeout
 from torchtitan_lite.verify.reduction import Reduction, reduce_config
 from torchtitan_lite.verify.train_checks import StartPlan, find_unlike_peers
-from torchtitan_lite.verify.train_corpus import cut_batch, make_text, write_corpus
-from torchtitan_lite.verify.train_reference import compute_factor
-from torchtitan_lite.verify.train_setup import choose_other_layout, make_config
+from torchtitan_lite.verify.train_reference import cut_batch, make_text, write_corpus
 from torchtitan_lite.verify.train_start import measure_slice
-from torchtitan_lite.verify.train_trial import try_train
+from torchtitan_lite.verify.train_trial import choose_other_layout, make_config, try_train
 
 ASYNC = {"checkpoint.async_mode": "async"}
 ACCUMULATION = {"training.local_batch_size": 1}
@@ -51,13 +47,15 @@ DECAY = {"lr_scheduler.decay_ratio": 0.2, "lr_scheduler.decay_type": "cosine", "
 
 HEALTHY = {
     "one rank": Row(1, {**ADAMW, **DECAY}),
-    "one rank offloaded": Row(1, OFFLOAD),
     "dp2 tied, documents, two corpora": Row(2, {"model.tie_embeddings": True, **DOCUMENTS, **TWO_CORPORA, **ADAMW}),
+    "pp2 x cp2 documents": Row(4, {PP: 2, CP: 2, **DOCUMENTS, **ASYNC}),
+    "pp2 DualPipeV": Row(2, {PP: 2, SCHEDULE: "DualPipeV", MODE: "none", **ADAMW, **ASYNC}),
+}
+SLOW = {
+    "one rank offloaded": Row(1, OFFLOAD),
     "hsdp2x2 accumulation": Row(4, {REPLICATE: 2, **ACCUMULATION, **ADAMW, **ASYNC}),
     "cp2 x tp2 ring compile": Row(4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED, **ADAMW}),
     "dp2 compile, memory budget": Row(2, {**BUDGET, "model.n_layers": 2, **ADAMW}),
-    "pp2 x cp2 documents": Row(4, {PP: 2, CP: 2, **DOCUMENTS, **ASYNC}),
-    "pp2 DualPipeV": Row(2, {PP: 2, SCHEDULE: "DualPipeV", MODE: "none", **ADAMW, **ASYNC}),
     "pp2 x dp2 x tp2 Interleaved1F1B": Row(8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B", **ADAMW, **ASYNC, **DECAY}),
 }
 
@@ -66,12 +64,13 @@ def reduce_row(row: Row) -> Reduction:
     return reduce_config(compare.complete(row.overrides, row.world_size), row.world_size)
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", [*HEALTHY, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_healthy_layout_is_not_accused(pool, tmp_path, name):
-    trial = try_train(reduce_row(HEALTHY[name]), pool.run, tmp_path)
+    row = {**HEALTHY, **SLOW}[name]
+    trial = try_train(reduce_row(row), pool.run, tmp_path)
     assert trial.faults == {} and trial.culprit is None
     assert {measure.what: measure.error for measure in trial.measures if not measure.error <= measure.bound / 3} == {}
-    assert len(trial.measures) == (10 if "optimizer.name" in HEALTHY[name].overrides else 9)
+    assert len(trial.measures) == (10 if "optimizer.name" in row.overrides else 9)
 
 
 def look_around(rank: int, world_size: int) -> tuple:
@@ -93,13 +92,10 @@ def test_a_worker_is_left_as_it_was_and_no_file_is_written_elsewhere(pool, tmp_p
     assert capfd.readouterr().out == ""
 
 
-def test_without_train_py_the_trial_is_skipped_and_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_trial, "TRAIN_PY", tmp_path / "train.py")
+def test_a_missing_train_py_a_rank_that_fails_and_one_that_hangs_are_told_apart(pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_trial, "TRAIN_PY", tmp_path / "nowhere" / "train.py")
     trial = try_train(reduce_row(Row(1)), None, tmp_path)
     assert trial.faults == {} and trial.is_missing and "train.py" in trial.skipped
-
-
-def test_a_rank_that_fails_or_hangs_is_told(pool, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(
         "def restore_or_load(): pass\ntrain_step = validate = restore_or_load\n"
         "def main(args):\n    print('the disk is full')\n    return 1\n"
@@ -163,14 +159,6 @@ def test_samples_are_cut_as_the_reader_of_runs_cuts_them(tmp_path, restart_posit
         assert reader.n_samples == [len(samples)]
         read, cut = reader.read(samples), cut_batch([text], samples, 24, restart_positions=restart_positions)
         assert all(map(torch.equal, vars(read).values(), vars(cut).values()))
-
-
-@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
-@pytest.mark.parametrize("ratio", [None, 0.0, 0.3, 1.0])
-def test_the_learning_rate_is_the_one_of_runs_by_another_formula(decay_type, ratio):
-    section = LRScheduler(warmup_steps=3, total_steps=20, decay_ratio=ratio, decay_type=decay_type, min_lr_factor=0.1)
-    for step in range(25):
-        assert compute_factor(section, step) == pytest.approx(learning_rate_factor(section, step), rel=1e-13)
 
 
 def test_of_a_difference_counts_what_rounding_does_not_explain():

@@ -17,11 +17,9 @@ from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
 from torchtitan_lite.verify import update_trial
 from torchtitan_lite.verify.reduction import reduce_config
-from torchtitan_lite.verify.trials import TRIALS
-from torchtitan_lite.verify.update_reference import (
+from torchtitan_lite.verify.step_formulas import (
+    FORMULAS,
     LEFT,
-    MOMENTS,
-    MOVES,
     compute_clip_scale,
     compute_rate_factor,
     find_decay_start,
@@ -41,29 +39,28 @@ def row(name: str, overrides: dict[str, object]) -> Row:
 
 HEALTHY = {
     "SGD on one rank": row("one rank", {**RATES, "optimizer.weight_decay": 0.1}),
-    "AdamW on pp2 x dp2 x tp2": row("pp2 x dp2 x tp2", {**RATES, **ADAMW}),
     "AdamW on tied embeddings": row("tp2 tied", {**RATES, **ADAMW, **COSINE}),
+    "AdamW in one operation": row("ddp2", {**ADAMW, **FOREACH, **TWO_LAYERS}),
+    "bfloat16, copies": Row(4, {TP: 2, REPLICATE: 2, **MOMENTS_IN_BFLOAT16, **OFFLOAD, **TWO_LAYERS}),
+    "a run of one step": Row(2, {"training.steps": 1, **ADAMW}),
+}
+SLOW = {
+    "AdamW on pp2 x dp2 x tp2": row("pp2 x dp2 x tp2", {**RATES, **ADAMW}),
     "AdamW on hsdp": row("hsdp2x2", {**RATES, **ADAMW, **SQRT}),
     "AdamW beside cp": row("pp2 x cp2 ring", {**RATES, **ADAMW}),
     "SGD in one operation": row("dp2 x tp2, all parameters in one operation", RATES),
     "AdamW one by one": row("dp2", {**RATES, **ADAMW, **FOR_LOOP}),
-    "AdamW in one operation": row("ddp2", {**ADAMW, **FOREACH, **TWO_LAYERS}),
     "stages without layers": row("pp2 x dp2 x tp2 ZBVZeroBubble, embedding and head alone", {**RATES, **ADAMW}),
     "bfloat16 offloaded": row("pp2 x dp2 x tp2 offloaded", {**RATES, **MOMENTS_IN_BFLOAT16}),
-    "bfloat16, copies": Row(4, {TP: 2, REPLICATE: 2, **MOMENTS_IN_BFLOAT16, **OFFLOAD, **TWO_LAYERS}),
     "bfloat16 compiled": Row(2, {**RATES, **MOMENTS_IN_BFLOAT16, **COMPILED, **TWO_LAYERS}),
-    "a run of one step": Row(2, {"training.steps": 1, **ADAMW}),
 }
 
 
-def try_row(pool, row: Row, tmp_path):
-    config = compare.complete(row.overrides, row.world_size)
-    return TRIALS["updates"](reduce_config(config, row.world_size), pool.run, tmp_path)
-
-
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", [*HEALTHY, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_healthy_updates_are_certified(pool, tmp_path, name):
-    trial = try_row(pool, HEALTHY[name], tmp_path)
+    row = {**HEALTHY, **SLOW}[name]
+    reduction = reduce_config(compare.complete(row.overrides, row.world_size), row.world_size)
+    trial = try_updates(reduction, pool.run, tmp_path)
     assert trial.faults == {} and trial.culprit is None
     assert [measure.what for measure in trial.measures] == [
         *("learning rate", "gradient norm", "clipping", "moments", "update", "copies", "non-finite step")
@@ -129,8 +126,8 @@ def test_optimizer_schedule_and_threshold_are_the_users_own():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"optimizer.name": "Lion"}, "no formula for optimizer.name = 'Lion'"),
-        ({"lr_scheduler.decay_type": "steps"}, "no formula for lr_scheduler.decay_type = 'steps'"),
+        ({"optimizer.name": "Lion"}, "the updates of optimizer.name = Lion have no reference"),
+        ({"lr_scheduler.decay_type": "steps"}, "the rates of lr_scheduler.decay_type = steps have no reference"),
         ({"optimizer.moments_dtype": "bfloat16"}, "keeps no moments"),
     ],
 )
@@ -140,17 +137,14 @@ def test_what_the_reference_does_not_know_is_skipped_and_said(tmp_path, override
     assert trial.is_missing and trial.faults == {} and trial.measures == []
 
 
-def test_steps_are_made_in_warmup_at_the_peak_and_in_the_decay():
+def test_steps_are_made_in_warmup_at_the_peak_and_in_the_decay_and_never_beyond_the_schedule():
     section = LRScheduler(warmup_steps=200, total_steps=10_000, decay_ratio=0.3)
     positions = choose_positions(section)
     assert positions == [0, 199, 8000, 9000]
     assert len({compute_rate_factor(section, position) for position in positions}) == 4
-
-
-@pytest.mark.parametrize(("warmup", "total", "ratio"), [(0, 1, None), (9, 3, None), (0, 100, 0.0), (50, 50, 1.0)])
-def test_no_step_is_made_beyond_a_short_schedule(warmup, total, ratio):
-    positions = choose_positions(LRScheduler(warmup_steps=warmup, total_steps=total, decay_ratio=ratio))
-    assert len(positions) == len(NORMS) and all(0 <= position < total for position in positions)
+    for warmup, total, ratio in ((0, 1, None), (9, 3, None), (0, 100, 0.0), (50, 50, 1.0)):
+        positions = choose_positions(LRScheduler(warmup_steps=warmup, total_steps=total, decay_ratio=ratio))
+        assert len(positions) == len(NORMS) and all(0 <= position < total for position in positions)
 
 
 def draw_and_gather(rank: int, world_size: int, overrides: dict[str, object], sizes: dict[str, int]) -> list:
@@ -172,7 +166,7 @@ def draw_and_gather(rank: int, world_size: int, overrides: dict[str, object], si
     return steps
 
 
-@pytest.mark.parametrize("name", ["tp2 tied", "pp2 x dp2 x tp2"])
+@pytest.mark.parametrize("name", ["tp2 tied", pytest.param("pp2 x dp2 x tp2", marks=pytest.mark.slow)])
 def test_given_gradients_have_the_norm_that_is_said_and_the_same_copies_everywhere(pool, name):
     layout = LAYOUTS[name]
     config = compare.complete(layout.overrides, layout.world_size)
@@ -210,13 +204,13 @@ def test_the_reference_moves_weights_as_torch_does_in_float64(section):
         optimizer = torch.optim.AdamW([parameter], section.lr, betas, section.eps, section.weight_decay)
     else:
         optimizer = torch.optim.SGD([parameter], section.lr, weight_decay=section.weight_decay)
-    moments = {name: torch.zeros_like(weight) for name in MOMENTS[section.name]}
+    moments = {name: torch.zeros_like(weight) for name in FORMULAS[section.name].moments}
     for step in range(1, 6):
         rate = optimizer.param_groups[0]["lr"] = section.lr / step
         parameter.grad = 10.0 ** torch.randint(-9, 2, (500,), generator=generator) * torch.randn(
             500, dtype=torch.float64
         )
-        move = MOVES[section.name](section, weight, parameter.grad, moments, rate=rate, step=step)
+        move = FORMULAS[section.name].move(section, weight, parameter.grad, moments, rate=rate, step=step)
         weight, moments = weight + move.update, move.moments
         optimizer.step()
         assert compare.relative_error(parameter.detach(), weight) < 1e-14
@@ -232,7 +226,7 @@ def test_the_reference_clips_as_torch_does(norm, max_norm):
     assert parameter.grad.norm().item() == pytest.approx(norm * compute_clip_scale(norm, max_norm), rel=1e-14)
 
 
-def test_the_reference_follows_torchs_schedules():
+def test_the_reference_follows_torchs_schedules_and_ends_at_the_lowest_rate():
     section = LRScheduler(warmup_steps=4, total_steps=50, decay_type="cosine", min_lr_factor=0.1)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 4, 1.0, total_iters=3)
@@ -242,9 +236,6 @@ def test_the_reference_follows_torchs_schedules():
         assert both.get_last_lr()[0] == pytest.approx(compute_rate_factor(section, step), rel=1e-6)
         optimizer.step()
         both.step()
-
-
-def test_the_reference_decays_at_the_end_and_ends_at_the_lowest_rate():
     section = LRScheduler(warmup_steps=2, total_steps=10, decay_ratio=0.4, min_lr_factor=0.2)
     assert find_decay_start(section) == 6
     rates = [compute_rate_factor(section, step) for step in range(12)]
@@ -254,11 +245,12 @@ def test_the_reference_decays_at_the_end_and_ends_at_the_lowest_rate():
 
 
 @pytest.mark.parametrize("decay_type", LEFT)
-@pytest.mark.parametrize(("warmup", "total", "ratio"), [(0, 1, None), (9, 3, None), (0, 100, 0.0), (3, 40, 0.3)])
+@pytest.mark.parametrize(
+    ("warmup", "total", "ratio"), [(0, 1, None), (9, 3, None), (0, 100, 0.0), (3, 40, 0.3), (3, 20, 1.0)]
+)
 def test_schedule_and_reference_agree_to_the_end_and_beyond(decay_type, warmup, total, ratio):
-    section = LRScheduler(
-        warmup_steps=warmup, total_steps=total, decay_ratio=ratio, decay_type=decay_type, min_lr_factor=0.05
-    )
+    keys = {"decay_ratio": ratio, "decay_type": decay_type, "min_lr_factor": 0.05}
+    section = LRScheduler(warmup_steps=warmup, total_steps=total, **keys)
     for step in range(total + 20):
         assert learning_rate_factor(section, step) == pytest.approx(compute_rate_factor(section, step), abs=1e-14)
 

@@ -3,21 +3,20 @@
 import json
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
+from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import compare
 import pytest
-import torch
 import torch.nn.functional as F
-from layouts import LAYOUTS
+from layouts import CP, LAYOUTS, PP, SCHEDULE, TP
+from mutant_table import SHARD
 from mutants import MUTANTS
 
-from torchtitan_lite import step
-from torchtitan_lite.config.command_lines import make_verify_parser
-from torchtitan_lite.config.flavors import BLOCKS, list_llama_block
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError
@@ -27,31 +26,32 @@ from torchtitan_lite.verify.bisection import FEATURES, bisect, find_smallest, li
 from torchtitan_lite.verify.certificate import (
     EXIT_STATUS,
     Certificate,
+    Trial,
     describe,
     describe_verdict,
     record_for_runs,
     report_for_programs,
 )
-from torchtitan_lite.verify.comparison import find_disagreement
+from torchtitan_lite.verify.command import TRIALS
 from torchtitan_lite.verify.culprit import name_first_output
-from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, load_oracle, save_oracle, try_layout
-from torchtitan_lite.verify.matrix import COLUMNS, ROWS, Cell, describe_grid, plan_cell
-from torchtitan_lite.verify.module_outputs import cut_piece, observe_outputs
-from torchtitan_lite.verify.reduction import override, reduce_config
-from torchtitan_lite.verify.reference import make_batch
-from torchtitan_lite.verify.trial import Trial
-from torchtitan_lite.verify.trials import TRIALS
+from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, load_reference, save_reference, try_layout
+from torchtitan_lite.verify.matrix import COLUMNS, ROWS, Cell, describe_grid, judge_matrix, plan_cell
+from torchtitan_lite.verify.module_outputs import observe_outputs
+from torchtitan_lite.verify.reduction import reduce_config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PP, TP, CP = (f"parallelism.{name}_parallel_degree" for name in ("pipeline", "tensor", "context"))
-SHARD, REPLICATE = (f"parallelism.data_parallel_{name}_degree" for name in ("shard", "replicate"))
-SCHEDULE, LAYERS_PER_STAGE = (f"parallelism.pipeline_parallel_{name}" for name in ("schedule", "layers_per_stage"))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Where oracles are kept from test to test."""
-    return tmp_path_factory.mktemp("oracles")
+    """Where references are kept from test to test."""
+    return tmp_path_factory.mktemp("references")
+
+
+def read(*args: str) -> Config:
+    reading = read_config(list(args))
+    assert reading.problems == []
+    return reading.config
 
 
 # ---------------------------------------------------------------- mutants and healthy layouts
@@ -74,59 +74,31 @@ def test_mutant_is_caught_and_rightly_named(pool, folder, name):
     assert trial.culprit.cause.startswith(mutant.cause)
 
 
-WATCHED = [
-    "accumulation 2",
-    "ddp2 accumulation 2",
-    "tp2 whole logits",
-    "pp2 DualPipeV",
-    "pp2 Interleaved1F1B, embedding and head alone",
-    "pp2 x dp2 x tp2 Interleaved1F1B",
-    "dp2 x tp2 full recompute",
-]
-CONTEXT_PARALLEL = {"cp2": (2, {CP: 2}), "cp2 x tp2": (4, {CP: 2, TP: 2}), "pp2 x cp2": (4, {PP: 2, CP: 2})}
-HEALTHY = {name: (LAYOUTS[name].world_size, LAYOUTS[name].overrides) for name in WATCHED} | CONTEXT_PARALLEL
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", HEALTHY)
-def test_no_module_of_a_healthy_layout_is_accused_and_every_one_is_looked_at(pool, folder, name):
-    world_size, overrides = HEALTHY[name]
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (1, LAYOUTS["accumulation 2"].overrides),
+        (2, LAYOUTS["pp2 Interleaved1F1B, embedding and head alone"].overrides),
+        (4, {CP: 2, TP: 2}),
+        slow(2, LAYOUTS["ddp2 accumulation 2"].overrides),
+        slow(2, LAYOUTS["tp2 whole logits"].overrides),
+        slow(2, LAYOUTS["pp2 DualPipeV"].overrides),
+        slow(8, LAYOUTS["pp2 x dp2 x tp2 Interleaved1F1B"].overrides),
+        slow(4, LAYOUTS["dp2 x tp2 full recompute"].overrides),
+        slow(4, {PP: 2, CP: 2}),
+    ],
+    ids=str,
+)
+def test_no_module_of_a_healthy_layout_is_accused_and_every_one_is_looked_at(pool, folder, world_size, overrides):
     config = compare.complete(overrides, world_size)
-    path = save_oracle(config, folder)
+    path = save_reference(config, folder)
     shares = pool.run(observe_outputs, world_size, config, path)
-    oracle = load_oracle(path)
-    assert name_first_output(shares, oracle, FP32_TOLERANCE / 5) is None
-    assert {module for share in shares for module in share.error} == set(oracle.outputs)
-
-
-def test_a_piece_is_cut_as_cp_tp_and_data_parallel_split_it():
-    config = compare.complete({CP: 2, TP: 2}, 8)
-    layout = plan_layout(config, resolve_model(config.model), 8)
-    whole = torch.arange(8 * 32).view(8, 32, 1)[4:]  # rows, sequence, width
-    at = {"pp": 0, "dp_replicate": 0, "dp_shard": 1, "cp": 1, "tp": 1}
-    piece = cut_piece(whole, torch.empty(4, 8, 1), at, layout, config)
-    assert piece[0].flatten().tolist() == [4 * 32 + place for place in range(16, 24)]  # second half of 8..15, 16..23
-    early = cut_piece(whole, torch.empty(4, 8, 1), {**at, "tp": 0}, layout, config)
-    assert early[0].flatten().tolist() == [4 * 32 + place for place in range(8, 16)]
-
-
-def test_ranks_disagree_along_the_dims_on_which_neighbours_differ():
-    ranks = [{"pp": p, "tp": t} for p in (0, 1) for t in (0, 1)]
-    assert find_disagreement([(rank, 1.0 + rank["pp"]) for rank in ranks], 1e-5) == ["pp"]
-    assert find_disagreement([(rank, 3.0) for rank in ranks], 1e-5) == []
-    assert find_disagreement([(rank, float(n)) for n, rank in enumerate(ranks)], 1e-5) == ["pp", "tp"]
-
-
-def test_the_batch_masks_unequally_and_documents_restart_positions():
-    batch = make_batch(0, n_rows=8, seq_len=40, vocab_size=100, documents=True)
-    counted = (batch.targets != -100).sum(1)
-    assert counted[0] == 40 and counted[1] == 0 and len(set(counted.tolist())) > 5
-    begins = batch.doc_ids.diff(dim=1) == 1
-    assert begins.sum() > 10
-    assert (batch.positions[:, 1:][begins] == 0).all()
-    assert (batch.positions.diff(dim=1)[~begins] == 1).all()
-
-
-# ---------------------------------------------------------------- a fork's model
+    reference = load_reference(path)
+    assert name_first_output(shares, reference, FP32_TOLERANCE / 5) is None
+    assert {module for share in shares for module in share.error} == set(reference.outputs)
 
 
 class CubedFeedForward(FeedForward):
@@ -150,18 +122,14 @@ def init_fork(fqn, full, shape, generator):
         init_parameter(fqn, full, shape, generator)
 
 
-@contextmanager
-def with_fork():
-    """Add the rows of the fork's model."""
-    models, blocks = {"fork": (Fork, init_fork)}, {"fork": list_llama_block}
-    with patch.dict(step.MODELS, models), patch.dict(BLOCKS, blocks):
-        yield
-
-
 def run_fork(rank: int, world_size: int, mutant: str | None, worker, *args, **options):
     """Worker: another one, with the fork's model known, and perhaps broken."""
-    with with_fork(), MUTANTS[mutant].patch() if mutant else nullcontext():
+    with fork_known(), MUTANTS[mutant].patch() if mutant else nullcontext():
         return worker(rank, world_size, *args, **options)
+
+
+def fork_known():
+    return compare.fork_known(Fork, init_fork)
 
 
 @pytest.mark.parametrize(
@@ -174,119 +142,15 @@ def test_a_forks_model_is_verified_unchanged(pool, folder, mutant, culprit):
     def run_ranks(worker, world_size, *args, **options):
         return pool.run(run_fork, world_size, mutant, worker, *args, **options)
 
-    with with_fork():
+    with fork_known():
         trial = try_layout(config, 2, run_ranks, folder)
+        forked = load_reference(save_reference(config, folder))
     assert (trial.culprit and trial.culprit.name) == culprit
-    usual = load_oracle(save_oracle(compare.complete({TP: 2}, 2), folder))
-    with with_fork():
-        forked = load_oracle(save_oracle(config, folder))
-    assert abs(forked.losses[0] - usual.losses[0]) > 1e-3  # the oracle runs the fork's code
-
-
-# ---------------------------------------------------------------- reduction
-
-
-def read(*args: str) -> Config:
-    reading = read_config(list(args))
-    assert reading.problems == []
-    return reading.config
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in (REPOSITORY / "configs").glob("*.toml")))
-@pytest.mark.parametrize("ranks", [1, 2, 8, 16])
-def test_every_shipped_config_reduces_to_a_sound_small_one(name, ranks):
-    config = read("--config", name)
-    reduction = reduce_config(config, ranks)
-    small, real = reduction.shape, resolve_model(config.model)
-    assert reduction.layout.world_size <= ranks
-    assert small.n_heads // small.n_kv_heads == real.n_heads // real.n_kv_heads
-    assert (small.dim == small.n_heads * small.head_dim) == (real.dim == real.n_heads * real.head_dim)
-    assert small.rope_scaling == real.rope_scaling and small.tie_embeddings == real.tie_embeddings
-    assert small.dim <= 512 and small.n_layers <= 8
-    listed = {change.key for change in reduction.changes}
-    assert {"optimizer.name", "training.seq_len"} <= listed
-    assert "model.n_layers" in listed or small.n_layers == real.n_layers
-
-
-EVEN = ("--model.n_layers=30", f"--{PP}=4")  # embedding and head weigh a layer each: 32 on 4 stages
-ENDS_ALONE = (*EVEN, f"--{SCHEDULE}=Interleaved1F1B", f"--{LAYERS_PER_STAGE}=1")
-
-
-@pytest.mark.parametrize(
-    ("args", "n_stages", "layers_of_stages"),
-    [
-        (EVEN, 2, [2, 2]),
-        ((*EVEN, "--model.n_layers=31"), 2, [2, 1]),
-        ((*EVEN, f"--{SCHEDULE}=Interleaved1F1B", f"--{LAYERS_PER_STAGE}=4"), 4, [1, 2, 2, 1]),
-        ((*EVEN, f"--{SCHEDULE}=ZBVZeroBubble", "--activation_checkpoint.mode=full"), 4, [1, 2, 2, 1]),
-        (ENDS_ALONE, 4, [0, 1, 1, 0]),
-        (("--model.n_layers=3", f"--{PP}=4"), 2, [1, 0]),
-        (("--model.n_layers=2", f"--{PP}=4"), 2, [0, 1]),  # both ends alone would be no model
-    ],
-)
-def test_stages_stay_as_many_per_rank_and_as_even(args, n_stages, layers_of_stages):
-    config = read("--config", "llama3_8b", "--training.local_batch_size=16", *args)
-    layout = reduce_config(config, 2).layout
-    layers = [sum(name.startswith("layers.") for name in stage) for stage in layout.stages]
-    assert len(layout.stages) == n_stages
-    assert layers == layers_of_stages
-
-
-def test_explicit_stages_keep_which_of_them_is_short():
-    stages = [
-        ["tok_embeddings", "layers.0"],
-        ["layers.1", "layers.2", "layers.3"],
-        ["layers.4", "layers.5"],
-        ["layers.6", "norm", "output"],
-    ]
-    args = ("--config", "debug", f"--{PP}=4", f"--{SHARD}=1", "--training.local_batch_size=8")
-    config = override(read(*args), {"model.n_layers": 7})
-    config = override(config, {"parallelism.module_fqns_per_model_part": stages})
-    full = reduce_config(config, 4).layout
-    assert [sum(name.startswith("layers.") for name in stage) for stage in full.stages] == [1, 2, 2, 1]
-    half = reduce_config(config, 2)
-    assert [len(stage) for stage in half.layout.stages] == [2, 3]
-    alone, _ = turn_off(half.config, half.layout, frozenset({"pp"}))
-    assert alone.parallelism.module_fqns_per_model_part == []
-
-
-@pytest.mark.parametrize(
-    ("n_real", "schedule", "n_small"),
-    [(4, "1F1B", 2), (16, "1F1B", 4), (7, "1F1B", 3), (2, "GPipe", 1), (8, "Interleaved1F1B", 4), (12, "DualPipeV", 5)],
-)
-def test_microbatches_keep_their_relation_to_the_stages(n_real, schedule, n_small):
-    config = read(
-        *("--config", "llama3_8b", f"--training.local_batch_size={n_real}", "--activation_checkpoint.mode=full"),
-        *(f"--{PP}=4", f"--{SCHEDULE}={schedule}"),
-    )
-    assert reduce_config(config, 2).layout.n_microbatches == n_small
-
-
-def test_a_size_that_does_not_divide_over_all_shards_stays_so():
-    config = read("--config", "debug", f"--{SHARD}=4", f"--{TP}=2", "--model.vocab_size=2306")  # 2306 = 2 * 1153
-    assert reduce_config(config, 4).shape.vocab_size % 4 == 2
-    even = reduce_config(override(config, {"model.vocab_size": 2304}), 4)
-    assert even.shape.vocab_size % 4 == 0
-
-
-def test_accumulation_and_documents_and_recompute_are_kept():
-    config = read(
-        *("--config", "debug", f"--{SHARD}=2", "--training.local_batch_size=4", "--training.global_batch_size=32"),
-        *("--model.attention=document", "--activation_checkpoint.selective_ac_option=4"),
-    )
-    reduction = reduce_config(config, 8)
-    assert reduction.layout.n_microbatches == 3
-    assert reduction.config.model.attention == "document"
-    assert reduction.config.activation_checkpoint.selective_ac_option == "2"
-
-
-def test_a_real_config_that_could_not_start_is_refused():
-    with pytest.raises(ConfigError, match="n_kv_heads"):
-        reduce_config(read("--config", "debug", f"--{TP}=4"), 8)
+    usual = load_reference(save_reference(compare.complete({TP: 2}, 2), folder))
+    assert abs(forked.losses[0] - usual.losses[0]) > 1e-3  # the reference runs the fork's code
 
 
 # ---------------------------------------------------------------- bisection and matrix
-
 
 THREE_D = {PP: 2, TP: 2, SHARD: 2, "model.tie_embeddings": False, SCHEDULE: "Interleaved1F1B"}
 
@@ -309,16 +173,11 @@ def test_bisection_finds_the_smallest_combination(guilty, smallest):
     names = list_features(config, layout)
     assert {"pp", "dp_shard", "tp", "recompute", "schedule", "loss parallel"} == set(names)
     assert find_smallest(names, list(bisect(config, layout, guilty))) == smallest
-
-
-def test_what_cannot_be_turned_off_is_told_and_kept():
-    config = compare.complete(THREE_D, 8)
-    layout = plan_layout(config, resolve_model(config.model), 8)
-    stubborn = replace(FEATURES["tp"], off={TP: 3})  # 3 divides no number of heads here
+    stubborn = replace(FEATURES["tp"], off={TP: 3})  # 3 divides no number of heads here: tp cannot be turned off
     with patch.dict(FEATURES, {"tp": stubborn}):
         steps = list(bisect(config, layout, lambda config, layout: True))
     assert {step.fails for step in steps if "tp" in step.off} == {None}
-    assert find_smallest(list_features(config, layout), steps) == ["tp"]
+    assert find_smallest(names, steps) == ["tp"]
 
 
 def test_fewer_data_parallel_ranks_leave_each_rank_its_rows():
@@ -330,56 +189,80 @@ def test_fewer_data_parallel_ranks_leave_each_rank_its_rows():
     assert (without.world_size, without.global_batch_size, without.n_microbatches) == (4, 4, 1)
 
 
-def test_the_matrix_has_thirty_layouts_that_can_run():
+def test_the_matrix_has_thirty_layouts_that_can_run_and_refuses_tied_embeddings_under_a_pipeline_only():
     config = read("--config", "debug")
     layouts = {(row, column): plan_cell(config, row, column, 8).layout for row in ROWS for column in COLUMNS}
     assert len({str(layout) + str(cell[1]) for cell, layout in layouts.items()}) == 30
     assert str(layouts["dp2 x tp2", "DualPipeV"]) == "pp2 x dp_shard2 x tp2"
     assert len(layouts["tp2", "ZBVZeroBubble"].stages) == 4
-
-
-def test_the_grid_shows_errors_failures_and_refusals():
-    failed = Trial("wide", [], {"loss": "off"}, None, 1.0)
-    cells = [Cell(row, column, failed) for row in ROWS for column in COLUMNS]
-    cells[0] = Cell("one rank", COLUMNS[0], None, why_not="it cannot be split")
-    grid = describe_grid(cells)
-    assert grid.count("FAILS") == 29 and "refused: it cannot be split" in grid
-
-
-def test_tied_embeddings_are_refused_under_a_pipeline_only():
-    config = read("--config", "llama3_1b")
-    plan_cell(config, "tp2", COLUMNS[0], 8)
+    tied = read("--config", "llama3_1b")
+    plan_cell(tied, "tp2", COLUMNS[0], 8)
     with pytest.raises(ConfigError, match="tied"):
-        plan_cell(config, "tp2", "1F1B", 8)
+        plan_cell(tied, "tp2", "1F1B", 8)
+
+
+def make_cells(*outcomes: str) -> list[Cell]:
+    """All cells of the grid: the first ones with these outcomes, the others right."""
+    faults = {"wrong": {"loss": "off"}, "not finished": {"no answer": "1 of 2 ranks did not answer"}}
+    places = [(row, column) for row in ROWS for column in COLUMNS]
+    cells = []
+    for (row, column), outcome in zip(places, [*outcomes, *["right"] * (30 - len(outcomes))], strict=True):
+        trial = Trial("wide", [], faults.get(outcome, {}), None, 1.0, difference=Namespace(gradient={"w": 1e-7}))
+        trial = None if outcome in ("refused", "not run") else replace(trial, finished=outcome != "not finished")
+        cells.append(Cell(row, column, trial, why_not="it cannot be split" if outcome == "refused" else ""))
+    return cells
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "verdict", "status"),
+    [
+        (["refused"], "certified", 0),
+        (["not run"], "certified in part", 3),
+        (["refused", *["not run"] * 29], "in part", 3),
+        (["not finished", "not run"], "not finished", 4),
+        (["wrong", "not finished", "not run"], "wrong", 1),
+    ],
+)
+def test_the_verdict_on_a_matrix_counts_what_was_not_run(outcomes, verdict, status):
+    cells = make_cells(*outcomes)
+    assert judge_matrix(cells) == verdict and EXIT_STATUS[verdict] == status
+    grid = describe_grid(cells)
+    assert (grid.count("FAILS"), grid.count("TIMEOUT")) == (outcomes.count("wrong"), outcomes.count("not finished"))
+    assert ("it cannot be split" in grid) == ("refused" in outcomes)
+
+
+def test_the_matrix_on_one_rank_is_in_part_and_says_how_many_layouts_were_run(pool, folder, capsys):
+    config = compare.complete({}, 1)
+    assert tool.verify_matrix(config, Namespace(ranks=1, json=True), pool.run, folder) == 3
+    report = json.loads(capsys.readouterr().out)
+    assert report["certified"] is False and report["verdict"] == "certified in part"
+    assert report["counts"] == {"right": 1, "wrong": 0, "not finished": 0, "refused": 0, "not run": 29}
+    assert [each["outcome"] for each in report["cells"]].count("not run") == 29
 
 
 # ---------------------------------------------------------------- the door
 
 
-def verify(pool, folder, args: list[str], mutant: str | None = None) -> Certificate:
-    """What main does, on the tests' ranks."""
-    options, config_args = make_verify_parser().parse_known_args(args)
-    reduction = reduce_config(read(*config_args), options.ranks)
+def test_the_command_verifies_a_config_from_a_cold_start():
+    command = [sys.executable, "-m", "torchtitan_lite", "verify", "--config", "debug", "--ranks", "2", f"--{TP}=2"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    for said in (
+        "certified for tp2: this layout computes the one-process model",
+        "dp_shard is automatic, and no rank was left for it",
+        "AdamW -> SGD",
+        "layers.*.attention.wq.weight",
+        "the model file, which both sides share",
+        *(f"{name}, " for name in TRIALS if name != "float8"),
+    ):
+        assert said in done.stdout
+    assert "kept for runs of this config" in done.stderr
 
-    def run_ranks(worker, world_size, *args, **options):
-        return pool.run(compare.run_mutant, world_size, mutant, worker, *args, **options)
 
-    return tool.verify("debug", reduction, options, run_ranks, folder)
-
-
-TP2 = ["--config", "debug", "--ranks", "2", f"--{TP}=2"]
-
-
-def test_a_certificate_says_what_it_is_for_and_what_it_does_not_cover(pool, folder):
-    certificate = verify(pool, folder, TP2)
-    assert certificate.verdict == "certified"
-    said = describe(certificate, verbose=False)
-    assert "certified for tp2: this layout computes the one-process model" in said
-    assert "dp_shard is automatic, and no rank was left for it" in said and "--ranks 4 would try dp_shard2" in said
-    assert "optimizer.name" in said and "AdamW -> SGD" in said
-    assert "layers.*.attention.wq.weight" in said and "R over tp" in said
-    assert "the model file, which both sides share" in said
-
+def test_a_report_for_programs_holds_every_parameter_and_all_that_was_replaced(pool, folder):
+    reduction = reduce_config(read("--config", "debug", f"--{TP}=2"), 2)
+    with patch.dict(TRIALS, {"wide": TRIALS["wide"]}, clear=True):
+        certificate = tool.verify("debug", reduction, Namespace(bisect=False), pool.run, folder)
     report = json.loads(json.dumps(report_for_programs(certificate)))
     assert report["certified"] is True and report["culprit"] is None and report["faults"] == {}
     assert report["degrees"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}
@@ -388,20 +271,21 @@ def test_a_certificate_says_what_it_is_for_and_what_it_does_not_cover(pool, fold
     wq = report["parameters"]["layers.1.attention.wq.weight"]
     assert wq["initial_equal"] is True and 0 < wq["gradient"] < 1e-6 and wq["copies_unequal_over"] == []
     assert "S(0) over tp" in wq["placement"]
-    assert [trial["name"] for trial in report["trials"]] == list(TRIALS)
-
     record = record_for_runs(certificate)
     assert record["layout"] == "tp2" and record["largest_error"] < 1e-5 and "optimizer.name" in record["reduced"]
 
 
 def test_a_wrong_layout_ends_with_its_first_fault_and_the_smallest_combination(pool, folder):
-    certificate = verify(pool, folder, [*TP2, "--bisect"], mutant="loss_counted_by_every_tp_rank")
+    mutant, reduction = "loss_counted_by_every_tp_rank", reduce_config(read("--config", "debug", f"--{TP}=2"), 2)
+
+    def run_ranks(worker, world_size, *args, **options):
+        return pool.run(compare.run_mutant, world_size, mutant, worker, *args, **options)
+
+    certificate = tool.verify("debug", reduction, Namespace(bisect=True), run_ranks, folder)
     assert certificate.verdict == "wrong" and [trial.name for trial in certificate.trials] == ["wide"]
     said = describe(certificate, verbose=False)
     assert "certified" not in said
-    assert "wrong: this layout does not compute the one-process model (trial wide)" in said
-    assert "first to differ: module output: output" in said
-    assert "cause: unknown" in said
+    assert "first to differ: module output: output" in said and "cause: unknown" in said
     assert "smallest combination that fails: tp" in said
 
 
@@ -415,13 +299,13 @@ SILENT = Trial("deep", [], {"no answer": "ranks [1] did not answer within 300 s"
 @pytest.mark.parametrize(
     ("max_ranks", "trials", "verdict", "status", "said"),
     [
-        (4, [WIDE, NOT_ASKED], "certified", 0, "certified for pp2 x tp2: this layout"),
-        (4, [WIDE, MISSING], "certified in part", 3, "certified in part for pp2 x tp2"),
-        (2, [WIDE], "in part", 3, "in part: right as pp2, but tp 2 could not be tried on so few ranks."),
-        (2, [WIDE, MISSING], "in part", 3, "There is no certificate of this layout; --ranks 4 would try every dim"),
+        (4, [WIDE, NOT_ASKED], "certified", 0, "certified for pp2 x tp2: "),
+        (4, [WIDE, MISSING], "certified in part", 3, "train.py is missing: train.py is not beside the package"),
+        (2, [WIDE], "in part", 3, "but tp 2 could not be tried"),
+        (2, [WIDE, MISSING], "in part", 3, "--ranks 4 would try every dim"),
         (4, [WIDE, WRONG], "wrong", 1, "loss is off by 1.0e-02"),
-        (2, [WIDE, WRONG], "wrong", 1, "wrong: this layout does not compute the one-process model (trial deep)"),
-        (4, [WIDE, SILENT], "not finished", 4, "not finished: in trial deep, ranks [1] did not answer within 300 s"),
+        (2, [WIDE, WRONG], "wrong", 1, "(trial deep)"),
+        (4, [WIDE, SILENT], "not finished", 4, "not finished: in trial deep, ranks [1] did not answer"),
     ],
 )
 def test_the_verdict_is_for_what_was_tried(max_ranks, trials, verdict, status, said):
@@ -429,16 +313,15 @@ def test_the_verdict_is_for_what_was_tried(max_ranks, trials, verdict, status, s
     certificate = Certificate("debug", reduce_config(config, max_ranks), trials)
     assert (certificate.verdict, EXIT_STATUS[certificate.verdict]) == (verdict, status)
     assert report_for_programs(certificate)["verdict"] == verdict
-    told = "\n".join(describe_verdict(certificate))
-    assert said in told
-    assert ("certified" in told) == (verdict in ("certified", "certified in part"))
+    lines = "\n".join(describe_verdict(certificate))
+    assert said in lines
+    assert ("certified" in lines) == (verdict in ("certified", "certified in part"))
 
 
 def test_a_reduced_degree_is_named_in_the_verdict():
     degrees = (f"--{PP}=16", f"--{CP}=8", f"--{SHARD}=1", f"--{TP}=2")
     config = read("--config", "llama3_70b", "--training.local_batch_size=16", *degrees)
-    certificate = Certificate("llama3_70b", reduce_config(config, 8), [WIDE])
-    verdict, *_ = describe_verdict(certificate)
+    verdict, *_ = describe_verdict(Certificate("llama3_70b", reduce_config(config, 8), [WIDE]))
     assert verdict.startswith("certified for pp2 x cp2 x tp2; pp 16 and cp 8 were reduced: ")
 
 
@@ -461,11 +344,3 @@ def test_too_many_ranks_are_refused():
     with pytest.raises(SystemExit) as exit_:
         tool.main(["--config", "debug", "--ranks", "17"])
     assert exit_.value.code == 2
-
-
-def test_the_command_verifies_a_config_from_a_cold_start():
-    command = [sys.executable, "-m", "torchtitan_lite", "verify", "--config", "debug", "--ranks", "2"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "certified for dp_shard2: this layout computes the one-process model" in done.stdout
-    assert "kept for runs of this config" in done.stderr

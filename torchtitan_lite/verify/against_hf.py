@@ -39,8 +39,8 @@ from torchtitan_lite.config.schema import Config, ConfigError, Problem
 from torchtitan_lite.config.tables import format_bytes
 from torchtitan_lite.model.chunked_loss import ChunkedLoss
 from torchtitan_lite.step import MODELS
+from torchtitan_lite.verify.certificate import Measure
 from torchtitan_lite.verify.model_comparison import FLOOR, LENGTH, N_ROUNDINGS, Comparison, compare, list_rows
-from torchtitan_lite.verify.trial import Measure
 
 KEY = "--against-hf"
 FLOAT_BYTES = 4
@@ -49,7 +49,7 @@ OUTSIDE = "bfloat16, float8, compiled code, kernels of CUDA, and every layout: `
 
 
 def main(reading: ConfigReading, options: argparse.Namespace) -> int:
-    """Exit status: 0 equal, 1 not, 2 wrong input."""
+    """Compare the model file with transformers. Exit status: 0 equal, 1 not, 2 wrong input."""
     start = time.monotonic()
     try:
         if reading.problems:
@@ -92,7 +92,7 @@ def main(reading: ConfigReading, options: argparse.Namespace) -> int:
 
 
 def refuse_other_options(options: argparse.Namespace) -> None:
-    """Raises ConfigError for what is asked of layouts: none is run."""
+    """Raise ConfigError for options of layouts: no layout is run."""
     parser = make_verify_parser()
     of_layouts = ("ranks", "timeout", "full_width", "bf16", "bisect", "matrix")
     given = [name for name in of_layouts if getattr(options, name) != parser.get_default(name)]
@@ -102,7 +102,7 @@ def refuse_other_options(options: argparse.Namespace) -> None:
 
 
 def load_transformers() -> ModuleType:
-    """The package, silent. Raises ConfigError where it is not installed, or cannot be imported."""
+    """Import the package, without its output. Raises ConfigError where that fails."""
     remedy = f'Install it: {sys.executable} -m pip install "transformers>=5" -c constraints.txt'
     if find_spec("transformers") is None:
         raise ConfigError(
@@ -119,7 +119,7 @@ def load_transformers() -> ModuleType:
 
 
 def open_matching(path: Path, config: Config) -> HuggingFaceFolder:
-    """The folder, which holds a model of the config's shape. Raises ConfigError."""
+    """Return the folder, which holds a model of the config's shape. Raises ConfigError."""
     shape = resolve_model(config.model)
     try:
         folder = open_folder(path)
@@ -136,7 +136,7 @@ def open_matching(path: Path, config: Config) -> HuggingFaceFolder:
 
 
 def check_names(config: Config, shape: ModelArgs) -> None:
-    """Every parameter has its counterpart in transformers' Llama. Raises ConfigError for a model that is no Llama."""
+    """Raise ConfigError for a model that is no Llama: every parameter needs its counterpart in transformers."""
     model_class, _ = MODELS[config.model.name]
     with torch.device("meta"):
         model = model_class(shape, attention=config.model.attention)
@@ -152,7 +152,7 @@ def check_names(config: Config, shape: ModelArgs) -> None:
 
 
 def check_memory(config: Config, folder: HuggingFaceFolder) -> None:
-    """Says what it needs. Raises ConfigError where this host has less."""
+    """Print the memory that is needed. Raises ConfigError where this host has less."""
     needed, available = count_bytes(folder.shape, config.model.attention), measure_cpu_memory()
     seen = f"it needs about {format_bytes(needed)}: weights twice, gradients once, activations, all in float32"
     print(f"{KEY} {folder.path}: {seen}; this host has {format_bytes(available)}", file=sys.stderr)
@@ -162,7 +162,7 @@ def check_memory(config: Config, folder: HuggingFaceFolder) -> None:
 
 
 def count_bytes(shape: ModelArgs, attention: str) -> int:
-    """Of the largest moment: both models, the reference's gradients, one gradient in float64, and a batch's numbers."""
+    """Return peak memory: both models, the reference's gradients, one gradient in float64, a batch's activations."""
     sizes = [prod(size) for size in list_tensors(shape).values()]
     in_float64 = 2 * 3 * max(sizes)  # a gradient, its reference, and their difference
     heads = shape.n_heads * shape.head_dim
@@ -177,7 +177,7 @@ def count_bytes(shape: ModelArgs, attention: str) -> int:
 
 
 def build_ours(config: Config, folder: HuggingFaceFolder) -> nn.Module:
-    """The config's model file with the folder's weights, through our loader. Raises ConfigError where one is NaN."""
+    """Return the config's model file with the folder's weights. Raises ConfigError where one is not finite."""
     model_class, _ = MODELS[config.model.name]
     with torch.device("meta"):
         model = model_class(folder.shape, attention=config.model.attention)
@@ -194,7 +194,7 @@ def build_ours(config: Config, folder: HuggingFaceFolder) -> nn.Module:
 
 
 def build_theirs(transformers: ModuleType, path: Path) -> nn.Module:
-    """transformers' model of the folder. Nothing of it comes from a network."""
+    """Return transformers' model of the folder. Nothing is loaded from a network."""
     return transformers.LlamaForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", local_files_only=True, use_safetensors=True
     )
@@ -236,7 +236,7 @@ def describe_measure(measure: Measure, count: str = "") -> str:
 
 
 def describe_gradients(comparisons: list[Comparison], *, verbose: bool) -> list[str]:
-    """Per kind of parameter, `layers.*.attention.wq.weight`, the worst one; with `verbose` each parameter.
+    """Return a line per kind of parameter, `layers.*.attention.wq.weight`: the worst; with `verbose` all.
 
     The worst is the one that is the most times its bound, near or far.
     """
@@ -254,7 +254,7 @@ def describe_gradients(comparisons: list[Comparison], *, verbose: bool) -> list[
 
 
 def report_for_programs(about: dict[str, object], comparisons: list[Comparison], equal: bool) -> dict[str, object]:
-    """The same with every parameter. An error that is not finite is None, for which JSON has a word."""
+    """Return the same as plain types, with every parameter. An error that is not finite is None."""
     by_batch = {}
     for comparison in comparisons:
         by_batch[comparison.name] = {

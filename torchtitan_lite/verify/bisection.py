@@ -80,19 +80,19 @@ FEATURES = {  # axes first: with each, the trials that follow have fewer ranks
 
 @dataclass(frozen=True)
 class Step:
-    """One trial of the bisection."""
+    """One run of the bisection."""
 
     off: frozenset[str]
     fails: bool | None  # None: refused, so it could not be tried
 
 
 def list_features(config: Config, layout: Layout) -> list[str]:
-    """What a run uses."""
+    """Return the features that a run uses."""
     return [name for name, feature in FEATURES.items() if feature.is_on(config, layout)]
 
 
 def turn_off(config: Config, layout: Layout, names: frozenset[str]) -> tuple[Config, Layout]:
-    """The run without these. Raises ConfigError where it would be refused.
+    """Return the run without these features. Raises ConfigError where it would be refused.
 
     Fewer data-parallel ranks get fewer sequences, so that each rank and microbatch works as before.
     """
@@ -116,7 +116,7 @@ def turn_off(config: Config, layout: Layout, names: frozenset[str]) -> tuple[Con
 
 
 def bisect(config: Config, layout: Layout, fails: Callable[[Config, Layout], bool]) -> Iterator[Step]:
-    """The trials, one by one. What remains on after the last one that failed is the smallest combination."""
+    """Yield the runs one by one. Features of the last one that failed are the smallest combination."""
     names = list_features(config, layout)
     tried: dict[frozenset[str], bool | None] = {}
     off: frozenset[str] = frozenset()
@@ -137,6 +137,6 @@ def bisect(config: Config, layout: Layout, fails: Callable[[Config, Layout], boo
 
 
 def find_smallest(names: list[str], steps: list[Step]) -> list[str]:
-    """What the last failing trial still had on."""
+    """Return the features of the last failing run."""
     failing = [step.off for step in steps if step.fails]
     return [name for name in names if not failing or name not in failing[-1]]

@@ -11,14 +11,18 @@ The number is the exit status. Only the first one leaves a record.
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from math import prod
 
-from torchtitan_lite.verify.comparison import Difference
+from torchtitan_lite.verify.culprit import Culprit, name_crash
 from torchtitan_lite.verify.degrees import AUTOMATIC, Degrees
+from torchtitan_lite.verify.difference import Difference
+from torchtitan_lite.verify.ranks import NoAnswer, RankFailure, RankTimeout
 from torchtitan_lite.verify.reduction import Reduction
-from torchtitan_lite.verify.trial import Trial
+
+RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank: RankPool.run, or one around it
 
 CERTIFIED, CERTIFIED_IN_PART, IN_PART = "certified", "certified in part", "in part"
 WRONG, NOT_FINISHED = "wrong", "not finished"
@@ -29,11 +33,60 @@ OUTSIDE = [
     "kernels of CUDA and collectives of NCCL: this ran on CPUs",
     "data, seed, speed and memory",
 ]
+WHAT_TO_DO = (
+    "On a slow machine give them more time, with --timeout; ranks that are at different places in the code may wait "
+    "for each other, and then no time is enough"
+)
+
+
+# ---------------------------------------------------------------- one trial
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One line of a certificate."""
+
+    what: str
+    error: float  # relative, unless `of` says otherwise
+    bound: float  # the largest error that is right
+    of: str  # what was compared, and how much of it
+
+    @property
+    def is_right(self) -> bool:
+        return self.error <= self.bound  # what is not a number is wrong
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Result of one trial."""
+
+    name: str
+    measures: list[Measure]  # empty where a rank crashed
+    faults: dict[str, str]  # measure -> what is wrong; empty: nothing is
+    culprit: Culprit | None  # what is wrong first
+    seconds: float
+    difference: Difference | None = None  # of trials that compare gradients
+    finished: bool = True  # False: ranks were killed or did not answer in time, so nothing is known
+    subject: str = ""  # what it looks at, in sizes: "12 layers of dim 16"
+    skipped: str = ""  # why it was not made, where it was not
+    is_missing: bool = False  # skipped although the run needs it: the certificate is one in part
+
+
+def describe_failure(name: str, failure: RankFailure, seconds: float) -> Trial:
+    """Return the result of a trial in which a rank raised, was killed, or did not answer in time."""
+    if isinstance(failure, NoAnswer):
+        remedy = f". {WHAT_TO_DO}" if isinstance(failure, RankTimeout) else ""
+        return Trial(name, [], {"no answer": f"{failure}{remedy}"}, None, seconds, finished=False)
+    culprit = name_crash(str(failure))
+    return Trial(name, [], {"crash": f"{culprit.name}: {culprit.detail}"}, culprit, seconds)
+
+
+# ---------------------------------------------------------------- all of them
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """All that `verify` found out about one config."""
+    """Results of all trials of one config."""
 
     config_name: str
     reduction: Reduction
@@ -52,7 +105,7 @@ class Certificate:
 
 
 def describe(certificate: Certificate, *, verbose: bool) -> str:
-    """The verdict for people, with all that led to it."""
+    """Return the verdict for people, with all measures."""
     reduction = certificate.reduction
     lines = [f"{certificate.config_name} on {reduction.layout.world_size} ranks: {reduction.degrees}", ""]
     for trial in certificate.trials:
@@ -66,7 +119,7 @@ def describe(certificate: Certificate, *, verbose: bool) -> str:
 
 
 def describe_trial(trial: Trial) -> list[str]:
-    """Its measures, each with the largest error that is right."""
+    """Return the lines of a trial: each measure with its bound."""
     if trial.skipped:
         return [f"{trial.name}: not made, {trial.skipped}", ""]
     title = f"{trial.name}, {trial.seconds:.0f} s{': ' * bool(trial.subject)}{trial.subject}"
@@ -78,7 +131,7 @@ def describe_trial(trial: Trial) -> list[str]:
 
 
 def describe_gradients(trial: Trial, difference: Difference, *, verbose: bool) -> list[str]:
-    """Per kind of parameter, `layers.*.attention.wq.weight`, the worst one; with `verbose` each parameter."""
+    """Return a line per kind of parameter, `layers.*.attention.wq.weight`: the worst; with `verbose` all."""
     bound = next(measure.bound for measure in trial.measures if measure.what == "gradients")
     kinds = defaultdict(list)
     for fqn in difference.gradient:
@@ -94,7 +147,7 @@ def describe_gradients(trial: Trial, difference: Difference, *, verbose: bool) -
 
 
 def describe_verdict(certificate: Certificate) -> list[str]:
-    """The verdict, what it is for, and what stands in the way of a better one."""
+    """Return the verdict, what it is for, and what is missing for a better one."""
     verdict, degrees = certificate.verdict, certificate.reduction.degrees
     last = certificate.trials[-1]
     if verdict == NOT_FINISHED:
@@ -134,7 +187,7 @@ def show_tried(degrees: Degrees) -> str:
 
 
 def report_for_programs(certificate: Certificate) -> dict[str, object]:
-    """The same as plain types. Errors are relative; what is not finite is null."""
+    """Return the certificate as plain types. Errors are relative; what is not finite is null."""
     reduction, degrees = certificate.reduction, certificate.reduction.degrees
     wide = next((trial.difference for trial in certificate.trials if trial.name == "wide"), None)
     last = certificate.trials[-1]
@@ -187,7 +240,7 @@ def report_parameters(difference: Difference) -> dict[str, dict[str, object]]:
 
 
 def record_for_runs(certificate: Certificate) -> dict[str, object]:
-    """What a run of this config may say of itself: the short form of a certificate."""
+    """Return the short form of a certificate, which runs of this config print."""
     (wide,) = (trial.difference for trial in certificate.trials if trial.name == "wide")
     return {
         "layout": str(certificate.reduction.degrees),
@@ -200,5 +253,5 @@ def record_for_runs(certificate: Certificate) -> dict[str, object]:
 
 
 def finite(number: float) -> float | None:
-    """JSON knows no infinity."""
+    """Return None for infinity, which JSON does not have."""
     return number if number < float("inf") else None

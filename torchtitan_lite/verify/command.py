@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,20 +21,35 @@ from torchtitan_lite.verify.certificate import (
     CERTIFIED,
     EXIT_STATUS,
     Certificate,
+    RunRanks,
+    Trial,
     describe,
     record_for_runs,
     report_for_programs,
 )
-from torchtitan_lite.verify.gradient_trial import try_layout
+from torchtitan_lite.verify.gradient_trial import try_deep, try_layout, try_long, try_real_width, try_wide
 from torchtitan_lite.verify.matrix import COLUMNS, ROWS, Cell, count_outcomes, describe_grid, judge_matrix, try_cell
+from torchtitan_lite.verify.precision_trial import try_bfloat16, try_float8
 from torchtitan_lite.verify.ranks import RankPool
 from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
-from torchtitan_lite.verify.trial import RunRanks, Trial
-from torchtitan_lite.verify.trials import TRIALS
+from torchtitan_lite.verify.train_trial import try_train
+from torchtitan_lite.verify.update_trial import try_updates
+
+# Name -> trial, in the order in which they are made. The first that finds a fault is the last.
+TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
+    "wide": try_wide,
+    "deep": try_deep,
+    "long": try_long,
+    "real width": try_real_width,
+    "updates": try_updates,
+    "train.py": try_train,
+    "bfloat16": try_bfloat16,
+    "float8": try_float8,
+}
 
 
 def main(args: list[str]) -> int:
-    """Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished."""
+    """Run the tool. Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished."""
     options, config_args = make_verify_parser().parse_known_args(args)
     reading = read_config(config_args)
     if options.against_hf is not None:
@@ -69,7 +85,7 @@ def main(args: list[str]) -> int:
 def verify(
     config_name: str, reduction: Reduction, options: argparse.Namespace, run_ranks: RunRanks, folder: Path
 ) -> Certificate:
-    """Every trial of one layout, up to the first that finds a fault."""
+    """Make the trials of one layout, up to the first that finds a fault."""
     trials: list[Trial] = []
     for name, make in TRIALS.items():
         print(f"  {name} ...", file=sys.stderr)
@@ -86,7 +102,7 @@ def verify(
 
 
 def find_smallest_failing(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> list[str]:
-    """Axes and options without which the wide trial finds no fault."""
+    """Return the smallest set of axes and options with which the wide trial finds a fault."""
     steps: list[Step] = []
     config, layout = reduction.config, reduction.layout
 
@@ -101,7 +117,7 @@ def find_smallest_failing(reduction: Reduction, run_ranks: RunRanks, folder: Pat
 
 
 def keep_certificate(config: Config, certificate: Certificate) -> None:
-    """Where runs of this config, as it was read, find it, so that they say so and their checkpoints carry it."""
+    """Write the record that runs of this config look for, so that their checkpoints carry it."""
     try:
         path = write_certificate(config, certificate.reduction.layout, record_for_runs(certificate))
     except OSError as error:
@@ -111,7 +127,7 @@ def keep_certificate(config: Config, certificate: Certificate) -> None:
 
 
 def verify_matrix(config: Config, options: argparse.Namespace, run_ranks: RunRanks, folder: Path) -> int:
-    """Many layouts: print the grid. Returns the exit status of its verdict."""
+    """Run many layouts and print the grid. Returns the exit status of its verdict."""
 
     def try_reduced(reduction: Reduction):
         return try_layout(reduction.config, reduction.layout.world_size, run_ranks, folder)

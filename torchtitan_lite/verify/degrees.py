@@ -29,19 +29,19 @@ GIVEN_UP_FIRST = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 @dataclass(frozen=True)
 class Degrees:
-    """What was asked for, and what is tried."""
+    """The degrees that were asked for, and those that are tried."""
 
     asked: dict[str, int]  # mesh dim -> degree; AUTOMATIC where the config leaves it open
     tried: dict[str, int]
 
     @property
     def reduced(self) -> dict[str, int]:
-        """Dims of which fewer ranks are tried than were asked for, with the degree that was asked for."""
+        """Return the dims that are tried with fewer ranks than were asked for, with the degree asked for."""
         return {dim: asked for dim, asked in self.asked.items() if self.tried[dim] < asked}
 
     @property
     def given_up(self) -> list[str]:
-        """Dims that were asked for and are not tried at all."""
+        """Return the dims that were asked for and are not tried at all."""
         return [dim for dim in self.reduced if self.tried[dim] == 1]
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Degrees:
 
 
 def choose_degrees(section: Parallelism, max_ranks: int) -> Degrees:
-    """The degrees to try on at most `max_ranks`. Those of a schedule file stay: its pp cannot be made smaller."""
+    """Return the degrees to try on at most `max_ranks`. The pp of a schedule file stays."""
     asked = {dim: getattr(section, key.split(".")[1]) for dim, key in DEGREE_KEYS.items()}
     pinned = ("pp",) if asked["pp"] > 1 and section.pipeline_parallel_schedule_csv else ()
     is_automatic = asked["dp_shard"] == AUTOMATIC
@@ -69,7 +69,7 @@ def choose_degrees(section: Parallelism, max_ranks: int) -> Degrees:
 
 
 def shrink(given: dict[str, int], max_ranks: int, pinned: Collection[str], *, wants_shards: bool) -> dict[str, int]:
-    """The rule for what does not fit. `wants_shards`: dp_shard is automatic, and may become 2."""
+    """Return smaller degrees, by the rule above. `wants_shards`: dp_shard is automatic, and may become 2."""
     degrees = {dim: degree if dim in pinned else min(degree, 2) for dim, degree in given.items()}
     if wants_shards and 2 * prod(degrees.values()) <= max_ranks:
         degrees["dp_shard"] = 2

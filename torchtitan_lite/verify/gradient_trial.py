@@ -1,24 +1,61 @@
-"""Does each parameter get the gradient that one process computes? If not: what is wrong first, and why."""
+"""Trials of gradients: does each parameter get the gradient that one process computes? If not: what differs first, why.
+
+    wide         the layout with a few wide layers: whole tensors, and two steps of SGD
+    deep         many narrow layers
+    long         long sequences, many documents, far positions
+    real width   matrices as large as the real ones, as far as memory and time allow
+
+Where a trial finds a fault it runs again: with every module's output noted, to name the first difference, and once
+without each known issue that may apply, to name the cause.
+"""
 
 import hashlib
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config.case import Case
+from torchtitan_lite.config.checks import REFUSED
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, ConfigError
-from torchtitan_lite.verify.comparison import Difference, find_faults, measure_layout, merge, total_update_error
+from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describe_failure
 from torchtitan_lite.verify.culprit import Culprit, name_crash, name_culprit
-from torchtitan_lite.verify.module_outputs import OutputShare, observe_outputs
+from torchtitan_lite.verify.difference import Difference, find_faults, join_shares, merge, total_update_error
+from torchtitan_lite.verify.module_outputs import observe_outputs
 from torchtitan_lite.verify.ranks import NoAnswer, RankFailure
-from torchtitan_lite.verify.reduction import override
+from torchtitan_lite.verify.reduction import Reduction, override
 from torchtitan_lite.verify.reference import WIDE, Method, ReferenceRun, run_one_process
-from torchtitan_lite.verify.slices import join_shares, measure_slices
-from torchtitan_lite.verify.traps import KNOWN_ISSUES
-from torchtitan_lite.verify.trial import Measure, RunRanks, Trial, describe_failure
+from torchtitan_lite.verify.share import Prepare, measure_layout, measure_slices, start_from_reference
+from torchtitan_lite.verify.small_runs import SmallRun, deepen, find_far_position, keep_width, lengthen
 
 FP32_TOLERANCE = 1e-5  # what is right stays below 1e-6: sums are taken in another order. What is wrong is above 1e-3
+
+
+def try_wide(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
+    return try_layout(reduction.config, reduction.layout.world_size, run_ranks, folder)
+
+
+def try_deep(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
+    return try_small("deep", deepen(reduction), Method(updates=False), run_ranks, folder)
+
+
+def try_long(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
+    method = Method(updates=False, farthest_position=find_far_position(reduction), tokens_per_document=4)
+    return try_small("long", lengthen(reduction), method, run_ranks, folder)
+
+
+def try_real_width(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
+    method = Method(updates=False, repeats_weights=True)
+    return try_small("real width", keep_width(reduction), method, run_ranks, folder)
+
+
+def try_small(name: str, run: SmallRun, method: Method, run_ranks: RunRanks, folder: Path) -> Trial:
+    options = {"name": name, "method": method, "subject": run.subject}
+    return try_layout(run.config, run.layout.world_size, run_ranks, folder, **options)
 
 
 def try_layout(
@@ -33,38 +70,56 @@ def try_layout(
     tolerance: float = FP32_TOLERANCE,
     find_culprit: bool = True,
 ) -> Trial:
-    """Runs `config` (reduced, every size given) beside one process. `folder` keeps oracles for the next trial."""
+    """Run `config` (reduced, every size given) beside one process. `folder` keeps references for the next trial."""
     start = time.monotonic()
-    oracle_path = save_oracle(config, folder, method)
+    reference_path = save_reference(config, folder, method)
     try:
-        difference, faults, culprit = measure_faults(config, world_size, run_ranks, oracle_path, tolerance)
+        difference, faults, culprit = measure_faults(config, world_size, run_ranks, reference_path, tolerance)
     except NoAnswer as failure:
         return describe_failure(name, failure, time.monotonic() - start)
     if faults and find_culprit:
         if difference is not None:
-            outputs = observe(config, world_size, run_ranks, oracle_path)
-            # What begins a fault may still be small: it is looked for below the line, but above all rounding.
-            culprit = name_culprit(difference, faults, outputs, load_oracle(oracle_path), tolerance / 5)
-        cause = find_cause(config, world_size, run_ranks, oracle_path, culprit, tolerance)
+            try:
+                outputs = run_ranks(observe_outputs, world_size, config, reference_path)
+            except RankFailure:
+                outputs = []
+            # The first difference may still be small: it is looked for below the bound, but above all rounding.
+            culprit = name_culprit(difference, faults, outputs, load_reference(reference_path), tolerance / 5)
+        cause = find_cause(config, world_size, run_ranks, reference_path, culprit, tolerance)
         culprit = replace(culprit, cause=cause)
     measures = [] if difference is None else list_measures(difference, tolerance)
     return Trial(name, measures, faults, culprit, time.monotonic() - start, difference, subject=subject)
 
 
+def save_reference(config: Config, folder: Path, method: Method = WIDE) -> str:
+    """Return a file with the run of one process on model, batch, seed and optimizer of `config`. Made once."""
+    training = config.training
+    of_batch = (training.global_batch_size, training.seq_len, training.max_norm)
+    facts = repr((config.model, config.optimizer, of_batch, config.debug.seed, method))
+    path = folder / f"reference-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.pt"
+    if not path.exists():
+        torch.save(run_one_process(config, method), path)
+    return str(path)
+
+
+def load_reference(path: str) -> ReferenceRun:
+    return torch.load(path, weights_only=False, mmap=True)
+
+
 def measure_faults(
-    config: Config, world_size: int, run_ranks: RunRanks, oracle_path: str, tolerance: float, **options
+    config: Config, world_size: int, run_ranks: RunRanks, reference_path: str, tolerance: float, **options
 ) -> tuple[Difference | None, dict[str, str], Culprit | None]:
-    """Difference and faults; where there is no whole difference, that is the fault, and the culprit is known.
+    """Return difference and faults. Where ranks crash or lose a parameter, that is the fault: the culprit is known.
 
     Raises NoAnswer, which says nothing about the layout.
     """
-    oracle = load_oracle(oracle_path)
-    fqns = list(oracle.initial)
+    reference = load_reference(reference_path)
+    fqns = list(reference.initial)
     try:
-        if oracle.method.updates:
-            shares = run_ranks(measure_layout, world_size, config, oracle_path, **options)
+        if reference.method.updates:
+            shares = run_ranks(measure_layout, world_size, config, reference_path, **options)
         else:
-            shares = join_shares(run_ranks(measure_slices, world_size, config, oracle_path, **options))
+            shares = join_shares(run_ranks(measure_slices, world_size, config, reference_path, **options))
     except NoAnswer:
         raise
     except RankFailure as failure:
@@ -78,36 +133,8 @@ def measure_faults(
     return difference, find_faults(difference, tolerance), None
 
 
-def observe(config: Config, world_size: int, run_ranks: RunRanks, oracle_path: str) -> list[OutputShare]:
-    """What each rank's modules put out; nothing where they cannot be watched."""
-    try:
-        return run_ranks(observe_outputs, world_size, config, oracle_path)
-    except RankFailure:
-        return []
-
-
-def find_cause(
-    config: Config, world_size: int, run_ranks: RunRanks, oracle_path: str, culprit: Culprit, tolerance: float
-) -> str:
-    """The first known trap without which the run passes."""
-    for cause, trap in KNOWN_ISSUES.items():
-        if not trap.applies(config, culprit):
-            continue
-        try:
-            probe = override(config, trap.overrides)
-            difference, faults, _ = measure_faults(
-                probe, world_size, run_ranks, oracle_path, tolerance, prepare=trap.prepare
-            )
-        except (ConfigError, NoAnswer):
-            continue
-        initial_only = difference is not None and set(faults) <= {"initial"} and trap.prepare is not None
-        if not faults or initial_only:
-            return cause
-    return "unknown"
-
-
 def list_measures(difference: Difference, tolerance: float) -> list[Measure]:
-    """The lines of a certificate."""
+    """Return the lines of the certificate."""
     n = len(difference.initial_equal)
     n_steps = len(difference.shares[0].losses)
     steps = "1 step" if n_steps == 1 else f"{n_steps} steps, the first one clipped"
@@ -129,16 +156,77 @@ def list_measures(difference: Difference, tolerance: float) -> list[Measure]:
     ]
 
 
-def save_oracle(config: Config, folder: Path, method: Method = WIDE) -> str:
-    """File with the outcome of one process on the model, batch, seed and optimizer of `config`. Made once."""
-    training = config.training
-    of_batch = (training.global_batch_size, training.seq_len, training.max_norm)
-    facts = repr((config.model, config.optimizer, of_batch, config.debug.seed, method))
-    path = folder / f"oracle-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.pt"
-    if not path.exists():
-        torch.save(run_one_process(config, method), path)
-    return str(path)
+# ---------------------------------------------------------------- known issues
 
 
-def load_oracle(path: str) -> ReferenceRun:
-    return torch.load(path, weights_only=False, mmap=True)
+@dataclass(frozen=True)
+class KnownIssue:
+    """A known way to go wrong, and a probe: the same run without it. It is the cause only if the probe passes."""
+
+    applies: Callable[[Config, Culprit], bool]
+    overrides: dict[str, object] = field(default_factory=dict)
+    prepare: Prepare | None = None
+
+
+def find_cause(
+    config: Config, world_size: int, run_ranks: RunRanks, reference_path: str, culprit: Culprit, tolerance: float
+) -> str:
+    """Return the first known issue without which the run passes."""
+    for cause, issue in KNOWN_ISSUES.items():
+        if not issue.applies(config, culprit):
+            continue
+        try:
+            probe = override(config, issue.overrides)
+            difference, faults, _ = measure_faults(
+                probe, world_size, run_ranks, reference_path, tolerance, prepare=issue.prepare
+            )
+        except (ConfigError, NoAnswer):
+            continue
+        initial_only = difference is not None and set(faults) <= {"initial"} and issue.prepare is not None
+        if not faults or initial_only:
+            return cause
+    return "unknown"
+
+
+def wait_for_embedding(run: stepping.Run, reference: ReferenceRun) -> None:
+    """Probe: pass on a copy of the embedding's output, in which no collective is under way."""
+    for part in run.parts:
+        if part.tok_embeddings is not None:
+            part.tok_embeddings.register_forward_hook(lambda module, args, output: output.clone())
+
+
+def refusal_applies(name: str) -> Callable[[Config, Culprit], bool]:
+    """Return a function: does a refused combination of checks.py apply to a run? A fork may run it all the same."""
+
+    def applies(config: Config, culprit: Culprit) -> bool:
+        zero_stage = config.parallelism.zero_stage
+        reshards = zero_stage == 3 or config.parallelism.fsdp_reshard_after_forward == "always"
+        case = Case(config, resolve_model(config.model), zero_stage=3 if reshards else 1)
+        return bool(REFUSED[name].applies(case))
+
+    return applies
+
+
+KNOWN_ISSUES = {  # cause -> how to tell
+    "the rule of the initial weights alone: with the weights of one process all is right": KnownIssue(
+        lambda config, culprit: culprit.kind == "initial weights", prepare=start_from_reference
+    ),
+    "the embedding's AsyncCollectiveTensor enters a compiled block": KnownIssue(
+        lambda config, culprit: config.compile.enable and config.parallelism.tensor_parallel_degree > 1,
+        prepare=wait_for_embedding,
+    ),
+    "a split backward with resharding": KnownIssue(
+        refusal_applies("split backward with resharding"),
+        {"parallelism.zero_stage": 1, "parallelism.fsdp_reshard_after_forward": "default"},
+    ),
+    "a split backward with per-op recompute": KnownIssue(
+        refusal_applies("split backward with per-op recompute"), {"activation_checkpoint.mode": "none"}
+    ),
+    "a split backward with compile": KnownIssue(
+        refusal_applies("split backward with compile"), {"compile.enable": False}
+    ),
+    "the ring, which has no masks, with documents": KnownIssue(
+        refusal_applies("attention that the method of context parallel lacks"),
+        {"parallelism.context_parallel_rotate_method": "allgather"},
+    ),
+}

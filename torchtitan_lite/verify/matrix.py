@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.schema import Config, ConfigError
-from torchtitan_lite.verify.certificate import CERTIFIED, CERTIFIED_IN_PART, IN_PART, NOT_FINISHED, WRONG
+from torchtitan_lite.verify.certificate import CERTIFIED, CERTIFIED_IN_PART, IN_PART, NOT_FINISHED, WRONG, Trial
 from torchtitan_lite.verify.degrees import DEGREE_KEYS
 from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
-from torchtitan_lite.verify.trial import Trial
 
 ROWS = {
     "one rank": {},
@@ -44,7 +43,7 @@ class Cell:
 
     @property
     def outcome(self) -> str:
-        """A key of OUTCOMES."""
+        """Return a key of OUTCOMES."""
         if self.trial is None:
             return "refused" if self.why_not else "not run"
         if not self.trial.finished:
@@ -68,7 +67,7 @@ OUTCOMES = {  # what became of a cell -> what the grid shows, where that is no e
 
 
 def plan_cell(config: Config, row: str, column: str, max_ranks: int) -> Reduction:
-    """The reduced run of one cell. Raises ConfigError where it is refused."""
+    """Return the reduced run of one cell. Raises ConfigError where it is refused."""
     degrees = {"pp": 1 if column == NO_PIPELINE else 2, **ROWS[row]}
     wanted = {key: degrees.get(dim, 1) for dim, key in DEGREE_KEYS.items()}
     wanted |= {
@@ -98,12 +97,12 @@ def try_cell(config: Config, row: str, column: str, max_ranks: int, try_reduced:
 
 
 def count_outcomes(cells: list[Cell]) -> dict[str, int]:
-    """Cells of each outcome."""
+    """Return the number of cells of each outcome."""
     return {outcome: sum(cell.outcome == outcome for cell in cells) for outcome in OUTCOMES}
 
 
 def judge_matrix(cells: list[Cell]) -> str:
-    """The verdict on all cells together, in the words of certificate.py."""
+    """Return the verdict on all cells together, in the words of certificate.py."""
     counts = count_outcomes(cells)
     if counts["wrong"]:
         return WRONG
@@ -115,7 +114,7 @@ def judge_matrix(cells: list[Cell]) -> str:
 
 
 def describe_grid(cells: list[Cell]) -> str:
-    """The grid: the worst error of a gradient, or what happened instead; below it counts, failures and refusals."""
+    """Return the grid of the worst gradient errors; below it counts, failures and refusals."""
     by_place = {(cell.row, cell.column): cell for cell in cells}
     widths = [max(len(column), 8) for column in COLUMNS]
     lines = [f"{'':12}" + "  ".join(f"{column:>{width}}" for column, width in zip(COLUMNS, widths, strict=True))]

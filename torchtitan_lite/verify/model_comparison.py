@@ -38,8 +38,8 @@ from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, their_n
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
-from torchtitan_lite.verify.comparison import relative_error
-from torchtitan_lite.verify.trial import Measure
+from torchtitan_lite.verify.certificate import Measure
+from torchtitan_lite.verify.reference import relative_error
 
 LENGTH = 320  # tokens of a row: more than the 256 up to which some kernels take another path
 SHORT_LENGTH = 200
@@ -54,7 +54,7 @@ Forward = Callable[[Batch], tuple[Tensor, Tensor]]  # -> logits (B, S, V), mean 
 
 @dataclass(frozen=True)
 class Errors:
-    """How far one run is from the reference, relative."""
+    """Relative errors of one run."""
 
     logits: list[float]  # by row
     loss: float
@@ -63,7 +63,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came out on one batch."""
+    """Result on one batch."""
 
     name: str  # "near" or "far"
     measures: list[Measure]  # logits of each row, the loss
@@ -72,7 +72,7 @@ class Comparison:
 
     @property
     def worst(self) -> tuple[str, Measure]:
-        """The parameter whose gradient is the most times its bound, and by how much it is off."""
+        """Return the parameter whose gradient is the most times its bound, and its error."""
         return max(self.gradients.items(), key=lambda item: item[1].error / item[1].bound)
 
 
@@ -89,7 +89,7 @@ class Row:
 
 
 def list_rows(shape: ModelArgs, *, attention: str) -> dict[str, list[Row]]:
-    """Name of a batch -> its rows. `attention` is a row of ATTENTIONS."""
+    """Return name of a batch -> its rows. `attention` is a row of ATTENTIONS."""
     places = torch.arange(LENGTH)
     near = [
         Row(places, f"{SHORT_LENGTH} of {LENGTH} tokens counted", SHORT_LENGTH),
@@ -110,7 +110,7 @@ def list_rows(shape: ModelArgs, *, attention: str) -> dict[str, list[Row]]:
 
 
 def make_batch(rows: list[Row], shape: ModelArgs, seed: int) -> Batch:
-    """Random tokens, of which each row counts as many targets as it says."""
+    """Return random tokens, with as many counted targets as each row says."""
     positions = torch.stack([row.positions for row in rows])
     n_counted = torch.tensor([row.n_counted for row in rows])
     begun = (positions == 0).cumsum(1)
@@ -124,7 +124,7 @@ def make_batch(rows: list[Row], shape: ModelArgs, seed: int) -> Batch:
 
 
 def forward_ours(ours: nn.Module) -> Forward:
-    """The model file, called as a step calls it; logits by themselves, for a loss in chunks never has all of them."""
+    """Return a call of the model file, as a step makes it; logits by themselves: a loss in chunks has no whole."""
 
     def forward(batch: Batch) -> tuple[Tensor, Tensor]:
         inputs = {"positions": batch.positions, "doc_ids": batch.doc_ids}
@@ -137,7 +137,7 @@ def forward_ours(ours: nn.Module) -> Forward:
 
 
 def forward_theirs(theirs: nn.Module) -> Forward:
-    """transformers' model; its mask is written down here, from the documents."""
+    """Return a call of transformers' model; its mask is made here, from the documents."""
 
     def forward(batch: Batch) -> tuple[Tensor, Tensor]:
         same_document = batch.doc_ids[:, :, None] == batch.doc_ids[:, None, :]
@@ -151,7 +151,7 @@ def forward_theirs(theirs: nn.Module) -> Forward:
 
 @contextmanager
 def rounded_otherwise(theirs: nn.Module) -> Iterator[None]:
-    """Inside, other kernels of attention, and every rotary frequency is the next larger number that fp32 has."""
+    """Context manager: other kernels of attention, and rotary frequencies one fp32 number larger."""
     frequencies = [buffer for name, buffer in theirs.named_buffers() if name.endswith("inv_freq")]
     assert frequencies, "transformers' model has no buffer inv_freq any more: how it rounds is not known"
     kept = [buffer.clone() for buffer in frequencies]
@@ -168,12 +168,12 @@ def rounded_otherwise(theirs: nn.Module) -> Iterator[None]:
 
 
 def in_their_order(fqn: str, gradient: Tensor, shape: ModelArgs) -> Tensor:
-    """A gradient of ours with the rows where transformers has them."""
+    """Return a gradient of ours with its rows in the order of transformers."""
     return to_their_order(gradient, shape.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else gradient
 
 
 def compare(name: str, ours: nn.Module, theirs: nn.Module, rows: list[Row], seed: int) -> Comparison:
-    """The whole comparison on one batch. Both models end as they began, without gradients."""
+    """Compare both models on one batch. Both end as they started, without gradients."""
     batch = make_batch(rows, ours.shape, seed)
     seen, rounding = measure_errors(ours, theirs, batch)
     gradients = {fqn: judge(fqn, error, rounding.gradients[fqn], name) for fqn, error in seen.gradients.items()}
@@ -189,7 +189,7 @@ def compare(name: str, ours: nn.Module, theirs: nn.Module, rows: list[Row], seed
 
 
 def measure_errors(ours: nn.Module, theirs: nn.Module, batch: Batch) -> tuple[Errors, Errors]:
-    """Errors of `ours`, and of `theirs` when it rounds otherwise. Only the gradients of the reference are kept."""
+    """Return errors of `ours`, and of `theirs` when it rounds otherwise. Only the reference's gradients are kept."""
     shape = ours.shape
     their_parameters = {fqn: theirs.get_parameter(their_name(fqn)) for fqn in list_tensors(shape)}
     logits, loss = forward_theirs(theirs)(batch)
@@ -211,7 +211,7 @@ def measure_errors(ours: nn.Module, theirs: nn.Module, batch: Batch) -> tuple[Er
 
 
 def judge(what: str, error: float, rounding: float, of: str, *, floor: float = FLOOR) -> Measure:
-    """A line of the table; `rounding` is the same error of the reference when it rounds otherwise."""
+    """Return a line of the table; `rounding` is the error of the reference when it rounds otherwise."""
     return Measure(what, error, min(CEILING, max(floor, N_ROUNDINGS * rounding)), of)
 
 
@@ -219,7 +219,7 @@ def judge(what: str, error: float, rounding: float, of: str, *, floor: float = F
 def gradients_taken(
     parameters: dict[str, Tensor], measure: Callable[[str, Tensor], float]
 ) -> Iterator[dict[str, float]]:
-    """What `measure` makes of each gradient that becomes complete inside, which is then freed: one exists at a time."""
+    """Context manager: yields `measure` of each gradient that is completed inside, and frees the gradient."""
     measured = dict.fromkeys(parameters, inf)
 
     def take(fqn: str, parameter: Tensor) -> None:
@@ -244,7 +244,7 @@ Seen = dict[str, tuple[Tensor, Tensor]]  # module by our name, in the order of t
 
 
 def find_first(ours: nn.Module, theirs: nn.Module, batch: Batch) -> str:
-    """The first module with weights whose output, or already whose input, is beyond its bound."""
+    """Return the first module with weights whose input or output is beyond its bound."""
     shape = ours.shape
     names = [fqn.removesuffix(".weight") for fqn in list_tensors(shape)]
     names += ["output"] * shape.tie_embeddings
@@ -259,7 +259,7 @@ def find_first(ours: nn.Module, theirs: nn.Module, batch: Batch) -> str:
         ):
             if side == "output" and f"{name}.weight".endswith(IN_ROTARY_ORDER):
                 own = to_their_order(own.flatten(0, 1).t(), shape.head_dim).t().unflatten(0, own.shape[:2])
-            # What begins a fault may still be small: it is looked for below the line, but above all rounding.
+            # The first difference may still be small: it is looked for below the bound, but above all rounding.
             rounding = relative_error(otherwise, right)
             measure = judge(name, relative_error(own, right), rounding, side, floor=FLOOR / 5)
             if not measure.is_right:
@@ -269,7 +269,7 @@ def find_first(ours: nn.Module, theirs: nn.Module, batch: Batch) -> str:
 
 
 def watch(modules: dict[str, nn.Module], forward: Forward, batch: Batch) -> Seen:
-    """Runs a forward and notes what goes into each module, and what comes out of it, the first time."""
+    """Run a forward and return the input and output of each module, of its first call."""
     seen: Seen = {}
 
     def note(name: str, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -290,7 +290,7 @@ def watch(modules: dict[str, nn.Module], forward: Forward, batch: Batch) -> Seen
 
 
 def say_where(own: Tensor, reference: Tensor, bound: float, batch: Batch) -> str:
-    """The first token of a row whose numbers, (B, S, ...), are beyond the bound."""
+    """Return the first token of a row whose numbers, (B, S, ...), are beyond the bound."""
     own, reference = (tensor.flatten(2) if tensor.dim() > 2 else tensor[..., None] for tensor in (own, reference))
     errors = (own.double() - reference.double()).norm(dim=-1) / reference.double().norm(dim=-1)
     row, place = min((~(errors <= bound)).nonzero().tolist(), key=lambda where: where[1], default=(0, 0))

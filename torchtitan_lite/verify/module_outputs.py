@@ -1,10 +1,10 @@
-"""What each module puts out, compared on each rank with the oracle's output of the same module.
+"""What each module puts out, compared on each rank with the reference's output of the same module.
 
-    oracle      rows x sequence x width
+    reference      rows x sequence x width
     one rank    its rows, microbatch by microbatch; of each its context-parallel head and tail; of these, or of the
                 heads, or of the width, its tensor-parallel slice
 
-Each rank cuts that piece out of the oracle's output and compares. Nothing travels.
+Each rank cuts that piece out of the reference's output and compares. Nothing travels.
 """
 
 import math
@@ -20,13 +20,13 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_csv import read_rows
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify.comparison import Coordinates, build_small_run, own_rows, relative_error
-from torchtitan_lite.verify.reference import ReferenceRun, make_batch_of, name_inputs
+from torchtitan_lite.verify.reference import ReferenceRun, make_batch_of, name_inputs, relative_error
+from torchtitan_lite.verify.share import Coordinates, build_small_run, own_rows
 
 
 @dataclass(frozen=True)
 class OutputShare:
-    """How far from the oracle one rank's modules are, with what they are given and what they put out.
+    """Errors of one rank's modules: of their inputs and of their outputs.
 
     All errors are relative, and those of the worst microbatch.
     """
@@ -40,11 +40,11 @@ class OutputShare:
     n_microbatches: int  # that it should have seen
 
 
-def observe_outputs(rank: int, world_size: int, config: Config, oracle_path: str) -> OutputShare:
-    """Worker: one forward and backward; every module's inputs and outputs compared with the oracle's. Collective."""
-    oracle: ReferenceRun = torch.load(oracle_path, weights_only=False, mmap=True)
-    run = build_small_run(config, world_size, oracle.method)
-    whole = make_batch_of(run.config, 0, oracle.method)
+def observe_outputs(rank: int, world_size: int, config: Config, reference_path: str) -> OutputShare:
+    """Worker: run forward and backward; compare every module's inputs and outputs. Collective."""
+    reference: ReferenceRun = torch.load(reference_path, weights_only=False, mmap=True)
+    run = build_small_run(config, world_size, reference.method)
+    whole = make_batch_of(run.config, 0, reference.method)
     batch = stepping.shard_for_cp(run, own_rows(run, whole))
     n_tokens = stepping.count_global_tokens(run, batch)
     if run.schedule is not None:  # in its first step it also calls each part once to learn the shapes
@@ -56,7 +56,7 @@ def observe_outputs(rank: int, world_size: int, config: Config, oracle_path: str
     for part, fqns in zip(run.parts, stages, strict=True):
         part.register_forward_pre_hook(note_inputs_into(given_stages[fqns[0]]), with_kwargs=True)
         for name in list_visible_modules(part, config):
-            if name in oracle.outputs:
+            if name in reference.outputs:
                 part.get_submodule(name).register_forward_pre_hook(note_inputs_into(given[name]), with_kwargs=True)
                 part.get_submodule(name).register_forward_hook(note_output_into(put_out[name]))
     stepping.forward_backward(run, batch, n_tokens)
@@ -85,15 +85,15 @@ def observe_outputs(rank: int, world_size: int, config: Config, oracle_path: str
             name: measure_all(name, {**fields, "x": whole.tokens} if name == "tok_embeddings" else fields, seen)
             for name, seen in given_stages.items()
         },
-        inputs={name: measure_all(name, oracle.inputs[name], seen) for name, seen in given.items()},
-        error={name: measure(name, oracle.outputs[name], pieces) for name, pieces in put_out.items()},
+        inputs={name: measure_all(name, reference.inputs[name], seen) for name, seen in given.items()},
+        error={name: measure(name, reference.outputs[name], pieces) for name, pieces in put_out.items()},
         n_calls={name: len(pieces) for name, pieces in put_out.items()},
         n_microbatches=layout.n_microbatches,
     )
 
 
 def list_visible_modules(part: nn.Module, config: Config) -> list[str]:
-    """Modules whose hooks run. Inside a compiled block a hook would break the graph: there, the block as a whole."""
+    """Return the modules whose hooks run. A hook inside a compiled block would break the graph."""
     names = [name for name, _ in part.named_modules() if name]
     blocks = [f"layers.{layer}" for layer in part.layers]
     if not config.compile.enable:
@@ -102,7 +102,7 @@ def list_visible_modules(part: nn.Module, config: Config) -> list[str]:
 
 
 def note_inputs_into(seen: dict[str, list[Tensor]]) -> Callable:
-    """A forward pre-hook that keeps a copy of each tensor that a module is given."""
+    """Return a forward pre-hook that copies each tensor that a module is given."""
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
         if is_first_forward():
@@ -113,7 +113,7 @@ def note_inputs_into(seen: dict[str, list[Tensor]]) -> Callable:
 
 
 def note_output_into(pieces: list[Tensor]) -> Callable:
-    """A forward hook that keeps a copy of each output."""
+    """Return a forward hook that copies each output."""
 
     def note(module: nn.Module, args: tuple, output: object) -> None:
         if isinstance(output, Tensor) and is_first_forward():
@@ -123,17 +123,17 @@ def note_output_into(pieces: list[Tensor]) -> Callable:
 
 
 def is_first_forward() -> bool:
-    """Recompute calls modules again in backward, which torch tells by the id of the running backward, or -1."""
+    """Return whether this is no recompute in backward: then torch's id of the running backward is -1."""
     return torch._C._current_graph_task_id() == -1
 
 
 def copy_own(tensor: Tensor) -> Tensor:
-    """A copy of what this rank holds of a tensor."""
+    """Return a copy of what this rank holds of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def list_forward_order(config: Config, layout: Layout) -> list[list[int]]:
-    """Microbatches of each stage in the order of its forwards: a CSV schedule may choose another one."""
+    """Return the microbatches of each stage in the order of its forwards, which a CSV schedule may choose."""
     if layout.pp == 1 or not config.parallelism.pipeline_parallel_schedule_csv:
         return [list(range(layout.n_microbatches)) for _ in layout.stages]
     actions = [action for row in read_rows(config.parallelism.pipeline_parallel_schedule_csv) for action in row]
@@ -141,7 +141,7 @@ def list_forward_order(config: Config, layout: Layout) -> list[list[int]]:
 
 
 def find_stage(layout: Layout, name: str) -> int:
-    """The stage that holds a module; the only one, for modules of a fork that no plan of stages knows."""
+    """Return the stage that holds a module; 0 for modules of a fork that no plan of stages knows."""
     holders = (
         index
         for index, fqns in enumerate(layout.stages)
@@ -151,7 +151,7 @@ def find_stage(layout: Layout, name: str) -> int:
 
 
 def list_rows(coordinates: Coordinates, layout: Layout, microbatch: int | None = None) -> range:
-    """Rows of the global batch that a rank works on: those of one microbatch, or of the step."""
+    """Return the rows of the global batch that a rank works on: of one microbatch, or of the step."""
     data_rank = coordinates["dp_replicate"] * layout.dp_shard + coordinates["dp_shard"]
     n_own = layout.global_batch_size // layout.dp
     if microbatch is None:
@@ -163,7 +163,7 @@ def list_rows(coordinates: Coordinates, layout: Layout, microbatch: int | None =
 def compare_piece(
     whole: Tensor, piece: Tensor, coordinates: Coordinates, layout: Layout, rows: range, config: Config
 ) -> float:
-    """Relative error of one rank's `piece` for `rows`; infinite where its shape is another one.
+    """Return the relative error of one rank's `piece` for `rows`; infinite where its shape is another one.
 
     Rows are the first dim, but of rotary angles, (2, B, 1, S, E/2), the second one.
     """
@@ -177,7 +177,7 @@ def compare_piece(
 
 
 def cut_piece(whole: Tensor, piece: Tensor, coordinates: Coordinates, layout: Layout, config: Config) -> Tensor:
-    """What `piece`, one rank's value for some rows, has to be. `whole` is the oracle's for these rows.
+    """Return the right value of `piece`, one rank's. `whole` is the reference's for the same rows.
 
     The sequence dim is known by its length, which reduction.py makes unlike all other sizes. It is split over cp,
     but of documents, which every rank is given whole. A dim that is still longer than the piece's is split over tp.

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def sum_shares(shares: Sequence[Tensor], dim: int | None) -> Tensor:
-    """The sum of n shares in their dtype, in the order in which gloo's ring adds them.
+    """Return the sum of n shares in their dtype, added in the order of gloo's ring.
 
     `dim`: a reduce-scatter, in n equal pieces along it. None: an all-reduce of vectors, in pieces of two segments, of
     which there are 2 n. The r-th piece starts on rank r - 1 and goes down the ranks, so that rank r adds its own last.
@@ -39,7 +39,7 @@ def sum_shares(shares: Sequence[Tensor], dim: int | None) -> Tensor:
 
 
 class ShareOut(torch.autograd.Function):
-    """x -> n views of it, whose gradients are added by `sum_shares`. autograd itself promises no order."""
+    """Return n views of x, whose gradients are added by `sum_shares`. autograd itself promises no order."""
 
     @staticmethod
     def forward(ctx, x: Tensor, n: int, dim: int | None) -> tuple[Tensor, ...]:
@@ -57,7 +57,7 @@ def share_out(x: Tensor, n: int, dim: int | None) -> tuple[Tensor, ...]:
 
 
 class RoundedLoss(torch.autograd.Function):
-    """Sum of the cross entropy of all counted tokens, () fp32, in chunks of tokens, for each share of the vocabulary.
+    """Compute the summed cross entropy of counted tokens, () fp32, by chunks and by shares of the vocabulary.
 
     Arguments: targets (N,), tokens of a chunk, whether each tp rank normalises its own share first, and for each rank
     hidden (N, D), then for each weight (V/tp, D). The gradients of a sum of losses are rounded to the compute dtype
@@ -94,7 +94,7 @@ class RoundedLoss(torch.autograd.Function):
 
 
 class PlainLoss(torch.autograd.Function):
-    """Shares (N, V/tp) fp32 of the logits, targets (N,) -> the sum of the cross entropy of all counted tokens, () fp32.
+    """Compute the summed cross entropy of counted tokens, () fp32, from shares (N, V/tp) fp32 of the logits.
 
     Ranks agree on the largest logit of a token, then add their sums of exponentials; the gradient is made of the same
     logarithms of probabilities. An order of its own, and a few gradients would round to another bfloat16 number.
@@ -123,7 +123,7 @@ class PlainLoss(torch.autograd.Function):
 
 
 def differentiate(logits: list[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Shares (n, V/tp) of logits, targets (n,) -> sum of losses, () fp32, and its gradient (n, V), in their dtype."""
+    """Return the sum of losses, () fp32, of logits in shares (n, V/tp), and its gradient (n, V) in their dtype."""
     largest = [share.float().amax(1, keepdim=True) for share in logits]
     exponentials = [(share.float() - most).exp() for share, most in zip(logits, largest, strict=True)]
     log_totals = [most + e.sum(1, keepdim=True).log() for most, e in zip(largest, exponentials, strict=True)]
@@ -207,7 +207,7 @@ def join(of_ranks: tuple[Tensor, ...], sources: list[tuple[int, slice]]) -> Tens
 
 
 def list_visible(rank: int, n_ranks: int, method: str, half: int) -> list[tuple[slice, list[tuple[int, slice]]]]:
-    """What a rank's queries see of other ranks: queries, and the ranks and keys that one call of the kernel takes.
+    """Return what a rank's queries see of other ranks: queries, ranks and keys of each call of the kernel.
 
     A rank holds an early and a late piece. Of a rank before it all its queries see the early one, of a rank after it
     its late queries see both.

@@ -44,12 +44,16 @@ from torchtitan_lite.verify.precision_parts import (
 )
 from torchtitan_lite.verify.reference import PlainDocumentAttention
 
+UNDER_CP: dict[str, Callable[[int, str], nn.Module]] = {  # model.attention -> attention of cp ranks, rotate method
+    "causal": RoundedContext,
+    "document": lambda n_ranks, method: RoundedDocumentContext(n_ranks),
+}
 Pieces = dict[str, list[list[Tensor]]]  # FQN of a block -> data-parallel rank -> microbatch
 
 
 @dataclass
 class RoundedOutcome:
-    """What one process computed in the arithmetic of the run."""
+    """Numbers that one process computed in the arithmetic of the run."""
 
     initial: dict[str, Tensor]  # the weights of this step
     loss: float
@@ -59,7 +63,7 @@ class RoundedOutcome:
 
 
 class RoundedProcess:
-    """The model of `config` (resolved: it says in what to compute), rounding as the ranks of `layout` do."""
+    """The model of `config` (resolved, for its dtype), rounding as the ranks of `layout` do."""
 
     def __init__(self, config: Config, layout: Layout):
         model_class, init_parameter = stepping.MODELS[config.model.name]
@@ -73,7 +77,7 @@ class RoundedProcess:
         self._replace_modules()
 
     def compute_gradients(self, batch: Batch) -> RoundedOutcome:
-        """All ranks and microbatches of a global batch. Gradients of the call before are forgotten."""
+        """Compute all ranks and microbatches of a global batch. Earlier gradients are dropped."""
         n_tokens = (batch.targets != IGNORE_INDEX).sum()
         initial = {fqn: weight.detach().clone() for fqn, weight in self.weights.items()}
         outcome = RoundedOutcome(initial, 0.0, {})
@@ -98,12 +102,12 @@ class RoundedProcess:
 
     @torch.no_grad()
     def scale_rows(self, first: float, last: float) -> None:
-        """Multiplies the rows of each weight by factors from `first` to `last`."""
+        """Multiply the rows of each weight by factors from `first` to `last`."""
         for weight in self.weights.values():
             weight.mul_(torch.linspace(first, last, len(weight)).view(-1, *[1] * (weight.dim() - 1)))
 
     def _record(self, outcome: RoundedOutcome) -> list:
-        """Hooks, to remove, that note what enters and leaves each block, and the order of the gradients."""
+        """Return hooks, to remove, that note what enters and leaves each block, and the order of the gradients."""
         hooks = []
         for layer, block in self.model.layers.items():
             outputs, rotations = outcome.outputs[f"layers.{layer}"], outcome.rotations[f"layers.{layer}"] = [], []
@@ -132,7 +136,7 @@ class RoundedProcess:
     # ---------------------------------------------------------------- modules
 
     def _replace_modules(self) -> None:
-        """Has each module that holds weights, shares out its input, or mixes tokens do what the ranks do."""
+        """Replace the forward of each module that holds weights, shares its input, or mixes tokens."""
         section, layout = self.config.quantize.linear.float8, self.layout
         fqns = {id(parameter): fqn for fqn, parameter in self.model.named_parameters()}
         styles = plan_tensor_parallel(self.model, shard_loss=True) if layout.tp > 1 else {}
@@ -154,23 +158,22 @@ class RoundedProcess:
                 module.forward = partial(self._call_with_casts, module, own, style, module.forward)
             elif isinstance(style, PrepareModuleInput):
                 module.forward = partial(self._call_on_shares, module.forward)
+        attention, method = self.config.model.attention, self.config.parallelism.context_parallel_rotate_method
         for block in self.model.layers.values():
-            if self.config.model.attention == "document":
-                documents = RoundedDocumentContext(layout.cp) if layout.cp > 1 else PlainDocumentAttention()
-                block.attention.inner = documents
-            elif layout.cp > 1:
-                method = self.config.parallelism.context_parallel_rotate_method
-                block.attention.inner = RoundedContext(layout.cp, method)
+            if layout.cp > 1:
+                block.attention.inner = UNDER_CP[attention](layout.cp, method)
+            elif attention == "document":
+                block.attention.inner = PlainDocumentAttention()
 
     def _cast(self, fqn: str, cp_rank: int, share: int = 0) -> Tensor:
-        """A weight in the compute dtype. Gradients of one cast are added in that dtype, those of several in fp32."""
+        """Return a weight in the compute dtype. Gradients of one cast are added in it, those of several in fp32."""
         key = fqn, cp_rank, share
         if key not in self.casts:
             self.casts[key] = self.weights[fqn].to(self.dtype)
         return self.casts[key]
 
     def _copy(self, fqn: str, cp_rank: int) -> Sequence[Tensor]:
-        """For each tp rank the weight of a norm. Each has a gradient of its own tokens only.
+        """Return for each tp rank the weight of a norm. Each has a gradient of its own tokens only.
 
         FSDP adds them over tp when it reduces: as they are, or in fp32 if it has added microbatches before.
         """
@@ -180,7 +183,7 @@ class RoundedProcess:
         return share_out(self._cast(fqn, cp_rank), layout.tp, None)
 
     def _slice(self, weight: Tensor, style: object) -> Tensor:
-        """What the current tp rank holds of the weight of a linear layer."""
+        """Return what the current tp rank holds of the weight of a linear layer."""
         if not isinstance(style, ColwiseParallel | RowwiseParallel):
             return weight
         dim = 0 if isinstance(style, ColwiseParallel) else 1
@@ -189,7 +192,7 @@ class RoundedProcess:
     def _call_with_casts(
         self, module: nn.Module, own: dict[str, str], style: object, forward: Callable, x: Tensor
     ) -> Tensor:
-        """A module's own forward, with the weights of each cp rank for its rows; under sequence parallel tp by tp."""
+        """Call a module with the weights of each cp rank for its rows; under sequence parallel tp by tp."""
         by_token = isinstance(style, SequenceParallel)
         done = []
         for rank, rows in enumerate(x.chunk(self.layout.cp)):
@@ -205,7 +208,7 @@ class RoundedProcess:
         return torch.cat(done)
 
     def _call_on_shares(self, forward: Callable, x: Tensor, *rest: object) -> Tensor:
-        """A module that every tp rank calls with the whole of x: each returns a share of the sum."""
+        """Call a module on every tp rank with the whole of x: each returns a share of the sum."""
         shares = []
         for rank, copy in enumerate(share_out(x, self.layout.tp, 1)):
             self.tp_rank = rank
@@ -229,7 +232,7 @@ class RoundedProcess:
         )
 
     def _lose(self, fqn: str, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Head and loss, () fp32: each tp rank has a share of the vocabulary."""
+        """Return the loss, () fp32, of head and targets: each tp rank has a share of the vocabulary."""
         cp, tp = self.layout.cp, self.layout.tp
         by_share = not self.config.parallelism.disable_loss_parallel
         losses = []

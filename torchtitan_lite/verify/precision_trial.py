@@ -23,22 +23,38 @@ and inductor round otherwise.
 """
 
 import time
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from torchtitan_lite.config.float8_plan import BLOCK, uses_float8
+from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
+from torchtitan_lite.config.float8_plan import uses_float8
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
-from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, splits_backward
+from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify.comparison import find_disagreement, relative_error
+from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describe_failure
 from torchtitan_lite.verify.culprit import Culprit, describe_place
-from torchtitan_lite.verify.precision_reference import RoundedOutcome, RoundedProcess
-from torchtitan_lite.verify.precision_share import RoundingShare, make_late_batch, measure_rounding
+from torchtitan_lite.verify.difference import find_disagreement
+from torchtitan_lite.verify.module_outputs import find_stage, list_forward_order
+from torchtitan_lite.verify.precision_reference import UNDER_CP, RoundedOutcome, RoundedProcess
 from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
-from torchtitan_lite.verify.trial import Measure, RunRanks, Trial, describe_failure
+from torchtitan_lite.verify.reference import make_batch_of, relative_error
+from torchtitan_lite.verify.share import (
+    Coordinates,
+    build_small_run,
+    gather,
+    gradients_noted,
+    own_rows,
+    start_from_reference,
+)
+from torchtitan_lite.verify.small_runs import choose_float8_sizes, shrink_for_precision
 
 ORDER_OF_SUMS = 1e-5  # what is right stays below 2e-8; one number that rounds the other way makes 1e-5 to 3e-3
 ROUNDED_OFTEN = 2e-2  # a split backward adds gradients of microbatches in the compute dtype; of 16 of them: 5e-3
@@ -52,7 +68,7 @@ GROWTH = (1.2, 2.0)
 
 
 def try_bfloat16(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    """One step in bfloat16. Where the run computes in float32 on every device it is skipped."""
+    """Make one step in bfloat16. Skipped where the run computes in float32 on every device."""
     if reduction.real.training.mixed_precision_param == "float32":
         return Trial("bfloat16", [], {}, None, 0.0, skipped="the run computes in float32")
     config = override(reduction.config, {"training.mixed_precision_param": "bfloat16"})
@@ -60,7 +76,7 @@ def try_bfloat16(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Tri
 
 
 def try_float8(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    """Two steps in float8, emulated, in the recipe of the run; between them all weights grow.
+    """Make two steps in float8, emulated, in the recipe of the run; between them all weights grow.
 
     What is not float8 is in bfloat16, whatever the run has: of float32 numbers that differ in their last bit, as they
     do with the place of a weight in memory (MKL), a few would become other float8 numbers.
@@ -79,50 +95,15 @@ def try_float8(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial
     return try_rounding("float8", override(reduction.config, keys), reduction, run_ranks, folder, n_steps=2)
 
 
-def shrink(reduction: Reduction) -> dict[str, object]:
-    """Keys of a smaller run: rounding shows in one layer a stage, and in two where there are no stages.
-
-    Blocks are not compiled: aot_eager rounds as eager does (measured), and inductor's kernels are not those of a CPU.
-    """
-    config, layout = reduction.config, reduction.layout
-    keys: dict[str, object] = {"compile.enable": False, "model.n_layers": min(2, reduction.shape.n_layers)}
-    if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
-        keys["activation_checkpoint.mode"] = "full"
-    if layout.pp == 1:
-        return keys
-    n = len(layout.stages)
-    stages = [list(name_modules(range(i, i + 1), first=i == 0, last=i == n - 1)) for i in range(n)]
-    keys |= {"model.n_layers": n, "parallelism.module_fqns_per_model_part": stages}
-    keys["parallelism.pipeline_parallel_layers_per_stage"] = None
-    if layout.n_microbatches > n and not check_microbatches(config.parallelism, n, n, n):
-        keys["training.local_batch_size"] = n * layout.microbatch_size
-        keys["training.global_batch_size"] = n * layout.microbatch_size * layout.dp
-    return keys
-
-
-def choose_float8_sizes(reduction: Reduction) -> dict[str, object]:
-    """Sizes like those of the wide trial, in blocks that every tp rank can compute in float8."""
-    shape, layout = reduction.shape, reduction.layout
-    width = BLOCK * layout.tp
-    tokens = BLOCK * layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
-
-    def round_up(size: int, unit: int) -> int:
-        return -(-size // unit) * unit
-
-    return {
-        "model.head_dim": BLOCK,
-        "model.dim": round_up(shape.dim * BLOCK // shape.head_dim, width),
-        "model.ffn_dim": round_up(shape.ffn_dim, width),
-        "training.seq_len": round_up(reduction.config.training.seq_len, tokens),
-    }
-
-
 def try_rounding(
     name: str, config: Config, reduction: Reduction, run_ranks: RunRanks, folder: Path, *, n_steps: int
 ) -> Trial:
-    """`n_steps` of `config`, with fewer layers and microbatches, beside one process that rounds alike."""
+    """Make `n_steps` of `config`, with fewer layers and microbatches, beside one process that rounds alike."""
     start = time.monotonic()
-    config = override(config, shrink(reduction))
+    if reduction.layout.cp > 1 and config.model.attention not in UNDER_CP:
+        why = f"model.attention = {config.model.attention} under cp has no reference: add it to precision_reference.py"
+        return Trial(name, [], {}, None, 0.0, skipped=why, is_missing=True)
+    config = override(config, shrink_for_precision(reduction))
     layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
     config = resolve_config(config, layout, "cpu")
     last = max(LAST_POSITION, reduction.real.training.seq_len)
@@ -136,18 +117,15 @@ def try_rounding(
     measures = list_measures(shares, outcomes, layout, splits=splits_backward(config.parallelism))
     faults = {m.what: f"{m.what}: {m.error:.1e}, at most {m.bound:.0e} is right" for m in measures if not m.is_right}
     culprit = name_culprit(shares, outcomes, measures) if faults else None
-    return Trial(name, measures, faults, culprit, time.monotonic() - start, subject=describe_subject(config, n_steps))
-
-
-def describe_subject(config: Config, n_steps: int) -> str:
-    """`1 step in bfloat16, 40 tokens up to position 8191`."""
     steps = "1 step" if n_steps == 1 else f"{n_steps} steps"
     recipe = f"float8 ({config.quantize.linear.float8.recipe_name}) and " if uses_float8(config) else ""
-    return f"{steps} in {recipe}{config.training.mixed_precision_param}, {config.training.seq_len} tokens a sequence"
+    dtype, seq_len = config.training.mixed_precision_param, config.training.seq_len
+    subject = f"{steps} in {recipe}{dtype}, {seq_len} tokens a sequence"
+    return Trial(name, measures, faults, culprit, time.monotonic() - start, subject=subject)
 
 
 def run_rounded_process(config: Config, layout: Layout, last_position: int, n_steps: int) -> list[RoundedOutcome]:
-    """What each step has to give. Between steps the rows of every weight grow, the last ones most."""
+    """Return the right numbers of each step. Between steps the rows of every weight grow."""
     process = RoundedProcess(config, layout)
     outcomes = []
     for step in range(n_steps):
@@ -156,13 +134,108 @@ def run_rounded_process(config: Config, layout: Layout, last_position: int, n_st
     return outcomes
 
 
+# ---------------------------------------------------------------- one rank
+
+
+def make_late_batch(config: Config, step: int, last_position: int) -> Batch:
+    """Return the batch of a step with the positions of the end of a long sequence."""
+    batch = make_batch_of(config, step)
+    return replace(batch, positions=batch.positions + last_position - config.training.seq_len)
+
+
+@dataclass(frozen=True)
+class RoundingShare:
+    """Difference between one rank and one process, in one step."""
+
+    coordinates: Coordinates
+    loss: float
+    rotary: dict[str, float]  # FQN of a block -> largest difference of a cosine or sine
+    output: dict[str, float]  # FQN of a block -> ||y - ref|| / ||ref||, worst microbatch
+    gradient: dict[str, float]  # FQN -> ||g - ref|| / ||ref||
+    digits: dict[str, float]  # FQN -> share of short numbers, see find_short_share, beyond that of one process
+
+
+def measure_rounding(rank: int, world_size: int, config: Config, path: str, last_position: int) -> list[RoundingShare]:
+    """Worker: build the layout, step it, and compare what this rank sees with `path`. Collective."""
+    outcomes: list[RoundedOutcome] = torch.load(path, weights_only=False, mmap=True)
+    run = build_small_run(config, world_size)
+    following = iter(outcomes[1:])
+    run.optimizer.register_step_post_hook(lambda *_: start_from_reference(run, next(following)))
+    shares = []
+    for step, expected in enumerate(outcomes):
+        batch = own_rows(run, make_late_batch(run.config, step, last_position))
+        with blocks_noted(run) as blocks, gradients_noted(run) as gradients:
+            if step < len(outcomes) - 1:
+                loss = stepping.train_step(run, batch).loss
+            else:  # what would follow is not looked at
+                loss = stepping.sum_losses(run, stepping.compute_gradients(run, batch))
+                gradients = gather(run, lambda parameter: parameter.grad)
+        rotary, output = compare_blocks(run, blocks, expected)
+        digits = {fqn: find_short_share(g) - find_short_share(expected.gradients[fqn]) for fqn, g in gradients.items()}
+        errors = {fqn: relative_error(g, expected.gradients[fqn]) for fqn, g in gradients.items()}
+        shares.append(RoundingShare(run.mesh.coordinates(), loss.item(), rotary, output, errors, digits))
+    return shares
+
+
+Calls = dict[str, list[tuple[Tensor, Tensor | None]]]  # FQN of a block -> of each call its output, and the rotation
+
+
+@contextmanager
+def blocks_noted(run: stepping.Run) -> Iterator[Calls]:
+    """Context manager: yields inputs and outputs of this rank's blocks in all calls inside."""
+    calls: Calls = defaultdict(list)
+    hooks = []
+    for part in run.parts:
+        for layer, block in part.layers.items():
+
+            def note(block, args, output, *, to=calls[f"layers.{layer}"]):
+                to.append((output.detach().clone(), args[1].detach().clone()))
+
+            hooks.append(block.register_forward_hook(note))
+    yield calls
+    for hook in hooks:
+        hook.remove()
+
+
+def compare_blocks(run: stepping.Run, calls: Calls, expected: RoundedOutcome) -> tuple[dict, dict]:
+    """Return the errors of the rotation that enters each block, and of its output."""
+    layout, here = run.layout, run.mesh.coordinates()
+    ranks = [here[dim] for dim in ("cp", "tp") if layout.degrees[dim] > 1]
+    order = list_forward_order(run.config, layout)
+    rotary, output = {}, {}
+    for name, noted in calls.items():
+        # A pipeline's first step calls each stage once more, before all others, to learn shapes.
+        pairs = list(zip(order[find_stage(layout, name)], noted[-layout.n_microbatches :], strict=True))
+        outputs, rotations = (each[name][run.mesh.data_rank] for each in (expected.outputs, expected.rotations))
+        output[name] = max(relative_error(own, cut(outputs[at], own, ranks)) for at, (own, _) in pairs)
+        rotary[name] = max((own - cut(rotations[at], own, ranks)).abs().max().item() for at, (_, own) in pairs)
+    return rotary, output
+
+
+def cut(whole: Tensor, own: Tensor, ranks: list[int]) -> Tensor:
+    """Return a rank's piece of `whole`, like `own`: cut by its cp rank, then by its tp rank.
+
+    `ranks`: of those two dims of the mesh, of which a dim of size 1 is left out.
+    """
+    longer = [dim for dim in range(whole.dim()) if whole.shape[dim] > own.shape[dim]]
+    for dim, rank in zip(longer, ranks, strict=False):  # rotary angles are whole on each tp rank
+        whole = whole.chunk(whole.shape[dim] // own.shape[dim], dim)[rank]
+    return whole
+
+
+def find_short_share(gradient: Tensor) -> float:
+    """Return the share of the numbers other than 0 that bfloat16 holds. A sum of several needs more digits."""
+    numbers = gradient[gradient != 0]
+    return (numbers == numbers.bfloat16()).float().mean().item() if len(numbers) else 0.0
+
+
 # ---------------------------------------------------------------- all ranks
 
 
 def list_measures(
     shares: list[list[RoundingShare]], outcomes: list[RoundedOutcome], layout: Layout, *, splits: bool
 ) -> list[Measure]:
-    """The lines of a certificate: the worst of all ranks and steps."""
+    """Return the lines of the certificate: the worst of all ranks and steps."""
 
     def worst(name: str) -> float:
         return max(max(getattr(share, name).values(), default=0.0) for of_rank in shares for share in of_rank)
@@ -185,7 +258,7 @@ def list_measures(
 
 
 def name_culprit(shares: list[list[RoundingShare]], outcomes: list[RoundedOutcome], measures: list[Measure]) -> Culprit:
-    """The first step, the first measure in the order of a step, and of it the first block or parameter."""
+    """Return the first difference: by step, then by measure, then by block or parameter."""
     bounds = {measure.what: measure.bound for measure in measures}
     for step, outcome in enumerate(outcomes):
         of_step = [of_rank[step] for of_rank in shares]

@@ -77,7 +77,7 @@ class RankPool:
         self.close()
 
     def run(self, function: Callable, world_size: int, *args, timeout_s: float = 300, **kwargs) -> list:
-        """Calls `function(rank, world_size, *args, **kwargs)` on each of `world_size` ranks; results by rank.
+        """Call `function(rank, world_size, *args, **kwargs)` on each of `world_size` ranks; return results by rank.
 
         Function, arguments and results must be picklable. Raises RankFailure when a rank raises, dies or takes longer
         than `timeout_s`.
@@ -86,8 +86,7 @@ class RankPool:
             raise ValueError(f"world_size {world_size} is larger than the pool of {self.n_ranks} ranks")
         if self._n_jobs == JOBS_PER_WORKER:
             self.close()
-        if not self._processes:
-            self._start()
+        self._start(world_size)
         self._n_jobs += 1
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             job = (function, world_size, folder, timeout_s, args, kwargs)
@@ -96,18 +95,19 @@ class RankPool:
             return self._collect(world_size, timeout_s, Path(folder))
 
     def close(self) -> None:
-        """Ends the workers."""
+        """End the workers."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
         self._processes, self._connections, self._n_jobs = [], [], 0
 
-    def _start(self) -> None:
+    def _start(self, n_ranks: int) -> None:
+        """Start the workers that are missing, up to `n_ranks`."""
         os.environ.update(WORKER_ENVIRONMENT)  # read by libraries when the workers import them
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        for rank in range(self.n_ranks):
+        for rank in range(len(self._processes), n_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, theirs), daemon=True)
             process.start()
@@ -156,7 +156,7 @@ class RankPool:
             return False, how
 
     def _ask_where(self, ranks: list[int], folder: Path) -> list[str]:
-        """Where each of these ranks is, one text for all that are at one place."""
+        """Return where each of these ranks is, one text for all that are at one place."""
         for rank in ranks:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
         deadline, stacks = time.monotonic() + SECONDS_FOR_A_STACK, []
@@ -174,7 +174,7 @@ def read_if_there(path: Path) -> str:
 
 
 def describe_stack(text: str) -> str:
-    """Where a rank is, from what faulthandler writes: the function called, and the last line of this package."""
+    """Return where a rank is, from faulthandler's text: the innermost call, and the last line of this package."""
     # Other threads than the one that runs the job come in the same file, each under a heading of its own.
     threads = [[match.groupdict() for match in FRAME.finditer(thread)] for thread in text.split("\n\n")]
     frames = next((frames for frames in threads if any(frame["function"] == "serve" for frame in frames)), [])
@@ -190,7 +190,7 @@ def describe_stack(text: str) -> str:
 
 
 def serve(rank: int, connection: Connection) -> None:
-    """What a worker does until its parent goes: take a job, join a group, call, answer, leave."""
+    """Worker: take a job, join a group, call, answer, leave; until the parent ends."""
     os.environ.update(WORKER_ENVIRONMENT)
     torch.set_num_threads(1)
     end_with_parent()

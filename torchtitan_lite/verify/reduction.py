@@ -64,7 +64,7 @@ class Reduction:
 
 
 def reduce_config(config: Config, max_ranks: int) -> Reduction:
-    """The small run that stands for a real one. Raises ConfigError where the real one could not start."""
+    """Return the small run that stands for a real one. Raises ConfigError where the real one could not start."""
     shape = resolve_model(config.model)
     real = plan_layout(config, shape, prod(plan_degrees(config.parallelism, 1).values()))
     chosen = choose_degrees(config.parallelism, max_ranks)
@@ -91,20 +91,20 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:
-    """The config with some keys ("section.key") set."""
+    """Return the config with some keys ("section.key") set."""
     for key, value in overrides.items():
         config = set_key(config, key.split("."), value)
     return config
 
 
 def set_key(section: Any, names: list[str], value: object) -> Any:
-    """A copy with what `names` leads to replaced."""
+    """Return a copy with the value at `names` replaced."""
     name, *rest = names
     return replace(section, **{name: set_key(getattr(section, name), rest, value) if rest else value})
 
 
 def list_changes(config: Config, shape: ModelArgs, small: Config, small_shape: ModelArgs) -> list[Change]:
-    """Every key whose value differs; for sizes that a flavor gives, that size."""
+    """Return every key whose value differs; for sizes that a flavor gives, that size."""
     of_shape = {f"model.{field.name}": field.name for field in fields(ModelArgs)}
 
     def look_up(key: str, of: Config, its_shape: ModelArgs) -> object:
@@ -124,7 +124,7 @@ def list_changes(config: Config, shape: ModelArgs, small: Config, small_shape: M
 
 
 def reduce_sizes(shape: ModelArgs, real: Layout, degrees: dict[str, int], *, n_shards_known: bool) -> dict[str, int]:
-    """Sizes of a model of about dim 64 to 128."""
+    """Return sizes of a model of about dim 64 to 128."""
     tp = degrees["tp"]
     kv_heads_per_rank = min(2, shape.n_kv_heads // real.tp)
     n_kv_heads = tp * kv_heads_per_rank
@@ -146,7 +146,7 @@ def reduce_sizes(shape: ModelArgs, real: Layout, degrees: dict[str, int], *, n_s
 
 
 def reduce_size(real: int, wanted: int, tp: int, split: tuple[int, int]) -> int:
-    """About `wanted`: a multiple of tp, and of the second of `split` exactly where `real` is one of the first."""
+    """Return about `wanted`: a multiple of tp, and of the second of `split` exactly where `real` is of the first."""
     real_split, small_split = split
     for size in range(min(real, wanted), wanted + 2 * tp * small_split):
         same_relation = (real % real_split == 0) == (size % small_split == 0)
@@ -159,7 +159,7 @@ def reduce_size(real: int, wanted: int, tp: int, split: tuple[int, int]) -> int:
 
 
 def reduce_stages(section: Parallelism, n_layers: int, real: Layout, pp: int) -> dict[str, object]:
-    """Layers and stages: as many stages per rank as before, two at most where more are possible, even or uneven."""
+    """Return layers and stages: as many stages per rank as before, two at most if possible, even or uneven."""
     key = "parallelism."
     if pp == 1:
         return {
@@ -194,7 +194,7 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout, pp: int) ->
 
 
 def list_reduced_stages(counts: list[int], n_stages: int) -> dict[str, object]:
-    """Explicit lists: the first stages and the last one, with one layer each, or two where one has more than others.
+    """Return explicit lists: the first stages and the last one, with one layer each, or two if it has more.
 
     `counts`: layers of each real stage. A stage without a layer stays so; of two such stages alone, the first one does.
     """
@@ -214,7 +214,7 @@ def list_reduced_stages(counts: list[int], n_stages: int) -> dict[str, object]:
 def reduce_batch(
     small: Config, config: Config, real: Layout, degrees: dict[str, int], sizes: dict[str, int]
 ) -> dict[str, object]:
-    """Rows and microbatches in the same relation to the stages, and a short sequence that still divides."""
+    """Return rows and microbatches in the same relation to the stages, and a short sequence that still divides."""
     dp, pp = degrees["dp_replicate"] * degrees["dp_shard"], degrees["pp"]
     accumulates = real.global_batch_size > config.training.local_batch_size * real.dp
     if pp == 1:
@@ -234,7 +234,7 @@ def reduce_batch(
 
 
 def reduce_microbatches(section: Parallelism, real: Layout, n_stages: int) -> int:
-    """As many as there are stages, more, fewer, or a number that they do not divide: as in the real run."""
+    """Return as many as there are stages, more, fewer, or a number that they do not divide: as in the real run."""
     if section.pipeline_parallel_schedule_csv:
         return real.n_microbatches
     n_real_stages = len(real.stages)
@@ -249,16 +249,16 @@ def reduce_microbatches(section: Parallelism, real: Layout, n_stages: int) -> in
 
 
 def reduce_sequence(degrees: dict[str, int], sizes: dict[str, int], least: int = 40) -> int:
-    """Tokens per sequence: a length that no other size of the model has, so that a sequence dim is known by it."""
+    """Return a length that no other size of the model has, so that a sequence dim is known by it."""
     pieces = count_pieces(degrees)
     return next(n for n in range(pieces, (100 + least) * pieces, pieces) if n >= least and n not in list_widths(sizes))
 
 
 def count_pieces(degrees: dict[str, int]) -> int:
-    """Equal pieces into which cp and tp cut a sequence."""
+    """Return into how many equal pieces cp and tp cut a sequence."""
     return (2 * degrees["cp"] if degrees["cp"] > 1 else 1) * degrees["tp"]
 
 
 def list_widths(sizes: dict[str, int]) -> list[int]:
-    """Sizes that a dim of some module's output has."""
+    """Return the sizes that a dim of some module's output has."""
     return [*sizes.values(), sizes["n_heads"] * sizes["head_dim"], sizes["n_kv_heads"] * sizes["head_dim"]]

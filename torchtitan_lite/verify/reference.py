@@ -2,7 +2,7 @@
 
     model       the user's own class, on one device; document attention by one explicit mask
     batch       random tokens, of which 100 to 10 % count from row to row, and in one row none
-    step        one backward over all rows; loss, norm, clipping and SGD by plain formulas in float64
+    step        one backward over all rows; loss and norm in float64, clipping and SGD by step_formulas.py
 
 What it shares with a run on many ranks is the model file and the rule of the initial weights, nothing else.
 """
@@ -18,20 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.verify.step_formulas import compute_clip_scale, move_sgd
 
-BLOCK = 1_000_003  # numbers; a prime, so that no row of a matrix begins as another one does
+BLOCK = 1_000_003  # numbers; a prime, so that no two rows of a matrix are equal
 NEVER_CLIPPED = 1e4  # no gradient norm of the second step is that many times max_norm
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a small run is compared with one process. Both are given the same one."""
+    """How a small run is compared with one process. Both sides get the same one."""
 
     # Two steps, of which the first is clipped and the second is not; parameters are compared whole, as a checkpoint
     # holds them. Without: the gradients of one step, clipped, slice by slice.
@@ -58,10 +60,10 @@ def make_batch(
     farthest_position: int = 0,
     tokens_per_document: int = 8,
 ) -> Batch:
-    """Random tokens. From row to row 0 to 90 % of the targets are not counted, in one of three rows or more none is.
+    """Return random tokens. 0 to 90 % of the targets are not counted, by row; in one of three rows or more none is.
 
-    Of a single row, the share that is not counted grows along the sequence. With `documents`, a new one begins at every
-    `tokens_per_document`-th token or so, at other places in each row, and its positions where those of the row do.
+    Of a single row, the share that is not counted grows along the sequence. With `documents`, a new one starts at about
+    every `tokens_per_document`-th token, at other places in each row, and its positions restart where the row's do.
     """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(vocab_size, (n_rows, seq_len + 1), generator=generator)
@@ -83,33 +85,32 @@ def make_batch(
 
 
 def make_batch_of(config: Config, step: int, method: Method = WIDE) -> Batch:
-    """The global batch that a config asks for."""
+    """Return the global batch that a config asks for."""
     return make_batch(
         step,
         n_rows=config.training.global_batch_size,
         seq_len=config.training.seq_len,
         vocab_size=resolve_model(config.model).vocab_size,
-        documents=config.model.attention == "document",
+        documents=ATTENTIONS[config.model.attention].uses_documents,
         farthest_position=method.farthest_position,
         tokens_per_document=method.tokens_per_document,
     )
 
 
 def choose_max_norm(config: Config, step: int) -> float:
-    """The gradient norm above which a step is clipped. It is so low that the first one is, and then so high that the
-    second one is not."""
+    """Return the gradient norm above which a step is clipped: so low that the first one is, and the second is not."""
     return config.training.max_norm * (1 if step == 0 else NEVER_CLIPPED)
 
 
 def choose_init(init_parameter: Callable, method: Method) -> Callable:
-    """The model's rule of the initial weights, or one that draws a block by that rule, and repeats it."""
+    """Return the model's rule of the initial weights, or one that repeats a block drawn by that rule."""
     return partial(repeat_block, init_parameter) if method.repeats_weights else init_parameter
 
 
 def repeat_block(
     init_parameter: Callable, fqn: str, full: Tensor, shape: ModelArgs, generator: torch.Generator
 ) -> None:
-    """Fills the full tensor of one parameter in place, ten times as fast where it has many times BLOCK numbers."""
+    """Fill the full tensor of one parameter in place, ten times as fast where it is many times BLOCK."""
     if full.numel() <= BLOCK:
         init_parameter(fqn, full, shape, generator)
         return
@@ -124,7 +125,7 @@ def repeat_block(
 
 @dataclass
 class ReferenceRun:
-    """What one process computed."""
+    """Numbers that one process computed."""
 
     method: Method
     initial: dict[str, Tensor]  # in the order of the model
@@ -138,7 +139,7 @@ class ReferenceRun:
 
 
 def build_model(config: Config, method: Method) -> nn.Module:
-    """The user's model with its initial weights; document attention by one explicit mask."""
+    """Return the user's model with its initial weights; "document" attention is replaced by an explicit mask."""
     model_class, init_parameter = stepping.MODELS[config.model.name]
     model = model_class(resolve_model(config.model), attention=config.model.attention)
     if config.model.attention == "document":
@@ -150,14 +151,14 @@ def build_model(config: Config, method: Method) -> nn.Module:
 
 
 def run_one_process(config: Config, method: Method = WIDE) -> ReferenceRun:
-    """The oracle. `config` gives model, batch, seed, clipping and SGD; its layout is not looked at."""
+    """Run the reference. `config` gives model, batch, seed, clipping and SGD; its layout is not looked at."""
     model = build_model(config, method)
     parameters = dict(model.named_parameters())
     initial = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
     if method.updates:
         initial = {fqn: parameter.clone() for fqn, parameter in initial.items()}
-    outcome = ReferenceRun(method, initial, {}, 0, {}, {}, [], [])
-    hooks = record_first_backward(model, outcome)
+    reference = ReferenceRun(method, initial, {}, 0, {}, {}, [], [])
+    hooks = record_first_backward(model, reference)
     for step in range(method.n_steps):
         batch = make_batch_of(config, step, method)
         model.zero_grad()
@@ -165,79 +166,93 @@ def run_one_process(config: Config, method: Method = WIDE) -> ReferenceRun:
         loss = F.cross_entropy(logits.flatten(0, 1).double(), batch.targets.flatten())  # the mean over counted tokens
         loss.backward()
         if step == 0:
-            outcome.n_tokens = int((batch.targets != IGNORE_INDEX).sum())
+            reference.n_tokens = int((batch.targets != IGNORE_INDEX).sum())
             token_losses = F.cross_entropy(logits.detach().flatten(0, 1), batch.targets.flatten(), reduction="none")
-            heads = [name for name, output in outcome.outputs.items() if output.data_ptr() == logits.data_ptr()]
-            outcome.outputs |= dict.fromkeys(heads, token_losses.view_as(batch.targets))
+            heads = [name for name, output in reference.outputs.items() if output.data_ptr() == logits.data_ptr()]
+            reference.outputs |= dict.fromkeys(heads, token_losses.view_as(batch.targets))
             for hook in hooks:
                 hook.remove()
-        outcome.losses.append(loss.item())
-        outcome.grad_norms.append(measure_norm(parameter.grad for parameter in parameters.values()))
+        reference.losses.append(loss.item())
+        reference.grad_norms.append(measure_norm(parameter.grad for parameter in parameters.values()))
         if method.updates:
-            update_weights(parameters.values(), config, clip_factor(outcome.grad_norms[step], config, step))
+            scale = compute_clip_scale(reference.grad_norms[step], choose_max_norm(config, step))
+            with torch.no_grad():
+                for parameter in parameters.values():
+                    weight, gradient = parameter.double(), scale * parameter.grad.double()
+                    move = move_sgd(config.optimizer, weight, gradient, {}, rate=config.optimizer.lr, step=step + 1)
+                    parameter.copy_(weight + move.update)
     if method.updates:
-        outcome.weights = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
-    return outcome
+        reference.weights = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
+    return reference
 
 
 def measure_norm(gradients: Iterable[Tensor]) -> float:
-    """2-norm of all numbers, in float64: torch's own norm adds fp32 numbers one after another on a CPU."""
+    """Return the 2-norm of all numbers, in float64: torch's own norm adds fp32 numbers one by one on a CPU."""
     pieces = (piece for gradient in gradients for piece in gradient.flatten().split(2**20))
     return math.sqrt(sum(piece.double().square().sum().item() for piece in pieces))
 
 
-def clip_factor(norm: float, config: Config, step: int) -> float:
-    """What clipping multiplies gradients of this norm by. 1e-6 is torch's, against a division by zero."""
-    return min(1.0, choose_max_norm(config, step) / (norm + 1e-6))
-
-
-@torch.no_grad()
-def update_weights(parameters: Iterable[Tensor], config: Config, factor: float) -> None:
-    """One step of SGD with gradients times `factor`, rounded once: w - lr * (factor * g + weight_decay * w)."""
-    section = config.optimizer
-    for parameter in parameters:
-        weight, gradient = parameter.double(), parameter.grad.double()
-        parameter.copy_(weight - section.lr * (factor * gradient + section.weight_decay * weight))
-
-
-def record_first_backward(model: nn.Module, outcome: ReferenceRun) -> list:
-    """Has a model note its modules' inputs and outputs in forward order and its gradients in backward order; hooks to
-    remove.
-    """
+def record_first_backward(model: nn.Module, reference: ReferenceRun) -> list:
+    """Return hooks, to remove, that note inputs and outputs in forward order, and gradients in backward order."""
     hooks = []
     for name, module in model.named_modules():
 
         def note_inputs(module, args, kwargs, *, name=name):
             if name:
-                outcome.inputs[name] = {key: value.detach() for key, value in name_inputs(module, args, kwargs).items()}
+                reference.inputs[name] = {
+                    key: value.detach() for key, value in name_inputs(module, args, kwargs).items()
+                }
 
         def note_output(module, args, output, *, name=name):
             if name and isinstance(output, Tensor):
-                outcome.outputs[name] = output.detach()
+                reference.outputs[name] = output.detach()
 
         hooks.append(module.register_forward_pre_hook(note_inputs, with_kwargs=True))
         hooks.append(module.register_forward_hook(note_output))
     for fqn, parameter in model.named_parameters():
 
         def note_gradient(parameter, *, fqn=fqn):
-            outcome.gradients[fqn] = parameter.grad
+            reference.gradients[fqn] = parameter.grad
 
         hooks.append(parameter.register_post_accumulate_grad_hook(note_gradient))
     return hooks
 
 
 def name_inputs(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> dict[str, Tensor]:
-    """The tensors that a call gives to a module, by the names that its class has for them."""
+    """Return the tensors that a call gives to a module, by the names of its class."""
     # The class is asked, because recompute and compile put another `forward` on the module itself.
     given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     return {name: value for name, value in given.items() if isinstance(value, Tensor)}
 
 
 class PlainDocumentAttention(nn.Module):
-    """Causal attention within documents, by the one explicit mask that leaves no room for mistakes."""
+    """Causal attention within documents, by one explicit mask."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor) -> Tensor:
         seq_len = query.shape[2]
         causal = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
         mask = causal & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+# ---------------------------------------------------------------- errors
+
+
+def largest_relative(values: list[float], references: list[float]) -> float:
+    """Return the largest relative error of pairs of numbers."""
+    pairs = zip(values, references, strict=True)
+    return max(relative_error(torch.tensor(value), torch.tensor(reference)) for value, reference in pairs)
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """||value - reference|| / ||reference||; a zero reference demands zero. What is not finite is infinitely wrong."""
+    difference, scale = (value.double() - reference.double()).norm().item(), reference.double().norm().item()
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale and math.isfinite(difference) else math.inf
+
+
+def measure_scale(value: Tensor, reference: Tensor) -> float:
+    """Return the factor of `reference` that is nearest to `value`."""
+    squared = reference.double().square().sum().item()
+    return (value.double() * reference.double()).sum().item() / squared if squared else 1.0

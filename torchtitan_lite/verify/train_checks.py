@@ -15,8 +15,9 @@ from pathlib import Path
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify.comparison import Coordinates, find_disagreement
 from torchtitan_lite.verify.culprit import Culprit
+from torchtitan_lite.verify.difference import find_disagreement
+from torchtitan_lite.verify.share import Coordinates
 from torchtitan_lite.verify.train_reference import Expected
 from torchtitan_lite.verify.train_start import Place, Seen, Squares
 
@@ -47,12 +48,12 @@ class StartPlan:
 
     @property
     def steps(self) -> range:
-        """That are trained, counted from 1."""
+        """Return the steps that are trained, counted from 1."""
         return range(self.resumed_step + 1, self.last_step + 1)
 
     @property
     def validated(self) -> tuple[int, int]:
-        """Steps after which train.py validates, whatever validation.freq is: the first of all and the last."""
+        """Return the steps after which train.py always validates: the first of all and the last."""
         return 1, self.last_step
 
     @property
@@ -60,14 +61,14 @@ class StartPlan:
         return Path(self.config.job.dump_folder)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank is on the mesh: tp varies fastest, then cp, dp_shard, dp_replicate, pp."""
+        """Return a rank's place on the mesh: tp varies fastest, then cp, dp_shard, dp_replicate, pp."""
         coordinates = {}
         for dim, degree in reversed(self.layout.degrees.items()):
             rank, coordinates[dim] = divmod(rank, degree)
         return dict(reversed(coordinates.items()))
 
     def own_rows(self, rank: int) -> range:
-        """Rows of a global batch that are the share of this rank's replica of the model."""
+        """Return the rows of a global batch that belong to this rank's replica of the model."""
         at, layout = self.coordinates(rank), self.layout
         share = layout.global_batch_size // (layout.dp_replicate * layout.dp_shard)
         first = (at["dp_replicate"] * layout.dp_shard + at["dp_shard"]) * share
@@ -80,7 +81,7 @@ class StartPlan:
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison; `culprit` is to blame if its error is beyond the bound of its measure."""
+    """One comparison; `culprit` is named if its error is beyond the bound of its measure."""
 
     measure: str
     error: float
@@ -92,7 +93,7 @@ class Check:
 
 
 def check_start(plan: StartPlan, expected: Expected, seen: Sequence[Seen]) -> list[Check]:
-    """All checks of one start, in the order of time; `seen` by rank."""
+    """Return all checks of one start, in the order of time; `seen` by rank."""
     checks = [check_resumed_step(plan, seen), *check_state(plan, expected, seen, plan.resumed_step, "loaded")]
     for index, step in enumerate(plan.steps):
         if any(index >= len(of_rank.losses) for of_rank in seen):
@@ -118,7 +119,7 @@ def check_start(plan: StartPlan, expected: Expected, seen: Sequence[Seen]) -> li
 
 
 def check_resumed_step(plan: StartPlan, seen: Sequence[Seen]) -> Check:
-    """Every rank goes on after the step that was saved."""
+    """Check that every rank resumes after the saved step."""
     steps = sorted({of_rank.resumed_step for of_rank in seen})
     detail = f"ranks go on after step {steps}, and the checkpoint is of step {plan.resumed_step}"
     wrong = steps != [plan.resumed_step]
@@ -126,7 +127,7 @@ def check_resumed_step(plan: StartPlan, seen: Sequence[Seen]) -> Check:
 
 
 def check_rows(plan: StartPlan, step: int, rows: Sequence[list[Place | None]]) -> Check:
-    """`rows`: where in the data each rank's rows of this step are."""
+    """Check the rows of a step. `rows`: where in the data each rank's rows are."""
     wrong = [rank for rank, found in enumerate(rows) if found != [(step, row) for row in plan.own_rows(rank)]]
     if not wrong:
         return Check("rows", 0, Culprit("rows", "rows_of_rank", ""))
@@ -146,7 +147,7 @@ def check_rows(plan: StartPlan, step: int, rows: Sequence[list[Place | None]]) -
 
 
 def find_unlike_peers(plan: StartPlan, rows: Sequence[list[Place | None]]) -> list[str]:
-    """Mesh dims along which neighbours must read the same rows, and do not."""
+    """Return the mesh dims along which neighbours must read the same rows, and do not."""
     ranks = {tuple(plan.coordinates(rank).values()): found for rank, found in enumerate(rows)}
     dims = []
     for index, dim in enumerate(plan.layout.degrees):
@@ -157,7 +158,7 @@ def find_unlike_peers(plan: StartPlan, rows: Sequence[list[Place | None]]) -> li
 
 
 def describe_rows(places: Sequence[Place | None]) -> str:
-    """`rows 0 to 3 of step 2`, where that is what they are."""
+    """Return `rows 0 to 3 of step 2`, where that is what they are."""
     if None in places:
         return "rows that no step has"
     runs = {step for step, _ in places}
@@ -174,7 +175,7 @@ def describe_coordinates(plan: StartPlan, rank: int) -> str:
 def check_values(
     plan: StartPlan, step: int, measure: str, culprit: Culprit, values: Sequence[float], expected: float
 ) -> Check:
-    """One number of each rank beside the one that all must have. `culprit.detail` says what it is."""
+    """Check one number of each rank; all must have the same. `culprit.detail` names it."""
     errors = [abs(value - expected) / abs(expected) for value in values]
     errors = [error if math.isfinite(error) else math.inf for error in errors]
     worst = max(range(len(values)), key=lambda rank: errors[rank])
@@ -189,7 +190,7 @@ def check_values(
 
 
 def check_state(plan: StartPlan, expected: Expected, seen: Sequence[Seen], step: int, when: str) -> list[Check]:
-    """Weights and moments, slices of all ranks together, that are "loaded" or "trained" at the end of a step."""
+    """Check weights and moments, "loaded" or "trained" at the end of a step: slices of all ranks together."""
     checks = []
     for name, tensors in expected.states.get(step, {}).items():
         of_ranks = [of_rank.states[when].get(step, {}).get(name, {}) for of_rank in seen]
@@ -210,7 +211,7 @@ def check_state(plan: StartPlan, expected: Expected, seen: Sequence[Seen], step:
 
 
 def check_update(plan: StartPlan, seen: Sequence[Seen], step: int) -> list[Check]:
-    """All weights together, by how far they have moved since before the first step."""
+    """Check the move of all weights together since before the first step."""
     if step not in seen[0].updates:
         return []
     error = add_up([of_rank.updates[step] for of_rank in seen])
@@ -219,7 +220,7 @@ def check_update(plan: StartPlan, seen: Sequence[Seen], step: int) -> list[Check
 
 
 def add_up(squares: Sequence[Squares]) -> float:
-    """The relative error of slices together; infinite where nobody holds one."""
+    """Return the relative error of slices together; infinite where no rank holds one."""
     wrong, whole = (sum(pair[i] for pair in squares) for i in (0, 1))
     if not squares or not math.isfinite(wrong):
         return math.inf
@@ -227,7 +228,7 @@ def add_up(squares: Sequence[Squares]) -> float:
 
 
 def check_log(plan: StartPlan, seen: Seen) -> Check:
-    """metrics.jsonl holds what rank 0 was given back in each step, to the last digit."""
+    """Check that metrics.jsonl holds the numbers of rank 0, to the last digit."""
     lines = [json.loads(line) for line in (plan.dump_folder / "metrics.jsonl").read_text().splitlines()]
     logged = {line["step"]: line for line in lines}
     tokens_per_step = plan.layout.global_batch_size * plan.config.training.seq_len

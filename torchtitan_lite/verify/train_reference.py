@@ -1,34 +1,142 @@
-"""What a run of train.py has to do, computed by one process in plain torch: batches, rates, losses, weights.
+"""What a run of train.py has to do, computed by one process in plain torch, on a corpus that is written here.
 
-    batches       the order of the samples is sampler.py's; the rows are cut from documents that the trial has written
-    rates         the learning rate of each step, by its formula
-    steps         one backward over all rows; norm, clipping, SGD or AdamW in float64
+    corpus        random documents, written as `prepare` would: two shards of training documents, one held out
+    batches       the order of the samples is data/sampler.py's; rows are cut from the documents token by token
+    steps         one backward over all rows; learning rate, clipping, SGD or AdamW by step_formulas.py, in float64
     validation    the held-out samples one by one, without padding
 
 It shares the model file, the rule of the initial weights and the order of the samples with train.py, nothing else.
+Tokens are those of the tokenizer "bytes": a document is 256, some bytes, 257.
 """
 
 import math
+import random
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.config.schema import Config, LRScheduler, Optimizer
+from torchtitan_lite.config.choices import ATTENTIONS
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.corpora import MANIFEST, Manifest, Shard, dump_manifest
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.data.sampler import Sampler
+from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.head import IGNORE_INDEX
-from torchtitan_lite.verify.reference import WIDE, build_model
-from torchtitan_lite.verify.train_corpus import BEGIN, Text, cut_batch
+from torchtitan_lite.verify.reference import WIDE, build_model, measure_norm
+from torchtitan_lite.verify.step_formulas import FORMULAS, compute_clip_scale, compute_rate_factor
+
+TOKENIZER = "bytes"
+BEGIN, END = 256, 257
+N_WORDS = 258
+MOST_DOCUMENT_TOKENS = 50
+
+
+@dataclass(frozen=True)
+class Text:
+    """One split of a corpus: documents laid end to end."""
+
+    tokens: list[int]
+    begins: frozenset[int]  # places of the first token of each document
+
+    def count_samples(self, seq_len: int) -> int:
+        """Return the number of samples: every token but the first is a target in one of them."""
+        return -(-(len(self.tokens) - 1) // seq_len)
+
+
+def make_text(seed: int, n_tokens: int) -> Text:
+    """Return random documents of 3 to MOST_DOCUMENT_TOKENS tokens."""
+    draw = random.Random(seed)
+    tokens, begins = [], []
+    while len(tokens) < n_tokens:
+        begins.append(len(tokens))
+        tokens += [BEGIN, *draw.choices(range(256), k=draw.randint(1, MOST_DOCUMENT_TOKENS - 2)), END]
+    return Text(tokens, frozenset(begins))
+
+
+def write_corpus(folder: Path, train: Text, held_out: Text) -> None:
+    """Write a prepared corpus of these texts. The training documents are cut into two shards."""
+    folder.mkdir(parents=True)
+    middle = sorted(train.begins)[len(train.begins) // 2]
+    manifest = Manifest(
+        dtype="uint16",
+        tokenizer_identity=load_tokenizer(TOKENIZER).identity,
+        vocab_size=N_WORDS,
+        held_out_share=0.0,
+        splits={
+            "train": [
+                write_shard(folder, "train-00000", train, 0, middle),
+                write_shard(folder, "train-00001", train, middle, len(train.tokens)),
+            ],
+            "held_out": [write_shard(folder, "held_out-00000", held_out, 0, len(held_out.tokens))],
+        },
+        sources_sha256=sha256().hexdigest(),
+    )
+    (folder / MANIFEST).write_text(dump_manifest(manifest), encoding="utf-8")
+
+
+def write_shard(folder: Path, name: str, text: Text, start: int, stop: int) -> Shard:
+    """Write the documents in this stretch of a text: tokens and borders."""
+    begins = sorted(place - start for place in text.begins if start <= place < stop)
+    contents = {
+        "tokens": array("H", text.tokens[start:stop]).tobytes(),
+        "documents": array("Q", [*begins, stop - start]).tobytes(),
+    }
+    for kind, content in contents.items():
+        (folder / f"{name}.{kind}").write_bytes(content)
+    n_text_bytes = sum(token < BEGIN for token in text.tokens[start:stop])
+    hashes = (sha256(content).hexdigest() for content in contents.values())
+    return Shard(name, stop - start, len(begins), n_text_bytes, *hashes)
+
+
+def cut_sample(text: Text, sample: int, seq_len: int, *, restart_positions: bool) -> list[list[int]]:
+    """Return tokens, targets, positions and document numbers of one sample, S each. Padding is one document."""
+    start, n = sample * seq_len, len(text.tokens)
+    rows: list[list[int]] = [[], [], [], []]
+    position = document = 0
+    for place in range(start, start + seq_len):
+        if place > start and (place in text.begins or place == n):
+            document += 1
+            position = 0 if restart_positions else position
+        is_target = place + 1 < n and place + 1 not in text.begins
+        values = (
+            text.tokens[place] if place < n else 0,
+            text.tokens[place + 1] if is_target else IGNORE_INDEX,
+            position,
+            document,
+        )
+        for row, value in zip(rows, values, strict=True):
+            row.append(value)
+        position += 1
+    return rows
+
+
+def cut_batch(
+    texts: Sequence[Text], samples: Sequence[tuple[int, int]], seq_len: int, *, restart_positions: bool
+) -> Batch:
+    """Return a batch with a row for each (text, sample)."""
+    rows = [cut_sample(texts[n], sample, seq_len, restart_positions=restart_positions) for n, sample in samples]
+    return Batch(*(torch.tensor(field) for field in zip(*rows, strict=True)))
+
+
+def restarts_positions(config: Config) -> bool:
+    """Return whether positions start anew at each document, as they do for attention within documents."""
+    return ATTENTIONS[config.model.attention].uses_documents
+
+
+# ---------------------------------------------------------------- one process
 
 State = dict[str, dict[str, Tensor]]  # "weight", or the name of a moment -> FQN -> full tensor
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Of lists, step n is number n - 1; there is one batch more than steps."""
+    """Numbers of one process. Step n is number n - 1 of a list; there is one batch more than steps."""
 
     batches: list[Batch]  # global
     rates: list[float]
@@ -46,59 +154,66 @@ def run_reference(
     kept: Collection[int],
     validated: Collection[int],
 ) -> Expected:
-    """Trains in this process to the last step whose state is `kept`.
+    """Train in this process to the last step whose state is `kept`. The layout of `config` is not looked at.
 
-    `config` has every size; its layout is not looked at.
+    Weights and moments are float64; the model computes with fp32 copies of the weights.
     """
-    n_steps = max(kept)
+    section, formula, n_steps = config.optimizer, FORMULAS[config.optimizer.name], max(kept)
     model = build_model(config, WIDE)
     parameters = dict(model.named_parameters())
-    optimizer = PlainOptimizer(parameters, config.optimizer)
+    weights = {fqn: parameter.detach().double() for fqn, parameter in parameters.items()}
+    state: State = {"weight": weights}
+    state |= {name: {fqn: torch.zeros_like(weight) for fqn, weight in weights.items()} for name in formula.moments}
     batches = [read_batch(config, train, step) for step in range(n_steps + 1)]
-    expected = Expected(batches, [], [], [], {}, {0: optimizer.copy_state(with_moments=False)})
+    # A run makes its moments in the first step: before it there are weights alone.
+    expected = Expected(batches, [], [], [], {}, {0: copy_state({"weight": weights})})
     for step, batch in enumerate(batches[:n_steps]):
         model.zero_grad()
         logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())  # the mean over counted tokens
         loss.backward()
-        expected.rates.append(config.optimizer.lr * compute_factor(config.lr_scheduler, step))
+        rate = section.lr * compute_rate_factor(config.lr_scheduler, step)
+        norm = measure_norm(parameter.grad for parameter in parameters.values())
+        scale = compute_clip_scale(norm, config.training.max_norm)
+        for fqn, parameter in parameters.items():
+            moments = {name: state[name][fqn] for name in formula.moments}
+            gradient = scale * parameter.grad.double()
+            move = formula.move(section, weights[fqn], gradient, moments, rate=rate, step=step + 1)
+            weights[fqn] += move.update
+            for name, moment in move.moments.items():
+                state[name][fqn] = moment
+            parameter.data.copy_(weights[fqn])
+        expected.rates.append(rate)
         expected.losses.append(loss.item())
-        expected.grad_norms.append(optimizer.step(expected.rates[-1], config.training.max_norm))
+        expected.grad_norms.append(norm)
         if step + 1 in kept:
-            expected.states[step + 1] = optimizer.copy_state()
+            expected.states[step + 1] = copy_state(state)
         if step + 1 in validated:
             expected.validation[step + 1] = validate_plainly(model, config, held_out)
     return expected
 
 
+def copy_state(state: State) -> State:
+    """Return weights and moments as they are now, fp32."""
+    return {name: {fqn: tensor.float() for fqn, tensor in of_all.items()} for name, of_all in state.items()}
+
+
 def read_batch(config: Config, texts: Sequence[Text], step: int) -> Batch:
-    """The global batch of `step`, counted from 0."""
+    """Return the global batch of `step`, counted from 0."""
     training = config.training
     n_samples = [text.count_samples(training.seq_len) for text in texts]
     draws = Sampler(n_samples, weights=training.dataset_weights, seed=config.debug.seed)
     first = step * training.global_batch_size
     samples = draws.choose(torch.arange(first, first + training.global_batch_size))
-    return cut_batch(texts, samples, training.seq_len, restart_positions=config.model.attention == "document")
-
-
-def compute_factor(section: LRScheduler, step: int) -> float:
-    """Share of the peak learning rate at `step`, counted from 0. `total_steps` is given."""
-    total, warmup = section.total_steps, section.warmup_steps
-    if step < warmup:
-        return (step + 1) / warmup
-    n_decaying = total if section.decay_ratio is None else round(section.decay_ratio * total)
-    start = max(warmup, total - n_decaying)
-    progress = min(max(step - start, 0) / max(total - start, 1), 1)
-    left = {"linear": 1 - progress, "sqrt": 1 - progress**0.5, "cosine": math.cos(math.pi * progress / 2) ** 2}
-    return 1 - (1 - section.min_lr_factor) * (1 - left[section.decay_type])
+    return cut_batch(texts, samples, training.seq_len, restart_positions=restarts_positions(config))
 
 
 @torch.no_grad()
 def validate_plainly(model: nn.Module, config: Config, texts: Sequence[Text]) -> dict[str, float]:
-    """The mean loss of all counted held-out tokens, its perplexity, and bits per byte of text."""
+    """Return the mean loss of all counted held-out tokens, its perplexity, and bits per byte of text."""
     seq_len = config.training.seq_len
     samples = [(n, sample) for n, text in enumerate(texts) for sample in range(text.count_samples(seq_len))]
-    batch = cut_batch(texts, samples, seq_len, restart_positions=config.model.attention == "document")
+    batch = cut_batch(texts, samples, seq_len, restart_positions=restarts_positions(config))
     logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
     counted = batch.targets != IGNORE_INDEX
     losses = F.cross_entropy(logits[counted].double(), batch.targets[counted], reduction="none")
@@ -108,45 +223,3 @@ def validate_plainly(model: nn.Module, config: Config, texts: Sequence[Text]) ->
         "val_perplexity": math.exp(losses.mean().item()),
         "val_bits_per_byte": losses.sum().item() / math.log(2) / n_bytes,
     }
-
-
-class PlainOptimizer:
-    """SGD, or AdamW with decoupled weight decay (arXiv:1711.05101), in float64; the model computes with fp32 copies."""
-
-    def __init__(self, parameters: dict[str, Tensor], section: Optimizer):
-        self.parameters, self.section, self.n_steps = parameters, section, 0
-        self.weights = {fqn: parameter.detach().double() for fqn, parameter in parameters.items()}
-        self.moments: State = {}
-        if section.name == "AdamW":
-            zeros = ("exp_avg", "exp_avg_sq")
-            self.moments = {name: {fqn: torch.zeros_like(w) for fqn, w in self.weights.items()} for name in zeros}
-
-    def copy_state(self, *, with_moments: bool = True) -> State:
-        """Weights and moments as they are now, fp32. A run makes its moments in the first step."""
-        state = {"weight": self.weights, **(self.moments if with_moments else {})}
-        return {name: {fqn: tensor.float() for fqn, tensor in of_all.items()} for name, of_all in state.items()}
-
-    @torch.no_grad()
-    def step(self, rate: float, max_norm: float) -> float:
-        """Clips, and updates the weights. Returns the gradient norm before."""
-        gradients = {fqn: parameter.grad.double() for fqn, parameter in self.parameters.items()}
-        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
-        self.n_steps += 1
-        for fqn, weight in self.weights.items():
-            gradient = gradients[fqn] * min(1.0, max_norm / (norm + 1e-6))
-            if self.moments:
-                weight *= 1 - rate * self.section.weight_decay
-                weight -= rate * self.advance_moments(fqn, gradient)
-            else:
-                weight -= rate * (gradient + self.section.weight_decay * weight)
-            self.parameters[fqn].copy_(weight)
-        return norm
-
-    def advance_moments(self, fqn: str, gradient: Tensor) -> Tensor:
-        """The direction of AdamW's step."""
-        beta1, beta2 = self.section.beta1, self.section.beta2
-        first, second = self.moments["exp_avg"][fqn], self.moments["exp_avg_sq"][fqn]
-        first += (1 - beta1) * (gradient - first)
-        second += (1 - beta2) * (gradient.square() - second)
-        root = (second / (1 - beta2**self.n_steps)).sqrt()
-        return first / (1 - beta1**self.n_steps) / (root + self.section.eps)

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.verify.share import cut_slice, own_slice
 from torchtitan_lite.verify.train_reference import Expected
 
 TRAIN_PY = REPOSITORY / "train.py"
@@ -37,7 +37,7 @@ Squares = tuple[float, float]  # of this rank's slice: sums of squares of the di
 
 @dataclass
 class Seen:
-    """What one rank was given in one start of train.py, what it computed, and how far its tensors are from one process.
+    """What one rank was given in one start of train.py, what it computed, and its errors.
 
     Of lists, the first entry is of the first step after `resumed_step`.
     """
@@ -58,7 +58,7 @@ class Seen:
 def start_train_py(
     rank: int, world_size: int, path: Path, args: list[str], port: int, expected_path: str, own_rows: list[range]
 ) -> Seen:
-    """Worker: the main of train.py, the file `path`, with `args`. Collective.
+    """Worker: run the main of train.py, the file `path`, with `args`. Collective.
 
     `port`: of a TCPStore of the parent. `own_rows`: of each rank. Raises what train.py raises, and RuntimeError where
     it ends with another status than 0.
@@ -86,7 +86,7 @@ def read_source(path: Path) -> str:
 
 
 def make_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun sets for the ranks of one host; and no GPU, for the reference computes on the CPU."""
+    """Return what torchrun sets for the ranks of one host; and no GPU: the reference computes on the CPU."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -102,7 +102,7 @@ def make_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def process_left_as_it_was() -> Iterator[None]:
-    """Undoes what train.py changes in its process, which is to end with it."""
+    """Context manager: undo what train.py changes in its process."""
     environment = dict(os.environ)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -124,7 +124,7 @@ def process_left_as_it_was() -> Iterator[None]:
 
 
 class Watch:
-    """Stands around functions of train.py, and notes into `seen`. Nothing travels."""
+    """Wraps functions of train.py, and notes into `seen`. No communication."""
 
     def __init__(self, expected: Expected, own_rows: range):
         self.expected, self.own_rows = expected, own_rows
@@ -145,7 +145,7 @@ class Watch:
         return watched
 
     def train_step(self, original: Callable) -> Callable:
-        """Around `train_step`: rows, learning rates, loss, norm; after the last step that is expected, the weights."""
+        """Wrap `train_step`: note rows, learning rates, loss, norm; after some steps the weights."""
 
         def watched(run, batch: Batch):
             self.seen.rows.append(self.find_places(batch))
@@ -162,7 +162,7 @@ class Watch:
         return watched
 
     def validate(self, original: Callable) -> Callable:
-        """Around `validate`: what it returns."""
+        """Wrap `validate`: note what it returns."""
 
         def watched(*args):
             self.seen.validation[self.step] = original(*args)
@@ -171,7 +171,7 @@ class Watch:
         return watched
 
     def find_places(self, batch: Batch) -> list[Place | None]:
-        """Where each row of a batch is in the data. The corpus is small: where there are several, the likeliest place.
+        """Return where each row of a batch is in the data; of several places, the likeliest.
 
         That is this rank's share of the step, or of another step, then any row of the step, then any row.
         """
@@ -186,7 +186,7 @@ class Watch:
         return [in_this_step.get(row, self.places.get(row)) for row in rows]
 
     def measure_state(self, parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, dict[str, Squares]]:
-        """This rank's slices of weights and moments beside those of one process after the same step."""
+        """Compare this rank's slices of weights and moments with those of one process after the same step."""
         squares = {}
         for name, full_tensors in self.expected.states.get(self.step, {}).items():
             moments = {fqn: optimizer.state[parameter].get(name) for fqn, parameter in parameters.items()}
@@ -195,7 +195,7 @@ class Watch:
         return squares
 
     def measure_update(self, parameters: dict[str, Tensor]) -> Squares:
-        """All weights together, beside the update that one process has made.
+        """Compare the update of all weights together with that of one process.
 
         Left out is what fp32 rounds off a weight: it is rounded twice in each step, each time by at most 2^-24 of it.
         A norm weight of 1 hardly moves in comparison.
@@ -210,22 +210,18 @@ class Watch:
 
 @torch.no_grad()
 def measure_slice(tensor: Tensor | None, full: Tensor, *, roundings: int = 0) -> Squares:
-    """Compares what this rank holds of a tensor with the same slice of a full one. No communication.
+    """Compare what this rank holds of a tensor with the same slice of a full one. No communication.
 
     `roundings`: how often every number of it may have been rounded to fp32 otherwise.
     """
     if tensor is None:  # a moment that was not made
         return math.inf, 0.0
-    own = tensor
-    if isinstance(tensor, DTensor):
-        own = tensor.to_local()
-        full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
-    difference = (own.double() - full.double()).abs() - roundings * 2**-24 * full.double().abs()
-    wrong = difference.clamp(min=0).square().sum().item()
-    return wrong, full.double().square().sum().item()
+    own, right = own_slice(tensor).double(), cut_slice(full, tensor).double()
+    difference = (own - right).abs() - roundings * 2**-24 * right.abs()
+    return difference.clamp(min=0).square().sum().item(), right.square().sum().item()
 
 
 def split_rows(batch: Batch) -> list[bytes]:
-    """Each row of a batch, with targets, positions and documents, as a key."""
+    """Return each row of a batch, with targets, positions and documents, as a key."""
     fields = torch.stack(list(vars(batch).values()), dim=1).contiguous()  # (B, 4, S)
     return [bytes(row.flatten().view(torch.uint8).tolist()) for row in fields]

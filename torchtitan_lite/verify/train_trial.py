@@ -3,41 +3,55 @@
     first start     the layout       steps 1 2 3     saved after step 2, as [checkpoint] of the run says, and after 3
     second start    another layout             3 4   of the same ranks, from the checkpoint of step 2
 
-Both are starts of the real file, in warm workers (train_start.py), on a corpus that is written here. One process
-computes the same steps by its own code (train_reference.py).
+Both are starts of the real file, in warm workers (train_start.py), on a corpus that is written in a temporary folder.
+One process computes the same steps by its own code (train_reference.py). train_checks.py compares in the order of
+time, so that the first difference is named.
 
-What is compared follows the order of time, so that the first thing that is wrong is named: rows that each rank reads,
-learning rate of each rank, loss, gradient norm, validation, weights, saved and loaded state, logged numbers.
-
-The run's optimizer is kept, with an eps that does not amplify rounding, because a resume has to restore its moments.
-Left out: CPU offload, which train.py refuses without a GPU; TensorBoard, traces, exports.
+    kept        the layout, as reduced; the optimizer, for a resume has to restore its moments; the shape of the
+                learning rate's schedule, the number of corpora (two at most) and their weights, the way of saving
+    replaced    paths; numbers of the optimizer that amplify rounding; layers and microbatches: as few as can run
+    left out    CPU offload, which train.py refuses without a GPU; TensorBoard, traces, exports
 """
 
 import tempfile
 import time
 from dataclasses import replace
+from itertools import permutations
+from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.config.layout import plan_layout, resolve_model
+from torchtitan_lite.config.layout import Layout, plan_layout, resolve_model
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Config, Job
+from torchtitan_lite.config.schema import (
+    Checkpoint,
+    Comm,
+    Config,
+    ConfigError,
+    Job,
+    LRScheduler,
+    Metrics,
+    Optimizer,
+    Profiling,
+    Validation,
+)
+from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describe_failure
+from torchtitan_lite.verify.degrees import DEGREE_KEYS
 from torchtitan_lite.verify.ranks import RankFailure
-from torchtitan_lite.verify.reduction import Reduction
+from torchtitan_lite.verify.reduction import Reduction, override
+from torchtitan_lite.verify.step_formulas import FORMULAS
 from torchtitan_lite.verify.train_checks import BOUNDS, Check, StartPlan, check_start
-from torchtitan_lite.verify.train_reference import run_reference
-from torchtitan_lite.verify.train_setup import choose_other_layout, make_config, write_corpora
+from torchtitan_lite.verify.train_reference import N_WORDS, TOKENIZER, Text, make_text, run_reference, write_corpus
 from torchtitan_lite.verify.train_start import TRAIN_PY, Seen, start_train_py
-from torchtitan_lite.verify.trial import Measure, RunRanks, Trial, describe_failure
 
 NAME = "train.py"
 SAVED_STEP, FIRST_END, SECOND_END = 2, 3, 4
 
 
 def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    """Two starts of train.py on the ranks of the layout, beside one process. `folder` keeps their files."""
+    """Start train.py twice on the ranks of the layout, beside one process. `folder` keeps their files."""
     begin = time.monotonic()
     if not TRAIN_PY.is_file():
         return Trial(NAME, [], {}, None, 0.0, skipped=f"there is no {TRAIN_PY}", is_missing=True)
@@ -62,7 +76,7 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
 
 
 def plan_starts(reduction: Reduction, folder: Path) -> tuple[StartPlan, StartPlan]:
-    """On the layout of the run, and on another one."""
+    """Return the start on the layout of the run, and the one on another layout."""
     config = make_config(reduction, folder)
     layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
     other, other_layout = choose_other_layout(config, layout)
@@ -79,7 +93,7 @@ def plan_starts(reduction: Reduction, folder: Path) -> tuple[StartPlan, StartPla
 
 
 def start_ranks(plan: StartPlan, run_ranks: RunRanks, expected_path: Path) -> list[Seen]:
-    """train.py on every rank; what each one saw. Raises RankFailure."""
+    """Run train.py on every rank; return what each one saw. Raises RankFailure."""
     path = plan.dump_folder.with_suffix(".toml")
     path.write_text(dump_config_toml(plan.config), encoding="utf-8")
     n_ranks = plan.layout.world_size
@@ -91,7 +105,7 @@ def start_ranks(plan: StartPlan, run_ranks: RunRanks, expected_path: Path) -> li
 
 
 def judge(checks: list[Check], subject: str, seconds: float) -> Trial:
-    """The worst of each measure, and what is wrong first."""
+    """Return the trial: the worst of each measure, and the first difference."""
     measures, faults = [], {}
     for name, (bound, of) in BOUNDS.items():
         of_measure = [check for check in checks if check.measure == name]
@@ -101,3 +115,154 @@ def judge(checks: list[Check], subject: str, seconds: float) -> Trial:
             faults[name] = wrong[0].culprit.detail
     culprit = next((check.culprit for check in checks if not check.is_right), None)
     return Trial(NAME, measures, faults, culprit, seconds, subject=subject)
+
+
+# ---------------------------------------------------------------- the small config, its corpora, a second layout
+
+MOST_CORPORA = 2
+SCHEDULED_STEPS = 6  # some more than are trained
+SECONDS_TO_WAIT = 300  # of ranks for each other
+
+DATA, OTHERS = ("dp_shard", "dp_replicate"), ("tp", "pp", "cp")
+# The second layout moves the smallest factor of one mesh dim to another: the first pair that can run. First come pairs
+# after which ranks read other rows; those that end tp are quick besides.
+MOVES = [
+    *((source, target) for target in DATA for source in OTHERS),
+    *((source, target) for target in OTHERS for source in DATA),
+    *permutations(DATA),
+    *permutations(OTHERS, 2),
+]
+
+
+def make_config(reduction: Reduction, folder: Path) -> Config:
+    """Return the config of train.py. `folder` is absolute and holds the corpora."""
+    real, n_ranks = reduction.real, reduction.layout.world_size
+    small = shrink(reduction.config, reduction.layout)
+    schedule = choose_schedule(real.lr_scheduler)
+    n_corpora = min(MOST_CORPORA, len(real.training.dataset))
+    vocab_size = reduction.shape.vocab_size
+    vocab_size += -(-max(0, N_WORDS - vocab_size) // n_ranks) * n_ranks  # it divides by the same degrees as before
+    config = replace(
+        small,
+        job=Job(dump_folder=str(folder)),
+        profiling=Profiling(),
+        metrics=Metrics(log_freq=1, enable_tensorboard=False),
+        optimizer=choose_optimizer(real.optimizer, small.optimizer, warms_up=schedule.warmup_steps > 1),
+        lr_scheduler=schedule,
+        checkpoint=Checkpoint(enable=True, async_mode=real.checkpoint.async_mode, verify=real.checkpoint.verify),
+        validation=Validation(enable=True, freq=10**6),
+        comm=Comm(init_timeout_seconds=SECONDS_TO_WAIT, train_timeout_seconds=SECONDS_TO_WAIT, trace_buf_size=0),
+    )
+    return override(
+        config,
+        {
+            "model.hf_assets_path": TOKENIZER,
+            "model.vocab_size": vocab_size,
+            "training.dataset": [str(folder / f"corpus-{number}") for number in range(n_corpora)],
+            "training.dataset_weights": real.training.dataset_weights[:n_corpora],
+            "training.cache_folder": str(folder / "cache"),
+            "training.enable_cpu_offload": False,  # refused without a GPU
+        },
+    )
+
+
+def shrink(config: Config, layout: Layout) -> Config:
+    """Return the config with as few microbatches and layers as run on this layout, two at least."""
+    unit = config.training.global_batch_size // layout.n_microbatches
+    accumulates = config.training.global_batch_size > config.training.local_batch_size * layout.dp
+    for n in range(2, layout.n_microbatches):
+        n_rows = n * unit // layout.dp
+        sizes = {"training.global_batch_size": n * unit, "training.local_batch_size": n_rows}
+        if accumulates:
+            sizes["training.local_batch_size"] = config.training.local_batch_size
+        if can_run(fewer := override(config, sizes), layout.world_size):
+            config = fewer
+            break
+    for n in range(2, resolve_model(config.model).n_layers):
+        if can_run(fewer := override(config, {"model.n_layers": n}), layout.world_size):
+            return fewer
+    return config
+
+
+def can_run(config: Config, world_size: int) -> bool:
+    try:
+        plan_layout(config, resolve_model(config.model), world_size)
+    except ConfigError:
+        return False
+    return True
+
+
+def choose_optimizer(real: Optimizer, small: Optimizer, *, warms_up: bool) -> Optimizer:
+    """Return the real optimizer if it has moments, with numbers that do not amplify rounding; else SGD.
+
+    Rates are such that updates stand out from the rounding of the weights that they are added to. Three times these
+    rates, and the error of one parameter's moment grew to 1.1e-5 in four steps (Llama 3.2 1B, reduced).
+    """
+    if real.name not in FORMULAS or not FORMULAS[real.name].moments:
+        return replace(small, lr=2.0, weight_decay=0.01)
+    return replace(
+        real,
+        lr=0.045 if warms_up else 0.015,
+        beta1=min(real.beta1, 0.99),
+        beta2=min(real.beta2, 0.999),
+        eps=1e-3,  # of the size of a clipped gradient: a step then follows the gradient instead of its sign
+        weight_decay=min(real.weight_decay, 1.0),
+        implementation="fused" if real.implementation == "fused" else "for-loop",  # foreach is planned for seconds
+        moments_dtype="float32",
+    )
+
+
+def choose_schedule(real: LRScheduler) -> LRScheduler:
+    """Return the real decay, or its warm-up where it has none: then the third step's rate is like no other."""
+    if real.decay_ratio == 0 or real.min_lr_factor == 1:
+        return LRScheduler(warmup_steps=SCHEDULED_STEPS, total_steps=SCHEDULED_STEPS, decay_ratio=0.0)
+    ratio = None if real.decay_ratio is None else 1 - 1 / SCHEDULED_STEPS
+    return replace(real, warmup_steps=1, total_steps=SCHEDULED_STEPS, decay_ratio=ratio)
+
+
+def write_corpora(config: Config) -> tuple[list[Text], list[Text]]:
+    """Write training.dataset; return training documents and held-out ones of each corpus.
+
+    Four steps read more samples than there are, so that a second epoch begins; the last batch of held-out samples is
+    filled up with padding.
+    """
+    training = config.training
+    n_tokens = training.global_batch_size * training.seq_len // len(training.dataset)
+    train, held_out = [], []
+    for number, name in enumerate(training.dataset):
+        train.append(make_text(2 * number, 3 * n_tokens))
+        held_out.append(make_text(2 * number + 1, n_tokens * 5 // 4))
+        write_corpus(Path(name), train[-1], held_out[-1])
+    return train, held_out
+
+
+def choose_other_layout(config: Config, layout: Layout) -> tuple[Config, Layout]:
+    """Return the first of MOVES that can run on as many ranks; where none can, the same layout."""
+    for source, target in MOVES:
+        if (degree := getattr(layout, source)) > 1:
+            factor = next(n for n in range(2, degree + 1) if degree % n == 0)
+            moved = {**layout.degrees, source: degree // factor, target: getattr(layout, target) * factor}
+            try:
+                return plan_moved(config, moved)
+            except ConfigError:
+                continue
+    return config, layout
+
+
+def plan_moved(config: Config, degrees: dict[str, int]) -> tuple[Config, Layout]:
+    """Return the same global batch on a mesh of these degrees. Raises ConfigError where that cannot run."""
+    n_rows = config.training.global_batch_size // (degrees["dp_replicate"] * degrees["dp_shard"])
+    overrides = {
+        **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()},
+        "training.local_batch_size": max(1, n_rows),
+        "parallelism.pipeline_parallel_schedule": "GPipe",  # which takes any number of microbatches
+        "parallelism.pipeline_parallel_microbatch_size": 1,
+        "parallelism.pipeline_parallel_schedule_csv": "",
+        "parallelism.pipeline_parallel_layers_per_stage": None,
+        "parallelism.module_fqns_per_model_part": [],
+        "compile.enable": False,  # once is enough: it takes most of the time
+    }
+    if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
+        overrides["activation_checkpoint.mode"] = "full"
+    config = override(config, overrides)
+    return config, plan_layout(config, resolve_model(config.model), prod(degrees.values()))

@@ -2,7 +2,7 @@
 
     given         gradients of each slice, by the seed of (step, FQN, place of the slice): copies get the same
     the run's     clip_grad_norm, step_if_finite, optimizer, lr_scheduler: `train_step` itself, without its backward
-    reference     update_reference.py, from what the slice and its moments were just before: errors do not add up
+    reference     step_formulas.py, from what the slice and its moments were just before: errors do not add up
     at the end    two steps that are not finite on one rank only
 
 Nothing is gathered: the parent adds up the squares that ranks find in their slices.
@@ -25,14 +25,8 @@ from torchtitan_lite import step as stepping  # through the module: a test may b
 from torchtitan_lite.checkpoint.state import name_tensors, set_step
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.config.schema import Config, LRScheduler
-from torchtitan_lite.verify.comparison import Coordinates, build_small_run, find_unequal_replicas
-from torchtitan_lite.verify.update_reference import (
-    MOMENTS,
-    MOVES,
-    compute_clip_scale,
-    compute_rate_factor,
-    find_decay_start,
-)
+from torchtitan_lite.verify.share import Coordinates, build_small_run, find_unequal_replicas
+from torchtitan_lite.verify.step_formulas import FORMULAS, compute_clip_scale, compute_rate_factor, find_decay_start
 
 NORMS = (2.0, 0.5, 1.0, 3.0)  # of the gradients of each step, in units of max_norm: cut, left, at the border, cut
 SPREAD = 6  # gradients of one tensor are up to that many powers of ten apart: near eps, and far above
@@ -50,7 +44,7 @@ class Gap(NamedTuple):
         return Gap(*(one + two for one, two in zip(self, other, strict=True)))
 
     def relative(self, tolerance: float) -> tuple[float, float]:
-        """Error and the largest that is right, in units of the reference's norm, or absolute where that is zero."""
+        """Return error and bound, in units of the reference's norm, or absolute where that is zero."""
         scale = math.sqrt(self.reference) or 1.0
         allowed = tolerance * math.sqrt(self.reference) + math.sqrt(self.rounding)
         return math.sqrt(self.error) / scale, allowed / scale
@@ -58,7 +52,7 @@ class Gap(NamedTuple):
 
 @dataclass
 class UpdateShare:
-    """What one rank found."""
+    """Numbers and errors of one rank."""
 
     coordinates: Coordinates
     rates: list[tuple[int, list[float]]] = field(default_factory=list)  # at a step of the schedule, of each group
@@ -71,7 +65,7 @@ class UpdateShare:
 
 
 def choose_positions(section: LRScheduler) -> list[int]:
-    """Where in the user's own schedule the steps are made: its beginning, its peak, and twice in its decay."""
+    """Return four steps of the user's schedule: its start, its peak, and two in its decay."""
     start, end = find_decay_start(section), section.total_steps
     if start >= end:  # no decay
         start = 0
@@ -80,7 +74,7 @@ def choose_positions(section: LRScheduler) -> list[int]:
 
 
 def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str, int]) -> UpdateShare:
-    """Worker: makes the steps and compares them. `sizes`: numbers of each parameter of the whole model. Collective."""
+    """Worker: make the steps and compare them. `sizes`: numbers of each parameter of the model. Collective."""
     run = build_small_run(config, world_size)
     share = UpdateShare(run.mesh.coordinates())
     positions = choose_positions(run.config.lr_scheduler)
@@ -89,7 +83,7 @@ def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str,
             set_step(run.lr_scheduler, position)  # as a run does that resumes
         step_beside_reference(run, share, index, position, sizes)
     named = {"weights": run.parameters}
-    for name in MOMENTS[config.optimizer.name]:
+    for name in FORMULAS[config.optimizer.name].moments:
         named[name] = {fqn: run.optimizer.state[parameter][name] for fqn, parameter in run.parameters.items()}
     for what, tensors in named.items():
         share.unequal_replicas |= {(what, *pair) for pair in find_unequal_replicas(tensors)}
@@ -102,7 +96,7 @@ def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str,
 def step_beside_reference(
     run: stepping.Run, share: UpdateShare, index: int, position: int, sizes: dict[str, int]
 ) -> None:
-    """One step of the run at `position` of its schedule, compared slice by slice. Collective."""
+    """Make one step of the run at `position` of its schedule, and compare every slice. Collective."""
     section, max_norm = run.config.optimizer, run.config.training.max_norm
     gradients = draw_gradients(run, index, sizes)
     weights = {fqn: local_tensor(parameter).detach().double() for fqn, parameter in run.parameters.items()}
@@ -119,7 +113,7 @@ def step_beside_reference(
     for fqn, parameter in run.parameters.items():
         gradient = gradients[fqn].double() * scale
         before = {name: tensor.double() for name, tensor in moments[fqn].items()}
-        move = MOVES[section.name](section, weights[fqn], gradient, before, rate=rate, step=index + 1)
+        move = FORMULAS[section.name].move(section, weights[fqn], gradient, before, rate=rate, step=index + 1)
         update = local_tensor(parameter).detach().double() - weights[fqn]
         share.gaps["clipped gradient", fqn, index] = measure_gap(clipped[fqn].double() - gradient, gradient)
         for name, after in copy_moments(run, fqn).items():
@@ -128,7 +122,7 @@ def step_beside_reference(
 
 
 def step_without_effect(run: stepping.Run, share: UpdateShare, name: str, value: float, sizes: dict[str, int]) -> None:
-    """One step with a single gradient of the last rank not finite: notes what says or does otherwise. Collective."""
+    """Make one step with a single gradient of the last rank not finite; note any effect. Collective."""
     gradients = draw_gradients(run, 0, sizes)
     if dist.get_rank() == dist.get_world_size() - 1:
         next(slice_ for slice_ in gradients.values() if slice_.numel()).view(-1)[0] = value
@@ -145,7 +139,7 @@ def step_without_effect(run: stepping.Run, share: UpdateShare, name: str, value:
 
 
 def draw_gradients(run: stepping.Run, index: int, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """Gradients of this rank's slices, fp32; of all slices together the norm is NORMS[index] * max_norm.
+    """Return gradients of this rank's slices, fp32; the norm of all slices is NORMS[index] * max_norm.
 
     Each slice gets the share of the squares that it has of all numbers, so no rank needs to know the others' slices.
     One number in eight is zero; the others differ by SPREAD powers of ten, for only some are near eps.
@@ -166,7 +160,7 @@ def draw_gradients(run: stepping.Run, index: int, sizes: dict[str, int]) -> dict
 
 
 def describe_slice(tensor: Tensor) -> str:
-    """Coordinates on the mesh dims that split a tensor: the same on all ranks that hold the same slice."""
+    """Return the coordinates on the dims that split a tensor: equal on all ranks with the same slice."""
     if not isinstance(tensor, DTensor):
         return "whole"
     mesh = tensor.device_mesh
@@ -180,7 +174,7 @@ def hash_of(text: str) -> int:
 
 @contextmanager
 def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator[None]:
-    """Steps inside get these gradients, each this rank's slice, instead of those of a batch."""
+    """Context manager: steps inside get these gradients, this rank's slices, instead of those of a batch."""
 
     @torch.no_grad()
     def give(run: stepping.Run, batch: None) -> Tensor:
@@ -195,7 +189,7 @@ def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator
 
 @contextmanager
 def clipped_noted(run: stepping.Run) -> Iterator[dict[str, Tensor]]:
-    """Copies of this rank's slices of the gradients, as the optimizer of a step inside gets them."""
+    """Context manager: yields copies of this rank's gradients, as the optimizer of a step inside gets them."""
     clipped: dict[str, Tensor] = {}
     step_if_finite = stepping.step_if_finite
 
@@ -208,10 +202,10 @@ def clipped_noted(run: stepping.Run) -> Iterator[dict[str, Tensor]]:
 
 
 def copy_moments(run: stepping.Run, fqn: str) -> dict[str, Tensor]:
-    """This rank's slices of the moments of one parameter, in their dtype; zeros before the first step."""
+    """Return this rank's slices of a parameter's moments, in their dtype; zeros before the first step."""
     parameter = run.parameters[fqn]
     state = run.optimizer.state.get(parameter, {})
-    names = MOMENTS[run.config.optimizer.name]
+    names = FORMULAS[run.config.optimizer.name].moments
     return {
         name: local_tensor(state[name] if state else torch.zeros_like(parameter)).detach().clone() for name in names
     }
@@ -222,7 +216,7 @@ def read_rates(run: stepping.Run) -> list[float]:
 
 
 def beyond_rounding(value: Tensor, reference: Tensor) -> Tensor:
-    """Error of each number, less that of the nearest number in the dtype of `value`. `reference` is float64.
+    """Return the error of each number beyond that of the nearest number in the dtype of `value`.
 
     So moments in bf16, whose steps are 0.4 to 0.8 %, are measured as finely as those in fp32: a value that rounds to
     the other neighbour is right if both are equally near.

@@ -5,7 +5,7 @@
                   whose gradients are not finite on one rank
     order         that of a step; what comes later is a consequence of what came earlier, most likely
 
-update_steps.py is one rank's part, update_reference.py holds the formulas.
+update_steps.py is one rank's part, step_formulas.py holds the formulas.
 """
 
 import math
@@ -22,15 +22,17 @@ from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.checks import find_problems
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify.comparison import Coordinates, find_disagreement
+from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describe_failure
 from torchtitan_lite.verify.culprit import Culprit, describe_place
+from torchtitan_lite.verify.difference import find_disagreement
 from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction
-from torchtitan_lite.verify.trial import Measure, RunRanks, Trial, describe_failure
-from torchtitan_lite.verify.update_reference import LEFT, MOMENTS, MOVES, ROUNDING, compute_rate_factor
+from torchtitan_lite.verify.share import Coordinates
+from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT, ROUNDING, compute_rate_factor
 from torchtitan_lite.verify.update_steps import NORMS, NOT_FINITE, Gap, UpdateShare, measure_updates
 
 NAME = "updates"
+REMEDY = "add it to verify/step_formulas.py"
 # Of gradient norms, clipped gradients, moments and updates. Right code stays below 1e-7; fp32 alone makes 6e-8.
 TOLERANCE = 1e-6
 RATE_TOLERANCE = 1e-12  # of the peak: rates are Python's floats
@@ -39,7 +41,7 @@ LEAST_MAX_NORM, LARGEST_MAX_NORM = 1e-3, 1e3  # fp32 holds the squares of gradie
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the certificate, and what is wrong where it is not right."""
+    """One line of the certificate, and its culprit where it is not right."""
 
     fault: str  # its key in the faults of the trial
     measure: Measure
@@ -47,7 +49,7 @@ class Finding:
 
 
 def try_updates(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    """Four steps of the run from given gradients, and two whose gradients are not finite."""
+    """Make four steps of the run from given gradients, and two whose gradients are not finite."""
     start = time.monotonic()
     config = keep_own_optimizer(reduction)
     if why := find_obstacle(config):
@@ -66,7 +68,7 @@ def try_updates(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Tria
         judge_rates(shares, config),
         judge_norms(shares, config.training.max_norm),
         judge_slices("clipping", ["clipped gradient"], "gradients that the optimizer gets", shares, config, sizes),
-        judge_slices("moments", MOMENTS[section.name], f"in {section.moments_dtype}", shares, config, sizes),
+        judge_slices("moments", FORMULAS[section.name].moments, f"in {section.moments_dtype}", shares, config, sizes),
         judge_slices("update", ["update"], "bound: 1e-6, and what fp32 rounds off weights", shares, config, sizes),
         judge_copies(shares, sizes),
         judge_not_finite(shares),
@@ -80,7 +82,7 @@ def try_updates(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Tria
 
 
 def keep_own_optimizer(reduction: Reduction) -> Config:
-    """The small config with the optimizer, schedule and clipping of the real one; total_steps is resolved."""
+    """Return the small config with the real optimizer, schedule and clipping; total_steps is resolved."""
     small, real = reduction.config, reduction.real
     max_norm = min(max(real.training.max_norm, LEAST_MAX_NORM), LARGEST_MAX_NORM)
     total_steps = real.lr_scheduler.total_steps or real.training.steps
@@ -93,17 +95,17 @@ def keep_own_optimizer(reduction: Reduction) -> Config:
 
 
 def find_obstacle(config: Config) -> str:
-    """Why the trial cannot be made; empty where it can."""
+    """Return why the trial cannot be made; empty where it can."""
     name, decay_type = config.optimizer.name, config.lr_scheduler.decay_type
-    if name not in MOVES:
-        return f"verify/update_reference.py has no formula for optimizer.name = {name!r}"
+    if name not in FORMULAS:
+        return f"the updates of optimizer.name = {name} have no reference: {REMEDY}"
     if decay_type not in LEFT:
-        return f"verify/update_reference.py has no formula for lr_scheduler.decay_type = {decay_type!r}"
+        return f"the rates of lr_scheduler.decay_type = {decay_type} have no reference: {REMEDY}"
     return "; ".join(str(problem) for problem in find_problems("run", Case(config), key="optimizer.moments_dtype"))
 
 
 def count_numbers(config: Config) -> dict[str, int]:
-    """Numbers of each parameter of the whole model, by FQN in its order."""
+    """Return the size of each parameter of the whole model, by FQN in its order."""
     model_class, _ = stepping.MODELS[config.model.name]
     with torch.device("meta"):
         model = model_class(resolve_model(config.model), attention=config.model.attention)
@@ -127,7 +129,7 @@ class Reading:
 
 
 def judge_rates(shares: list[UpdateShare], config: Config) -> Finding:
-    """Every parameter group of every rank, before and after each step."""
+    """Judge the rate of every parameter group of every rank, before and after each step."""
     peak = config.optimizer.lr
     readings = []
     for index, (step, _) in enumerate(shares[0].rates):
@@ -140,7 +142,7 @@ def judge_rates(shares: list[UpdateShare], config: Config) -> Finding:
 
 
 def judge_norms(shares: list[UpdateShare], max_norm: float) -> Finding:
-    """Of every rank, in each step."""
+    """Judge the gradient norm of every rank, in each step."""
     readings = [
         Reading(f"in step {index + 1}", norm * max_norm, norm * max_norm, [share.grad_norms[index] for share in shares])
         for index, norm in enumerate(NORMS)
@@ -152,7 +154,7 @@ def judge_norms(shares: list[UpdateShare], max_norm: float) -> Finding:
 def judge_readings(
     accused: Culprit, readings: list[Reading], shares: list[UpdateShare], tolerance: float, of: str
 ) -> Finding:
-    """The first reading that some rank has wrong; `accused` is the culprit then, without details."""
+    """Name the first reading that some rank has wrong; `accused` is the culprit, still without details."""
     # What is not a number is infinitely wrong: max would overlook it.
     worst = max(error if error < math.inf else math.inf for reading in readings for error in reading.errors())
     measure, fault = Measure(accused.kind, worst, tolerance, of), accused.kind.replace(" ", "_")
@@ -171,7 +173,7 @@ def judge_readings(
 def judge_slices(
     fault: str, kinds: Iterable[str], of: str, shares: list[UpdateShare], config: Config, sizes: dict[str, int]
 ) -> Finding:
-    """What ranks compared slice by slice: of UpdateShare.gaps these `kinds`, together one line."""
+    """Judge all slices of these `kinds` of UpdateShare.gaps, together in one line."""
     verdicts = [
         judge_tensor(kind, fqn, index, shares, config) for fqn in sizes for kind in kinds for index in range(len(NORMS))
     ]
@@ -194,7 +196,7 @@ def judge_slices(
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far one tensor is from the reference in one step."""
+    """Error of one tensor in one step."""
 
     kind: str
     fqn: str
@@ -205,14 +207,14 @@ class Verdict:
 
     @property
     def excess(self) -> float:
-        """Error in units of its bound: at most 1 is right."""
+        """Return the error in units of its bound: at most 1 is right."""
         if self.error == 0:
             return 0.0
         return self.error / self.bound if self.bound > 0 and self.error < math.inf else math.inf
 
 
 def judge_tensor(kind: str, fqn: str, index: int, shares: list[UpdateShare], config: Config) -> Verdict:
-    """All slices of a tensor together, and each by itself."""
+    """Judge all slices of a tensor together, and each by itself."""
     tolerance = TOLERANCE + (find_coarseness(config, index + 1) if kind == "update" else 0.0)
     held = [(share.coordinates, share.gaps[kind, fqn, index]) for share in shares if (kind, fqn, index) in share.gaps]
     of_ranks = []
@@ -224,7 +226,7 @@ def judge_tensor(kind: str, fqn: str, index: int, shares: list[UpdateShare], con
 
 
 def find_coarseness(config: Config, step: int) -> float:
-    """How much coarser than elsewhere the updates of bf16 moments are that one compiled kernel moves.
+    """Return the extra tolerance of updates from bf16 moments that one compiled kernel moves.
 
     It computes 1 - beta^step in fp32 on the device, so that this difference is rounded as 1 is.
     """
@@ -235,7 +237,7 @@ def find_coarseness(config: Config, step: int) -> float:
 
 
 def judge_copies(shares: list[UpdateShare], sizes: dict[str, int]) -> Finding:
-    """Weights and moments that several ranks hold, after all steps."""
+    """Judge the copies of weights and moments on several ranks, after all steps."""
     unequal = set().union(*(share.unequal_replicas for share in shares))
     fqns = {fqn for _, fqn, _ in unequal}
     of = f"of {len(sizes)} parameters: weights or moments not bit-equal on all ranks that hold one"
@@ -250,7 +252,7 @@ def judge_copies(shares: list[UpdateShare], sizes: dict[str, int]) -> Finding:
 
 
 def judge_not_finite(shares: list[UpdateShare]) -> Finding:
-    """Such a step must say so and change nothing, and the steps before it must have been finite, on every rank."""
+    """Judge steps that are not finite: they must say so and change nothing; others must be finite."""
     changed = {key for share in shares for keys in share.changed.values() for key in keys}
     is_right = [all(share.finite) and not share.said_finite and not any(share.changed.values()) for share in shares]
     of = f"of {len(shares)} ranks step on a gradient of {' or '.join(NOT_FINITE)} of the last one, or say so"
@@ -271,7 +273,7 @@ def judge_not_finite(shares: list[UpdateShare]) -> Finding:
 
 
 def describe_wrong(places: Sequence[Coordinates], is_right: Sequence[bool]) -> str:
-    """On which ranks it is wrong."""
+    """Return on which ranks it is wrong."""
     wrong = [place for place, right in zip(places, is_right, strict=True) if not right]
     # All slices together may be wrong where none is by itself.
     return describe_place(wrong, len(places)) if wrong else ""

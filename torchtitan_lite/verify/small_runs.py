@@ -16,9 +16,10 @@ from itertools import count
 from pathlib import Path
 
 from torchtitan_lite.config.flavors import ModelArgs, count_parameters
+from torchtitan_lite.config.float8_plan import BLOCK
 from torchtitan_lite.config.hardware import measure_cpu_memory
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_model
-from torchtitan_lite.config.pipeline_plan import check_microbatches, plan_stages
+from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism
 from torchtitan_lite.verify.reduction import (
     Change,
@@ -31,9 +32,9 @@ from torchtitan_lite.verify.reduction import (
     reduce_size,
 )
 
-LEAST_LAYERS = 12  # so that some numbers have two digits: as text, 10 stands before 2
+LEAST_LAYERS = 12  # so that some numbers have two digits: as text, 10 comes before 2
 LEAST_TOKENS, MOST_TOKENS = 512, 2048  # of a sequence of the long run
-FAR_POSITION = 8192  # where the long run begins its first row, unless seq_len or original_length is larger
+FAR_POSITION = 8192  # the first position of the long run, unless seq_len or original_length is larger
 N_CHUNKS = 12  # of each row's loss in the long run
 MOST_PARAMETERS = 48 * 10**6  # of the run of real width, without --full-width: about five seconds on two cores
 LEAST_SIZES = {"vocab_size": 2000, "ffn_dim": 1000, "dim": 500}  # of it: halved in this order, to these at least
@@ -41,7 +42,7 @@ LEAST_SIZES = {"vocab_size": 2000, "ffn_dim": 1000, "dim": 500}  # of it: halved
 
 @dataclass(frozen=True)
 class SmallRun:
-    """What one trial runs."""
+    """One small run."""
 
     config: Config  # every size given
     layout: Layout
@@ -53,7 +54,7 @@ class SmallRun:
 
 
 def deepen(reduction: Reduction) -> SmallRun:
-    """Many narrow layers. Where ranks have several stages, these are unequally long."""
+    """Return a run of many narrow layers. Several stages of a rank are unequally long."""
     degrees, shape = reduction.layout.degrees, resolve_model(reduction.real.model)
     sizes = {**choose_heads(shape, degrees["tp"], head_dim=4), "dim": 16}
     sizes |= reduce_matrices(shape, degrees["tp"], ffn_dim=24, vocab_size=64)
@@ -67,7 +68,7 @@ def deepen(reduction: Reduction) -> SmallRun:
 
 
 def lengthen(reduction: Reduction) -> SmallRun:
-    """Sequences of the real length, within LEAST_TOKENS and MOST_TOKENS, in a layer on one rank and one on another."""
+    """Return a run of the real sequence length, within LEAST_TOKENS and MOST_TOKENS, in one layer or two."""
     degrees, real = reduction.layout.degrees, reduction.real
     shape, real_length = resolve_model(real.model), real.training.seq_len
     sizes = choose_heads(shape, degrees["tp"], head_dim=12)
@@ -91,7 +92,7 @@ def lengthen(reduction: Reduction) -> SmallRun:
 
 
 def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRun:
-    """The real sizes, in as few layers as possible, under 1F1B. What does not fit is halved: see LEAST_SIZES.
+    """Return a run of the real sizes in few layers, under 1F1B. What does not fit is halved: LEAST_SIZES.
 
     `memory_bytes`: what the run and its reference may take of this machine's memory; by default, half of what is free.
     """
@@ -123,7 +124,7 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
 
 
 def describe_run(reduction: Reduction, small: Config, layout: Layout, subject: str) -> SmallRun:
-    """With all that differs from the real config."""
+    """Return the run with all that differs from the real config."""
     real = reduction.real
     changes = list_changes(real, resolve_model(real.model), small, resolve_model(small.model))
     if small.compile.enable != real.compile.enable:
@@ -131,23 +132,64 @@ def describe_run(reduction: Reduction, small: Config, layout: Layout, subject: s
     return SmallRun(small, layout, changes, subject)
 
 
+# ---------------------------------------------------------------- the run in its own arithmetic
+
+
+def shrink_for_precision(reduction: Reduction) -> dict[str, object]:
+    """Return keys of a smaller run: one layer a stage, or two layers without stages, show rounding.
+
+    Blocks are not compiled: aot_eager rounds as eager does (measured), and inductor's kernels are not those of a CPU.
+    """
+    config, layout = reduction.config, reduction.layout
+    keys: dict[str, object] = {"compile.enable": False, "model.n_layers": min(2, reduction.shape.n_layers)}
+    if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
+        keys["activation_checkpoint.mode"] = "full"
+    if layout.pp == 1:
+        return keys
+    n = len(layout.stages)
+    stages = [list(name_modules(range(i, i + 1), first=i == 0, last=i == n - 1)) for i in range(n)]
+    keys |= {"model.n_layers": n, "parallelism.module_fqns_per_model_part": stages}
+    keys["parallelism.pipeline_parallel_layers_per_stage"] = None
+    if layout.n_microbatches > n and not check_microbatches(config.parallelism, n, n, n):
+        keys["training.local_batch_size"] = n * layout.microbatch_size
+        keys["training.global_batch_size"] = n * layout.microbatch_size * layout.dp
+    return keys
+
+
+def choose_float8_sizes(reduction: Reduction) -> dict[str, object]:
+    """Return sizes like those of the wide trial, in blocks that every tp rank can compute in float8."""
+    shape, layout = reduction.shape, reduction.layout
+    width = BLOCK * layout.tp
+    tokens = BLOCK * layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+
+    def round_up(size: int, unit: int) -> int:
+        return -(-size // unit) * unit
+
+    return {
+        "model.head_dim": BLOCK,
+        "model.dim": round_up(shape.dim * BLOCK // shape.head_dim, width),
+        "model.ffn_dim": round_up(shape.ffn_dim, width),
+        "training.seq_len": round_up(reduction.config.training.seq_len, tokens),
+    }
+
+
 # ---------------------------------------------------------------- sizes
 
 
 def choose_heads(shape: ModelArgs, tp: int, head_dim: int) -> dict[str, int]:
-    """One key/value head for each tp rank, of two query heads where the real one has more."""
+    """Return one key/value head for each tp rank, with two query heads where the real one has more."""
     n_heads = tp * min(2, shape.n_heads // shape.n_kv_heads)
     return {"n_heads": n_heads, "n_kv_heads": tp, "head_dim": min(head_dim, shape.head_dim)}
 
 
 def reduce_matrices(shape: ModelArgs, tp: int, *, ffn_dim: int, vocab_size: int) -> dict[str, int]:
-    """About these sizes, so that tp divides them."""
+    """Return about these sizes, so that tp divides them."""
     wanted = {"ffn_dim": ffn_dim, "vocab_size": vocab_size}
     return {name: reduce_size(getattr(shape, name), size, tp, (1, 1)) for name, size in wanted.items()}
 
 
 def fit_shape(shape: ModelArgs, tp: int, most_parameters: int) -> ModelArgs:
-    """The shape itself, or a smaller one of `most_parameters`, or of LEAST_SIZES."""
+    """Return the shape itself, or a smaller one of `most_parameters`, or of LEAST_SIZES."""
     for name, least in LEAST_SIZES.items():
         while count_parameters(shape) > most_parameters:
             half, rest = divmod(getattr(shape, name), 2)
@@ -158,7 +200,7 @@ def fit_shape(shape: ModelArgs, tp: int, most_parameters: int) -> ModelArgs:
 
 
 def measure_available_memory(file: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that Linux says are free or can be freed; elsewhere all of the machine's memory."""
+    """Return the bytes that Linux says are free or can be freed; elsewhere all of the machine's memory."""
     limit = measure_cpu_memory()
     try:
         lines = dict(line.split(":", 1) for line in file.read_text().splitlines())
@@ -168,7 +210,7 @@ def measure_available_memory(file: Path = Path("/proc/meminfo")) -> int:
 
 
 def find_far_position(reduction: Reduction) -> int:
-    """A position that no row of the wide run reaches, where the stretching of rotary wavelengths ends."""
+    """Return a position beyond the wide run's rows, where the stretching of rotary wavelengths ends."""
     scaling = resolve_model(reduction.real.model).rope_scaling
     return max(FAR_POSITION, reduction.real.training.seq_len, scaling.original_length if scaling else 0)
 
@@ -177,7 +219,7 @@ def find_far_position(reduction: Reduction) -> int:
 
 
 def plan_own_stages(config: Config) -> Config:
-    """Stages by rule, instead of those that were listed or counted: their number per rank stays."""
+    """Return the config with stages by rule; their number per rank stays."""
     section = config.parallelism
     overrides = {
         "pipeline_parallel_layers_per_stage": None,
@@ -189,7 +231,7 @@ def plan_own_stages(config: Config) -> Config:
 
 
 def choose_depth(section: Parallelism) -> int:
-    """LEAST_LAYERS or more, so that layers 9 and 10 are neighbours on a stage, and several stages a rank are uneven."""
+    """Return LEAST_LAYERS or more: layers 9 and 10 share a stage, and several stages of a rank are uneven."""
     n_stages = len(plan_stages(section, 2**14)[0])
     several = n_stages > section.pipeline_parallel_degree
     depths = range(max(LEAST_LAYERS, n_stages), LEAST_LAYERS + 4 * n_stages)
@@ -202,14 +244,14 @@ def choose_depth(section: Parallelism) -> int:
 
 
 def count_least_layers(section: Parallelism, at_least: int) -> int:
-    """The first and the last stage need no layer."""
+    """Return the fewest layers. The first and the last stage need none."""
     return max(at_least, len(plan_stages(section, 2**14)[0]) - 2)
 
 
 def resize(
     small: Config, degrees: dict[str, int], sizes: dict[str, int], *, n_rows: int, n_microbatches: int, seq_len: int
 ) -> Config:
-    """With these sizes; `n_rows` to a microbatch, and under pp `n_microbatches` or the next number that is possible."""
+    """Return the config with these sizes; `n_rows` to a microbatch, and under pp `n_microbatches` or a few more."""
     small = override(small, {f"model.{name}": size for name, size in sizes.items()})
     section = small.parallelism
     if degrees["pp"] > 1:

@@ -1,12 +1,13 @@
-"""Schedule, clipping and optimizers in float64, by their formulas: what the updates of a run are compared with.
+"""Schedule, clipping and optimizers in float64, by their formulas: how every reference makes its steps.
 
     schedule   linear warm-up, a stable stretch, decay            arXiv:2404.06395
     clipping   g <- g min(1, max_norm / (||g|| + 1e-6))           documentation of torch.nn.utils.clip_grad_norm_
     AdamW      w <- (1 - lr wd) w - lr m' / (sqrt(v') + eps)      arXiv:1711.05101; m', v': corrected for their start
     SGD        w <- w - lr (g + wd w)                             documentation of torch.optim.SGD; no momentum
 
-Nothing here calls components/optim.py or torch.optim: a mistake that both sides share would not be seen. AdamW and SGD
-treat each number by itself, so a rank applies them to the slices that it holds, and no rank talks.
+Nothing here calls components/optim.py or torch.optim: a mistake that both sides share would not be seen. Each formula
+treats each number by itself, so that a rank can apply it to the slices that it holds. A fork adds a row to FORMULAS for
+its optimizer; without one `verify` says that its updates have no reference.
 """
 
 import math
@@ -61,7 +62,7 @@ class Move:
 def move_adamw(
     section: Optimizer, weight: Tensor, gradient: Tensor, moments: dict[str, Tensor], *, rate: float, step: int
 ) -> Move:
-    """AdamW. `moments` are those before the step; `step` counts from 1."""
+    """Make a step of AdamW. `moments` are those before the step; `step` counts from 1."""
     first = section.beta1 * moments["exp_avg"] + (1 - section.beta1) * gradient
     second = section.beta2 * moments["exp_avg_sq"] + (1 - section.beta2) * gradient.square()
     corrected = first / (1 - section.beta1**step), second / (1 - section.beta2**step)
@@ -75,7 +76,7 @@ def move_adamw(
 def move_sgd(
     section: Optimizer, weight: Tensor, gradient: Tensor, moments: dict[str, Tensor], *, rate: float, step: int
 ) -> Move:
-    """SGD without momentum: weight decay is the gradient of a penalty, as torch has it."""
+    """Make a step of SGD without momentum; weight decay is added to the gradient, as in torch."""
     decay = section.weight_decay * weight
     update = -rate * (gradient + decay)
     # fp32 rounds the product with the decay, its sum with the gradient, and the sum with the weight.
@@ -83,6 +84,15 @@ def move_sgd(
     return Move(update, {}, rounding)
 
 
-# TOML's optimizer.name -> its names of the moments, and its step
-MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ()}
-MOVES: dict[str, Callable[..., Move]] = {"AdamW": move_adamw, "SGD": move_sgd}
+@dataclass(frozen=True)
+class Formula:
+    """One optimizer."""
+
+    moments: tuple[str, ...]  # torch's names
+    move: Callable[..., Move]
+
+
+FORMULAS = {  # optimizer.name -> its formula
+    "AdamW": Formula(("exp_avg", "exp_avg_sq"), move_adamw),
+    "SGD": Formula((), move_sgd),
+}
