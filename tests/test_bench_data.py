@@ -15,8 +15,8 @@ from torchtitan_lite.bench.fabricated import DOCUMENT_TOKENS, fabricate_corpus
 from torchtitan_lite.bench.rounds import report_for_programs
 from torchtitan_lite.bench.step import one_rank_group
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.data.corpora import NAMED, read_manifest
 from torchtitan_lite.data.corpus import Corpus, open_corpus
+from torchtitan_lite.data.corpus_folder import DATASETS, read_manifest
 from torchtitan_lite.data.dataset import SampleStream
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
@@ -70,11 +70,11 @@ class PoolOfThis:
 
 
 def test_prepare_makes_the_tokens_that_are_counted_for_each_core(tmp_path, tokenizer):
-    files = NAMED["python_stdlib"]()[: TINY.n_texts]
+    files = DATASETS["python_stdlib"]()[: TINY.n_texts]
     n_expected = sum(len(tokenizer.encode(file.read_text("utf-8"))) for file in files)
     contenders = build_tokenising(tmp_path, files, PoolOfThis(), 2, TINY)
     counted = {name: contender.n_tokens for name, contender in contenders.items()}
-    names = ("tiktoken", "tiktoken_grouped", "tiktoken_per_core", "prepare", "prepare_per_core")
+    names = ("tiktoken", "tiktoken_per_core", "prepare", "prepare_per_core")
     assert counted == dict.fromkeys(names, 2 * n_expected)
     for number, (name, n_copies) in enumerate([("prepare", 2), ("prepare_per_core", 4), ("prepare", 2)]):
         contenders[name].work()
@@ -87,28 +87,22 @@ def test_prepare_makes_the_tokens_that_are_counted_for_each_core(tmp_path, token
 
 
 def test_tiktoken_encodes_each_copy_of_each_text_once_for_each_core(tmp_path, monkeypatch):
-    files = NAMED["python_stdlib"]()[: TINY.n_texts]
+    files = DATASETS["python_stdlib"]()[: TINY.n_texts]
     texts = [file.read_text("utf-8") for file in files]
-    encoded = []  # whether with the grouped pattern, and what
-    monkeypatch.setattr(
-        bench_data, "load_encode", lambda *, grouped: lambda text: encoded.append((grouped, text)) or [0]
-    )
+    encoded = []
+    monkeypatch.setattr(bench_data, "load_encode", lambda: lambda text: encoded.append(text) or [0])
     pool = PoolOfThis()
     contenders = build_tokenising(tmp_path, files, pool, 3, TINY)
-    for name, n_cores in (("tiktoken", 1), ("tiktoken_grouped", 1), ("tiktoken_per_core", 3)):
+    for name, n_cores in (("tiktoken", 1), ("tiktoken_per_core", 3)):
         encoded.clear()
         contenders[name].work()
-        assert encoded == [(name == "tiktoken_grouped", text) for text in texts] * TINY.n_copies * n_cores
+        assert encoded == texts * TINY.n_copies * n_cores
     assert pool.told == [(1, [(files, TINY.n_copies)] * 3)], "each process is given one part"
 
 
 def test_what_is_called_published_is_the_pattern_of_the_vocabulary(tokenizer, monkeypatch):
     monkeypatch.setattr(bench_data, "load_tokenizer", lambda path: tokenizer)
-    of_published, of_grouped = (
-        bench_data.load_encode.__wrapped__(grouped=grouped).__self__ for grouped in (False, True)
-    )
-    assert of_published._pat_str == tokenizer.vocabulary.pattern != of_grouped._pat_str
-    assert of_grouped is tokenizer.encoding
+    assert bench_data.load_encode.__wrapped__().__self__._pat_str == tokenizer.vocabulary.pattern
 
 
 # ---------------------------------------------------------------- reading

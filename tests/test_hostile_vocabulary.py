@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import normalizers
+from torchtitan_lite.data.nfc import compose
+from torchtitan_lite.data.split_pattern import PUBLISHED
 
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, read_end_ids
 from torchtitan_lite.config.json_file import read_json_object
 from torchtitan_lite.config.schema import ConfigError
-from torchtitan_lite.data.find_vocabulary import read_vocabulary
-from torchtitan_lite.data.nfc import compose
-from torchtitan_lite.data.split_pattern import PUBLISHED
 from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data.tokenizer_files import read_vocabulary
 from torchtitan_lite.data.tokenizer_json import spell_bytes
 
 EOS = "<|end|>"

@@ -10,9 +10,9 @@ import tiktoken
 
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.schema import ConfigError
-from torchtitan_lite.data.corpora import NAMED
+from torchtitan_lite.data import train_bpe as tool
+from torchtitan_lite.data.corpus_folder import DATASETS
 from torchtitan_lite.data.tokenizer import MAX_CHARACTERS, UNUSED, load_tokenizer
-from torchtitan_lite.tools import train_bpe as tool
 
 SHIPPED = REPOSITORY / "assets" / "tokenizer"
 
@@ -239,7 +239,7 @@ def small_corpus(tmp_path, monkeypatch):
     for n, text in enumerate(["alpha beta gamma\n" * 20, "beta delta()\n" * 30]):
         files.append(tmp_path / f"{n}.py")
         files[-1].write_text(text)
-    monkeypatch.setitem(NAMED, "python_stdlib", lambda: files)
+    monkeypatch.setitem(DATASETS, "python_stdlib", lambda: files)
 
 
 def test_tool_writes_a_vocabulary_that_loads_and_tells_its_bytes_per_token(small_corpus, tmp_path, capsys):

@@ -11,14 +11,14 @@ import pytest
 import tiktoken
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HuggingFace
-
-from torchtitan_lite.config.schema import ConfigError
 from torchtitan_lite.data.fast_pattern import group_plain_alternatives
-from torchtitan_lite.data.find_vocabulary import read_vocabulary
 from torchtitan_lite.data.merges import choose_mergeable
 from torchtitan_lite.data.nfc import compose
 from torchtitan_lite.data.split_pattern import DIGITS_PATTERN, GPT2_PATTERN, PUBLISHED, WHOLE_TEXT
+
+from torchtitan_lite.config.schema import ConfigError
 from torchtitan_lite.data.tokenizer import MAX_CHARACTERS, Tokenizer, load_tokenizer, pack_ids
+from torchtitan_lite.data.tokenizer_files import read_vocabulary
 from torchtitan_lite.data.tokenizer_json import spell_bytes
 from torchtitan_lite.data.vocabulary import VocabularyError
 

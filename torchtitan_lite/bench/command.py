@@ -12,7 +12,7 @@ from torchtitan_lite.bench.rounds import Report, describe, report_for_programs
 from torchtitan_lite.bench.startup import StartFailed, bench_startup
 from torchtitan_lite.bench.step import UnequalContenders, bench_step
 from torchtitan_lite.config.command_lines import make_bench_parser
-from torchtitan_lite.data.work_folder import Unfinished
+from torchtitan_lite.data.prepare import Unfinished
 
 BENCHES: dict[str, Callable[..., Report]] = {
     "step": bench_step,

@@ -2,7 +2,6 @@
 
     tokenising, of the sources of Python's standard library
       tiktoken              encode_ordinary in one thread, over documents that are in memory, Llama 3's own pattern
-      tiktoken_grouped      the same with that pattern in the form of fast_pattern.py, which `prepare` uses
       tiktoken_per_core     `tiktoken` in a process a core: what the machine gives when all its cores are at work
       prepare               `prepare --processes 1`: from files to a corpus that is whole
       prepare_per_core      `prepare` with a process a core; their start is inside the clock
@@ -49,8 +48,8 @@ from torchtitan_lite.config.hardware import detect_machine
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.data.corpora import NAMED, choose_dtype
 from torchtitan_lite.data.corpus import Corpus, open_corpus
+from torchtitan_lite.data.corpus_folder import DATASETS, choose_dtype
 from torchtitan_lite.data.dataset import SampleReader, SampleStream, rows_of_rank
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.tools.prepare import prepare
@@ -58,7 +57,6 @@ from torchtitan_lite.tools.prepare import prepare
 RATIO_OF = {  # ratio -> (contender, the one it is divided by)
     "tokenising": ("prepare_per_core", "tiktoken"),
     "tokenising_alone": ("prepare", "tiktoken"),
-    "grouping": ("tiktoken_grouped", "tiktoken"),
     "all_cores": ("tiktoken_per_core", "tiktoken"),
     "reading": ("corpus_read", "raw_mmap"),
     "batches": ("batches", "raw_mmap"),
@@ -98,7 +96,7 @@ def bench_data(*, n_rounds: int = 5, n_steps: int = 1, amounts: Amounts = AMOUNT
     torch.set_num_threads(1)
     n_cores, load = count_cores(), os.getloadavg()[0]
     tokenizer = load_tokenizer(TOKENIZER)
-    files = NAMED["python_stdlib"]()[: amounts.n_texts]
+    files = DATASETS["python_stdlib"]()[: amounts.n_texts]
     times_s: dict[str, list[float]] = {}
     n_tokens: dict[str, int] = {}
     with (
@@ -158,7 +156,7 @@ def build_tokenising(
     folder: Path, files: list[Path], pool: Pool, n_cores: int, amounts: Amounts
 ) -> dict[str, Contender]:
     """`pool` has `n_cores` processes."""
-    n_tokens = sum(map(len, map(load_encode(grouped=True), read_texts(tuple(files))))) * amounts.n_copies
+    n_tokens = sum(map(len, map(load_encode(), read_texts(tuple(files))))) * amounts.n_copies
     copies = {n: copy_files(folder / f"texts-{n}", files, n * amounts.n_copies) for n in sorted({1, n_cores})}
     corpora = (folder / f"corpus-{number}" for number in count())  # a new one each time: deleting takes time too
 
@@ -170,26 +168,23 @@ def build_tokenising(
 
     return {
         "tiktoken": Contender(partial(encode_texts, files, amounts.n_copies), n_tokens),
-        "tiktoken_grouped": Contender(partial(encode_texts, files, amounts.n_copies, grouped=True), n_tokens),
         "tiktoken_per_core": Contender(encode_in_processes, n_tokens),
         "prepare": Contender(partial(prepare_in_processes, 1), n_tokens),
         "prepare_per_core": Contender(partial(prepare_in_processes, n_cores), n_tokens),
     }
 
 
-def encode_texts(files: list[Path], n_copies: int, *, grouped: bool = False) -> None:
-    encode, texts = load_encode(grouped=grouped), read_texts(tuple(files))
+def encode_texts(files: list[Path], n_copies: int) -> None:
+    encode, texts = load_encode(), read_texts(tuple(files))
     for _ in range(n_copies):
         for text in texts:
             encode(text)
 
 
 @cache
-def load_encode(*, grouped: bool) -> Callable[[str], list[int]]:
-    tokenizer = load_tokenizer(TOKENIZER)
-    if grouped:
-        return tokenizer.encoding.encode_ordinary
-    pattern, ranks = tokenizer.vocabulary.pattern, tokenizer.vocabulary.ranks
+def load_encode() -> Callable[[str], list[int]]:
+    vocabulary = load_tokenizer(TOKENIZER).vocabulary
+    pattern, ranks = vocabulary.pattern, vocabulary.ranks
     return tiktoken.Encoding("published", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}).encode_ordinary
 
 

@@ -12,7 +12,7 @@ import struct
 from pathlib import Path
 
 from torchtitan_lite.config.files import hash_file
-from torchtitan_lite.data.corpora import BYTES_OF, MANIFEST, Manifest, Shard, choose_dtype, dump_manifest
+from torchtitan_lite.data.corpus_folder import BYTES_OF, MANIFEST, CorpusManifest, Shard, choose_dtype, dump_manifest
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 DOCUMENT_TOKENS = 1000
@@ -40,7 +40,7 @@ def fabricate_corpus(
         if not shards:
             hashes = hash_file(tokens), hash_file(documents)
         shards.append(Shard(name, shard_tokens, n_documents, 3 * shard_tokens, *hashes))
-    manifest = Manifest(
+    manifest = CorpusManifest(
         dtype=dtype,
         tokenizer_identity=tokenizer.identity,
         vocab_size=tokenizer.vocab_size,

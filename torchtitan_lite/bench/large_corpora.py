@@ -17,8 +17,8 @@ import torch
 
 from torchtitan_lite.bench.fabricated import fabricate_corpus, write_repeated
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.data.corpora import BYTES_OF, choose_dtype
 from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.corpus_folder import BYTES_OF, choose_dtype
 from torchtitan_lite.data.dataset import SampleReader, SampleStream, prefetch
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.processes import end_with_parent

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.data.corpora import MANIFEST, Manifest, Shard, dump_manifest
+from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Shard, dump_manifest
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.head import IGNORE_INDEX
@@ -52,7 +52,7 @@ def write_corpus(folder: Path, train: Text, held_out: Text) -> None:
     """A prepared corpus of these texts. The training documents are in two shards, cut at a border of documents."""
     folder.mkdir(parents=True)
     middle = sorted(train.begins)[len(train.begins) // 2]
-    manifest = Manifest(
+    manifest = CorpusManifest(
         dtype="uint16",
         tokenizer_identity=load_tokenizer(TOKENIZER).identity,
         vocab_size=N_WORDS,
