@@ -22,7 +22,7 @@ from torchtitan_lite.components import optim
 from torchtitan_lite.config.flavors import FlopsPerToken
 from torchtitan_lite.config.hardware import Gpu, Machine
 from torchtitan_lite.config.schema import Compile, Model, Training
-from torchtitan_lite.data import work_folder
+from torchtitan_lite.data.prepare import Unfinished
 
 TINY_CONFIG = replace(
     bench_step.STEP_CONFIG,
@@ -370,7 +370,7 @@ def test_what_is_not_given_the_bench_decides(monkeypatch, capsys):
     ("error", "said"),
     [
         (OSError(28, "No space left on device"), "TMPDIR"),
-        (work_folder.Unfinished("A worker ended with exit status -9."), "status -9"),
+        (Unfinished("A worker ended with exit status -9."), "status -9"),
     ],
 )
 def test_what_cannot_be_measured_ends_with_status_1_and_prints_no_report(error, said, monkeypatch, capsys):

@@ -11,7 +11,7 @@ tiktoken runs only the patterns below, which tests compare in both engines; each
 from itertools import chain, pairwise
 from typing import Any
 
-from torchtitan_lite.data.vocabulary import MAX_TOKEN_BYTES, SPLIT_PATTERN, VocabularyError, check_bytes
+from torchtitan_lite.data.vocabulary import SPLIT_PATTERN, VocabularyError, check_bytes
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PATTERNS = {  # a model that has it -> its pattern
@@ -63,10 +63,6 @@ def read_model(model: dict) -> tuple[dict[str, int], dict[str, int]]:
     if len(set(vocab.values())) < len(vocab):
         raise VocabularyError("two tokens in the vocab of its model have one id")
     check_bytes({bytes([byte]): vocab[character] for character, byte in spell_bytes().items() if character in vocab})
-    longest = max(vocab, key=len)
-    if len(longest) > MAX_TOKEN_BYTES:
-        why = f"it has {len(longest):,} characters, and at most {MAX_TOKEN_BYTES:,} can be"
-        raise VocabularyError(f"the token {longest!r:.40}... of its vocab is too long: {why}")
     pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges or []]
     for pair in pairs:
         if len(pair) != 2 or not all(isinstance(part, str) for part in pair):

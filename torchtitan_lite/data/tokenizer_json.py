@@ -27,7 +27,7 @@ from torchtitan_lite.data.byte_level_bpe import (
     read_pre_tokenizer,
     spell_bytes,
 )
-from torchtitan_lite.data.vocabulary import AddedToken, Vocabulary, VocabularyError, read_content
+from torchtitan_lite.data.vocabulary import MAX_TOKEN_BYTES, AddedToken, Vocabulary, VocabularyError, read_content
 
 try:
     from tokenizers import Tokenizer as PackageTokenizer
@@ -55,6 +55,7 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
             raise VocabularyError("it has no model")
         if dropout := file["model"].get("dropout"):
             raise VocabularyError(f"its model has dropout = {dropout!r:.80}: the ids of a text would be random")
+        check_sizes(file)
         try:
             return read_for_tiktoken(path, content, file)
         except NotForTiktoken as reason:
@@ -63,14 +64,29 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
         raise VocabularyError(f"it is not laid out as Hugging Face does: {type(error).__name__} {error}") from None
 
 
+def check_sizes(file: dict) -> None:
+    """Raises VocabularyError for what would take long to read, or to search texts for."""
+    added = file.get("added_tokens") or []
+    if len(added) > MAX_ADDED_TOKENS:
+        raise VocabularyError(f"it has {len(added):,} added tokens, and at most {MAX_ADDED_TOKENS:,} can be")
+    longest = max((len(entry["content"]) for entry in added), default=0)
+    if longest > MAX_ADDED_CHARACTERS:
+        why = f"has {longest:,} characters, and at most {MAX_ADDED_CHARACTERS} can be"
+        raise VocabularyError(f"an added token {why}")
+    vocab = file["model"].get("vocab")
+    if isinstance(vocab, dict) and (longest := max(map(len, vocab), default=0)) > MAX_TOKEN_BYTES:
+        why = f"has {longest:,} characters, and at most {MAX_TOKEN_BYTES:,} can be"
+        raise VocabularyError(f"a token of its vocab {why}")
+
+
 def read_for_tiktoken(path: Path, content: bytes, file: dict) -> Vocabulary:
     """Raises NotForTiktoken, VocabularyError."""
-    added = read_added_tokens(file.get("added_tokens") or [], file["model"].get("vocab"))
+    vocab, ranks = read_model(file["model"])
     nfc, pattern = read_normalizer(file.get("normalizer")), read_pre_tokenizer(file.get("pre_tokenizer"))
+    added = read_added_tokens(file.get("added_tokens") or [], vocab)
     for token in added:
         if nfc and token.normalized and not unicodedata.is_normalized("NFC", token.text):
             raise NotForTiktoken(f"the added token {token.text!r} is changed by the normalizer NFC")
-    vocab, ranks = read_model(file["model"])
     before, after = read_post_processor(file.get("post_processor"))
     bos_id, eos_id = find_bos_and_eos(path.parent, before, after, vocab | {token.text: token.id for token in added})
     spellings, added_ids = spell_bytes(), {token.id for token in added}
@@ -157,19 +173,12 @@ def read_added_tokens(entries: Any, vocab: dict[str, int]) -> list[AddedToken]:
 
     Raises NotForTiktoken, VocabularyError.
     """
-    if len(entries) > MAX_ADDED_TOKENS:
-        raise VocabularyError(f"it has {len(entries):,} added tokens, and at most {MAX_ADDED_TOKENS:,} can be")
-    if not isinstance(vocab, dict):
-        raise NotForTiktoken("its vocab is not that of a BPE")
     added: dict[str, AddedToken] = {}
     next_id = len(vocab)
     for entry in entries:
         text, id, special = entry["content"], entry["id"], entry["special"]
         if not isinstance(text, str) or not text or text in added:
             raise VocabularyError(f"the added token {text!r:.80} is empty, or there twice")
-        if len(text) > MAX_ADDED_CHARACTERS:
-            why = f"has {len(text):,} characters, and at most {MAX_ADDED_CHARACTERS} can be"
-            raise VocabularyError(f"the added token {text!r:.40}... {why}")
         expected = vocab.get(text, next_id)
         if id != expected:
             why = f"Hugging Face's library would give it {expected}"
