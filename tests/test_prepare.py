@@ -93,7 +93,11 @@ def test_a_long_document_has_the_ids_of_its_whole_text(tmp_path, tokenizer, suff
 
 def test_a_large_vocabulary_takes_four_bytes_and_bos_may_be_missing(tmp_path):
     tokenizer = SimpleNamespace(  # ids are code points; the last one has all bits set
-        bos_id=None, eos_id=2**32 - 1, vocab_size=2**32, identity="points", encode=lambda text: list(map(ord, text))
+        bos_id=None,
+        eos_id=2**32 - 1,
+        vocab_size=2**32,
+        identity="points",
+        encode_packed=lambda text: text.encode("utf-32-le"),
     )
     (tmp_path / "a.txt").write_text("a😀")
     manifest = prepare_files([tmp_path / "a.txt"], tmp_path / "out", tokenizer, validation_share=0).manifest

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as HuggingFace
 from torchtitan_lite.config.schema import ConfigError
 from torchtitan_lite.data import tokenizer_json
 from torchtitan_lite.data.byte_level_bpe import PATTERNS, NotForTiktoken, choose_ranks, spell_bytes
-from torchtitan_lite.data.tokenizer import MAX_CHARACTERS, Tokenizer, load_tokenizer
+from torchtitan_lite.data.tokenizer import MAX_CHARACTERS, Tokenizer, load_tokenizer, pack
 from torchtitan_lite.data.tokenizer_files import read_vocabulary
 
 EOS, IM_END = "<|endoftext|>", "<|im_end|>"
@@ -176,6 +176,7 @@ def test_ids_are_those_of_hugging_face(style, contents, tmp_path):
     texts += [" qzxqzx qzxqzxa", "x  end   end", "né ne\u0301", *NUMBERS, "<think>now" * 3, "a\u0301\u0323" * 9]
     for text in texts:
         assert ours.encode(text) == encode_with(oracle, text), repr(text)
+        assert ours.encode_packed(text) == pack(ours.encode(text)), repr(text)
     assert max(max(ours.encode(text), default=0) for text in texts) < ours.vocab_size == oracle.get_vocab_size()
     if style not in ("Qwen", "GPT-NeoX", "lowercase"):  # a normalizer changes the text
         n_bytes = ours.bytes_of_tokens()

@@ -16,10 +16,9 @@ from pathlib import Path
 from torchtitan_lite.config.files import replace_file, sync_folder
 from torchtitan_lite.data.corpus_folder import SPLITS, Shard, choose_dtype
 from torchtitan_lite.data.text_files import Part, Tally, read_documents
-from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.data.tokenizer import Tokenizer, pack
 
 FLUSHED_TOKENS = 2**19
-CODES = {"uint16": "H", "uint32": "I"}  # of the module array
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def make_unit(work: Path, number: int, parts: list[Part], recipe: Recipe, tokeni
         for piece, is_first in chain.from_iterable(pieces):
             if is_first:
                 if writer is not None:
-                    writer.write([tokenizer.eos_id])
+                    writer.write(pack([tokenizer.eos_id]))
                 if not piece:
                     tally.n_empty += 1
                     writer = None
@@ -62,11 +61,11 @@ def make_unit(work: Path, number: int, parts: list[Part], recipe: Recipe, tokeni
                     open_writers.callback(writers[split].close)
                 writer = writers[split]
                 writer.begin_document()
-                writer.write([] if tokenizer.bos_id is None else [tokenizer.bos_id])
+                writer.write(pack([] if tokenizer.bos_id is None else [tokenizer.bos_id]))
             n_text_bytes = len(piece) if piece.isascii() else len(piece.encode())  # the first is known without looking
-            writer.write(tokenizer.encode(piece), n_text_bytes=n_text_bytes)
+            writer.write(tokenizer.encode_packed(piece), n_text_bytes=n_text_bytes)
         if writer is not None:
-            writer.write([tokenizer.eos_id])
+            writer.write(pack([tokenizer.eos_id]))
         unit = FinishedUnit({split: writers[split].finish() for split in sorted(writers)}, tally)
     sync_folder(work / "corpus")
     with replace_file(work / "units" / f"{number:05}.json") as file:
@@ -89,7 +88,7 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, name: str, dtype: str):
-        self.name, kinds = name, {"tokens": CODES[dtype], "documents": "Q"}
+        self.name, self.halved, kinds = name, dtype == "uint16", {"tokens": "I", "documents": "Q"}
         self.pending = {kind: array(code) for kind, code in kinds.items()}
         self.digests = {kind: hashlib.sha256() for kind in kinds}
         self.files = {kind: open(folder / f"{name}.{kind}", "wb", buffering=0) for kind in kinds}
@@ -99,10 +98,10 @@ class ShardWriter:
         self.pending["documents"].append(self.n_tokens)
         self.n_documents += 1
 
-    def write(self, ids: list[int], *, n_text_bytes: int = 0) -> None:
-        """Add ids to the current document; they stand for `n_text_bytes` of its text in UTF-8."""
-        self.pending["tokens"].extend(ids)
-        self.n_tokens += len(ids)
+    def write(self, ids: bytes, *, n_text_bytes: int = 0) -> None:
+        """Add ids, uint32, to the current document; they stand for `n_text_bytes` of its text in UTF-8."""
+        self.pending["tokens"].frombytes(ids)
+        self.n_tokens += len(ids) // 4
         self.n_text_bytes += n_text_bytes
         if len(self.pending["tokens"]) >= FLUSHED_TOKENS:
             self._flush()
@@ -122,8 +121,15 @@ class ShardWriter:
 
     def _flush(self) -> None:
         for kind, numbers in self.pending.items():
-            content = memoryview(numbers.tobytes())
+            content = memoryview(halve(numbers.tobytes()) if kind == "tokens" and self.halved else numbers.tobytes())
             self.digests[kind].update(content)
             while content:  # a disk that is nearly full takes a part
                 content = content[self.files[kind].write(content) :]
             del numbers[:]
+
+
+def halve(ids: bytes) -> bytearray:
+    """Return the lower half of each little-endian uint32."""
+    lower = bytearray(len(ids) // 2)
+    lower[0::2], lower[1::2] = ids[0::4], ids[1::4]
+    return lower

@@ -17,6 +17,7 @@ found inside it: so does Hugging Face's library.
 
 import re
 import unicodedata
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,6 +48,7 @@ class Tokenizer:
     eos_id: int  # ends every document
     vocab_size: int  # ids are 0 .. vocab_size - 1; the embedding needs at least as many rows
     identity: str  # hash of the vocabulary: equal identities give equal ids
+    encode_to_buffer: Callable[[str, frozenset[str]], bytes] | None = None  # as encode_plain, to uint32, where possible
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the ids of `text`. A special token spelled out in it is plain text: a document cannot end itself."""
@@ -59,6 +61,15 @@ class Tokenizer:
         if eos:
             ids.append(self.eos_id)
         return ids
+
+    def encode_packed(self, text: str) -> bytes:
+        """Return the ids of `text`, which has no surrogates, as uint32.
+
+        Where tiktoken can fill a buffer, no list of integers is made, which takes a quarter of the time.
+        """
+        if self.encode_to_buffer is None or not self._is_plain or len(text) > MAX_CHARACTERS:
+            return pack(self.encode(text))
+        return bytes(self.encode_to_buffer(text, frozenset()))
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids`, special tokens by name. Bytes that are not UTF-8 become U+FFFD.
@@ -113,6 +124,11 @@ def cut(text: str) -> Iterator[str]:
     return (text[start : start + MAX_CHARACTERS] for start in range(0, len(text), MAX_CHARACTERS))
 
 
+def pack(ids: list[int]) -> bytes:
+    """Return ids as uint32."""
+    return array("I", ids).tobytes()
+
+
 def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
     """Return the tokenizer that `model.hf_assets_path` names. Raises ConfigError."""
     return make_tokenizer(read_vocabulary(str(hf_assets_path)))
@@ -120,6 +136,7 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
 
 def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     """Return the tokenizer of a vocabulary, by tiktoken, or by the package `tokenizers` where that is needed."""
+    encode_to_buffer = None
     if vocabulary.for_package:
         package = open_package(vocabulary.for_package)
 
@@ -127,15 +144,16 @@ def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
             return package.encode(replace_surrogates(text), add_special_tokens=False).ids
 
     else:
-        encode_plain = tiktoken.Encoding(
+        encoding = tiktoken.Encoding(
             "torchtitan_lite",
             pat_str=vocabulary.pattern,
             mergeable_ranks=vocabulary.ranks,
             special_tokens={UNUSED: vocabulary.vocab_size},
-        ).encode_ordinary
-    return Tokenizer(
-        vocabulary, encode_plain, vocabulary.bos_id, vocabulary.eos_id, vocabulary.vocab_size, vocabulary.identity
-    )
+        )
+        encode_plain = encoding.encode_ordinary
+        encode_to_buffer = getattr(encoding._core_bpe, "encode_to_tiktoken_buffer", None)
+    v = vocabulary
+    return Tokenizer(v, encode_plain, v.bos_id, v.eos_id, v.vocab_size, v.identity, encode_to_buffer)
 
 
 def replace_surrogates(text: str) -> str:
