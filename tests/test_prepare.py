@@ -92,13 +92,8 @@ def test_a_long_document_has_the_ids_of_its_whole_text(tmp_path, tokenizer, suff
 
 
 def test_a_large_vocabulary_takes_four_bytes_and_bos_may_be_missing(tmp_path):
-    tokenizer = SimpleNamespace(  # ids are code points; the last one has all bits set
-        bos_id=None,
-        eos_id=2**32 - 1,
-        vocab_size=2**32,
-        identity="points",
-        encode_packed=lambda text: text.encode("utf-32-le"),
-    )
+    numbers = {"bos_id": None, "eos_id": 2**32 - 1, "vocab_size": 2**32}  # the last id has all bits set
+    tokenizer = SimpleNamespace(**numbers, identity="points", encode_packed=lambda text: text.encode("utf-32-le"))
     (tmp_path / "a.txt").write_text("a😀")
     manifest = prepare_files([tmp_path / "a.txt"], tmp_path / "out", tokenizer, validation_share=0).manifest
     assert manifest.dtype == "uint32"
@@ -368,7 +363,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from torchtitan_lite.data.prepare import prepare_files
 tokenizer = SimpleNamespace(
-    bos_id=0, eos_id=1, vocab_size=300, identity="quick", encode=lambda text: [2] * (len(text) // 3)
+    bos_id=0, eos_id=1, vocab_size=300, identity="quick", encode_packed=lambda text: b"\\2\\0\\0\\0" * (len(text) // 3)
 )
 prepare_files([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer, validation_share=0)
 # not getrusage: that begins with the peak of the process that started this one
