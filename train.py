@@ -37,9 +37,9 @@ from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Comm, Config, ConfigError, Debug
 from torchtitan_lite.data.background_hash import BackgroundHash
-from torchtitan_lite.data.corpora import CorpusError
 from torchtitan_lite.data.corpus import open_corpus
-from torchtitan_lite.data.dataset import HeldOutBatches, SampleReader, SampleStream, prefetch, rows_of_rank
+from torchtitan_lite.data.corpus_folder import CorpusError
+from torchtitan_lite.data.dataset import SampleReader, SampleStream, ValidationBatches, prefetch, rows_of_rank
 from torchtitan_lite.data.tokenizer import Tokenizer, make_tokenizer
 from torchtitan_lite.dump_folder import check_still_held, explain_lost_folder, open_dump_folder
 from torchtitan_lite.parallel.attention_kernels import describe_attention
@@ -96,13 +96,13 @@ def main(args: list[str]) -> int:
     )
     rows = rows_of_rank(mesh.data_rank, layout.dp, layout.global_batch_size)
     if config.validation.enable:
-        held_out = HeldOutBatches(
-            read_split(config.validation.dataset or config.training.dataset, "held_out"),
+        validation_data = ValidationBatches(
+            read_split(config.validation.dataset or config.training.dataset, "validation"),
             global_batch_size=layout.global_batch_size,
             most_batches=config.validation.steps,
         )
         bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
-    corpora = [*stream.reader.corpora, *(held_out.reader.corpora if config.validation.enable else [])]
+    corpora = [*stream.reader.corpora, *(validation_data.reader.corpora if config.validation.enable else [])]
 
     # ---- run: model parts, optimizer, schedules; and first, the planner's forecast of its steps
     ledger = RunLedger(config, shape, layout, machine, dump_folder)
@@ -188,8 +188,8 @@ def main(args: list[str]) -> int:
             if is_validated(step, config.validation, n_steps):
                 progress.show(step, "validating")
                 with meter.paused():
-                    held_out_batches = prefetch(held_out, rows, steps=range(held_out.n_batches), device=device)
-                    validation = validate(run, held_out_batches, bytes_of_tokens)
+                    val_batches = prefetch(validation_data, rows, steps=range(validation_data.n_batches), device=device)
+                    validation = validate(run, val_batches, bytes_of_tokens)
             if writer and (validation or step % config.metrics.log_freq == 0 or step in (resumed_step + 1, n_steps)):
                 check_still_held(lock)
                 saver.notice_loss()

@@ -162,9 +162,9 @@ FORKS = {
     "a corpus": Fork(
         ("--training.dataset=own_sources",),
         {
-            "torchtitan_lite/data/corpora.py": [
+            "torchtitan_lite/data/corpus_folder.py": [
                 (
-                    "NAMED: ",
+                    "DATASETS: ",
                     '    "own_sources": lambda: sorted(Path(__file__).parent.parent.rglob("*.py")),',
                 )
             ]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from torchtitan_lite.data.corpora import SPLITS, Manifest, Shard, dump_manifest
+from torchtitan_lite.data.corpus_folder import SPLITS, CorpusManifest, Shard, dump_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
 CODES = {"uint16": "H", "uint32": "I"}
@@ -18,7 +18,7 @@ def write_corpus(
     folder: Path,
     shards: Sequence[Sequence[Document]],
     *,
-    held_out: Sequence[Sequence[Document]] = (),
+    validation: Sequence[Sequence[Document]] = (),
     dtype: str = "uint16",
     tokenizer_identity: str = BYTES.identity,
 ) -> Path:
@@ -26,7 +26,7 @@ def write_corpus(
     folder.mkdir(parents=True)
     written = {
         split: [write_shard(folder, f"{split}-{n:05}", documents, dtype) for n, documents in enumerate(of_split)]
-        for split, of_split in zip(SPLITS, (shards, held_out), strict=True)
+        for split, of_split in zip(SPLITS.values(), (shards, validation), strict=True)
     }
     write_manifest(folder, written, dtype, tokenizer_identity)
     return folder
@@ -46,7 +46,7 @@ def write_shard(folder: Path, name: str, documents: Sequence[Document], dtype: s
 def write_manifest(
     folder: Path, splits: dict[str, list[Shard]], dtype: str, tokenizer_identity: str = BYTES.identity
 ) -> None:
-    manifest = Manifest(dtype, tokenizer_identity, 2**16, 0.0, splits, "")
+    manifest = CorpusManifest(dtype, tokenizer_identity, 2**16, 0.0, splits, "")
     (folder / "manifest.json").write_text(dump_manifest(manifest))
 
 

@@ -128,14 +128,14 @@ def validation_of_one_rank():
 @in_train_py("one rank", "validation", ("validation loss", "validate"))
 def validation_on_training_documents():
     """What is validated on was trained on: overfitting is never seen."""
-    return train_py_with('config.training.dataset, "held_out")', 'config.training.dataset, "train")')
+    return train_py_with('config.training.dataset, "validation")', 'config.training.dataset, "train")')
 
 
 @in_train_py("pp2 GPipe", "validation", ("validation loss", "validate"))
 def last_held_out_batch_left_out():
     """The incomplete batch at the end is dropped, as data loaders do by default: the loss is that of other documents
     whenever the batch size changes."""
-    return train_py_with("range(held_out.n_batches)", "range(held_out.n_batches - 1)")
+    return train_py_with("range(validation_data.n_batches)", "range(validation_data.n_batches - 1)")
 
 
 @in_train_py("dp2", "logged numbers", ("logged loss", "metrics.jsonl"))

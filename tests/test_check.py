@@ -399,7 +399,7 @@ def test_a_tokenizer_is_looked_up_here_first_then_in_the_repository(empty_folder
 
     assert find_vocabulary([]) == empty_folder / "assets" / "tokenizer" / "tokenizer.model"
     elsewhere = empty_folder / "repository"
-    monkeypatch.setattr("torchtitan_lite.data.find_vocabulary.REPOSITORY", elsewhere)
+    monkeypatch.setattr("torchtitan_lite.data.tokenizer_files.REPOSITORY", elsewhere)
     args = ["--model.hf_assets_path", "mine"]
     assert find_keys(args) == ["model.hf_assets_path"]
     write_tokenizer(elsewhere / "mine")

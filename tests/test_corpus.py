@@ -1,29 +1,31 @@
-"""Opening corpora and reading any stretch of them, however large, with little memory; named ones are prepared once."""
+"""Opening corpora and reading any stretch of them, however large, with little memory; damage is named."""
 
 import json
+import logging
 import os
 import random
-import signal
 import subprocess
 import sys
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
-from made_corpora import BYTES, write_corpus, write_flat
+from made_corpora import BYTES, write_corpus, write_flat, write_manifest
 
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.data import corpus as corpora_code
-from torchtitan_lite.data import units
-from torchtitan_lite.data.corpora import NAMED, CorpusError
-from torchtitan_lite.data.corpus import Corpus, open_corpus
-from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data import background_hash, corpus_folder
+from torchtitan_lite.data import corpus as corpus_module
+from torchtitan_lite.data.background_hash import BackgroundHash
+from torchtitan_lite.data.corpus import Corpus, NumberFile, OpenShard, ShardFiles, open_corpus
+from torchtitan_lite.data.corpus_folder import CorpusError, read_manifest
 
 NO_CACHE = Path("nowhere")
 EOS = BYTES.eos_id
+FILES = ["train-00000.documents", "train-00001.documents", "train-00000.tokens", "train-00001.tokens"]
 
 
 def make_documents(draw: random.Random, n_documents: int) -> list[list[int]]:
@@ -42,13 +44,27 @@ def read(corpus: Corpus, start: int, stop: int) -> tuple[list[int], list[bool]]:
     return tokens.tolist(), begins.tolist()
 
 
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Two shards of three documents, which begin at 0, 2 and 3."""
+    return write_corpus(tmp_path / "made", [[[1, 2], [3], [4, 5, 6, 7]]] * 2, validation=[[[8, 9]]])
+
+
+@pytest.fixture
+def all_are_large(monkeypatch, caplog) -> None:
+    """No corpus is hashed when it is opened."""
+    monkeypatch.setattr(corpus_folder, "SMALL_BYTES", 0)
+    caplog.set_level(logging.INFO, "torchtitan_lite")
+
+
 # ---------------------------------------------------------------- any stretch
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_every_stretch_of_a_prepared_corpus_is_as_its_documents_say(tmp_path, dtype):
+@pytest.mark.parametrize(("dtype", "largest"), [("uint16", 2**16 - 1), ("uint32", 2**32 - 1)])
+def test_every_stretch_of_a_prepared_corpus_is_as_its_documents_say(tmp_path, dtype, largest):
     draw = random.Random(0)
     shards = [make_documents(draw, n) for n in (3, 1, 6, 2)]
+    shards[1].append([largest, largest // 2 + 1, 65535])  # above the signed range
     tokens, begins = spell([document for shard in shards for document in shard])
     corpus = open_corpus(str(write_corpus(tmp_path / "made", shards, dtype=dtype)), BYTES, NO_CACHE)
     assert corpus.n_tokens == len(tokens)
@@ -57,19 +73,10 @@ def test_every_stretch_of_a_prepared_corpus_is_as_its_documents_say(tmp_path, dt
             assert read(corpus, start, stop) == (tokens[start:stop], begins[start:stop]), (start, stop)
 
 
-def test_ids_above_the_signed_range_come_back_unchanged(tmp_path):
-    small = write_corpus(tmp_path / "small", [[[65535, 32768, 1]]])
-    assert read(open_corpus(str(small), BYTES, NO_CACHE), 0, 3)[0] == [65535, 32768, 1]
-    large = write_corpus(tmp_path / "large", [[[2**32 - 1, 2**31, 65536]]], dtype="uint32")
-    assert read(open_corpus(str(large), BYTES, NO_CACHE), 0, 3)[0] == [2**32 - 1, 2**31, 65536]
-
-
-def test_the_splits_of_a_corpus_are_read_apart(tmp_path):
-    folder = str(write_corpus(tmp_path / "made", [[[1, 2]], [[3]]], held_out=[[[4, 5], [6]]]))
-    train, held_out = (open_corpus(folder, BYTES, NO_CACHE, split=split) for split in ("train", "held_out"))
-    assert read(train, 0, 3) == ([1, 2, 3], [True, False, True])
-    assert read(held_out, 0, 3) == ([4, 5, 6], [True, False, True])
-    assert train.identity != held_out.identity
+def test_the_splits_of_a_corpus_are_read_apart(folder):
+    train, validation = (open_corpus(str(folder), BYTES, NO_CACHE, split=split) for split in ("train", "validation"))
+    assert (train.n_tokens, train.identity) != (validation.n_tokens, validation.identity)
+    assert read(validation, 0, 2) == ([8, 9], [True, False])
 
 
 @pytest.mark.parametrize(("dtype", "vocab_size"), [("uint16", 2**16), ("uint32", 2**16 + 1)])
@@ -88,18 +95,13 @@ def test_every_stretch_of_a_flat_file_is_read_in_place_and_documents_end_with_eo
 # ---------------------------------------------------------------- identity
 
 
-def test_a_corpus_keeps_its_identity_where_it_is_moved(tmp_path):
-    folder = write_corpus(tmp_path / "made", [[[1, 2], [3]]])
-    before = open_corpus(str(folder), BYTES, NO_CACHE).identity
-    (tmp_path / "elsewhere").mkdir()
-    folder.rename(tmp_path / "elsewhere" / "made")
-    assert open_corpus(str(tmp_path / "elsewhere" / "made"), BYTES, NO_CACHE).identity == before
-
-
-def test_one_token_or_border_more_gives_another_identity(tmp_path):
+def test_a_corpus_keeps_its_identity_where_it_is_moved_and_one_token_or_border_changes_it(tmp_path):
     variants = [[[[1, 2], [3]]], [[[1, 2], [4]]], [[[1], [2, 3]]], [[[1, 2, 3]]], [[[1, 2], [3], [3]]]]
     folders = [write_corpus(tmp_path / str(n), shards) for n, shards in enumerate(variants)]
-    assert len({open_corpus(str(folder), BYTES, NO_CACHE).identity for folder in folders}) == len(variants)
+    identities = [open_corpus(str(folder), BYTES, NO_CACHE).identity for folder in folders]
+    assert len(set(identities)) == len(variants)
+    folders[0].rename(tmp_path / "elsewhere")
+    assert open_corpus(str(tmp_path / "elsewhere"), BYTES, NO_CACHE).identity == identities[0]
 
 
 def test_the_identity_of_a_flat_file_tells_contents_and_borders_apart(tmp_path):
@@ -131,21 +133,21 @@ def test_a_change_at_either_end_of_a_large_flat_file_gives_another_identity(tmp_
 # ---------------------------------------------------------------- large ones
 
 
-def test_a_corpus_of_more_shards_than_may_be_open_is_read_all_over(tmp_path):
-    shards = [make_documents(random.Random(n), 2) for n in range(300)]
+def test_a_corpus_of_more_shards_than_may_be_open_is_read_all_over(tmp_path, all_are_large):
+    shards = [make_documents(random.Random(n), 2) for n in range(100)]
     folder = str(write_corpus(tmp_path / "made", shards))
     tokens, begins = spell([document for shard in shards for document in shard])
-    corpus = open_corpus(folder, BYTES, NO_CACHE)
-    assert corpus.opened == {}, "a start must not open every file"
     n_open = len(os.listdir("/proc/self/fd"))
+    corpus = open_corpus(folder, BYTES, NO_CACHE)
+    assert len(os.listdir("/proc/self/fd")) == n_open, "a start must not open every file"
     assert read(corpus, 0, len(tokens)) == (tokens, begins)
-    assert len(os.listdir("/proc/self/fd")) <= n_open + 2 * corpora_code.MOST_OPEN_SHARDS
+    assert n_open < len(os.listdir("/proc/self/fd")) <= n_open + 2 * corpus_module.MAX_OPEN_SHARDS
     del corpus
-    assert len(os.listdir("/proc/self/fd")) <= n_open
+    assert len(os.listdir("/proc/self/fd")) == n_open
 
 
 def test_threads_that_read_one_corpus_do_not_disturb_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora_code, "MOST_OPEN_SHARDS", 2)
+    monkeypatch.setattr(corpus_module, "MAX_OPEN_SHARDS", 2)
     shards = [make_documents(random.Random(n), 20) for n in range(9)]
     tokens, begins = spell([document for shard in shards for document in shard])
     corpus = open_corpus(str(write_corpus(tmp_path / "made", shards)), BYTES, NO_CACHE)
@@ -167,9 +169,9 @@ READ_LARGE = """
 import os, random, sys
 from pathlib import Path
 import torch
-from torchtitan_lite.components.corpus import open_corpus
-from torchtitan_lite.components.data import SampleReader, SampleStream
-from torchtitan_lite.components.tokenizer import load_tokenizer
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.dataset import SampleReader, SampleStream
+from torchtitan_lite.data.tokenizer import load_tokenizer
 
 def count_read_bytes():
     return int(Path("/proc/self/io").read_text().split()[1])
@@ -205,6 +207,7 @@ def read_large(name: Path, window: int, n_windows: int) -> tuple[int, int, int]:
     return n_tokens, read_bytes, growth
 
 
+@pytest.mark.slow
 def test_a_flat_file_of_100_gb_starts_at_once_and_takes_little_memory(tmp_path):
     path = write_flat(tmp_path / "large.bin", [1])
     os.truncate(path, 100 * 10**9)
@@ -239,231 +242,162 @@ def test_a_prepared_corpus_of_100_gb_starts_at_once_and_takes_little_memory(tmp_
 
 def test_an_absent_corpus_and_an_empty_split_are_refused_by_name(tmp_path):
     for name in (tmp_path / "absent", tmp_path / "absent.bin"):
-        with pytest.raises(CorpusError, match=f"there is no corpus {name}"):
+        with pytest.raises(CorpusError, match=str(name)):
             open_corpus(str(name), BYTES, NO_CACHE)
     folder = write_corpus(tmp_path / "made", [[[1, 2]]])
-    with pytest.raises(CorpusError, match=f"{folder} has no held_out documents"):
-        open_corpus(str(folder), BYTES, NO_CACHE, split="held_out")
+    with pytest.raises(CorpusError, match=f"{folder} has no validation documents"):
+        open_corpus(str(folder), BYTES, NO_CACHE, split="validation")
 
 
-@pytest.mark.parametrize("name", ["train-00001.tokens", "train-00001.documents"])
-def test_a_shard_that_is_cut_or_lost_during_the_run_is_named(tmp_path, name):
-    folder = write_corpus(tmp_path / "made", [[[1, 2]], [[3, 4]]])
+@pytest.mark.usefixtures("all_are_large")
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_shard_that_is_cut_or_lost_during_the_run_is_named(folder, name, is_open):
     corpus = open_corpus(str(folder), BYTES, NO_CACHE)
+    first = 7 * ("00001" in name)
+    if is_open:
+        corpus.read(first, first + 7)
     os.truncate(folder / name, 2)
     with pytest.raises(CorpusError, match=f"{name} has 2 bytes, and had"):
-        corpus.read(1, 3)
-    (folder / name).unlink()
-    with pytest.raises(CorpusError, match=rf"{name} cannot be read \(No such file"):
-        corpus.read(1, 3)
-    assert read(corpus, 0, 2)[0] == [1, 2]
+        corpus.read(first, first + 7)
+    assert corpus.read(7 - first, 8 - first)[0].numel() == 1, "the other shard is sound"
+    if not is_open:
+        (folder / name).unlink()
+        with pytest.raises(CorpusError, match=rf"{name} cannot be read \(No such file"):
+            corpus.read(first, first + 7)
 
 
-def test_a_shard_that_is_cut_while_it_is_open_is_named(tmp_path):
-    folder = write_corpus(tmp_path / "made", [[[1, 2, 3, 4]]])
-    corpus = open_corpus(str(folder), BYTES, NO_CACHE)
-    assert read(corpus, 0, 4)[0] == [1, 2, 3, 4]
-    os.truncate(folder / "train-00000.tokens", 6)
-    assert read(corpus, 0, 3)[0] == [1, 2, 3]
-    with pytest.raises(CorpusError, match="train-00000.tokens has 6 bytes, and had 8 before"):
-        corpus.read(1, 4)
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
 
 
-# ---------------------------------------------------------------- named corpora
+def write_borders(folder: Path, name: str, borders: list[int]) -> None:
+    """As another program may have made them: the manifest has the SHA-256 of this index."""
+    content = array("Q", borders).tobytes()
+    (folder / f"{name}.documents").write_bytes(content)
+    splits = read_manifest(folder).splits
+    hashed = {"documents_sha256": sha256(content).hexdigest()}
+    splits["train"] = [replace(shard, **hashed) if shard.name == name else shard for shard in splits["train"]]
+    write_manifest(folder, splits, "uint16")
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(str(REPOSITORY / "assets" / "tokenizer"))
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_in_a_small_corpus_is_refused_when_it_is_opened(folder, name):
+    flip_bit(folder / name)
+    with pytest.raises(CorpusError, match=f"{folder / name} has SHA-256 .* its manifest says"):
+        open_corpus(str(folder), BYTES, NO_CACHE)
+    assert open_corpus(str(folder), BYTES, NO_CACHE, split="validation").n_tokens == 2, "its files are sound"
 
 
-def write_files(folder: Path, n_files: int) -> list[Path]:
-    folder.mkdir()
-    files = [folder / f"{n:04}.py" for n in range(n_files)]
-    for n, path in enumerate(files):
-        lines = [f"def function_{n}_{line}(x):\n    return x * {line} + {n}  # é\n" for line in range(n % 7)]
-        path.write_text("".join(lines), encoding="utf-8")
-    return files
+WRONG_BORDERS = {  # what is wrong | borders | number that is named
+    "not from the first token": ([1, 2, 3, 7], "number 0 of 0 to 3 is 1,"),
+    "a document begins before the one before it": ([0, 3, 2, 7], "number 2 of 0 to 3 is 2,"),
+    "a document is empty": ([0, 2, 2, 7], "number 2 of 0 to 3 is 2,"),
+    "all are zero": ([0, 0, 0, 0], "number 1 of 0 to 3 is 0,"),
+    "a document ends beyond the end": ([0, 2, 3, 8], "number 3 of 0 to 3 is 8,"),
+    "the last document ends before the end": ([0, 2, 3, 6], "number 3 of 0 to 3 is 6,"),
+    "a document begins beyond the end": ([0, 2, 9, 7], "number 3 of 0 to 3 is 7,"),
+    "a number that no signed one can hold": ([0, 2, 2**64 - 1, 7], f"number 2 of 0 to 3 is {2**64 - 1},"),
+}
 
 
-@pytest.fixture
-def files(tmp_path, monkeypatch):
-    """A small corpus "tiny" of 90 files, some of them empty."""
-    files = write_files(tmp_path / "texts", 90)
-    monkeypatch.setitem(NAMED, "tiny", lambda: files)
-    return files
+@pytest.mark.parametrize("what", WRONG_BORDERS)
+@pytest.mark.parametrize("is_large", [False, True])
+def test_wrong_borders_are_refused_before_a_token_of_their_shard_is_read(folder, monkeypatch, what, is_large):
+    borders, named = WRONG_BORDERS[what]
+    write_borders(folder, "train-00001", borders)
+    if is_large:
+        monkeypatch.setattr(corpus_folder, "SMALL_BYTES", 0)
+        corpus = open_corpus(str(folder), BYTES, NO_CACHE)
+        assert corpus.read(0, 7)[1].tolist() == [True, False, True, True, False, False, False]
+    with pytest.raises(CorpusError) as refused:
+        corpus.read(8, 10) if is_large else open_corpus(str(folder), BYTES, NO_CACHE)
+    assert str(refused.value).startswith(f"{folder / 'train-00001.documents'}: {named}")
 
 
-def list_documents(cache: Path, tokenizer) -> list[list[int]]:
-    """Of both splits."""
-    documents = []
-    for split in ("train", "held_out"):
-        corpus = open_corpus("tiny", tokenizer, cache, split=split)
-        tokens, begins = read(corpus, 0, corpus.n_tokens)
-        for token, begin in zip(tokens, begins, strict=True):
-            if begin:
-                documents.append([])
-            documents[-1].append(token)
-    return sorted(documents)
+@pytest.mark.parametrize("wrong", [0, 127, 128, 2**17 - 1, 2**17, 2**17 + 1, 2**17 + 500])
+def test_one_wrong_border_of_many_is_found_wherever_it_is(tmp_path, wrong):
+    n = 2**17 + 500
+    borders = [3 * number for number in range(n + 1)]
+    borders[wrong] += 3
+    (tmp_path / "a.tokens").touch()
+    os.truncate(tmp_path / "a.tokens", 2 * 3 * n)
+    (tmp_path / "a.documents").write_bytes(array("Q", borders).tobytes())
+    files = ShardFiles(tmp_path / "a.tokens", 3 * n, tmp_path / "a.documents", n)
+    named = wrong if wrong in (0, n) else wrong + 1  # it is as large as the one behind it
+    with pytest.raises(CorpusError, match=f"a.documents: number {named} of 0 to {n} is"):
+        OpenShard(files, torch.uint16, is_checked=False)
 
 
-def encode_by_hand(files: list[Path], tokenizer) -> list[list[int]]:
-    texts = [path.read_text(encoding="utf-8") for path in files]
-    encode = tokenizer.encoding.encode_ordinary
-    return sorted([tokenizer.bos_id, *encode(text), tokenizer.eos_id] for text in texts if text)
+def test_borders_are_checked_once_however_often_a_shard_is_opened(folder, monkeypatch):
+    corpus, checked = open_corpus(str(folder), BYTES, NO_CACHE), []
+    monkeypatch.setattr(OpenShard, "check_borders", lambda shard: checked.append(shard))
+    for _ in range(3):
+        corpus.open_shard.cache_clear()
+        assert corpus.read(7, 14)[1].tolist() == [True, False, True, True, False, False, False]
+    assert checked == []
 
 
-def test_a_named_corpus_is_prepared_on_first_use_and_found_afterwards(files, tokenizer, tmp_path, monkeypatch):
-    assert list_documents(tmp_path / "cache", tokenizer) == encode_by_hand(files, tokenizer)
-    monkeypatch.setattr(corpora_code, "prepare_files", lambda *_, **__: pytest.fail("prepared again"))
-    assert list_documents(tmp_path / "cache", tokenizer) == encode_by_hand(files, tokenizer)
+def test_a_read_looks_at_few_borders_however_many_a_shard_has(tmp_path, monkeypatch):
+    corpus = open_corpus(str(write_corpus(tmp_path / "made", [[[1, 2]] * 10_000])), BYTES, NO_CACHE)
+    read_number_file, numbers = NumberFile.read, []
+
+    def count(file: NumberFile, start: int, stop: int) -> bytes:
+        numbers.append(stop - start)
+        return read_number_file(file, start, stop)
+
+    monkeypatch.setattr(NumberFile, "read", count)
+    corpus.read(9_000, 9_010)
+    assert sum(numbers) < 50
 
 
-def test_a_prepared_cache_need_not_be_writable(files, tokenizer, tmp_path, monkeypatch):
-    before = open_corpus("tiny", tokenizer, tmp_path / "cache").identity
-
-    def refuse_writing(path, mode="r", *rest, **options):
-        assert not set(mode) & set("wax+"), f"{path} is opened for writing"
-        return open(path, mode, *rest, **options)
-
-    monkeypatch.setattr(corpora_code, "open", refuse_writing, raising=False)
-    assert open_corpus("tiny", tokenizer, tmp_path / "cache").identity == before
+# ---------------------------------------------------------------- beside the steps
 
 
-def test_changed_text_and_another_tokenizer_are_prepared_anew(files, tokenizer, tmp_path):
-    cache = tmp_path / "cache"
-    before = open_corpus("tiny", tokenizer, cache).identity
-    text = files[3].read_text()
-    files[3].write_text(text.replace("function", "functiom"))  # of the same size
-    assert list_documents(cache, tokenizer) == encode_by_hand(files, tokenizer)
-    assert open_corpus("tiny", tokenizer, cache).identity != before
-    open_corpus("tiny", BYTES, cache)
-    assert len(list(cache.glob("tiny-*/manifest.json"))) == 3
+@pytest.mark.usefixtures("all_are_large")
+@pytest.mark.parametrize("number", range(len(FILES)))
+def test_the_rank_of_a_host_that_hashes_a_damaged_file_stops_and_names_it(folder, number):
+    flip_bit(folder / FILES[number])
+    said = {}
+    for rank in range(3):
+        try:
+            with BackgroundHash([open_corpus(str(folder), BYTES, NO_CACHE)], part=rank, n_parts=3) as hashing:
+                hashing.result.exception(timeout=60)
+                hashing.check()
+        except CorpusError as error:
+            said[rank] = str(error)
+    assert said.keys() == {number % 3}
+    assert f"{folder / FILES[number]} has SHA-256" in said[number % 3] and "prepare it again" in said[number % 3]
 
 
-def test_the_identity_of_a_named_corpus_does_not_depend_on_where_its_files_lie(files, tokenizer, tmp_path, monkeypatch):
-    here = open_corpus("tiny", tokenizer, tmp_path / "cache").identity
-    moved = write_files(tmp_path / "elsewhere", 90)
-    monkeypatch.setitem(NAMED, "tiny", lambda: moved)
-    assert open_corpus("tiny", tokenizer, tmp_path / "other_cache").identity == here
+@pytest.mark.usefixtures("all_are_large")
+def test_damage_that_is_found_beside_the_last_step_is_told_too(folder):
+    flip_bit(folder / FILES[3])
+    with pytest.raises(CorpusError, match=FILES[3]):
+        with BackgroundHash([open_corpus(str(folder), BYTES, NO_CACHE)], part=0, n_parts=1) as hashing:
+            hashing.result.exception(timeout=60)
 
 
-def cut_tokens(folder: Path) -> None:
-    os.truncate(folder / "train-00000.tokens", 2)
+@pytest.mark.usefixtures("all_are_large")
+def test_what_is_sound_is_logged_once_it_is_hashed(folder, caplog):
+    with BackgroundHash([open_corpus(str(folder), BYTES, NO_CACHE)] * 2, part=0, n_parts=1) as hashing:
+        hashing.result.result(timeout=60)
+        hashing.check()
+    (line,) = [line for line in caplog.messages if "hashed" in line]
+    assert line.startswith("hashed 4 files of corpora") and line.endswith("none has changed")
 
 
-def lose_documents(folder: Path) -> None:
-    (folder / "train-00000.documents").unlink()
+@pytest.mark.usefixtures("all_are_large")
+def test_a_run_that_ends_first_does_not_wait_and_says_how_many_were_hashed(folder, caplog, monkeypatch):
+    monkeypatch.setattr(background_hash, "REST", 1e9)
+    flip_bit(folder / FILES[3])
+    with BackgroundHash([open_corpus(str(folder), BYTES, NO_CACHE)], part=0, n_parts=1) as hashing:
+        hashing.check()
+    assert "hashed 0 of 4 files of corpora" in caplog.messages[-1]
 
 
-def tear_manifest(folder: Path) -> None:
-    os.truncate(folder / "manifest.json", 20)
-
-
-def lose_manifest(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-
-
-def flip_bit(folder: Path) -> None:
-    content = bytearray((folder / "train-00000.tokens").read_bytes())
-    content[-4] ^= 1
-    (folder / "train-00000.tokens").write_bytes(content)
-
-
-@pytest.mark.parametrize("damage", [cut_tokens, lose_documents, tear_manifest, lose_manifest, flip_bit])
-def test_a_damaged_cache_is_named_and_prepared_again(files, tokenizer, tmp_path, damage, caplog):
-    cache = tmp_path / "cache"
-    open_corpus("tiny", tokenizer, cache)
-    (manifest,) = cache.glob("tiny-*/manifest.json")
-    damage(manifest.parent)
-    assert list_documents(cache, tokenizer) == encode_by_hand(files, tokenizer)
-    (line,) = [line for line in caplog.messages if "tiny is prepared again" in line]
-    assert line.startswith(str(manifest.parent))
-
-
-def test_a_named_corpus_without_files_is_refused(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setitem(NAMED, "tiny", lambda: [])
-    with pytest.raises(CorpusError, match="no files of tiny"):
-        open_corpus("tiny", tokenizer, tmp_path)
-
-
-def test_python_stdlib_is_sources_without_tests_or_installed_packages():
-    files = NAMED["python_stdlib"]()
-    assert files == sorted(files) and len(files) > 300
-    assert sum(path.stat().st_size for path in files) > 5e6
-    names = {f"{path.parent.name}/{path.name}" for path in files}
-    assert {"json/decoder.py", "asyncio/events.py"} <= names
-    folders = {part for path in files for part in path.parts}
-    assert not folders & {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-
-
-UNIT_BYTES = 2000
-
-# A process that opens the named corpus "tiny" of a folder. It says "ready", waits for a line, and tells how many
-# documents it encoded. With `die_after` above 0 it is killed while it encodes, after so many.
-OPEN_IN_PROCESS = """
-import json, os, signal, sys
-from pathlib import Path
-from torchtitan_lite.components import corpus
-from torchtitan_lite.components.preparation import units
-from torchtitan_lite.components.tokenizer import load_tokenizer
-from torchtitan_lite.corpora import NAMED
-
-texts, cache, die_after, unit_bytes = sys.argv[1:]
-NAMED["tiny"] = lambda: sorted(Path(texts).iterdir())
-units.SMALLEST_UNIT_BYTES = int(unit_bytes)
-write_document, written = units.write_document, []
-
-def count_and_write(*arguments):
-    written.append(arguments)
-    if len(written) == int(die_after) + 1 > 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write_document(*arguments)
-
-units.write_document = count_and_write
-tokenizer = load_tokenizer("assets/tokenizer")
-print("ready", flush=True)
-sys.stdin.readline()
-identity = corpus.open_corpus("tiny", tokenizer, Path(cache)).identity
-print(json.dumps({"n_encoded": len(written), "identity": identity}))
-"""
-
-
-def start_process(texts: Path, cache: Path, *, die_after: int = 0) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", OPEN_IN_PROCESS, str(texts), str(cache), str(die_after), str(UNIT_BYTES)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-
-
-def test_processes_that_arrive_together_prepare_once(tmp_path):
-    texts = tmp_path / "texts"
-    n_documents = sum(path.stat().st_size > 0 for path in write_files(texts, 500))
-    processes = [start_process(texts, tmp_path / "cache") for _ in range(3)]
-    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 3
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    answers = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
-    assert sorted(answer["n_encoded"] for answer in answers) == [0, 0, n_documents]
-    assert len({answer["identity"] for answer in answers}) == 1
-
-
-def test_a_process_killed_while_preparing_leaves_nothing_that_counts_and_its_work_to_the_next(
-    files, tokenizer, tmp_path, monkeypatch
-):
-    texts, cache = files[0].parent, tmp_path / "cache"
-    killed = start_process(texts, cache, die_after=60)
-    killed.communicate("go\n", timeout=120)
-    assert killed.returncode == -signal.SIGKILL
-    assert not list(cache.glob("tiny-*/manifest.json"))
-    following = start_process(texts, cache)  # does not wait for the dead one's lock either
-    found = json.loads(following.communicate("go\n", timeout=120)[0].split("\n")[1])
-    assert 0 < found["n_encoded"] < len(encode_by_hand(files, tokenizer))
-    assert not list(cache.glob("*.unfinished"))
-    monkeypatch.setattr(units, "SMALLEST_UNIT_BYTES", UNIT_BYTES)
-    assert open_corpus("tiny", tokenizer, tmp_path / "other").identity == found["identity"]
+def test_a_small_corpus_leaves_nothing_to_hash_beside_the_steps(folder):
+    with BackgroundHash([open_corpus(str(folder), BYTES, NO_CACHE)], part=0, n_parts=1) as hashing:
+        assert hashing.hashes == {} and hashing.result is None

@@ -65,7 +65,7 @@ LAYOUTS = {
 def corpus(tmp_path_factory) -> Path:
     """Some thousand tokens, some hundred of them held out."""
     document = list(range(97, 123)) * 10
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "letters", [[document] * 10], held_out=[[document] * 2])
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "letters", [[document] * 10], validation=[[document] * 2])
 
 
 def start(rank: int, world_size: int, keys: list[str], slow_rank: int | None = None) -> int:

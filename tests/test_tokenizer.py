@@ -1,6 +1,7 @@
 """The tokenizer against tiktoken set up by hand; the trainer against byte-pair encoding that recounts everything."""
 
 import base64
+import sys
 import sysconfig
 from collections import Counter
 from pathlib import Path
@@ -10,9 +11,9 @@ import tiktoken
 
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.schema import ConfigError
-from torchtitan_lite.data.corpora import NAMED
-from torchtitan_lite.data.tokenizer import MAX_CHARACTERS, UNUSED, load_tokenizer
-from torchtitan_lite.tools import train_bpe as tool
+from torchtitan_lite.data import train_bpe as tool
+from torchtitan_lite.data.corpus_folder import DATASETS
+from torchtitan_lite.data.tokenizer import UNUSED, load_tokenizer
 
 SHIPPED = REPOSITORY / "assets" / "tokenizer"
 
@@ -53,10 +54,6 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in path.read_text().splitlines()}
 
 
-def unpack(ids: bytes) -> list[int]:
-    return [int.from_bytes(ids[start : start + 4], "little") for start in range(0, len(ids), 4)]
-
-
 def write_ranks(folder: Path, tokens: list[bytes]) -> Path:
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
     (folder / "tokenizer.model").write_text("".join(lines))
@@ -82,39 +79,16 @@ def test_ids_are_those_of_tiktoken_with_llama3s_pattern(shipped):
         assert shipped.encode(text) == oracle.encode_ordinary(text)
 
 
-@pytest.mark.parametrize("with_buffer", [True, False])
-def test_packed_ids_are_the_same_ids(with_buffer, shipped, monkeypatch):
-    assert hasattr(tiktoken._tiktoken.CoreBPE, "encode_to_tiktoken_buffer"), "else one of the two ways is never tried"
-    if not with_buffer:
-        monkeypatch.setattr(shipped.encoding, "_core_bpe", WithoutBuffer(shipped.encoding._core_bpe))
-    told_apart = [UNUSED, f"a{UNUSED}b{UNUSED}", UNUSED[:-1], "<|begin_of_text|>", "x" * (MAX_CHARACTERS + 5)]
-    for text in [path.read_text(encoding="utf-8") for path in list_some_stdlib_files()] + ODD_TEXTS + told_apart:
-        assert unpack(shipped.encode_packed(text)) == shipped.encode(text)
+@pytest.mark.parametrize("text", [UNUSED, f"a{UNUSED}b{UNUSED}", UNUSED[:-1], "<|begin_of_text|>"])
+def test_no_name_of_a_token_is_found_in_a_text(shipped, text):
+    assert shipped.decode(shipped.encode(text)) == text and max(shipped.encode(text)) < shipped.bos_id
 
 
-class WithoutBuffer:
-    """tiktoken as it would be without that function."""
-
-    def __init__(self, core):
-        self.encode_ordinary = core.encode_ordinary
-
-
-@pytest.mark.parametrize("text", ODD_TEXTS)
-def test_odd_text_comes_back_unchanged(shipped, text):
-    assert shipped.decode(shipped.encode(text)) == text
-
-
-def test_source_files_come_back_unchanged(shipped):
+def test_text_comes_back_unchanged_and_a_million_spaces_are_encoded(shipped):
     files = list_some_stdlib_files()
     assert len(files) > 20
-    for path in files:
-        text = path.read_text(encoding="utf-8")
-        assert shipped.decode(shipped.encode(text)) == text, path
-
-
-def test_a_million_spaces_are_encoded(shipped):
-    text = " " * 1_000_000 + "x"
-    assert shipped.decode(shipped.encode(text)) == text
+    for text in [*ODD_TEXTS, *(path.read_text(encoding="utf-8") for path in files), " " * 1_000_000 + "x"]:
+        assert shipped.decode(shipped.encode(text)) == text
 
 
 def test_special_ids_follow_the_ranks_as_in_llama3(shipped):
@@ -130,12 +104,6 @@ def test_bos_and_eos_are_added_only_where_asked_for(shipped):
     assert shipped.encode("x = 1\n", bos=True) == [shipped.bos_id, *plain]
     assert shipped.encode("x = 1\n", eos=True) == [*plain, shipped.eos_id]
     assert shipped.decode([shipped.bos_id, shipped.eos_id]) == "<|begin_of_text|><|end_of_text|>"
-
-
-def test_special_tokens_spelled_in_text_are_plain_text(shipped):
-    text = "a<|end_of_text|><|begin_of_text|><|eot_id|>b"
-    ids = shipped.encode(text)
-    assert max(ids) < shipped.bos_id and shipped.decode(ids) == text
 
 
 def test_shipped_vocabulary_has_2304_words_and_begins_with_the_bytes(shipped):
@@ -225,21 +193,13 @@ def test_words_are_counted_as_llama3_splits_them():
     assert counted == Counter(expected)
 
 
-def test_trained_vocabulary_encodes_a_frequent_word_as_one_token(tmp_path):
-    words = tool.count_words(["def parse(self): return self.parse_all(self)\n" * 9])
-    write_ranks(tmp_path, tool.learn_tokens(words, 279))
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert len(tokenizer.encode("self")) == 1
-    assert tokenizer.decode(tokenizer.encode("unseen: wörld")) == "unseen: wörld"
-
-
 @pytest.fixture
 def small_corpus(tmp_path, monkeypatch):
     files = []
     for n, text in enumerate(["alpha beta gamma\n" * 20, "beta delta()\n" * 30]):
         files.append(tmp_path / f"{n}.py")
         files[-1].write_text(text)
-    monkeypatch.setitem(NAMED, "python_stdlib", lambda: files)
+    monkeypatch.setitem(DATASETS, "python_stdlib", lambda: files)
 
 
 def test_tool_writes_a_vocabulary_that_loads_and_tells_its_bytes_per_token(small_corpus, tmp_path, capsys):
@@ -252,13 +212,16 @@ def test_tool_writes_a_vocabulary_that_loads_and_tells_its_bytes_per_token(small
     assert [path.name for path in out.iterdir()] == ["tokenizer.model"]
 
 
-def test_tool_refuses_more_tokens_than_the_text_has_pairs(small_corpus, tmp_path, capsys):
+def test_tool_refuses_more_tokens_than_the_text_has_pairs_and_less_than_the_256_bytes(small_corpus, tmp_path, capsys):
     assert tool.main(["--vocab", "2000", "--out", str(tmp_path)]) == 2
     assert "--vocab 2000" in capsys.readouterr().err
-    assert not (tmp_path / "tokenizer.model").exists()
-
-
-def test_tool_refuses_less_than_the_256_bytes(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         tool.main(["--vocab", "255", "--out", str(tmp_path)])
-    assert stopped.value.code == 2 and "'255' is not a whole number of 256 or more" in capsys.readouterr().err
+    assert stopped.value.code == 2 and not (tmp_path / "tokenizer.model").exists()
+
+
+@pytest.mark.slow  # 15 s
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="it was trained on the sources of Python 3.11")
+def test_tool_makes_the_shipped_vocabulary_again(tmp_path):
+    assert tool.main(["--out", str(tmp_path)]) == 0
+    assert (tmp_path / "tokenizer.model").read_bytes() == (SHIPPED / "tokenizer.model").read_bytes()

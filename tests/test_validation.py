@@ -13,7 +13,7 @@ from torchtitan_lite import validation
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Validation
 from torchtitan_lite.data.corpus import Corpus, open_corpus
-from torchtitan_lite.data.dataset import HeldOutBatches, SampleReader, prefetch, rows_of_rank
+from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch, rows_of_rank
 from torchtitan_lite.data.prepare import prepare_files
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
@@ -45,19 +45,19 @@ def folder(tmp_path_factory) -> Path:
     files = [root / f"{number:02}.txt" for number in range(30)]
     for number, path in enumerate(files):
         path.write_text(f"{number} Grüße, 世界! " * (1 + number * 7 % 5), encoding="utf-8")
-    prepare_files(files, root / "prepared", load_tokenizer("bytes"), held_out_share=0.5)
+    prepare_files(files, root / "prepared", load_tokenizer("bytes"), validation_share=0.5)
     return root / "prepared"
 
 
 def open_held_out(folder: Path) -> Corpus:
-    return open_corpus(str(folder), load_tokenizer("bytes"), Path("nowhere"), split="held_out")
+    return open_corpus(str(folder), load_tokenizer("bytes"), Path("nowhere"), split="validation")
 
 
-def make_batches(folder: Path, most_batches: int, attention: str) -> HeldOutBatches:
+def make_batches(folder: Path, most_batches: int, attention: str) -> ValidationBatches:
     reader = SampleReader(
         [open_held_out(folder)], SEQ_LEN, BYTES["model.vocab_size"], restart_positions=attention == "document"
     )
-    return HeldOutBatches(reader, global_batch_size=compare.GLOBAL_BATCH_SIZE, most_batches=most_batches)
+    return ValidationBatches(reader, global_batch_size=compare.GLOBAL_BATCH_SIZE, most_batches=most_batches)
 
 
 def validate_layout(rank: int, world_size: int, overrides: dict, folder: Path, most_batches: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.one_process import CheckpointWriter
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.data.find_vocabulary import read_vocabulary
+from torchtitan_lite.data.tokenizer_files import read_vocabulary
 from torchtitan_lite.preflight import preflight
 
 MODEL = ["--model.n_layers=1", "--checkpoint.enable"]

@@ -20,7 +20,7 @@ from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Compile, Config, ConfigError, Parallelism, Problem
-from torchtitan_lite.data.corpora import NAMED, check_corpora, check_weights
+from torchtitan_lite.data.corpus_folder import DATASETS, check_corpora, check_weights
 from torchtitan_lite.data.vocabulary import Vocabulary
 from torchtitan_lite.file_checks import check_files
 from torchtitan_lite.other_models import check_export, check_initial_load
@@ -170,14 +170,14 @@ def check_data(config: Config, vocabulary: Vocabulary) -> list[Problem]:
     problems = check_corpora("training.dataset", trained, split="train", vocabulary=vocabulary)
     problems += check_weights(config.training.dataset_weights, len(trained))
     if validation.enable and validation.dataset:
-        problems += check_corpora("validation.dataset", validation.dataset, split="held_out", vocabulary=vocabulary)
+        problems += check_corpora("validation.dataset", validation.dataset, split="validation", vocabulary=vocabulary)
     elif validation.enable and not problems:
-        # A flat file of tokens has no held-out part: validation would measure what was trained on.
-        if flat := [name for name in trained if name not in NAMED and not Path(name).is_dir()]:
+        # A flat file of tokens holds nothing out, so that validating on it would measure what was trained on.
+        if flat := [name for name in trained if name not in DATASETS and not Path(name).is_dir()]:
             remedy = "Name corpora to validate on, or set validation.enable = false"
             problems.append(Problem("validation.dataset", [], f"{', '.join(flat)} has nothing held out", remedy))
         else:
-            problems += check_corpora("training.dataset", trained, split="held_out", vocabulary=vocabulary)
+            problems += check_corpora("training.dataset", trained, split="validation", vocabulary=vocabulary)
     return problems
 
 

@@ -258,7 +258,7 @@ The numbers are for reading: a bench never fails because something was slow."""
 TOOLS = {  # tool -> its module in torchtitan_lite, with `main(args) -> exit status`, and its parser
     "check": ("tools.check", make_check_parser),
     "prepare": ("tools.prepare", make_prepare_parser),
-    "tokenizer": ("tools.train_bpe", make_tokenizer_parser),
+    "tokenizer": ("data.train_bpe", make_tokenizer_parser),
     "verify": ("verify.command", make_verify_parser),
     "plan": ("plan.command", make_plan_parser),
     "explain": ("plan.explain", make_explain_parser),

@@ -132,7 +132,7 @@ class LRScheduler:
 
 @dataclass(frozen=True)
 class Training:
-    # corpora: names of NAMED in corpora.py, folders made by `prepare`, .bin files of token ids
+    # corpora: names of DATASETS in data/corpus_folder.py, folders made by `prepare`, .bin files of token ids
     dataset: list[FilePath] = field(default_factory=lambda: ["python_stdlib"])
     dataset_weights: list[Weight] = field(default_factory=list)  # new: share of the samples of each; none: by size
     cache_folder: FilePath = "outputs/cache"  # new: named corpora as tokens, shared by all runs

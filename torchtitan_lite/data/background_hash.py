@@ -1,14 +1,14 @@
 """Hash the files of large corpora beside the steps: a flipped bit stops the run that would learn it.
 
-A token with a flipped bit is a token. Only the SHA-256 in the corpus' manifest shows it, and to compare that takes
-minutes for a large corpus, so the first step does not wait for it:
+A token with a flipped bit is a token; only the SHA-256 in the corpus' manifest shows the damage. Hashing a large corpus
+takes minutes, so the first step does not wait for it:
 
     rank 0 of the host     steps      |--1--|--2--|--3--| ...  `check` raises what the thread has found
                            thread      #    #    #    #        1 MiB hashed, then a rest 19 times as long
     rank 1 of the host     ...                                 another part of the files
 
-So a thread takes at most 5 % of a core, 80 MiB/s where a core hashes 1.6 GiB/s: 100 GB take three minutes on a host of
-eight ranks. Every host reads all files, for it may have copies of its own. Traffic between ranks: none; the rank that
+The thread takes at most 5 % of a core, 80 MiB/s where a core hashes 1.6 GiB/s: 100 GB take three minutes on a host of
+eight ranks. Every host reads all files, since it may have copies of its own. Traffic between ranks: none; the rank that
 finds the damage names the file and fails, and torchrun ends the others.
 """
 
@@ -19,8 +19,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from threading import Event
 
 from torchtitan_lite.config.files import describe_damage
-from torchtitan_lite.data.corpora import AGAIN, CorpusError
 from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.corpus_folder import AGAIN, CorpusError
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +28,13 @@ REST = 19  # times as long as the work before it
 
 
 class BackgroundHash:
-    """A context manager: inside, a thread hashes part `part` of `n_parts` of what `corpora` left unhashed."""
+    """Context manager: inside, a thread compares the files that `corpora` left unhashed with their SHA-256."""
 
     def __init__(self, corpora: Iterable[Corpus], *, part: int, n_parts: int):
+        """Of the files of `corpora`, this process hashes part `part` of `n_parts`."""
         hashes = {path: sha256 for corpus in corpora for path, sha256 in corpus.unhashed.items()}
-        alike = sorted(hashes, key=lambda path: (path.suffix, path))  # each part gets large files and small ones
-        self.hashes = {path: hashes[path] for path in alike[part::n_parts]}
+        by_kind = sorted(hashes, key=lambda path: (path.suffix, path))  # each part gets large files and small ones
+        self.hashes = {path: hashes[path] for path in by_kind[part::n_parts]}
         self.leaving = Event()
         self.n_hashed = 0
         self.result: Future[None] | None = None
@@ -41,7 +42,7 @@ class BackgroundHash:
     def __enter__(self) -> "BackgroundHash":
         if self.hashes:
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="hash")
-            self.result = self.thread.submit(self.hash_all)
+            self.result = self.thread.submit(self._hash_all)
         return self
 
     def check(self) -> None:
@@ -60,16 +61,16 @@ class BackgroundHash:
         elif error and kind is None:  # found beside the last step
             raise error
 
-    def hash_all(self) -> None:
+    def _hash_all(self) -> None:
         start_s = self.resumed_s = time.perf_counter()
         for path, sha256 in self.hashes.items():
-            if damage := describe_damage(path, sha256, self.rest):
+            if damage := describe_damage(path, sha256, self._rest):
                 raise CorpusError(f"{damage}. {AGAIN}")
             self.n_hashed += 1
         took_s = time.perf_counter() - start_s
         logger.info(f"hashed {self.n_hashed} files of corpora beside the steps in {took_s:.0f} s: none has changed")
 
-    def rest(self) -> None:
+    def _rest(self) -> None:
         """Raises CancelledError when the run is over."""
         if self.leaving.wait(REST * (time.perf_counter() - self.resumed_s)):
             raise CancelledError

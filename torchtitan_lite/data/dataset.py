@@ -1,10 +1,10 @@
-"""Corpora to batches. The promise: the samples of global step s are a pure function of (seed, s), whoever reads them.
+"""Corpora to batches. The promise: the samples of global step s are a pure function of (seed, s) on every layout.
 
 A corpus is one long row of tokens, document after document, cut into samples of S tokens and the token after them:
 
     tokens     a b c d e | f g h i j k l | m n      documents a-e, f-l and m-n; S = 4
     sample 0   a b c d      targets b c d e
-    sample 1   e f g h      targets - g h i         what a new document is about cannot be known: f is no target
+    sample 1   e f g h      targets - g h i         nothing predicts a document's first token: f is no target
     sample 2   i j k l      targets j k l -
     sample 3   m n . .      targets n - - -         the tail is padded
 
@@ -17,8 +17,8 @@ share a step by rows:
     row 2   sample   33        rank 2     rank 1     rank 0
     row 3   sample 2460        rank 3     rank 1     rank 0
 
-Nothing else is remembered from step to step, so a resume needs the number of the step and no state of a loader. Ranks
-here are data-parallel ranks: all tp and pp ranks of one replica read the same rows. Traffic between ranks: none.
+No state is kept from step to step, so a resume needs only the number of the step. Ranks here are data-parallel ranks:
+all tp and pp ranks of one replica read the same rows. Traffic between ranks: none.
 
 Legend: B sequences, S tokens per sequence.
 """
@@ -32,8 +32,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_lite.data.corpora import CorpusError
 from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.corpus_folder import CorpusError
 from torchtitan_lite.data.sampler import Sampler, place_in_parts
 from torchtitan_lite.model.head import IGNORE_INDEX
 
@@ -43,7 +43,7 @@ class Batch:
     """Rows of a global batch, each field (B, S) int64."""
 
     tokens: Tensor
-    targets: Tensor  # the token after each one; IGNORE_INDEX where it is not to be predicted
+    targets: Tensor  # the token after each one; IGNORE_INDEX where none is to be predicted
     positions: Tensor  # of a token in its row, or in its document
     doc_ids: Tensor  # number of a token's document in its row, from 0
 
@@ -54,7 +54,7 @@ class Batch:
         return Batch(*(field.pin_memory() for field in self._fields()))
 
     def split(self, n: int) -> "list[Batch]":
-        """n microbatches of equally many rows, in order."""
+        """Return n microbatches of equally many rows, in order."""
         assert self.tokens.shape[0] % n == 0, f"{self.tokens.shape[0]} rows do not split into {n} equal parts"
         return [Batch(*fields) for fields in zip(*(field.chunk(n) for field in self._fields()), strict=True)]
 
@@ -64,46 +64,44 @@ class Batch:
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Cuts corpora into samples and lays samples into rows."""
+    """Cuts corpora into samples and puts samples into rows."""
 
     corpora: Sequence[Corpus]
     seq_len: int
     vocab_size: int  # of the model: rows of its embedding
-    restart_positions: bool = False  # they count from the start of a token's document, else from that of its row
+    restart_positions: bool = False  # positions count from the start of a token's document, else of its row
 
     @property
     def n_samples(self) -> list[int]:
-        """Of each corpus: every token but the first is a target of one."""
+        """Samples of each corpus: every token but the first is a target of one."""
         return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
 
     def read(self, samples: Sequence[tuple[int, int] | None]) -> Batch:
-        """A row for each (corpus, sample). None is a row of padding. Raises CorpusError."""
+        """Return a row for each (corpus, sample); None is a row of padding. Raises CorpusError."""
         shape = (len(samples), self.seq_len + 1)
         tokens, begins = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-        n_real = [
-            0 if chosen is None else self._fill(tokens[row], begins[row], *chosen) for row, chosen in enumerate(samples)
-        ]
+        n_real = torch.zeros(len(samples), 1, dtype=torch.int64)  # tokens of each row that are not padding
+        for row, chosen in enumerate(samples):
+            if chosen is None:
+                continue
+            source, sample = chosen
+            start = sample * self.seq_len
+            n = min(shape[1], self.corpora[source].n_tokens - start)
+            tokens[row, :n], begins[row, :n] = self.corpora[source].read(start, start + n)
+            begins[row, n : n + 1] = True  # padding is a document of its own
+            n_real[row] = n
         self._check_ids(tokens, samples)
-        is_target = ~begins & (torch.arange(shape[1]) < torch.tensor(n_real)[:, None])
+        is_target = ~begins & (torch.arange(shape[1]) < n_real)
         targets = tokens[:, 1:].masked_fill(~is_target[:, 1:], IGNORE_INDEX)
         begins = begins[:, :-1]
         positions = torch.arange(self.seq_len).repeat(len(samples), 1)
         if self.restart_positions:  # a document that began before the row counts from the row's start
             positions -= torch.where(begins, positions, 0).cummax(dim=1).values
-        documents_begun = begins.long().cumsum(dim=1)
-        return Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=documents_begun - documents_begun[:, :1])
-
-    def _fill(self, tokens: Tensor, begins: Tensor, source: int, sample: int) -> int:
-        """Writes one sample into its row, (S + 1,) each; returns how many tokens it has."""
-        start = sample * self.seq_len
-        n = min(len(tokens), self.corpora[source].n_tokens - start)
-        tokens[:n], begins[:n] = self.corpora[source].read(start, start + n)
-        if n < len(tokens):
-            begins[n] = True  # padding is a document of its own
-        return n
+        n_begun = begins.long().cumsum(dim=1)
+        return Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=n_begun - n_begun[:, :1])
 
     def _check_ids(self, tokens: Tensor, samples: Sequence[tuple[int, int] | None]) -> None:
-        """Raises CorpusError for the first token (B, S + 1) that the model has no row for."""
+        """Raises CorpusError for the first of `tokens` (B, S + 1) that has no row in the model's embedding."""
         if tokens.max().item() >= self.vocab_size:
             row, column = (tokens >= self.vocab_size).nonzero()[0].tolist()
             source, sample = samples[row]
@@ -119,7 +117,7 @@ class SampleStream:
 
     def __init__(self, reader: SampleReader, *, global_batch_size: int, weights: Sequence[float] = (), seed: int):
         self.reader, self.global_batch_size = reader, global_batch_size
-        self.draws = Sampler(reader.n_samples, weights=weights, seed=seed)
+        self.sampler = Sampler(reader.n_samples, weights=weights, seed=seed)
         names = [Path(corpus.name).name for corpus in reader.corpora]  # a corpus may move to another folder
         # Two streams with equal facts have the same samples in the same order; checkpoints keep them.
         self.facts = {
@@ -133,14 +131,14 @@ class SampleStream:
         }
 
     def batch(self, step: int, rows: range) -> Batch:
-        """Rows `rows` of the global batch of `step`, counted from 0."""
-        return self.reader.read(self.draws.choose(step * self.global_batch_size + torch.tensor(rows)))
+        """Return rows `rows` of the global batch of `step`, counted from 0. Raises CorpusError."""
+        return self.reader.read(self.sampler.choose(step * self.global_batch_size + torch.tensor(rows)))
 
 
-class HeldOutBatches:
+class ValidationBatches:
     """All samples of some corpora once, in their order; the last batch is filled up with rows of padding.
 
-    Batches have the shape of training's, so they go through the same model, schedule and compiled graphs.
+    Batches have the shape of training's, so they use the same model, schedule and compiled graphs.
     """
 
     def __init__(self, reader: SampleReader, *, global_batch_size: int, most_batches: int = -1):
@@ -150,7 +148,7 @@ class HeldOutBatches:
         self.ends = list(accumulate(reader.n_samples))
 
     def batch(self, step: int, rows: range) -> Batch:
-        """Rows `rows` of the batch number `step`, counted from 0."""
+        """Return rows `rows` of batch number `step`, counted from 0. Raises CorpusError."""
         numbers = step * self.global_batch_size + torch.tensor(rows)
         places = place_in_parts(numbers.clamp(max=self.ends[-1] - 1), self.reader.n_samples)
         chosen = zip(numbers.tolist(), *(tensor.tolist() for tensor in places), strict=True)
@@ -158,19 +156,19 @@ class HeldOutBatches:
 
 
 def rows_of_rank(rank: int, n_ranks: int, global_batch_size: int) -> range:
-    """Rows of each global batch that data-parallel rank `rank` of `n_ranks` reads."""
+    """Return the rows of each global batch that data-parallel rank `rank` of `n_ranks` reads."""
     assert global_batch_size % n_ranks == 0, f"{global_batch_size} rows cannot be shared by {n_ranks} ranks"
     n_rows = global_batch_size // n_ranks
     return range(rank * n_rows, (rank + 1) * n_rows)
 
 
 def prefetch(
-    stream: SampleStream | HeldOutBatches, rows: range, *, steps: Iterator[int] | range, device: torch.device
+    stream: SampleStream | ValidationBatches, rows: range, *, steps: Iterator[int] | range, device: torch.device
 ) -> Iterator[Batch]:
-    """Rows `rows` of the batches of these steps on `device`.
+    """Yield rows `rows` of the batches of these steps, on `device`; a CUDA device carries its index.
 
-    A thread reads the next batch while the caller computes with this one. What fails in the thread is raised here, at
-    the batch that it was reading; `close()` of the iterator ends the thread. A CUDA `device` carries its index.
+    A thread reads the next batch while the caller computes with this one. An error in the thread is raised here, at
+    the batch that was being read. `close()` of the iterator ends the thread.
     """
     on_cuda = device.type == "cuda"
 

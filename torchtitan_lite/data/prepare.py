@@ -1,150 +1,378 @@
 """Text files to a prepared corpus, which is whole or absent.
 
-    plan      which files, in which units           sources.py, units.py
-    make      the units, in any order               here, or in the processes of tools/prepare.py
-    commit    the corpus appears under its name
+    files    a.md  b.md  c.md | posts.jsonl ............. | d.jsonl.gz
+    units    |------ 0 -----| |  1  |  2  |  3  |  4  |   |---- 5 ---|      by the files' sizes, whatever the machine
+    shards   train-00000 and held_out-00000, train-00001 and held_out-00001, ...
 
-All of it can be repeated: where it grows, and how it goes on after a kill, is said in work_folder.py.
+A unit is a pair of shards, and any process can make it at any time with the same bytes (shards.py).
+
+    OUT.unfinished/lock                held by the process that works here
+                   plan.json           what is being made; another plan cannot continue it
+                   corpus/             the shards
+                   units/00003.json    unit 3 is finished: its shards are on the disk
+                   replaced/           the corpus that was at OUT, for the moment between two renames
+    OUT                                the folder corpus, renamed when every unit is finished
+
+Each thing is written before the one that vouches for it: shards, then the record of their unit; corpus/ and units/,
+then plan.json; everything, then the rename. So after a kill at any instant the same command continues, and ends with
+the same bytes.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
+import multiprocessing
+import os
 import shutil
-from collections.abc import Callable, Iterable
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from multiprocessing.pool import IMapUnorderedIterator
 from pathlib import Path
 
 from torchtitan_lite.config.files import replace_file, sync_folder
-from torchtitan_lite.data.corpora import (
+from torchtitan_lite.data.corpus_folder import (
+    BYTES_OF,
+    FORMAT,
     MANIFEST,
     SPLITS,
     CorpusError,
-    Manifest,
+    CorpusManifest,
+    Shard,
     check_sizes,
     choose_dtype,
     dump_manifest,
 )
-from torchtitan_lite.data.documents import Part, Tally
-from torchtitan_lite.data.shards import SOURCES
-from torchtitan_lite.data.sources import PreparationError, Source, find_sources
-from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.data.units import Recipe, make_unit, plan_units
-from torchtitan_lite.data.work_folder import (
-    Plan,
-    Unfinished,
-    count_bytes,
-    discard,
-    is_committed,
-    open_work,
-    read_unit,
-    save_unit,
-)
+from torchtitan_lite.data.shards import FinishedUnit, Recipe, make_unit
+from torchtitan_lite.data.text_files import Part, PreparationError, Source, Tally, find_sources
+from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.processes import end_with_parent
+
+SOURCES = "sources.jsonl"
+SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 2**22, 2**28
+
+
+class Unfinished(RuntimeError):
+    """The corpus could not be finished, though nothing was wrong with the command. The same command continues."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    out: Path
+    sources: list[Source]
+    units: list[list[Part]]
+    recipe: Recipe
+    tokenizer: Tokenizer
+
+    @property
+    def work(self) -> Path:
+        return self.out.with_name(self.out.name + ".unfinished")
+
+    @cached_property
+    def n_bytes(self) -> int:
+        return sum(source.n_bytes for source in self.sources)
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the folder corpus has become OUT: it was made before plan.json was written."""
+        return not (self.work / "corpus").exists() and (self.out / MANIFEST).is_file()
 
 
 @dataclass(frozen=True)
 class PreparedCorpus:
     folder: Path
-    manifest: Manifest
+    manifest: CorpusManifest
     tally: Tally
 
 
-def prepare_files(
-    files: Iterable[Path],
-    out: Path,
-    tokenizer: Tokenizer,
-    *,
-    held_out_share: float,
-    report: Callable[[int, int], None] = lambda n_bytes_read, n_bytes: None,
-) -> PreparedCorpus:
-    """Prepares `files` into the folder `out`, in this process. What is left there of another plan is deleted.
+def prepare_files(files: Iterable[Path], out: Path, tokenizer: Tokenizer, *, validation_share: float) -> PreparedCorpus:
+    """Prepare `files` into the folder `out`, in this process. What another plan left there is deleted.
 
-    `report` is told how many of the bytes were read. Raises PreparationError, Unfinished.
+    Raises PreparationError, Unfinished.
     """
-    sources, _ = find_sources(files)
-    recipe = Recipe(held_out_share, field="text", skip_bad=False)
-    plan = make_plan(sources, out, recipe, tokenizer)
-    with open_work(plan, overwrite=False, start_over=True) as missing:
-        n_bytes_read = plan.n_bytes - sum(count_bytes(plan.units[number]) for number in missing)
-
-        def count(n_bytes_more: int) -> None:
-            nonlocal n_bytes_read
-            n_bytes_read += n_bytes_more
-            report(n_bytes_read, plan.n_bytes)
-
-        for number in missing:
-            finish_unit(plan.work, number, plan.units[number], recipe=recipe, tokenizer=tokenizer, report=count)
+    plan = make_plan(find_sources(files)[0], out, Recipe(validation_share), tokenizer)
+    with open_work(plan, start_over=True) as missing:
+        make_units(plan, missing)
         return commit(plan)
 
 
+# ---------------------------------------------------------------- units
+
+
 def make_plan(sources: list[Source], out: Path, recipe: Recipe, tokenizer: Tokenizer) -> Plan:
-    return Plan(out.resolve(), sources, plan_units(sources), recipe, tokenizer)
+    """Divide the files into units, in the order of the corpus: a function of the files' sizes alone.
+
+    A kill may cost a unit, and a process has a unit to itself. So there are at least 256 where that leaves them a size
+    worth waiting for the disk, and about a thousand at most.
+    """
+    n_bytes = sum(source.n_bytes for source in sources)
+    unit_bytes = max(SMALLEST_UNIT_BYTES, min(n_bytes // 256, LARGEST_UNIT_BYTES), n_bytes // 1024)
+    units: list[list[Part]] = []
+    small: list[Part] = []
+    for source in sources:
+        if source.holds_lines and not source.is_packed and source.n_bytes > unit_bytes:
+            n_parts = -(-source.n_bytes // unit_bytes)
+            borders = [source.n_bytes * n // n_parts for n in range(n_parts + 1)]
+            units += [small, *([Part(source, borders[n], borders[n + 1])] for n in range(n_parts))]
+            small = []
+            continue
+        small.append(Part(source, 0, source.n_bytes))
+        if count_bytes(small) >= unit_bytes:
+            units.append(small)
+            small = []
+    return Plan(out.resolve(), sources, [unit for unit in [*units, small] if unit], recipe, tokenizer)
 
 
-def finish_unit(
-    work: Path,
-    number: int,
-    parts: list[Part],
-    *,
-    recipe: Recipe,
-    tokenizer: Tokenizer,
-    report: Callable[[int], None],
+def count_bytes(unit: list[Part]) -> int:
+    return sum(part.stop - part.start for part in unit)
+
+
+def make_units(
+    plan: Plan, missing: list[int], *, n_processes: int = 1, report: Callable[[int], None] = lambda n_bytes: None
 ) -> None:
-    """Makes a unit and its record. Raises as make_unit does."""
-    save_unit(
-        work, number, make_unit(number, parts, work / "corpus", recipe=recipe, tokenizer=tokenizer, report=report)
-    )
+    """Make these units; `report` is called with the bytes that each has read. Raises PreparationError, Unfinished."""
+    if n_processes == 1:
+        for number in missing:
+            make_unit(plan.work, number, plan.units[number], plan.recipe, plan.tokenizer)
+            report(count_bytes(plan.units[number]))
+        return
+    context, vocabulary = multiprocessing.get_context("spawn"), plan.tokenizer.vocabulary
+    largest_first = sorted(missing, key=lambda number: -count_bytes(plan.units[number]))
+    tasks = [
+        (plan.work, number, plan.units[number], plan.recipe, str(vocabulary.path), vocabulary.identity)
+        for number in largest_first
+    ]
+    others = multiprocessing.active_children()
+    # Ctrl-C reaches workers too, but only the parent acts on it: a process inherits which signals are ignored.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        pool = context.Pool(n_processes, initializer=end_with_parent)
+        workers = [child for child in multiprocessing.active_children() if child not in others]
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    with pool:
+        finished = pool.imap_unordered(make_unit_in_worker, tasks)
+        for _ in tasks:
+            report(wait_for_unit(finished, workers))
+
+
+def wait_for_unit(finished: IMapUnorderedIterator, workers: list[multiprocessing.Process]) -> int:
+    """Return the bytes of the next finished unit. A pool replaces a worker that died, but its unit never comes."""
+    while True:
+        try:
+            return finished.next(timeout=0.5)
+        except multiprocessing.TimeoutError:
+            for worker in workers:
+                if not worker.is_alive():
+                    raise Unfinished(
+                        f"A worker ended with exit status {worker.exitcode}. If it had too little memory (status -9), "
+                        "use fewer --processes. Finished parts are kept, and the same command continues."
+                    ) from None
+
+
+load_once = lru_cache(maxsize=1)(load_tokenizer)
+
+
+def make_unit_in_worker(task: tuple[Path, int, list[Part], Recipe, str, str]) -> int:
+    work, number, parts, recipe, tokenizer_path, identity = task
+    tokenizer = load_once(tokenizer_path)
+    if tokenizer.identity != identity:
+        raise PreparationError(f"{tokenizer_path} was changed while the corpus was prepared.")
+    make_unit(work, number, parts, recipe, tokenizer)
+    return count_bytes(parts)
+
+
+# ---------------------------------------------------------------- the work folder
+
+
+@contextmanager
+def open_work(plan: Plan, *, overwrite: bool = False, start_over: bool = False) -> Iterator[list[int]]:
+    """Hold the work folder for this process, ready for `plan`; yield the numbers of the units that are missing.
+
+    With `start_over`, what another plan left there is deleted, else it is refused. Raises PreparationError; Unfinished
+    where another process works there, and for every OSError inside.
+    """
+    if not plan.work.exists():
+        refuse_existing(plan.out, overwrite)  # before anything is made
+    try:
+        plan.work.mkdir(parents=True, exist_ok=True)
+        with hold(plan.work):
+            if (plan.work / "replaced").exists() and not plan.out.exists():
+                (plan.work / "replaced").rename(plan.out)  # a kill came between the two renames of `commit`
+            described, left = describe(plan), read_json(plan.work / "plan.json") or {}
+            if left != described or not plan.is_committed:
+                refuse_existing(plan.out, overwrite)
+                if left != described:
+                    begin(plan, left, described, start_over)
+            try:
+                yield [] if plan.is_committed else find_missing(plan)
+            except PreparationError:  # the user repairs something, and so makes another plan
+                if len(find_missing(plan)) == len(plan.units):
+                    discard(plan.work)
+                raise
+    except OSError as error:
+        raise Unfinished(explain(error, plan)) from error
+
+
+def refuse_existing(out: Path, overwrite: bool) -> None:
+    """Raises PreparationError where the corpus would replace something that should stay."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not (out / MANIFEST).is_file():
+        raise PreparationError(f"{out} exists and is no prepared corpus, so it stays as it is. Give another --out.")
+    if not overwrite:
+        remedy = "Give another --out, or --overwrite to replace it when the new one is whole."
+        raise PreparationError(f"{out} exists. {remedy}")
+
+
+@contextmanager
+def hold(work: Path) -> Iterator[None]:
+    """Lock the work folder for this process; the system unlocks it when the process dies. Raises Unfinished."""
+    with open(work / "lock", "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Unfinished(f"Another process prepares a corpus in {work}. Wait until it has ended.") from None
+        if os.fstat(file.fileno()).st_nlink == 0:  # deleted by the process that held it
+            raise Unfinished(f"Another process has just ended its work in {work}. Give the command again.")
+        try:
+            yield
+        finally:
+            if not (work / "plan.json").exists():  # nothing is left to continue
+                (work / "lock").unlink()
+                with suppress(OSError):  # not empty: another process begins here already
+                    work.rmdir()
+
+
+def describe(plan: Plan) -> dict[str, object]:
+    """Return what decides the bytes of the corpus. Skipped lines decide too: records of units say how many."""
+    sources = hashlib.sha256()
+    for source in plan.sources:
+        sources.update(f"{source.path} {source.n_bytes} {source.modified_ns}\n".encode(errors="surrogateescape"))
+    return {
+        "format": FORMAT,
+        "tokenizer": f"{plan.tokenizer.identity} {plan.tokenizer.vocab_size}",
+        "held-out": plan.recipe.validation_share,
+        "field": plan.recipe.field,
+        "files": sources.hexdigest(),
+    }
+
+
+def begin(plan: Plan, left: dict, described: dict, start_over: bool) -> None:
+    """Delete what another plan left, if no unit of it is finished or `start_over`; then start this plan."""
+    finished = list(plan.work.glob("units/*.json"))
+    if left and finished and not start_over:
+        changed = ", ".join(key for key in described if left.get(key) != described[key])
+        raise PreparationError(
+            f"{plan.work} holds {len(finished)} finished parts of another corpus (other: {changed}). "
+            "Finish that with its own command, give another --out, or --start-over to delete them."
+        )
+    discard(plan.work)
+    for name in ("units", "corpus"):
+        (plan.work / name).mkdir()
+    with replace_file(plan.work / "plan.json") as file:
+        file.write(json.dumps(described, indent=1).encode())
+
+
+def discard(work: Path) -> None:
+    """Delete all but the lock. The plan goes first: a folder without a plan holds nothing to continue."""
+    for path in sorted(work.iterdir(), key=lambda path: path.name != "plan.json"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != "lock":
+            path.unlink()
+
+
+def read_json(path: Path) -> dict | None:
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+
+
+def read_unit(plan: Plan, number: int) -> FinishedUnit | None:
+    """Return a finished unit; None if it is not, or has left out lines that must not be."""
+    record = read_json(plan.work / "units" / f"{number:05}.json")
+    if record is None:
+        return None
+    shards = {split: Shard(**shard) for split, shard in record["shards"].items()}
+    unit = FinishedUnit(shards, Tally(**record["tally"]))
+    return unit if plan.recipe.skip_bad or unit.tally.n_bad_lines == 0 else None
+
+
+def find_missing(plan: Plan) -> list[int]:
+    return [number for number in range(len(plan.units)) if read_unit(plan, number) is None]
 
 
 def commit(plan: Plan) -> PreparedCorpus:
-    """Makes the corpus of all units appear, in the place of an old one; then deletes the work folder."""
+    """Rename the corpus of all units to OUT, in the place of an old one; then delete the work folder.
+
+    Raises PreparationError where there is nothing to train on, Unfinished where a shard was changed.
+    """
     units = [read_unit(plan, number) for number in range(len(plan.units))]
     assert None not in units, "commit is called when every unit is finished"
-    tally = add_tallies(unit.tally for unit in units)
+    tallies = [unit.tally for unit in units]
+    tally = Tally(
+        *(sum(getattr(tally, name) for tally in tallies) for name in ("n_empty", "n_replaced", "n_bad_lines")),
+        first_bad_line=next((tally.first_bad_line for tally in tallies if tally.first_bad_line), ""),
+    )
     sources = "".join(json.dumps({"path": s.path, "bytes": s.n_bytes}) + "\n" for s in plan.sources).encode()
-    manifest = Manifest(
+    manifest = CorpusManifest(
         dtype=choose_dtype(plan.tokenizer.vocab_size),
         tokenizer_identity=plan.tokenizer.identity,
         vocab_size=plan.tokenizer.vocab_size,
-        held_out_share=plan.recipe.held_out_share,
-        splits={split: [unit.shards[split] for unit in units if split in unit.shards] for split in SPLITS},
+        held_out_share=plan.recipe.validation_share,
+        splits={split: [unit.shards[split] for unit in units if split in unit.shards] for split in SPLITS.values()},
         sources_sha256=hashlib.sha256(sources).hexdigest(),
     )
     if not manifest.splits["train"]:
         discard(plan.work)
         raise PreparationError(explain_emptiness(plan, manifest, tally))
-    if not is_committed(plan):
-        corpus = plan.work / "corpus"
+    corpus, replaced = plan.work / "corpus", plan.work / "replaced"
+    if not plan.is_committed:
         try:
             check_sizes(corpus, manifest)
         except CorpusError as error:
-            raise Unfinished(f"{error}: it was changed since. Delete {plan.work}, then begin anew.") from None
+            raise Unfinished(f"{error}: it was changed since. Delete {plan.work}, then start again.") from None
         for name, content in ((SOURCES, sources), (MANIFEST, dump_manifest(manifest).encode())):
             with replace_file(corpus / name) as file:
                 file.write(content)
         if plan.out.exists():
-            plan.out.rename(plan.work / "replaced")
+            plan.out.rename(replaced)
         corpus.rename(plan.out)
         sync_folder(plan.out.parent)
-    if (plan.work / "replaced").exists():
-        shutil.rmtree(plan.work / "replaced")
+    if replaced.exists():
+        shutil.rmtree(replaced)
     discard(plan.work)
     return PreparedCorpus(plan.out, manifest, tally)
 
 
-def add_tallies(tallies: Iterable[Tally]) -> Tally:
-    total = Tally()
-    for tally in tallies:
-        total.n_empty += tally.n_empty
-        total.n_replaced += tally.n_replaced
-        total.n_bad_lines += tally.n_bad_lines
-        total.first_bad_line = total.first_bad_line or tally.first_bad_line
-    return total
-
-
-def explain_emptiness(plan: Plan, manifest: Manifest, tally: Tally) -> str:
-    """Why there is nothing to train on."""
-    if n_documents := sum(shard.n_documents for shard in manifest.splits["held_out"]):
-        share = plan.recipe.held_out_share
+def explain_emptiness(plan: Plan, manifest: CorpusManifest, tally: Tally) -> str:
+    """Say why there is nothing to train on."""
+    if n_documents := sum(shard.n_documents for shard in manifest.splits[SPLITS["validation"]]):
+        share = plan.recipe.validation_share
         return f"--held-out {share} holds out all of the {n_documents} documents. Lower it, or name more files."
     bad = f" Left out: {tally.n_bad_lines} bad lines, the first {tally.first_bad_line}." if tally.n_bad_lines else ""
     return f"There is no text in the {len(plan.sources)} files that were named.{bad}"
+
+
+def explain(error: OSError, plan: Plan) -> str:
+    """Describe an error of writing, and how much room is needed."""
+    message = f"{error.filename or plan.work} cannot be written ({error.strerror})."
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{message} What is finished is kept in {plan.work}."
+    units = {number: unit for number in range(len(plan.units)) if (unit := read_unit(plan, number))}
+    n_tokens = sum(shard.n_tokens for unit in units.values() for shard in unit.shards.values())
+    n_bytes_read = sum(count_bytes(plan.units[number]) for number in units)
+    tokens_per_byte = n_tokens / n_bytes_read if n_bytes_read else 1  # at most
+    width = BYTES_OF[choose_dtype(plan.tokenizer.vocab_size)]
+    needed = (plan.n_bytes - n_bytes_read) * tokens_per_byte * width
+    free = shutil.disk_usage(plan.work.parent).free
+    return (
+        f"{message} {'About' if units else 'At most'} {needed / 1e6:,.1f} MB more are needed, and the disk has "
+        f"{free / 1e6:,.1f} MB free. Make room there (or lift the limit: quota, ulimit -f), and give the same command "
+        "again: it continues from here."
+    )

@@ -1,11 +1,11 @@
-"""Which sample is drawn when: a pure function of the seed and the number of the draw, without a table of samples.
+"""Choose the sample of each draw: a pure function of the seed and the number of the draw, without a table.
 
     draw      0, 1, 2, ... over the whole run; step s draws s*B .. s*B + B-1 (B sequences of the global batch)
     source    one corpus of n samples; its k-th draw is a permutation of 0 .. n-1 in every epoch k // n
 
-Without weights all sources are one row of samples, and an epoch is each sample of each source once. With weights every
-round of 10,000 draws takes from each source its share, in an order that a permutation spreads over the round, and each
-source has epochs of its own: its next draw is the next of its epoch.
+Without weights, all sources are one row of samples, and an epoch has each sample of each source once. With weights,
+every round of 10,000 draws takes its share from each source, spread over the round by a permutation, and each source
+has epochs of its own.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from torchtitan_lite.data.corpora import split_round
+from torchtitan_lite.data.corpus_folder import split_round
 
 
 class Sampler:
@@ -26,15 +26,15 @@ class Sampler:
     def __init__(self, n_samples: Sequence[int], *, weights: Sequence[float] = (), seed: int):
         """`n_samples` of each source; `weights`, one for each, need not add up to 1."""
         self.n_samples, self.seed = list(n_samples), seed
-        self.round = plan_round(split_round(weights), key=f"{seed} round") if weights else None
+        self.mixture = plan_mixture(split_round(weights), key=f"{seed} round") if weights else None
 
     def choose(self, draws: Tensor) -> list[tuple[int, int]]:
-        """(source, sample) of each of `draws`, (n,) int64."""
-        if self.round is None:
+        """Return (source, sample) of each of `draws`, (n,) int64."""
+        if self.mixture is None:
             places = self._permute(draws, sum(self.n_samples), name="all")
             sources, samples = place_in_parts(places, self.n_samples)
         else:
-            sources, turns = self.round.find_turns(draws)
+            sources, turns = self.mixture.find_turns(draws)
             samples = torch.empty_like(draws)
             for source in sources.unique().tolist():
                 own = sources == source
@@ -42,52 +42,53 @@ class Sampler:
         return list(zip(sources.tolist(), samples.tolist(), strict=True))
 
     def _permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
-        """Where draw d goes: permutation number d // n, applied to d % n."""
+        """Send each draw d to its place: permutation number d // n, applied to d % n."""
         places = torch.empty_like(draws)
         for epoch in (draws // n).unique().tolist():
             in_epoch = draws // n == epoch
-            places[in_epoch] = shuffle(draws[in_epoch] % n, n, key=f"{self.seed} {name} {epoch}")
+            places[in_epoch] = feistel_permute(draws[in_epoch] % n, n, key=f"{self.seed} {name} {epoch}")
         return places
 
 
 @dataclass(frozen=True)
-class Round:
-    """Which sources a round draws from, in what order; every round is the same. All fields int64."""
+class MixtureSchedule:
+    """The sources of the draws of one round; every round is the same. All fields int64."""
 
     sources: Tensor  # (draws per round,)
-    turns: Tensor  # (draws per round,) the draw is its source's turn number so-and-so in this round
-    counts: Tensor  # (sources,) turns per round
+    turns: Tensor  # (draws per round,) how often its source was drawn from before in this round
+    counts: Tensor  # (sources,) draws per round
 
     def find_turns(self, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """The source of each draw, and how often it was drawn from before in the whole run."""
+        """Return the source of each draw, and how often it was drawn from before in the whole run."""
         rounds, places = draws // len(self.sources), draws % len(self.sources)
         sources = self.sources[places]
         return sources, rounds * self.counts[sources] + self.turns[places]
 
 
-def plan_round(counts: Sequence[int], *, key: str) -> Round:
+def plan_mixture(counts: Sequence[int], *, key: str) -> MixtureSchedule:
+    """Spread `counts` draws of each source over one round, by a permutation that `key` chooses."""
     n = sum(counts)
-    sources, _ = place_in_parts(shuffle(torch.arange(n), n, key=key), counts)
+    sources, _ = place_in_parts(feistel_permute(torch.arange(n), n, key=key), counts)
     turns = torch.empty_like(sources)
     for source, count in enumerate(counts):
         turns[sources == source] = torch.arange(count)
-    return Round(sources, turns, torch.tensor(counts))
+    return MixtureSchedule(sources, turns, torch.tensor(counts))
 
 
 def place_in_parts(places: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Part and place in it, of `places` in parts of these sizes laid end to end."""
+    """Return part, and place in it, of `places` in parts of these sizes laid end to end; (n,) int64 each."""
     ends = torch.tensor(list(accumulate(sizes)))
     parts = torch.searchsorted(ends, places, right=True)
     return parts, places - (ends - torch.tensor(sizes))[parts]
 
 
-def shuffle(index: Tensor, n: int, *, key: str) -> Tensor:
-    """Where a permutation of 0 .. n-1, chosen by `key`, sends each `index` (any shape, int64).
+def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
+    """Return where a permutation of 0 .. n-1, chosen by `key`, sends each `index` (any shape, int64).
 
     A Feistel network on the cells of the smallest square that holds n: each round adds a hash of the column to the row,
-    modulo the side, and swaps the two. Who knows the column could subtract that hash again, so a round is one-to-one
-    whatever the hash is, and no table of n entries is needed. A cell outside 0 .. n-1 goes through again until it is
-    inside ("cycle walking"), which stays one-to-one. Luby & Rackoff 1988; Black & Rogaway 2002.
+    modulo the side, and swaps the two. The column could be used to subtract that hash again, so a round is one-to-one
+    for any hash, and no table of n entries is needed. A cell outside 0 .. n-1 is permuted again until it is inside
+    ("cycle walking"), which stays one-to-one. Luby & Rackoff 1988; Black & Rogaway 2002.
     """
     side = math.isqrt(n - 1) + 1
     row, column = index // side, index % side
@@ -95,15 +96,15 @@ def shuffle(index: Tensor, n: int, *, key: str) -> Tensor:
         round_key = hashlib.blake2b(f"{key} {round_number}".encode(), digest_size=4).digest()
         hashed = hash_32_bits(column ^ int.from_bytes(round_key, "big"))
         row, column = column, (row + hashed) % side
-    shuffled = row * side + column
-    outside = shuffled >= n
+    permuted = row * side + column
+    outside = permuted >= n
     if outside.any():
-        shuffled[outside] = shuffle(shuffled[outside], n, key=key)
-    return shuffled
+        permuted[outside] = feistel_permute(permuted[outside], n, key=key)
+    return permuted
 
 
 def hash_32_bits(x: Tensor) -> Tensor:
-    """Mixes the bits of numbers below 2**32. The factor is below 2**27, so no product overflows int64."""
+    """Mix the bits of numbers below 2**32. The factor is below 2**27, so no product overflows int64."""
     x = (x ^ (x >> 16)) * 0x45D9F3B & 0xFFFFFFFF
     x = (x ^ (x >> 16)) * 0x45D9F3B & 0xFFFFFFFF
     return x ^ (x >> 16)

@@ -1,93 +1,135 @@
-"""Writes the shards of a corpus. Their layout is said in torchtitan_lite/data/corpora.py.
+"""Documents to the shards of one unit of work.
 
-Files are hashed while they are written, and are on the disk when their writer is closed. Whether a file counts is
-decided elsewhere: by the manifest for a corpus, by the record of its unit for one in the making.
+A document is `BOS text EOS`, without BOS where the tokenizer has none. A hash of its text says which split it is in:
+equal documents are in one split, and no order of the files changes it. What the files hold is in corpus_folder.py.
 """
 
 import hashlib
+import json
 import os
-import struct
+from array import array
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
-from torchtitan_lite.data.corpora import Shard
+from torchtitan_lite.config.files import replace_file, sync_folder
+from torchtitan_lite.data.corpus_folder import SPLITS, Shard, choose_dtype
+from torchtitan_lite.data.text_files import Part, Tally, read_documents
+from torchtitan_lite.data.tokenizer import Tokenizer, pack
 
-BLOCK_BYTES = 2**20
-SOURCES = "sources.jsonl"
+FLUSHED_TOKENS = 2**19
 
 
-class HashedFile:
-    """A file that knows its SHA-256.
+@dataclass(frozen=True)
+class Recipe:
+    """How documents become shards, except for the tokenizer."""
 
-    It has a buffer of its own: one of Python's would write again when it is thrown away after the disk was full.
+    validation_share: float  # of the documents, 0 <= share < 1
+    field: str = "text"  # of a line of JSON
+    skip_bad: bool = False  # a line without text is counted, and no error
+
+
+@dataclass(frozen=True)
+class FinishedUnit:
+    shards: dict[str, Shard]  # by the name of the split in the files; a split without documents has none
+    tally: Tally
+
+
+def make_unit(work: Path, number: int, parts: list[Part], recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Write the shards of a unit, over what a killed process left of them; then its record.
+
+    Raises PreparationError for what is wrong with a file, OSError where a shard cannot be written.
     """
+    writers: dict[str, ShardWriter] = {}
+    writer: ShardWriter | None = None  # of the current document
+    tally = Tally()
+    pieces = (read_documents(part, field=recipe.field, skip_bad=recipe.skip_bad, tally=tally) for part in parts)
+    with ExitStack() as open_writers:
+        for piece, is_first in chain.from_iterable(pieces):
+            if is_first:
+                if writer is not None:
+                    writer.write(pack([tokenizer.eos_id]))
+                if not piece:
+                    tally.n_empty += 1
+                    writer = None
+                    continue
+                split = SPLITS[choose_split(piece, recipe.validation_share)]
+                if split not in writers:
+                    dtype = choose_dtype(tokenizer.vocab_size)
+                    writers[split] = ShardWriter(work / "corpus", f"{split}-{number:05}", dtype)
+                    open_writers.callback(writers[split].close)
+                writer = writers[split]
+                writer.begin_document()
+                writer.write(pack([] if tokenizer.bos_id is None else [tokenizer.bos_id]))
+            n_text_bytes = len(piece) if piece.isascii() else len(piece.encode())  # the first is known without looking
+            writer.write(tokenizer.encode_packed(piece), n_text_bytes=n_text_bytes)
+        if writer is not None:
+            writer.write(pack([tokenizer.eos_id]))
+        unit = FinishedUnit({split: writers[split].finish() for split in sorted(writers)}, tally)
+    sync_folder(work / "corpus")
+    with replace_file(work / "units" / f"{number:05}.json") as file:
+        file.write(json.dumps(asdict(unit)).encode())
 
-    def __init__(self, path: Path):
-        self.file = open(path, "wb", buffering=0)
-        self.buffer = bytearray()
-        self.digest = hashlib.sha256()
 
-    def write(self, content: bytes) -> None:
-        self.buffer += content
-        if len(self.buffer) >= BLOCK_BYTES:
-            self.flush()
+def choose_split(first_piece: str, validation_share: float) -> str:
+    """Return the split of a document: texts hash to numbers below 2**64, and the lowest are for validation.
 
-    def flush(self) -> None:
-        self.digest.update(self.buffer)
-        while self.buffer:  # a disk that is nearly full takes a part
-            del self.buffer[: self.file.write(self.buffer)]
-
-    def finish(self) -> str:
-        """Everything is on the disk. The SHA-256 of it."""
-        self.flush()
-        os.fsync(self.file.fileno())
-        self.close()
-        return self.digest.hexdigest()
-
-    def close(self) -> None:
-        self.file.close()
+    The first piece decides: when the split is needed, the others have not been read.
+    """
+    number = int.from_bytes(hashlib.sha256(first_piece.encode()).digest()[:8], "big")
+    return "validation" if number < validation_share * 2**64 else "train"
 
 
 class ShardWriter:
-    """Writes NAME.tokens and NAME.documents into `folder`; documents are not held."""
+    """Writes NAME.tokens and NAME.documents into `folder`, and hashes them on the way.
+
+    The files have no buffer of Python's: after a full disk, it would be written again when it is thrown away.
+    """
 
     def __init__(self, folder: Path, name: str, dtype: str):
-        self.name = name
-        self.halved = dtype == "uint16"
-        self.tokens = HashedFile(folder / f"{name}.tokens")
-        self.documents = HashedFile(folder / f"{name}.documents")
+        self.name, self.halved, kinds = name, dtype == "uint16", {"tokens": "I", "documents": "Q"}
+        self.pending = {kind: array(code) for kind, code in kinds.items()}
+        self.digests = {kind: hashlib.sha256() for kind in kinds}
+        self.files = {kind: open(folder / f"{name}.{kind}", "wb", buffering=0) for kind in kinds}
         self.n_tokens = self.n_documents = self.n_text_bytes = 0
 
     def begin_document(self) -> None:
-        self.documents.write(struct.pack("<Q", self.n_tokens))
+        self.pending["documents"].append(self.n_tokens)
         self.n_documents += 1
 
     def write(self, ids: bytes, *, n_text_bytes: int = 0) -> None:
-        """Goes on with the document that was begun last. The ids, little-endian uint32, stand for `n_text_bytes` of its
-        text in UTF-8."""
-        self.tokens.write(halve(ids) if self.halved else ids)
+        """Add ids, uint32, to the current document; they stand for `n_text_bytes` of its text in UTF-8."""
+        self.pending["tokens"].frombytes(ids)
         self.n_tokens += len(ids) // 4
         self.n_text_bytes += n_text_bytes
+        if len(self.pending["tokens"]) >= FLUSHED_TOKENS:
+            self._flush()
 
     def finish(self) -> Shard:
-        """The shard, which is whole and on the disk."""
-        self.documents.write(struct.pack("<Q", self.n_tokens))
-        return Shard(
-            name=self.name,
-            n_tokens=self.n_tokens,
-            n_documents=self.n_documents,
-            n_text_bytes=self.n_text_bytes,
-            tokens_sha256=self.tokens.finish(),
-            documents_sha256=self.documents.finish(),
-        )
+        """Return the shard, which is whole and on the disk."""
+        self.pending["documents"].append(self.n_tokens)
+        self._flush()
+        for file in self.files.values():
+            os.fsync(file.fileno())
+        hashes = (self.digests[kind].hexdigest() for kind in ("tokens", "documents"))
+        return Shard(self.name, self.n_tokens, self.n_documents, self.n_text_bytes, *hashes)
 
     def close(self) -> None:
-        """Without effect on a shard that is whole."""
-        self.tokens.close()
-        self.documents.close()
+        for file in self.files.values():
+            file.close()
+
+    def _flush(self) -> None:
+        for kind, numbers in self.pending.items():
+            content = memoryview(halve(numbers.tobytes()) if kind == "tokens" and self.halved else numbers.tobytes())
+            self.digests[kind].update(content)
+            while content:  # a disk that is nearly full takes a part
+                content = content[self.files[kind].write(content) :]
+            del numbers[:]
 
 
-def halve(ids: bytes) -> bytes:
-    """Of each little-endian uint32, the lower half."""
+def halve(ids: bytes) -> bytearray:
+    """Return the lower half of each little-endian uint32."""
     lower = bytearray(len(ids) // 2)
     lower[0::2], lower[1::2] = ids[0::4], ids[1::4]
     return lower

@@ -1,192 +1,233 @@
-"""Hugging Face's tokenizer.json, where it holds a byte-level BPE, as a vocabulary for tiktoken with the very same ids.
+"""Hugging Face's tokenizer.json as a vocabulary with the very same ids, or a refusal that says why.
 
-    model           vocab and merges, spelled with one printable character per byte ("Ġreturn" is " return")
-    pre_tokenizer   how a text is cut into words: split_pattern.py
-    normalizer      none, or NFC
-    added_tokens    found in a text before anything else; special ones are not, for a text cannot end itself
-    post_processor  what it puts before a text is BOS
+    a byte-level BPE whose pattern is known      tiktoken encodes: byte_level_bpe.py says which
+    any other file                               the package `tokenizers` encodes, where it is installed (extra `hf`)
+
+Besides its model, a file says:
+
+    added_tokens    found in a text before anything else; special ones are not, since a text cannot end itself
+    post_processor  the token that it puts before a text is BOS
     beside it       tokenizer_config.json, special_tokens_map.json or config.json name EOS
 
-Whatever tiktoken cannot do exactly is refused, by name: another kind of model, a switch that changes ids, merges that
-ranks cannot stand for (merges.py). Truncation and padding are not looked at: they are no matter of the vocabulary.
+Truncation and padding are not part of a vocabulary.
 """
 
 import hashlib
 import os
 import unicodedata
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.json_file import parse_json_object, read_json_object
-from torchtitan_lite.data.merges import choose_mergeable
-from torchtitan_lite.data.split_pattern import read_pre_tokenizer
-from torchtitan_lite.data.vocabulary import (
-    MOST_TOKEN_BYTES,
-    AddedToken,
-    Vocabulary,
-    VocabularyError,
-    check_bytes,
-    read_content,
+from torchtitan_lite.data.byte_level_bpe import (
+    NotForTiktoken,
+    list_stages,
+    read_model,
+    read_normalizer,
+    read_pre_tokenizer,
+    spell_bytes,
 )
+from torchtitan_lite.data.vocabulary import MAX_TOKEN_BYTES, AddedToken, Vocabulary, VocabularyError, read_content
 
-EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")  # the first that names it counts
+try:
+    from tokenizers import Tokenizer as PackageTokenizer
+except ImportError:
+    PackageTokenizer = None
 
-# Each is a few times what the largest published files have. Up to them, a file is read in a few seconds.
-MOST_BYTES = 2**26
-MOST_BYTES_BESIDE = 2**24
-MOST_CHARACTERS = 2 * 10**7  # of all tokens and merges together
-MOST_ADDED_TOKENS = 2**17
-MOST_ADDED_CHARACTERS = 256  # of one added token
-LARGEST_ID = 2**24
+EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")  # the first that names EOS counts
+
+# Each is a few times what the largest published files have. A file of this size is read in a few seconds.
+MAX_BYTES = 2**26
+MAX_BYTES_BESIDE = 2**24
+MAX_ADDED_TOKENS = 2**17
+MAX_ADDED_CHARACTERS = 256  # of one added token
 
 
 def read_tokenizer_json(path: Path) -> Vocabulary:
-    """Raises VocabularyError that names what cannot be done exactly."""
-    content = read_content(path, MOST_BYTES)
-    try:
-        return parse_vocabulary(path, content)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise VocabularyError(f"it is not laid out as Hugging Face does: {type(error).__name__} {error}") from None
-
-
-def parse_vocabulary(path: Path, content: bytes) -> Vocabulary:
+    """Read a tokenizer.json. Raises VocabularyError that says what is wrong, or which package is missing."""
+    content = read_content(path, MAX_BYTES)
     try:
         file = parse_json_object(content)
     except ValueError as error:
         raise VocabularyError(f"it {error}") from None
-    vocab, pairs, whole = read_model(file.get("model"))
-    nfc = read_normalizer(file.get("normalizer"))
+    try:
+        if not isinstance(file.get("model"), dict):
+            raise VocabularyError("it has no model")
+        if dropout := file["model"].get("dropout"):
+            raise VocabularyError(f"its model has dropout = {dropout!r:.80}: the ids of a text would be random")
+        check_sizes(file)
+        try:
+            return read_for_tiktoken(path, content, file)
+        except NotForTiktoken as reason:
+            return read_for_package(path, content, file, reason)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise VocabularyError(f"it is not laid out as Hugging Face does: {type(error).__name__} {error}") from None
+
+
+def check_sizes(file: dict) -> None:
+    """Raises VocabularyError for what would take long to read, or to search texts for."""
+    added = file.get("added_tokens") or []
+    if len(added) > MAX_ADDED_TOKENS:
+        raise VocabularyError(f"it has {len(added):,} added tokens, and at most {MAX_ADDED_TOKENS:,} can be")
+    longest = max((len(entry["content"]) for entry in added), default=0)
+    if longest > MAX_ADDED_CHARACTERS:
+        why = f"has {longest:,} characters, and at most {MAX_ADDED_CHARACTERS} can be"
+        raise VocabularyError(f"an added token {why}")
+    vocab = file["model"].get("vocab")
+    if isinstance(vocab, dict) and (longest := max(map(len, vocab), default=0)) > MAX_TOKEN_BYTES:
+        why = f"has {longest:,} characters, and at most {MAX_TOKEN_BYTES:,} can be"
+        raise VocabularyError(f"a token of its vocab {why}")
+
+
+def read_for_tiktoken(path: Path, content: bytes, file: dict) -> Vocabulary:
+    """Raises NotForTiktoken, VocabularyError."""
+    vocab, ranks = read_model(file["model"])
+    nfc, pattern = read_normalizer(file.get("normalizer")), read_pre_tokenizer(file.get("pre_tokenizer"))
     added = read_added_tokens(file.get("added_tokens") or [], vocab)
     for token in added:
         if nfc and token.normalized and not unicodedata.is_normalized("NFC", token.text):
-            raise VocabularyError(f"the added token {token.text!r} is changed by the normalizer NFC, so no text has it")
-    ids = vocab | {token.text: token.id for token in added}
-    bos_id, eos_id = find_bos_and_eos(path.parent, file, ids)
-    spellings = spell_bytes()
-    mergeable = choose_mergeable(vocab, pairs, spellings, whole=whole)
-    added_ids = {token.id for token in added}
+            raise NotForTiktoken(f"the added token {token.text!r} is changed by the normalizer NFC")
+    before, after = read_post_processor(file.get("post_processor"))
+    bos_id, eos_id = find_bos_and_eos(path.parent, before, after, vocab | {token.text: token.id for token in added})
+    spellings, added_ids = spell_bytes(), {token.id for token in added}
+    others = {token: id for token, id in vocab.items() if token not in ranks and id not in added_ids}
     return Vocabulary(
         path=path,
-        identity=hashlib.sha256(content + f"\0{bos_id} {eos_id}".encode()).hexdigest(),
-        pattern=read_pre_tokenizer(file.get("pre_tokenizer")),
-        ranks={spell_token(token, spellings): vocab[token] for token in mergeable},
+        identity=identify(content, bos_id, eos_id),
+        pattern=pattern,
+        ranks={spell_token(token, spellings): id for token, id in ranks.items()},
         bos_id=bos_id,
         eos_id=eos_id,
         added=tuple(added),
-        unmade=tuple(
-            (id, spell_token(token, spellings))
-            for token, id in vocab.items()
-            if token not in mergeable and id not in added_ids
-        ),
+        only_decoded=tuple((id, spell_token(token, spellings)) for token, id in others.items()),
         nfc=nfc,
     )
 
 
-# ---------------------------------------------------------------- model
+def read_for_package(path: Path, content: bytes, file: dict, reason: NotForTiktoken) -> Vocabulary:
+    """Raises VocabularyError where the package is missing, cannot read the file, or gives other ids than it says."""
+    if PackageTokenizer is None:
+        remedy = "The package `tokenizers` may: it is the extra `hf` (pip install tokenizers)"
+        raise VocabularyError(f"{reason}. {remedy}")
+    try:
+        package = open_package(content)
+    except Exception as error:  # the package raises nothing more special
+        raise VocabularyError(f"{reason}. The package `tokenizers` cannot read it either: {error}") from None
+    added = [AddedToken(raw["content"], raw["id"], bool(raw["special"])) for raw in file.get("added_tokens") or []]
+    for token in added:
+        if (given := package.token_to_id(token.text)) != token.id:
+            why = f"has id {token.id}, and the package `tokenizers` would give it {given}"
+            raise VocabularyError(f"the added token {token.text!r} {why}")
+    ids = package.get_vocab(with_added_tokens=True)
+    around = package.encode("a")
+    inside = [place for place, sequence in enumerate(around.sequence_ids) if sequence is not None]
+    start, stop = (inside[0], inside[-1] + 1) if inside else (len(around.tokens), len(around.tokens))
+    before, after = require_one_each(around.tokens[:start], around.tokens[stop:])
+    bos_id, eos_id = find_bos_and_eos(path.parent, before, after, ids)
+    is_byte_level = "ByteLevel" in [stage["type"] for stage in list_stages(file.get("pre_tokenizer"))]
+    spellings, added_ids = spell_bytes() if is_byte_level else {}, {token.id for token in added}
+    return Vocabulary(
+        path=path,
+        identity=identify(content, bos_id, eos_id),
+        pattern="",
+        ranks={},
+        bos_id=bos_id,
+        eos_id=eos_id,
+        added=tuple(added),
+        only_decoded=tuple((id, spell_token(token, spellings)) for token, id in ids.items() if id not in added_ids),
+        for_package=content,
+    )
 
 
-def read_model(model: Any) -> tuple[dict[str, int], list[tuple[str, str]], bool]:
-    """Vocabulary, merges, and whether a word that is a token stays whole."""
-    if not isinstance(model, dict):
-        raise VocabularyError("it has no model")
-    kind = model.get("type", "BPE" if "merges" in model else None)
-    if kind != "BPE":
-        raise VocabularyError(f"its model is of type {kind!r}, and only 'BPE' can be done")
-    # unk_token and fuse_unk change nothing: with all 256 bytes in the vocabulary, nothing is unknown
-    for switch in ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(switch):
-            raise VocabularyError(f"its model has {switch} = {model[switch]!r}, which tiktoken cannot do")
-    vocab, merges = model.get("vocab"), model.get("merges")
-    if not isinstance(vocab, dict) or not all(type(id) is int and 0 <= id < LARGEST_ID for id in vocab.values()):
-        raise VocabularyError(f"the vocab of its model does not give each token an id from 0 to {LARGEST_ID - 1:,}")
-    if len(set(vocab.values())) < len(vocab):
-        raise VocabularyError("two tokens in the vocab of its model have one id")
-    check_bytes({bytes([byte]): vocab[character] for character, byte in spell_bytes().items() if character in vocab})
-    pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges or []]
-    for pair in pairs:
-        if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-            raise VocabularyError(f"a merge is not two tokens: {pair!r:.80}")
-    check_lengths(vocab, pairs)
-    return vocab, pairs, bool(model.get("ignore_merges"))
+def open_package(content: bytes) -> Any:
+    """Return a `tokenizers.Tokenizer` for which special tokens spelled out in a text are plain text."""
+    package = PackageTokenizer.from_buffer(content)
+    package.no_truncation()
+    package.no_padding()
+    package.encode_special_tokens = True
+    return package
 
 
-def check_lengths(vocab: dict[str, int], pairs: list[tuple[str, str]]) -> None:
-    """Raises VocabularyError where it would take minutes to compare merges with ranks."""
-    longest = max(vocab, key=len)
-    if len(longest) > MOST_TOKEN_BYTES:
-        why = f"it has {len(longest):,} characters, and {MOST_TOKEN_BYTES:,} can be done"
-        raise VocabularyError(f"the token {longest!r:.40}... of its vocab is too long: {why}")
-    n_characters = sum(map(len, chain(vocab, chain.from_iterable(pairs))))
-    if n_characters > MOST_CHARACTERS:
-        why = f"have {n_characters:,} characters together, and {MOST_CHARACTERS:,} can be done"
-        raise VocabularyError(f"its {len(vocab):,} tokens and {len(pairs):,} merges {why}")
-
-
-def spell_bytes() -> dict[str, int]:
-    """The character that stands for each byte: itself where it can be printed, else the next one from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in sorted(printable)} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+def identify(content: bytes, bos_id: int | None, eos_id: int) -> str:
+    return hashlib.sha256(content + f"\0{bos_id} {eos_id}".encode()).hexdigest()
 
 
 def spell_token(token: str, spellings: dict[str, int]) -> bytes:
-    """Bytes that a token of the vocab stands for. One with other characters, as special ones have, is its own text."""
-    try:
+    """Return the bytes of text that a token stands for.
+
+    `spellings`: character -> byte. Without it, tokens are spelled as by SentencePiece: "▁" is a space, "<0x0A>" a byte.
+    A token with other characters than those of `spellings`, as special ones have, is its own text.
+    """
+    if spellings and spellings.keys() >= set(token):
         return bytes([spellings[character] for character in token])
-    except KeyError:
-        return token.encode("utf-8", "surrogatepass")
-
-
-def read_normalizer(entry: Any) -> bool:
-    """Whether texts are put in Unicode's composed form; it is the only change that can be made here too."""
-    if entry is None:
-        return False
-    kind = entry.get("type") if isinstance(entry, dict) else None
-    if kind == "Sequence":
-        return any([read_normalizer(part) for part in entry.get("normalizers", [])])
-    if kind != "NFC":
-        raise VocabularyError(f"its normalizer {kind or entry!r} changes the text, and only 'NFC' can be done")
-    return True
+    if not spellings and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes.fromhex(token[3:5])
+    return (token if spellings else token.replace("▁", " ")).encode("utf-8", "surrogatepass")
 
 
 # ---------------------------------------------------------------- added tokens
 
 
 def read_added_tokens(entries: Any, vocab: dict[str, int]) -> list[AddedToken]:
-    """Added tokens with Hugging Face's ids. Those are counted up, whatever the file says, so the file must agree."""
-    if len(entries) > MOST_ADDED_TOKENS:
-        raise VocabularyError(f"it has {len(entries):,} added tokens, and {MOST_ADDED_TOKENS:,} can be done")
+    """Return the added tokens. Hugging Face's library numbers them itself, so the ids of the file must agree.
+
+    Raises NotForTiktoken, VocabularyError.
+    """
     added: dict[str, AddedToken] = {}
     next_id = len(vocab)
     for entry in entries:
         text, id, special = entry["content"], entry["id"], entry["special"]
         if not isinstance(text, str) or not text or text in added:
-            raise VocabularyError(f"the added token {text!r} is empty, or there twice")
-        if len(text) > MOST_ADDED_CHARACTERS:
-            why = f"has {len(text):,} characters, and {MOST_ADDED_CHARACTERS} can be done"
-            raise VocabularyError(f"the added token {text!r:.40}... {why}")
-        for flag in ("single_word", "lstrip", "rstrip"):
-            if entry.get(flag) and not special:
-                raise VocabularyError(f"the added token {text!r} has {flag} = true, which tiktoken cannot do")
+            raise VocabularyError(f"the added token {text!r:.80} is empty, or there twice")
         expected = vocab.get(text, next_id)
         if id != expected:
             why = f"Hugging Face's library would give it {expected}"
-            raise VocabularyError(f"the added token {text!r} has id {id}, and {why}")
+            raise VocabularyError(f"the added token {text!r} has id {id!r:.40}, and {why}")
         added[text] = AddedToken(text, expected, special=bool(special), normalized=bool(entry["normalized"]))
         next_id = max(next_id, expected + 1)
     if len({token.id for token in added.values()} | set(vocab.values())) < len(vocab.keys() | added.keys()):
         raise VocabularyError("an added token has the id of another token")
+    for entry in entries:
+        for flag in ("single_word", "lstrip", "rstrip"):
+            if entry.get(flag) and not entry["special"]:
+                raise NotForTiktoken(f"the added token {entry['content']!r} has {flag} = true, which is not done here")
     return list(added.values())
 
 
 # ---------------------------------------------------------------- BOS and EOS
 
 
-def find_bos_and_eos(folder: Path, file: dict, ids: dict[str, int]) -> tuple[int | None, int]:
-    """BOS is what the tokenizer itself puts before a text, if it does; EOS is what its folder calls so."""
-    before, after = read_post_processor(file.get("post_processor"))
-    files = {name: parse_neighbour(folder / name) for name in EOS_FILES}
+def read_post_processor(entry: Any) -> tuple[list[str], list[str]]:
+    """Return the tokens put before a text and after it, at most one each. Raises NotForTiktoken, VocabularyError."""
+    kind = entry.get("type") if isinstance(entry, dict) else None
+    before: list[str] = []
+    after: list[str] = []
+    if kind == "Sequence":
+        for part in entry.get("processors", []):
+            outer = read_post_processor(part)
+            before, after = outer[0] + before, after + outer[1]
+    elif kind == "TemplateProcessing":
+        pieces = entry.get("single", [])
+        place = next((n for n, piece in enumerate(pieces) if "Sequence" in piece), len(pieces))
+        before = [piece["SpecialToken"]["id"] for piece in pieces[:place]]
+        after = [piece["SpecialToken"]["id"] for piece in pieces[place + 1 :]]
+    elif entry is not None and kind != "ByteLevel":
+        raise NotForTiktoken(f"its post-processor {kind or entry!r:.80} is not known here")
+    return require_one_each(before, after)
+
+
+def require_one_each(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
+    if len(before) > 1 or len(after) > 1:
+        raise VocabularyError(f"it puts {before} before a text and {after} after it: at most one each can be")
+    return before, after
+
+
+def find_bos_and_eos(folder: Path, before: list[str], after: list[str], ids: dict[str, int]) -> tuple[int | None, int]:
+    """Return the ids of BOS, which is put before a text, if any, and of EOS, which a file in `folder` names.
+
+    Raises VocabularyError.
+    """
+    files = {name: read_neighbour(folder / name) for name in EOS_FILES}
     config = files["tokenizer_config.json"]
     if not before and config.get("add_bos_token") and config.get("bos_token"):
         before = [config["bos_token"]]
@@ -199,46 +240,20 @@ def find_bos_and_eos(folder: Path, file: dict, ids: dict[str, int]) -> tuple[int
 
 
 def find_token(role: str, entry: Any, ids: dict[str, int]) -> int:
-    """Id of a token that is named by its text, an object with it, its id, or a list that begins with one of these."""
+    """Return the id of a token that is named by its text, an object with it, its id, or a list that starts so."""
     entry = entry[0] if isinstance(entry, list) and entry else entry
     entry = entry.get("content") if isinstance(entry, dict) else entry
     found = ids.get(entry) if isinstance(entry, str) else entry
     if type(found) is not int or found not in ids.values():
-        raise VocabularyError(f"its {role} token {entry!r} is not in its vocabulary")
+        raise VocabularyError(f"its {role} token {entry!r:.80} is not in its vocabulary")
     return found
 
 
-def read_post_processor(entry: Any) -> tuple[list[str], list[str]]:
-    """Texts of the tokens put before a text and after it: none, or one."""
-    if entry is None or (isinstance(entry, dict) and entry.get("type") == "ByteLevel"):
-        return [], []
-    kind = entry.get("type") if isinstance(entry, dict) else None
-    before: list[str] = []
-    after: list[str] = []
-    if kind == "Sequence":
-        for part in entry.get("processors", []):
-            outer = read_post_processor(part)
-            before, after = outer[0] + before, after + outer[1]
-    elif kind == "TemplateProcessing":
-        pieces = entry.get("single", [])
-        place = next((n for n, piece in enumerate(pieces) if "Sequence" in piece), len(pieces))
-        before, after = (
-            [piece["SpecialToken"]["id"] for piece in side] for side in (pieces[:place], pieces[place + 1 :])
-        )
-    else:
-        raise VocabularyError(f"its post-processor {kind or entry!r} is not known here")
-    if len(before) > 1 or len(after) > 1:
-        raise VocabularyError(
-            f"its post-processor puts {before} before a text and {after} after it: one each can be done"
-        )
-    return before, after
-
-
-def parse_neighbour(path: Path) -> dict:
-    """A file beside tokenizer.json; most folders lack one or another."""
+def read_neighbour(path: Path) -> dict:
+    """Read a file beside tokenizer.json; most folders lack one or another. Raises VocabularyError."""
     if not os.path.exists(path):
         return {}
     try:
-        return read_json_object(path, MOST_BYTES_BESIDE)
+        return read_json_object(path, MAX_BYTES_BESIDE)
     except ValueError as error:
         raise VocabularyError(f"{path.name} beside it {error}") from None

@@ -1,11 +1,11 @@
-"""What decides the ids of a text, without tiktoken, so that `check` can read it; and the two plain kinds of it.
+"""What decides the ids of a text, without tiktoken, so that `check` can read it; and its two plain kinds.
 
     bytes               no file: id 0-255 is that byte, 256 begins a document, 257 ends it
     tokenizer.model     as published with Llama 3: a line per token, `<base64 of its bytes> <rank>`; the ids are the
                         ranks, and 256 special tokens follow them
-    tokenizer.json      Hugging Face's file: read by tokenizer_json.py
+    tokenizer.json      Hugging Face's file: tokenizer_json.py reads it
 
-`find_vocabulary.py` finds the file that a run names; data/tokenizer.py gives what it holds to tiktoken.
+tokenizer_files.py finds the file that a run names; tokenizer.py encodes with it.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from torchtitan_lite.config.json_file import read_regular_file
 
-MOST_BYTES = 2**24  # of a tokenizer.model; the published ones have a quarter
-MOST_TOKEN_BYTES = 1024  # the longest token of a published one is 128 spaces
+MAX_MODEL_BYTES = 2**24  # of a tokenizer.model; the published ones have a quarter
+MAX_TOKEN_BYTES = 1024  # the longest token of a published one is 128 spaces
 
 
 class VocabularyError(ValueError):
@@ -25,30 +25,31 @@ class VocabularyError(ValueError):
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that stands outside byte-pair encoding."""
+    """A token outside byte-pair encoding."""
 
     text: str
     id: int
-    special: bool  # never found in a text; others are, wherever they stand
-    normalized: bool = False  # looked for after the text was normalized, not before
+    special: bool  # never found in a text; other added tokens are found anywhere
+    normalized: bool = False  # searched after the text was normalized, not before
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    path: Path  # of the file; of the plain bytes, their name
-    identity: str  # equal for two vocabularies exactly if they are the same
-    pattern: str  # regular expression that cuts a text into words; what it leaves out is lost
-    ranks: dict[bytes, int]  # tokens that joining makes, with their ids: the lowest goes first
-    bos_id: int | None  # begins every document, where there is one
-    eos_id: int  # ends it
+    path: Path  # of the file; for plain bytes, their name
+    identity: str  # a hash that two vocabularies share only if they are equal
+    pattern: str  # regular expression that cuts a text into words; text that it does not match is lost
+    ranks: dict[bytes, int]  # tokens that tiktoken makes, with their ids: the lowest is joined first
+    bos_id: int | None  # begins every document, unless None
+    eos_id: int  # ends every document
     added: tuple[AddedToken, ...] = ()
-    unmade: tuple[tuple[int, bytes], ...] = ()  # ids of tokens that no text gives, for decoding
+    only_decoded: tuple[tuple[int, bytes], ...] = ()  # (id, bytes) of all tokens that are in neither of the two above
     nfc: bool = False  # a text is put in Unicode's composed form first
+    for_package: bytes | None = None  # content of a tokenizer.json that the package `tokenizers` encodes with
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below it. Some may be without a token."""
-        ids = [*self.ranks.values(), *(token.id for token in self.added), *(id for id, _ in self.unmade)]
+        """The largest id + 1. Some ids below it may have no token."""
+        ids = [*self.ranks.values(), *(token.id for token in self.added), *(id for id, _ in self.only_decoded)]
         return max(ids) + 1
 
 
@@ -58,10 +59,11 @@ BYTES = "bytes"  # the word for model.hf_assets_path
 
 
 def make_byte_vocabulary() -> Vocabulary:
+    """Return the vocabulary of plain bytes."""
     return Vocabulary(
         path=Path(BYTES),
         identity=hashlib.sha256(BYTES.encode()).hexdigest(),
-        pattern="(?s:.{1,64})",  # any length would do, for nothing is joined
+        pattern="(?s:.{1,64})",  # any length would do, since nothing is joined
         ranks={bytes([byte]): byte for byte in range(256)},
         bos_id=256,
         eos_id=257,
@@ -79,7 +81,7 @@ SPLIT_PATTERN = "|".join(
         r"\p{N}{1,3}",  # up to three digits
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # punctuation, with the line ends after it
         r"\s*[\r\n]+",  # empty lines
-        r"\s+(?!\S)",  # spaces, but for the last one before a word, which belongs to the word
+        r"\s+(?!\S)",  # spaces, except the last one before a word, which belongs to the word
         r"\s+",
     ]
 )
@@ -107,8 +109,8 @@ SPECIAL_TOKENS = NAMED_SPECIAL_TOKENS + [
 
 
 def read_tokenizer_model(path: Path) -> Vocabulary:
-    """Raises VocabularyError."""
-    content = read_content(path, MOST_BYTES)
+    """Read a tokenizer.model. Raises VocabularyError."""
+    content = read_content(path, MAX_MODEL_BYTES)
     ranks = parse_ranks(content)
     return Vocabulary(
         path=path,
@@ -121,15 +123,8 @@ def read_tokenizer_model(path: Path) -> Vocabulary:
     )
 
 
-def read_content(path: Path, most_bytes: int) -> bytes:
-    try:
-        return read_regular_file(path, most_bytes)
-    except ValueError as error:
-        raise VocabularyError(f"it {error}") from None
-
-
 def parse_ranks(content: bytes) -> dict[bytes, int]:
-    """Token -> rank of a tokenizer.model. Raises VocabularyError that names the first line that is wrong."""
+    """Return the rank of each token of a tokenizer.model. Raises VocabularyError that names the first wrong line."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         try:
@@ -141,17 +136,23 @@ def parse_ranks(content: bytes) -> dict[bytes, int]:
             raise VocabularyError(why) from None
         if len(ranks) != number or int(rank) != number - 1:
             raise VocabularyError(f"line {number} should be a new token of rank {number - 1}: {line[:40]!r}")
-        if len(token) > MOST_TOKEN_BYTES:
-            raise VocabularyError(
-                f"line {number} is a token of {len(token):,} bytes; at most {MOST_TOKEN_BYTES:,} can be"
-            )
+        if len(token) > MAX_TOKEN_BYTES:
+            why = f"line {number} is a token of {len(token):,} bytes; at most {MAX_TOKEN_BYTES:,} can be"
+            raise VocabularyError(why)
     check_bytes(ranks)
     return ranks
 
 
+def read_content(path: Path, max_bytes: int) -> bytes:
+    """Raises VocabularyError for what is no regular file of at most `max_bytes`."""
+    try:
+        return read_regular_file(path, max_bytes)
+    except ValueError as error:
+        raise VocabularyError(f"it {error}") from None
+
+
 def check_bytes(ranks: dict[bytes, int]) -> None:
     """Raises VocabularyError where not every text could be encoded."""
-    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if missing:
-        why = f"{len(missing)} of the 256 single bytes are no tokens, so not every text could be encoded"
+    if n_missing := sum(bytes([byte]) not in ranks for byte in range(256)):
+        why = f"{n_missing} of the 256 single bytes are no tokens, so not every text could be encoded"
         raise VocabularyError(why)

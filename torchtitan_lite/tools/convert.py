@@ -22,7 +22,7 @@ from torchtitan_lite.config.flavors import count_parameters
 from torchtitan_lite.data.tokenizer_files import describe_for_export
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
-from torchtitan_lite.tools.prepare_report import Progress
+from torchtitan_lite.tools.prepare import Progress
 
 FINAL_NORM = "norm.weight"
 

@@ -1,25 +1,39 @@
-"""`prepare`: makes a corpus of text files. The work is done in components/preparation; here is what a user sees."""
+"""`prepare`: makes a corpus of text files. data/prepare.py does the work; here is what a user sees."""
 
 import argparse
 import json
+import shutil
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
+from torchtitan_lite.components.log import ERASE_LINE
 from torchtitan_lite.config.command_lines import make_prepare_parser
 from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.schema import ConfigError
-from torchtitan_lite.data.corpora import MANIFEST, SPLITS, CorpusError, parse_manifest
-from torchtitan_lite.data.prepare import commit, finish_unit, make_plan
-from torchtitan_lite.data.shards import SOURCES
-from torchtitan_lite.data.sources import PreparationError, find_sources
+from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusError, parse_manifest
+from torchtitan_lite.data.prepare import (
+    SOURCES,
+    PreparedCorpus,
+    Unfinished,
+    commit,
+    count_bytes,
+    make_plan,
+    make_units,
+    open_work,
+)
+from torchtitan_lite.data.shards import Recipe
+from torchtitan_lite.data.text_files import PreparationError, find_sources
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.data.units import Recipe
-from torchtitan_lite.data.work_folder import Unfinished, count_bytes, open_work
-from torchtitan_lite.tools.prepare_report import Progress, count, describe, describe_left_out
-from torchtitan_lite.tools.prepare_workers import make_units_in_parallel
 
 
 def main(args: list[str]) -> int:
+    """Exit status: 0 fine, 1 it could not be finished or --check found damage, 2 wrong input."""
     parser = make_prepare_parser()
     options = parser.parse_args(args)
     sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
@@ -36,66 +50,54 @@ def main(args: list[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("Stopped. What is finished is kept, and the same command goes on with it.", file=sys.stderr)
+        print("Stopped. Finished parts are kept, and the same command continues.", file=sys.stderr)
         return 1
     return 0
 
 
 def prepare(options: argparse.Namespace) -> str:
-    """Does it, and returns what to print. Raises PreparationError, Unfinished."""
+    """Make the corpus, and return what to print. Raises PreparationError, Unfinished."""
     try:
         tokenizer = load_tokenizer(options.tokenizer)
     except ConfigError as error:
         problem = error.problems[0]
         raise PreparationError(f"--tokenizer {options.tokenizer}: {problem.why}. {problem.remedy}.") from None
-    refuse_out_inside(options.inputs, Path(options.out))
+    out = Path(options.out)
+    if not out.name:
+        raise PreparationError(f"--out {options.out!r} names no new folder.")
+    for given in options.inputs:  # a folder must not grow while it is read, nor have corpora among its files
+        if given.is_dir() and out.resolve().is_relative_to(given.resolve()):
+            raise PreparationError(f"--out {out} is inside {given}, which is read. Give a folder elsewhere.")
     sources, left_out = find_sources(options.inputs, more_suffixes=[suffix.lower() for suffix in options.suffix])
     if not sources:
         raise PreparationError(f"No file was found to read.{describe_left_out(left_out)}")
-    recipe = Recipe(options.held_out, options.field, options.skip_bad)
-    plan = make_plan(sources, Path(options.out), recipe, tokenizer)
+    plan = make_plan(sources, out, Recipe(options.held_out, options.field, options.skip_bad), tokenizer)
     with open_work(plan, overwrite=options.overwrite, start_over=options.start_over) as missing:
-        n_left = sum(count_bytes(plan.units[number]) for number in missing)
+        n_done = plan.n_bytes - sum(count_bytes(plan.units[number]) for number in missing)
         n_processes = max(1, min(options.processes, len(missing)))
-        done = f", of which {(plan.n_bytes - n_left) / 1e6:,.1f} MB are done already" if n_left < plan.n_bytes else ""
+        done = f", of which {n_done / 1e6:,.1f} MB are done already" if n_done else ""
         print(
             f"Reading {plan.n_bytes / 1e6:,.1f} MB in {len(sources):,} files{done}. "
             f"Processes: {n_processes}; parts of work: {len(missing)}",
             file=sys.stderr,
         )
-        progress = Progress(plan.n_bytes, plan.n_bytes - n_left, stream=sys.stderr)
+        progress = Progress(plan.n_bytes, n_done, stream=sys.stderr)
         try:
-            if n_processes > 1:
-                make_units_in_parallel(
-                    plan, missing, n_processes=n_processes, tokenizer_folder=options.tokenizer, report=progress.add
-                )
-            else:
-                for number in missing:
-                    finish_unit(
-                        plan.work, number, plan.units[number], recipe=recipe, tokenizer=tokenizer, report=progress.add
-                    )
+            make_units(plan, missing, n_processes=n_processes, report=progress.add)
         finally:
             progress.clear()
         corpus = commit(plan)
+    numbers = count(corpus, left_out)
     if options.json:
-        return json.dumps(count(corpus, left_out))
-    return describe(corpus, left_out, options.out, n_files=len(sources))
-
-
-def refuse_out_inside(inputs: list[Path], out: Path) -> None:
-    """A folder that is read must not grow while it is read, nor have corpora among its files."""
-    for given in inputs:
-        if given.is_dir() and out.resolve().is_relative_to(given.resolve()):
-            raise PreparationError(f"--out {out} lies inside {given}, which is read. Give a folder elsewhere.")
-    if not out.name:
-        raise PreparationError(f"--out {str(out)!r} names no new folder.")
+        return json.dumps(numbers)
+    return describe(numbers, left_out, options.out, n_files=len(sources))
 
 
 def check(folder: Path) -> int:
-    """0 where every file is as the manifest says, 1 with the names of those that are not."""
+    """Return 0 where every file is as the manifest says, 1 with the names of those that are not."""
     try:
         manifest = parse_manifest(folder)
-        hashes = {folder / name: sha256 for name, (_, sha256) in manifest.list_files(*SPLITS).items()}
+        hashes = {folder / name: sha256 for name, (_, sha256) in manifest.list_files().items()}
         problems = find_damage({folder / SOURCES: manifest.sources_sha256, **hashes})
     except CorpusError as error:
         problems = [str(error)]
@@ -104,3 +106,86 @@ def check(folder: Path) -> int:
         return 1
     print(f"{folder} is whole: every file has the SHA-256 that {MANIFEST} says")
     return 0
+
+
+def describe_left_out(left_out: Counter[str]) -> str:
+    """Return a sentence about files of folders that were not read; nothing where there are none."""
+    if not left_out:
+        return ""
+    kinds = ", ".join(f"{n} {suffix}" for suffix, n in left_out.most_common(5))
+    more = ", ..." if len(left_out) > 5 else ""
+    return f" Left out: {left_out.total()} files that are not known as text ({kinds}{more}); --suffix .x adds a kind."
+
+
+def count(corpus: PreparedCorpus, left_out: Counter[str]) -> dict[str, object]:
+    """Return the numbers of a corpus, for programs."""
+    train, held_out = (corpus.manifest.splits[split] for split in ("train", "held_out"))
+    shards = train + held_out
+    return {
+        "folder": str(corpus.folder),
+        "identity": corpus.manifest.identity,
+        "dtype": corpus.manifest.dtype,
+        "documents": sum(shard.n_documents for shard in shards),
+        "documents_held_out": sum(shard.n_documents for shard in held_out),
+        "tokens": sum(shard.n_tokens for shard in shards),
+        "tokens_held_out": sum(shard.n_tokens for shard in held_out),
+        "text_bytes": sum(shard.n_text_bytes for shard in shards),
+        "files_left_out": left_out.total(),
+        **asdict(corpus.tally),
+    }
+
+
+def describe(n: dict[str, object], left_out: Counter[str], out: str, *, n_files: int) -> str:
+    """Return the numbers of a corpus for people, and what to do next."""
+    rows = {
+        "documents": f"{n['documents']:,}, of which {n['documents_held_out']:,} are held out for validation "
+        f"({n['documents_held_out'] / n['documents']:.2%})",
+        "tokens": f"{n['tokens']:,} as {n['dtype']}, of which {n['tokens_held_out']:,} are held out; "
+        f"{n['text_bytes'] / n['tokens']:.2f} bytes per token",
+        "text": f"{n['text_bytes'] / 1e6:,.1f} MB from {n_files:,} files.{describe_left_out(left_out)}",
+        "empty": f"{n['n_empty']:,} documents without text, left out" if n["n_empty"] else "",
+        "replaced": f"{n['n_replaced']:,} pieces of broken UTF-8, by U+FFFD" if n["n_replaced"] else "",
+        "skipped": f"{n['n_bad_lines']:,} bad lines, the first: {n['first_bad_line']}" if n["n_bad_lines"] else "",
+    }
+    lines = [f"  {name:10} {text}" for name, text in rows.items() if text]
+    return "\n".join([f"{out} is whole:", *lines, f"Train on it: ./run_train.sh --training.dataset {out}"])
+
+
+class Progress:
+    """How many bytes are done: a line rewritten in place on a terminal, else one line every half minute.
+
+    [#########...........]  47%  1,203.4 of 2,560.0 MB  14.1 MB/s  ETA 0:01:36
+    """
+
+    BAR_WIDTH = 20
+
+    def __init__(self, n_bytes: int, n_done: int, *, stream: TextIO, clock: Callable[[], float] = time.monotonic):
+        self.n_bytes, self.n_done, self.n_done_before = n_bytes, n_done, n_done
+        self.stream, self.clock = stream, clock
+        self.on_terminal = stream.isatty()
+        self.interval_s = 0.2 if self.on_terminal else 30.0
+        self.started_s = self.shown_s = clock()
+
+    def add(self, n_bytes_more: int) -> None:
+        self.n_done += n_bytes_more
+        now_s = self.clock()
+        if now_s - self.shown_s < self.interval_s:
+            return
+        self.shown_s = now_s
+        width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be erased
+        self.stream.write(ERASE_LINE + self.describe()[:width] if self.on_terminal else self.describe() + "\n")
+        self.stream.flush()
+
+    def describe(self) -> str:
+        share = self.n_done / self.n_bytes if self.n_bytes else 1.0
+        rate = (self.n_done - self.n_done_before) / max(self.clock() - self.started_s, 1e-9)
+        left = str(timedelta(seconds=round((self.n_bytes - self.n_done) / rate))) if rate else "?"
+        return (
+            f"[{'#' * int(share * self.BAR_WIDTH):.<{self.BAR_WIDTH}}] {share:4.0%}  "
+            f"{self.n_done / 1e6:,.1f} of {self.n_bytes / 1e6:,.1f} MB  {rate / 1e6:.1f} MB/s  ETA {left}"
+        )
+
+    def clear(self) -> None:
+        if self.on_terminal:
+            self.stream.write(ERASE_LINE)
+            self.stream.flush()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.corpora import MANIFEST, Manifest, Shard, dump_manifest
+from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Shard, dump_manifest
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.data.sampler import Sampler
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -63,7 +63,7 @@ def write_corpus(folder: Path, train: Text, held_out: Text) -> None:
     """Write a prepared corpus of these texts. The training documents are cut into two shards."""
     folder.mkdir(parents=True)
     middle = sorted(train.begins)[len(train.begins) // 2]
-    manifest = Manifest(
+    manifest = CorpusManifest(
         dtype="uint16",
         tokenizer_identity=load_tokenizer(TOKENIZER).identity,
         vocab_size=N_WORDS,

@@ -1,23 +1,20 @@
-"""Where tokens lie: what `training.dataset` may name, and the manifest of a prepared corpus. No torch.
+"""The files of a corpus: what `training.dataset` may name, and the manifest of a prepared corpus. No torch.
 
-    python_stdlib        a name of NAMED: tokenised on first use, into training.cache_folder
-    data/my_corpus       a folder that `python -m torchtitan_lite prepare` made
-    data/train.bin       a flat file of token ids, as nanoGPT writes them: uint16, uint32 for large vocabularies
+    python_stdlib        a row of DATASETS: tokenised on first use, into training.cache_folder
+    data/my_corpus       a folder that `python -m torchtitan_lite prepare` wrote
+    data/train.bin       a flat file of token ids, as nanoGPT writes it: uint16, or uint32 for a large vocabulary
 
-A prepared corpus is a folder, whole or absent:
+A prepared corpus is a folder:
 
-    manifest.json            what there is, with sizes and SHA-256; written last
+    manifest.json            all files with sizes and SHA-256; written last
     train-00000.tokens       token ids, little-endian, document after document
-    train-00000.documents    uint64: where each document begins in that file; the last entry is its length
-    held_out-00000.tokens    documents that are never trained on, chosen by a hash of their text
-    sources.jsonl            the files that were read, one object a line
+    train-00000.documents    uint64: the place of each document's first token; the last entry is the number of tokens
+    held_out-00000.tokens    the documents for validation, chosen by a hash of their text
+    sources.jsonl            the files that were read, one JSON object per line
 
-A document never lies in two shards.
-
-Nothing in such a folder is believed: it may have been copied, or made by another program. The manifest is checked for
-types, names and sizes before anything else. Splits of up to SMALL_BYTES are hashed whenever they are opened, larger
-ones beside the first steps (data/background_hash.py). `prepare --check` hashes all. A flat file has no hashes to
-compare with.
+A document is never split over two shards. The folder may have been copied, or written by another program, so every
+type, name and size in the manifest is checked. A split of up to SMALL_BYTES is hashed whenever it is opened; a larger
+one is hashed beside the first steps (corpus.py). `prepare --check` hashes all. A flat file has no hashes.
 """
 
 import hashlib
@@ -37,16 +34,16 @@ from torchtitan_lite.data.vocabulary import Vocabulary
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-SPLITS = ("train", "held_out")
+SPLITS = {"train": "train", "validation": "held_out"}  # our name of a split -> its name in the files
 BYTES_OF = {"uint16": 2, "uint32": 4}
 AGAIN = "Copy the folder again, or prepare it again"
-MOST_MANIFEST_BYTES = 2**26  # a hundred times what a thousand shards take
+MAX_MANIFEST_BYTES = 2**26  # a hundred times what a thousand shards take
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 SMALL_BYTES = 2**26  # hashed in 0.04 s (1.6 GiB/s measured)
 
 
 class CorpusError(ValueError):
-    """A corpus that cannot be used: what is wrong, with the file; and what to do, where that is special."""
+    """A corpus that cannot be used: the file, what is wrong with it, and a remedy where a special one exists."""
 
     def __init__(self, why: str, remedy: str = ""):
         super().__init__(why)
@@ -66,45 +63,48 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CorpusManifest:
+    """manifest.json of a prepared corpus. Field names are those of the file."""
+
     dtype: Literal["uint16", "uint32"]
     tokenizer_identity: str  # of the tokenizer that made the ids
-    vocab_size: int  # of it: every id is below
+    vocab_size: int  # of that tokenizer: every id is below
     held_out_share: float  # of the documents
-    splits: dict[str, list[Shard]]  # "train" and "held_out", in the order of the corpus
+    splits: dict[str, list[Shard]]  # "train" and "held_out", shards in the order of the corpus
     sources_sha256: str
 
     @property
     def identity(self) -> str:
-        """Equal for two corpora exactly if all their tokens and borders are."""
-        parts = [(name, shard.tokens_sha256, shard.documents_sha256) for name in SPLITS for shard in self.splits[name]]
+        """A hash that two corpora share only if all their tokens and documents are equal."""
+        parts = [(name, s.tokens_sha256, s.documents_sha256) for name in SPLITS.values() for s in self.splits[name]]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def list_files(self, *splits: str) -> dict[str, tuple[int, str]]:
-        """Size and SHA-256 of each file of these splits, by its name."""
+        """Return size and SHA-256 of each file of these splits (all by default), by its name."""
         files = {}
-        for shard in (shard for split in splits for shard in self.splits[split]):
+        for shard in (shard for split in splits or SPLITS for shard in self.splits[SPLITS[split]]):
             files[f"{shard.name}.tokens"] = (shard.n_tokens * BYTES_OF[self.dtype], shard.tokens_sha256)
             files[f"{shard.name}.documents"] = ((shard.n_documents + 1) * 8, shard.documents_sha256)
         return files
 
 
-def dump_manifest(manifest: Manifest) -> str:
+def dump_manifest(manifest: CorpusManifest) -> str:
+    """Return the text of manifest.json."""
     return json.dumps({"format": FORMAT, **asdict(manifest), "identity": manifest.identity}, indent=1) + "\n"
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a whole corpus, after a look at the size of every file. Raises CorpusError."""
+def read_manifest(folder: Path) -> CorpusManifest:
+    """Read the manifest and compare the size of every file with it. Raises CorpusError."""
     manifest = parse_manifest(folder)
     check_sizes(folder, manifest)
     return manifest
 
 
-def parse_manifest(folder: Path) -> Manifest:
-    """The manifest of a corpus whose other files may be damaged. Raises CorpusError."""
+def parse_manifest(folder: Path) -> CorpusManifest:
+    """Read the manifest of a corpus whose other files may be damaged. Raises CorpusError."""
     path = folder / MANIFEST
     try:
-        content = read_json_object(path, MOST_MANIFEST_BYTES)
+        content = read_json_object(path, MAX_MANIFEST_BYTES)
     except ValueError as error:
         remedy = AGAIN if os.access(path, os.R_OK) else ""
         raise CorpusError(f"{path} {error}, so this is no prepared corpus", remedy) from None
@@ -112,51 +112,40 @@ def parse_manifest(folder: Path) -> Manifest:
         raise CorpusError(f"{path} is not of format {FORMAT}, the only one known here", AGAIN)
     try:
         manifest = parse_content(content)
-        identical = manifest.identity == content["identity"]
-    except (KeyError, TypeError) as error:
-        raise CorpusError(f"{path} is not what prepare writes: {type(error).__name__} {error}", AGAIN) from None
-    except ValueError as error:
-        raise CorpusError(f"{path} is not what prepare writes: {error}", AGAIN) from None
-    if not identical:
-        raise CorpusError(f"{path} was changed: its hashes do not add up to its identity", AGAIN)
+        is_unchanged = manifest.identity == content["identity"]
+    except (KeyError, TypeError, ValueError) as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__} "
+        raise CorpusError(f"{path} is not what prepare writes: {kind}{error}", AGAIN) from None
+    if not is_unchanged:
+        raise CorpusError(f"{path} was changed: its hashes do not match its identity", AGAIN)
     return manifest
 
 
-def parse_content(content: dict[str, Any]) -> Manifest:
+def parse_content(content: dict[str, Any]) -> CorpusManifest:
     """Raises KeyError, TypeError or ValueError for what `dump_manifest` would not write."""
     if content["dtype"] not in BYTES_OF:
         raise ValueError(f"dtype is {content['dtype']!r:.60}")
-    splits = {name: [parse_shard(shard) for shard in content["splits"][name]] for name in SPLITS}
-    names = [shard.name for shards in splits.values() for shard in shards]
-    if len(set(names)) < len(names):
+    splits = {name: [Shard(**raw) for raw in content["splits"][name]] for name in SPLITS.values()}
+    manifest = CorpusManifest(**{f.name: content[f.name] for f in fields(CorpusManifest)} | {"splits": splits})
+    shards = [shard for of_split in splits.values() for shard in of_split]
+    for record in (manifest, *shards):
+        for field in fields(record):
+            value = getattr(record, field.name)
+            if field.type in (int, str) and (type(value) is not field.type or (field.type is int and value < 0)):
+                raise ValueError(f"{field.name} is {value!r:.60}")
+    for shard in shards:
+        if not SHARD_NAME.fullmatch(shard.name):
+            raise ValueError(f"{shard.name!r:.60} is not a plain name of a shard")
+        if not 0 < shard.n_documents <= shard.n_tokens:  # no document is empty
+            raise ValueError(f"shard {shard.name} has {shard.n_documents} documents in {shard.n_tokens} tokens")
+    if len({shard.name for shard in shards}) < len(shards):
         raise ValueError("two shards have one name")
-    manifest = Manifest(**{name: content[name] for name in Manifest.__dataclass_fields__} | {"splits": splits})
-    check_types(manifest)
     return manifest
 
 
-def parse_shard(raw: dict[str, Any]) -> Shard:
-    """Raises TypeError or ValueError for a shard that no unit of work makes."""
-    shard = Shard(**raw)
-    check_types(shard)
-    if not SHARD_NAME.fullmatch(shard.name):
-        raise ValueError(f"{shard.name!r:.60} is not a plain name of a shard")
-    if not 0 < shard.n_documents <= shard.n_tokens:  # no document is empty
-        raise ValueError(f"shard {shard.name} has {shard.n_documents} documents in {shard.n_tokens} tokens")
-    return shard
-
-
-def check_types(record: Manifest | Shard) -> None:
-    """Raises ValueError for a number that is no count, and for a text that is none."""
-    for field in fields(record):
-        value = getattr(record, field.name)
-        if field.type in (int, str) and (type(value) is not field.type or (field.type is int and value < 0)):
-            raise ValueError(f"{field.name} is {value!r:.60}")
-
-
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raises CorpusError where a file has another size than the manifest says."""
-    for name, (size, _) in manifest.list_files(*SPLITS).items():
+def check_sizes(folder: Path, manifest: CorpusManifest) -> None:
+    """Raises CorpusError for a file that is absent, unreadable, or of another size than the manifest says."""
+    for name, (size, _) in manifest.list_files().items():
         try:
             found = (folder / name).stat().st_size
         except OSError as error:
@@ -166,8 +155,8 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             raise CorpusError(f"{folder / name} has {found} bytes, and the manifest says {size}", AGAIN)
 
 
-def check_small(folder: Path, manifest: Manifest, *splits: str) -> dict[Path, str]:
-    """Hash the files of these splits if they are small together, else return their hashes. Raises CorpusError."""
+def check_small(folder: Path, manifest: CorpusManifest, *splits: str) -> dict[Path, str]:
+    """Hash the files of these splits if they are small together, else return their SHA-256. Raises CorpusError."""
     files = manifest.list_files(*splits)
     hashes = {folder / name: sha256 for name, (_, sha256) in files.items()}
     if sum(size for size, _ in files.values()) > SMALL_BYTES:
@@ -183,7 +172,7 @@ def check_readable(path: Path) -> None:
 
 
 def choose_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """The smallest type that holds every id."""
+    """Return the smallest type that holds every id."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
@@ -193,16 +182,16 @@ DRAWS_PER_ROUND = 10_000
 
 
 def split_round(weights: Sequence[float]) -> list[int]:
-    """How many of DRAWS_PER_ROUND draws each source gets: its share, the fractions that are left to the largest ones.
+    """Return how many of DRAWS_PER_ROUND draws each corpus gets; draws left over go to the largest remainders.
 
-    Raises ValueError where a weight is not positive, or so small that its source would never be drawn.
+    Raises ValueError for a weight that is not positive, or so small that its corpus would never be drawn.
     """
     if any(weight <= 0 for weight in weights):
         raise ValueError("every weight must be above 0")
     shares = [weight / sum(weights) * DRAWS_PER_ROUND for weight in weights]
     counts = [int(share) for share in shares]
-    by_fraction = sorted(range(len(shares)), key=lambda source: counts[source] - shares[source])
-    for source in by_fraction[: DRAWS_PER_ROUND - sum(counts)] if weights else []:
+    by_remainder = sorted(range(len(shares)), key=lambda source: counts[source] - shares[source])
+    for source in by_remainder[: DRAWS_PER_ROUND - sum(counts)] if weights else []:
         counts[source] += 1
     if not all(counts):
         raise ValueError(f"a weight below 1/{DRAWS_PER_ROUND} of their sum means never")
@@ -210,11 +199,11 @@ def split_round(weights: Sequence[float]) -> list[int]:
 
 
 def check_weights(weights: Sequence[float], n_corpora: int) -> list[Problem]:
-    """What is wrong with training.dataset_weights."""
+    """Return what is wrong with training.dataset_weights."""
     key, value = "training.dataset_weights", list(weights)
     if weights and len(weights) != n_corpora:
         why = f"training.dataset names {n_corpora} corpora"
-        return [Problem(key, value, why, "Give one weight for each, or none: all samples are then drawn alike")]
+        return [Problem(key, value, why, "Give one weight for each, or none: every sample then counts the same")]
     try:
         split_round(weights)
     except ValueError as error:
@@ -226,8 +215,8 @@ def check_weights(weights: Sequence[float], n_corpora: int) -> list[Problem]:
 
 
 def check_corpora(key: str, names: Sequence[str], *, split: str, vocabulary: Vocabulary) -> list[Problem]:
-    """Corpora that cannot be read, or whose ids `vocabulary` did not make. Shards are opened where they are small."""
-    named = ", ".join(NAMED)
+    """Return the corpora that cannot be read, or whose ids another vocabulary made. Hashes those that are small."""
+    named = ", ".join(DATASETS)
     problems = []
     for name in names:
         try:
@@ -243,7 +232,7 @@ def check_corpora(key: str, names: Sequence[str], *, split: str, vocabulary: Voc
 def check_corpus(name: str, split: str, vocabulary: Vocabulary) -> None:
     """Raises CorpusError."""
     path = Path(name)
-    if name in NAMED:
+    if name in DATASETS:
         return
     if not path.is_dir():
         measure_flat(path, vocabulary.vocab_size)
@@ -255,37 +244,35 @@ def check_corpus(name: str, split: str, vocabulary: Vocabulary) -> None:
             f"{path} was made with another tokenizer than {vocabulary.path}",
             "Set model.hf_assets_path to the one that made it, or prepare it again with --tokenizer",
         )
-    if not manifest.splits[split]:
+    if not manifest.splits[SPLITS[split]]:
         remedy = "Prepare it again with a larger --held-out, name others in validation.dataset, or do not validate"
-        raise CorpusError(f"{path} has no {split} documents", remedy if split == "held_out" else "")
+        raise CorpusError(f"{path} has no {split} documents", remedy if split == "validation" else "")
 
 
 def measure_flat(path: Path, vocab_size: int) -> tuple[str, int]:
-    """Type and number of the ids in a flat file. Raises CorpusError."""
+    """Return type and number of the ids in a flat file. Raises CorpusError."""
     if not path.is_file():
         raise CorpusError(f"there is no corpus {path}")
     if path.suffix != ".bin":
-        raise CorpusError(
-            f"{path} is no .bin file of token ids", "Make token ids of text with `prepare`, and name those"
-        )
+        raise CorpusError(f"{path} is no .bin file of token ids", "Make token ids with `prepare`, and name its folder")
     check_readable(path)
     dtype, n_bytes = choose_dtype(vocab_size), path.stat().st_size
     if n_bytes % BYTES_OF[dtype] or n_bytes < 2 * BYTES_OF[dtype]:
         raise CorpusError(
             f"{path} has {n_bytes} bytes, which are not two or more ids of {BYTES_OF[dtype]} bytes",
-            f"Write it again as {dtype}, which is what ids below {vocab_size} have",
+            f"Write it again as {dtype}, the type of ids below {vocab_size}",
         )
     return dtype, n_bytes // BYTES_OF[dtype]
 
 
-# ---------------------------------------------------------------- named corpora
+# ---------------------------------------------------------------- corpora with a name
 
 
 def list_python_stdlib() -> list[Path]:
-    """Sources of the running Python's standard library: real text that every machine has. About 11 MB."""
+    """Return the sources of the running Python's standard library, about 11 MB: real text on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"}
-    # _sysconfigdata* is written when Python is built: it differs between machines with the same Python
+    # _sysconfigdata* is written when Python is built, so it differs between machines that have the same Python.
     return sorted(
         path
         for path in root.rglob("*.py")
@@ -293,5 +280,7 @@ def list_python_stdlib() -> list[Path]:
     )
 
 
-# a name for training.dataset -> the files of that corpus, one document each
-NAMED: dict[str, Callable[[], list[Path]]] = {"python_stdlib": list_python_stdlib}
+# A name for training.dataset -> a function that lists its files, one document each. A fork adds a row.
+DATASETS: dict[str, Callable[[], list[Path]]] = {
+    "python_stdlib": list_python_stdlib,
+}
