@@ -51,7 +51,12 @@ def convert(options: argparse.Namespace) -> str:
     check_out(out, to_checkpoint)
     with open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify) as source:
         if source.model_class is not Llama3:
-            raise SourceError(f"{source.path} is no Llama, and Hugging Face folders here are those of Llama.")
+            why = (
+                f"model.name = {source.shape.name!r} in {source.path}: only llama3 has names in Hugging Face's format."
+            )
+            raise SourceError(
+                f"{why} Convert a checkpoint of model.name = 'llama3', or add the names to hugging_face.py."
+            )
         norm_dtype = source.read(FINAL_NORM).dtype
         dtype = options.dtype or str(norm_dtype).removeprefix("torch.")
         progress = Progress(count_parameters(source.shape) * norm_dtype.itemsize, 0, stream=sys.stderr)

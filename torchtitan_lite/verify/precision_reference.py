@@ -173,14 +173,17 @@ class RoundedProcess:
         return self.casts[key]
 
     def _copy(self, fqn: str, cp_rank: int) -> Sequence[Tensor]:
-        """Return for each tp rank the weight of a norm. Each has a gradient of its own tokens only.
+        """Return for each tp rank the weight of a norm. Each has a gradient of its own tokens, or heads, only.
 
         FSDP adds them over tp when it reduces: as they are, or in fp32 if it has added microbatches before.
         """
         layout = self.layout
         if layout.pp > 1 or (layout.zero_stage == 1 and layout.n_microbatches > 1):
             return [self._cast(fqn, cp_rank, share) for share in range(layout.tp)]
-        return share_out(self._cast(fqn, cp_rank), layout.tp, None)
+        key = fqn, cp_rank, "of all tp ranks"
+        if key not in self.casts:
+            self.casts[key] = share_out(self._cast(fqn, cp_rank), layout.tp, None)
+        return self.casts[key]
 
     def _slice(self, weight: Tensor, style: object) -> Tensor:
         """Return what the current tp rank holds of the weight of a linear layer."""
@@ -193,16 +196,17 @@ class RoundedProcess:
         self, module: nn.Module, own: dict[str, str], style: object, forward: Callable, x: Tensor
     ) -> Tensor:
         """Call a module with the weights of each cp rank for its rows; under sequence parallel tp by tp."""
-        by_token = isinstance(style, SequenceParallel)
+        is_copied = isinstance(style, SequenceParallel)
+        by_head = is_copied and style.use_local_output  # inside attention, which is called tp rank by tp rank
         done = []
         for rank, rows in enumerate(x.chunk(self.layout.cp)):
-            pieces = rows.chunk(self.layout.tp, dim=1) if by_token else (rows,)
-            weights = {key: self._copy(fqn, rank) if by_token else [self._cast(fqn, rank)] for key, fqn in own.items()}
+            pieces = rows.chunk(self.layout.tp, dim=1) if is_copied and not by_head else (rows,)
+            weights = {key: self._copy(fqn, rank) if is_copied else [self._cast(fqn, rank)] for key, fqn in own.items()}
             results = []
             for share, piece in enumerate(pieces):
                 for key, copies in weights.items():
-                    is_linear = isinstance(module, nn.Linear)
-                    setattr(module, key, self._slice(copies[share], style) if is_linear else copies[share])
+                    weight = copies[self.tp_rank if by_head else share]
+                    setattr(module, key, self._slice(weight, style) if isinstance(module, nn.Linear) else weight)
                 results.append(forward(piece))
             done.append(torch.cat(results, dim=1))
         return torch.cat(done)
