@@ -152,7 +152,7 @@ def test_rows_of_a_rank_are_those_of_its_place_on_the_data_parallel_dims():
 def test_samples_are_cut_as_the_reader_of_runs_cuts_them(tmp_path, restart_positions):
     train, held_out = make_text(0, 500), make_text(1, 90)
     write_corpus(tmp_path / "corpus", train, held_out)
-    for split, text in (("train", train), ("held_out", held_out)):
+    for split, text in (("train", train), ("validation", held_out)):
         corpus = open_corpus(str(tmp_path / "corpus"), load_tokenizer("bytes"), tmp_path, split=split)
         reader = SampleReader([corpus], seq_len=24, vocab_size=258, restart_positions=restart_positions)
         samples = [(0, sample) for sample in range(text.count_samples(24))]

@@ -110,7 +110,7 @@ class Collectives(Watch):
         self.n_calls = Counter()
 
     def note(self, func, args, outputs):
-        if func._schema.name in OPERATIONS:
+        if func.namespace == "_c10d_functional" and func._schema.name in OPERATIONS:  # FSDP calls those of c10d
             self.n_calls[func._opname] += 1
 
     def result(self) -> dict[str, int]:

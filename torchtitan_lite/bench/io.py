@@ -88,7 +88,7 @@ class CheckpointBench:
             folder,
             Checkpoint(enable=True, keep_latest_k=0),
             torch.optim.SGD([torch.zeros(1)]),
-            facts={},
+            fingerprint={},
             run={},
             group=dist.new_group(backend="gloo"),
             device=torch.device("cpu"),
