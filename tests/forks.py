@@ -18,6 +18,7 @@ class Fork:
         default_factory=dict
     )  # file -> (start of its opening line, row below it)
     files: dict[str, str] = field(default_factory=dict)  # path -> text
+    resumed_on: int = 2  # ranks; of 4
 
     def write(self, folder: Path) -> None:
         """Copy the repository into `folder`, and make the change there."""
@@ -174,11 +175,13 @@ FORKS = {
         (
             "--parallelism.pipeline_parallel_degree=2",
             "--parallelism.tensor_parallel_degree=1",
+            "--parallelism.data_parallel_shard_degree=2",
             "--parallelism.pipeline_parallel_schedule_csv=own.csv",
             "--training.local_batch_size=2",
             "--training.global_batch_size=4",
         ),
         {},
         {"own.csv": SCHEDULE},
+        resumed_on=4,  # its file is for this number of microbatches
     ),
 }

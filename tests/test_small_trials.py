@@ -121,6 +121,15 @@ def test_a_healthy_layout_passes_all_of_them(pool, folder, name):
         assert trial.subject
 
 
+def test_a_schedule_file_keeps_its_number_of_microbatches(pool, folder, tmp_path):
+    (tmp_path / "gpipe.csv").write_text("0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1,\n")
+    keys = {"schedule_csv": str(tmp_path / "gpipe.csv"), "microbatch_size": 4}
+    keys = {f"parallelism.pipeline_parallel_{key}": value for key, value in keys.items()}
+    reduction = reduce_row(Row(2, {PP: 2, MODE: "none", **keys}))
+    for trial_name in ("deep", "long"):
+        assert TRIALS[trial_name](reduction, pool.run, folder).faults == {}
+
+
 BEYOND_WIDE = [name for name, mutant in MUTANTS.items() if mutant.trial in ("deep", "long", "real width")]
 
 

@@ -253,14 +253,15 @@ def resize(
 ) -> Config:
     """Return the config with these sizes; `n_rows` to a microbatch, and under pp `n_microbatches` or a few more."""
     small = override(small, {f"model.{name}": size for name, size in sizes.items()})
-    section = small.parallelism
-    if degrees["pp"] > 1:
+    section, dp = small.parallelism, degrees["dp_replicate"] * degrees["dp_shard"]
+    if degrees["pp"] == 1:
+        n_microbatches = 1
+    elif section.pipeline_parallel_schedule_csv:  # the file is for one number of microbatches, that of `small`
+        n_microbatches = small.training.global_batch_size // dp // section.pipeline_parallel_microbatch_size
+    else:
         n_stages = len(plan_stages(section, small.model.n_layers)[0])
         possible = (n for n in range(n_microbatches, 2**16) if not check_microbatches(section, n, n, n_stages))
         n_microbatches = next(possible)
-    else:
-        n_microbatches = 1
-    dp = degrees["dp_replicate"] * degrees["dp_shard"]
     return override(
         small,
         {

@@ -41,7 +41,7 @@ from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describ
 from torchtitan_lite.verify.degrees import DEGREE_KEYS
 from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
-from torchtitan_lite.verify.step_formulas import FORMULAS
+from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT
 from torchtitan_lite.verify.train_checks import BOUNDS, Check, StartPlan, check_start
 from torchtitan_lite.verify.train_reference import N_WORDS, TOKENIZER, Text, make_text, run_reference, write_corpus
 from torchtitan_lite.verify.train_start import TRAIN_PY, Seen, start_train_py
@@ -213,7 +213,12 @@ def choose_optimizer(real: Optimizer, small: Optimizer, *, warms_up: bool) -> Op
 
 
 def choose_schedule(real: LRScheduler) -> LRScheduler:
-    """Return the real decay, or its warm-up where it has none: then the third step's rate is like no other."""
+    """Return the real decay, or its warm-up where it has none: then the third step's rate is like no other.
+
+    A decay without a formula is replaced: the updates trial reports that its rates have no reference.
+    """
+    if real.decay_type not in LEFT:
+        real = replace(real, decay_type="linear")
     if real.decay_ratio == 0 or real.min_lr_factor == 1:
         return LRScheduler(warmup_steps=SCHEDULED_STEPS, total_steps=SCHEDULED_STEPS, decay_ratio=0.0)
     ratio = None if real.decay_ratio is None else 1 - 1 / SCHEDULED_STEPS
