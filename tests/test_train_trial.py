@@ -33,7 +33,7 @@ from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import SampleReader
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.verify import train_trial
-from torchtitan_lite.verify.ranks import RankTimeout
+from torchtitan_lite.verify.ranks import RankPool, RankTimeout
 from torchtitan_lite.verify.reduction import Reduction, reduce_config
 from torchtitan_lite.verify.train_checks import StartPlan, find_unlike_peers
 from torchtitan_lite.verify.train_reference import cut_batch, make_text, write_corpus
@@ -80,15 +80,16 @@ def look_around(rank: int, world_size: int) -> tuple:
     return *state, dict(os.environ), torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_worker_is_left_as_it_was_and_no_file_is_written_elsewhere(pool, tmp_path, monkeypatch, capfd):
-    before = pool.run(look_around, 2)
+def test_a_worker_is_left_as_it_was_and_no_file_is_written_elsewhere(tmp_path, monkeypatch, capfd):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "trial").mkdir()
     reduction = reduce_row(Row(2, {"debug.deterministic": True}))
-    assert try_train(reduction, pool.run, tmp_path / "trial").faults == {}
-    assert list((tmp_path / "elsewhere").iterdir()) == []
-    assert pool.run(look_around, 2) == before
+    with RankPool(2) as pool:  # its own: a worker of the shared one may be replaced meanwhile, and begins elsewhere
+        before = pool.run(look_around, 2)
+        assert try_train(reduction, pool.run, tmp_path / "trial").faults == {}
+        assert list((tmp_path / "elsewhere").iterdir()) == []
+        assert pool.run(look_around, 2) == before
     assert capfd.readouterr().out == ""
 
 
