@@ -40,7 +40,7 @@ from torchtitan_lite.data.background_hash import BackgroundHash
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import CorpusError
 from torchtitan_lite.data.dataset import SampleReader, SampleStream, ValidationBatches, prefetch, rows_of_rank
-from torchtitan_lite.data.tokenizer import Tokenizer, make_tokenizer
+from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.dump_folder import check_still_held, explain_lost_folder, open_dump_folder
 from torchtitan_lite.parallel.attention_kernels import describe_attention
 from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
@@ -86,7 +86,7 @@ def main(args: list[str]) -> int:
         logger.info(dump_config_toml(config))
 
     # ---- data: each data-parallel rank reads its rows of every global batch
-    tokenizer = make_tokenizer(prepared.vocabulary)
+    tokenizer = Tokenizer(prepared.vocabulary)
     read_split = partial(open_samples, config, shape, tokenizer)
     stream = SampleStream(
         read_split(config.training.dataset, "train"),

@@ -1,22 +1,21 @@
 """Opening corpora and reading any stretch of them, however large, with little memory; damage is named."""
 
+import gc
 import json
 import logging
 import os
 import random
-import subprocess
-import sys
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from made_corpora import BYTES, write_corpus, write_flat, write_manifest
 
-from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import background_hash, corpus_folder
 from torchtitan_lite.data import corpus as corpus_module
 from torchtitan_lite.data.background_hash import BackgroundHash
@@ -42,6 +41,11 @@ def read(corpus: Corpus, start: int, stop: int) -> tuple[list[int], list[bool]]:
     tokens, begins = corpus.read(start, stop)
     assert tokens.dtype == torch.int64 and begins.dtype == torch.bool
     return tokens.tolist(), begins.tolist()
+
+
+def change(**attributes: object) -> SimpleNamespace:
+    """The tokenizer of bytes, with other attributes."""
+    return SimpleNamespace(**vars(BYTES) | attributes)
 
 
 @pytest.fixture
@@ -84,7 +88,7 @@ def test_every_stretch_of_a_flat_file_is_read_in_place_and_documents_end_with_eo
     tokens = [7, 8, EOS, 9, EOS, EOS, 3, 65535, 4]
     begins = [True, False, False, True, False, True, True, False, False]
     path = write_flat(tmp_path / "train.bin", tokens, dtype)
-    corpus = open_corpus(str(path), replace(BYTES, vocab_size=vocab_size), NO_CACHE)
+    corpus = open_corpus(str(path), change(vocab_size=vocab_size), NO_CACHE)
     assert corpus.n_tokens == len(tokens)
     for start in range(len(tokens)):
         for stop in range(start + 1, len(tokens) + 1):
@@ -104,30 +108,19 @@ def test_a_corpus_keeps_its_identity_where_it_is_moved_and_one_token_or_border_c
     assert open_corpus(str(tmp_path / "elsewhere"), BYTES, NO_CACHE).identity == identities[0]
 
 
-def test_the_identity_of_a_flat_file_tells_contents_and_borders_apart(tmp_path):
-    tokens = [*range(300_000 % 2**16)] * 3
-    paths = [write_flat(tmp_path / "a.bin", tokens), write_flat(tmp_path / "b.bin", [*tokens, 1])]
-    tokens[len(tokens) // 2] += 1
-    paths.append(write_flat(tmp_path / "c.bin", tokens))
-    identities = [open_corpus(str(path), BYTES, NO_CACHE).identity for path in paths]
-    identities += [
-        open_corpus(str(paths[0]), replace(BYTES, eos_id=256), NO_CACHE).identity,
-        open_corpus(str(paths[0]), replace(BYTES, vocab_size=2**17), NO_CACHE).identity,
-    ]
-    assert len(set(identities)) == 5
-    assert open_corpus(str(paths[0]), replace(BYTES, identity="other"), NO_CACHE).identity == identities[0]
-
-
-def test_a_change_at_either_end_of_a_large_flat_file_gives_another_identity(tmp_path):
+def test_the_identity_of_a_flat_file_tells_contents_also_of_a_large_one_and_borders_apart(tmp_path):
     path = write_flat(tmp_path / "a.bin", [1])
-    os.truncate(path, 10**9)
-    identities = set()
-    for place in (0, 10**9 // 2, 10**9 - 2):
+    identities = []
+    for n_bytes, changed in ((1000, 0), (1000, 998), (1002, 0), (10**9, 0), (10**9, 10**9 // 2), (10**9, 10**9 - 2)):
+        os.truncate(path, n_bytes)
         with open(path, "r+b") as file:
-            file.seek(place // 2 * 2)
+            file.seek(changed // 2 * 2)
             file.write(b"\x07\x00")
-        identities.add(open_corpus(str(path), BYTES, NO_CACHE).identity)
-    assert len(identities) == 3
+        identities.append(open_corpus(str(path), BYTES, NO_CACHE).identity)
+    for other in (change(eos_id=256), change(vocab_size=2**17)):
+        identities.append(open_corpus(str(path), other, NO_CACHE).identity)
+    assert len(set(identities)) == 8
+    assert open_corpus(str(path), change(identity="other"), NO_CACHE).identity == identities[-3]
 
 
 # ---------------------------------------------------------------- large ones
@@ -143,6 +136,7 @@ def test_a_corpus_of_more_shards_than_may_be_open_is_read_all_over(tmp_path, all
     assert read(corpus, 0, len(tokens)) == (tokens, begins)
     assert n_open < len(os.listdir("/proc/self/fd")) <= n_open + 2 * corpus_module.MAX_OPEN_SHARDS
     del corpus
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == n_open
 
 
@@ -163,66 +157,12 @@ def test_threads_that_read_one_corpus_do_not_disturb_each_other(tmp_path, monkey
         assert list(threads.map(read_all_over, range(4))) == [300] * 4
 
 
-# Opens a corpus, reads its first batch and then windows all over it. Prints how many bytes were read up to the first
-# batch, and by how many the process has grown at most in the end.
-READ_LARGE = """
-import os, random, sys
-from pathlib import Path
-import torch
-from torchtitan_lite.data.corpus import open_corpus
-from torchtitan_lite.data.dataset import SampleReader, SampleStream
-from torchtitan_lite.data.tokenizer import load_tokenizer
-
-def count_read_bytes():
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-def measure_resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-name, window, n_windows = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.set_num_threads(1)
-tokenizer = load_tokenizer("bytes")
-torch.zeros(window).long().sum()
-read_before, resident_before = count_read_bytes(), measure_resident_bytes()
-corpus = open_corpus(name, tokenizer, Path("nowhere"))
-stream = SampleStream(SampleReader([corpus], 2048, 258), global_batch_size=8, seed=0)
-stream.batch(12345, range(8))
-read_bytes, most = count_read_bytes() - read_before, 0
-draw = random.Random(0)
-for n in range(n_windows):
-    start = draw.randrange(corpus.n_tokens - window)
-    corpus.read(start, start + window)
-    most = max(most, measure_resident_bytes() - resident_before)
-print(corpus.n_tokens, read_bytes, most)
-"""
-
-
-def read_large(name: Path, window: int, n_windows: int) -> tuple[int, int, int]:
-    """n_tokens, bytes read up to the first batch, bytes of growth."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", READ_LARGE, str(name), str(window), str(n_windows)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    n_tokens, read_bytes, growth = map(int, done.stdout.split())
-    return n_tokens, read_bytes, growth
-
-
-@pytest.mark.slow
-def test_a_flat_file_of_100_gb_starts_at_once_and_takes_little_memory(tmp_path):
-    path = write_flat(tmp_path / "large.bin", [1])
-    os.truncate(path, 100 * 10**9)
-    n_tokens, read_bytes, growth = read_large(path, 2**16, 3000)  # 400 MB in windows
-    assert n_tokens == 50 * 10**9
-    assert read_bytes < 40e6, "the file must not be read to open it"
-    assert growth < 100e6
-
-
-def test_a_prepared_corpus_of_100_gb_starts_at_once_and_takes_little_memory(tmp_path):
-    """100 shards of 1 GB, each with a million documents, whose places are looked for in 8 MB of them."""
+def test_a_corpus_of_100_gb_is_opened_and_read_with_few_bytes(tmp_path, monkeypatch):
+    """100 shards of 1 GB, each with a million documents, whose borders are searched for in 8 MB of them."""
     n_shards, n_tokens, n_documents = 100, 5 * 10**8, 2**20
     folder = write_corpus(tmp_path / "large", [[[1]]] * n_shards)
-    begins = array("Q", range(0, n_documents * 476, 476)) + array("Q", [n_tokens])
-    (folder / "train-00000.documents").write_bytes(begins.tobytes())
+    borders = array("Q", range(0, n_documents * 476, 476)) + array("Q", [n_tokens])
+    (folder / "train-00000.documents").write_bytes(borders.tobytes())
     manifest = json.loads((folder / "manifest.json").read_text())
     for number, shard in enumerate(manifest["splits"]["train"]):
         shard |= {"n_tokens": n_tokens, "n_documents": n_documents}
@@ -231,27 +171,34 @@ def test_a_prepared_corpus_of_100_gb_starts_at_once_and_takes_little_memory(tmp_
             (folder / f"train-{number:05}.documents").unlink()
             os.link(folder / "train-00000.documents", folder / f"train-{number:05}.documents")
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    total, read_bytes, growth = read_large(folder, 2**13, 2000)
-    assert total == n_shards * n_tokens
-    assert read_bytes < 2e6 + 8 * begins.itemsize * len(begins), "of the shards of eight samples, borders are read"
-    assert growth < 100e6
+    read_numbers, n_bytes = NumberFile.read, []
+
+    def count(file: NumberFile, start: int, stop: int) -> bytes:
+        n_bytes.append((stop - start) * file.width)
+        return read_numbers(file, start, stop)
+
+    monkeypatch.setattr(NumberFile, "read", count)
+    corpus = open_corpus(str(folder), BYTES, NO_CACHE)
+    assert corpus.n_tokens == n_shards * n_tokens and not n_bytes, "a start must not read the shards"
+    corpus.read(7 * n_tokens + 10**8, 7 * n_tokens + 10**8 + 2048)
+    assert 8 * n_documents < sum(n_bytes) < 8 * n_documents + 10_000, "all borders of one shard are checked"
+    n_bytes.clear()
+    for place in range(7 * n_tokens, 8 * n_tokens - 2048, n_tokens // 10):
+        corpus.read(place, place + 2048)
+    assert sum(n_bytes) < 10 * 10_000
 
 
 # ---------------------------------------------------------------- what cannot be read
 
 
-def test_an_absent_corpus_and_an_empty_split_are_refused_by_name(tmp_path):
-    for name in (tmp_path / "absent", tmp_path / "absent.bin"):
-        with pytest.raises(CorpusError, match=str(name)):
-            open_corpus(str(name), BYTES, NO_CACHE)
+def test_an_empty_split_is_refused_by_name(tmp_path):
     folder = write_corpus(tmp_path / "made", [[[1, 2]]])
     with pytest.raises(CorpusError, match=f"{folder} has no validation documents"):
         open_corpus(str(folder), BYTES, NO_CACHE, split="validation")
 
 
 @pytest.mark.usefixtures("all_are_large")
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(("name", "is_open"), zip(FILES, [False, True, True, False], strict=True))
 def test_a_shard_that_is_cut_or_lost_during_the_run_is_named(folder, name, is_open):
     corpus = open_corpus(str(folder), BYTES, NO_CACHE)
     first = 7 * ("00001" in name)
@@ -283,7 +230,7 @@ def write_borders(folder: Path, name: str, borders: list[int]) -> None:
     write_manifest(folder, splits, "uint16")
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", FILES[1:3])
 def test_a_flipped_bit_in_a_small_corpus_is_refused_when_it_is_opened(folder, name):
     flip_bit(folder / name)
     with pytest.raises(CorpusError, match=f"{folder / name} has SHA-256 .* its manifest says"):
@@ -295,10 +242,7 @@ WRONG_BORDERS = {  # what is wrong | borders | number that is named
     "not from the first token": ([1, 2, 3, 7], "number 0 of 0 to 3 is 1,"),
     "a document begins before the one before it": ([0, 3, 2, 7], "number 2 of 0 to 3 is 2,"),
     "a document is empty": ([0, 2, 2, 7], "number 2 of 0 to 3 is 2,"),
-    "all are zero": ([0, 0, 0, 0], "number 1 of 0 to 3 is 0,"),
     "a document ends beyond the end": ([0, 2, 3, 8], "number 3 of 0 to 3 is 8,"),
-    "the last document ends before the end": ([0, 2, 3, 6], "number 3 of 0 to 3 is 6,"),
-    "a document begins beyond the end": ([0, 2, 9, 7], "number 3 of 0 to 3 is 7,"),
     "a number that no signed one can hold": ([0, 2, 2**64 - 1, 7], f"number 2 of 0 to 3 is {2**64 - 1},"),
 }
 
@@ -317,7 +261,7 @@ def test_wrong_borders_are_refused_before_a_token_of_their_shard_is_read(folder,
     assert str(refused.value).startswith(f"{folder / 'train-00001.documents'}: {named}")
 
 
-@pytest.mark.parametrize("wrong", [0, 127, 128, 2**17 - 1, 2**17, 2**17 + 1, 2**17 + 500])
+@pytest.mark.parametrize("wrong", [0, 2**17 - 1, 2**17, 2**17 + 500])
 def test_one_wrong_border_of_many_is_found_wherever_it_is(tmp_path, wrong):
     n = 2**17 + 500
     borders = [3 * number for number in range(n + 1)]
@@ -325,10 +269,10 @@ def test_one_wrong_border_of_many_is_found_wherever_it_is(tmp_path, wrong):
     (tmp_path / "a.tokens").touch()
     os.truncate(tmp_path / "a.tokens", 2 * 3 * n)
     (tmp_path / "a.documents").write_bytes(array("Q", borders).tobytes())
-    files = ShardFiles(tmp_path / "a.tokens", 3 * n, tmp_path / "a.documents", n)
+    shard = OpenShard(ShardFiles(tmp_path / "a.tokens", 3 * n, tmp_path / "a.documents", n), torch.uint16)
     named = wrong if wrong in (0, n) else wrong + 1  # it is as large as the one behind it
     with pytest.raises(CorpusError, match=f"a.documents: number {named} of 0 to {n} is"):
-        OpenShard(files, torch.uint16, is_checked=False)
+        shard.check_borders()
 
 
 def test_borders_are_checked_once_however_often_a_shard_is_opened(folder, monkeypatch):
@@ -340,57 +284,32 @@ def test_borders_are_checked_once_however_often_a_shard_is_opened(folder, monkey
     assert checked == []
 
 
-def test_a_read_looks_at_few_borders_however_many_a_shard_has(tmp_path, monkeypatch):
-    corpus = open_corpus(str(write_corpus(tmp_path / "made", [[[1, 2]] * 10_000])), BYTES, NO_CACHE)
-    read_number_file, numbers = NumberFile.read, []
-
-    def count(file: NumberFile, start: int, stop: int) -> bytes:
-        numbers.append(stop - start)
-        return read_number_file(file, start, stop)
-
-    monkeypatch.setattr(NumberFile, "read", count)
-    corpus.read(9_000, 9_010)
-    assert sum(numbers) < 50
-
-
 # ---------------------------------------------------------------- beside the steps
 
 
 @pytest.mark.usefixtures("all_are_large")
-@pytest.mark.parametrize("number", range(len(FILES)))
+@pytest.mark.parametrize("number", [0, 3])
 def test_the_rank_of_a_host_that_hashes_a_damaged_file_stops_and_names_it(folder, number):
     flip_bit(folder / FILES[number])
-    said = {}
+    errors = {}
     for rank in range(3):
         try:
             with BackgroundHash([open_corpus(str(folder), BYTES, NO_CACHE)], part=rank, n_parts=3) as hashing:
                 hashing.result.exception(timeout=60)
-                hashing.check()
+                if number == 0:  # else it is found beside the last step
+                    hashing.check()
         except CorpusError as error:
-            said[rank] = str(error)
-    assert said.keys() == {number % 3}
-    assert f"{folder / FILES[number]} has SHA-256" in said[number % 3] and "prepare it again" in said[number % 3]
+            errors[rank] = str(error)
+    assert errors.keys() == {number % 3}
+    assert f"{folder / FILES[number]} has SHA-256" in errors[number % 3] and "prepare it again" in errors[number % 3]
 
 
 @pytest.mark.usefixtures("all_are_large")
-def test_damage_that_is_found_beside_the_last_step_is_told_too(folder):
-    flip_bit(folder / FILES[3])
-    with pytest.raises(CorpusError, match=FILES[3]):
-        with BackgroundHash([open_corpus(str(folder), BYTES, NO_CACHE)], part=0, n_parts=1) as hashing:
-            hashing.result.exception(timeout=60)
-
-
-@pytest.mark.usefixtures("all_are_large")
-def test_what_is_sound_is_logged_once_it_is_hashed(folder, caplog):
+def test_what_is_sound_is_logged_and_a_run_that_ends_first_does_not_wait(folder, caplog, monkeypatch):
     with BackgroundHash([open_corpus(str(folder), BYTES, NO_CACHE)] * 2, part=0, n_parts=1) as hashing:
         hashing.result.result(timeout=60)
         hashing.check()
-    (line,) = [line for line in caplog.messages if "hashed" in line]
-    assert line.startswith("hashed 4 files of corpora") and line.endswith("none has changed")
-
-
-@pytest.mark.usefixtures("all_are_large")
-def test_a_run_that_ends_first_does_not_wait_and_says_how_many_were_hashed(folder, caplog, monkeypatch):
+    assert "hashed 4 files of corpora" in caplog.messages[-1] and "none has changed" in caplog.messages[-1]
     monkeypatch.setattr(background_hash, "REST", 1e9)
     flip_bit(folder / FILES[3])
     with BackgroundHash([open_corpus(str(folder), BYTES, NO_CACHE)], part=0, n_parts=1) as hashing:

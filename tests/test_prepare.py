@@ -5,15 +5,14 @@ import io
 import json
 import os
 import random
-import subprocess
-import sys
+import tracemalloc
 from array import array
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from small_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_corpus, write_inputs
+from made_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_files, write_inputs
 
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import prepare
@@ -50,22 +49,22 @@ def read_split(folder: Path, manifest: CorpusManifest, split: str) -> list[list[
 # ---------------------------------------------------------------- what is made
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_shards_hold_every_document_in_order_as_the_tokenizer_encodes_it(tmp_path, tokenizer, small_units, seed):
     draw = random.Random(seed)
-    files, texts = write_corpus(tmp_path / "in", draw, n_files=draw.randrange(1, 10))
+    files, texts = write_files(tmp_path / "in", draw, n_files=draw.randrange(1, 10))
     texts += ["the last one"]
     files.append(tmp_path / "in" / "last.txt")
     files[-1].write_text("the last one")
     share = draw.choice([0, 0.1, 0.5])
     try:
-        corpus = prepare_files(files, tmp_path / "out", tokenizer, validation_share=share)
+        made = prepare_files(files, tmp_path / "out", tokenizer, validation_share=share)
     except PreparationError as error:
         assert "holds out all" in str(error) and share > 0
         return
 
     manifest = read_manifest(tmp_path / "out")
-    assert manifest == corpus.manifest and (manifest.dtype, manifest.vocab_size) == ("uint16", 2304)
+    assert manifest == made and (manifest.dtype, manifest.vocab_size) == ("uint16", 2304)
     assert manifest.tokenizer_identity == tokenizer.identity and manifest.held_out_share == share
     for ours, split in SPLITS.items():
         expected = [text for text in texts if text and choose_split(text, share) == ours]
@@ -74,20 +73,19 @@ def test_shards_hold_every_document_in_order_as_the_tokenizer_encodes_it(tmp_pat
         assert sum(shard.n_text_bytes for shard in manifest.splits[split]) == sum(len(t.encode()) for t in expected)
         for shard in manifest.splits[split]:
             assert sha256((tmp_path / "out" / f"{shard.name}.tokens").read_bytes()).hexdigest() == shard.tokens_sha256
-    assert corpus.tally.n_empty == texts.count("")
     sources = [json.loads(line) for line in (tmp_path / "out" / "sources.jsonl").read_text().splitlines()]
     assert sources == [{"path": str(path), "bytes": path.stat().st_size} for path in files]
     assert not (tmp_path / "out.unfinished").exists()
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".jsonl"])
+@pytest.mark.parametrize("suffix", [".txt.gz", ".jsonl"])
 def test_a_long_document_has_the_ids_of_its_whole_text(tmp_path, tokenizer, suffix):
     draw = random.Random(1)
     text = make_text(draw, 60_000) + " " * 500_000 + "x" + "é" * 300_000
     content = (json.dumps({"text": text}) if suffix == ".jsonl" else text).encode()
     path = tmp_path / f"long{suffix}"
     path.write_bytes(gzip.compress(content, 1) if suffix.endswith(".gz") else content)
-    manifest = prepare_files([path], tmp_path / "out", tokenizer, validation_share=0).manifest
+    manifest = prepare_files([path], tmp_path / "out", tokenizer, validation_share=0)
     assert read_split(tmp_path / "out", manifest, "train") == [tokenizer.encode(text, bos=True, eos=True)]
 
 
@@ -95,14 +93,14 @@ def test_a_large_vocabulary_takes_four_bytes_and_bos_may_be_missing(tmp_path):
     numbers = {"bos_id": None, "eos_id": 2**32 - 1, "vocab_size": 2**32}  # the last id has all bits set
     tokenizer = SimpleNamespace(**numbers, identity="points", encode_packed=lambda text: text.encode("utf-32-le"))
     (tmp_path / "a.txt").write_text("a😀")
-    manifest = prepare_files([tmp_path / "a.txt"], tmp_path / "out", tokenizer, validation_share=0).manifest
+    manifest = prepare_files([tmp_path / "a.txt"], tmp_path / "out", tokenizer, validation_share=0)
     assert manifest.dtype == "uint32"
     assert (tmp_path / "out" / "train-00000.tokens").read_bytes() == bytes.fromhex("61000000 00f60100 ffffffff")
     assert (tmp_path / "out" / "train-00000.documents").read_bytes() == bytes.fromhex("00" * 8 + "03" + "00" * 7)
 
 
 def test_processes_change_no_byte(tmp_path, small_units, capsys):
-    write_corpus(tmp_path / "in", random.Random(3), n_files=8)
+    write_files(tmp_path / "in", random.Random(3), n_files=8)
     for n_processes in (1, 2):
         out = tmp_path / f"out{n_processes}"
         command = [str(tmp_path / "in"), "--out", str(out), "--held-out", "0.3", "--processes", str(n_processes)]
@@ -111,8 +109,9 @@ def test_processes_change_no_byte(tmp_path, small_units, capsys):
     assert len(read_folder(tmp_path / "out1")) > 8  # several units had something to do
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".jsonl.gz"])
-@pytest.mark.parametrize("scale", [1, 10**4, 10**7, 10**10])
+@pytest.mark.parametrize(
+    ("suffix", "scale"), [(".txt", 1), (".txt", 10**7), (".jsonl.gz", 10**10), (".jsonl", 10**4), (".jsonl", 10**10)]
+)
 def test_units_hold_every_byte_once_in_order_and_are_neither_many_nor_huge(tokenizer, suffix, scale):
     draw = random.Random(scale)
     sizes = [draw.randrange(100) * scale for _ in range(200)]
@@ -152,8 +151,10 @@ def leave_unfinished(folder: Path, monkeypatch) -> None:
     assert list((folder / "out.unfinished" / "units").glob("*.json"))
 
 
-def test_what_another_command_left_is_refused_unless_it_starts_over(tmp_path, small_units, monkeypatch, capsys):
-    files, _ = write_corpus(tmp_path / "in", random.Random(3), n_files=8)
+def test_what_another_command_left_is_refused_unless_it_starts_over(
+    tmp_path, small_units, monkeypatch, tokenizer, capsys
+):
+    write_files(tmp_path / "in", random.Random(3), n_files=8)
     leave_unfinished(tmp_path, monkeypatch)
     (tmp_path / "in" / "new.txt").write_text("one more")
     assert prepare_some(tmp_path, "--field", "body") == 2
@@ -163,19 +164,15 @@ def test_what_another_command_left_is_refused_unless_it_starts_over(tmp_path, sm
     found = read_folder(tmp_path / "out")
     delete(tmp_path / "out")
     assert prepare_some(tmp_path) == 0 and read_folder(tmp_path / "out") == found
-
-
-def test_prepare_files_deletes_what_was_left_of_other_files(tmp_path, small_units, monkeypatch, tokenizer, capsys):
-    write_corpus(tmp_path / "in", random.Random(3), n_files=8)
-    leave_unfinished(tmp_path, monkeypatch)
-    (tmp_path / "a.txt").write_text("text")
-    manifest = prepare_files([tmp_path / "a.txt"], tmp_path / "out", tokenizer, validation_share=0).manifest
-    assert read_split(tmp_path / "out", manifest, "train") == [tokenizer.encode("text", bos=True, eos=True)]
+    delete(tmp_path / "out")
+    leave_unfinished(tmp_path, monkeypatch)  # prepare_files always starts over
+    one = [tmp_path / "in" / "new.txt"]
+    manifest = prepare_files(one, tmp_path / "out", tokenizer, validation_share=0)
+    assert read_split(tmp_path / "out", manifest, "train") == [tokenizer.encode("one more", bos=True, eos=True)]
 
 
 def test_a_second_prepare_says_that_the_first_is_at_work(tmp_path, capsys):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_text("text")
+    write_inputs(tmp_path, {"a.txt": "text"})
     (tmp_path / "out.unfinished").mkdir()
     with hold(tmp_path / "out.unfinished"):
         assert prepare_some(tmp_path) == 1
@@ -183,8 +180,7 @@ def test_a_second_prepare_says_that_the_first_is_at_work(tmp_path, capsys):
 
 
 def test_a_corpus_is_replaced_only_where_that_is_asked_for(tmp_path, capsys):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_text("first")
+    write_inputs(tmp_path, {"a.txt": "first"})
     assert prepare_some(tmp_path, "--held-out", "0") == 0
     first = read_folder(tmp_path / "out")
     (tmp_path / "in" / "a.txt").write_text("second")
@@ -200,8 +196,7 @@ def test_a_corpus_is_replaced_only_where_that_is_asked_for(tmp_path, capsys):
 
 
 def test_a_folder_that_is_no_corpus_is_never_replaced(tmp_path, capsys):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_text("text")
+    write_inputs(tmp_path, {"a.txt": "text"})
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
     assert prepare_some(tmp_path, "--overwrite") == 2
@@ -232,18 +227,11 @@ def test_wrong_input_is_named_and_nothing_is_left(tmp_path, monkeypatch, capsys,
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-@pytest.mark.parametrize("args", [[], ["in"], ["--out", "x"], ["in", "--out", "x", "--held-out", "1"]])
+@pytest.mark.parametrize("args", [["in"], ["--out", "x"], ["in", "--out", "x", "--held-out", "1"]])
 def test_a_wrong_command_line_is_refused(args, capsys):
     with pytest.raises(SystemExit) as stopped:
         tool.main(args)
     assert stopped.value.code == 2
-
-
-def test_after_the_repair_of_a_line_the_same_command_just_works(tmp_path, capsys):
-    write_inputs(tmp_path, {"a.jsonl": '{"text": "a"}\n{"text": 1}\n'})
-    assert prepare_some(tmp_path, "--held-out", "0") == 2
-    (tmp_path / "in" / "a.jsonl").write_text('{"text": "a"}\n{"text": "1"}\n')
-    assert prepare_some(tmp_path, "--held-out", "0") == 0
 
 
 def test_bad_lines_that_were_left_out_are_an_error_without_skip_bad(tmp_path, small_units, monkeypatch, capsys):
@@ -256,6 +244,10 @@ def test_bad_lines_that_were_left_out_are_an_error_without_skip_bad(tmp_path, sm
     assert prepare_some(tmp_path) == 2
     assert "a.jsonl, line 1" in capsys.readouterr().err
     assert prepare_some(tmp_path, "--skip-bad") == 0
+    delete(tmp_path / "out")
+    assert prepare_some(tmp_path) == 2
+    (tmp_path / "in" / "a.jsonl").write_text('{"text": "1"}\n' + good)  # repaired
+    assert prepare_some(tmp_path) == 0
 
 
 # ---------------------------------------------------------------- what is told
@@ -308,15 +300,10 @@ def test_progress_is_one_line_on_a_terminal_and_few_lines_elsewhere(monkeypatch)
 
 @pytest.fixture
 def corpus(tmp_path, small_units, capsys) -> Path:
-    write_corpus(tmp_path / "in", random.Random(3), n_files=8)
+    write_files(tmp_path / "in", random.Random(3), n_files=8)
     assert prepare_some(tmp_path) == 0
     capsys.readouterr()
     return tmp_path / "out"
-
-
-def test_check_finds_a_whole_corpus_whole(corpus, capsys):
-    assert tool.main(["--check", str(corpus)]) == 0
-    assert "is whole" in capsys.readouterr().out
 
 
 def flip(path: Path) -> None:
@@ -329,14 +316,11 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2])
 
 
-def extend(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0\0")
-
-
-@pytest.mark.parametrize("damage", [flip, cut, extend, Path.unlink])
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
 def test_check_names_each_damaged_file_and_no_other(corpus, capsys, damage):
     names = sorted(path.name for path in corpus.iterdir() if path.name != "manifest.json")
     damaged = names[::3]
+    assert tool.main(["--check", str(corpus)]) == 0 and "is whole" in capsys.readouterr().out
     for name in damaged:
         damage(corpus / name)
     assert tool.main(["--check", str(corpus)]) == 1
@@ -357,31 +341,23 @@ def test_check_refuses_a_manifest_that_was_changed_or_is_not_there(corpus, capsy
 
 # ---------------------------------------------------------------- memory
 
-MEASURE = """
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from torchtitan_lite.data.prepare import prepare_files
-tokenizer = SimpleNamespace(
-    bos_id=0, eos_id=1, vocab_size=300, identity="quick", encode_packed=lambda text: b"\\2\\0\\0\\0" * (len(text) // 3)
-)
-prepare_files([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer, validation_share=0)
-# not getrusage: that begins with the peak of the process that started this one
-print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
-"""
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".jsonl"])
+@pytest.mark.parametrize("suffix", [".txt.gz", ".jsonl"])
 def test_memory_does_not_grow_with_the_text(tmp_path, suffix):
+    def quick(text: str) -> bytes:
+        return b"\2\0\0\0" * (len(text) // 3)
+
+    tokenizer = SimpleNamespace(bos_id=0, eos_id=1, vocab_size=300, identity="quick", encode_packed=quick)
+    line = "some words é " * 700
+    line = ((json.dumps({"text": line}) if suffix == ".jsonl" else line) + "\n").encode()
     peaks = []
-    for n_megabytes in (8, 64):
+    for n_megabytes in (8, 32):
+        content = line * (n_megabytes * 10**6 // len(line))
         path = tmp_path / f"{n_megabytes}{suffix}"
-        line = "some words é " * 70
-        line = (json.dumps({"text": line}) if suffix == ".jsonl" else line) + "\n"
-        content = line.encode() * (n_megabytes * 10**6 // len(line.encode()))
         path.write_bytes(gzip.compress(content, 1) if suffix.endswith(".gz") else content)
-        command = [sys.executable, "-c", MEASURE, path, tmp_path / f"out{n_megabytes}"]
-        measured = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-        peaks.append(int(measured.stdout) * 1024)
-    assert peaks[1] - peaks[0] < 16 * 10**6, peaks
+        del content
+        tracemalloc.start()
+        prepare_files([path], tmp_path / f"out{n_megabytes}", tokenizer, validation_share=0)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 10**6 and peaks[0] < 20 * 10**6, peaks

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from small_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_corpus, write_inputs
+from made_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_files, write_inputs
 
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import prepare
@@ -214,15 +214,11 @@ def test_a_corpus_that_was_about_to_be_replaced_comes_back_for_another_command(t
 # ---------------------------------------------------------------- a full disk
 
 
-def limit_files(n_bytes: int):
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, n_bytes))
-
-
-@pytest.mark.parametrize("n_processes", [1, 2])
-def test_a_full_disk_is_told_and_when_there_is_room_it_continues(megabytes, reference, tmp_path, n_processes):
-    command = [megabytes, "--out", tmp_path / "out", "--processes", n_processes, "--held-out", 0.1]
+def test_a_full_disk_is_named_and_when_there_is_room_it_continues(megabytes, reference, tmp_path):
+    command = [megabytes, "--out", tmp_path / "out", "--processes", 2, "--held-out", 0.1]
     largest = max(len(content) for name, content in reference.items() if name.endswith(".tokens"))
-    process = run_prepare(*command, preexec_fn=limit_files(largest - 1))
+    limit = (largest - 1, largest - 1)
+    process = run_prepare(*command, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
     _, stderr = process.communicate()
     assert process.returncode == 1 and "Traceback" not in stderr and "Exception ignored" not in stderr, stderr
     for words in ("cannot be written (File too large)", "MB more are needed", "MB free", "Make room"):
@@ -243,7 +239,7 @@ def test_a_full_disk_is_told_and_when_there_is_room_it_continues(megabytes, refe
 
 @pytest.mark.parametrize("suffix", [".tokens", ".documents", ".json.unfinished", "manifest.json.unfinished"])
 def test_a_disk_that_is_full_at_any_file_leaves_nothing_that_counts(tmp_path, small_units, monkeypatch, capsys, suffix):
-    write_corpus(tmp_path / "in", random.Random(3), n_files=8)
+    write_files(tmp_path / "in", random.Random(3), n_files=8)
     assert prepare_some(tmp_path) == 0
     new = read_folder(tmp_path / "out")
     delete(tmp_path / "out")

@@ -60,8 +60,7 @@ def iterate_errors(content: bytes):
             content = content[error.end :]
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("seed", "suffix"), [*((seed, ".txt") for seed in range(8)), (8, ".txt.gz")])
 def test_text_in_pieces_is_the_text_wherever_blocks_and_pieces_are_cut(tmp_path, monkeypatch, suffix, seed):
     draw = random.Random(seed)
     monkeypatch.setattr(text_files, "BLOCK_BYTES", draw.choice([2, 3, 5, 64]))
@@ -97,7 +96,7 @@ def make_lines(draw: random.Random) -> tuple[bytes, list[tuple[int, str]]]:
     return (content.rstrip() if draw.random() < 0.3 else content), texts
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_every_line_is_in_the_part_in_which_it_begins(tmp_path, seed):
     draw = random.Random(seed)
     content, texts = make_lines(draw)
@@ -202,7 +201,7 @@ def test_links_to_files_are_followed_and_links_to_folders_are_not(tmp_path):
     assert [Path(source.path).name for source in find_sources([tmp_path / "in"])[0]] == ["b.txt"]
 
 
-def test_what_cannot_be_read_is_named(tmp_path):
+def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     for given in (tmp_path / "nowhere.txt", tmp_path):
         with pytest.raises(PreparationError, match=r"(nowhere|gone)\.txt cannot be read \(No such file"):
@@ -210,13 +209,10 @@ def test_what_cannot_be_read_is_named(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(PreparationError, match="pipe is no regular file"):
         find_sources([tmp_path / "pipe"])
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_files_and_folders_without_permission_are_named(tmp_path):
-    write(tmp_path / "a.txt", b"x").chmod(0)
+    path = write(tmp_path / "a.txt", b"x")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(PreparationError, match=r"a\.txt cannot be read \(Permission denied"):
-        find_sources([tmp_path])
+        find_sources([path])
 
 
 def test_a_file_that_is_named_twice_is_refused(tmp_path, monkeypatch):

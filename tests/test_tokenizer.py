@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
+from test_tokenizer_json import LLAMA3, SCRIPTS
 
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.schema import ConfigError
@@ -16,12 +17,6 @@ from torchtitan_lite.data.corpus_folder import DATASETS
 from torchtitan_lite.data.tokenizer import UNUSED, load_tokenizer
 
 SHIPPED = REPOSITORY / "assets" / "tokenizer"
-
-# as published with Llama 3, in one piece
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 # of Llama 3.1, whose vocabulary has 128,000 ranks
 PUBLISHED_SPECIAL_IDS = {
@@ -35,19 +30,6 @@ PUBLISHED_SPECIAL_IDS = {
     "<|eot_id|>": 128009,
     "<|python_tag|>": 128010,
 }
-
-ODD_TEXTS = [
-    "",
-    "\x00\x01\x7f",
-    "a\r\nb\rc\n\n\n  d\t\te   ",
-    "naïve café, ﬁne, ＦＵＬＬ",
-    "日本語のテキスト、漢字と かな",
-    "مرحبا بالعالم",
-    "👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 \u200b\u2028\ufeff",
-    "½ ⅷ 12345678 ١٢٣ x²",
-    "I'll WE'VE don't 'tis",
-    "\U0010ffff\ue000",
-]
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -74,9 +56,10 @@ def list_some_stdlib_files() -> list[Path]:
 
 def test_ids_are_those_of_tiktoken_with_llama3s_pattern(shipped):
     ranks = read_ranks(SHIPPED / "tokenizer.model")
-    oracle = tiktoken.Encoding("oracle", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
-    for text in [path.read_text(encoding="utf-8") for path in list_some_stdlib_files()] + ODD_TEXTS:
+    oracle = tiktoken.Encoding("oracle", pat_str=LLAMA3, mergeable_ranks=ranks, special_tokens={})
+    for text in [path.read_text(encoding="utf-8") for path in list_some_stdlib_files()] + SCRIPTS:
         assert shipped.encode(text) == oracle.encode_ordinary(text)
+        assert shipped.decode(shipped.encode(text)) == text
 
 
 @pytest.mark.parametrize("text", [UNUSED, f"a{UNUSED}b{UNUSED}", UNUSED[:-1], "<|begin_of_text|>"])
@@ -84,11 +67,9 @@ def test_no_name_of_a_token_is_found_in_a_text(shipped, text):
     assert shipped.decode(shipped.encode(text)) == text and max(shipped.encode(text)) < shipped.bos_id
 
 
-def test_text_comes_back_unchanged_and_a_million_spaces_are_encoded(shipped):
-    files = list_some_stdlib_files()
-    assert len(files) > 20
-    for text in [*ODD_TEXTS, *(path.read_text(encoding="utf-8") for path in files), " " * 1_000_000 + "x"]:
-        assert shipped.decode(shipped.encode(text)) == text
+def test_a_million_spaces_are_encoded(shipped):
+    text = " " * 1_000_000 + "x"
+    assert shipped.decode(shipped.encode(text)) == text
 
 
 def test_special_ids_follow_the_ranks_as_in_llama3(shipped):
@@ -96,24 +77,7 @@ def test_special_ids_follow_the_ranks_as_in_llama3(shipped):
     for name, published_id in PUBLISHED_SPECIAL_IDS.items():
         assert shipped.decode([n_ranks + published_id - 128000]) == name
     assert shipped.decode([shipped.vocab_size - 1]) == "<|reserved_special_token_246|>"  # published as 128255
-    assert shipped.vocab_size == n_ranks + 256
-
-
-def test_bos_and_eos_are_added_only_where_asked_for(shipped):
-    plain = shipped.encode("x = 1\n")
-    assert shipped.encode("x = 1\n", bos=True) == [shipped.bos_id, *plain]
-    assert shipped.encode("x = 1\n", eos=True) == [*plain, shipped.eos_id]
-    assert shipped.decode([shipped.bos_id, shipped.eos_id]) == "<|begin_of_text|><|end_of_text|>"
-
-
-def test_shipped_vocabulary_has_2304_words_and_begins_with_the_bytes(shipped):
-    assert shipped.vocab_size == 2304
-    assert list(read_ranks(SHIPPED / "tokenizer.model"))[:256] == BYTES
-
-
-def test_shipped_vocabulary_is_good_at_python(shipped):
-    text = "".join(path.read_text(encoding="utf-8") for path in list_some_stdlib_files())
-    assert len(text.encode()) / len(shipped.encode(text)) > 2.6  # 3.0 measured; bytes alone give 1
+    assert shipped.vocab_size == n_ranks + 256 == 2304
 
 
 def test_identity_is_that_of_the_file_and_not_of_its_place(shipped, tmp_path):
@@ -143,7 +107,6 @@ def test_missing_tokenizer_names_key_folder_and_remedy(tmp_path):
     [
         (b"", "256 of the 256 single bytes"),
         (b"<html>not found</html>", "line 1 "),
-        (b"AA== 0\nAQ==\n", "line 2 "),
         (b"AA== 0\n*** 1\n", "line 2 "),
         (b"AA== 0\nAQ== 2\n", "line 2 "),
         (b"AA== 0\nAA== 1\n", "line 2 "),

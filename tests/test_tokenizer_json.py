@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as HuggingFace
 
 from torchtitan_lite.config.schema import ConfigError
-from torchtitan_lite.data import tokenizer_json
+from torchtitan_lite.data import tokenizer_files
 from torchtitan_lite.data.byte_level_bpe import PATTERNS, NotForTiktoken, choose_ranks, spell_bytes
 from torchtitan_lite.data.tokenizer import MAX_CHARACTERS, Tokenizer, load_tokenizer, pack
 from torchtitan_lite.data.tokenizer_files import read_vocabulary
@@ -21,7 +21,7 @@ EOS, IM_END = "<|endoftext|>", "<|im_end|>"
 
 # ---------------------------------------------------------------- vocabularies, as the published ones are made
 
-LLAMA3 = (
+LLAMA3 = (  # as published, in one piece
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -40,14 +40,13 @@ def split(pattern: str, behavior: str = "isolated", invert: bool = False):
     return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def byte_level(use_regex: bool = True):
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+def byte_level():
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
 RUNS_OF_SPACES = [AddedToken(text, normalized=True) for text in ("  ", "    ", "        ", "  end", "né")]
 THINKING = [AddedToken(text, normalized=False) for text in ("<think>", "</think>", "<think>now", "<|endo", "end")]
 LSTRIP = [AddedToken("<think>", lstrip=True, rstrip=True, normalized=False)]
-CHINESE = Regex("[一-龥]+")
 STYLES = {  # pre-tokenizer | normalizer | added tokens that texts may hold | ignore_merges | tiktoken encodes
     "GPT-2": (byte_level(), None, [], False, True),
     "Llama 3": (split(LLAMA3), None, [], True, True),
@@ -56,8 +55,6 @@ STYLES = {  # pre-tokenizer | normalizer | added tokens that texts may hold | ig
     "both kinds": (split(QWEN), None, THINKING + RUNS_OF_SPACES, True, True),
     "GPT-4o": (split(GPT4O, "removed", True), None, [], False, True),
     "SmolLM": (pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level()]), None, [], False, False),
-    "DeepSeek": (pre_tokenizers.Sequence([pre_tokenizers.Split(CHINESE, "isolated"), byte_level()]), None, [], 0, 0),
-    "no words": (byte_level(use_regex=False), None, [], True, False),
     "lowercase": (byte_level(), normalizers.Lowercase(), [], False, False),
     "stripped": (split(QWEN), None, LSTRIP, False, False),
 }
@@ -172,7 +169,7 @@ def encode_with(oracle: HuggingFace, text: str) -> list[int]:
 def test_ids_are_those_of_hugging_face(style, contents, tmp_path):
     ours, oracle = load_both(tmp_path, contents[style])
     assert (ours.vocabulary.for_package is None) == bool(STYLES[style][-1])
-    texts = ["", *SCRIPTS, *draw_texts(800, seed=1), read_training_text()[0]]
+    texts = ["", *SCRIPTS, *draw_texts(300, seed=1), read_training_text()[0]]
     texts += [" qzxqzx qzxqzxa", "x  end   end", "né ne\u0301", *NUMBERS, "<think>now" * 3, "a\u0301\u0323" * 9]
     for text in texts:
         assert ours.encode(text) == encode_with(oracle, text), repr(text)
@@ -188,7 +185,7 @@ def test_ids_are_those_of_hugging_face(style, contents, tmp_path):
     assert ours.decode(ours.encode("a\ud800b")) == "a\ufffdb"  # a lone surrogate
 
 
-@pytest.mark.parametrize("style", ["GPT-2", "Llama 3", "Qwen", "GPT-4o"])
+@pytest.mark.parametrize("style", ["GPT-2", "Llama 3"])  # by merges, and whole words first
 def test_very_long_words_have_the_ids_of_hugging_face(style, contents, tmp_path):
     ours, oracle = load_both(tmp_path, contents[style])
     letters = "".join(random.Random(2).choices("abcdeinorst", k=20_000))
@@ -196,15 +193,14 @@ def test_very_long_words_have_the_ids_of_hugging_face(style, contents, tmp_path)
         assert ours.encode(text) == encode_with(oracle, text), text[:9]
 
 
-@pytest.mark.parametrize("style", ["Qwen", "SmolLM"])
-def test_every_piece_of_a_very_long_text_is_encoded_by_itself(style, contents, tmp_path):
-    ours, oracle = load_both(tmp_path, contents[style])
+def test_every_piece_of_a_very_long_text_is_encoded_by_itself(contents, tmp_path):
+    ours, oracle = load_both(tmp_path, contents["Qwen"])
     text = "<think>\u0301 e" * 60_000
     pieces = [text[at : at + MAX_CHARACTERS] for at in range(0, len(text), MAX_CHARACTERS)]
     assert len(pieces) > 1 and ours.encode(text) == sum((encode_with(oracle, piece) for piece in pieces), [])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sentencepiece() -> dict:
     """As Llama 2 and Mistral 7B have it: "▁" for spaces, bytes for what is not in the vocabulary, <s> before a text."""
     letters = ["<unk>", "<s>", EOS, *(f"<0x{n:02X}>" for n in range(256)), "▁", *"abcdelnorst", "▁t", "▁a", "en"]
@@ -225,13 +221,16 @@ def test_a_sentencepiece_vocabulary_has_the_ids_of_hugging_face(sentencepiece, t
         assert ours.decode(ours.encode(text)) == " " + text
     n_bytes = ours.bytes_of_tokens()
     assert ours.bos_id == 1 and n_bytes[1] == 0 and n_bytes[oracle.token_to_id("▁t")] == 2 and n_bytes[3 + 0xE9] == 1
+    sentencepiece["model"]["vocab"]["<0xZZ>"] = len(sentencepiece["model"]["vocab"])  # looks like a byte, and is none
+    ours = load_tokenizer(write_json(tmp_path, sentencepiece))
+    assert ours.decode([ours.vocab_size - 1]) == "<0xZZ>"
 
 
-@pytest.mark.parametrize("style", ["SmolLM", "lowercase", "stripped", "sentencepiece"])
+@pytest.mark.parametrize("style", ["SmolLM", "sentencepiece"])
 def test_without_the_package_what_tiktoken_cannot_do_is_refused_and_the_extra_named(
     style, contents, sentencepiece, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(tokenizer_json, "PackageTokenizer", None)
+    monkeypatch.setattr(tokenizer_files, "PackageTokenizer", None)
     folder = write_json(tmp_path, (contents | {"sentencepiece": sentencepiece})[style])
     with pytest.raises(ConfigError, match="extra `hf`"):
         read_vocabulary(str(folder))
@@ -273,9 +272,8 @@ def test_every_character_is_of_the_same_kind_in_both_engines(kind):
     text = "".join(f"'{character}" for character in CHARACTERS)
     expected = pre_tokenizers.Split(Regex(kind), "removed", invert=True).pre_tokenize_str(text)  # the matches only
     encoding = make_encoding(kind, {bytes([n]): n for n in range(256)})
-    found = b"".join(
-        bytes(encoding.encode_ordinary(part)) for part in (text[: MAX_CHARACTERS - 1], text[MAX_CHARACTERS - 1 :])
-    )
+    halves = (text[: MAX_CHARACTERS - 1], text[MAX_CHARACTERS - 1 :])
+    found = b"".join(bytes(encoding.encode_ordinary(half)) for half in halves)
     assert found.decode() == "".join(word for word, _ in expected)
 
 
@@ -286,7 +284,7 @@ WORDS = ["".join(letters) for n in range(1, 7) for letters in itertools.product(
 
 
 def draw_merges(rng: random.Random) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """A small vocabulary over a, b, c: trained order, or disturbed in one of the ways that files are."""
+    """A small vocabulary over a, b, c: in trained order, or disturbed in one of the ways that files are."""
     tokens, pairs = list("abc"), []
     for _ in range(rng.randint(2, 12)):
         pair = (rng.choice(tokens), rng.choice(tokens))
@@ -337,23 +335,7 @@ def test_merges_that_are_taken_give_the_same_ids_for_every_word():
     assert n_unlike > n_refused / 2, "most of what is refused would be wrong"
 
 
-BAD_MERGES = [  # merges | tokens after the bytes | ignore_merges
-    ("b c, a b", "ab bc", False),
-    ("ab c, a b", "ab abc", False),
-    ("b c", "bc abc", True),
-    ("b c, a b, ab c", "bc ab abc", False),  # in the order of ids; yet "abc" comes to a bc, which no merge joins
-]
-
-
-@pytest.mark.parametrize(("merges", "tokens", "whole"), BAD_MERGES)
-def test_merges_that_ranks_cannot_stand_for_are_refused(merges, tokens, whole):
-    pairs = [tuple(merge.split(" ")) for merge in merges.split(", ")]
-    vocab = {token: n for n, token in enumerate([*SPELLINGS, *tokens.split()])}
-    with pytest.raises(NotForTiktoken):
-        choose_ranks(vocab, pairs, whole=whole)
-
-
-def test_ids_may_have_gaps_and_the_bytes_may_stand_anywhere(contents, tmp_path):
+def test_ids_may_have_gaps_and_any_order_and_a_token_that_no_merge_makes_is_only_decoded(contents, tmp_path):
     content = json.loads(json.dumps(contents["GPT-2"]))
     vocab, numbers = content["model"]["vocab"], list(range(256))
     random.Random(6).shuffle(numbers)
@@ -362,25 +344,16 @@ def test_ids_may_have_gaps_and_the_bytes_may_stand_anywhere(contents, tmp_path):
     for token in vocab.keys() - SPELLINGS.keys():
         vocab[token] = 3 * vocab[token] + 1
     content["added_tokens"] = []
-    vocab[EOS] = 9000
+    vocab |= {EOS: 9000, "Ġqzxqzx": 8000, "▁x": 8001}
     ours, oracle = load_both(tmp_path, content)
-    for text in SCRIPTS:
+    for text in [*SCRIPTS, " qzxqzx ▁x"]:
         assert ours.encode(text) == encode_with(oracle, text)
         assert ours.decode(ours.encode(text)) == text
+    assert ours.decode([8000, 8001]) == " qzxqzx▁x" and ours.bytes_of_tokens()[8000:8002] == [7, 4]
     assert ours.vocab_size == 9001 and ours.eos_id == 9000 and len(ours.bytes_of_tokens()) == 9001
     assert ours.bytes_of_tokens()[8999] == 0
     with pytest.raises(KeyError):
         ours.decode([8999])
-
-
-def test_a_token_that_no_merge_makes_is_decoded_and_never_encoded(contents, tmp_path):
-    content = json.loads(json.dumps(contents["GPT-2"]))
-    content["model"]["vocab"] |= {"Ġqzxqzx": 900, "▁x": 901}
-    content["added_tokens"] = []
-    content["model"]["vocab"][EOS] = 902
-    ours, oracle = load_both(tmp_path, content)
-    assert ours.encode(" qzxqzx ▁x") == encode_with(oracle, " qzxqzx ▁x") != [900, 901]
-    assert ours.decode([900, 901]) == " qzxqzx▁x" and ours.bytes_of_tokens()[900:902] == [7, 4]
 
 
 # ---------------------------------------------------------------- what is refused
@@ -435,21 +408,11 @@ HARMLESS = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value"), HARMLESS)
-def test_what_changes_no_id_is_taken(path, value, contents, tmp_path):
+def test_what_changes_no_id_is_taken(contents, tmp_path):
     plain = load_tokenizer(write_json(tmp_path / "plain", contents["Qwen"]))
-    changed = load_tokenizer(write_json(tmp_path / "changed", change(contents["Qwen"], path, value)))
-    for text in SCRIPTS:
-        assert changed.encode(text) == plain.encode(text)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"[1]", b"{", b"version https://git-lfs.github.com/spec/v1\n", b"\xff\xfe", b"{}"]
-)
-def test_a_file_that_is_something_else_is_refused(content, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(ConfigError, match="JSON|no model"):
-        read_vocabulary(str(tmp_path))
+    for path, value in HARMLESS:
+        changed = load_tokenizer(write_json(tmp_path / "changed", change(contents["Qwen"], path, value)))
+        assert [changed.encode(text) for text in SCRIPTS] == [plain.encode(text) for text in SCRIPTS], path
 
 
 # ---------------------------------------------------------------- BOS, EOS, identity, files
@@ -532,13 +495,16 @@ def test_identity_changes_with_the_file_and_with_bos_and_eos(contents, tmp_path)
     assert load_tokenizer(folders[0]).identity != first
 
 
-def test_of_both_files_in_a_folder_tokenizer_json_is_read_unless_the_other_is_named(contents, tmp_path):
-    folder = write_json(tmp_path, contents["Qwen"])
+def test_of_both_files_in_a_folder_tokenizer_json_is_read_unless_the_other_is_named(contents, tmp_path, monkeypatch):
+    folder = write_json(tmp_path / "bytes", contents["Qwen"])
     shipped = Path(load_tokenizer("assets/tokenizer").vocabulary.path)
     (folder / "tokenizer.model").write_bytes(shipped.read_bytes())
     assert load_tokenizer(folder).vocab_size == 806
     assert load_tokenizer(folder / "tokenizer.json").vocab_size == 806
     assert load_tokenizer(folder / "tokenizer.model").vocab_size == 2304
+    monkeypatch.chdir(tmp_path)
+    assert load_tokenizer("./bytes").vocab_size == 806
+    assert load_tokenizer("bytes").vocab_size == 258  # the word
 
 
 def test_plain_bytes_are_the_bytes_of_the_text():
@@ -549,10 +515,3 @@ def test_plain_bytes_are_the_bytes_of_the_text():
     assert ours.encode("a", bos=True, eos=True) == [256, 97, 257] and ours.vocab_size == 258
     assert ours.bytes_of_tokens() == [1] * 256 + [0, 0]
     assert ours.identity == load_tokenizer("bytes").identity
-
-
-def test_a_folder_that_is_called_bytes_can_be_named_too(contents, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_json(tmp_path / "bytes", contents["Qwen"])
-    assert load_tokenizer("./bytes").vocab_size == 806
-    assert load_tokenizer("bytes").vocab_size == 258

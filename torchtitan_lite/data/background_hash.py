@@ -4,7 +4,7 @@ A token with a flipped bit is a token; only the SHA-256 in the corpus' manifest 
 takes minutes, so the first step does not wait for it:
 
     rank 0 of the host     steps      |--1--|--2--|--3--| ...  `check` raises what the thread has found
-                           thread      #    #    #    #        1 MiB hashed, then a rest 19 times as long
+                           thread      #    #    #    #        hash 1 MiB, then sleep 19 times as long
     rank 1 of the host     ...                                 another part of the files
 
 The thread takes at most 5 % of a core, 80 MiB/s where a core hashes 1.6 GiB/s: 100 GB take three minutes on a host of
@@ -32,9 +32,9 @@ class BackgroundHash:
 
     def __init__(self, corpora: Iterable[Corpus], *, part: int, n_parts: int):
         """Of the files of `corpora`, this process hashes part `part` of `n_parts`."""
-        hashes = {path: sha256 for corpus in corpora for path, sha256 in corpus.unhashed.items()}
-        by_kind = sorted(hashes, key=lambda path: (path.suffix, path))  # each part gets large files and small ones
-        self.hashes = {path: hashes[path] for path in by_kind[part::n_parts]}
+        files = {file for corpus in corpora for file in corpus.unhashed.items()}
+        by_kind = sorted(files, key=lambda file: (file[0].suffix, file))  # each part gets large files and small ones
+        self.hashes = dict(by_kind[part::n_parts])
         self.leaving = Event()
         self.n_hashed = 0
         self.result: Future[None] | None = None
@@ -46,7 +46,7 @@ class BackgroundHash:
         return self
 
     def check(self) -> None:
-        """Raises CorpusError for a damaged file that was found until now."""
+        """Raise CorpusError if the thread has found a damaged file."""
         if self.result is not None and self.result.done():
             self.result.result()
 

@@ -22,9 +22,9 @@ import platform
 import shutil
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 VALIDATION_SHARE_OF_DATASETS = 0.02
 MAX_OPEN_SHARDS = 32  # two files each, and a process may often have no more than 1,024
 CHECKED_BORDERS = 2**17  # read at once: 1 MiB
+PIECE_BYTES, N_PIECES = 2**18, 64  # of a flat file that are hashed
 
 
 class NumberFile:
@@ -99,21 +100,16 @@ class ShardFiles:
 
 
 class OpenShard:
-    """The files of one shard, opened."""
+    """The files of one shard, opened. Raises CorpusError."""
 
-    def __init__(self, files: ShardFiles, dtype: torch.dtype, *, is_checked: bool):
-        """Raises CorpusError. `is_checked`: the borders of documents were checked before."""
+    def __init__(self, files: ShardFiles, dtype: torch.dtype):
         self.dtype, self.separator_id = dtype, files.separator_id
         self.tokens = NumberFile(files.tokens, files.n_tokens, dtype.itemsize)
-        self.borders = None
-        if files.documents:
-            self.borders = NumberFile(files.documents, files.n_documents + 1, 8)
-            if not is_checked:
-                self.check_borders()
+        self.borders = NumberFile(files.documents, files.n_documents + 1, 8) if files.documents else None
 
     def check_borders(self) -> None:
         """Raises CorpusError unless the borders of documents rise from 0 to the number of tokens."""
-        n, n_tokens, before = self.borders.n, self.tokens.n, torch.tensor([-1])
+        n, n_tokens, before = len(self.borders), len(self.tokens), torch.tensor([-1])
         for first in range(0, n, CHECKED_BORDERS):
             content = self.borders.read(first, min(first + CHECKED_BORDERS, n))
             borders = torch.frombuffer(bytearray(content), dtype=torch.int64)  # a number above 2**63 is negative
@@ -129,10 +125,10 @@ class OpenShard:
             before = borders[-1:]
 
     def find_documents(self, start: int, stop: int) -> list[int]:
-        """Return the places in start .. stop-1 where a document begins."""
+        """Return the positions in start .. stop-1 where a document begins."""
         if self.borders is not None:
             first = bisect_left(self.borders, start)
-            last = bisect_left(self.borders, stop, first, min(self.borders.n, first + stop - start))
+            last = bisect_left(self.borders, stop, first, min(len(self.borders), first + stop - start))
             return memoryview(self.borders.read(first, last)).cast("Q").tolist()
         first = max(start - 1, 0)
         ids = torch.frombuffer(bytearray(self.tokens.read(first, stop)), dtype=self.dtype).long()
@@ -143,21 +139,15 @@ class OpenShard:
 class Corpus:
     """One row of tokens in shards. Any thread may read it."""
 
-    def __init__(
-        self,
-        name: str,
-        identity: str,
-        dtype: torch.dtype,
-        shards: list[ShardFiles],
-        unhashed: Mapping[Path, str] | None = None,
-    ):
+    def __init__(self, name: str, identity: str, dtype: str, shards: list[ShardFiles], unhashed: Mapping[Path, str]):
         self.name = name  # as in training.dataset
         self.identity = identity  # two corpora share it only if all their tokens and documents are equal
-        self.dtype, self.shards = dtype, shards  # uint16 or uint32
-        self.unhashed = unhashed or {}  # files that were not hashed when it was opened, with their SHA-256
+        self.dtype, self.shards = getattr(torch, dtype), shards  # uint16 or uint32
+        self.unhashed = unhashed  # files that were not hashed when it was opened, with their SHA-256
         self.starts = [0, *accumulate(shard.n_tokens for shard in shards)]
         self.n_tokens = self.starts.pop()
-        self.open_shard = lru_cache(maxsize=MAX_OPEN_SHARDS)(partial(open_shard, shards, dtype, set()))
+        self.checked: set[int] = set()  # shards whose borders were checked
+        self.open_shard = lru_cache(maxsize=MAX_OPEN_SHARDS)(self._open_shard)
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return tokens start .. stop-1, int64, and whether each is its document's first, bool; both (stop - start,).
@@ -167,22 +157,22 @@ class Corpus:
         assert 0 <= start < stop <= self.n_tokens, f"{start} to {stop} of {self.n_tokens} tokens"
         ids, begins = bytearray(), bytearray(stop - start)
         index = bisect_right(self.starts, start) - 1
-        place = start
-        while place < stop:
+        position = start
+        while position < stop:
             shard, offset = self.open_shard(index), self.starts[index]
-            end = min(stop, offset + self.shards[index].n_tokens)
-            ids += shard.tokens.read(place - offset, end - offset)
-            for document in shard.find_documents(place - offset, end - offset):
+            end = min(stop, offset + len(shard.tokens))
+            ids += shard.tokens.read(position - offset, end - offset)
+            for document in shard.find_documents(position - offset, end - offset):
                 begins[offset + document - start] = True
-            place, index = end, index + 1
+            position, index = end, index + 1
         return torch.frombuffer(ids, dtype=self.dtype).long(), torch.frombuffer(begins, dtype=torch.bool)
 
-
-def open_shard(shards: Sequence[ShardFiles], dtype: torch.dtype, checked: set[int], index: int) -> OpenShard:
-    """Open shard `index`; check its borders, unless it is in `checked`, and add it there. Raises CorpusError."""
-    shard = OpenShard(shards[index], dtype, is_checked=index in checked)
-    checked.add(index)
-    return shard
+    def _open_shard(self, index: int) -> OpenShard:
+        shard = OpenShard(self.shards[index], self.dtype)
+        if shard.borders and index not in self.checked:
+            shard.check_borders()
+            self.checked.add(index)
+        return shard
 
 
 def open_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, *, split: str = "train") -> Corpus:
@@ -198,9 +188,6 @@ def open_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, *, split: s
     return open_flat(name, tokenizer)
 
 
-# ---------------------------------------------------------------- prepared
-
-
 def open_prepared(name: str, folder: Path, split: str) -> Corpus:
     manifest = read_manifest(folder)
     shards = manifest.splits[SPLITS[split]]
@@ -211,8 +198,7 @@ def open_prepared(name: str, folder: Path, split: str) -> Corpus:
         for s in shards
     ]
     unhashed = check_small(folder, manifest, split)
-    identity = f"{manifest.identity} {SPLITS[split]}"
-    corpus = Corpus(name, identity, getattr(torch, manifest.dtype), files, unhashed)
+    corpus = Corpus(name, f"{manifest.identity} {SPLITS[split]}", manifest.dtype, files, unhashed)
     for index in range(len(files)) if not unhashed else ():  # a small corpus is checked as a whole
         corpus.open_shard(index)
     return corpus
@@ -250,27 +236,16 @@ def find_fault(folder: Path) -> CorpusError | None:
     return None
 
 
-# ---------------------------------------------------------------- flat
-
-PIECE_BYTES, N_PIECES = 2**18, 64
-
-
 def open_flat(name: str, tokenizer: Tokenizer) -> Corpus:
     """Open a file of token ids and nothing else. Documents end with the tokenizer's EOS."""
     path = Path(name)
     dtype, n_tokens = measure_flat(path, tokenizer.vocab_size)
-    identity = f"{n_tokens} tokens of {dtype}, documents end with {tokenizer.eos_id}, SHA-256 {hash_pieces(path)}"
-    shard = ShardFiles(path, n_tokens, separator_id=tokenizer.eos_id)
-    return Corpus(name, identity, getattr(torch, dtype), [shard])
-
-
-def hash_pieces(path: Path) -> str:
-    """Return the SHA-256 of pieces all over a file: of all of a small one; all of a large one would take too long."""
-    digest = hashlib.sha256()
-    n_bytes = path.stat().st_size
+    # Of a large file only pieces all over it are hashed: all of it would take too long.
+    digest, n_bytes = hashlib.sha256(), path.stat().st_size
     stride = max(PIECE_BYTES, n_bytes // N_PIECES)
     with open(path, "rb", buffering=0) as file:
         for start in [*range(0, n_bytes, stride), max(0, n_bytes - PIECE_BYTES)]:
             file.seek(start)
             digest.update(file.read(PIECE_BYTES))
-    return digest.hexdigest()
+    identity = f"{n_tokens} tokens of {dtype}, documents end with {tokenizer.eos_id}, SHA-256 {digest.hexdigest()}"
+    return Corpus(name, identity, dtype, [ShardFiles(path, n_tokens, separator_id=tokenizer.eos_id)], unhashed={})

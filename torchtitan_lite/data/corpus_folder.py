@@ -8,7 +8,7 @@ A prepared corpus is a folder:
 
     manifest.json            all files with sizes and SHA-256; written last
     train-00000.tokens       token ids, little-endian, document after document
-    train-00000.documents    uint64: the place of each document's first token; the last entry is the number of tokens
+    train-00000.documents    uint64: the position of each document's first token; the last entry is the number of tokens
     held_out-00000.tokens    the documents for validation, chosen by a hash of their text
     sources.jsonl            the files that were read, one JSON object per line
 
@@ -108,21 +108,20 @@ def parse_manifest(folder: Path) -> CorpusManifest:
     except ValueError as error:
         remedy = AGAIN if os.access(path, os.R_OK) else ""
         raise CorpusError(f"{path} {error}, so this is no prepared corpus", remedy) from None
-    if type(content.get("format")) is not int or content["format"] != FORMAT:
-        raise CorpusError(f"{path} is not of format {FORMAT}, the only one known here", AGAIN)
     try:
         manifest = parse_content(content)
-        is_unchanged = manifest.identity == content["identity"]
+        if manifest.identity != content["identity"]:
+            raise ValueError("it was changed, since its hashes do not match its identity")
     except (KeyError, TypeError, ValueError) as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__} "
         raise CorpusError(f"{path} is not what prepare writes: {kind}{error}", AGAIN) from None
-    if not is_unchanged:
-        raise CorpusError(f"{path} was changed: its hashes do not match its identity", AGAIN)
     return manifest
 
 
 def parse_content(content: dict[str, Any]) -> CorpusManifest:
     """Raises KeyError, TypeError or ValueError for what `dump_manifest` would not write."""
+    if type(content["format"]) is not int or content["format"] != FORMAT:
+        raise ValueError(f"its format is not {FORMAT}, the only one known here")
     if content["dtype"] not in BYTES_OF:
         raise ValueError(f"dtype is {content['dtype']!r:.60}")
     splits = {name: [Shard(**raw) for raw in content["splits"][name]] for name in SPLITS.values()}

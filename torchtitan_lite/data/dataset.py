@@ -8,8 +8,8 @@ A corpus is one long row of tokens, document after document, cut into samples of
     sample 2   i j k l      targets j k l -
     sample 3   m n . .      targets n - - -         the tail is padded
 
-So each token but a document's first is a target once per epoch. sampler.py says which samples a step takes; ranks
-share a step by rows:
+So each token but a document's first is a target once per epoch. Step s takes the samples that `Sampler` chooses for
+draws s*B .. s*B + B-1, in an order that is shuffled without a table. Ranks share a step by rows:
 
     global batch of step s     4 ranks    2 ranks    1 rank
     row 0   sample 5121        rank 0     rank 0     rank 0
@@ -23,6 +23,8 @@ all tp and pp ranks of one replica read the same rows. Traffic between ranks: no
 Legend: B sequences, S tokens per sequence.
 """
 
+import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,8 +35,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.corpus_folder import CorpusError
-from torchtitan_lite.data.sampler import Sampler, place_in_parts
+from torchtitan_lite.data.corpus_folder import CorpusError, split_round
 from torchtitan_lite.model.head import IGNORE_INDEX
 
 
@@ -112,6 +113,91 @@ class SampleReader:
             )
 
 
+# ---------------------------------------------------------------- order
+
+
+class Sampler:
+    """The samples of one or several sources, in the order in which a run draws them: a pure function of the seed.
+
+    Without weights, all sources are one row of samples, and an epoch has each sample of each source once. With weights,
+    every round of 10,000 draws takes its share from each source, spread over the round by a permutation, and each
+    source has epochs of its own.
+    """
+
+    def __init__(self, n_samples: Sequence[int], *, weights: Sequence[float] = (), seed: int):
+        """`n_samples` of each source; `weights`, one for each, need not add up to 1."""
+        self.n_samples, self.weights, self.seed = list(n_samples), weights, seed
+        if weights:
+            counts = split_round(weights)  # draws of each source per round
+            n = sum(counts)
+            self.counts = torch.tensor(counts)
+            # Source of each draw of a round, and how often that source was drawn from before in the round.
+            self.sources, turns = place_in_parts(feistel_permute(torch.arange(n), n, key=f"{seed} round"), counts)
+            self.turns = torch.empty_like(turns)
+            for source, count in enumerate(counts):
+                self.turns[self.sources == source] = torch.arange(count)
+
+    def choose(self, draws: Tensor) -> list[tuple[int, int]]:
+        """Return (source, sample) of each of `draws`, (n,) int64."""
+        if not self.weights:
+            sources, samples = place_in_parts(self._permute(draws, sum(self.n_samples), name="all"), self.n_samples)
+        else:
+            rounds, places = draws // len(self.sources), draws % len(self.sources)
+            sources = self.sources[places]
+            turns = rounds * self.counts[sources] + self.turns[places]  # draws from its source before, in the whole run
+            samples = torch.empty_like(draws)
+            for source in sources.unique().tolist():
+                own = sources == source
+                samples[own] = self._permute(turns[own], self.n_samples[source], name=f"source {source}")
+        return list(zip(sources.tolist(), samples.tolist(), strict=True))
+
+    def _permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
+        """Send each draw d to its place: permutation number d // n, applied to d % n."""
+        places = torch.empty_like(draws)
+        for epoch in (draws // n).unique().tolist():
+            in_epoch = draws // n == epoch
+            places[in_epoch] = feistel_permute(draws[in_epoch] % n, n, key=f"{self.seed} {name} {epoch}")
+        return places
+
+
+def place_in_parts(places: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return part, and place in it, of `places` in parts of these sizes laid end to end; (n,) int64 each."""
+    ends = torch.tensor(list(accumulate(sizes)))
+    parts = torch.searchsorted(ends, places, right=True)
+    return parts, places - (ends - torch.tensor(sizes))[parts]
+
+
+def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
+    """Return where a permutation of 0 .. n-1, chosen by `key`, sends each `index` (any shape, int64).
+
+    A Feistel network on the cells of the smallest square that holds n: each round adds a hash of the column to the row,
+    modulo the side, and swaps the two. The column could be used to subtract that hash again, so a round is one-to-one
+    for any hash, and no table of n entries is needed. A cell outside 0 .. n-1 is permuted again until it is inside
+    ("cycle walking"), which stays one-to-one. Luby & Rackoff 1988; Black & Rogaway 2002.
+    """
+    side = math.isqrt(n - 1) + 1
+    row, column = index // side, index % side
+    for round_number in range(6):
+        round_key = hashlib.blake2b(f"{key} {round_number}".encode(), digest_size=4).digest()
+        hashed = hash_32_bits(column ^ int.from_bytes(round_key, "big"))
+        row, column = column, (row + hashed) % side
+    permuted = row * side + column
+    outside = permuted >= n
+    if outside.any():
+        permuted[outside] = feistel_permute(permuted[outside], n, key=key)
+    return permuted
+
+
+def hash_32_bits(x: Tensor) -> Tensor:
+    """Mix the bits of numbers below 2**32. The factor is below 2**27, so no product overflows int64."""
+    x = (x ^ (x >> 16)) * 0x45D9F3B & 0xFFFFFFFF
+    x = (x ^ (x >> 16)) * 0x45D9F3B & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+# ---------------------------------------------------------------- batches of a run
+
+
 class SampleStream:
     """The global batches of a run. `batch` keeps no state: any step, any rows, in any order, from any thread."""
 
@@ -120,15 +206,9 @@ class SampleStream:
         self.sampler = Sampler(reader.n_samples, weights=weights, seed=seed)
         names = [Path(corpus.name).name for corpus in reader.corpora]  # a corpus may move to another folder
         # Two streams with equal facts have the same samples in the same order; checkpoints keep them.
-        self.facts = {
-            "dataset": names,
-            "dataset_weights": list(weights),
-            "seq_len": reader.seq_len,
-            "seed": seed,
-        } | {
-            f"data of corpus {number} ({name})": corpus.identity
-            for number, (name, corpus) in enumerate(zip(names, reader.corpora, strict=True), 1)
-        }
+        self.facts = {"dataset": names, "dataset_weights": list(weights), "seq_len": reader.seq_len, "seed": seed}
+        for number, (name, corpus) in enumerate(zip(names, reader.corpora, strict=True), 1):
+            self.facts[f"data of corpus {number} ({name})"] = corpus.identity
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return rows `rows` of the global batch of `step`, counted from 0. Raises CorpusError."""

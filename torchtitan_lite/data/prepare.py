@@ -46,7 +46,7 @@ from torchtitan_lite.data.corpus_folder import (
     choose_dtype,
     dump_manifest,
 )
-from torchtitan_lite.data.shards import FinishedUnit, Recipe, make_unit
+from torchtitan_lite.data.shards import Recipe, make_unit
 from torchtitan_lite.data.text_files import Part, PreparationError, Source, Tally, find_sources
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.processes import end_with_parent
@@ -81,14 +81,7 @@ class Plan:
         return not (self.work / "corpus").exists() and (self.out / MANIFEST).is_file()
 
 
-@dataclass(frozen=True)
-class PreparedCorpus:
-    folder: Path
-    manifest: CorpusManifest
-    tally: Tally
-
-
-def prepare_files(files: Iterable[Path], out: Path, tokenizer: Tokenizer, *, validation_share: float) -> PreparedCorpus:
+def prepare_files(files: Iterable[Path], out: Path, tokenizer: Tokenizer, *, validation_share: float) -> CorpusManifest:
     """Prepare `files` into the folder `out`, in this process. What another plan left there is deleted.
 
     Raises PreparationError, Unfinished.
@@ -96,7 +89,7 @@ def prepare_files(files: Iterable[Path], out: Path, tokenizer: Tokenizer, *, val
     plan = make_plan(find_sources(files)[0], out, Recipe(validation_share), tokenizer)
     with open_work(plan, start_over=True) as missing:
         make_units(plan, missing)
-        return commit(plan)
+        return commit(plan)[0]
 
 
 # ---------------------------------------------------------------- units
@@ -289,43 +282,40 @@ def discard(work: Path) -> None:
 def read_json(path: Path) -> dict | None:
     try:
         return json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError, RecursionError):
+    except (FileNotFoundError, ValueError):
         return None
 
 
-def read_unit(plan: Plan, number: int) -> FinishedUnit | None:
-    """Return a finished unit; None if it is not, or has left out lines that must not be."""
-    record = read_json(plan.work / "units" / f"{number:05}.json")
-    if record is None:
-        return None
-    shards = {split: Shard(**shard) for split, shard in record["shards"].items()}
-    unit = FinishedUnit(shards, Tally(**record["tally"]))
-    return unit if plan.recipe.skip_bad or unit.tally.n_bad_lines == 0 else None
+def read_units(plan: Plan) -> dict[int, tuple[dict[str, Shard], Tally]]:
+    """Return shards by split, and tally, of each finished unit; units that skipped lines only with --skip-bad."""
+    units = {}
+    for number in range(len(plan.units)):
+        if record := read_json(plan.work / "units" / f"{number:05}.json"):
+            shards, tally = record["shards"], Tally(**record["tally"])
+            if plan.recipe.skip_bad or tally.n_bad_lines == 0:
+                units[number] = {split: Shard(**shard) for split, shard in shards.items()}, tally
+    return units
 
 
 def find_missing(plan: Plan) -> list[int]:
-    return [number for number in range(len(plan.units)) if read_unit(plan, number) is None]
+    return sorted(set(range(len(plan.units))) - read_units(plan).keys())
 
 
-def commit(plan: Plan) -> PreparedCorpus:
+def commit(plan: Plan) -> tuple[CorpusManifest, Tally]:
     """Rename the corpus of all units to OUT, in the place of an old one; then delete the work folder.
 
     Raises PreparationError where there is nothing to train on, Unfinished where a shard was changed.
     """
-    units = [read_unit(plan, number) for number in range(len(plan.units))]
-    assert None not in units, "commit is called when every unit is finished"
-    tallies = [unit.tally for unit in units]
-    tally = Tally(
-        *(sum(getattr(tally, name) for tally in tallies) for name in ("n_empty", "n_replaced", "n_bad_lines")),
-        first_bad_line=next((tally.first_bad_line for tally in tallies if tally.first_bad_line), ""),
-    )
+    units = read_units(plan).values()
+    assert len(units) == len(plan.units), "commit is called when every unit is finished"
+    tally = sum((tally for _, tally in units), Tally())
     sources = "".join(json.dumps({"path": s.path, "bytes": s.n_bytes}) + "\n" for s in plan.sources).encode()
     manifest = CorpusManifest(
         dtype=choose_dtype(plan.tokenizer.vocab_size),
         tokenizer_identity=plan.tokenizer.identity,
         vocab_size=plan.tokenizer.vocab_size,
         held_out_share=plan.recipe.validation_share,
-        splits={split: [unit.shards[split] for unit in units if split in unit.shards] for split in SPLITS.values()},
+        splits={split: [shards[split] for shards, _ in units if split in shards] for split in SPLITS.values()},
         sources_sha256=hashlib.sha256(sources).hexdigest(),
     )
     if not manifest.splits["train"]:
@@ -347,7 +337,7 @@ def commit(plan: Plan) -> PreparedCorpus:
     if replaced.exists():
         shutil.rmtree(replaced)
     discard(plan.work)
-    return PreparedCorpus(plan.out, manifest, tally)
+    return manifest, tally
 
 
 def explain_emptiness(plan: Plan, manifest: CorpusManifest, tally: Tally) -> str:
@@ -364,8 +354,8 @@ def explain(error: OSError, plan: Plan) -> str:
     message = f"{error.filename or plan.work} cannot be written ({error.strerror})."
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"{message} What is finished is kept in {plan.work}."
-    units = {number: unit for number in range(len(plan.units)) if (unit := read_unit(plan, number))}
-    n_tokens = sum(shard.n_tokens for unit in units.values() for shard in unit.shards.values())
+    units = read_units(plan)
+    n_tokens = sum(shard.n_tokens for shards, _ in units.values() for shard in shards.values())
     n_bytes_read = sum(count_bytes(plan.units[number]) for number in units)
     tokens_per_byte = n_tokens / n_bytes_read if n_bytes_read else 1  # at most
     width = BYTES_OF[choose_dtype(plan.tokenizer.vocab_size)]

@@ -30,12 +30,6 @@ class Recipe:
     skip_bad: bool = False  # a line without text is counted, and no error
 
 
-@dataclass(frozen=True)
-class FinishedUnit:
-    shards: dict[str, Shard]  # by the name of the split in the files; a split without documents has none
-    tally: Tally
-
-
 def make_unit(work: Path, number: int, parts: list[Part], recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Write the shards of a unit, over what a killed process left of them; then its record.
 
@@ -45,11 +39,12 @@ def make_unit(work: Path, number: int, parts: list[Part], recipe: Recipe, tokeni
     writer: ShardWriter | None = None  # of the current document
     tally = Tally()
     pieces = (read_documents(part, field=recipe.field, skip_bad=recipe.skip_bad, tally=tally) for part in parts)
+    bos, eos = (pack([] if token_id is None else [token_id]) for token_id in (tokenizer.bos_id, tokenizer.eos_id))
     with ExitStack() as open_writers:
         for piece, is_first in chain.from_iterable(pieces):
             if is_first:
                 if writer is not None:
-                    writer.write(pack([tokenizer.eos_id]))
+                    writer.write(eos)
                 if not piece:
                     tally.n_empty += 1
                     writer = None
@@ -61,15 +56,15 @@ def make_unit(work: Path, number: int, parts: list[Part], recipe: Recipe, tokeni
                     open_writers.callback(writers[split].close)
                 writer = writers[split]
                 writer.begin_document()
-                writer.write(pack([] if tokenizer.bos_id is None else [tokenizer.bos_id]))
+                writer.write(bos)
             n_text_bytes = len(piece) if piece.isascii() else len(piece.encode())  # the first is known without looking
             writer.write(tokenizer.encode_packed(piece), n_text_bytes=n_text_bytes)
         if writer is not None:
-            writer.write(pack([tokenizer.eos_id]))
-        unit = FinishedUnit({split: writers[split].finish() for split in sorted(writers)}, tally)
+            writer.write(eos)
+        shards = {split: asdict(writers[split].finish()) for split in sorted(writers)}
     sync_folder(work / "corpus")
     with replace_file(work / "units" / f"{number:05}.json") as file:
-        file.write(json.dumps(asdict(unit)).encode())
+        file.write(json.dumps({"shards": shards, "tally": asdict(tally)}).encode())
 
 
 def choose_split(first_piece: str, validation_share: float) -> str:
@@ -88,7 +83,7 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, name: str, dtype: str):
-        self.name, self.halved, kinds = name, dtype == "uint16", {"tokens": "I", "documents": "Q"}
+        self.name, self.is_uint16, kinds = name, dtype == "uint16", {"tokens": "I", "documents": "Q"}
         self.pending = {kind: array(code) for kind, code in kinds.items()}
         self.digests = {kind: hashlib.sha256() for kind in kinds}
         self.files = {kind: open(folder / f"{name}.{kind}", "wb", buffering=0) for kind in kinds}
@@ -121,15 +116,12 @@ class ShardWriter:
 
     def _flush(self) -> None:
         for kind, numbers in self.pending.items():
-            content = memoryview(halve(numbers.tobytes()) if kind == "tokens" and self.halved else numbers.tobytes())
+            content = memoryview(numbers.tobytes())
+            if kind == "tokens" and self.is_uint16:  # the lower half of each little-endian uint32
+                halves = bytearray(len(content) // 2)
+                halves[0::2], halves[1::2] = content[0::4], content[1::4]
+                content = memoryview(halves)
             self.digests[kind].update(content)
             while content:  # a disk that is nearly full takes a part
                 content = content[self.files[kind].write(content) :]
             del numbers[:]
-
-
-def halve(ids: bytes) -> bytearray:
-    """Return the lower half of each little-endian uint32."""
-    lower = bytearray(len(ids) // 2)
-    lower[0::2], lower[1::2] = ids[0::4], ids[1::4]
-    return lower

@@ -18,17 +18,12 @@ found inside it: so does Hugging Face's library.
 import re
 import unicodedata
 from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
-from os.path import commonprefix
+from collections.abc import Iterator
 from pathlib import Path
 
 import tiktoken
 
-from torchtitan_lite.data.tokenizer_files import read_vocabulary
-from torchtitan_lite.data.tokenizer_json import open_package
+from torchtitan_lite.data.tokenizer_files import open_package, read_vocabulary
 from torchtitan_lite.data.vocabulary import AddedToken, Vocabulary
 
 # A longer text is encoded in pieces of this size: a longer run of spaces overflows the stack of the regular expression.
@@ -37,39 +32,51 @@ MAX_CHARACTERS = 400_000
 
 # tiktoken searches a text for special tokens before it cuts it. Without any, it stops at every character.
 UNUSED = "<|never found|>"
-MAX_NESTED = 32  # groups in a pattern; Python compiles some hundred
 
 
-@dataclass(frozen=True)
 class Tokenizer:
-    vocabulary: Vocabulary
-    encode_plain: Callable[[str], list[int]]  # ids of a text without added tokens, in composed form if need be
-    bos_id: int | None  # begins every document, unless None
-    eos_id: int  # ends every document
-    vocab_size: int  # ids are 0 .. vocab_size - 1; the embedding needs at least as many rows
-    identity: str  # hash of the vocabulary: equal identities give equal ids
-    encode_to_buffer: Callable[[str, frozenset[str]], bytes] | None = None  # as encode_plain, to uint32, where possible
+    """Encodes with tiktoken, or with the package `tokenizers` where that is needed."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.vocabulary = vocabulary
+        self.bos_id = vocabulary.bos_id  # begins every document, unless None
+        self.eos_id = vocabulary.eos_id  # ends every document
+        self.vocab_size = vocabulary.vocab_size  # ids are below; the embedding needs at least as many rows
+        self.identity = vocabulary.identity  # equal identities give equal ids
+        self.bytes_of_id = {id: token for token, id in vocabulary.ranks.items()} | vocabulary.only_decoded
+        self.bytes_of_id |= {token.id: token.text.encode() for token in vocabulary.added}
+        if vocabulary.for_package:
+            self.package = open_package(vocabulary.for_package)
+            self.finders = []  # the package finds added tokens and normalizes
+        else:
+            self.package = None
+            self.encoding = tiktoken.Encoding(
+                "torchtitan_lite",
+                pat_str=vocabulary.pattern,
+                mergeable_ranks=vocabulary.ranks,
+                special_tokens={UNUSED: vocabulary.vocab_size},
+            )
+            of_phases = ([token for token in vocabulary.added if token.normalized == phase] for phase in (False, True))
+            self.finders = [AddedTokenFinder(tokens) for tokens in of_phases]
+        # Whether a text is cut into words as it is.
+        self.is_plain = not (vocabulary.nfc or any(finder.ids for finder in self.finders))
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the ids of `text`. A special token spelled out in it is plain text: a document cannot end itself."""
-        if len(text) <= MAX_CHARACTERS:
-            ids = self._encode_piece(text)
-        else:
-            ids = [token_id for piece in cut(text) for token_id in self._encode_piece(piece)]
-        if bos and self.bos_id is not None:
-            ids.insert(0, self.bos_id)
-        if eos:
-            ids.append(self.eos_id)
-        return ids
+        ids = [self.bos_id] if bos and self.bos_id is not None else []
+        for start in range(0, len(text), MAX_CHARACTERS):
+            ids += self._encode_piece(text[start : start + MAX_CHARACTERS])
+        return ids + [self.eos_id] * eos
 
     def encode_packed(self, text: str) -> bytes:
         """Return the ids of `text`, which has no surrogates, as uint32.
 
         Where tiktoken can fill a buffer, no list of integers is made, which takes a quarter of the time.
         """
-        if self.encode_to_buffer is None or not self._is_plain or len(text) > MAX_CHARACTERS:
+        fill_buffer = self.package is None and getattr(self.encoding._core_bpe, "encode_to_tiktoken_buffer", None)
+        if not fill_buffer or not self.is_plain or len(text) > MAX_CHARACTERS:
             return pack(self.encode(text))
-        return bytes(self.encode_to_buffer(text, frozenset()))
+        return bytes(fill_buffer(text, frozenset()))
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids`, special tokens by name. Bytes that are not UTF-8 become U+FFFD.
@@ -87,41 +94,21 @@ class Tokenizer:
         return counts
 
     def _encode_piece(self, text: str) -> list[int]:
-        if self._is_plain:
-            return self.encode_plain(text)
+        if self.package is not None:
+            # U+FFFD for lone surrogates, as tiktoken reads them
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return self.package.encode(text, add_special_tokens=False).ids
+        if self.is_plain:
+            return self.encoding.encode_ordinary(text)
         ids = []
-        for outer in self._find_first(text):
+        as_it_is, normalized = self.finders
+        for outer in as_it_is.cut(text):
             if isinstance(outer, int):
                 ids.append(outer)
                 continue
-            for inner in self._find_normalized(unicodedata.normalize("NFC", outer) if self.vocabulary.nfc else outer):
-                ids += [inner] if isinstance(inner, int) else self.encode_plain(inner)
+            for inner in normalized.cut(unicodedata.normalize("NFC", outer) if self.vocabulary.nfc else outer):
+                ids += [inner] if isinstance(inner, int) else self.encoding.encode_ordinary(inner)
         return ids
-
-    @cached_property
-    def _is_plain(self) -> bool:
-        """Whether a text is cut into words as it is."""
-        added = () if self.vocabulary.for_package else self.vocabulary.added
-        return not self.vocabulary.nfc and all(token.special for token in added)
-
-    @cached_property
-    def _find_first(self) -> Callable[[str], Iterator[str | int]]:
-        return make_finder([token for token in self.vocabulary.added if not token.normalized])
-
-    @cached_property
-    def _find_normalized(self) -> Callable[[str], Iterator[str | int]]:
-        return make_finder([token for token in self.vocabulary.added if token.normalized])
-
-    @cached_property
-    def bytes_of_id(self) -> dict[int, bytes]:
-        """The bytes of each token, special ones by name. A token may begin or end inside a character."""
-        of_id = {token_id: token for token, token_id in self.vocabulary.ranks.items()}
-        return of_id | dict(self.vocabulary.only_decoded) | {t.id: t.text.encode() for t in self.vocabulary.added}
-
-
-def cut(text: str) -> Iterator[str]:
-    """Yield pieces of MAX_CHARACTERS; the last may be shorter."""
-    return (text[start : start + MAX_CHARACTERS] for start in range(0, len(text), MAX_CHARACTERS))
 
 
 def pack(ids: list[int]) -> bytes:
@@ -131,70 +118,22 @@ def pack(ids: list[int]) -> bytes:
 
 def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
     """Return the tokenizer that `model.hf_assets_path` names. Raises ConfigError."""
-    return make_tokenizer(read_vocabulary(str(hf_assets_path)))
+    return Tokenizer(read_vocabulary(str(hf_assets_path)))
 
 
-def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
-    """Return the tokenizer of a vocabulary, by tiktoken, or by the package `tokenizers` where that is needed."""
-    encode_to_buffer = None
-    if vocabulary.for_package:
-        package = open_package(vocabulary.for_package)
+class AddedTokenFinder:
+    """Cuts texts into the ids of added tokens and the text between them."""
 
-        def encode_plain(text: str) -> list[int]:
-            return package.encode(replace_surrogates(text), add_special_tokens=False).ids
+    def __init__(self, tokens: list[AddedToken]):
+        self.ids = {token.text: token.id for token in tokens if not token.special}
+        longest_first = sorted((token.text for token in tokens), key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first))) if self.ids else None
 
-    else:
-        encoding = tiktoken.Encoding(
-            "torchtitan_lite",
-            pat_str=vocabulary.pattern,
-            mergeable_ranks=vocabulary.ranks,
-            special_tokens={UNUSED: vocabulary.vocab_size},
-        )
-        encode_plain = encoding.encode_ordinary
-        encode_to_buffer = getattr(encoding._core_bpe, "encode_to_tiktoken_buffer", None)
-    v = vocabulary
-    return Tokenizer(v, encode_plain, v.bos_id, v.eos_id, v.vocab_size, v.identity, encode_to_buffer)
-
-
-def replace_surrogates(text: str) -> str:
-    """Return the text with U+FFFD for lone surrogates, as tiktoken reads it."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-# ---------------------------------------------------------------- added tokens
-
-
-def make_finder(tokens: list[AddedToken]) -> Callable[[str], Iterator[str | int]]:
-    """Return a function that cuts a text into the ids of added tokens and the text between them."""
-    special = {token.text for token in tokens if token.special}
-    ids = {token.text: token.id for token in tokens if not token.special}
-    pattern = re.compile(match_longest(sorted(special | ids.keys()))) if ids else None
-
-    def find(text: str) -> Iterator[str | int]:
+    def cut(self, text: str) -> Iterator[str | int]:
         start = 0
-        for match in pattern.finditer(text) if pattern else ():
-            if match.group() not in special:
+        for match in self.pattern.finditer(text) if self.pattern else ():
+            if match.group() in self.ids:  # a special token is plain text
                 yield text[start : match.start()]
-                yield ids[match.group()]
+                yield self.ids[match.group()]
                 start = match.end()
         yield text[start:]
-
-    return find
-
-
-def match_longest(texts: list[str], depth: int = 0) -> str:
-    """Return a regular expression of the longest of `texts` that matches. They are sorted, and no two are equal.
-
-    It is a tree, so that tens of thousands of texts that begin alike are not tried one by one:
-
-        "<s>", "<s_1>", "<s_2>"    ->    <s(?:_(?:1>|2>)|>)
-    """
-    if depth == MAX_NESTED:
-        return f"(?:{'|'.join(map(re.escape, reversed(texts)))})"  # a text is sorted behind its beginnings
-    branches = []
-    for _, group in groupby((text for text in texts if text), key=lambda text: text[0]):
-        alike = list(group)
-        prefix = commonprefix([alike[0], alike[-1]])
-        rest = match_longest([text[len(prefix) :] for text in alike], depth + 1) if len(alike) > 1 else ""
-        branches.append(re.escape(prefix) + rest)
-    return f"(?:{'|'.join(branches)}){'?' if '' in texts[:1] else ''}"

@@ -3,14 +3,14 @@
     bytes               no file: id 0-255 is that byte, 256 begins a document, 257 ends it
     tokenizer.model     as published with Llama 3: a line per token, `<base64 of its bytes> <rank>`; the ids are the
                         ranks, and 256 special tokens follow them
-    tokenizer.json      Hugging Face's file: tokenizer_json.py reads it
+    tokenizer.json      Hugging Face's file: tokenizer_files.py reads it
 
-tokenizer_files.py finds the file that a run names; tokenizer.py encodes with it.
+tokenizer_files.py also finds the file that a run names; tokenizer.py encodes with it.
 """
 
 import hashlib
 from base64 import b64decode
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_lite.config.json_file import read_regular_file
@@ -42,15 +42,14 @@ class Vocabulary:
     bos_id: int | None  # begins every document, unless None
     eos_id: int  # ends every document
     added: tuple[AddedToken, ...] = ()
-    only_decoded: tuple[tuple[int, bytes], ...] = ()  # (id, bytes) of all tokens that are in neither of the two above
+    only_decoded: dict[int, bytes] = field(default_factory=dict)  # all tokens that are in neither of the two above
     nfc: bool = False  # a text is put in Unicode's composed form first
     for_package: bytes | None = None  # content of a tokenizer.json that the package `tokenizers` encodes with
 
     @property
     def vocab_size(self) -> int:
         """The largest id + 1. Some ids below it may have no token."""
-        ids = [*self.ranks.values(), *(token.id for token in self.added), *(id for id, _ in self.only_decoded)]
-        return max(ids) + 1
+        return max(*self.ranks.values(), *(token.id for token in self.added), *self.only_decoded) + 1
 
 
 # ---------------------------------------------------------------- bytes
@@ -132,13 +131,13 @@ def parse_ranks(content: bytes) -> dict[bytes, int]:
             token = b64decode(spelled, validate=True)
             ranks[token] = int(rank)
         except ValueError:
-            why = f"line {number} is not a token in base64 and its rank: {line[:40]!r}"
-            raise VocabularyError(why) from None
+            raise VocabularyError(f"line {number} is not a token in base64 and its rank: {line[:40]!r}") from None
         if len(ranks) != number or int(rank) != number - 1:
             raise VocabularyError(f"line {number} should be a new token of rank {number - 1}: {line[:40]!r}")
         if len(token) > MAX_TOKEN_BYTES:
-            why = f"line {number} is a token of {len(token):,} bytes; at most {MAX_TOKEN_BYTES:,} can be"
-            raise VocabularyError(why)
+            raise VocabularyError(
+                f"line {number} is a token of {len(token):,} bytes, and at most {MAX_TOKEN_BYTES:,} can be"
+            )
     check_bytes(ranks)
     return ranks
 
@@ -154,5 +153,4 @@ def read_content(path: Path, max_bytes: int) -> bytes:
 def check_bytes(ranks: dict[bytes, int]) -> None:
     """Raises VocabularyError where not every text could be encoded."""
     if n_missing := sum(bytes([byte]) not in ranks for byte in range(256)):
-        why = f"{n_missing} of the 256 single bytes are no tokens, so not every text could be encoded"
-        raise VocabularyError(why)
+        raise VocabularyError(f"{n_missing} of the 256 single bytes are no tokens, so not every text could be encoded")

@@ -16,10 +16,9 @@ from torchtitan_lite.components.log import ERASE_LINE
 from torchtitan_lite.config.command_lines import make_prepare_parser
 from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.schema import ConfigError
-from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusError, parse_manifest
+from torchtitan_lite.data.corpus_folder import MANIFEST, SPLITS, CorpusError, parse_manifest
 from torchtitan_lite.data.prepare import (
     SOURCES,
-    PreparedCorpus,
     Unfinished,
     commit,
     count_bytes,
@@ -86,8 +85,21 @@ def prepare(options: argparse.Namespace) -> str:
             make_units(plan, missing, n_processes=n_processes, report=progress.add)
         finally:
             progress.clear()
-        corpus = commit(plan)
-    numbers = count(corpus, left_out)
+        manifest, tally = commit(plan)
+    train, held_out = (manifest.splits[split] for split in SPLITS.values())
+    shards = train + held_out
+    numbers = {
+        "folder": str(plan.out),
+        "identity": manifest.identity,
+        "dtype": manifest.dtype,
+        "documents": sum(shard.n_documents for shard in shards),
+        "documents_held_out": sum(shard.n_documents for shard in held_out),
+        "tokens": sum(shard.n_tokens for shard in shards),
+        "tokens_held_out": sum(shard.n_tokens for shard in held_out),
+        "text_bytes": sum(shard.n_text_bytes for shard in shards),
+        "files_left_out": left_out.total(),
+        **asdict(tally),
+    }
     if options.json:
         return json.dumps(numbers)
     return describe(numbers, left_out, options.out, n_files=len(sources))
@@ -115,24 +127,6 @@ def describe_left_out(left_out: Counter[str]) -> str:
     kinds = ", ".join(f"{n} {suffix}" for suffix, n in left_out.most_common(5))
     more = ", ..." if len(left_out) > 5 else ""
     return f" Left out: {left_out.total()} files that are not known as text ({kinds}{more}); --suffix .x adds a kind."
-
-
-def count(corpus: PreparedCorpus, left_out: Counter[str]) -> dict[str, object]:
-    """Return the numbers of a corpus, for programs."""
-    train, held_out = (corpus.manifest.splits[split] for split in ("train", "held_out"))
-    shards = train + held_out
-    return {
-        "folder": str(corpus.folder),
-        "identity": corpus.manifest.identity,
-        "dtype": corpus.manifest.dtype,
-        "documents": sum(shard.n_documents for shard in shards),
-        "documents_held_out": sum(shard.n_documents for shard in held_out),
-        "tokens": sum(shard.n_tokens for shard in shards),
-        "tokens_held_out": sum(shard.n_tokens for shard in held_out),
-        "text_bytes": sum(shard.n_text_bytes for shard in shards),
-        "files_left_out": left_out.total(),
-        **asdict(corpus.tally),
-    }
 
 
 def describe(n: dict[str, object], left_out: Counter[str], out: str, *, n_files: int) -> str:

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Shard, dump_manifest
-from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.data.sampler import Sampler
+from torchtitan_lite.data.dataset import Batch, Sampler
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.verify.reference import WIDE, build_model, measure_norm
