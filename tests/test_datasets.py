@@ -1,10 +1,8 @@
 """Corpora with a name: prepared once into the cache, by the first process that comes, and again where damaged."""
 
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,6 @@ from torchtitan_lite.data import prepare
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError
 from torchtitan_lite.data.tokenizer import load_tokenizer
-
-UNIT_BYTES = 2000
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +93,6 @@ def flip_bit(path: Path) -> None:
 
 DAMAGE = {
     "cut": lambda folder: os.truncate(folder / "train-00000.tokens", 2),
-    "lost": lambda folder: (folder / "train-00000.documents").unlink(),
     "absent": lambda folder: (folder / "manifest.json").unlink(),
     "flipped": lambda folder: flip_bit(folder / "train-00000.tokens"),
 }
@@ -128,57 +123,45 @@ def test_python_stdlib_is_sources_without_tests_or_installed_packages():
     assert not folders & {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
 
-# A process that opens the dataset "tiny". It says "ready", waits for a line, and tells how many units it made. With
-# `die_after` above 0 it is killed when it has made so many.
-OPEN_IN_PROCESS = """
-import json, os, signal, sys
-from pathlib import Path
-from torchtitan_lite.data import corpus, prepare
-from torchtitan_lite.data.corpus_folder import DATASETS
-from torchtitan_lite.data.tokenizer import load_tokenizer
-
-texts, cache, die_after, unit_bytes = sys.argv[1:]
-DATASETS["tiny"] = lambda: sorted(Path(texts).iterdir())
-prepare.SMALLEST_UNIT_BYTES = int(unit_bytes)
-make_unit, made = prepare.make_unit, []
-
-def count_and_make(*arguments):
-    if len(made) == int(die_after) > 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    make_unit(*arguments)
-    made.append(arguments)
-
-prepare.make_unit = count_and_make
-tokenizer = load_tokenizer("assets/tokenizer")
-print("ready", flush=True)
-sys.stdin.readline()
-identity = corpus.open_corpus("tiny", tokenizer, Path(cache)).identity
-print(json.dumps({"n_made": len(made), "identity": identity}))
-"""
+# ---------------------------------------------------------------- several processes
 
 
-def start_process(texts: Path, cache: Path, *, die_after: int = 0) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", OPEN_IN_PROCESS, str(texts), str(cache), str(die_after), str(UNIT_BYTES)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+def open_and_count(cache: Path, tokenizer, arrived, answers, die_after: int) -> None:
+    """In a forked process: open the corpus "tiny", answer how many units it made; die after `die_after`, if above 0."""
+    make_unit, made = prepare.make_unit, []
+
+    def count_and_make(*arguments):
+        if len(made) == die_after > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        make_unit(*arguments)
+        made.append(arguments)
+
+    prepare.make_unit = count_and_make  # of this process alone
+    arrived.wait(timeout=60)
+    answers.put((open_corpus("tiny", tokenizer, cache).identity, len(made)))
 
 
 def test_processes_that_arrive_together_prepare_once_and_a_killed_ones_work_is_continued(
     files, tokenizer, tmp_path, monkeypatch
 ):
-    texts, cache = files[0].parent, tmp_path / "cache"
-    killed = start_process(texts, cache, die_after=3)
-    killed.communicate("go\n", timeout=120)
-    assert killed.returncode == -signal.SIGKILL
-    assert not list(cache.glob("tiny-*/manifest.json"))
-    processes = [start_process(texts, cache) for _ in range(3)]  # they do not wait for the dead one's lock either
-    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 3
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    answers = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
-    monkeypatch.setattr(prepare, "SMALLEST_UNIT_BYTES", UNIT_BYTES)
-    assert {answer["identity"] for answer in answers} == {open_corpus("tiny", tokenizer, tmp_path / "other").identity}
-    n_units = len(list((tmp_path / "other").glob("tiny-*/train-*.tokens")))
-    assert sorted(answer["n_made"] for answer in answers) == [0, 0, n_units - 3] and n_units > 6
-    assert not list(cache.glob("*.unfinished"))
+    monkeypatch.setattr(prepare, "SMALLEST_UNIT_BYTES", 2000)
+    fork = multiprocessing.get_context("fork")
+    answers = fork.SimpleQueue()
+
+    def start(n_processes: int, die_after: int) -> list:
+        arguments = (tmp_path / "cache", tokenizer, fork.Barrier(n_processes), answers, die_after)
+        processes = [fork.Process(target=open_and_count, args=arguments) for _ in range(n_processes)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=120)
+        return [process.exitcode for process in processes]
+
+    assert start(1, die_after=3) == [-signal.SIGKILL]
+    assert not list(tmp_path.glob("cache/tiny-*/manifest.json"))
+    assert start(3, die_after=0) == [0, 0, 0]  # they do not wait for the dead one's lock either
+    identities, n_made = zip(*(answers.get() for _ in range(3)), strict=True)
+    assert set(identities) == {open_corpus("tiny", tokenizer, tmp_path / "other").identity}
+    n_units = len(list(tmp_path.glob("other/tiny-*/train-*.tokens")))
+    assert sorted(n_made) == [0, 0, n_units - 3] and n_units > 6
+    assert not list(tmp_path.glob("cache/*.unfinished"))

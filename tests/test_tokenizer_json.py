@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
+from test_hostile_vocabulary import change
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HuggingFace
 
@@ -318,7 +319,7 @@ def encode_all_with_merges(vocab: dict[str, int], pairs: list[tuple[str, str]], 
 def test_merges_that_are_taken_give_the_same_ids_for_every_word():
     rng = random.Random(5)
     n_taken = n_refused = n_unlike = n_unmade = 0
-    for _ in range(200):
+    for _ in range(120):
         vocab, pairs = draw_merges(rng)
         whole = rng.random() < 0.5
         expected = encode_all_with_merges(vocab, pairs, whole)
@@ -331,7 +332,7 @@ def test_merges_that_are_taken_give_the_same_ids_for_every_word():
         n_taken += 1
         n_unmade += len(tokens) < len(vocab)
         assert encode_all(vocab, tokens) == expected, (pairs, vocab)
-    assert n_taken > 50 and n_unmade > 10 and n_refused > 10
+    assert n_taken > 30 and n_unmade > 10 and n_refused > 10
     assert n_unlike > n_refused / 2, "most of what is refused would be wrong"
 
 
@@ -356,49 +357,7 @@ def test_ids_may_have_gaps_and_any_order_and_a_token_that_no_merge_makes_is_only
         ours.decode([8999])
 
 
-# ---------------------------------------------------------------- what is refused
-
 MODEL = ("model",)
-SPLIT = ("pre_tokenizer", "pretokenizers", 0)
-REFUSED = [  # what is changed in Qwen's style, to what | a word of the reason
-    ((*MODEL, "type"), "Unigram", "'Unigram'"),
-    ((*MODEL, "dropout"), 0.1, "dropout = 0.1"),
-    ((*MODEL, "vocab"), {"a": 0}, "255 of the 256 single bytes"),
-    ((*MODEL, "vocab", "a"), 0, "one id"),
-    ((*MODEL, "vocab", "a"), -1, "an id from 0"),
-    ((*MODEL, "merges", 0), ["a"], "not two tokens"),
-    ((*MODEL, "merges", 0), "a b c", "not two tokens"),
-    ((*MODEL, "merges", 0), "a Ġqqq", "its vocab lacks"),
-    ((*SPLIT, "pattern", "Regex"), "(", "cannot read it"),
-    (("normalizer",), {"type": "Unheard"}, "'Unheard'"),
-    (("pre_tokenizer",), {"type": ["ByteLevel"]}, "not an object with a type"),
-    (("added_tokens", -1, "id"), 4000, "4000"),
-    (("added_tokens", -1, "content"), "", "is empty"),
-    (("added_tokens", -1, "content"), EOS, EOS),
-    (("added_tokens", -1), {"content": "x"}, "KeyError 'id'"),
-    (("model",), None, "no model"),
-]
-
-
-def change(content: dict, path: tuple, value: object) -> dict:
-    content = json.loads(json.dumps(content))
-    place = content
-    for step in path[:-1]:
-        place = place[step]
-    place[path[-1]] = value
-    return content
-
-
-@pytest.mark.parametrize(("path", "value", "reason"), REFUSED)
-def test_what_tiktoken_cannot_do_exactly_is_refused_by_name(path, value, reason, contents, tmp_path):
-    folder = write_json(tmp_path, change(contents["Qwen"], path, value))
-    with pytest.raises(ConfigError) as error:
-        read_vocabulary(str(folder))
-    (problem,) = error.value.problems
-    assert reason in problem.why and str(folder / "tokenizer.json") in problem.why
-    assert (problem.key, problem.value) == ("model.hf_assets_path", str(folder)) and problem.remedy
-
-
 HARMLESS = [
     ((*MODEL, "unk_token"), "<unk>"),
     ((*MODEL, "fuse_unk"), True),
@@ -444,22 +403,6 @@ def test_eos_is_what_the_files_beside_it_call_so(files, eos, contents, tmp_path)
     assert tokenizer.encode("x", bos=True, eos=True) == [*tokenizer.encode("x"), tokenizer.eos_id]
 
 
-@pytest.mark.parametrize(
-    ("files", "reason"),
-    [
-        ({}, "no tokenizer_config.json, special_tokens_map.json, config.json beside it has eos_token"),
-        ({"tokenizer_config": {"eos_token": "</s>"}}, "EOS token '</s>' is not in its vocabulary"),
-        ({"config": {"eos_token_id": 4000}}, "EOS token 4000 is not in its vocabulary"),
-        ({"config": ["eos_token_id"]}, "config.json beside it is not a JSON object"),
-        ({"tokenizer_config": {"eos_token": EOS, "add_bos_token": True, "bos_token": "<s>"}}, "BOS token '<s>'"),
-    ],
-)
-def test_without_an_eos_token_the_tokenizer_is_refused(files, reason, contents, tmp_path):
-    with pytest.raises(ConfigError) as error:
-        load_tokenizer(write_neighbours(write_json(tmp_path, contents["Qwen"]), **files))
-    assert reason in str(error.value)
-
-
 def test_bos_is_what_the_tokenizer_itself_puts_before_a_text(contents, tmp_path):
     ours, oracle = load_both(tmp_path / "llama", contents["Llama 3"])
     assert ours.encode("a b", bos=True) == oracle.encode("a b").ids and ours.bos_id == oracle.token_to_id(EOS)
@@ -475,14 +418,6 @@ def test_bos_is_what_the_tokenizer_itself_puts_before_a_text(contents, tmp_path)
     assert load_tokenizer(write_neighbours(folder, tokenizer_config=named)).bos_id is None
     named = {"eos_token": EOS, "bos_token": IM_END, "add_bos_token": True}
     assert load_tokenizer(write_neighbours(folder, tokenizer_config=named)).bos_id == 801
-
-
-def test_a_template_with_two_tokens_before_the_text_is_refused(contents, tmp_path):
-    oracle = HuggingFace.from_str(json.dumps(contents["GPT-2"]))
-    special = [(EOS, oracle.token_to_id(EOS))]
-    oracle.post_processor = processors.TemplateProcessing(single=f"{EOS} {EOS} $A", special_tokens=special)
-    with pytest.raises(ConfigError, match="before a text"):
-        load_tokenizer(write_json(tmp_path, json.loads(oracle.to_str())))
 
 
 def test_identity_changes_with_the_file_and_with_bos_and_eos(contents, tmp_path):

@@ -308,7 +308,11 @@ def commit(plan: Plan) -> tuple[CorpusManifest, Tally]:
     """
     units = read_units(plan).values()
     assert len(units) == len(plan.units), "commit is called when every unit is finished"
-    tally = sum((tally for _, tally in units), Tally())
+    tallies = [tally for _, tally in units]
+    tally = Tally(
+        *(sum(getattr(tally, name) for tally in tallies) for name in ("n_empty", "n_replaced", "n_bad_lines")),
+        first_bad_line=next((tally.first_bad_line for tally in tallies if tally.first_bad_line), ""),
+    )
     sources = "".join(json.dumps({"path": s.path, "bytes": s.n_bytes}) + "\n" for s in plan.sources).encode()
     manifest = CorpusManifest(
         dtype=choose_dtype(plan.tokenizer.vocab_size),

@@ -87,15 +87,6 @@ class Tally:
     n_bad_lines: int = 0
     first_bad_line: str = ""  # where it is, and why
 
-    def __add__(self, later: "Tally") -> "Tally":
-        """Return the tally of two stretches of files, of which `later` comes after this one."""
-        return Tally(
-            self.n_empty + later.n_empty,
-            self.n_replaced + later.n_replaced,
-            self.n_bad_lines + later.n_bad_lines,
-            self.first_bad_line or later.first_bad_line,
-        )
-
 
 # ---------------------------------------------------------------- which files
 

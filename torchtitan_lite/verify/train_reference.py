@@ -1,7 +1,7 @@
 """What a run of train.py has to do, computed by one process in plain torch, on a corpus that is written here.
 
     corpus        random documents, written as `prepare` would: two shards of training documents, one held out
-    batches       the order of the samples is data/sampler.py's; rows are cut from the documents token by token
+    batches       the order of the samples is data/dataset.py's; rows are cut from the documents token by token
     steps         one backward over all rows; learning rate, clipping, SGD or AdamW by step_formulas.py, in float64
     validation    the held-out samples one by one, without padding
 
