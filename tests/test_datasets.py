@@ -10,7 +10,7 @@ from made_corpora import BYTES
 
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import corpus as corpus_module
-from torchtitan_lite.data import prepare
+from torchtitan_lite.data import shards
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -128,7 +128,7 @@ def test_python_stdlib_is_sources_without_tests_or_installed_packages():
 
 def open_and_count(cache: Path, tokenizer, arrived, answers, die_after: int) -> None:
     """In a forked process: open the corpus "tiny", answer how many units it made; die after `die_after`, if above 0."""
-    make_unit, made = prepare.make_unit, []
+    make_unit, made = shards.make_unit, []
 
     def count_and_make(*arguments):
         if len(made) == die_after > 0:
@@ -136,7 +136,7 @@ def open_and_count(cache: Path, tokenizer, arrived, answers, die_after: int) -> 
         make_unit(*arguments)
         made.append(arguments)
 
-    prepare.make_unit = count_and_make  # of this process alone
+    shards.make_unit = count_and_make  # of this process alone
     arrived.wait(timeout=60)
     answers.put((open_corpus("tiny", tokenizer, cache).identity, len(made)))
 
@@ -144,7 +144,7 @@ def open_and_count(cache: Path, tokenizer, arrived, answers, die_after: int) -> 
 def test_processes_that_arrive_together_prepare_once_and_a_killed_ones_work_is_continued(
     files, tokenizer, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(prepare, "SMALLEST_UNIT_BYTES", 2000)
+    monkeypatch.setattr(shards, "SMALLEST_UNIT_BYTES", 2000)
     fork = multiprocessing.get_context("fork")
     answers = fork.SimpleQueue()
 

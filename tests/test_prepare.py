@@ -15,11 +15,11 @@ import pytest
 from made_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_files, write_inputs
 
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.data import prepare, text_files
+from torchtitan_lite.data import shards, text_files
 from torchtitan_lite.data import tokenizer as tokenizer_module
 from torchtitan_lite.data.corpus_folder import SPLITS, CorpusError, CorpusManifest, read_manifest
-from torchtitan_lite.data.prepare import hold, make_plan, prepare_files
-from torchtitan_lite.data.shards import Recipe, choose_split
+from torchtitan_lite.data.prepare import hold, prepare_files
+from torchtitan_lite.data.shards import Recipe, choose_split, make_plan
 from torchtitan_lite.data.text_files import PreparationError, Source
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools import prepare as tool
@@ -33,7 +33,7 @@ def tokenizer():
 
 @pytest.fixture
 def small_units(monkeypatch):
-    monkeypatch.setattr(prepare, "SMALLEST_UNIT_BYTES", 200)
+    monkeypatch.setattr(shards, "SMALLEST_UNIT_BYTES", 200)
 
 
 def read_split(folder: Path, manifest: CorpusManifest, split: str) -> list[list[int]]:

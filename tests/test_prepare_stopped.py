@@ -20,7 +20,7 @@ import pytest
 from made_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_files, write_inputs
 
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.data import prepare
+from torchtitan_lite.data import shards
 from torchtitan_lite.data.corpus_folder import CorpusError, read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools import prepare as tool
@@ -30,7 +30,7 @@ N_KILLS = int(os.environ.get("KILLS", 4))
 
 @pytest.fixture
 def small_units(monkeypatch):
-    monkeypatch.setattr(prepare, "SMALLEST_UNIT_BYTES", 200)
+    monkeypatch.setattr(shards, "SMALLEST_UNIT_BYTES", 200)
 
 
 # ---------------------------------------------------------------- kills

@@ -115,14 +115,10 @@ def test_packed_lines_are_the_same_lines(tmp_path):
 
 BAD_LINES = [
     (b'{"text": "a"', "not JSON"),
-    (b'{"text": "a"} {}', "not JSON"),
-    (b'{"text": "a\x01"}', "not JSON"),
     (b"[" * 100_000, "not JSON"),
-    (b'["text"]', "not a JSON object"),
     (b"null", "not a JSON object"),
     (b'{"Text": "a"}', "no field 'text'"),
     (b'{"text": null}', "field 'text' holds no text"),
-    (b'{"text": ["a"]}', "field 'text' holds no text"),
 ]
 
 

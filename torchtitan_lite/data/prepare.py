@@ -1,11 +1,5 @@
 """Text files to a prepared corpus, which is whole or absent.
 
-    files    a.md  b.md  c.md | posts.jsonl ............. | d.jsonl.gz
-    units    |------ 0 -----| |  1  |  2  |  3  |  4  |   |---- 5 ---|      by the files' sizes, whatever the machine
-    shards   train-00000 and held_out-00000, train-00001 and held_out-00001, ...
-
-A unit is a pair of shards, and any process can make it at any time with the same bytes (shards.py).
-
     OUT.unfinished/lock                held by the process that works here
                    plan.json           what is being made; another plan cannot continue it
                    corpus/             the shards
@@ -22,15 +16,10 @@ import errno
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from multiprocessing.pool import IMapUnorderedIterator
 from pathlib import Path
 
 from torchtitan_lite.config.files import replace_file, sync_folder
@@ -46,39 +35,11 @@ from torchtitan_lite.data.corpus_folder import (
     choose_dtype,
     dump_manifest,
 )
-from torchtitan_lite.data.shards import Recipe, make_unit
-from torchtitan_lite.data.text_files import Part, PreparationError, Source, Tally, find_sources
-from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_lite.processes import end_with_parent
+from torchtitan_lite.data.shards import Plan, Recipe, Unfinished, count_bytes, make_plan, make_units
+from torchtitan_lite.data.text_files import PreparationError, Tally, find_sources
+from torchtitan_lite.data.tokenizer import Tokenizer
 
 SOURCES = "sources.jsonl"
-SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 2**22, 2**28
-
-
-class Unfinished(RuntimeError):
-    """The corpus could not be finished, though nothing was wrong with the command. The same command continues."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    out: Path
-    sources: list[Source]
-    units: list[list[Part]]
-    recipe: Recipe
-    tokenizer: Tokenizer
-
-    @property
-    def work(self) -> Path:
-        return self.out.with_name(self.out.name + ".unfinished")
-
-    @cached_property
-    def n_bytes(self) -> int:
-        return sum(source.n_bytes for source in self.sources)
-
-    @property
-    def is_committed(self) -> bool:
-        """Whether the folder corpus has become OUT: it was made before plan.json was written."""
-        return not (self.work / "corpus").exists() and (self.out / MANIFEST).is_file()
 
 
 def prepare_files(files: Iterable[Path], out: Path, tokenizer: Tokenizer, *, validation_share: float) -> CorpusManifest:
@@ -90,92 +51,6 @@ def prepare_files(files: Iterable[Path], out: Path, tokenizer: Tokenizer, *, val
     with open_work(plan, start_over=True) as missing:
         make_units(plan, missing)
         return commit(plan)[0]
-
-
-# ---------------------------------------------------------------- units
-
-
-def make_plan(sources: list[Source], out: Path, recipe: Recipe, tokenizer: Tokenizer) -> Plan:
-    """Divide the files into units, in the order of the corpus: a function of the files' sizes alone.
-
-    A kill may cost a unit, and a process has a unit to itself. So there are at least 256 where that leaves them a size
-    worth waiting for the disk, and about a thousand at most.
-    """
-    n_bytes = sum(source.n_bytes for source in sources)
-    unit_bytes = max(SMALLEST_UNIT_BYTES, min(n_bytes // 256, LARGEST_UNIT_BYTES), n_bytes // 1024)
-    units: list[list[Part]] = []
-    small: list[Part] = []
-    for source in sources:
-        if source.holds_lines and not source.is_packed and source.n_bytes > unit_bytes:
-            n_parts = -(-source.n_bytes // unit_bytes)
-            borders = [source.n_bytes * n // n_parts for n in range(n_parts + 1)]
-            units += [small, *([Part(source, borders[n], borders[n + 1])] for n in range(n_parts))]
-            small = []
-            continue
-        small.append(Part(source, 0, source.n_bytes))
-        if count_bytes(small) >= unit_bytes:
-            units.append(small)
-            small = []
-    return Plan(out.resolve(), sources, [unit for unit in [*units, small] if unit], recipe, tokenizer)
-
-
-def count_bytes(unit: list[Part]) -> int:
-    return sum(part.stop - part.start for part in unit)
-
-
-def make_units(
-    plan: Plan, missing: list[int], *, n_processes: int = 1, report: Callable[[int], None] = lambda n_bytes: None
-) -> None:
-    """Make these units; `report` is called with the bytes that each has read. Raises PreparationError, Unfinished."""
-    if n_processes == 1:
-        for number in missing:
-            make_unit(plan.work, number, plan.units[number], plan.recipe, plan.tokenizer)
-            report(count_bytes(plan.units[number]))
-        return
-    context, vocabulary = multiprocessing.get_context("spawn"), plan.tokenizer.vocabulary
-    largest_first = sorted(missing, key=lambda number: -count_bytes(plan.units[number]))
-    tasks = [
-        (plan.work, number, plan.units[number], plan.recipe, str(vocabulary.path), vocabulary.identity)
-        for number in largest_first
-    ]
-    others = multiprocessing.active_children()
-    # Ctrl-C reaches workers too, but only the parent acts on it: a process inherits which signals are ignored.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        pool = context.Pool(n_processes, initializer=end_with_parent)
-        workers = [child for child in multiprocessing.active_children() if child not in others]
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    with pool:
-        finished = pool.imap_unordered(make_unit_in_worker, tasks)
-        for _ in tasks:
-            report(wait_for_unit(finished, workers))
-
-
-def wait_for_unit(finished: IMapUnorderedIterator, workers: list[multiprocessing.Process]) -> int:
-    """Return the bytes of the next finished unit. A pool replaces a worker that died, but its unit never comes."""
-    while True:
-        try:
-            return finished.next(timeout=0.5)
-        except multiprocessing.TimeoutError:
-            for worker in workers:
-                if not worker.is_alive():
-                    raise Unfinished(
-                        f"A worker ended with exit status {worker.exitcode}. If it had too little memory (status -9), "
-                        "use fewer --processes. Finished parts are kept, and the same command continues."
-                    ) from None
-
-
-load_once = lru_cache(maxsize=1)(load_tokenizer)
-
-
-def make_unit_in_worker(task: tuple[Path, int, list[Part], Recipe, str, str]) -> int:
-    work, number, parts, recipe, tokenizer_path, identity = task
-    tokenizer = load_once(tokenizer_path)
-    if tokenizer.identity != identity:
-        raise PreparationError(f"{tokenizer_path} was changed while the corpus was prepared.")
-    make_unit(work, number, parts, recipe, tokenizer)
-    return count_bytes(parts)
 
 
 # ---------------------------------------------------------------- the work folder

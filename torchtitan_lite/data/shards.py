@@ -1,4 +1,10 @@
-"""Documents to the shards of one unit of work.
+"""Files to units of work, and the documents of a unit to its shards.
+
+    files    a.md  b.md  c.md | posts.jsonl ............. | d.jsonl.gz
+    units    |------ 0 -----| |  1  |  2  |  3  |  4  |   |---- 5 ---|      by the files' sizes, whatever the machine
+    shards   train-00000 and held_out-00000, train-00001 and held_out-00001, ...
+
+A unit is a pair of shards, and any process can make it at any time with the same bytes.
 
 A document is `BOS text EOS`, without BOS where the tokenizer has none. A hash of its text says which split it is in:
 equal documents are in one split, and no order of the files changes it. What the files hold is in corpus_folder.py.
@@ -6,19 +12,26 @@ equal documents are in one split, and no order of the files changes it. What the
 
 import hashlib
 import json
+import multiprocessing
 import os
+import signal
 from array import array
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
 from itertools import chain
+from multiprocessing.pool import IMapUnorderedIterator
 from pathlib import Path
 
 from torchtitan_lite.config.files import replace_file, sync_folder
-from torchtitan_lite.data.corpus_folder import SPLITS, Shard, choose_dtype
-from torchtitan_lite.data.text_files import Part, Tally, read_documents
-from torchtitan_lite.data.tokenizer import Tokenizer, pack
+from torchtitan_lite.data.corpus_folder import MANIFEST, SPLITS, Shard, choose_dtype
+from torchtitan_lite.data.text_files import Part, PreparationError, Source, Tally, read_documents
+from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer, pack
+from torchtitan_lite.processes import end_with_parent
 
 FLUSHED_TOKENS = 2**19
+SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 2**22, 2**28
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,120 @@ class Recipe:
     validation_share: float  # of the documents, 0 <= share < 1
     field: str = "text"  # of a line of JSON
     skip_bad: bool = False  # a line without text is counted, and no error
+
+
+class Unfinished(RuntimeError):
+    """The corpus could not be finished, though nothing was wrong with the command. The same command continues."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is prepared, and where."""
+
+    out: Path
+    sources: list[Source]
+    units: list[list[Part]]
+    recipe: Recipe
+    tokenizer: Tokenizer
+
+    @property
+    def work(self) -> Path:
+        return self.out.with_name(self.out.name + ".unfinished")
+
+    @cached_property
+    def n_bytes(self) -> int:
+        return sum(source.n_bytes for source in self.sources)
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the folder corpus has become OUT: it was made before plan.json was written."""
+        return not (self.work / "corpus").exists() and (self.out / MANIFEST).is_file()
+
+
+def make_plan(sources: list[Source], out: Path, recipe: Recipe, tokenizer: Tokenizer) -> Plan:
+    """Divide the files into units, in the order of the corpus: a function of the files' sizes alone.
+
+    A kill may cost a unit, and a process has a unit to itself. So there are at least 256 where that leaves them a size
+    worth waiting for the disk, and about a thousand at most.
+    """
+    n_bytes = sum(source.n_bytes for source in sources)
+    unit_bytes = max(SMALLEST_UNIT_BYTES, min(n_bytes // 256, LARGEST_UNIT_BYTES), n_bytes // 1024)
+    units: list[list[Part]] = []
+    small: list[Part] = []
+    for source in sources:
+        if source.holds_lines and not source.is_packed and source.n_bytes > unit_bytes:
+            n_parts = -(-source.n_bytes // unit_bytes)
+            borders = [source.n_bytes * n // n_parts for n in range(n_parts + 1)]
+            units += [small, *([Part(source, borders[n], borders[n + 1])] for n in range(n_parts))]
+            small = []
+            continue
+        small.append(Part(source, 0, source.n_bytes))
+        if count_bytes(small) >= unit_bytes:
+            units.append(small)
+            small = []
+    return Plan(out.resolve(), sources, [unit for unit in [*units, small] if unit], recipe, tokenizer)
+
+
+def count_bytes(unit: list[Part]) -> int:
+    return sum(part.stop - part.start for part in unit)
+
+
+def make_units(
+    plan: Plan, missing: list[int], *, n_processes: int = 1, report: Callable[[int], None] = lambda n_bytes: None
+) -> None:
+    """Make these units; `report` is called with the bytes that each has read. Raises PreparationError, Unfinished."""
+    if n_processes == 1:
+        for number in missing:
+            make_unit(plan.work, number, plan.units[number], plan.recipe, plan.tokenizer)
+            report(count_bytes(plan.units[number]))
+        return
+    context, vocabulary = multiprocessing.get_context("spawn"), plan.tokenizer.vocabulary
+    largest_first = sorted(missing, key=lambda number: -count_bytes(plan.units[number]))
+    tasks = [
+        (plan.work, number, plan.units[number], plan.recipe, str(vocabulary.path), vocabulary.identity)
+        for number in largest_first
+    ]
+    others = multiprocessing.active_children()
+    # Ctrl-C reaches workers too, but only the parent acts on it: a process inherits which signals are ignored.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        pool = context.Pool(n_processes, initializer=end_with_parent)
+        workers = [child for child in multiprocessing.active_children() if child not in others]
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    with pool:
+        finished = pool.imap_unordered(make_unit_in_worker, tasks)
+        for _ in tasks:
+            report(wait_for_unit(finished, workers))
+
+
+def wait_for_unit(finished: IMapUnorderedIterator, workers: list[multiprocessing.Process]) -> int:
+    """Return the bytes of the next finished unit. A pool replaces a worker that died, but its unit never comes."""
+    while True:
+        try:
+            return finished.next(timeout=0.5)
+        except multiprocessing.TimeoutError:
+            for worker in workers:
+                if not worker.is_alive():
+                    raise Unfinished(
+                        f"A worker ended with exit status {worker.exitcode}. If it had too little memory (status -9), "
+                        "use fewer --processes. Finished parts are kept, and the same command continues."
+                    ) from None
+
+
+load_once = lru_cache(maxsize=1)(load_tokenizer)
+
+
+def make_unit_in_worker(task: tuple[Path, int, list[Part], Recipe, str, str]) -> int:
+    work, number, parts, recipe, tokenizer_path, identity = task
+    tokenizer = load_once(tokenizer_path)
+    if tokenizer.identity != identity:
+        raise PreparationError(f"{tokenizer_path} was changed while the corpus was prepared.")
+    make_unit(work, number, parts, recipe, tokenizer)
+    return count_bytes(parts)
+
+
+# ---------------------------------------------------------------- one unit
 
 
 def make_unit(work: Path, number: int, parts: list[Part], recipe: Recipe, tokenizer: Tokenizer) -> None:

@@ -17,16 +17,8 @@ from torchtitan_lite.config.command_lines import make_prepare_parser
 from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.schema import ConfigError
 from torchtitan_lite.data.corpus_folder import MANIFEST, SPLITS, CorpusError, parse_manifest
-from torchtitan_lite.data.prepare import (
-    SOURCES,
-    Unfinished,
-    commit,
-    count_bytes,
-    make_plan,
-    make_units,
-    open_work,
-)
-from torchtitan_lite.data.shards import Recipe
+from torchtitan_lite.data.prepare import SOURCES, commit, open_work
+from torchtitan_lite.data.shards import Recipe, Unfinished, count_bytes, make_plan, make_units
 from torchtitan_lite.data.text_files import PreparationError, find_sources
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
