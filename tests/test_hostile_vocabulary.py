@@ -148,7 +148,7 @@ DAMAGED = [  # what is changed in a sound tokenizer.json, to what | a part of th
     (("post_processor",), TWICE, "before a text"),
 ]
 for path, value, reason in DAMAGED:
-    changed = change(describe(added=("x",)), path, value)
+    changed = change(describe(added=("xy",)), path, value)
     HOSTILE[f"{'.'.join(map(str, path))} = {value!r:.40}"] = ("tokenizer.json", changed, reason)
 HOSTILE |= {
     "no EOS": ("tokenizer_config.json", {}, "no tokenizer_config.json, special_tokens_map.json, config.json beside it"),

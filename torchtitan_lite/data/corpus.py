@@ -1,4 +1,4 @@
-"""Open a corpus and read stretches of it in place.
+"""Open a corpus and read any stretch of it.
 
     corpus     one row of tokens, document after document: "a b c" "d e" "f g h i"
     read       any stretch [start, stop), with a mark on the first token of each document

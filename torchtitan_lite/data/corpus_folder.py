@@ -119,7 +119,7 @@ def parse_manifest(folder: Path) -> CorpusManifest:
 
 
 def parse_content(content: dict[str, Any]) -> CorpusManifest:
-    """Raises KeyError, TypeError or ValueError for what `dump_manifest` would not write."""
+    """Return the manifest. Raises KeyError, TypeError or ValueError for what `dump_manifest` would not write."""
     if type(content["format"]) is not int or content["format"] != FORMAT:
         raise ValueError(f"its format is not {FORMAT}, the only one known here")
     if content["dtype"] not in BYTES_OF:
@@ -143,7 +143,7 @@ def parse_content(content: dict[str, Any]) -> CorpusManifest:
 
 
 def check_sizes(folder: Path, manifest: CorpusManifest) -> None:
-    """Raises CorpusError for a file that is absent, unreadable, or of another size than the manifest says."""
+    """Raise CorpusError for a file that is absent, unreadable, or of another size than the manifest says."""
     for name, (size, _) in manifest.list_files().items():
         try:
             found = (folder / name).stat().st_size

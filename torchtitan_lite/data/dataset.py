@@ -106,10 +106,10 @@ class SampleReader:
         if tokens.max().item() >= self.vocab_size:
             row, column = (tokens >= self.vocab_size).nonzero()[0].tolist()
             source, sample = samples[row]
-            place = sample * self.seq_len + column
+            position = sample * self.seq_len + column
             raise CorpusError(
-                f"token {place} of {self.corpora[source].name} is {tokens[row, column]}, and the model knows ids below "
-                f"{self.vocab_size} (model.vocab_size). Use the tokenizer that made this corpus (model.hf_assets_path)"
+                f"token {position} of {self.corpora[source].name} is {tokens[row, column]}, and the model knows ids "
+                f"below {self.vocab_size} (model.vocab_size). Use the tokenizer that made this corpus (model.hf_assets_path)"
             )
 
 
@@ -132,7 +132,7 @@ class Sampler:
             n = sum(counts)
             self.counts = torch.tensor(counts)
             # Source of each draw of a round, and how often that source was drawn from before in the round.
-            self.sources, turns = place_in_parts(feistel_permute(torch.arange(n), n, key=f"{seed} round"), counts)
+            self.sources, turns = locate_in_parts(feistel_permute(torch.arange(n), n, key=f"{seed} round"), counts)
             self.turns = torch.empty_like(turns)
             for source, count in enumerate(counts):
                 self.turns[self.sources == source] = torch.arange(count)
@@ -140,11 +140,13 @@ class Sampler:
     def choose(self, draws: Tensor) -> list[tuple[int, int]]:
         """Return (source, sample) of each of `draws`, (n,) int64."""
         if not self.weights:
-            sources, samples = place_in_parts(self._permute(draws, sum(self.n_samples), name="all"), self.n_samples)
+            sources, samples = locate_in_parts(self._permute(draws, sum(self.n_samples), name="all"), self.n_samples)
         else:
-            rounds, places = draws // len(self.sources), draws % len(self.sources)
-            sources = self.sources[places]
-            turns = rounds * self.counts[sources] + self.turns[places]  # draws from its source before, in the whole run
+            rounds, in_round = draws // len(self.sources), draws % len(self.sources)
+            sources = self.sources[in_round]
+            turns = (
+                rounds * self.counts[sources] + self.turns[in_round]
+            )  # draws from its source before, in the whole run
             samples = torch.empty_like(draws)
             for source in sources.unique().tolist():
                 own = sources == source
@@ -152,19 +154,19 @@ class Sampler:
         return list(zip(sources.tolist(), samples.tolist(), strict=True))
 
     def _permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
-        """Send each draw d to its place: permutation number d // n, applied to d % n."""
-        places = torch.empty_like(draws)
+        """Return permutation number d // n, applied to d % n, for each draw d."""
+        permuted = torch.empty_like(draws)
         for epoch in (draws // n).unique().tolist():
             in_epoch = draws // n == epoch
-            places[in_epoch] = feistel_permute(draws[in_epoch] % n, n, key=f"{self.seed} {name} {epoch}")
-        return places
+            permuted[in_epoch] = feistel_permute(draws[in_epoch] % n, n, key=f"{self.seed} {name} {epoch}")
+        return permuted
 
 
-def place_in_parts(places: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return part, and place in it, of `places` in parts of these sizes laid end to end; (n,) int64 each."""
+def locate_in_parts(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return part and index in it, (n,) int64 each, of indices into the concatenation of parts of these sizes."""
     ends = torch.tensor(list(accumulate(sizes)))
-    parts = torch.searchsorted(ends, places, right=True)
-    return parts, places - (ends - torch.tensor(sizes))[parts]
+    parts = torch.searchsorted(ends, index, right=True)
+    return parts, index - (ends - torch.tensor(sizes))[parts]
 
 
 def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
@@ -230,8 +232,8 @@ class ValidationBatches:
     def batch(self, step: int, rows: range) -> Batch:
         """Return rows `rows` of batch number `step`, counted from 0. Raises CorpusError."""
         numbers = step * self.global_batch_size + torch.tensor(rows)
-        places = place_in_parts(numbers.clamp(max=self.ends[-1] - 1), self.reader.n_samples)
-        chosen = zip(numbers.tolist(), *(tensor.tolist() for tensor in places), strict=True)
+        located = locate_in_parts(numbers.clamp(max=self.ends[-1] - 1), self.reader.n_samples)
+        chosen = zip(numbers.tolist(), *(tensor.tolist() for tensor in located), strict=True)
         return self.reader.read([(source, sample) if n < self.ends[-1] else None for n, source, sample in chosen])
 
 

@@ -7,9 +7,9 @@
                    replaced/           the corpus that was at OUT, for the moment between two renames
     OUT                                the folder corpus, renamed when every unit is finished
 
-Each thing is written before the one that vouches for it: shards, then the record of their unit; corpus/ and units/,
-then plan.json; everything, then the rename. So after a kill at any instant the same command continues, and ends with
-the same bytes.
+What says that something is whole is written after it: the record of a unit after its shards, plan.json after corpus/
+and units/; the rename comes last. So after a kill at any instant the same command continues, and ends with the same
+bytes.
 """
 
 import errno
@@ -74,7 +74,7 @@ def open_work(plan: Plan, *, overwrite: bool = False, start_over: bool = False) 
             if left != described or not plan.is_committed:
                 refuse_existing(plan.out, overwrite)
                 if left != described:
-                    begin(plan, left, described, start_over)
+                    start_plan(plan, left, described, start_over)
             try:
                 yield [] if plan.is_committed else find_missing(plan)
             except PreparationError:  # the user repairs something, and so makes another plan
@@ -86,7 +86,7 @@ def open_work(plan: Plan, *, overwrite: bool = False, start_over: bool = False) 
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:
-    """Raises PreparationError where the corpus would replace something that should stay."""
+    """Raise PreparationError if the corpus would replace something that should stay."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / MANIFEST).is_file():
@@ -111,7 +111,7 @@ def hold(work: Path) -> Iterator[None]:
         finally:
             if not (work / "plan.json").exists():  # nothing is left to continue
                 (work / "lock").unlink()
-                with suppress(OSError):  # not empty: another process begins here already
+                with suppress(OSError):  # not empty: another process has started here
                     work.rmdir()
 
 
@@ -129,7 +129,7 @@ def describe(plan: Plan) -> dict[str, object]:
     }
 
 
-def begin(plan: Plan, left: dict, described: dict, start_over: bool) -> None:
+def start_plan(plan: Plan, left: dict, described: dict, start_over: bool) -> None:
     """Delete what another plan left, if no unit of it is finished or `start_over`; then start this plan."""
     finished = list(plan.work.glob("units/*.json"))
     if left and finished and not start_over:
@@ -177,7 +177,7 @@ def find_missing(plan: Plan) -> list[int]:
 
 
 def commit(plan: Plan) -> tuple[CorpusManifest, Tally]:
-    """Rename the corpus of all units to OUT, in the place of an old one; then delete the work folder.
+    """Rename the corpus of all units to OUT, which replaces an old one; then delete the work folder.
 
     Raises PreparationError where there is nothing to train on, Unfinished where a shard was changed.
     """

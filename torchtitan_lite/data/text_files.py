@@ -83,7 +83,7 @@ class Tally:
     """What was met while reading; read_documents counts in it."""
 
     n_empty: int = 0  # documents without a character, which are left out
-    n_replaced: int = 0  # U+FFFD in the place of broken UTF-8
+    n_replaced: int = 0  # U+FFFD instead of broken UTF-8
     n_bad_lines: int = 0
     first_bad_line: str = ""  # where it is, and why
 
@@ -92,7 +92,7 @@ class Tally:
 
 
 def get_kind(path: str) -> str:
-    """Return the suffix that tells what is in a file, in small letters: ".txt" of Notes.TXT.gz."""
+    """Return the suffix that says what a file holds, in lower case: ".txt" of Notes.TXT.gz."""
     return os.path.splitext(path.lower().removesuffix(".gz"))[1]
 
 
@@ -114,10 +114,10 @@ def find_sources(inputs: Iterable[Path], *, more_suffixes: Iterable[str] = ()) -
             if get_kind(str(given)) not in known:
                 refuse_binary(sources[-1])
             continue
-        for place, folders, names in os.walk(given, onerror=refuse):
+        for folder, folders, names in os.walk(given, onerror=refuse):
             left_out["hidden"] += sum(name.startswith(".") for name in folders + names)
             folders[:] = sorted(name for name in folders if not name.startswith("."))  # os.walk continues with these
-            for path in (os.path.join(place, name) for name in sorted(names) if not name.startswith(".")):
+            for path in (os.path.join(folder, name) for name in sorted(names) if not name.startswith(".")):
                 if get_kind(path) in known:
                     sources.append(look_at(path))
                 else:
@@ -129,7 +129,7 @@ def find_sources(inputs: Iterable[Path], *, more_suffixes: Iterable[str] = ()) -
 
 
 def look_at(path: str) -> Source:
-    """Raises PreparationError where there is no file to read."""
+    """Return the file at `path` as it is now. Raises PreparationError where there is none to read."""
     try:
         status = os.stat(path)
     except OSError as error:

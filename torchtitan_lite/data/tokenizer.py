@@ -11,8 +11,8 @@ can hold, such as "<think>" or a run of eight spaces. They are found before the 
 
     "x = 1        # <think>"   ->   "x = 1", id of the eight spaces, "# ", id of "<think>"
 
-Of several that begin at one place the longest counts. A special token that is spelled out is plain text, but nothing is
-found inside it: so does Hugging Face's library.
+Of several that start at one character the longest counts. A special token that is spelled out is plain text, but
+nothing is found inside it, as in Hugging Face's library.
 """
 
 import re
@@ -39,8 +39,8 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
-        self.bos_id = vocabulary.bos_id  # begins every document, unless None
-        self.eos_id = vocabulary.eos_id  # ends every document
+        self.bos_id = vocabulary.bos_id  # first token of every document, unless None
+        self.eos_id = vocabulary.eos_id  # last token of every document
         self.vocab_size = vocabulary.vocab_size  # ids are below; the embedding needs at least as many rows
         self.identity = vocabulary.identity  # equal identities give equal ids
         self.bytes_of_id = {id: token for token, id in vocabulary.ranks.items()} | vocabulary.only_decoded

@@ -1,6 +1,6 @@
 """What decides the ids of a text, without tiktoken, so that `check` can read it; and its two plain kinds.
 
-    bytes               no file: id 0-255 is that byte, 256 begins a document, 257 ends it
+    bytes               no file: id 0-255 is that byte, 256 is the first token of a document, 257 the last
     tokenizer.model     as published with Llama 3: a line per token, `<base64 of its bytes> <rank>`; the ids are the
                         ranks, and 256 special tokens follow them
     tokenizer.json      Hugging Face's file: tokenizer_files.py reads it
@@ -39,8 +39,8 @@ class Vocabulary:
     identity: str  # a hash that two vocabularies share only if they are equal
     pattern: str  # regular expression that cuts a text into words; text that it does not match is lost
     ranks: dict[bytes, int]  # tokens that tiktoken makes, with their ids: the lowest is joined first
-    bos_id: int | None  # begins every document, unless None
-    eos_id: int  # ends every document
+    bos_id: int | None  # first token of every document, unless None
+    eos_id: int  # last token of every document
     added: tuple[AddedToken, ...] = ()
     only_decoded: dict[int, bytes] = field(default_factory=dict)  # all tokens that are in neither of the two above
     nfc: bool = False  # a text is put in Unicode's composed form first
@@ -143,7 +143,7 @@ def parse_ranks(content: bytes) -> dict[bytes, int]:
 
 
 def read_content(path: Path, max_bytes: int) -> bytes:
-    """Raises VocabularyError for what is no regular file of at most `max_bytes`."""
+    """Return the bytes of a file. Raises VocabularyError for what is no regular file of at most `max_bytes`."""
     try:
         return read_regular_file(path, max_bytes)
     except ValueError as error:
@@ -151,6 +151,6 @@ def read_content(path: Path, max_bytes: int) -> bytes:
 
 
 def check_bytes(ranks: dict[bytes, int]) -> None:
-    """Raises VocabularyError where not every text could be encoded."""
+    """Raise VocabularyError if not every text could be encoded."""
     if n_missing := sum(bytes([byte]) not in ranks for byte in range(256)):
         raise VocabularyError(f"{n_missing} of the 256 single bytes are no tokens, so not every text could be encoded")
