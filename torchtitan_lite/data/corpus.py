@@ -142,12 +142,21 @@ class Corpus:
     def __init__(self, name: str, identity: str, dtype: str, shards: list[ShardFiles], unhashed: Mapping[Path, str]):
         self.name = name  # as in training.dataset
         self.identity = identity  # two corpora share it only if all their tokens and documents are equal
-        self.dtype, self.shards = getattr(torch, dtype), shards  # uint16 or uint32
+        self.dtype = id_dtype = getattr(torch, dtype)  # uint16 or uint32
         self.unhashed = unhashed  # files that were not hashed when it was opened, with their SHA-256
         self.starts = [0, *accumulate(shard.n_tokens for shard in shards)]
         self.n_tokens = self.starts.pop()
-        self.checked: set[int] = set()  # shards whose borders were checked
-        self.open_shard = lru_cache(maxsize=MAX_OPEN_SHARDS)(self._open_shard)
+        checked: set[int] = set()  # shards whose borders were checked
+
+        @lru_cache(maxsize=MAX_OPEN_SHARDS)
+        def open_shard(index: int) -> OpenShard:  # holds no reference to this corpus, so both end at once
+            shard = OpenShard(shards[index], id_dtype)
+            if shard.borders and index not in checked:
+                shard.check_borders()
+                checked.add(index)
+            return shard
+
+        self.open_shard = open_shard
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return tokens start .. stop-1, int64, and whether each is its document's first, bool; both (stop - start,).
@@ -166,13 +175,6 @@ class Corpus:
                 begins[offset + document - start] = True
             position, index = end, index + 1
         return torch.frombuffer(ids, dtype=self.dtype).long(), torch.frombuffer(begins, dtype=torch.bool)
-
-    def _open_shard(self, index: int) -> OpenShard:
-        shard = OpenShard(self.shards[index], self.dtype)
-        if shard.borders and index not in self.checked:
-            shard.check_borders()
-            self.checked.add(index)
-        return shard
 
 
 def open_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, *, split: str = "train") -> Corpus:

@@ -109,7 +109,8 @@ class SampleReader:
             position = sample * self.seq_len + column
             raise CorpusError(
                 f"token {position} of {self.corpora[source].name} is {tokens[row, column]}, and the model knows ids "
-                f"below {self.vocab_size} (model.vocab_size). Use the tokenizer that made this corpus (model.hf_assets_path)"
+                f"below {self.vocab_size} (model.vocab_size). "
+                "Use the tokenizer that made this corpus (model.hf_assets_path)"
             )
 
 
