@@ -81,13 +81,11 @@ def nest(kind: str, n: int) -> dict:
 
 UNKNOWN_PATTERN = "is not one that is known here"
 LONG = tuple("ab" * 500 + format(n, "010b").replace("0", "a").replace("1", "b") for n in range(200))
+MANY = tuple(f"<{n}>" for n in range(1000))
+PANIC = r"(?:a(?![b])|a(?![c]))+X"
 HOSTILE = {  # name -> file, content, reason
     "counted repeats": ("tokenizer.json", describe(pattern="(?:a{1,1000}){1,1000}"), UNKNOWN_PATTERN),
-    "repeats that make tiktoken panic": (
-        "tokenizer.json",
-        describe(pattern=r"(?:a(?![b])|a(?![c]))+X"),
-        UNKNOWN_PATTERN,
-    ),
+    "repeats that make tiktoken panic": ("tokenizer.json", describe(pattern=PANIC), UNKNOWN_PATTERN),
     "deep groups": ("tokenizer.json", describe(pattern="(?:" * 50_000 + "a" + ")" * 50_000), UNKNOWN_PATTERN),
     "deep pre-tokenizer": ("tokenizer.json", describe(pre_tokenizer=nest("pretokenizers", 300)), "64 deep"),
     "deep normalizer": ("tokenizer.json", describe(normalizer=nest("normalizers", 300)), "64 deep"),
@@ -107,18 +105,7 @@ HOSTILE = {  # name -> file, content, reason
     "a message over many lines": ("tokenizer.json", describe(pre_tokenizer={"type": "\x1b[2J\n" * 999}), r"\x1b[2J\n"),
     "a token of 20,000 letters": ("tokenizer.json", describe(tokens=("ab" * 10_000,), whole=True), "20,000 characters"),
     "tokens that no merge makes": ("tokenizer.json", describe(tokens=LONG, whole=True), "would take too long"),
-    "a token of a huge id": (
-        "tokenizer.json",
-        describe(
-            model={"vocab": {**{c: n for n, c in enumerate(spell_bytes())}, EOS: 2**32}, "merges": []}, added_tokens=[]
-        ),
-        "an id from 0 to 16,777,215",
-    ),
-    "too many added tokens": (
-        "tokenizer.json",
-        describe(added=tuple(f"<{n}>" for n in range(1000))),
-        "1,001 added tokens",
-    ),
+    "too many added tokens": ("tokenizer.json", describe(added=MANY), "1,001 added tokens"),
     "a long added token": ("tokenizer.json", describe(added=("x" * 10**6,)), "1,000,000 characters"),
     "a deep neighbour": ("config.json", b'{"a":' * 100_000, "config.json beside it has lists"),
     "a neighbour that is a pipe": ("special_tokens_map.json", "pipe", "special_tokens_map.json beside it is"),
@@ -133,6 +120,7 @@ DAMAGED = [  # what is changed in a sound tokenizer.json, to what | a part of th
     (("model", "vocab"), {"a": 0}, "255 of the 256 single bytes"),
     (("model", "vocab", "a"), 0, "one id"),
     (("model", "vocab", "a"), -1, "an id from 0"),
+    (("model", "vocab", "a"), 2**32, "an id from 0 to 16,777,215"),
     (("model", "merges", 0), ["a"], "not two tokens"),
     (("model", "merges", 0), "a b c", "not two tokens"),
     (("model", "merges", 0), "a qqq", "its vocab lacks"),

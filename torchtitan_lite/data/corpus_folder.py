@@ -14,7 +14,7 @@ A prepared corpus is a folder:
 
 A document is never split over two shards. The folder may have been copied, or written by another program, so every
 type, name and size in the manifest is checked. A split of up to SMALL_BYTES is hashed whenever it is opened; a larger
-one is hashed beside the first steps (corpus.py). `prepare --check` hashes all. A flat file has no hashes.
+one is hashed beside the first steps (background_hash.py). `prepare --check` hashes all. A flat file has no hashes.
 """
 
 import hashlib
