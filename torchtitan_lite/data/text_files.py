@@ -174,9 +174,20 @@ def read_documents(part: Part, *, field: str, skip_bad: bool, tally: Tally) -> I
         if not part.source.holds_lines:
             yield from read_text(file, tally)
             return
-        for text in read_lines_of_json(file, part, field=field, skip_bad=skip_bad, tally=tally):
-            for start in range(0, max(len(text), 1), MAX_CHARACTERS):
-                yield text[start : start + MAX_CHARACTERS], start == 0
+        stop = math.inf if part.source.is_packed else part.stop
+        for number, line in enumerate(read_lines(file, part.start, stop), 1):
+            try:
+                text = parse_line(line, field, tally)
+            except ValueError as error:
+                fault = f"{part.source.path}, line {count_lines_before(part) + number}: {error}"
+                if not skip_bad:
+                    raise PreparationError(f"{fault}. Repair it, or leave such lines out with --skip-bad.") from None
+                tally.n_bad_lines += 1
+                tally.first_bad_line = tally.first_bad_line or fault
+                continue
+            if text is not None:
+                for start in range(0, max(len(text), 1), MAX_CHARACTERS):
+                    yield text[start : start + MAX_CHARACTERS], start == 0
 
 
 def read_text(file: BinaryIO, tally: Tally) -> Iterator[tuple[str, bool]]:
@@ -195,21 +206,6 @@ def read_text(file: BinaryIO, tally: Tally) -> Iterator[tuple[str, bool]]:
             text, is_first = text[MAX_CHARACTERS:], False
     if text or is_first:
         yield text, is_first
-
-
-def read_lines_of_json(file: BinaryIO, part: Part, *, field: str, skip_bad: bool, tally: Tally) -> Iterator[str]:
-    """Yield the texts in the lines of `part`. Empty lines mean nothing."""
-    stop = math.inf if part.source.is_packed else part.stop
-    for number, line in enumerate(read_lines(file, part.start, stop), 1):
-        text, fault = parse_line(line, field, tally)
-        if fault:
-            fault = f"{part.source.path}, line {count_lines_before(part) + number}: {fault}"
-            if not skip_bad:
-                raise PreparationError(f"{fault}. Repair it, or leave such lines out with --skip-bad.")
-            tally.n_bad_lines += 1
-            tally.first_bad_line = tally.first_bad_line or fault
-        elif text is not None:
-            yield text
 
 
 def read_lines(file: BinaryIO, start: int, stop: float) -> Iterator[bytes]:
@@ -246,27 +242,25 @@ def count_lines_before(part: Part) -> int:
     return n_lines
 
 
-def parse_line(line: bytes, field: str, tally: Tally) -> tuple[str | None, str]:
-    """Return the text in `field`, None for an empty line; and why the line is no document, if it is none."""
+def parse_line(line: bytes, field: str, tally: Tally) -> str | None:
+    """Return the text in `field`, None for an empty line. Raises ValueError that says why the line is no document."""
     if len(line) > MAX_LINE_BYTES:
-        return None, f"it is longer than {MAX_LINE_BYTES >> 20} MiB"
+        raise ValueError(f"it is longer than {MAX_LINE_BYTES >> 20} MiB")
     content = line.decode("utf-8-sig", errors="replace")
     tally.n_replaced += content.count(REPLACEMENT) - line.count(REPLACEMENT.encode())
     if not content or content.isspace():
-        return None, ""
+        return None
     shown = repr(content[:60])
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        return None, f"not JSON ({error}): {shown}"
+        raise ValueError(f"not JSON ({error}): {shown}") from None
     if not isinstance(value, dict):
-        return None, f"not a JSON object: {shown}"
+        raise ValueError(f"not a JSON object: {shown}")
     if field not in value:
-        return None, f"no field {field!r} in it (--field names another): {shown}"
-    text = value[field]
-    if not isinstance(text, str):
-        return None, f"field {field!r} holds no text: {shown}"
-    if LONE_SURROGATE.search(text):
-        text, n_surrogates = LONE_SURROGATE.subn(REPLACEMENT, text)
-        tally.n_replaced += n_surrogates
-    return text, ""
+        raise ValueError(f"no field {field!r} in it (--field names another): {shown}")
+    if not isinstance(value[field], str):
+        raise ValueError(f"field {field!r} holds no text: {shown}")
+    text, n_surrogates = LONE_SURROGATE.subn(REPLACEMENT, value[field])
+    tally.n_replaced += n_surrogates
+    return text
