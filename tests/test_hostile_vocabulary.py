@@ -120,6 +120,7 @@ DAMAGED = [  # what is changed in a sound tokenizer.json, to what | a part of th
     (("model", "vocab"), {"a": 0}, "255 of the 256 single bytes"),
     (("model", "vocab", "a"), 0, "one id"),
     (("model", "vocab", "a"), -1, "an id from 0"),
+    (("model", "vocab", "ab"), 257, "the id of another token"),
     (("model", "vocab", "a"), 2**32, "an id from 0 to 16,777,215"),
     (("model", "merges", 0), ["a"], "not two tokens"),
     (("model", "merges", 0), "a b c", "not two tokens"),
