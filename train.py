@@ -32,7 +32,7 @@ from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import Progress, log_rank_on_error, start_logging
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, read_peak_memory
 from torchtitan_lite.components.profiling import profile_steps, warn_on_recompile
-from torchtitan_lite.config.flavors import ModelArgs, count_flops_per_token
+from torchtitan_lite.config.flavors import count_flops_per_token
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Comm, Config, ConfigError, Debug
@@ -62,13 +62,8 @@ def main(args: list[str]) -> int:
     machine = detect_machine()
     n_hosts = world_size // local_world_size
     prepared = preflight(args, machine=machine, n_ranks=world_size, n_hosts=n_hosts, restarted=restarts > 0)
-    config, model_args, layout, dump_folder = (
-        prepared.config,
-        prepared.model_args,
-        prepared.layout,
-        prepared.dump_folder,
-    )
-    n_steps = config.training.steps
+    config, layout, dump_folder = prepared.config, prepared.layout, prepared.dump_folder
+    model_args, n_steps = prepared.model_args, config.training.steps
 
     # ---- mesh: one process group for the world, and one for each mesh dim and view of it
     device = choose_device(local_rank, machine.device_type)
@@ -91,7 +86,7 @@ def main(args: list[str]) -> int:
 
     # ---- data: each data-parallel rank reads its rows of every global batch
     tokenizer = make_tokenizer(prepared.vocabulary)
-    read_split = partial(open_samples, config, model_args, tokenizer)
+    read_split = partial(open_samples, config, model_args.vocab_size, tokenizer)
     stream = SampleStream(
         read_split(config.training.dataset, "train"),
         global_batch_size=layout.global_batch_size,
@@ -184,10 +179,8 @@ def main(args: list[str]) -> int:
             with warn_on_recompile(step - resumed_step), ledger.measured(step, run, host_group, besides=saver_group):
                 result = train_step(run, batch)
             if not result.finite:  # the same on every rank; waits for the device
-                again = partial(compute_gradients, run, batch)
-                culprit = find_non_finite(
-                    result.local_loss, run.parts, mesh.coordinates(), again, composed=CONTEXT_ATTENTION
-                )
+                again, coordinates = partial(compute_gradients, run, batch), mesh.coordinates()
+                culprit = find_non_finite(result.local_loss, run.parts, coordinates, again, composed=CONTEXT_ATTENTION)
                 logger.log(
                     logging.ERROR if rank == 0 else logging.INFO,
                     f"step {step}: gradient norm {result.grad_norm.item()}, weights left as they were: {culprit}",
@@ -231,14 +224,8 @@ def main(args: list[str]) -> int:
             saver.wait()
             if config.checkpoint.last_save_in_hf and is_saved(n_steps, config.checkpoint, n_steps):
                 progress.show(n_steps, "exporting")
-                export_hf(
-                    checkpoints / f"step-{n_steps}-hf",
-                    run.parameters,
-                    export=Export(
-                        model_args, config.checkpoint.export_dtype, **describe_for_export(prepared.vocabulary)
-                    ),
-                    group=host_group,
-                )
+                export = Export(model_args, config.checkpoint.export_dtype, **describe_for_export(prepared.vocabulary))
+                export_hf(checkpoints / f"step-{n_steps}-hf", run.parameters, export=export, group=host_group)
             if saver.failure is None:
                 logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
                 trained = True
@@ -255,15 +242,13 @@ def main(args: list[str]) -> int:
     return 0 if trained else 1
 
 
-def open_samples(
-    config: Config, model_args: ModelArgs, tokenizer: Tokenizer, names: list[str], split: str
-) -> SampleReader:
+def open_samples(config: Config, vocab_size: int, tokenizer: Tokenizer, names: list[str], split: str) -> SampleReader:
     """Open one split of these corpora, cut into samples."""
     cache_folder = Path(config.training.cache_folder)
     return SampleReader(
         [open_corpus(name, tokenizer, cache_folder, split=split) for name in names],
         seq_len=config.training.seq_len,
-        vocab_size=model_args.vocab_size,
+        vocab_size=vocab_size,
         restart_positions=config.model.attention == "document",
     )
 
