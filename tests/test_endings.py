@@ -66,10 +66,13 @@ def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
     process = context.Process(target=run_launcher, args=(tmp_path, of_ranks))
     process.start()
     of_ranks.close()
-    if number is not None:
-        assert open(stdout.fileno(), closefd=False).readline() == "ready\n"
-        os.kill(process.pid, number)
-    process.join()
+    try:
+        if number is not None:
+            assert open(stdout.fileno(), closefd=False).readline() == "ready\n"
+            os.kill(process.pid, number)
+        process.join()
+    finally:
+        process.terminate()
     err = (tmp_path / "stderr").read_text()
     assert process.exitcode == int(expected is not None), err
     if expected:
