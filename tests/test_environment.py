@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from test_run_train import REPOSITORY
+from test_run_train import Checkout as RunCheckout
 
 from torchtitan_lite import environment
 from torchtitan_lite.config.command_lines import TOOLS
 from torchtitan_lite.config.reader import load_toml
-
-REPOSITORY = Path(environment.__file__).parent.parent
 
 # A stub of the venv module: the Python that it makes is a script, with a stub of pip that can be held and can fail.
 STUB_VENV = """
@@ -52,19 +52,15 @@ python.chmod(0o755)
 """
 
 
-class Checkout:
+class Checkout(RunCheckout):
     """A repository that needs the package alpha, and beta with the extra `test`."""
 
     def __init__(self, folder: Path):
-        self.root = folder / "check out"
-        self.calls_file = folder / "calls"
-        self.variables = {"PATH": os.environ["PATH"], "CALLS": str(self.calls_file), "HOME": str(folder)}
-        (self.root / "torchtitan_lite").mkdir(parents=True)
-        for name in ("__init__.py", "environment.py"):
-            shutil.copy(REPOSITORY / "torchtitan_lite" / name, self.root / "torchtitan_lite")
-        arrays = 'dependencies = [\n    "alpha>=1,<2",\n]\ntest = [\n    "beta",\n]\n'
-        (self.root / "pyproject.toml").write_text(arrays, encoding="utf-8")
-        (self.root / "constraints.txt").write_text("alpha==1.5\n", encoding="utf-8")
+        super().__init__(folder)
+        self.take_real("torchtitan_lite/__init__.py")
+        self.write("pyproject.toml", 'dependencies = [\n    "alpha>=1,<2",\n]\ntest = [\n    "beta",\n]\n')
+        self.write("constraints.txt", "alpha==1.5\n")
+        self.variables["HOME"] = str(folder)
         self.venv = self.root / ".venv"
         self.python = str(self.venv / "bin" / "python")
         self.started: list[subprocess.Popen] = []
@@ -74,11 +70,6 @@ class Checkout:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": self.root}
         self.started.append(subprocess.Popen(command, env=self.variables | variables, start_new_session=True, **pipes))
         return self.started[-1]
-
-    def run(self, *args: str, **options) -> subprocess.CompletedProcess:
-        process = self.start(*args, **options)
-        out, err = process.communicate()
-        return subprocess.CompletedProcess(process.args, process.returncode, out.strip(), err)
 
     def calls(self) -> list[str]:
         return self.calls_file.read_text(encoding="utf-8").splitlines() if self.calls_file.exists() else []
@@ -95,11 +86,9 @@ def bare_checkout(tmp_path):
 
 @pytest.fixture
 def checkout(bare_checkout):
-    stub = bare_checkout.calls_file.parent / "stubs" / "venv"
-    stub.mkdir(parents=True)
-    (stub / "__init__.py").touch()
-    (stub / "__main__.py").write_text(STUB_VENV, encoding="utf-8")
-    bare_checkout.variables["PYTHONPATH"] = str(stub.parent)
+    bare_checkout.write("stubs/venv/__init__.py", "")
+    bare_checkout.write("stubs/venv/__main__.py", STUB_VENV)
+    bare_checkout.variables["PYTHONPATH"] = str(bare_checkout.root / "stubs")
     return bare_checkout
 
 

@@ -99,10 +99,10 @@ class Checkout:
         options = {"cwd": self.folder, "env": self.variables | variables, "stdout": stdout}
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
 
-    def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess:
-        process = self.start(*args, **variables)
+    def run(self, *args: str, **options) -> subprocess.CompletedProcess:
+        process = self.start(*args, **options)
         out, err = process.communicate()
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        return subprocess.CompletedProcess(process.args, process.returncode, out.strip(), err)
 
     def calls(self) -> list[dict]:
         """What ran, in this order: check and torchrun."""

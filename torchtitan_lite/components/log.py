@@ -1,4 +1,4 @@
-"""Log lines for people, and a progress line on a terminal.
+"""Write log lines for people, and a progress line on a terminal.
 
     rank 0         INFO and above      -> stdout, and dump_folder/log.txt: dated, never coloured
     other ranks    WARNING and above   -> stderr, with the rank named
@@ -120,7 +120,7 @@ class Progress:
         self.stream.flush()
 
     def estimate_end(self) -> str:
-        """Return the time left as h:mm:ss, from the mean of all steps since the second; "?" before the third."""
+        """Return the time left as h:mm:ss, from the mean time of the steps since the second; "?" before the third."""
         origin_step, origin_time = self.origin
         if self.steps_begun <= 2:
             return "?"
