@@ -8,7 +8,7 @@ import pytest
 import torch
 import warm_start
 
-from torchtitan_lite.components.profiling import GROUPS, find_group, profile_steps, summarize_events, summarize_trace
+from torchtitan_lite.components.profiling import GROUPS, TraceSummary, find_group, profile_steps, summarize_trace
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.schema import ConfigError, Profiling
 from torchtitan_lite.preflight import preflight
@@ -53,6 +53,12 @@ def event(name: str, start: float, end: float, *, category: str = "cpu_op", thre
     return {"ph": "X", "cat": category, "name": name, "tid": thread, "ts": start, "dur": end - start}
 
 
+def summarize(folder: Path, events: list[dict]) -> TraceSummary:
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return summarize_trace(path)
+
+
 def kernel(name: str, start: float, end: float, stream: int = 7) -> dict:
     return event(name, start, end, category="kernel", thread=stream)
 
@@ -89,8 +95,9 @@ def test_operators_and_kernels_fall_into_groups_by_their_names(group, names):
     assert {name: find_group(name) for name in names} == dict.fromkeys(names, group)
 
 
-def test_of_a_gpu_its_kernels_count_and_exposed_is_what_no_kernel_covers():
-    summary = summarize_events(
+def test_of_a_gpu_its_kernels_count_and_exposed_is_what_no_kernel_covers(tmp_path):
+    summary = summarize(
+        tmp_path,
         [
             event("aten::mm", 0, 1000),  # the host, which runs ahead or behind
             kernel("nvjet_tst_128x128", 100, 140),
@@ -98,15 +105,16 @@ def test_of_a_gpu_its_kernels_count_and_exposed_is_what_no_kernel_covers():
             kernel("triton_red_fused_mean_mul_1", 150, 170),
             event("Memcpy DtoD", 170, 180, category="gpu_memcpy", thread=7),
             kernel("nvjet_tst_128x128", 190, 200),
-        ]
+        ],
     )
     expected = {"matmul": 0.5, "collectives": 0.3, "norms and elementwise": 0.2, "copies": 0.1}
     assert list(summary.groups.items()) == list(expected.items())  # in this order
     assert summary.exposed == 0.1
 
 
-def test_of_a_cpu_an_operator_inside_another_counts_once_and_waiting_counts_as_none():
-    summary = summarize_events(
+def test_of_a_cpu_an_operator_inside_another_counts_once_and_waiting_counts_as_none(tmp_path):
+    summary = summarize(
+        tmp_path,
         [
             event("ProfilerStep#3", 0, 100, category="user_annotation"),
             event("FSDP::pre_forward (norm, output)", 0, 30, category="user_annotation"),  # waits for gloo
@@ -117,14 +125,14 @@ def test_of_a_cpu_an_operator_inside_another_counts_once_and_waiting_counts_as_n
             event("Optimizer.step#AdamW.step", 70, 90, category="user_annotation"),
             event("aten::copy_", 75, 80),
             event("aten::copy_", 95, 100),
-        ]
+        ],
     )
     assert summary.groups == {"collectives": 0.35, "matmul": 0.3, "optimizer": 0.2, "copies": 0.05}
     assert summary.exposed == 0.25
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_summary_is_what_counting_every_microsecond_gives(seed):
+def test_the_summary_is_what_counting_every_microsecond_gives(tmp_path, seed):
     draw = Random(seed)
     events = [event("ProfilerStep#1", 0, 60, category="user_annotation")]
     names = ["aten::mm", "aten::copy_", "aten::add", "Optimizer.step#SGD.step", "c10d::send", "some Python"]
@@ -153,14 +161,13 @@ def test_the_summary_is_what_counting_every_microsecond_gives(seed):
     expected["collectives"] = sum(talks for _, talks in seen) / 60
     exposed = sum(talks and at_work in (None, "collectives") for at_work, talks in seen) / 60
     draw.shuffle(events)  # a trace is in no order
-    summary = summarize_events(events)
+    summary = summarize(tmp_path, events)
     assert summary.groups == pytest.approx({group: share for group, share in expected.items() if share})
     assert summary.exposed == pytest.approx(exposed)
 
 
-def test_a_trace_of_nothing_has_no_groups():
-    assert summarize_events([]).groups == {}
-    assert summarize_events([{"ph": "M", "name": "process_name"}]).exposed == 0.0
+def test_a_trace_of_nothing_has_no_groups(tmp_path):
+    assert summarize(tmp_path, [{"ph": "M", "name": "process_name"}]) == TraceSummary({}, 0.0)
 
 
 def test_train_py_traces_every_rank_and_rank_0_logs_what_took_the_time(pool, tmp_path):

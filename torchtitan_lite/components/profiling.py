@@ -74,7 +74,8 @@ def make_tracer(section: Profiling, folder: Path, rank: int, resumed_step: int) 
         if profiler.step_num % section.profile_freq != 0:  # the loop ended in the middle of a recording
             return
         step = resumed_step + profiler.step_num
-        path = make_path(folder, f"step-{step}", f"rank-{rank}.json")
+        path = folder / f"step-{step}" / f"rank-{rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         if logger.isEnabledFor(logging.INFO):  # on rank 0 only: a trace is large to read
             logger.info(f"step {step} traced to {path}: {summarize_trace(path)}")
@@ -105,16 +106,10 @@ class MemorySnapshots:
             self._write(f"step-{self.n_steps}")
 
     def _write(self, name: str) -> None:
-        path = make_path(self.folder, name, f"rank-{self.rank}.pickle")
+        path = self.folder / name / f"rank-{self.rank}.pickle"
+        path.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))
         logger.info(f"{name}: memory snapshot written to {path}")
-
-
-def make_path(folder: Path, *names: str) -> Path:
-    """Return the path of a file, and make its folder."""
-    path = folder.joinpath(*names)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 # ---------------------------------------------------------------- summary of a trace
@@ -154,11 +149,7 @@ class TraceSummary:
 
 def summarize_trace(path: Path) -> TraceSummary:
     """Summarize a file that torch.profiler's export_chrome_trace has written."""
-    return summarize_events(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
-
-
-def summarize_events(events: Iterable[dict]) -> TraceSummary:
-    """Summarize the events of a Chrome trace."""
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     busy = {group: merge(intervals) for group, intervals in group_events(events).items()}
     everything = merge(interval for intervals in busy.values() for interval in intervals)
     if not everything:
