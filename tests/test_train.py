@@ -1,5 +1,7 @@
 """train.py: killed and restarted under torchrun, resumed on another layout."""
 
+import os
+import random
 import shutil
 from pathlib import Path
 
@@ -55,3 +57,28 @@ def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(pool, u
         seen, expected = read_losses(tmp_path, name), read_losses(unbroken[0], name)
         assert list(seen) == steps
         assert seen == pytest.approx({step: expected[step] for step in steps}, rel=1e-4)
+
+
+LAYOUTS = {
+    "data_parallel_shard": "--training.local_batch_size=6",
+    "tensor_parallel": "--training.local_batch_size=12",
+    "pipeline_parallel": "--training.local_batch_size=12",
+}
+
+
+@pytest.mark.slow  # half a minute each; KILLS=10 kills as often as one likes
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS", 3))))
+def test_a_run_killed_at_a_random_instant_ends_bit_equal_to_the_unbroken_one(pool, unbroken, tmp_path, seed):
+    """Layouts, ways to save, and ways to resume take turns."""
+    draw, steps = random.Random(seed), 60  # the run must not end before the kill
+    (dim, batch), mode = list(LAYOUTS.items())[seed % 3], ("disabled", "async")[seed % 2]
+    keys = [*unbroken[1], f"--parallelism.{dim}_degree=2", batch, f"--checkpoint.async_mode={mode}"]
+    keys += [f"--debug.seed={seed}", f"--training.steps={steps}", "--checkpoint.interval=3"]
+    assert pool.run(warm_start.start, 2, [*keys, f"--job.dump_folder={tmp_path / 'unbroken'}"]) == [0, 0]
+    by_torchrun = seed // 2 % 2 == 0  # else the user starts the run again
+    process = launch(tmp_path / "killed", tmp_path, *keys, n_ranks=2, MAX_RESTARTS=str(int(by_torchrun)))
+    kill_rank(process, draw.randrange(2), after_step=draw.randint(1, 16), delay_s=draw.uniform(0, 0.2))
+    finish(process, must_succeed=False)
+    if process.returncode:  # also where torchrun itself does not survive the death of a rank
+        finish(launch(tmp_path / "killed", tmp_path, *keys, n_ranks=2))
+    assert list_differences(tmp_path / "killed", tmp_path / "unbroken", steps) == []
