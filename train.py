@@ -1,4 +1,4 @@
-"""Trains a Llama: config, mesh, data, run, checkpoint, loop. run_train.sh starts it once per rank.
+"""Train a Llama: config, mesh, data, run, checkpoint, loop. run_train.sh starts it once per rank.
 
 Every rank runs this file from top to bottom. What a step does is in torchtitan_lite/step.py; what ranks exchange is
 said where they do it.
@@ -30,9 +30,9 @@ from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver, choose_tensors, describe_run, is_saved
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import Progress, log_rank_on_error, start_logging
-from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, compute_metrics, read_peak_memory
+from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, read_peak_memory
 from torchtitan_lite.components.profiling import profile_steps, warn_on_recompile
-from torchtitan_lite.config.flavors import ModelArgs, count_flops_per_token
+from torchtitan_lite.config.flavors import count_flops_per_token
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Comm, Config, ConfigError, Debug
@@ -56,20 +56,19 @@ logger = logging.getLogger("torchtitan_lite.train")
 
 
 def main(args: list[str]) -> int:
-    """Exit status: 0 trained and saved, 1 a step was not finite or a file failed, 2 refused. launch.py says 1."""
+    """Train. Return the exit status: 0 trained and saved, 1 a step was not finite or a checkpoint was not written."""
     # ---- config: every mistake in it is reported before any process group exists
     rank, world_size, local_world_size, local_rank, restarts = read_torchrun_environment(os.environ)
     machine = detect_machine()
     n_hosts = world_size // local_world_size
     prepared = preflight(args, machine=machine, n_ranks=world_size, n_hosts=n_hosts, restarted=restarts > 0)
-    config, shape, layout, dump_folder = prepared.config, prepared.shape, prepared.layout, prepared.dump_folder
-    n_steps = config.training.steps
-    flops_per_token = count_flops_per_token(shape, config.training.seq_len)
+    config, layout, dump_folder = prepared.config, prepared.layout, prepared.dump_folder
+    model_args, n_steps = prepared.model_args, config.training.steps
 
     # ---- mesh: one process group for the world, and one for each mesh dim and view of it
     device = choose_device(local_rank, machine.device_type)
     make_deterministic(config.debug)
-    keep_compiled_code(prepared.cache_folder)
+    keep_compiled_code(Path(config.training.cache_folder))
     record_collectives(config.comm, dump_folder)
     start_process_group(device, config.comm.init_timeout_seconds, restarts, offload=config.training.enable_cpu_offload)
     mesh = build_mesh(layout, device.type)
@@ -80,14 +79,14 @@ def main(args: list[str]) -> int:
     start_logging(rank, dump_folder, color=not config.metrics.disable_color_printing)
     for notice in prepared.notices:
         logger.info(notice)
-    n_parameters = sum(parameter.numel() for parameter in build_on_meta(config, shape).parameters())
+    n_parameters = sum(parameter.numel() for parameter in build_on_meta(config, model_args).parameters())
     logger.info(f"{config.job.description or prepared.config_name}: {n_parameters:,} parameters, {layout}")
     if config.job.print_config:
         logger.info(dump_config_toml(config))
 
     # ---- data: each data-parallel rank reads its rows of every global batch
     tokenizer = Tokenizer(prepared.vocabulary)
-    read_split = partial(open_samples, config, shape, tokenizer)
+    read_split = partial(open_samples, config, model_args.vocab_size, tokenizer)
     stream = SampleStream(
         read_split(config.training.dataset, "train"),
         global_batch_size=layout.global_batch_size,
@@ -104,9 +103,9 @@ def main(args: list[str]) -> int:
         bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
     corpora = [*stream.reader.corpora, *(validation_data.reader.corpora if config.validation.enable else [])]
 
-    # ---- run: model parts, optimizer, schedules; and first, the planner's forecast of its steps
-    ledger = RunLedger(config, shape, layout, machine, dump_folder)
-    run = build_run(config, shape, layout, mesh, device)
+    # ---- run: model parts, optimizer, schedules. Before it, the planner forecasts what a step costs
+    ledger = RunLedger(config, model_args, layout, machine, dump_folder)
+    run = build_run(config, model_args, layout, mesh, device)
 
     # ---- checkpoint: resume from the newest one, or from the one that is named; or load initial weights
     checkpoints = dump_folder / config.checkpoint.folder
@@ -118,7 +117,7 @@ def main(args: list[str]) -> int:
         **stream.facts,
         "tokenizer": tokenizer.identity,
         "global_batch_size": layout.global_batch_size,
-        "shape": asdict(shape),
+        "shape": asdict(model_args),
     }
     resumed_step = restore_or_load(
         checkpoints,
@@ -128,7 +127,7 @@ def main(args: list[str]) -> int:
         run.lr_scheduler,
         is_named=config.checkpoint.load_step != -1 and restarts == 0,
         section=config.checkpoint,
-        shape=shape,
+        shape=model_args,
         fingerprint=fingerprint,
         group=host_group,
     )
@@ -143,14 +142,21 @@ def main(args: list[str]) -> int:
     )
 
     # ---- loop
-    logger.info(f"attention: {describe_attention(config, shape, layout, device)}")
+    logger.info(f"attention: {describe_attention(config, model_args, layout, device)}")
     gc.collect()
     gc.freeze()  # objects that exist now are never collected
     gc.disable()  # collect at fixed steps: a rank that collects alone makes all others wait
     writer = None
     if rank == 0:
         writer = MetricsWriter(
-            dump_folder, config.metrics, n_steps=n_steps, resumed_step=resumed_step, flops_per_token=flops_per_token
+            dump_folder,
+            config.metrics,
+            n_steps=n_steps,
+            resumed_step=resumed_step,
+            tokens_per_step=layout.global_batch_size * config.training.seq_len,
+            world_size=world_size,
+            flops_per_token=count_flops_per_token(model_args, config.training.seq_len),
+            peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
         )
     progress = Progress(rank, n_steps, stream=sys.stdout)
     trained = False
@@ -158,7 +164,7 @@ def main(args: list[str]) -> int:
     with (
         log_rank_on_error(rank, mesh.coordinates()),
         explain_lost_folder(lock),
-        explain_out_of_memory(config, shape, layout, run.parameters, run.optimizer),
+        explain_out_of_memory(config, model_args, layout, run.parameters, run.optimizer),
         profile_steps(config.profiling, dump_folder, rank, resumed_step=resumed_step) as profiler,
         saver,  # on exit, waits for the save in flight
         BackgroundHash(corpora, part=local_rank, n_parts=local_world_size) as hashing,
@@ -173,9 +179,8 @@ def main(args: list[str]) -> int:
             with warn_on_recompile(step - resumed_step), ledger.measured(step, run, host_group, besides=saver_group):
                 result = train_step(run, batch)
             if not result.finite:  # the same on every rank; waits for the device
-                again = partial(compute_gradients, run, batch)
-                place = mesh.coordinates()
-                culprit = find_non_finite(result.local_loss, run.parts, place, again, composed=CONTEXT_ATTENTION)
+                again, coordinates = partial(compute_gradients, run, batch), mesh.coordinates()
+                culprit = find_non_finite(result.local_loss, run.parts, coordinates, again, composed=CONTEXT_ATTENTION)
                 logger.log(
                     logging.ERROR if rank == 0 else logging.INFO,
                     f"step {step}: gradient norm {result.grad_norm.item()}, weights left as they were: {culprit}",
@@ -193,22 +198,16 @@ def main(args: list[str]) -> int:
             if writer and (validation or step % config.metrics.log_freq == 0 or step in (resumed_step + 1, n_steps)):
                 check_still_held(lock)
                 saver.notice_loss()
-                memory = read_peak_memory(device)
-                metrics = compute_metrics(
-                    step=step,
+                writer.write(
+                    step,
                     loss=result.loss.item(),
                     grad_norm=result.grad_norm.item(),
                     lr=lr,
                     times=meter.read(),
-                    memory=memory,
-                    tokens_per_step=layout.global_batch_size * config.training.seq_len,
-                    world_size=world_size,
-                    flops_per_token=flops_per_token,
-                    peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
+                    memory=read_peak_memory(device),
                     validation=validation,
                     ledger=ledger.take(),
                 )
-                writer.write(metrics, memory)
             saver.check()  # raises an error of an earlier save
             hashing.check()
             if is_saved(step, config.checkpoint, n_steps):
@@ -225,12 +224,8 @@ def main(args: list[str]) -> int:
             saver.wait()
             if config.checkpoint.last_save_in_hf and is_saved(n_steps, config.checkpoint, n_steps):
                 progress.show(n_steps, "exporting")
-                export_hf(
-                    checkpoints / f"step-{n_steps}-hf",
-                    run.parameters,
-                    export=Export(shape, config.checkpoint.export_dtype, **describe_for_export(prepared.vocabulary)),
-                    group=host_group,
-                )
+                export = Export(model_args, config.checkpoint.export_dtype, **describe_for_export(prepared.vocabulary))
+                export_hf(checkpoints / f"step-{n_steps}-hf", run.parameters, export=export, group=host_group)
             if saver.failure is None:
                 logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
                 trained = True
@@ -247,13 +242,13 @@ def main(args: list[str]) -> int:
     return 0 if trained else 1
 
 
-def open_samples(config: Config, shape: ModelArgs, tokenizer: Tokenizer, names: list[str], split: str) -> SampleReader:
+def open_samples(config: Config, vocab_size: int, tokenizer: Tokenizer, names: list[str], split: str) -> SampleReader:
     """Open one split of these corpora, cut into samples."""
     cache_folder = Path(config.training.cache_folder)
     return SampleReader(
         [open_corpus(name, tokenizer, cache_folder, split=split) for name in names],
         seq_len=config.training.seq_len,
-        vocab_size=shape.vocab_size,
+        vocab_size=vocab_size,
         restart_positions=config.model.attention == "document",
     )
 

@@ -1,4 +1,4 @@
-"""What many tests share: one pool of ranks, and the oracles' results, computed once."""
+"""Fixtures of many tests: one pool of ranks, and the results of one process, computed once."""
 
 import signal
 
@@ -16,7 +16,7 @@ def one_thread():
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_is_heard():
-    """A shell starts what runs in its background with SIGINT ignored, and so would be all that the tests start."""
+    """A shell ignores SIGINT in its background jobs, and processes that the tests start would inherit that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

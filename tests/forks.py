@@ -1,6 +1,7 @@
-"""Forks: what a user adds to make a change, and nothing else. test_forks.py takes each through every tool.
+"""Forks: what a user adds to make a change, and nothing else. test_forks.py takes each through the tools.
 
-A fork is rows for tables, each put below the line that opens its table, and files of its own.
+A fork is rows for tables, each inserted below the line that opens its table, and files of its own. One checkout holds
+all forks: no row needs another fork's.
 """
 
 import shutil
@@ -14,22 +15,22 @@ from torchtitan_lite.config.reader import REPOSITORY
 @dataclass(frozen=True)
 class Fork:
     keys: tuple[str, ...]  # of a run that uses it
-    rows: dict[str, list[tuple[str, str]]] = field(
-        default_factory=dict
-    )  # file -> (start of its opening line, row below it)
+    rows: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # file -> (start of a line, row below it)
     files: dict[str, str] = field(default_factory=dict)  # path -> text
     resumed_on: int = 2  # ranks; of 4
 
-    def write(self, folder: Path) -> None:
-        """Copy the repository into `folder`, and make the change there."""
-        listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-        for name in listed.stdout.splitlines():
-            if not name.startswith(("tests/", "assets/benchmarks/")) and (REPOSITORY / name).exists():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(REPOSITORY / name, folder / name)
-        for name, text in self.files.items():
+
+def write_forks(folder: Path) -> None:
+    """Copy the repository into `folder`, and make the change of every fork there."""
+    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    for name in listed.stdout.splitlines():
+        if not name.startswith(("tests/", "assets/benchmarks/")) and (REPOSITORY / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, folder / name)
+    for fork in FORKS.values():
+        for name, text in fork.files.items():
             (folder / name).write_text(text)
-        for name, rows in self.rows.items():
+        for name, rows in fork.rows.items():
             lines = (folder / name).read_text().splitlines()
             for opening, row in rows:
                 (at,) = [number for number, line in enumerate(lines) if line.startswith(opening)]

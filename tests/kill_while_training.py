@@ -1,46 +1,16 @@
-"""Kills a rank of a real run with SIGKILL at a random step and resumes it: `tests/kill_while_training.py --seeds 10`.
+"""Start ./run_train.sh as users do, kill one of its ranks with SIGKILL, and compare what two runs leave."""
 
-    unbroken    ./run_train.sh with this seed, to its last step
-    killed      the same until one rank dies; then torchrun starts all ranks anew, or the user the whole command
-
-The seed is the run's own, too, and chooses step, rank and instant; layouts, ways to save and ways to go on take turns.
-Both runs must have logged the same losses, and the last checkpoints of both must hold the same bits. Prints the score.
-The suite runs one such kill, in test_train.py.
-"""
-
-import argparse
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where it is run as a script
 
 from checkpoints import assemble, list_differing
 
 from torchtitan_lite.config.reader import REPOSITORY
-
-STEPS = 24
-KEYS = [
-    f"--training.steps={STEPS}",
-    "--training.seq_len=32",
-    "--training.global_batch_size=8",
-    "--metrics.log_freq=1",
-    "--checkpoint.enable",
-    "--checkpoint.interval=3",
-    "--job.no_overwrite",
-]
-LAYOUTS = {
-    "dp2": ["--training.local_batch_size=4"],
-    "tp2": ["--training.local_batch_size=8", "--parallelism.tensor_parallel_degree=2"],
-    "pp2": ["--training.local_batch_size=8", "--parallelism.pipeline_parallel_degree=2"],
-}
-LATEST_STEP, LONGEST_DELAY_S = 16, 0.2  # of a kill: some steps and a save later, but well before the end
 
 
 def launch(dump_folder: Path, cache: Path, *keys: str, n_ranks: int, **environment: str) -> subprocess.Popen:
@@ -87,44 +57,3 @@ def list_differences(one: Path, other: Path, step: int) -> list[str]:
     losses, expected = read_losses(one), read_losses(other)
     steps = sorted(losses.keys() | expected.keys())
     return [*list_differing(*states), *(f"loss of step {s}" for s in steps if losses.get(s) != expected.get(s))]
-
-
-def kill_and_resume(seed: int, folder: Path, cache: Path) -> tuple[str, list[str]]:
-    """One unbroken run and one that is killed. What was done, and what differs in the end."""
-    chosen = random.Random(seed)
-    name = list(LAYOUTS)[seed % len(LAYOUTS)]
-    mode, by_torchrun = ("disabled", "async")[seed % 2], seed // 2 % 2 == 0
-    keys = [*KEYS, *LAYOUTS[name], f"--debug.seed={seed}", f"--checkpoint.async_mode={mode}"]
-    finish(launch(folder / "unbroken", cache, *keys, n_ranks=2))
-
-    after_step, victim, delay_s = (
-        chosen.randint(1, LATEST_STEP),
-        chosen.randrange(2),
-        chosen.uniform(0, LONGEST_DELAY_S),
-    )
-    process = launch(folder / "killed", cache, *keys, n_ranks=2, MAX_RESTARTS=str(int(by_torchrun)))
-    kill_rank(process, victim, after_step=after_step, delay_s=delay_s)
-    output, by = finish(process, must_succeed=False), "torchrun"
-    if process.returncode:  # also where torchrun itself does not survive the death of a rank
-        output, by = finish(launch(folder / "killed", cache, *keys, n_ranks=2)), "hand"
-    resumed = next((line.split(",")[0].split("/")[-1] for line in output.splitlines() if "resumed from" in line), "0")
-    done = f"{name}, {mode}: rank {victim} killed {delay_s:.2f} s after step {after_step}, by {by} from {resumed}"
-    return done, list_differences(folder / "killed", folder / "unbroken", STEPS)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=10, metavar="N", help="seeds 0 to N - 1 (%(default)s)")
-    options = parser.parse_args()
-    n_equal = 0
-    with tempfile.TemporaryDirectory(prefix="kill-") as scratch:
-        for seed in range(options.seeds):
-            done, differing = kill_and_resume(seed, Path(scratch) / str(seed), Path(scratch) / "cache")
-            n_equal += not differing
-            print(f"seed {seed}: {done}: {', '.join(differing[:3]) or 'bit-equal'}", flush=True)
-    print(f"{n_equal} of {options.seeds} runs ended bit-equal to the unbroken ones")
-    return int(n_equal < options.seeds)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

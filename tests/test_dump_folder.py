@@ -1,6 +1,7 @@
 """The dump folder: of one run at a time, and emptied only where a run starts over."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.reader import REPOSITORY, dump_config_toml
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.dump_folder import hold, open_dump_folder
+from torchtitan_lite.dump_folder import check_still_held, hold, open_dump_folder
 
 OF_A_RUN = ["config.toml", "metrics.jsonl", "log.txt", "timeline.svg", "timeline.json", "tb/events", "traces/0.json"]
 OF_A_RUN += ["checkpoint/step-5/manifest.json"]
@@ -63,3 +64,19 @@ def test_a_second_run_on_one_folder_stops_until_the_first_has_died(folder):
         os.kill(first.pid, signal.SIGKILL)
         first.communicate()
     hold(folder).close()
+
+
+CHANGES = {
+    "deleted": lambda folder: shutil.rmtree(folder),
+    "moved": lambda folder: folder.rename(folder.with_name("elsewhere")),
+    "made anew": lambda folder: (shutil.rmtree(folder), hold(folder).close()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_knows_that_its_dump_folder_is_not_the_one_it_began_in(tmp_path, change):
+    with open_dump_folder(tmp_path / "run", Config(), starting_over=True) as lock:
+        check_still_held(lock)
+        CHANGES[change](tmp_path / "run")
+        with pytest.raises(CheckpointError, match=f"the dump folder {tmp_path / 'run'} was deleted or moved"):
+            check_still_held(lock)

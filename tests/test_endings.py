@@ -1,5 +1,6 @@
 """How a run ends: one clear last line and the exit status; no process and no temporary folder stays behind."""
 
+import multiprocessing
 import os
 import re
 import shutil
@@ -7,19 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import tempfile
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import warm_start
 from kill_while_training import finish
 from kill_while_training import launch as launch_run
-from test_run_train import REPOSITORY, Checkout
 
 from torchtitan_lite import launch
-from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.dump_folder import check_still_held, hold, open_dump_folder
+from torchtitan_lite.config.reader import REPOSITORY
+from torchtitan_lite.verify.ranks import PRELOADED
 
 # ---------------------------------------------------------------- the launcher, with a script in place of train.py
 
@@ -35,7 +36,7 @@ record(main)() if rank == "1" else wait_for_the_end()
 """
 SPEAK = 'sys.exit("the reason") if rank == "0" else wait_for_the_end()'
 DIE = 'os.kill(os.getpid(), signal.SIGKILL) if rank == "1" else wait_for_the_end()'
-ENDINGS = {  # what ranks do, the signal that run_train.sh gets, the last line, whether stderr is kept
+ENDINGS = {  # what ranks do, the signal that the launcher gets, the last line, whether stderr is kept
     "trained": (f"{RANK}print('a warning', file=sys.stderr)", None, None, False),
     "a rank that is not shown fails": (FAIL, None, "rank 1 failed: OSError: disk 7 is gone", True),
     "rank 0 says why": (f"{RANK}{SPEAK}", None, "rank 0 ended with exit status 1: see above", True),
@@ -43,20 +44,37 @@ ENDINGS = {  # what ranks do, the signal that run_train.sh gets, the last line, 
     "SIGTERM": (f"{RANK}wait_for_the_end()", signal.SIGTERM, "stopped by SIGTERM", False),
     "Ctrl-C": (f"{RANK}wait_for_the_end()", signal.SIGINT, "stopped by Ctrl-C", False),
 }
+OPTIONS = "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1 --role rank"
+OPTIONS += " --max-restarts 0 --local-ranks-filter 0 --tee 2"  # as run_train.sh gives them
+
+
+def run_launcher(folder: Path, stdout: Connection) -> None:
+    """Worker of a fork server that has imported torch: launch.py as a program, with its files in `folder`."""
+    os.dup2(stdout.fileno(), 1)
+    os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+    tempfile.tempdir = str(folder)
+    sys.exit(launch.main([*OPTIONS.split(), str(folder / "script.py")]))
 
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
     script, number, expected, is_kept = ENDINGS[name]
-    checkout = Checkout(tmp_path)
-    checkout.take_real("torchtitan_lite/launch.py")
-    checkout.write("train.py", script)
-    process = checkout.start()
-    if number is not None:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(number)
-    err = process.communicate()[1]
-    assert process.returncode == int(expected is not None), err
+    (tmp_path / "script.py").write_text(script)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)  # as for the pool of ranks
+    stdout, of_ranks = context.Pipe(duplex=False)
+    process = context.Process(target=run_launcher, args=(tmp_path, of_ranks))
+    process.start()
+    of_ranks.close()
+    try:
+        if number is not None:
+            assert open(stdout.fileno(), closefd=False).readline() == "ready\n"
+            os.kill(process.pid, number)
+        process.join()
+    finally:
+        process.terminate()
+    err = (tmp_path / "stderr").read_text()
+    assert process.exitcode == int(expected is not None), err
     if expected:
         assert err.splitlines()[-1].startswith(f"run_train.sh: {expected}"), err
     assert "Traceback" not in err and "torch/distributed" not in err
@@ -76,8 +94,7 @@ def test_a_master_port_that_is_taken_is_named_at_once(monkeypatch, capsys):
 
 # ---------------------------------------------------------------- train.py
 
-KEYS = ["--training.seq_len=32", "--model.n_layers=2", "--training.global_batch_size=2", "--metrics.log_freq=1"]
-KEYS += ["--training.local_batch_size=1", "--checkpoint.enable", "--validation.no_enable"]
+BATCH = ["--training.global_batch_size=2", "--training.local_batch_size=1", "--validation.no_enable"]
 
 
 def read_until(process: subprocess.Popen, pattern: str) -> str:
@@ -90,8 +107,9 @@ def read_until(process: subprocess.Popen, pattern: str) -> str:
 
 def test_a_folder_has_one_run_and_what_is_deleted_under_it_is_noticed(tmp_path):
     folder, cache = tmp_path / "run", tmp_path / "cache"
-    keys = [*KEYS, "--training.steps=100000", "--checkpoint.interval=100000"]
-    first = launch_run(folder, cache, *keys, "--checkpoint.enable_first_step_checkpoint", n_ranks=2)
+    keys = [*BATCH, *warm_start.write_letters(tmp_path / "letters"), "--job.no_overwrite"]
+    keys += ["--training.steps=100000", "--checkpoint.interval=100000"]
+    first = launch_run(folder, cache, *keys, "--checkpoint.enable_first_step_checkpoint", n_ranks=1)
     try:
         read_until(first, r"saved checkpoint .*/step-1$")
         second = launch_run(folder, cache, *keys, n_ranks=2, LOG_RANK="0,1")
@@ -101,7 +119,7 @@ def test_a_folder_has_one_run_and_what_is_deleted_under_it_is_noticed(tmp_path):
 
         shutil.rmtree(folder / "checkpoint")
         lost = read_until(first, r"was deleted or moved")
-        assert "ERROR" in lost and str(folder / "checkpoint" / "step-") in lost and "nothing is saved" in lost
+        assert "ERROR" in lost and str(folder / "checkpoint" / "step-1") in lost and "nothing is saved" in lost
         read_until(first, r"step .*/100000")  # written, and the next one is far
         os.rename(folder, tmp_path / "deleted")
         said = finish(first, must_succeed=False)
@@ -113,32 +131,14 @@ def test_a_folder_has_one_run_and_what_is_deleted_under_it_is_noticed(tmp_path):
     assert "Traceback" not in said and said.splitlines()[-1].startswith("run_train.sh: rank 0 ended with exit status 1")
 
 
-def test_a_run_that_goes_on_without_its_checkpoints_says_so_at_its_end(tmp_path):
-    folder = tmp_path / "run"
-    keys = [*KEYS, "--training.steps=40", "--checkpoint.interval=2", "--checkpoint.on_save_error=continue"]
-    process = launch_run(folder, tmp_path / "cache", *keys, n_ranks=2)
-    read_until(process, r"saved checkpoint .*/step-2$")
-    (folder / "checkpoint" / "step-0.tmp").write_text("")  # no save can sweep away a file: it expects a folder
-    said = finish(process, must_succeed=False)
-    newest = find_steps(folder / "checkpoint")[-1]
-    assert process.returncode == 1 and newest < 40
-    assert f"ERROR trained 40 steps, and nothing since step {newest} is saved: rank 0: NotADirectoryError" in said
-
-
-CHANGES = {
-    "deleted": lambda folder: shutil.rmtree(folder),
-    "moved": lambda folder: folder.rename(folder.with_name("elsewhere")),
-    "made anew": lambda folder: (shutil.rmtree(folder), hold(folder).close()),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_run_knows_that_its_dump_folder_is_not_the_one_it_began_in(tmp_path, change):
-    with open_dump_folder(tmp_path / "run", Config(), starting_over=True) as lock:
-        check_still_held(lock)
-        CHANGES[change](tmp_path / "run")
-        with pytest.raises(CheckpointError, match=f"the dump folder {tmp_path / 'run'} was deleted or moved"):
-            check_still_held(lock)
+def test_a_run_that_continues_without_its_checkpoints_says_so_at_its_end(pool, tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "step-0.tmp").write_text("")  # no save can sweep away a file: it expects a folder
+    keys = [*BATCH, *warm_start.write_letters(tmp_path / "letters"), f"--job.dump_folder={tmp_path}"]
+    keys += ["--job.no_overwrite", "--training.steps=2", "--checkpoint.on_save_error=continue"]
+    assert pool.run(warm_start.start, 2, keys) == [1, 1]
+    log = (tmp_path / "log.txt").read_text()
+    assert "ERROR trained 2 steps, and nothing is saved: rank 0: NotADirectoryError" in log
 
 
 # ---------------------------------------------------------------- tools with workers
@@ -149,7 +149,7 @@ WORKERS = {  # script of a tool whose two workers name themselves, the signal th
 from torchtitan_lite.plan import search_report
 def work(number, candidate):
     os.write(1, b"%d\\n" % os.getpid())
-    time.sleep(600)
+    signal.pause()
 search_report.compare_with_dry_run = work
 if __name__ == "__main__":
     search_report.choose_by_dry_run([(None, None)] * 2, None, 2)
@@ -161,7 +161,7 @@ if __name__ == "__main__":
 from torchtitan_lite.verify.ranks import RankPool
 def work(rank, world_size):
     os.write(1, b"%d\\n" % os.getpid())
-    time.sleep(600)
+    signal.pause()
 if __name__ == "__main__":
     RankPool(2).run(work, 2)
 """,
@@ -174,22 +174,13 @@ if __name__ == "__main__":
 def test_workers_end_with_their_tool(tmp_path, name):
     text, number = WORKERS[name]
     script = tmp_path / "tool.py"
-    script.write_text(f"import os, time\n{text}")
+    script.write_text(f"import os, signal\n{text}")
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    tool = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
-    workers = [int(tool.stdout.readline()) for _ in range(2)]
-    tool.send_signal(number)
-    tool.wait()
-    deadline = time.monotonic() + 30
-    while alive := [pid for pid in workers if is_alive(pid)]:
-        if time.monotonic() > deadline:
-            for pid in alive:
-                os.kill(pid, signal.SIGKILL)
-            pytest.fail(f"{len(alive)} workers of {name} go on without it")
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+    tool = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment, start_new_session=True)
+    try:
+        assert all(int(tool.stdout.readline()) for _ in range(2))
+        tool.send_signal(number)
+        tool.communicate(timeout=60)  # the pipe ends when nobody holds it any more: neither tool nor worker
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(tool.pid, signal.SIGKILL)

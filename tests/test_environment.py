@@ -1,6 +1,6 @@
 """environment.py finds or makes a Python that has the packages, whatever happened before. No network is used.
 
-All but one test put stubs in the place of `python -m venv` and pip, which record what they are asked for.
+In all tests but one, stubs replace `python -m venv` and pip, and record their arguments.
 """
 
 import errno
@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from test_run_train import REPOSITORY
+from test_run_train import Checkout as RunCheckout
 
 from torchtitan_lite import environment
 from torchtitan_lite.config.command_lines import TOOLS
 from torchtitan_lite.config.reader import load_toml
-
-REPOSITORY = Path(environment.__file__).parent.parent
 
 # A stub of the venv module: the Python that it makes is a script, with a stub of pip that can be held and can fail.
 STUB_VENV = """
@@ -52,19 +52,15 @@ python.chmod(0o755)
 """
 
 
-class Checkout:
+class Checkout(RunCheckout):
     """A repository that needs the package alpha, and beta with the extra `test`."""
 
     def __init__(self, folder: Path):
-        self.root = folder / "check out"
-        self.calls_file = folder / "calls"
-        self.variables = {"PATH": os.environ["PATH"], "CALLS": str(self.calls_file), "HOME": str(folder)}
-        (self.root / "torchtitan_lite").mkdir(parents=True)
-        for name in ("__init__.py", "environment.py"):
-            shutil.copy(REPOSITORY / "torchtitan_lite" / name, self.root / "torchtitan_lite")
-        arrays = 'dependencies = [\n    "alpha>=1,<2",\n]\ntest = [\n    "beta",\n]\n'
-        (self.root / "pyproject.toml").write_text(arrays, encoding="utf-8")
-        (self.root / "constraints.txt").write_text("alpha==1.5\n", encoding="utf-8")
+        super().__init__(folder)
+        self.take_real("torchtitan_lite/__init__.py")
+        self.write("pyproject.toml", 'dependencies = [\n    "alpha>=1,<2",\n]\ntest = [\n    "beta",\n]\n')
+        self.write("constraints.txt", "alpha==1.5\n")
+        self.variables["HOME"] = str(folder)
         self.venv = self.root / ".venv"
         self.python = str(self.venv / "bin" / "python")
         self.started: list[subprocess.Popen] = []
@@ -74,11 +70,6 @@ class Checkout:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": self.root}
         self.started.append(subprocess.Popen(command, env=self.variables | variables, start_new_session=True, **pipes))
         return self.started[-1]
-
-    def run(self, *args: str, **options) -> subprocess.CompletedProcess:
-        process = self.start(*args, **options)
-        out, err = process.communicate()
-        return subprocess.CompletedProcess(process.args, process.returncode, out.strip(), err)
 
     def calls(self) -> list[str]:
         return self.calls_file.read_text(encoding="utf-8").splitlines() if self.calls_file.exists() else []
@@ -95,11 +86,9 @@ def bare_checkout(tmp_path):
 
 @pytest.fixture
 def checkout(bare_checkout):
-    stub = bare_checkout.calls_file.parent / "stubs" / "venv"
-    stub.mkdir(parents=True)
-    (stub / "__init__.py").touch()
-    (stub / "__main__.py").write_text(STUB_VENV, encoding="utf-8")
-    bare_checkout.variables["PYTHONPATH"] = str(stub.parent)
+    bare_checkout.write("stubs/venv/__init__.py", "")
+    bare_checkout.write("stubs/venv/__main__.py", STUB_VENV)
+    bare_checkout.variables["PYTHONPATH"] = str(bare_checkout.root / "stubs")
     return bare_checkout
 
 
@@ -128,25 +117,21 @@ def test_requirements_are_read_as_toml_has_them_and_the_tested_versions_meet_the
 
 
 @pytest.mark.parametrize(
-    ("version", "is_met"),
+    ("requirement", "version", "is_met"),
     [
-        ("2.10.99", False),
-        ("2.11.0", True),
-        ("2.11.0a0+f00d.nv26.04", True),  # so NVIDIA's containers name their 2.11
-        ("2.13.0+cpu", True),
-        ("2.13.1.dev20261120", True),
-        ("2.14", False),
+        ("some>=2.11,<2.14", "2.10.99", False),
+        ("some>=2.11,<2.14", "2.11.0", True),
+        ("some>=2.11,<2.14", "2.11.0a0+f00d.nv26.04", True),  # so NVIDIA's containers name their 2.11
+        ("some>=2.11,<2.14", "2.13.0+cpu", True),
+        ("some>=2.11,<2.14", "2.14", False),
+        ("some", "2.14", True),
+        ('other; python_version < "3.10"', "1", True),  # only older Pythons need it
+        ('other; python_version < "3.99"', "1", False),
     ],
 )
-def test_a_package_counts_only_within_its_bounds(tmp_path, monkeypatch, version, is_met):
-    monkeypatch.syspath_prepend(add_package(tmp_path, "somepackage", version))
-    assert environment.is_met("somepackage>=2.11,<2.14") == is_met
-    assert environment.is_met("somepackage")
-
-
-@pytest.mark.parametrize(("below_python", "is_met"), [("3.10", True), ("3.99", False)])
-def test_a_package_that_only_older_pythons_need_is_not_missed(below_python, is_met):
-    assert environment.is_met(f'not-installed; python_version < "{below_python}"') == is_met
+def test_a_package_counts_only_within_its_bounds(tmp_path, monkeypatch, requirement, version, is_met):
+    monkeypatch.syspath_prepend(add_package(tmp_path, "some", version))
+    assert environment.is_met(requirement) == is_met
 
 
 # --- which Python ---
@@ -158,12 +143,8 @@ def test_this_python_is_taken_if_it_has_the_packages(checkout, tmp_path):
     assert not checkout.venv.exists()
 
 
-def test_a_python_with_a_package_out_of_bounds_is_not_taken(checkout, tmp_path):
-    checkout.variables["PYTHONPATH"] += os.pathsep + add_package(tmp_path / "site", "alpha", "2.0")
-    assert checkout.run().stdout == checkout.python
-
-
-def test_a_venv_is_made_once_and_only_what_it_lacks_is_added(checkout):
+def test_a_venv_is_made_once_and_only_what_it_lacks_is_added(checkout, tmp_path):
+    checkout.variables["PYTHONPATH"] += os.pathsep + add_package(tmp_path / "site", "alpha", "2.0")  # out of bounds
     install = f"-m pip --disable-pip-version-check install -c {checkout.root}/constraints.txt"
     first, second = checkout.run(), checkout.run()
     assert (first.returncode, first.stdout) == (second.returncode, second.stdout) == (0, checkout.python)

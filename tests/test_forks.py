@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from forks import FORKS, Fork
+from forks import FORKS, write_forks
 
 SMALL = [
     "--config=debug",
+    "--training.dataset=own_sources",  # of the fork "a corpus": smaller than the default
     "--model.n_layers=2",
     "--model.dim=64",
     "--model.n_heads=4",
@@ -26,95 +27,120 @@ REFUSED = {  # fork -> tool -> the key that it names
     "an attention": {"generate": "model.attention"},
     "a model": {"convert": "model.name"},
 }
-IN_PART = {"an optimizer": "optimizer.name", "a decay": "lr_scheduler.decay_type"}  # what `verify` cannot try
+IN_PART = {"an optimizer": "optimizer.name", "a decay": "lr_scheduler.decay_type"}  # `verify` cannot try these
+WHOLE_WALK = "an optimizer"  # by default; it alone of the forks stores state of its own in checkpoints
 
-TOOLS = """
-import contextlib, importlib, io, json, sys
+# Calls tools, and train.py on a pool of ranks, in one process: importing torch takes most of the time of each.
+CALLS = """
+import contextlib, importlib, io, json, sys, traceback
 from torchtitan_lite.config.command_lines import TOOLS
+from torchtitan_lite.verify.ranks import RankPool
+import warm_start
+
+def call(tool, args):
+    if tool != "train":
+        return importlib.import_module(f"torchtitan_lite.{TOOLS[tool][0]}").main(args)
+    with RankPool(args[0]) as pool:
+        return max(pool.run(warm_start.start, args[0], args[1:]))
 
 answers = {}
-for tool, args in json.loads(sys.argv[1]).items():
+for name, (tool, *args) in json.loads(sys.argv[1]).items():
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            status = importlib.import_module(f"torchtitan_lite.{TOOLS[tool][0]}").main(args)
+            status = call(tool, args)
         except SystemExit as end:
             status = end.code
+        except Exception:
+            status = traceback.format_exc()
     for stream in (out, err):
         stream.seek(0)
-    answers[tool] = status, out.read(), err.read()
+    answers[name] = status, out.read(), err.read()
 print(json.dumps(answers))
 """
 
+Answers = dict[str, tuple[int, str, str]]  # call -> exit status, stdout, stderr
+
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory):
-    """The folder of a fork, made once."""
-    folders: dict[str, Path] = {}
-
-    def of(name: str) -> Path:
-        if name not in folders:
-            folders[name] = tmp_path_factory.mktemp("fork")
-            FORKS[name].write(folders[name])
-        return folders[name]
-
-    return of
+def checkout(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("forks")
+    write_forks(folder)
+    return folder
 
 
-def run_tools(folder: Path, **args_of: list[str]) -> dict[str, tuple[int, str, str]]:
-    """Exit status, stdout and stderr of each tool of the fork in `folder`, called in one process."""
-    command = [sys.executable, "-c", TOOLS, json.dumps(args_of)]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    answer = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def answers(checkout) -> Answers:
+    """What the default calls of all forks answer."""
+    calls = list_walk(WHOLE_WALK, f"run of {WHOLE_WALK}")
+    for name, fork in FORKS.items():
+        keys = [*SMALL, *fork.keys, "--json"]
+        calls[f"check {name}"] = ["check", *keys, "--ranks=4"]
+        calls |= {f"{tool} {name}": [tool, *keys, "--gpus=4"] for tool in ("plan", "explain")}
+    attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2", "--json"]
+    calls["refuse an attention"] = ["check", *attention, "--ranks=4"]
+    walk = list_walk("a model", "short run")
+    calls |= {"train a model": walk["resume"], "refuse a model": walk["convert"]}
+    return run_calls(checkout, calls)
+
+
+def list_walk(name: str, run: str) -> dict[str, list]:
+    """The calls that train with a fork on 4 ranks, resume on others, verify, generate and convert."""
+    fork = FORKS[name]
+    train = [*SMALL, *fork.keys, f"--job.dump_folder={run}", "--checkpoint.enable", "--job.no_overwrite"]
+    train += ["--validation.no_enable", "--metrics.log_freq=1"]
+    return {
+        "train": ["train", 4, *train, "--training.steps=2"],
+        "resume": ["train", fork.resumed_on, *train, "--training.steps=3"],
+        "verify": ["verify", *SMALL, *fork.keys, "--ranks=4", "--json"],
+        "generate": ["generate", f"{run}/checkpoint/step-3", "--prompt=import", "--max-new-tokens=4", "--json"],
+        "convert": ["convert", f"{run}/checkpoint/step-3", f"hf of {run}"],
+    }
+
+
+def run_calls(checkout: Path, calls: dict[str, list]) -> Answers:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), str(Path(__file__).parent)])}
+    command = [sys.executable, "-c", CALLS, json.dumps(calls)]
+    answer = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout.splitlines()[-1])
 
 
-def train(folder: Path, fork: Fork, n_steps: int, n_ranks: int) -> None:
-    """./run_train.sh of the fork, whose checkpoints a later call resumes."""
-    command = ["./run_train.sh", *SMALL, *fork.keys, f"--training.steps={n_steps}", "--job.dump_folder=run"]
-    command += ["--checkpoint.enable", "--job.no_overwrite", "--validation.no_enable"]
-    environment = {**os.environ, "PYTHON": sys.executable, "NGPU": str(n_ranks), "PYTHONPATH": ""}
-    answer = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-
-
 @pytest.mark.parametrize("name", FORKS)
-def test_a_fork_is_checked_planned_and_explained(make, name):
-    folder, keys = make(name), [*SMALL, *FORKS[name].keys]
-    check, planned = [*keys, "--ranks=4", "--json"], [*keys, "--gpus=4", "--json"]
-    answers = run_tools(folder, check=check, plan=planned, explain=planned)
-    assert {tool: status for tool, (status, _, _) in answers.items()} == {"check": 0, "plan": 0, "explain": 0}, answers
+def test_a_fork_is_checked_planned_and_explained(answers, name):
+    of_fork = {tool: answers[f"{tool} {name}"] for tool in ("check", "plan", "explain")}
+    assert [status for status, _, _ in of_fork.values()] == [0, 0, 0], of_fork
     block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64 + (2 * 16 if name == "a model" else 0)
-    assert json.loads(answers["check"][1])["parameters"] == 2 * block + 2 * 2304 * 64 + 64
+    assert json.loads(of_fork["check"][1])["parameters"] == 2 * block + 2 * 2304 * 64 + 64
 
 
-def test_an_attention_that_context_parallel_cannot_compute_is_refused_there(make):
-    keys = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2", "--ranks=4", "--json"]
-    ((status, out, _),) = run_tools(make("an attention"), check=keys).values()
-    assert status == 2
-    assert [problem["key"] for problem in json.loads(out)["problems"]] == ["model.attention"]
+@pytest.mark.parametrize(("name", "key"), [("an attention", "model.attention"), ("a model", "model.name")])
+def test_what_a_fork_cannot_do_is_refused(answers, name, key):
+    """Context parallel cannot compute another attention; `convert` has no names for another model."""
+    status, out, err = answers[f"refuse {name}"]
+    assert status == 2, (out, err, answers["train a model"])
+    assert key in out + err
 
 
+# The slow ones are whole walks too: 20 s each, and the tables they pass through are those of the one by default.
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in ("an optimizer", "a model") else pytest.mark.slow) for name in FORKS],
+    "name", [WHOLE_WALK, *(pytest.param(name, marks=pytest.mark.slow) for name in FORKS if name != WHOLE_WALK)]
 )
-def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(make, name):
-    folder, fork = make(name), FORKS[name]
-    train(folder, fork, 2, n_ranks=4)
-    train(folder, fork, 3, n_ranks=fork.resumed_on)
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(checkout, name, request):
+    walked = (
+        request.getfixturevalue("answers")
+        if name == WHOLE_WALK
+        else run_calls(checkout, list_walk(name, f"run of {name}"))
+    )
+    assert (walked["train"][0], walked["resume"][0]) == (0, 0), (walked["train"], walked["resume"])
+    lines = [json.loads(line) for line in (checkout / f"run of {name}" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
-
-    verify = [*SMALL, *fork.keys, "--ranks=4", "--json"]
-    generate = ["run/checkpoint/step-3", "--prompt=import", "--max-new-tokens=4", "--json"]
-    answers = run_tools(folder, verify=verify, generate=generate, convert=["run/checkpoint/step-3", "hf"])
-    status, out, err = answers.pop("verify")
+    status, out, err = walked["verify"]
     assert status == (3 if name in IN_PART else 0), out + err
     if name in IN_PART:
         assert IN_PART[name] in json.dumps(json.loads(out)["trials"])
-    for tool, (status, out, err) in answers.items():
+    for tool in ("generate", "convert"):
+        status, out, err = walked[tool]
         key = REFUSED.get(name, {}).get(tool)
         assert status == (2 if key else 0), f"{tool}: {out}{err}"
         assert not key or key in out + err

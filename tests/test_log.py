@@ -45,12 +45,12 @@ def logger():
 
 def test_rank_0_writes_info_to_stdout_and_appends_to_log_txt(logger, tmp_path, capsys):
     for text in ("first run", "second run"):
-        start_logging(0, tmp_path / "run")
+        start_logging(0, tmp_path)
         logging.getLogger("torchtitan_lite.data.dataset").info(text)
     out, err = capsys.readouterr()
     assert [line[8:] for line in out.splitlines()] == [" first run", " second run"]  # after 12:30:01
     assert err == ""
-    log = (tmp_path / "run" / "log.txt").read_text()
+    log = (tmp_path / "log.txt").read_text()
     assert [line[19:] for line in log.splitlines()] == [" first run", " second run"]  # after 2026-11-20 12:30:01
 
 
@@ -84,28 +84,22 @@ def test_only_a_terminal_that_wants_it_gets_colour_and_log_txt_never(
 # -- progress line
 
 
-def test_progress_rewrites_one_line_of_a_terminal_and_a_log_line_erases_it(logger, monkeypatch):
-    terminal = Terminal()
+def test_progress_rewrites_one_line_of_a_terminal_estimates_the_end_and_a_log_line_erases_it(logger, monkeypatch):
+    terminal, clock = Terminal(), FakeClock()
     monkeypatch.setattr(sys, "stdout", terminal)
     start_logging(0, None)
-    progress = Progress(0, 200, stream=terminal, clock=FakeClock())
-    progress.show(101, "loading")
-    progress.show(101, "computing")
-    logger.info("saved")
-    line = "step 101/200 [##########..........]  50%  ETA ?  "
-    before, saved = terminal.getvalue().rsplit("\r\x1b[K", 1)
-    assert before == f"\r\x1b[K{line}loading\r\x1b[K{line}computing"
-    assert saved[8:] == " saved\n"
-
-
-def test_progress_estimates_the_end_from_the_second_step_on():
-    terminal, clock = Terminal(), FakeClock()
     progress = Progress(0, 100, stream=terminal, clock=clock)
     for step, step_time_s in ((51, 60.0), (52, 2.0), (53, 4.0)):  # resumed; the first step compiles
+        progress.show(step, "loading")
         progress.show(step, "computing")
         clock.advance(step_time_s)
     progress.show(54, "computing")  # 47 steps are left, this one included, at (2 + 4) / 2 seconds
-    assert "ETA 0:02:21 " in terminal.getvalue().rsplit("\r", 1)[1]
+    logger.info("saved")
+    first, second, *_, last, log_line = terminal.getvalue().split("\r\x1b[K")[1:]
+    bar = "step  51/100 [##########..........]  50%  ETA ?  "
+    assert (first, second) == (f"{bar}loading", f"{bar}computing")
+    assert last == "step  54/100 [##########..........]  53%  ETA 0:02:21  computing"
+    assert log_line[8:] == " saved\n"
 
 
 @pytest.mark.parametrize("rank, stream", [(0, io.StringIO()), (1, Terminal())], ids=["pipe", "rank 1"])

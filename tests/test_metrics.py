@@ -1,138 +1,75 @@
 """The numbers of a run: the clocks and the arithmetic behind them, console line, metrics.jsonl, TensorBoard."""
 
 import json
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_log import FakeClock
 
 from torchtitan_lite.components import metrics as metrics_module
 from torchtitan_lite.components.log import ESCAPE_CODE
-from torchtitan_lite.components.metrics import (
-    MetricsWriter,
-    PeakMemory,
-    StepMeter,
-    StepMetrics,
-    StepTimes,
-    compute_metrics,
-    format_console_line,
-    list_scalars,
-    read_peak_memory,
-)
+from torchtitan_lite.components.metrics import MetricsWriter, PeakMemory, StepMeter, StepTimes, read_peak_memory
 from torchtitan_lite.config.flavors import FLAVORS, FlopsPerToken, count_flops_per_token
 from torchtitan_lite.config.hardware import peak_flops
 from torchtitan_lite.config.schema import Metrics
 
-SOME_STEP = StepMetrics(
-    step=10,
-    loss=6.123456,
-    grad_norm=1.23456,
-    lr=8e-4,
-    tokens=20480,
-    tokens_per_s_per_rank=5762.4,
-    mfu_full=0.337,
-    mfu_causal=0.3,
-    peak_memory_gib=1.5,
-    step_time_s=0.25,
-    data_time_s=0.01,
-)
-SOME_MEMORY = PeakMemory(peak_gib=1.5)
-SOME_FLOPS = FlopsPerToken(full=2 * 10**9, causal=10**9)
-
 PROCESS_STATUS = Path("/proc/self/status")
 
+# torchtitan's published 8B row: 8 H100, one sequence of 8,192 tokens each, 5,762 tokens/s per GPU
+RUN = {
+    "n_steps": 2000,
+    "resumed_step": 0,
+    "tokens_per_step": 8 * 8192,
+    "world_size": 8,
+    "flops_per_token": count_flops_per_token(FLAVORS["8B"], seq_len=8192),
+    "peak_flops": peak_flops("NVIDIA H100 80GB HBM3"),
+}
+STEP = {
+    "loss": 6.123456,
+    "grad_norm": 1.23456,
+    "lr": 8e-4,
+    "times": StepTimes(step_time_s=8192 / 5762, data_time_s=0.01),
+    "memory": PeakMemory(peak_gib=1.5),
+    "validation": {},
+    "ledger": None,
+}
 
-class FakeClock:
-    """Time passes only when the test says so."""
 
-    def __init__(self):
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def advance(self, seconds: float) -> None:
-        self.now_s += seconds
+def make_writer(folder: Path, section: Metrics | None = None, **changes) -> MetricsWriter:
+    return MetricsWriter(folder, section or Metrics(enable_tensorboard=False), **(RUN | changes))
 
 
-def make_writer(folder, *, resumed_step=0, **section) -> MetricsWriter:
-    return MetricsWriter(
-        folder, Metrics(**section), n_steps=2000, resumed_step=resumed_step, flops_per_token=SOME_FLOPS
-    )
+def read_lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+@pytest.fixture
+def console(monkeypatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(metrics_module.logger, "info", lambda line: lines.append(ESCAPE_CODE.sub("", line)))
+    return lines
 
 
 # -- clocks and arithmetic
 
 
-def test_meter_attributes_loading_to_data_time_and_everything_to_step_time():
+def test_the_meter_counts_everything_but_pauses_as_step_time_and_starts_anew_at_each_reading():
     clock = FakeClock()
     meter = StepMeter(clock)
     for data_time_s, compute_time_s in ((1.0, 10.0), (3.0, 20.0)):
         with meter.loading():
             clock.advance(data_time_s)
         clock.advance(compute_time_s)
+    with meter.paused():
+        clock.advance(100.0)
     assert meter.read() == StepTimes(step_time_s=17.0, data_time_s=2.0)
-
-
-def test_meter_starts_anew_at_each_reading():
-    clock = FakeClock()
-    meter = StepMeter(clock)
-    with meter.loading():
-        clock.advance(5.0)
-    meter.read()
     clock.advance(0.5)  # writing the log line belongs to the next step
     with meter.loading():
         clock.advance(1.0)
     clock.advance(2.0)
     assert meter.read() == StepTimes(step_time_s=3.5, data_time_s=1.0)
-
-
-def test_what_is_paused_counts_for_no_step():
-    clock = FakeClock()
-    meter = StepMeter(clock)
-    with meter.loading():
-        clock.advance(1.0)
-    clock.advance(2.0)
-    with meter.paused():
-        clock.advance(100.0)
-    clock.advance(0.5)
-    assert meter.read() == StepTimes(step_time_s=3.5, data_time_s=1.0)
-
-
-def compute_8b_metrics(peak: float | None) -> StepMetrics:
-    """torchtitan's published 8B row: 8 H100, one sequence of 8,192 tokens each, 5,762 tokens/s per GPU."""
-    return compute_metrics(
-        step=100,
-        loss=2.0,
-        grad_norm=1.0,
-        lr=3e-4,
-        times=StepTimes(step_time_s=8192 / 5762, data_time_s=0.01),
-        memory=SOME_MEMORY,
-        tokens_per_step=8 * 8192,
-        world_size=8,
-        flops_per_token=count_flops_per_token(FLAVORS["8B"], seq_len=8192),
-        peak_flops=peak,
-        validation={},
-    )
-
-
-def test_throughput_and_mfu_are_those_of_the_published_8b_row():
-    metrics = compute_8b_metrics(peak_flops("NVIDIA H100 80GB HBM3"))
-    assert metrics.tokens_per_s_per_rank == pytest.approx(5762)
-    assert metrics.tokens == 100 * 8 * 8192
-    # By hand: 8,030 M parameters without embedding and norms are 7,505 M. 6 * 7.505e9 + 12 * 32 * 4096 * 8192 =
-    # 45.03e9 + 12.885e9 = 57.91 GFLOP per token; * 5,762 / 989e12 = 33.74 %. Half the attention less: 51.47 GFLOP.
-    assert metrics.mfu_full == pytest.approx(0.3374, abs=5e-5)
-    assert metrics.mfu_causal == pytest.approx(0.2999, abs=5e-5)
-
-
-def test_mfu_is_unknown_where_the_peak_is():
-    metrics = compute_8b_metrics(None)
-    assert (metrics.mfu_full, metrics.mfu_causal) == (None, None)
-    assert "MFU" not in format_console_line(metrics, 100)
-    assert "mfu(%)" not in list_scalars(metrics, SOME_MEMORY, SOME_FLOPS)
 
 
 @pytest.mark.skipif(not PROCESS_STATUS.exists(), reason="needs Linux: the oracle is /proc")
@@ -148,75 +85,79 @@ def test_peak_memory_of_a_cpu_is_what_the_kernel_says_of_this_process():
 # -- what is written
 
 
-def test_console_line_of_a_step_says_all_in_one_line():
-    line = ESCAPE_CODE.sub("", format_console_line(SOME_STEP, n_steps=2000))
-    assert line == (
+def test_a_step_is_one_console_line_and_one_json_object_with_throughput_and_mfu(tmp_path, console):
+    writer = make_writer(tmp_path)
+    writer.write(10, **STEP)
+    # By hand: 8,030 M parameters without embedding and norms are 7,505 M. 6 * 7.505e9 + 12 * 32 * 4096 * 8192 =
+    # 45.03e9 + 12.885e9 = 57.91 GFLOP per token; * 5,762 / 989e12 = 33.74 %. Half the attention less: 51.47 GFLOP.
+    assert console == [
         "step   10/2000  loss  6.12346  grad_norm  1.2346  lr 8.00e-04  5,762 tokens/s/rank"
-        "  MFU 33.7% (causal 30.0%)  1.50 GiB  0.250 s"
-    )
-
-
-def test_a_validated_step_says_so_behind_the_rest_and_to_tensorboard():
-    validated = replace(SOME_STEP, val_loss=5.5, val_perplexity=244.69, val_bits_per_byte=2.25)
-    line = ESCAPE_CODE.sub("", format_console_line(validated, n_steps=2000))
-    plain = ESCAPE_CODE.sub("", format_console_line(SOME_STEP, n_steps=2000))
-    assert line == plain + "  val_loss 5.50000  perplexity 244.7  2.2500 bits/byte"
-    scalars, others = (list_scalars(metrics, SOME_MEMORY, SOME_FLOPS) for metrics in (validated, SOME_STEP))
-    assert {tag: scalars[tag] for tag in scalars.keys() - others.keys()} == {
-        "validation_metrics/global_avg_loss": 5.5,
-        "validation_metrics/perplexity": 244.69,
-        "validation_metrics/bits_per_byte": 2.25,
+        "  MFU 33.7% (causal 30.0%)  1.50 GiB  1.422 s"
+    ]
+    (values,) = read_lines(tmp_path)  # before close
+    assert (values.pop("mfu_full"), values.pop("mfu_causal")) == pytest.approx((0.3374, 0.2999), abs=5e-5)
+    assert values.pop("tokens_per_s_per_rank") == pytest.approx(5762)
+    assert values == {
+        "step": 10,
+        "loss": 6.123456,
+        "grad_norm": 1.23456,
+        "lr": 8e-4,
+        "tokens": 10 * 8 * 8192,
+        "peak_memory_gib": 1.5,
+        "step_time_s": 8192 / 5762,
+        "data_time_s": 0.01,
+        **dict.fromkeys(["val_loss", "val_perplexity", "val_bits_per_byte", "ledger"]),
     }
-
-
-def test_each_logged_step_is_one_console_line_and_one_json_object(tmp_path, monkeypatch):
-    console_lines = []
-    monkeypatch.setattr(metrics_module.logger, "info", console_lines.append)
-    writer = make_writer(tmp_path, enable_tensorboard=False)
-    writer.write(SOME_STEP, SOME_MEMORY)
-    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()] == [asdict(SOME_STEP)]  # before close
-    assert console_lines == [format_console_line(SOME_STEP, 2000)]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    writer.close()
+
+
+def test_what_is_not_known_is_left_out_and_what_is_validated_is_appended(tmp_path, console):
+    writer = make_writer(tmp_path, peak_flops=None)
+    writer.write(10, **STEP)
+    writer.write(10, **(STEP | {"validation": dict(val_loss=5.5, val_perplexity=244.69, val_bits_per_byte=2.25)}))
+    assert "MFU" not in console[0]
+    assert console[1] == console[0] + "  val_loss 5.50000  perplexity 244.7  2.2500 bits/byte"
+    plain, validated = read_lines(tmp_path)
+    assert (plain["mfu_full"], plain["mfu_causal"]) == (None, None)
+    assert validated == plain | {"val_loss": 5.5, "val_perplexity": 244.69, "val_bits_per_byte": 2.25}
 
 
 def test_a_loss_that_is_not_finite_is_still_json(tmp_path):
-    writer = make_writer(tmp_path, enable_tensorboard=False)
-    writer.write(replace(SOME_STEP, loss=float("nan"), grad_norm=float("inf"), mfu_full=None), SOME_MEMORY)
-    writer.close()
+    make_writer(tmp_path).write(1, **(STEP | {"loss": float("nan"), "grad_norm": float("inf")}))
 
     def refuse(constant: str):
         raise ValueError(f"{constant} is not JSON")
 
     values = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
-    assert (values["loss"], values["grad_norm"], values["mfu_full"], values["lr"]) == (None, None, None, 8e-4)
+    assert (values["loss"], values["grad_norm"], values["lr"]) == (None, None, 8e-4)
 
 
 def test_a_killed_and_resumed_run_leaves_each_step_once(tmp_path):
-    killed = make_writer(tmp_path, enable_tensorboard=False)
+    killed = make_writer(tmp_path)
     for step in (1, 10, 20, 30):
-        killed.write(replace(SOME_STEP, step=step, loss=1.0), SOME_MEMORY)
-    killed.close()
+        killed.write(step, **(STEP | {"loss": 1.0}))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4')  # the kill came while this line was written
-    resumed = make_writer(tmp_path, resumed_step=20, enable_tensorboard=False)
+    resumed = make_writer(tmp_path, resumed_step=20)
     for step in (30, 40):
-        resumed.write(replace(SOME_STEP, step=step, loss=2.0), SOME_MEMORY)
-    resumed.close()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
-    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
+        resumed.write(step, **(STEP | {"loss": 2.0}))
+    lines = [(line["step"], line["loss"]) for line in read_lines(tmp_path)]
+    assert lines == [(1, 1.0), (10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
 
 
 def test_tensorboard_has_torchtitans_tags_and_each_step_once_after_a_resume(tmp_path):
-    killed = make_writer(tmp_path, save_tb_folder="events")
+    section = Metrics(save_tb_folder="events")
+    run = {"flops_per_token": FlopsPerToken(full=2 * 10**9, causal=10**9), "peak_flops": 10**14}
+    killed = make_writer(tmp_path, section, **run)
     for step in (10, 20):
-        killed.write(replace(SOME_STEP, step=step, loss=1.0), SOME_MEMORY)
+        killed.write(step, **(STEP | {"loss": 1.0}))
     # Never closed, as after a kill: what was logged is on disk all the same.
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     assert [event.step for event in events.Scalars("grad_norm")] == [10, 20]
 
-    resumed = make_writer(tmp_path, resumed_step=10, save_tb_folder="events")
-    resumed.write(replace(SOME_STEP, step=20, loss=2.0), SOME_MEMORY)
+    resumed = make_writer(tmp_path, section, resumed_step=10, **run)
+    validation = {"val_loss": 5.5, "val_perplexity": 244.69, "val_bits_per_byte": 2.25}
+    resumed.write(20, **(STEP | {"loss": 2.0, "validation": validation, "times": StepTimes(0.25, 0.01)}))
     resumed.close()
     killed.close()
     events = EventAccumulator(str(tmp_path / "events")).Reload()
@@ -228,13 +169,16 @@ def test_tensorboard_has_torchtitans_tags_and_each_step_once_after_a_resume(tmp_
             "loss_metrics/global_avg_loss": 2.0,
             "grad_norm": 1.23456,
             "lr": 8e-4,
-            "throughput(tps)": 5762.4,
-            "tflops": 11.5248,  # 5762.4 tokens/s of 2 GFLOP each
-            "mfu(%)": 33.7,
+            "throughput(tps)": 32768.0,
+            "tflops": 65.536,  # 32,768 tokens/s of 2 GFLOP each
+            "mfu(%)": 65.536,
             "time_metrics/end_to_end(s)": 0.25,
             "time_metrics/data_loading(s)": 0.01,
             "time_metrics/data_loading(%)": 4.0,
             "memory/max_active(GiB)": 1.5,
+            "validation_metrics/global_avg_loss": 5.5,
+            "validation_metrics/perplexity": 244.69,
+            "validation_metrics/bits_per_byte": 2.25,
         }
     )
 

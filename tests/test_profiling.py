@@ -1,22 +1,17 @@
 """Profiling: where traces and snapshots lie, what they hold, and what the log says of where the time went."""
 
 import json
-import logging
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+import warm_start
 
-from torchtitan_lite.bench.step import make_batch
-from torchtitan_lite.components.profiling import profile_steps
-from torchtitan_lite.components.trace_summary import GROUPS, find_group, summarize_events, summarize_trace
+from torchtitan_lite.components.profiling import GROUPS, TraceSummary, find_group, profile_steps, summarize_trace
 from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
-from torchtitan_lite.config.schema import Config, ConfigError, Model, Profiling, Training
-from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.config.schema import ConfigError, Profiling
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.step import build_run, train_step
 
 # torch says so at the end of the first period; that is what we want.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
@@ -40,30 +35,15 @@ def traced_matmuls(path) -> list[int]:
     return [event["args"]["Input Dims"][0][0] for event in events if event.get("name") == "aten::mm"]
 
 
-def test_traces_hold_the_last_steps_of_every_period_and_bear_their_number(tmp_path):
-    section = Profiling(enable_profiling=True, profile_freq=4, profiler_warmup=1, profiler_active=2)
-    run_loop(section, tmp_path, n_steps=8)
-    assert list_traces(tmp_path) == ["traces/step-4/rank-1.json", "traces/step-8/rank-1.json"]
-    assert traced_matmuls(tmp_path / "traces/step-4/rank-1.json") == [3, 4]
-    assert traced_matmuls(tmp_path / "traces/step-8/rank-1.json") == [7, 8]
-
-
-def test_a_resumed_loop_numbers_its_traces_by_the_steps_of_the_run(tmp_path):
-    section = Profiling(enable_profiling=True, profile_freq=3, profiler_warmup=1, save_traces_folder="elsewhere")
-    run_loop(section, tmp_path, n_steps=3, resumed_step=100)
-    assert list_traces(tmp_path) == ["elsewhere/step-103/rank-1.json"]
-    assert traced_matmuls(tmp_path / "elsewhere/step-103/rank-1.json") == [103]
-
-
-def test_a_loop_that_ends_within_a_recording_leaves_no_trace_of_it(tmp_path):
-    section = Profiling(enable_profiling=True, profile_freq=4, profiler_warmup=1, profiler_active=2)
-    run_loop(section, tmp_path, n_steps=7)
-    assert list_traces(tmp_path) == ["traces/step-4/rank-1.json"]
-
-
-def test_nothing_is_written_when_profiling_is_off(tmp_path):
-    run_loop(Profiling(enable_profiling=False, profile_freq=2, profiler_warmup=0), tmp_path, n_steps=4)
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("resumed_step", [0, 100])
+def test_traces_hold_the_last_steps_of_every_whole_period_and_bear_their_number(tmp_path, resumed_step):
+    period = {"profile_freq": 3, "profiler_warmup": 1, "profiler_active": 2}
+    section = Profiling(enable_profiling=True, save_traces_folder="elsewhere", **period)
+    run_loop(section, tmp_path, n_steps=8, resumed_step=resumed_step)
+    steps = [resumed_step + 3, resumed_step + 6]
+    assert list_traces(tmp_path) == [f"elsewhere/step-{step}/rank-1.json" for step in steps]
+    for step in steps:
+        assert traced_matmuls(tmp_path / f"elsewhere/step-{step}/rank-1.json") == [step - 1, step]
 
 
 # ---------------------------------------------------------------- what a trace says in short
@@ -73,47 +53,51 @@ def event(name: str, start: float, end: float, *, category: str = "cpu_op", thre
     return {"ph": "X", "cat": category, "name": name, "tid": thread, "ts": start, "dur": end - start}
 
 
+def summarize(folder: Path, events: list[dict]) -> TraceSummary:
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return summarize_trace(path)
+
+
 def kernel(name: str, start: float, end: float, stream: int = 7) -> dict:
     return event(name, start, end, category="kernel", thread=stream)
 
 
 @pytest.mark.parametrize(
-    ("name", "group"),
-    [
-        ("aten::mm", "matmul"),
-        ("aten::_scaled_mm", "matmul"),
-        ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT", "matmul"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matmul"),
-        ("cublasLt::splitKreduce_kernel<32, 16, int, float, bf16>", "matmul"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3", "attention"),
-        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(...)", "attention"),
-        ("triton_tem_fused_flex_attention_2", "attention"),
-        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
-        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "collectives"),
-        ("gloo:all_reduce", "collectives"),
-        ("c10d::_allgather_base_", "collectives"),
-        ("Optimizer.step#AdamW.step", "optimizer"),
-        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "optimizer"),
-        ("Memcpy DtoD (Device -> Device)", "copies"),
-        ("void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel", "copies"),
-        ("aten::copy_", "copies"),
-        ("triton_red_fused__to_copy_mean_mul_pow_rsqrt_3", "norms and elementwise"),
-        ("void at::native::vectorized_elementwise_kernel<4, silu_kernel>", "norms and elementwise"),
-        ("aten::_fused_rms_norm", "norms and elementwise"),
-        ("Torch-Compiled Region: 0/0", "norms and elementwise"),
-        ("void cunn_SoftMaxForward<8, float, float>", "loss"),
-        ("aten::embedding_dense_backward", "embedding"),
-        ("FSDP::all_gather (tok_embeddings)", None),
-        ("autograd::engine::evaluate_function: MmBackward0", None),
-        ("ProfilerStep#9", None),
-    ],
+    ("group", "names"),
+    {
+        "matmul": ["aten::_scaled_mm", "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT", "sm90_xmma_gemm_bf16bf16_bf16f32"],
+        "attention": [
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3",
+            "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(...)",
+            "triton_tem_fused_flex_attention_2",
+            "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+        ],
+        "collectives": ["ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "gloo:all_reduce", "c10d::_allgather_base_"],
+        "optimizer": ["Optimizer.step#AdamW.step", "multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>"],
+        "copies": ["Memcpy DtoD (Device -> Device)", "split_with_sizes_copy_out_contiguous_kernel", "aten::copy_"],
+        "norms and elementwise": [
+            "triton_red_fused__to_copy_mean_mul_pow_rsqrt_3",
+            "void at::native::vectorized_elementwise_kernel<4, silu_kernel>",
+            "aten::_fused_rms_norm",
+            "Torch-Compiled Region: 0/0",
+        ],
+        "loss": ["void cunn_SoftMaxForward<8, float, float>"],
+        "embedding": ["aten::embedding_dense_backward"],
+        None: [
+            "FSDP::all_gather (tok_embeddings)",
+            "autograd::engine::evaluate_function: MmBackward0",
+            "ProfilerStep#9",
+        ],
+    }.items(),
 )
-def test_operators_and_kernels_fall_into_groups_by_their_names(name, group):
-    assert find_group(name) == group
+def test_operators_and_kernels_fall_into_groups_by_their_names(group, names):
+    assert {name: find_group(name) for name in names} == dict.fromkeys(names, group)
 
 
-def test_of_a_gpu_its_kernels_count_and_exposed_is_what_no_kernel_covers():
-    summary = summarize_events(
+def test_of_a_gpu_its_kernels_count_and_exposed_is_what_no_kernel_covers(tmp_path):
+    summary = summarize(
+        tmp_path,
         [
             event("aten::mm", 0, 1000),  # the host, which runs ahead or behind
             kernel("nvjet_tst_128x128", 100, 140),
@@ -121,20 +105,16 @@ def test_of_a_gpu_its_kernels_count_and_exposed_is_what_no_kernel_covers():
             kernel("triton_red_fused_mean_mul_1", 150, 170),
             event("Memcpy DtoD", 170, 180, category="gpu_memcpy", thread=7),
             kernel("nvjet_tst_128x128", 190, 200),
-        ]
+        ],
     )
-    assert summary.groups == {
-        "matmul": 0.5,
-        "collectives": 0.3,
-        "norms and elementwise": 0.2,
-        "copies": 0.1,
-    }
-    assert list(summary.groups) == ["matmul", "collectives", "norms and elementwise", "copies"]
+    expected = {"matmul": 0.5, "collectives": 0.3, "norms and elementwise": 0.2, "copies": 0.1}
+    assert list(summary.groups.items()) == list(expected.items())  # in this order
     assert summary.exposed == 0.1
 
 
-def test_of_a_cpu_an_operator_inside_another_counts_once_and_waiting_counts_as_none():
-    summary = summarize_events(
+def test_of_a_cpu_an_operator_inside_another_counts_once_and_waiting_counts_as_none(tmp_path):
+    summary = summarize(
+        tmp_path,
         [
             event("ProfilerStep#3", 0, 100, category="user_annotation"),
             event("FSDP::pre_forward (norm, output)", 0, 30, category="user_annotation"),  # waits for gloo
@@ -145,14 +125,14 @@ def test_of_a_cpu_an_operator_inside_another_counts_once_and_waiting_counts_as_n
             event("Optimizer.step#AdamW.step", 70, 90, category="user_annotation"),
             event("aten::copy_", 75, 80),
             event("aten::copy_", 95, 100),
-        ]
+        ],
     )
     assert summary.groups == {"collectives": 0.35, "matmul": 0.3, "optimizer": 0.2, "copies": 0.05}
     assert summary.exposed == 0.25
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_summary_is_what_counting_every_microsecond_gives(seed):
+@pytest.mark.parametrize("seed", range(5))
+def test_the_summary_is_what_counting_every_microsecond_gives(tmp_path, seed):
     draw = Random(seed)
     events = [event("ProfilerStep#1", 0, 60, category="user_annotation")]
     names = ["aten::mm", "aten::copy_", "aten::add", "Optimizer.step#SGD.step", "c10d::send", "some Python"]
@@ -167,10 +147,8 @@ def test_the_summary_is_what_counting_every_microsecond_gives(seed):
                 fill(begin, start, depth - 1)
 
     fill(0, 60, depth=4)
-    for _ in range(3):
-        start = draw.randint(0, 50)
-        talk = event("gloo:send", start, start + draw.randint(1, 9), category="user_annotation", thread=2)
-        events.append(talk)
+    for start in draw.choices(range(51), k=3):
+        events.append(event("gloo:send", start, start + draw.randint(1, 9), category="user_annotation", thread=2))
 
     ranks = list(GROUPS)
     seen = []  # of each microsecond: the group at work in the thread, and whether ranks talk
@@ -183,54 +161,27 @@ def test_the_summary_is_what_counting_every_microsecond_gives(seed):
     expected["collectives"] = sum(talks for _, talks in seen) / 60
     exposed = sum(talks and at_work in (None, "collectives") for at_work, talks in seen) / 60
     draw.shuffle(events)  # a trace is in no order
-    summary = summarize_events(events)
+    summary = summarize(tmp_path, events)
     assert summary.groups == pytest.approx({group: share for group, share in expected.items() if share})
     assert summary.exposed == pytest.approx(exposed)
 
 
-def test_a_trace_of_nothing_has_no_groups():
-    assert summarize_events([]).groups == {}
-    assert summarize_events([{"ph": "M", "name": "process_name"}]).exposed == 0.0
+def test_a_trace_of_nothing_has_no_groups(tmp_path):
+    assert summarize(tmp_path, [{"ph": "M", "name": "process_name"}]) == TraceSummary({}, 0.0)
 
 
-def train_traced(rank: int, world_size: int, folder: str) -> list[str]:
-    """Two steps of a tiny sharded model, the second one recorded. Returns what the log says."""
-    config = Config(
-        model=Model(flavor="debug", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=128),
-        training=Training(local_batch_size=2, seq_len=16),
-    )
-    shape = resolve_model(config.model)
-    layout = plan_layout(config, shape, world_size)
-    device = torch.device("cpu")
-    run = build_run(resolve_config(config, layout, "cpu"), shape, layout, build_mesh(layout, "cpu"), device)
-    section = Profiling(enable_profiling=True, profile_freq=2, profiler_warmup=1)
-    logger = logging.getLogger("torchtitan_lite.components.profiling")
-    level, lines, handler = logger.level, [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    try:
-        with profile_steps(section, Path(folder), rank) as profiler:
-            for _ in range(2):
-                train_step(run, make_batch(config, shape))
-                profiler.step()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    return lines
-
-
-def test_two_ranks_that_train_talk_and_rank_0_tells_what_took_the_time(pool, tmp_path):
-    (line,), of_rank_1 = pool.run(train_traced, 2, str(tmp_path))
-    assert of_rank_1 == []
-    assert list_traces(tmp_path) == ["traces/step-2/rank-0.json", "traces/step-2/rank-1.json"]
-    for rank in range(2):
-        summary = summarize_trace(tmp_path / f"traces/step-2/rank-{rank}.json")
+def test_train_py_traces_every_rank_and_rank_0_logs_what_took_the_time(pool, tmp_path):
+    keys = [*warm_start.write_letters(tmp_path / "letters"), f"--job.dump_folder={tmp_path}", "--training.steps=2"]
+    keys += ["--profiling.enable_profiling", "--profiling.profile_freq=2", "--profiling.profiler_warmup=1"]
+    assert pool.run(warm_start.start, 2, keys) == [0, 0]
+    assert list_traces(tmp_path / "traces") == ["step-2/rank-0.json", "step-2/rank-1.json"]
+    summaries = [summarize_trace(tmp_path / f"traces/step-2/rank-{rank}.json") for rank in range(2)]
+    for summary in summaries:
         assert {"matmul", "attention", "norms and elementwise", "optimizer"} < summary.groups.keys()
         assert 0 < summary.exposed <= summary.groups["collectives"] <= 1
         assert sum(summary.groups.values()) - summary.groups["collectives"] <= 1  # one thread does one thing at a time
-    of_rank_0 = summarize_trace(tmp_path / "traces/step-2/rank-0.json")
-    assert line == f"step 2 traced to {tmp_path}/traces/step-2/rank-0.json: {of_rank_0}"
+    log = (tmp_path / "log.txt").read_text()
+    assert f" step 2 traced to {tmp_path}/traces/step-2/rank-0.json: {summaries[0]}\n" in log
 
 
 # ---------------------------------------------------------------- memory snapshots
@@ -238,7 +189,7 @@ def test_two_ranks_that_train_talk_and_rank_0_tells_what_took_the_time(pool, tmp
 
 @pytest.fixture
 def recording(monkeypatch):
-    """Stands in for CUDA's record of allocations. Holds what it was asked."""
+    """Calls of CUDA's record of allocations, which a stub answers."""
     asked = []
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", lambda **options: asked.append(options))
@@ -250,9 +201,11 @@ def list_snapshots(folder) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.pickle"))
 
 
-def test_memory_is_written_after_every_period_and_recorded_no_longer_than_the_loop(tmp_path, recording):
-    run_loop(Profiling(enable_memory_snapshot=True, profile_freq=3), tmp_path, n_steps=7, resumed_step=10)
+def test_memory_is_written_after_every_period_beside_traces_and_recorded_no_longer_than_the_loop(tmp_path, recording):
+    section = Profiling(enable_memory_snapshot=True, enable_profiling=True, profile_freq=3, profiler_warmup=1)
+    run_loop(section, tmp_path, n_steps=7, resumed_step=10)
     assert list_snapshots(tmp_path) == [f"memory_snapshot/step-{step}/rank-1.pickle" for step in (13, 16)]
+    assert list_traces(tmp_path) == [f"traces/step-{step}/rank-1.json" for step in (13, 16)]
     assert [sorted(options) for options in recording] == [["max_entries"], ["enabled"]]
     assert recording[1] == {"enabled": None}
 
@@ -263,13 +216,8 @@ def test_where_memory_runs_out_it_is_written_and_the_error_goes_on(tmp_path, rec
         profiler.step()
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert list_snapshots(tmp_path) == ["memory/step-2-out-of-memory/rank-0.pickle"]
+    assert list_traces(tmp_path) == []
     assert recording[-1] == {"enabled": None}
-
-
-def test_traces_and_snapshots_are_written_side_by_side(tmp_path, recording):
-    section = Profiling(enable_profiling=True, enable_memory_snapshot=True, profile_freq=2, profiler_warmup=1)
-    run_loop(section, tmp_path, n_steps=2)
-    assert (list_traces(tmp_path), len(list_snapshots(tmp_path))) == (["traces/step-2/rank-1.json"], 1)
 
 
 def test_without_a_gpu_snapshots_are_refused():

@@ -1,7 +1,7 @@
 """run_train.sh: what it starts, with which arguments, and which exit status comes back.
 
-In a copy of the checkout, stubs stand for `check`, launch.py with torchrun in it, srun and scontrol, and write down
-how they were called. One test starts the real torchrun; how its runs end is in test_endings.py.
+In a copy of the checkout, stubs replace `check`, launch.py, srun and scontrol, and record how they were called. One
+test starts the real torchrun; how its runs end is in test_endings.py.
 """
 
 import json
@@ -99,10 +99,10 @@ class Checkout:
         options = {"cwd": self.folder, "env": self.variables | variables, "stdout": stdout}
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
 
-    def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess:
-        process = self.start(*args, **variables)
+    def run(self, *args: str, **options) -> subprocess.CompletedProcess:
+        process = self.start(*args, **options)
         out, err = process.communicate()
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        return subprocess.CompletedProcess(process.args, process.returncode, out.strip(), err)
 
     def calls(self) -> list[dict]:
         """What ran, in this order: check and torchrun."""
@@ -130,26 +130,16 @@ def test_help_names_every_environment_variable_and_starts_nothing(checkout):
         assert name in answer.stdout, name
 
 
-@pytest.mark.parametrize("status", [1, 2])
-def test_what_check_refuses_is_not_started_and_its_status_comes_back(checkout, status):
-    answer = checkout.run("--training.stepz", "20", CHECK_STATUS=str(status))
-    assert answer.returncode == status
-    assert "the report" in answer.stderr
-    assert [call["name"] for call in checkout.calls()] == ["check"]
-
-
-def test_arguments_with_spaces_reach_check_and_train_unchanged_in_the_callers_folder(checkout):
+def test_arguments_reach_check_and_train_unchanged_and_torchrun_replaces_the_script(checkout):
+    """CONFIG_FILE comes before the arguments, so that --config wins. Signals reach torchrun, which keeps the pid."""
     args = ["--config", "my config.toml", "--job.description", "a  *", "--training.steps=20"]
-    assert checkout.run(*args).returncode == 0
+    process = checkout.start(*args, CONFIG_FILE="my a.toml")
+    process.communicate()
     check, torchrun = checkout.calls()
-    assert check["args"] == ["check", "--launch", *args]
-    assert checkout.torchrun()["script"] == [str(checkout.root / "train.py"), *args]
+    assert check["args"] == ["check", "--launch", "--config", "my a.toml", *args]
+    assert checkout.torchrun()["script"] == [str(checkout.root / "train.py"), "--config", "my a.toml", *args]
     assert check["folder"] == torchrun["folder"] == str(checkout.folder)
-
-
-def test_config_file_from_the_environment_stands_before_the_arguments(checkout):
-    checkout.run("--config", "b", CONFIG_FILE="my a.toml")
-    assert [call["args"][-4:] for call in checkout.calls()] == [["--config", "my a.toml", "--config", "b"]] * 2
+    assert (process.returncode, torchrun["pid"]) == (0, process.pid)
 
 
 LOOPBACK = "lo" if Path("/sys/class/net/lo").exists() else None
@@ -181,18 +171,14 @@ def test_torchrun_gets_what_the_environment_says(checkout, given, options, varia
     assert not checkout.srun_file.exists()
 
 
-def test_torchrun_takes_the_place_of_the_script_so_that_signals_reach_it(checkout):
-    process = checkout.start()
-    process.communicate()
-    assert checkout.torchrun()["pid"] == process.pid
-
-
 STEP = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "16", "SLURM_NODEID": "0"}
 
 
 @pytest.mark.parametrize(
     ("given", "status", "said"),
     [
+        ({"CHECK_STATUS": "1"}, 1, "the report"),
+        ({"CHECK_STATUS": "2"}, 2, "the report"),
         ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.5", "CHECK_STATUS": "2"}, 2, "the report"),
         ({"NNODES": "2", "NODE_RANK": "0"}, 1, "MASTER_ADDR"),
         ({"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "1", "CHECK_STATUS": "2"}, 2, "the report"),

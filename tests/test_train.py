@@ -1,74 +1,84 @@
-"""train.py under torchrun, started as users start it: killed, restarted, resumed on another layout."""
+"""train.py: killed and restarted under torchrun, resumed on another layout."""
 
+import os
+import random
 import shutil
 from pathlib import Path
-from subprocess import Popen
 
 import pytest
+import warm_start
 from kill_while_training import finish, kill_rank, launch, list_differences, read_losses
 
 from torchtitan_lite.dump_folder import FILES
 
-STEPS = 28
+STEPS = 20
 KEYS = [
     f"--training.steps={STEPS}",
-    "--model.n_layers=2",
-    "--training.seq_len=32",
     "--training.global_batch_size=12",
     "--validation.enable",
     "--validation.freq=10",
     "--validation.steps=3",
-    "--metrics.log_freq=1",
-    "--checkpoint.enable",
     "--checkpoint.interval=8",
     "--job.no_overwrite",
 ]
-RANKS = 4
-OTHER_LAYOUTS = {  # ranks, keys: three data-parallel degrees with other microbatches
-    "one rank": (1, ["--training.local_batch_size=6"]),
-    "dp2": (2, ["--training.local_batch_size=3"]),
-    "dp3": (3, ["--training.local_batch_size=4"]),
-}
-
-
-def start(dump_folder: Path, cache: Path, *more_keys: str, n_ranks: int = RANKS, **environment: str) -> Popen:
-    keys = [*KEYS, "--training.local_batch_size=3", *more_keys]
-    return launch(dump_folder, cache, *keys, n_ranks=n_ranks, **environment)
+RANKS, LAYOUT = 2, "--training.local_batch_size=6"
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """Dump folder of a run that nothing disturbed, and its cache."""
+def unbroken(pool, tmp_path_factory) -> tuple[Path, list[str]]:
+    """Dump folder of a run that nothing disturbs, and the keys of its data. Its ranks are the workers of the pool."""
     folder = tmp_path_factory.mktemp("train with spaces")
-    finish(start(folder / "unbroken", folder / "cache"))
-    return folder / "unbroken", folder / "cache"
-
-
-def test_a_run_leaves_what_the_readme_says(unbroken):
-    dump_folder, _ = unbroken
-    assert {path.name for path in dump_folder.iterdir() if path.is_dir()} >= {"tb", "checkpoint"}
-    files = {path.name for path in dump_folder.iterdir() if path.is_file()}
-    assert {"config.toml", "metrics.jsonl", "log.txt"} <= files <= set(FILES)
-    assert list(read_losses(dump_folder)) == list(range(1, STEPS + 1))
+    keys = [*KEYS, *warm_start.write_letters(folder / "letters")]
+    assert pool.run(warm_start.start, RANKS, [*keys, LAYOUT, f"--job.dump_folder={folder}"]) == [0] * RANKS
+    return folder, keys
 
 
 def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_one(unbroken, tmp_path):
-    process = start(tmp_path / "killed", unbroken[1], MAX_RESTARTS="1")
+    process = launch(tmp_path / "killed", tmp_path, *unbroken[1], LAYOUT, n_ranks=RANKS, MAX_RESTARTS="1")
     kill_rank(process, RANKS - 1, after_step=11)
     output = finish(process)
     assert "resumed from" in output and "step-8" in output
     assert list_differences(tmp_path / "killed", unbroken[0], STEPS) == []
+    left = {path.name: path.is_dir() for path in (tmp_path / "killed").iterdir()}
+    assert {name for name, is_folder in left.items() if is_folder} >= {"tb", "checkpoint"}
+    files = {name for name, is_folder in left.items() if not is_folder}
+    assert {"config.toml", "metrics.jsonl", "log.txt"} <= files <= set(FILES)
 
 
-@pytest.mark.parametrize("name", ["dp3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one rank", "dp2"))])
-def test_a_run_resumed_on_another_layout_has_the_losses_of_the_unbroken_one(unbroken, tmp_path, name):
-    n_ranks, keys = OTHER_LAYOUTS[name]
-    shutil.copytree(unbroken[0] / "checkpoint" / "step-8", tmp_path / "resumed" / "checkpoint" / "step-8")
-    finish(start(tmp_path / "resumed", unbroken[1], *keys, n_ranks=n_ranks))
-    losses, expected = read_losses(tmp_path / "resumed"), read_losses(unbroken[0])
-    assert list(losses) == list(range(9, STEPS + 1))  # 20 of them
-    assert losses == pytest.approx({step: expected[step] for step in losses}, rel=1e-4)
-    validated = read_losses(tmp_path / "resumed", "val_loss")
-    expected = read_losses(unbroken[0], "val_loss")
-    assert list(validated) == [10, 20, STEPS] and list(expected) == [1, *validated]
-    assert validated == pytest.approx({step: expected[step] for step in validated}, rel=1e-4)
+@pytest.mark.parametrize(
+    ("n_ranks", "layout"),
+    [(3, "--training.local_batch_size=4"), pytest.param(1, LAYOUT, marks=pytest.mark.slow)],  # slow: accumulates
+)
+def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(pool, unbroken, tmp_path, n_ranks, layout):
+    shutil.copytree(unbroken[0] / "checkpoint" / "step-8", tmp_path / "checkpoint" / "step-8")
+    keys = [*unbroken[1], layout, f"--job.dump_folder={tmp_path}"]
+    assert pool.run(warm_start.start, n_ranks, keys) == [0] * n_ranks
+    for name, steps in (("loss", list(range(9, STEPS + 1))), ("val_loss", [10, STEPS])):
+        seen, expected = read_losses(tmp_path, name), read_losses(unbroken[0], name)
+        assert list(seen) == steps
+        assert seen == pytest.approx({step: expected[step] for step in steps}, rel=1e-4)
+
+
+LAYOUTS = {
+    "data_parallel_shard": "--training.local_batch_size=6",
+    "tensor_parallel": "--training.local_batch_size=12",
+    "pipeline_parallel": "--training.local_batch_size=12",
+}
+
+
+@pytest.mark.slow  # half a minute each; KILLS=10 kills as often as one likes
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS", 3))))
+def test_a_run_killed_at_a_random_instant_ends_bit_equal_to_the_unbroken_one(pool, unbroken, tmp_path, seed):
+    """Layouts, ways to save, and ways to resume take turns."""
+    draw, steps = random.Random(seed), 60  # the run must not end before the kill
+    (dim, batch), mode = list(LAYOUTS.items())[seed % 3], ("disabled", "async")[seed % 2]
+    keys = [*unbroken[1], f"--parallelism.{dim}_degree=2", batch, f"--checkpoint.async_mode={mode}"]
+    keys += [f"--debug.seed={seed}", f"--training.steps={steps}", "--checkpoint.interval=3"]
+    assert pool.run(warm_start.start, 2, [*keys, f"--job.dump_folder={tmp_path / 'unbroken'}"]) == [0, 0]
+    by_torchrun = seed // 2 % 2 == 0  # else the user starts the run again
+    process = launch(tmp_path / "killed", tmp_path, *keys, n_ranks=2, MAX_RESTARTS=str(int(by_torchrun)))
+    kill_rank(process, draw.randrange(2), after_step=draw.randint(1, 16), delay_s=draw.uniform(0, 0.2))
+    finish(process, must_succeed=False)
+    if process.returncode:  # also where torchrun itself does not survive the death of a rank
+        finish(launch(tmp_path / "killed", tmp_path, *keys, n_ranks=2))
+    assert list_differences(tmp_path / "killed", tmp_path / "unbroken", steps) == []

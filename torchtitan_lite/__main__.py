@@ -1,8 +1,7 @@
-"""`python -m torchtitan_lite TOOL ...`: picks the tool, which reads the rest of the line itself.
+"""`python -m torchtitan_lite TOOL ...`: call the tool, which reads the rest of the line itself.
 
-Any Python will do: if this one lacks the packages, the tool runs in the one that run_train.sh would take. Only the
-chosen tool is imported, and environment.py only for a tool that needs packages: `check` answers before torch could be
-loaded.
+If this Python lacks the packages, the tool runs in the Python that run_train.sh would take. Only the chosen tool is
+imported, and environment.py only for a tool that needs packages: `check` answers before torch could be loaded.
 """
 
 import importlib
@@ -14,7 +13,7 @@ from torchtitan_lite.config.command_lines import TOOLS
 
 
 def main(args: list[str]) -> int:
-    """Exit status: the tool's own (0 fine, 1 the answer is no, 2 wrong input); 2 where there is no such tool."""
+    """Call the tool. Return its exit status (0 fine, 1 the answer is no, 2 wrong input); 2 if there is no such tool."""
     if not args or args[0] in ("-h", "--help"):
         print("python -m torchtitan_lite TOOL ...    (TOOL --help says more)\n")
         for name, (_, make_parser) in TOOLS.items():

@@ -1,9 +1,9 @@
-"""Open the folder in which a run leaves everything: `job.dump_folder`, of one run at a time.
+"""Open `job.dump_folder`, to which a run writes everything, and lock it: one run at a time writes there.
 
 config.toml     as resolved              log.txt, metrics.jsonl, tb/                logs
 checkpoint/     step-N/ ...              traces/, comm_traces/, memory_snapshot/    if enabled
 timeline.svg, timeline.json              the work of each pipeline rank in an early step: picture, Chrome trace
-lock            held by the run that is writing here
+lock            locked by the run that writes here
 """
 
 import fcntl
@@ -65,7 +65,7 @@ def hold(folder: Path) -> BinaryIO:
 
 
 def check_still_held(lock: BinaryIO) -> None:
-    """Raise CheckpointError if the folder of this lock was deleted, moved or made anew since `hold`."""
+    """Raise CheckpointError if the folder of this lock was deleted, moved or replaced since `hold`."""
     path = Path(lock.name)
     try:
         if os.path.samestat(path.stat(), os.fstat(lock.fileno())):
@@ -90,7 +90,7 @@ def explain_lost_folder(lock: BinaryIO | None) -> Iterator[None]:
 
 
 def empty(folder: Path) -> None:
-    """Delete what is in the folder, if there is one. The folder stays: another rank may have made it just now."""
+    """Delete everything in the folder, if it exists, and keep the folder: another rank may just have made it."""
     for path in folder.glob("*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

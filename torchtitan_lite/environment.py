@@ -29,8 +29,8 @@ except ImportError:
 REPOSITORY = Path(__file__).resolve().parent.parent
 VENV = REPOSITORY / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
-# Locked while .venv is set up. Until that is done it holds UNFINISHED, so that the next start knows of a start that was
-# killed. A .venv without this file is trusted, also one that was made by hand.
+# Locked while .venv is set up, and contains UNFINISHED until that is done, so that the next start notices if this one
+# was killed. A .venv without this file is trusted, for instance one that was made by hand.
 LOCK = REPOSITORY / ".venv.lock"
 UNFINISHED = "unfinished"
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def continue_with_packages() -> None:
-    """Run this command again, as it was given, by a Python that has the packages. Return if this one has them."""
+    """Replace this process by the same command in a Python that has the packages. Return if this one has them."""
     python = find_python([])
     if python != sys.executable:
         os.execv(python, [python, *sys.orig_argv[1:]])
@@ -81,7 +81,7 @@ def read_requirements(extras: list[str]) -> list[str]:
 
 
 def is_met(text: str) -> bool:
-    """Whether this Python has a package within its bounds, or does not need it."""
+    """Return whether this Python has a package within its bounds, or does not need it."""
     if Requirement is None:
         return False
     requirement = Requirement(text)
@@ -95,7 +95,7 @@ def is_met(text: str) -> bool:
 
 
 def is_unfinished() -> bool:
-    """Whether .venv has to be made: it is not there, or making it was interrupted."""
+    """Return whether .venv has to be made: it does not exist, or making it was interrupted."""
     return not VENV.exists() or (LOCK.exists() and LOCK.read_text(encoding="utf-8") == UNFINISHED)
 
 

@@ -1,9 +1,9 @@
-"""Start the ranks of this host with torchrun, and end a run that failed with one line: which rank, why, where to look.
+"""Start the ranks of this host with torchrun. If the run fails, end with one line: which rank, why, where to look.
 
     run_train.sh:  python -m torchtitan_lite.launch OPTION_OF_TORCHRUN... train.py ARGUMENT...
 
-torchrun itself ends with its own traceback and a report of every rank that it stopped, below the line that matters.
-The stderr of every rank goes to files in a temporary folder, which stays if a rank failed and any wrote to it.
+torchrun alone would end with its own traceback and a report of every rank that it stopped, below the line that matters.
+The stderr of every rank goes to files in a temporary folder, which is kept if a rank failed and any file is not empty.
 
 Exit status: 0 if every rank ended with 0, else 1.
 """
@@ -28,13 +28,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 # Signals that torchrun passes on to the ranks. SIGINT is not among them: here it becomes a KeyboardInterrupt, for which
 # torchrun ends the ranks by SIGTERM, at once; a rank that gets SIGINT itself prints a traceback.
 PASSED_ON = "SIGTERM,SIGHUP,SIGQUIT"
-REPEATED = {  # logger of torchrun -> starts of lines that repeat what the last line says
+REPEATED = {  # logger of torchrun -> prefixes of lines that repeat our last line
     "torch.distributed.elastic.agent.server.api": ("Received %s death signal",),
     "torch.distributed.elastic.multiprocessing.api": ("Sending process", "failed (exitcode"),
 }
 
 
 def main(args: list[str]) -> int:
+    """Start the ranks and wait for their end. Return the exit status."""
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", PASSED_ON)
     options = torchrun.parse_args(args)
     if refusal := refuse_port(options):
@@ -82,7 +83,7 @@ def run_ranks(options: argparse.Namespace, folder: Path) -> str | None:
 
 
 def describe_failure(failures: dict[int, ProcessFailure], *, shown_ranks: list[str]) -> str:
-    """Say which rank failed first, and why. `shown_ranks`: ranks of this host whose output is on the terminal."""
+    """Return which rank failed first, and why. `shown_ranks`: ranks of this host whose output is on the terminal."""
     rank, failure = min(failures.items(), key=order_of_failure)
     if failure.exitcode > 0 and str(failure.local_rank) in shown_ranks:
         return f"rank {rank} ended with exit status {failure.exitcode}: see above"
@@ -108,7 +109,7 @@ def order_of_failure(numbered: tuple[int, ProcessFailure]) -> tuple[bool, bool, 
 
 
 def has_message(failure: ProcessFailure) -> bool:
-    """Whether the rank left a file with its exception, as `record` in train.py does."""
+    """Return whether the rank wrote its exception to a file, as `record` in train.py does."""
     return Path(failure.error_file).is_file()
 
 

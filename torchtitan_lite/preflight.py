@@ -1,8 +1,8 @@
 """Find everything that is wrong with a run before torch is imported: config, layout, memory, files, compilers.
 
 config/checks.py holds the rules that need numbers only; the checks here need files or the machine. `check` and train.py
-both call preflight, so that a run which `check` accepts does start. Problems are collected, not raised one by one; a
-problem that only follows from another (a layout computed with the default of a bad key) is left out.
+both call preflight, so that a run which `check` accepts does start. All problems are reported together; a problem that
+may follow from another one (a layout computed with the default of a bad key) is left out.
 """
 
 from dataclasses import dataclass, replace
@@ -33,14 +33,13 @@ class Prepared:
 
     config: Config  # resolved: no automatic value is left
     config_name: str
-    shape: ModelArgs
+    model_args: ModelArgs
     layout: Layout
     memory: list[MemoryBound]  # empty: not judged, because the memory is not known
     notices: list[str]
     dump_folder: Path
     resumed_step: int  # the last step that is already done; 0: the run does not resume
     certificate: dict[str, object] | None  # the record of `verify` for this config, these mesh dims and this code
-    cache_folder: Path
     vocabulary: Vocabulary
 
 
@@ -63,25 +62,27 @@ def preflight(
     degrees = plan_degrees(config.parallelism, n_ranks)
     case = Case(config, None, degrees, n_ranks, plan_batch(config, degrees), machine=machine)
     problems = find_problems("run", case) + find_problems("machine", case)
-    shape = layout = None
+    model_args = layout = None
     memory: list[MemoryBound] = []
     try:
-        shape = resolve_model(config.model)
+        model_args = resolve_model(config.model)
         if prod(degrees.values()) == n_ranks:
-            memory = bound_memory(config, shape, degrees, machine, n_hosts)
-            problems += check_memory(config, shape, memory, machine)
-        layout = plan_layout(config, shape, n_ranks)
+            memory = bound_memory(config, model_args, degrees, machine, n_hosts)
+            problems += check_memory(config, model_args, memory, machine)
+        layout = plan_layout(config, model_args, n_ranks)
     except ConfigError as error:
         problems += error.problems
-    if shape is None:  # rules that do not need the shape
+    if model_args is None:  # rules that need no ModelArgs
         problems += find_problems("mesh", case)
 
-    # ---- files, and what this machine has
+    # ---- files and the machine
     tokenizer, resumed_step = None, find_resumed_step(config, restarted)
     try:
         tokenizer = choose_tokenizer(config, resumed_step)
         config = replace(config, model=replace(config.model, hf_assets_path=tokenizer.assets))
-        problems += check_vocabulary(config, tokenizer.vocabulary, shape) + check_data(config, tokenizer.vocabulary)
+        problems += check_vocabulary(config, tokenizer.vocabulary, model_args) + check_data(
+            config, tokenizer.vocabulary
+        )
     except ConfigError as error:
         problems += error.problems
     problems += check_files(config, restarted)
@@ -89,29 +90,29 @@ def preflight(
         problems += check_compilers(config.compile, machine.device_type)
     if not restarted:
         problems += check_load_step(config)
-    if shape is not None:
-        problems += check_export(config, shape)
+    if model_args is not None:
+        problems += check_export(config, model_args)
         if not resumed_step:
-            problems += check_initial_load(config, shape)
+            problems += check_initial_load(config, model_args)
 
     problems = reading.problems + drop_follow_ups(problems, reading.problems)
     if problems:
         raise ConfigError(problems)
-    assert shape and layout and tokenizer, "without a problem there is a plan"
+    assert model_args and layout and tokenizer, "without a problem there is a plan"
     certificate = find_certificate(config, layout)
-    notices = reading.notices + tokenizer.notices + describe_float8(config, shape, layout.tp)
-    notices += describe_coverage(certificate, layout) if certificate else []
+    notices = reading.notices + tokenizer.notices + describe_float8(config, model_args, layout.tp)
+    if certificate:
+        notices += describe_coverage(certificate, layout)
     return Prepared(
         config=resolve_config(config, layout, machine.device_type),
         config_name=reading.config_name,
-        shape=shape,
+        model_args=model_args,
         layout=layout,
         memory=memory,
         notices=notices,
         dump_folder=Path(config.job.dump_folder),
         resumed_step=resumed_step,
         certificate=certificate,
-        cache_folder=Path(config.training.cache_folder),
         vocabulary=tokenizer.vocabulary,
     )
 
@@ -140,7 +141,7 @@ def name_family(key: str) -> str:
     return "shape" if key.startswith("model.") and key != "model.hf_assets_path" else key
 
 
-# --- data, files and compilers ---
+# ---------------------------------------------------------------- files, and what this machine has
 
 
 def check_compilers(section: Compile, device_type: str) -> list[Problem]:
@@ -154,14 +155,14 @@ def check_compilers(section: Compile, device_type: str) -> list[Problem]:
     ]
 
 
-def check_vocabulary(config: Config, vocabulary: Vocabulary, shape: ModelArgs | None) -> list[Problem]:
+def check_vocabulary(config: Config, vocabulary: Vocabulary, model_args: ModelArgs | None) -> list[Problem]:
     """Find a tokenizer with more tokens than the embedding of the model has rows."""
     vocab_size = vocabulary.vocab_size
-    if shape is None or vocab_size <= shape.vocab_size:
+    if model_args is None or vocab_size <= model_args.vocab_size:
         return []
     why = f"the ids of the tokenizer {config.model.hf_assets_path} go from 0 to {vocab_size - 1}"
     remedy = f"Set model.vocab_size to {vocab_size} or more, or choose another model.hf_assets_path"
-    return [Problem("model.vocab_size", shape.vocab_size, why, remedy)]
+    return [Problem("model.vocab_size", model_args.vocab_size, why, remedy)]
 
 
 def check_data(config: Config, vocabulary: Vocabulary) -> list[Problem]:

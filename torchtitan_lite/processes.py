@@ -7,9 +7,9 @@ from multiprocessing.connection import wait
 
 
 def end_with_parent() -> None:
-    """End this process, if multiprocessing started it, as soon as its parent is gone, however the parent ended.
+    """End this process, if multiprocessing started it, as soon as its parent has ended, for whatever reason.
 
-    A worker that waits for its next job may never learn of it: the workers of a pool hold each other's pipes open.
+    A worker that waits for its next job would not notice: the workers of a pool hold each other's pipes open.
     """
     parent = multiprocessing.parent_process()
 

@@ -1,20 +1,21 @@
-"""torch's AdamW with both moments at rest in bfloat16: 12 bytes of training state per parameter instead of 16.
+"""Store both moments of torch's AdamW in bfloat16: 12 bytes of training state per parameter instead of 16.
 
-    at rest          weight fp32 4   gradient fp32 4   moments bf16 2 + 2
-    while its turn   the moments of one tensor in fp32 -> torch's AdamW -> rounded back
+    between steps        weight fp32 4   gradient fp32 4   moments bf16 2 + 2
+    during its update    the moments of one tensor in fp32 -> torch's AdamW -> rounded back
 
-All arithmetic is torch's own in fp32; only what is remembered from step to step is rounded, to 8 significant bits.
+All arithmetic is torch's own in fp32; only the moments are rounded, once per step, to 8 significant bits.
 
-    bytes moved per parameter and step    20    compiled: one kernel that widens, moves and rounds
-                                          52    else: copies in fp32 for the fused kernel, 8 bytes per number of the
-                                                largest local tensor, for one tensor takes its turn at a time
+    bytes moved per parameter and step    20    compiled: one kernel that widens, updates and rounds
+                                          52    else: copies in fp32 for the fused kernel, one tensor at a time: 8 bytes
+                                                more memory per number of the largest local tensor
                                           28    torch's fused kernel with moments in fp32
 
 Why beta2 may not exceed 0.99: in a step without gradient the second moment should fall by the factor beta2. Numbers of
 bf16 are 0.4 to 0.8 % apart, so rounding removes a fall of less than half of that, in every step: with beta2 = 0.999 one
 large gradient would slow its weight for ever. At 0.99 every fall counts, coarsely.
 
-No rank talks: each updates its slices. Sources: AdamW arXiv:1711.05101; bf16 moments: DeepSeek-V3 arXiv:2412.19437.
+No communication: each rank updates its slices. Sources: AdamW arXiv:1711.05101; bf16 moments: DeepSeek-V3
+arXiv:2412.19437.
 """
 
 import torch
@@ -39,25 +40,22 @@ class AdamWBFloat16(AdamW):
             keys = {key: group[key] for key in ("weight_decay", "eps", "amsgrad", "maximize")}
             keys["beta1"], keys["beta2"] = group["betas"]
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    tensors = (parameter, parameter.grad, *self._moments_of(parameter))
-                    move = self._move_compiled if self.compiled_move else self._move_fused
-                    move(*(local_tensor(t).detach() for t in tensors), self.state[parameter]["step"], group["lr"], keys)
-
-    def _moments_of(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=local_tensor(parameter).device)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        return state["exp_avg"], state["exp_avg_sq"]
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), device=local_tensor(parameter).device)
+                    state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+                move = self._move_compiled if self.compiled_move else self._move_fused
+                move(*(local_tensor(tensor).detach() for tensor in tensors), state["step"], group["lr"], keys)
 
     def _move_fused(
         self, weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: Tensor, lr: float, keys: dict
     ) -> None:
         moments = [first.float(), second.float()]
-        # found_inf: the kernel then changes nothing, on the device
-        found_inf = getattr(self, "found_inf", None)
+        found_inf = getattr(self, "found_inf", None)  # where it is 1, the kernel changes nothing, on the device
         adamw([weight], [gradient], *([m] for m in moments), [], [step], fused=True, found_inf=found_inf, lr=lr, **keys)
         first.copy_(moments[0])
         second.copy_(moments[1])
@@ -68,7 +66,7 @@ class AdamWBFloat16(AdamW):
         found_inf = getattr(self, "found_inf", None)
         skip = torch.zeros_like(step, dtype=torch.bool) if found_inf is None else found_inf > 0
         flat = [tensor.view(-1) for tensor in (weight, gradient, first, second)]
-        # A number that changes would be compiled anew.
+        # The learning rate as a tensor: a Python number that changes would compile anew.
         self.compiled_move(*flat, step, torch.full_like(step, lr), skip, keys)
 
 

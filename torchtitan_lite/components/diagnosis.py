@@ -1,16 +1,15 @@
-"""After a step whose gradient norm was not finite: which rank made the first number that is not, and where?
+"""Find the rank and the line that made the first NaN or infinity, after a step whose gradient norm was not finite.
 
-The norm is one number for the whole model, so every rank knows at the same step *that* something went wrong. What a
-rank still holds does not say *who* was first: a NaN of the first pipeline stage is in the loss of the last one, one of
-tp rank 0 is in every tp rank's sums, and FSDP hands the sum of all ranks' gradients to the holder of a shard. So all
-ranks repeat the forward and backward of the step (the weights were not updated) and look at every operator:
+The norm is one number for the whole model, so every rank knows at the same step *that* something went wrong. The
+tensors that a rank still holds do not say *who* was first: a NaN of the first pipeline stage is in the loss of the last
+one, a NaN of tp rank 0 is in the sums of every tp rank, and FSDP gives the sum of all ranks' gradients to the owner of
+a shard. So all ranks repeat forward and backward of the step (the weights were not updated) and look at every operator:
 
     inputs finite, output not      this rank made it: the origin
-    inputs not finite              it was handed on
-    a collective, a receive        it came from another rank
+    inputs not finite              an earlier operator made it
+    a collective, a receive        another rank made it
 
-Where the repeated step is finite, or no rank made anything, the answer is "unknown". Each rank then sends what it found
-to all others: one object of some hundred bytes.
+If the repeated step is finite, the answer is "unknown". Each rank sends its finding to all others, some hundred bytes.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,11 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtitan_lite.components.places import Places
+from torchtitan_lite.components.call_sites import CallSites
+from torchtitan_lite.components.log import describe_rank
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")  # libraries whose results come from other ranks
-UNINITIALIZED = ("aten::empty", "aten::new_empty")  # and all that begin so: whatever was in that memory before
-MASKS = ("aten::where", "aten::masked_fill", "aten::full", "aten::scalar_tensor")  # infinity: there is nothing to see
+UNINITIALIZED = ("aten::empty", "aten::new_empty")  # prefixes: results hold whatever was in that memory before
+MASKS = ("aten::where", "aten::masked_fill", "aten::full", "aten::scalar_tensor")  # infinity is right there
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Origin:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rank found."""
+    """What one rank knows about the step."""
 
     rank: int
     coordinates: dict[str, int]  # on the mesh
     loss_is_finite: bool  # of its own tokens, in the step itself
-    gradients_are_finite: bool  # as far as this rank holds them, in the step itself
+    gradients_are_finite: bool  # its slices, in the step itself
     bad_weight: str | None  # FQN of the first parameter that was not finite before the step
     origin: Origin | None  # in the repeated step
 
@@ -67,14 +67,14 @@ def find_non_finite(
     *,
     composed: Mapping[OpOverload, Callable],
 ) -> str:
-    """Say in one sentence which rank made the first number that is not finite. Collective.
+    """Return one sentence: which rank made the first number that is not finite. Collective.
 
-    `local_loss` and the gradients in `parts` are those of the step; `repeat` makes them once more. `composed`: the
-    operators that consist of others, collectives among them, and the functions that call these.
+    `local_loss` and the gradients in `parts` are those of the step; `repeat` computes them again. `composed`: operators
+    that consist of others, collectives among them -> the function that calls those.
     """
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
-    bad_weights = [fqn for fqn, parameter in parameters.items() if not is_finite(parameter)]
-    gradients_are_finite = all(is_finite(parameter.grad) for parameter in parameters.values())
+    bad_weight = next((fqn for fqn, parameter in parameters.items() if not is_finite(parameter)), None)
+    gradients_are_finite = all(is_finite(parameter.grad) for parameter in parameters.values())  # before `repeat`
     watch = OriginWatch(parts, composed)
     with torch.compiler.set_stance("force_eager"), watch:  # compiled code shows no operators
         repeat()
@@ -83,7 +83,7 @@ def find_non_finite(
         coordinates,
         loss_is_finite=is_finite(local_loss),
         gradients_are_finite=gradients_are_finite,
-        bad_weight=next(iter(bad_weights), None),
+        bad_weight=bad_weight,
         origin=watch.origin,
     )
     findings: list = [None] * dist.get_world_size()
@@ -97,24 +97,25 @@ class OriginWatch(TorchDispatchMode):
     def __init__(self, parts: list[nn.Module], composed: Mapping[OpOverload, Callable]):
         super().__init__()
         self.composed = composed
-        self.parts, self.places = parts, Places()
-        self.places.name_modules(parts)
+        self.parts, self.call_sites = parts, CallSites()
+        self.call_sites.name_modules(parts)
         self.origin: Origin | None = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # they take themselves apart first, and come again as plain tensors
+            return NotImplemented  # they call the operator again on their plain tensors
         kwargs = kwargs or {}
-        place, name, node = self.places.find(), func._schema.name, torch._C._current_autograd_node()
-        if node is not None and not place.module:  # a hook in backward
-            made = self.places.place_of(node)
-            module = made.module or self.find_owner(getattr(node, "variable", None))
-            place = replace(made, module=module, line=made.line or place.line, walk="backward")
+        site, name, node = self.call_sites.find(), func._schema.name, torch._C._current_autograd_node()
+        if node is not None and not site.module:  # a hook in backward
+            forward = self.call_sites.find_forward(node)
+            module = forward.module or self.find_owner(getattr(node, "variable", None))
+            site = replace(forward, module=module, line=forward.line or site.line, walk="backward")
         if func in self.composed:
             with self:
                 return self.composed[func](*args, **kwargs)
-        passes_on = func.namespace in COLLECTIVES or name.startswith(UNINITIALIZED) or is_view(func)
-        if self.origin or passes_on:
+        # A view computes nothing, and its input may be a buffer that a collective is still writing.
+        is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
+        if self.origin or is_view or func.namespace in COLLECTIVES or name.startswith(UNINITIALIZED):
             return func(*args, **kwargs)
         changes_inputs = func._schema.is_mutable
         were_finite = changes_inputs and are_finite((args, kwargs))
@@ -122,7 +123,7 @@ class OriginWatch(TorchDispatchMode):
         results = (result, args, kwargs) if changes_inputs else result
         if not are_finite(results, or_infinite=name.startswith(MASKS)):
             if were_finite if changes_inputs else are_finite((args, kwargs)):
-                self.origin = Origin(place.walk, place.module, place.line, str(func._overloadpacket))
+                self.origin = Origin(site.walk, site.module, site.line, str(func._overloadpacket))
         return result
 
     def find_owner(self, weight: Tensor | None) -> str:
@@ -131,13 +132,8 @@ class OriginWatch(TorchDispatchMode):
         return owners.get(id(weight), "").rpartition(".")[0]
 
 
-def is_view(func: OpOverload) -> bool:
-    """Return whether an operator computes nothing: its input may be a buffer that a collective is still writing."""
-    return any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
-
-
 def are_finite(tree: object, *, or_infinite: bool = False) -> bool:
-    """Return whether no floating-point number in a tree of tensors is NaN or, unless `or_infinite`, infinite."""
+    """Return whether every floating-point number in a tree of tensors is finite (or infinite, if `or_infinite`)."""
     return all(is_finite(leaf, or_infinite=or_infinite) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
@@ -155,24 +151,18 @@ def is_finite(tensor: Tensor | None, *, or_infinite: bool = False) -> bool:
 
 
 def name_culprit(findings: list[Finding]) -> str:
-    """Write the sentence, from what all ranks found."""
-    weights = [finding for finding in findings if finding.bad_weight]
-    if weights:
-        first = weights[0]
-        return f"the weight {first.bad_weight} on {describe_place(first)} was not finite before the step"
+    """Return the sentence, from the findings of all ranks."""
+    if weights := [finding for finding in findings if finding.bad_weight]:
+        rank = describe_rank(weights[0].rank, weights[0].coordinates)
+        return f"the weight {weights[0].bad_weight} on {rank} was not finite before the step"
     # No gradient is made before the activations, and in forward no stage works before the one in front of it.
-    made = [finding for finding in findings if finding.origin]
-    if made:
+    if made := [finding for finding in findings if finding.origin]:
         first = min(made, key=lambda each: (each.origin.walk == "backward", each.coordinates["pp"], each.rank))
         others = ", ".join(str(finding.rank) for finding in made if finding is not first)
-        return f"{describe_place(first)} made the first: {first.origin}" + f" (others: ranks {others})" * bool(others)
+        rank = describe_rank(first.rank, first.coordinates)
+        return f"{rank} made the first: {first.origin}" + f" (others: ranks {others})" * bool(others)
     if all(finding.loss_is_finite and finding.gradients_are_finite for finding in findings):
         return "every loss and every gradient is finite: together they are more than fp32 holds"
     bad = ", ".join(str(finding.rank) for finding in findings if not finding.loss_is_finite)
     losses = f"the losses of ranks {bad} were not finite" if bad else "every loss was finite"
     return f"unknown which rank made the first, because none did when the step was repeated; {losses}"
-
-
-def describe_place(finding: Finding) -> str:
-    place = ", ".join(f"{dim} {coordinate}" for dim, coordinate in finding.coordinates.items())
-    return f"rank {finding.rank} ({place})"

@@ -1,4 +1,4 @@
-"""Log lines for people, and a progress line on a terminal.
+"""Write log lines for people, and a progress line on a terminal.
 
     rank 0         INFO and above      -> stdout, and dump_folder/log.txt: dated, never coloured
     other ranks    WARNING and above   -> stderr, with the rank named
@@ -58,7 +58,6 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
     console.setFormatter(LineFormatter(rank, date_format="%H:%M:%S", color=color and stream.isatty(), prefix=prefix))
     handlers: list[logging.Handler] = [console]
     if rank == 0 and dump_folder is not None:
-        dump_folder.mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(dump_folder / "log.txt", encoding="utf-8")  # appends: a resumed run continues it
         file.setFormatter(LineFormatter(rank, date_format="%Y-%m-%d %H:%M:%S", color=False))
         handlers.append(file)
@@ -73,14 +72,18 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
     logger.propagate = False  # a library that sets up the root logger must not print our lines a second time
 
 
+def describe_rank(rank: int, coordinates: dict[str, int]) -> str:
+    """Return the rank with its mesh coordinates: `rank 3 (pp 0, dp_replicate 0, dp_shard 1, cp 0, tp 1)`."""
+    return f"rank {rank} ({', '.join(f'{dim} {coordinate}' for dim, coordinate in coordinates.items())})"
+
+
 @contextmanager
 def log_rank_on_error(rank: int, coordinates: dict[str, int]) -> Iterator[None]:
     """Context manager: log rank and mesh coordinates of an exception, and re-raise it."""
     try:
         yield
     except Exception as error:
-        place = ", ".join(f"{dim} {coordinate}" for dim, coordinate in coordinates.items())
-        logger.error(f"rank {rank} ({place}) failed: {type(error).__name__}: {error}")
+        logger.error(f"{describe_rank(rank, coordinates)} failed: {type(error).__name__}: {error}")
         raise
 
 
@@ -117,7 +120,7 @@ class Progress:
         self.stream.flush()
 
     def estimate_end(self) -> str:
-        """Return the time left as h:mm:ss, from the mean of all steps since the second; "?" before the third."""
+        """Return the time left as h:mm:ss, from the mean time of the steps since the second; "?" before the third."""
         origin_step, origin_time = self.origin
         if self.steps_begun <= 2:
             return "?"

@@ -1,4 +1,4 @@
-"""The metrics of a run, measured over the steps since the last log line, for people, programs and plots.
+"""Measure a run from log line to log line, and write its metrics for people, programs and plots.
 
     console and log.txt   one line             step, loss, grad_norm, lr, throughput, MFU, memory, time
     metrics.jsonl         one JSON object      the fields of StepMetrics
@@ -133,39 +133,6 @@ class StepMetrics:
     ledger: dict[str, object] | None = None
 
 
-def compute_metrics(
-    *,
-    step: int,
-    loss: float,
-    grad_norm: float,
-    lr: float,
-    times: StepTimes,
-    memory: PeakMemory,
-    tokens_per_step: int,  # of the global batch, padding included
-    world_size: int,  # all ranks: a pipeline or tensor parallel group shares one batch, and each counts
-    flops_per_token: FlopsPerToken,
-    peak_flops: float | None,  # of one device, FLOP/s
-    validation: dict[str, float],  # val_loss and so on; empty where the step was not validated
-    ledger: dict[str, object] | None = None,
-) -> StepMetrics:
-    tokens_per_s_per_rank = tokens_per_step / times.step_time_s / world_size
-    return StepMetrics(
-        step=step,
-        loss=loss,
-        grad_norm=grad_norm,
-        lr=lr,
-        tokens=step * tokens_per_step,
-        tokens_per_s_per_rank=tokens_per_s_per_rank,
-        mfu_full=compute_mfu(flops_per_token.full, tokens_per_s_per_rank, peak_flops),
-        mfu_causal=compute_mfu(flops_per_token.causal, tokens_per_s_per_rank, peak_flops),
-        peak_memory_gib=memory.peak_gib,
-        step_time_s=times.step_time_s,
-        data_time_s=times.data_time_s,
-        **validation,
-        ledger=ledger,
-    )
-
-
 def compute_mfu(flops_per_token: int, tokens_per_s_per_rank: float, peak_flops: float | None) -> float | None:
     """Return the share of the peak, 0 to 1. `peak_flops` is that of one device."""
     return None if peak_flops is None else flops_per_token * tokens_per_s_per_rank / peak_flops
@@ -184,25 +151,54 @@ class MetricsWriter:
         *,
         n_steps: int,  # of the whole run
         resumed_step: int,  # the last step that is already done; 0 at the start
+        tokens_per_step: int,  # of the global batch, padding included
+        world_size: int,  # all ranks: a pipeline or tensor parallel group shares one batch, and each counts
         flops_per_token: FlopsPerToken,
+        peak_flops: float | None,  # of one device, FLOP/s; None: not known
     ):
-        self.n_steps = n_steps
-        self.flops_per_token = flops_per_token
-        dump_folder.mkdir(parents=True, exist_ok=True)
-        drop_later_steps(dump_folder / "metrics.jsonl", resumed_step)
-        # Line-buffered: a killed run keeps what it had logged.
-        self.jsonl = (dump_folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self.n_steps, self.tokens_per_step, self.world_size = n_steps, tokens_per_step, world_size
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        path = dump_folder / "metrics.jsonl"
+        drop_later_steps(path, resumed_step)
+        self.jsonl = open(path, "a", encoding="utf-8", buffering=1)  # line-buffered: a kill loses no logged step
         self.tensorboard = None
         if section.enable_tensorboard:
-            folder = dump_folder / section.save_tb_folder
-            # TensorBoard's way of dropping them: events are never deleted, readers skip from purge_step on.
-            self.tensorboard = SummaryWriter(str(folder), purge_step=resumed_step + 1)
+            # TensorBoard never deletes events: its readers skip those of earlier attempts from purge_step on.
+            self.tensorboard = SummaryWriter(str(dump_folder / section.save_tb_folder), purge_step=resumed_step + 1)
 
-    def write(self, metrics: StepMetrics, memory: PeakMemory) -> None:
+    def write(
+        self,
+        step: int,  # 1 = first
+        *,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        times: StepTimes,
+        memory: PeakMemory,
+        validation: dict[str, float],  # val_loss and so on; empty if the step was not validated
+        ledger: dict[str, object] | None,
+    ) -> None:
+        """Write one step, with the throughput and MFU since the last one that was written."""
+        tokens_per_s_per_rank = self.tokens_per_step / times.step_time_s / self.world_size
+        metrics = StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=step * self.tokens_per_step,
+            tokens_per_s_per_rank=tokens_per_s_per_rank,
+            mfu_full=compute_mfu(self.flops_per_token.full, tokens_per_s_per_rank, self.peak_flops),
+            mfu_causal=compute_mfu(self.flops_per_token.causal, tokens_per_s_per_rank, self.peak_flops),
+            peak_memory_gib=memory.peak_gib,
+            step_time_s=times.step_time_s,
+            data_time_s=times.data_time_s,
+            **validation,
+            ledger=ledger,
+        )
         self.jsonl.write(format_json_line(metrics))
         if self.tensorboard is not None:
             for tag, value in list_scalars(metrics, memory, self.flops_per_token).items():
-                self.tensorboard.add_scalar(tag, value, metrics.step)
+                self.tensorboard.add_scalar(tag, value, step)
             self.tensorboard.flush()  # half a millisecond: a thread of its own writes the file
         logger.info(format_console_line(metrics, self.n_steps))
 
@@ -214,26 +210,18 @@ class MetricsWriter:
 
 def format_console_line(metrics: StepMetrics, n_steps: int) -> str:
     """Format one line for people, coloured. The time is that of one step."""
-    mfu = ""
+    mfu = validation = ""
     if metrics.mfu_full is not None:
         mfu = f"  MFU {metrics.mfu_full:.1%} (causal {metrics.mfu_causal:.1%})"
+    if metrics.val_loss is not None:
+        validation = f"  {paint(f'val_loss {metrics.val_loss:.5f}', 'green')}  perplexity {metrics.val_perplexity:.4g}"
+        validation += f"  {metrics.val_bits_per_byte:.4f} bits/byte"
     return (
         f"step {metrics.step:{len(str(n_steps))}}/{n_steps}  "
         + paint(f"loss {metrics.loss:8.5f}", "green")
         + f"  grad_norm {metrics.grad_norm:7.4f}  lr {metrics.lr:.2e}  "
         + paint(f"{metrics.tokens_per_s_per_rank:,.0f} tokens/s/rank", "cyan")
-        + f"{mfu}  {metrics.peak_memory_gib:.2f} GiB  {metrics.step_time_s:.3f} s"
-        + format_validation(metrics)
-    )
-
-
-def format_validation(metrics: StepMetrics) -> str:
-    if metrics.val_loss is None:
-        return ""
-    return (
-        "  "
-        + paint(f"val_loss {metrics.val_loss:.5f}", "green")
-        + f"  perplexity {metrics.val_perplexity:.4g}  {metrics.val_bits_per_byte:.4f} bits/byte"
+        + f"{mfu}  {metrics.peak_memory_gib:.2f} GiB  {metrics.step_time_s:.3f} s{validation}"
     )
 
 

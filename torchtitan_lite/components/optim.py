@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16
+from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16, local_tensor
 from torchtitan_lite.config.choices import DECAYS, OPTIMIZERS
 from torchtitan_lite.config.schema import Compile, LRScheduler, Optimizer
 
@@ -81,8 +81,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     # Each rank works on its own slices. As DTensors they would be planned first: 28 ms each on a mesh of three dims.
     own_by_copies: dict[int, list[Tensor]] = {}
     for gradient in gradients:
-        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        own_by_copies.setdefault(count_copies(gradient), []).append(own)
+        own_by_copies.setdefault(count_copies(gradient), []).append(local_tensor(gradient))
     # A slice that n ranks hold, such as a norm weight under tp, counts 1/n on each, so that it counts once in the sum.
     squares = sum(sum_squares(own) / n_copies for n_copies, own in own_by_copies.items())
     dist.all_reduce(squares)  # 8 bytes over all ranks

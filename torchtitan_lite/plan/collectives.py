@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from torchtitan_lite.components.places import Place
+from torchtitan_lite.components.call_sites import CallSite
 from torchtitan_lite.config.layout import MESH_DIMS, Layout
 
 OPERATIONS = {  # torch's name of a collective -> ours
@@ -63,7 +63,7 @@ class Collective:
     shape: tuple[int, ...]  # of the whole tensor
     dtype: str
     n_bytes: float  # that this rank moves
-    place: Place
+    place: CallSite
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class CollectiveReader:
         self.layout = layout
         self._groups: dict[str, tuple[str, int]] = {}  # name of a group -> axis, and stride of its ranks
 
-    def read(self, name: str, args: tuple, result: object = None, place: Place | None = None) -> Collective | None:
+    def read(self, name: str, args: tuple, result: object = None, place: CallSite | None = None) -> Collective | None:
         """Return what this rank moves; None for a group of one rank. `name`: a key of OPERATIONS."""
         group, operation = find_group(args), OPERATIONS[name]
         n = group.size()
@@ -125,7 +125,7 @@ class CollectiveReader:
             shape=tuple(whole[0].shape),
             dtype=str(whole[0].dtype).removeprefix("torch."),
             n_bytes=sum(tensor.numel() * tensor.element_size() for tensor in whole) * share,
-            place=place or Place(),
+            place=place or CallSite(),
         )
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from torchtitan_lite.components.places import Place, Places
+from torchtitan_lite.components.call_sites import CallSite, CallSites
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.plan.collectives import OPERATIONS, Collective, CollectiveReader
@@ -72,7 +72,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, layout: Layout, *, block_bytes: int = 1):
         super().__init__()
         self.reader, self.block_bytes = CollectiveReader(layout), block_bytes
-        self.places = Places()
+        self.places = CallSites()
         self.events: list[tuple[Storage, int]] = []  # (storage, bytes more or fewer)
         self.collectives: list[Collective] = []
         self.n_flops = 0
@@ -180,7 +180,7 @@ class Meter(TorchDispatchMode):
         self._note_size(self._storages.pop(key), 0)
 
 
-def kind_of(place: Place) -> str:
+def kind_of(place: CallSite) -> str:
     """Return the kind of a new storage from the place of its operator."""
     if place.through == "FSDP":
         return "gradients" if place.reduces else "gathered"

@@ -1,4 +1,4 @@
-"""`check`: prints what a run will be, or every problem that would stop it, without torch."""
+"""`check`: print what a run will be, or every problem that would stop it, without torch."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from torchtitan_lite.config.arguments import number
 from torchtitan_lite.config.cluster import describe_node, find_cluster
@@ -19,8 +20,8 @@ from torchtitan_lite.preflight import Prepared, preflight
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the run will be."""
+class Target:
+    """The hosts that the run is checked for."""
 
     machine: Machine
     n_ranks: int | None  # None: preflight chooses
@@ -33,9 +34,12 @@ def main(args: list[str]) -> int:
     options, config_args = make_check_parser().parse_known_args(args)
     prepared, problems = None, []
     try:
-        place = choose_place(options, problems)
-        prepared = preflight(config_args, machine=place.machine, n_ranks=place.n_ranks, n_hosts=place.n_hosts)
-        problems += check_hosts(prepared.layout.world_size, place.n_hosts)
+        target = choose_target(options, problems)
+        prepared = preflight(config_args, machine=target.machine, n_ranks=target.n_ranks, n_hosts=target.n_hosts)
+        world_size = prepared.layout.world_size
+        if world_size % target.n_hosts:  # torchrun starts the same number of ranks on each host
+            why, remedy = f"it does not divide the world size {world_size}", "Give NGPU, the ranks of each host"
+            problems.append(Problem("NNODES", target.n_hosts, why, remedy))
     except ConfigError as error:
         problems += error.problems
     if prepared is None or problems:
@@ -45,15 +49,15 @@ def main(args: list[str]) -> int:
         reasons = "1 reason" if len(problems) == 1 else f"{len(problems)} reasons"
         print(f"This run cannot start, for {reasons}:\n{ConfigError(problems)}", file=sys.stderr)
         return 2
-    report = describe_json(prepared, place) if options.json else describe(prepared, place)
+    report = describe_json(prepared, target) if options.json else describe(prepared, target)
     print(report, file=sys.stderr if options.launch else sys.stdout)
     if options.launch:
-        print(prepared.layout.world_size // place.n_hosts)
+        print(prepared.layout.world_size // target.n_hosts)
     return 0
 
 
-def choose_place(options: Namespace, problems: list[Problem]) -> Place:
-    """Return this host and those like it, or the place that --ranks or --gpus name.
+def choose_target(options: Namespace, problems: list[Problem]) -> Target:
+    """Return this host and those like it, or the target that --ranks or --gpus name.
 
     Adds what is wrong with the environment to `problems`. Raises ConfigError if the options contradict each other.
     """
@@ -68,18 +72,20 @@ def choose_place(options: Namespace, problems: list[Problem]) -> Place:
         cluster = find_cluster(gpu, options.hardware)
         if n_gpus is None or wrong:
             raise ConfigError(wrong)
-        return Place(describe_node(gpu, cluster, n_gpus), n_gpus, 1, f"{n_gpus} x {gpu}")
+        return Target(describe_node(gpu, cluster, n_gpus), n_gpus, 1, f"{n_gpus} x {gpu}")
     machine, n_hosts = detect_machine(), read_count(os.environ, "NNODES", problems) or 1
     n_ranks = read_count(given, "--ranks", problems)
     if n_ranks:
         machine = replace(machine, memory_bytes_per_device=None, is_here=False)
-        return Place(machine, n_ranks, n_hosts, f"{n_ranks} ranks elsewhere")
+        return Target(machine, n_ranks, n_hosts, f"{n_ranks} ranks elsewhere")
     if n_ranks_per_host := read_count(os.environ, "NGPU", problems):
         n_ranks = n_ranks_per_host * n_hosts
-        problems += check_gpus(n_ranks_per_host, machine)
+        if machine.device_type == "cuda" and n_ranks_per_host > machine.n_devices:  # every rank needs its own GPU
+            remedy = f"Use NGPU={machine.n_devices}, and NNODES for more hosts"
+            problems.append(Problem("NGPU", n_ranks_per_host, f"this host has {machine.n_devices} GPUs", remedy))
     name = f"{n_hosts} hosts, each " * (n_hosts > 1)
     name += f"{machine.n_devices} x {machine.name}" if machine.device_type == "cuda" else machine.name
-    return Place(machine, n_ranks, n_hosts, name)
+    return Target(machine, n_ranks, n_hosts, name)
 
 
 def read_count(variables: Mapping[str, str | None], name: str, problems: list[Problem]) -> int | None:
@@ -94,36 +100,23 @@ def read_count(variables: Mapping[str, str | None], name: str, problems: list[Pr
     return None
 
 
-def check_gpus(n_ranks_per_host: int, machine: Machine) -> list[Problem]:
-    """Find more ranks than GPUs: every rank needs its own."""
-    if machine.device_type == "cpu" or n_ranks_per_host <= machine.n_devices:
-        return []
-    why, remedy = f"this host has {machine.n_devices} GPUs", f"Use NGPU={machine.n_devices}, and NNODES for more hosts"
-    return [Problem("NGPU", n_ranks_per_host, why, remedy)]
-
-
-def check_hosts(world_size: int, n_hosts: int) -> list[Problem]:
-    """Find ranks that the hosts cannot share evenly: torchrun starts as many on each."""
-    if world_size % n_hosts == 0:
-        return []
-    why, remedy = f"it does not divide the world size {world_size}", "Give NGPU, the number of ranks of each host"
-    return [Problem("NNODES", n_hosts, why, remedy)]
-
-
-def describe(prepared: Prepared, place: Place) -> str:
+def describe(prepared: Prepared, target: Target) -> str:
     """Return the verdict for people, one line per question."""
     config, layout = prepared.config, prepared.layout
     layers = show_text(str([sum(name.startswith("layers.") for name in stage) for stage in layout.stages]), 300)
     tokens = layout.global_batch_size * config.training.seq_len
+    flops = count_flops_per_token(prepared.model_args, config.training.seq_len)
+    unjudged = f"not judged, because its size is not known. Use --gpus {layout.world_size} --gpu h100, for instance"
     rows = {
-        "model": f"{config.model.name} {config.model.flavor}, {describe_counts(prepared)}",
+        "model": f"{config.model.name} {config.model.flavor}, {count_parameters(prepared.model_args):,} parameters, "
+        f"{format_flops(flops.full)} per token ({format_flops(flops.causal)} with causal attention)",
         "mesh": f"{layout.world_size} ranks: {layout}",
         "stages": f"{layers} layers on {layout.pp} pp ranks, {config.parallelism.pipeline_parallel_schedule}",
         "batch": f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens make {tokens:,} per step: "
         f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}",
-        "memory": "\n          ".join(map(describe_memory, prepared.memory)) or describe_unjudged(prepared),
+        "memory": "\n          ".join(map(describe_memory, prepared.memory)) or unjudged,
         "files": f"{show_text(str(prepared.dump_folder), 200)}, "
-        f"tokens cached in {show_text(str(prepared.cache_folder), 200)}",
+        f"tokens cached in {show_text(str(Path(config.training.cache_folder)), 200)}",
     }
     if layout.pp == 1:
         del rows["stages"]
@@ -131,23 +124,10 @@ def describe(prepared: Prepared, place: Place) -> str:
         rows["resumes"] = f"after step {prepared.resumed_step}"
     notices = "".join(f"\n  note    {show_text(notice, 300)}" for notice in prepared.notices)
     return (
-        f"{show_text(prepared.config_name, 200)} is sound on {show_text(place.name, 200)}:\n"
+        f"{show_text(prepared.config_name, 200)} is sound on {show_text(target.name, 200)}:\n"
         + "\n".join(f"  {k:7} {v}" for k, v in rows.items())
         + notices
     )
-
-
-def describe_counts(prepared: Prepared) -> str:
-    """Say parameters and FLOPs."""
-    flops = count_flops_per_token(prepared.shape, prepared.config.training.seq_len)
-    per_token = f"{format_flops(flops.full)} per token ({format_flops(flops.causal)} with causal attention)"
-    return f"{count_parameters(prepared.shape):,} parameters, {per_token}"
-
-
-def describe_unjudged(prepared: Prepared) -> str:
-    """Say why memory was not judged."""
-    n_gpus = prepared.layout.world_size
-    return f"not judged, because its size is not known. Use --gpus {n_gpus} --gpu h100, for instance"
 
 
 def describe_memory(bound: MemoryBound) -> str:
@@ -167,18 +147,18 @@ def format_flops(flops: int) -> str:
     return f"{flops / 1000**unit:.3g} {('', 'k', 'M', 'G', 'T')[unit]}FLOP"
 
 
-def describe_json(prepared: Prepared, place: Place) -> str:
+def describe_json(prepared: Prepared, target: Target) -> str:
     """Return the verdict for programs. `memory` is null where it was not judged."""
-    flops = count_flops_per_token(prepared.shape, prepared.config.training.seq_len)
+    flops = count_flops_per_token(prepared.model_args, prepared.config.training.seq_len)
     return json.dumps(
         {
             "sound": True,
-            "parameters": count_parameters(prepared.shape),
+            "parameters": count_parameters(prepared.model_args),
             "flops_per_token": asdict(flops),
             "world_size": prepared.layout.world_size,
             "layout": asdict(prepared.layout),
-            "shape": asdict(prepared.shape),
-            "place": place.name,
+            "shape": asdict(prepared.model_args),
+            "place": target.name,
             "memory": [asdict(bound) | {"needed_bytes": bound.needed_bytes} for bound in prepared.memory] or None,
             "notices": prepared.notices,
             "config": asdict(prepared.config),
