@@ -1,6 +1,6 @@
-"""The trials in the run's own arithmetic: no healthy layout is accused, and their reference is what it says it is.
+"""The bfloat16 and float8 trials accuse no healthy layout; their reference, in float32, is the plain model.
 
-What they have to catch are the mutants of mutants.py whose trial is "bfloat16" or "float8".
+test_verify.py runs their mutants with all others.
 """
 
 import math
@@ -41,8 +41,8 @@ from torchtitan_lite.verify.precision_parts import (
     RoundedContext,
     RoundedDocumentContext,
     RoundedLoss,
-    share_out,
-    sum_shares,
+    fan_out,
+    sum_partials,
 )
 from torchtitan_lite.verify.precision_reference import RoundedProcess
 from torchtitan_lite.verify.precision_trial import (
@@ -68,7 +68,6 @@ HEALTHY = {
 }
 SLOW = {
     "one rank": Row(1, PRECOMPUTE),
-    "dp2, tied embeddings": Row(2, {**GATHER, "model.tie_embeddings": True}),
     "ddp2 offloaded, ZeRO-2": Row(2, {**ROWWISE, REPLICATE: 2, ZERO: 2, **OFFLOAD, **ACCUMULATION_4}),
     "tp4, plain loss": Row(4, {**ROWWISE, TP: 4, **WHOLE_LOGITS}),
     "tp4, gathered logits": Row(4, {**GATHER, TP: 4, **NO_LOSS_PARALLEL, **CHUNKS}),
@@ -162,29 +161,27 @@ def test_in_bfloat16_the_reference_rounds_to_bfloat16_and_sums_contributions_in_
 def test_shares_are_added_down_the_ring_and_rounded_each_time():
     shares = [torch.tensor(numbers).bfloat16() for numbers in ([256.0, 256.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 256.0])]
     # (rank 2 + rank 1) + rank 0, (rank 0 + rank 2) + rank 1, (rank 1 + rank 0) + rank 2; in bfloat16 256 + 1 is 256.
-    assert sum_shares(shares, 0).tolist() == [258.0, 256.0, 258.0]
-    assert sum_shares([share.float() for share in shares], 0).tolist() == [258.0, 258.0, 258.0]
+    assert sum_partials(shares, 0).tolist() == [258.0, 256.0, 258.0]
+    assert sum_partials([share.float() for share in shares], 0).tolist() == [258.0, 258.0, 258.0]
     x = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
-    torch.autograd.backward(share_out(x, 3, 0), shares)
+    torch.autograd.backward(fan_out(x, 3, 0), shares)
     assert x.grad.tolist() == [258.0, 256.0, 258.0]
 
 
-@pytest.mark.parametrize("chunk_tokens", [5, 100])
-@pytest.mark.parametrize("by_share", [False, True])
+@pytest.mark.parametrize(("chunk_tokens", "by_share"), [(5, False), (100, False), (5, True)])
 def test_the_loss_by_shares_of_the_vocabulary_is_the_cross_entropy(chunk_tokens, by_share):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((23, 16), (32, 16)))
     targets = torch.randint(32, (23,), generator=generator).index_fill(0, torch.tensor([3, 9]), IGNORE_INDEX)
     plain = F.cross_entropy(hidden @ weight.t(), targets, reduction="sum") / 7
     expected = torch.autograd.grad(plain, (hidden, weight))
-    loss = RoundedLoss.apply(targets, chunk_tokens, by_share, *share_out(hidden, 2, 0), *weight.chunk(2)) / 7
+    loss = RoundedLoss.apply(targets, chunk_tokens, by_share, *fan_out(hidden, 2, 0), *weight.chunk(2)) / 7
     assert torch.isclose(loss, plain, rtol=1e-6)
     for own, other in zip(torch.autograd.grad(loss, (hidden, weight)), expected, strict=True):
         assert compare.relative_error(own, other) < 1e-6
 
 
-@pytest.mark.parametrize("n_ranks", [2, 3])
-@pytest.mark.parametrize("kind", ["allgather", "ring", "documents"])
+@pytest.mark.parametrize(("kind", "n_ranks"), [("allgather", 3), ("ring", 2), ("ring", 3), ("documents", 3)])
 def test_attention_part_by_part_is_attention(kind, n_ranks):
     generator = torch.Generator().manual_seed(0)
     seq_len = 8 * n_ranks
@@ -200,12 +197,8 @@ def test_attention_part_by_part_is_attention(kind, n_ranks):
     wanted = torch.cat([expected[:, :, at] for at in places])
     assert compare.relative_error(out, wanted) < 1e-6
     weights = torch.randn(wanted.shape, generator=generator)
-    for own, other in zip(
-        torch.autograd.grad((out * weights).sum(), whole),
-        torch.autograd.grad((wanted * weights).sum(), whole),
-        strict=True,
-    ):
-        assert compare.relative_error(own, other) < 1e-6
+    own, right = (torch.autograd.grad((result * weights).sum(), whole) for result in (out, wanted))
+    assert max(map(compare.relative_error, own, right)) < 1e-6
 
 
 # ---------------------------------------------------------------- measures
@@ -214,22 +207,11 @@ def test_attention_part_by_part_is_attention(kind, n_ranks):
 def test_a_rank_finds_its_piece_of_all_cp_rows_and_tp_tokens():
     whole = torch.arange(4 * 6).view(4, 6, 1)  # 2 cp ranks of 2 rows, 2 tp ranks of 3 tokens
     assert cut(whole, torch.empty(2, 3, 1), [1, 0]).flatten().tolist() == [12, 13, 14, 18, 19, 20]
-    assert cut(whole, torch.empty(4, 3, 1), [1]).flatten().tolist() == [3, 4, 5, 9, 10, 11, 15, 16, 17, 21, 22, 23]
     assert torch.equal(cut(whole, torch.empty(4, 6, 1), [1]), whole)
 
 
-def test_a_sum_of_two_bfloat16_numbers_is_seldom_one():
-    generator = torch.Generator().manual_seed(0)
-    one, other = (torch.randn(10_000, generator=generator).bfloat16().float() for _ in range(2))
-    assert find_short_share(one) == 1.0
-    assert find_short_share(one + other) < 0.5
-    assert find_short_share((one + other).bfloat16().float()) == 1.0
-    assert find_short_share(torch.zeros(3)) == 0.0
-
-
 def test_one_number_that_rounds_the_other_way_is_beyond_the_bound_of_a_tensor_of_a_hundred_thousand():
-    gradient = torch.ones(100_000)
-    changed = gradient.clone()
+    changed = (gradient := torch.ones(100_000)).clone()
     changed[0] += 2**-7  # one step of bfloat16
     assert compare.relative_error(changed, gradient) > ORDER_OF_SUMS
 

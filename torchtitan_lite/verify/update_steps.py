@@ -1,16 +1,16 @@
-"""One rank's part of the trial "updates": the run's own steps from given gradients, each beside the reference.
+"""One rank's part of the updates trial: the run's own steps from given gradients, each beside the reference.
 
-    given         gradients of each slice, by the seed of (step, FQN, place of the slice): copies get the same
+    given         gradients of each slice, drawn by a seed of (step, FQN, coordinates of the slice): copies get the same
     the run's     clip_grad_norm, step_if_finite, optimizer, lr_scheduler: `train_step` itself, without its backward
-    reference     step_formulas.py, from what the slice and its moments were just before: errors do not add up
-    at the end    two steps that are not finite on one rank only
+    reference     step_formulas.py, from the slice and its moments as they were just before: errors do not add up
+    at the end    two steps whose gradients are not finite on one rank only
 
-Nothing is gathered: the parent adds up the squares that ranks find in their slices.
+Nothing is gathered: the parent adds the squared errors that ranks find in their slices.
 """
 
-import hashlib
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,14 +34,11 @@ NOT_FINITE = {"NaN": math.nan, "infinity": math.inf}
 
 
 class Gap(NamedTuple):
-    """Squared norms; those of slices may be added up."""
+    """Squared norms of one slice, or of several together."""
 
     error: float  # of value - reference
     reference: float
     rounding: float  # of what fp32 alone may do
-
-    def plus(self, other: "Gap") -> "Gap":
-        return Gap(*(one + two for one, two in zip(self, other, strict=True)))
 
     def relative(self, tolerance: float) -> tuple[float, float]:
         """Return error and bound, in units of the reference's norm, or absolute where that is zero."""
@@ -50,18 +47,20 @@ class Gap(NamedTuple):
         return math.sqrt(self.error) / scale, allowed / scale
 
 
+def add_gaps(gaps: Iterable[Gap]) -> Gap:
+    return Gap(*map(sum, zip(*gaps, strict=True)))
+
+
 @dataclass
-class UpdateShare:
+class RankUpdates:
     """Numbers and errors of one rank."""
 
     coordinates: Coordinates
-    rates: list[tuple[int, list[float]]] = field(default_factory=list)  # at a step of the schedule, of each group
+    rates: list[tuple[int, list[float]]] = field(default_factory=list)  # step of the schedule, rate of each group
     grad_norms: list[float] = field(default_factory=list)  # of each step
-    finite: list[bool] = field(default_factory=list)  # what each of these steps said
     gaps: dict[tuple[str, str, int], Gap] = field(default_factory=dict)  # (what is compared, FQN, step) -> this slice's
-    unequal_replicas: set[tuple[str, str, str]] = field(default_factory=set)  # what, FQN, mesh dim
-    said_finite: list[str] = field(default_factory=list)  # of NOT_FINITE, those that a step took for finite
-    changed: dict[str, list[str]] = field(default_factory=dict)  # of NOT_FINITE -> tensors that such a step changed
+    unequal_replicas: set[tuple[str, str, str]] = field(default_factory=set)  # weights or moment, FQN, mesh dim
+    finite_faults: list[str] = field(default_factory=list)  # steps taken for finite, or for not finite, wrongly
 
 
 def choose_positions(section: LRScheduler) -> list[int]:
@@ -73,56 +72,58 @@ def choose_positions(section: LRScheduler) -> list[int]:
     return [min(max(0, position), end - 1) for position in positions]
 
 
-def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str, int]) -> UpdateShare:
+def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str, int]) -> RankUpdates:
     """Worker: make the steps and compare them. `sizes`: numbers of each parameter of the model. Collective."""
     run = build_small_run(config, world_size)
-    share = UpdateShare(run.mesh.coordinates())
+    found = RankUpdates(run.mesh.coordinates())
     positions = choose_positions(run.config.lr_scheduler)
     for index, position in enumerate(positions):
         if run.lr_scheduler.last_epoch != position:
             set_step(run.lr_scheduler, position)  # as a run does that resumes
-        step_beside_reference(run, share, index, position, sizes)
+        step_beside_reference(run, found, index, position, sizes)
     named = {"weights": run.parameters}
     for name in FORMULAS[config.optimizer.name].moments:
         named[name] = {fqn: run.optimizer.state[parameter][name] for fqn, parameter in run.parameters.items()}
     for what, tensors in named.items():
-        share.unequal_replicas |= {(what, *pair) for pair in find_unequal_replicas(tensors)}
+        found.unequal_replicas |= {(what, *pair) for pair in find_unequal_replicas(tensors)}
     set_step(run.lr_scheduler, positions[1])  # at the peak: a rate of zero would hide a step
     for name, value in NOT_FINITE.items():
-        step_without_effect(run, share, name, value, sizes)
-    return share
+        found.finite_faults += step_without_effect(run, name, value, sizes)
+    return found
 
 
 def step_beside_reference(
-    run: stepping.Run, share: UpdateShare, index: int, position: int, sizes: dict[str, int]
+    run: stepping.Run, found: RankUpdates, index: int, position: int, sizes: dict[str, int]
 ) -> None:
     """Make one step of the run at `position` of its schedule, and compare every slice. Collective."""
     section, max_norm = run.config.optimizer, run.config.training.max_norm
+    formula = FORMULAS[section.name]
     gradients = draw_gradients(run, index, sizes)
     weights = {fqn: local_tensor(parameter).detach().double() for fqn, parameter in run.parameters.items()}
     moments = {fqn: copy_moments(run, fqn) for fqn in run.parameters}
-    share.rates.append((position, read_rates(run)))
+    found.rates.append((position, read_rates(run)))
     with gradients_given(run, gradients), clipped_noted(run) as clipped:
         result = stepping.train_step(run, None)
-    share.rates.append((position + 1, read_rates(run)))
-    share.grad_norms.append(result.grad_norm.item())
-    share.finite.append(bool(result.finite))
+    found.rates.append((position + 1, read_rates(run)))
+    found.grad_norms.append(result.grad_norm.item())
+    if not result.finite:
+        found.finite_faults.append(f"step {index + 1}, whose gradients are finite, is taken for one that is not")
 
     rate = section.lr * compute_rate_factor(run.config.lr_scheduler, position)
     scale = compute_clip_scale(NORMS[index] * max_norm, max_norm)
     for fqn, parameter in run.parameters.items():
         gradient = gradients[fqn].double() * scale
         before = {name: tensor.double() for name, tensor in moments[fqn].items()}
-        move = FORMULAS[section.name].move(section, weights[fqn], gradient, before, rate=rate, step=index + 1)
+        move = formula.move(section, weights[fqn], gradient, before, rate=rate, step=index + 1)
         update = local_tensor(parameter).detach().double() - weights[fqn]
-        share.gaps["clipped gradient", fqn, index] = measure_gap(clipped[fqn].double() - gradient, gradient)
+        found.gaps["clipped gradient", fqn, index] = measure_gap(clipped[fqn].double() - gradient, gradient)
         for name, after in copy_moments(run, fqn).items():
-            share.gaps[name, fqn, index] = measure_gap(beyond_rounding(after, move.moments[name]), move.moments[name])
-        share.gaps["update", fqn, index] = measure_gap(update - move.update, move.update, move.rounding)
+            found.gaps[name, fqn, index] = measure_gap(beyond_rounding(after, move.moments[name]), move.moments[name])
+        found.gaps["update", fqn, index] = measure_gap(update - move.update, move.update, move.rounding)
 
 
-def step_without_effect(run: stepping.Run, share: UpdateShare, name: str, value: float, sizes: dict[str, int]) -> None:
-    """Make one step with a single gradient of the last rank not finite; note any effect. Collective."""
+def step_without_effect(run: stepping.Run, name: str, value: float, sizes: dict[str, int]) -> list[str]:
+    """Make one step with a single gradient of the last rank not finite; return what is wrong. Collective."""
     gradients = draw_gradients(run, 0, sizes)
     if dist.get_rank() == dist.get_world_size() - 1:
         next(slice_ for slice_ in gradients.values() if slice_.numel()).view(-1)[0] = value
@@ -130,9 +131,11 @@ def step_without_effect(run: stepping.Run, share: UpdateShare, name: str, value:
     before = {tensor_name: local_tensor(tensor).clone() for tensor_name, tensor in tensors.items()}
     with gradients_given(run, gradients):
         result = stepping.train_step(run, None)
-    if result.finite:
-        share.said_finite.append(name)
-    share.changed[name] = [key for key, old in before.items() if not torch.equal(local_tensor(tensors[key]), old)]
+    n_changed = sum(not torch.equal(local_tensor(tensors[key]), old) for key, old in before.items())
+    if not result.finite and not n_changed:
+        return []
+    taken = "is taken for finite" if result.finite else "is seen"
+    return [f"a gradient of {name} on the last rank {taken}, and changes {n_changed} tensors"]
 
 
 # ---------------------------------------------------------------- what a step is given, and what it leaves
@@ -141,15 +144,16 @@ def step_without_effect(run: stepping.Run, share: UpdateShare, name: str, value:
 def draw_gradients(run: stepping.Run, index: int, sizes: dict[str, int]) -> dict[str, Tensor]:
     """Return gradients of this rank's slices, fp32; the norm of all slices is NORMS[index] * max_norm.
 
-    Each slice gets the share of the squares that it has of all numbers, so no rank needs to know the others' slices.
-    One number in eight is zero; the others differ by SPREAD powers of ten, for only some are near eps.
+    The squares of a slice sum to its share of all numbers, so no rank needs to know the slices of others.
+    One number in eight is zero; the others differ by SPREAD powers of ten, because only some should be near eps.
     """
     norm = NORMS[index] * run.config.training.max_norm
     n_numbers = sum(sizes.values())
     gradients = {}
     for fqn, parameter in run.parameters.items():
         own = local_tensor(parameter)
-        generator = torch.Generator().manual_seed(hash_of(f"{index} {fqn} {describe_slice(parameter)}"))
+        seed = zlib.crc32(f"{index} {fqn} {describe_slice(parameter)}".encode())
+        generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(own.shape, generator=generator, dtype=torch.float64)
         exponent = torch.rand(own.shape, generator=generator) * 8 / 7
         drawn = (drawn * 10 ** (-SPREAD * exponent)).masked_fill(exponent > 1, 0.0)
@@ -164,12 +168,8 @@ def describe_slice(tensor: Tensor) -> str:
     if not isinstance(tensor, DTensor):
         return "whole"
     mesh = tensor.device_mesh
-    places = zip(mesh.mesh_dim_names, mesh.get_coordinate(), tensor.placements, strict=True)
-    return " ".join(f"{name}{place}" for name, place, placement in places if not placement.is_replicate())
-
-
-def hash_of(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+    dims = zip(mesh.mesh_dim_names, mesh.get_coordinate(), tensor.placements, strict=True)
+    return " ".join(f"{name}{at}" for name, at, placement in dims if not placement.is_replicate())
 
 
 @contextmanager
@@ -219,12 +219,11 @@ def beyond_rounding(value: Tensor, reference: Tensor) -> Tensor:
     """Return the error of each number beyond that of the nearest number in the dtype of `value`.
 
     So moments in bf16, whose steps are 0.4 to 0.8 %, are measured as finely as those in fp32: a value that rounds to
-    the other neighbour is right if both are equally near.
+    the other neighbor is right if both are equally near.
     """
     nearest = reference.to(value.dtype).double()
     return ((value.double() - reference).abs() - (nearest - reference).abs()).clamp(min=0)
 
 
 def measure_gap(error: Tensor, reference: Tensor, rounding: Tensor | None = None) -> Gap:
-    squares = [0.0 if tensor is None else tensor.square().sum().item() for tensor in (error, reference, rounding)]
-    return Gap(*squares)
+    return Gap(*(0.0 if tensor is None else tensor.square().sum().item() for tensor in (error, reference, rounding)))
