@@ -169,12 +169,11 @@ def deaf_to(**changes) -> AbstractContextManager:
     return patch.dict(MODELS, {"llama3": (build, llama3.init_parameter)})
 
 
-FACTOR, FIRST_CONTEXT = RopeScaling(factor=32.0), RopeScaling(factor=8.0, original_length=4096)
+FIRST_CONTEXT = RopeScaling(factor=8.0, original_length=4096)
 BROKEN = {
     "another epsilon": Broken(partial(deaf_to, norm_eps=1e-6), "the output of layers.0.attention_norm, *"),
     "another theta": Broken(partial(deaf_to, rope_theta=10000.0), f"{ATTENTION}*"),
     "no scaling of RoPE": Broken(partial(deaf_to, rope_scaling=None), f"{ATTENTION}*", SCALED),
-    "another factor": Broken(partial(deaf_to, rope_scaling=FACTOR), f"{ATTENTION}*", SCALED),
     "another first context": Broken(partial(deaf_to, rope_scaling=FIRST_CONTEXT), f"{ATTENTION}*", SCALED),
 }
 
@@ -196,12 +195,6 @@ def rotary_pairs_in_another_order(rotate, x, rotation):
     return torch.cat((one * cos - other * sin, one * sin + other * cos), dim=-1)
 
 
-@in_place_of(llama3, "rotate", f"{ATTENTION}*token 1 of row 0*")
-def keys_turned_back(rotate, x, rotation):
-    cos, sin = rotation
-    return rotate(x, (cos, -sin) if x.shape[1] == 2 else rotation)  # two key heads, four query heads
-
-
 @in_place_of(llama3, "rotary_angles", f"{ATTENTION}*token 160 of row 0 on (position 8217)", SCALED, {"far"})
 def a_table_of_angles_that_ends(angles, positions, args):
     return angles(positions.clamp(max=8191), args)
@@ -218,20 +211,9 @@ def key_value_heads_in_turns(attend, self, query, key, value, doc_ids=None):
     return attend(self, query, key.repeat(1, n, 1, 1), value.repeat(1, n, 1, 1))
 
 
-@in_place_of(attentions.CausalAttention, "forward", f"{ATTENTION}*")
-def scores_scaled_twice(attend, self, query, key, value, doc_ids=None):
-    return attend(self, query / query.shape[-1] ** 0.5, key, value)
-
-
 @in_place_of(attentions.CausalAttention, "forward", f"{ATTENTION}*token 256 of row 0 *")
 def attention_to_256_tokens(attend, self, query, key, value, doc_ids=None):
     mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril().triu(-255)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-
-@in_place_of(attentions.CausalAttention, "forward", f"{ATTENTION}*token 0 of row 0 *")
-def attention_to_the_next_token(attend, self, query, key, value, doc_ids=None):
-    mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril(1)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 

@@ -35,15 +35,8 @@ from layouts import (
 from torch import nn
 
 from torchtitan_lite.config.layout import plan_layout, resolve_config
-from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.llama3 import Llama3
-from torchtitan_lite.verify.precision_parts import (
-    RoundedContext,
-    RoundedDocumentContext,
-    RoundedLoss,
-    fan_out,
-    sum_partials,
-)
+from torchtitan_lite.verify.precision_parts import fan_out, sum_partials
 from torchtitan_lite.verify.precision_reference import RoundedProcess
 from torchtitan_lite.verify.precision_trial import (
     ORDER_OF_SUMS,
@@ -126,9 +119,22 @@ def resolve(config, world_size):
     return resolve_config(config, layout, "cpu"), layout
 
 
-@pytest.mark.parametrize("degrees", [{}, {TP: 2}, {CP: 2}, {CP: 2, TP: 2, **RING}, {CP: 2, **DOCUMENTS}], ids=str)
-def test_in_float32_the_reference_is_the_plain_model(degrees):
-    config, layout = resolve(compare.complete({**degrees, **FLOAT32, **CHUNKS}, 4), 4)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {TP: 2},
+        {TP: 2, **NO_LOSS_PARALLEL},
+        {TP: 4, **WHOLE_LOGITS},
+        {CP: 2, TP: 2, **RING},
+        {CP: 4},
+        {CP: 4, **RING},
+        {CP: 4, **DOCUMENTS},
+    ],
+    ids=str,
+)
+def test_in_float32_the_reference_is_the_plain_model(overrides):
+    config, layout = resolve(compare.complete({**CHUNKS, **FLOAT32, **overrides}, 4), 4)
     batch = compare.make_batch(0, config.model.vocab_size, documents=config.model.attention == "document")
     process = RoundedProcess(config, layout)
     rounded = process.compute_gradients(batch)
@@ -166,39 +172,6 @@ def test_shares_are_added_down_the_ring_and_rounded_each_time():
     x = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
     torch.autograd.backward(fan_out(x, 3, 0), shares)
     assert x.grad.tolist() == [258.0, 256.0, 258.0]
-
-
-@pytest.mark.parametrize(("chunk_tokens", "by_share"), [(5, False), (100, False), (5, True)])
-def test_the_loss_by_shares_of_the_vocabulary_is_the_cross_entropy(chunk_tokens, by_share):
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((23, 16), (32, 16)))
-    targets = torch.randint(32, (23,), generator=generator).index_fill(0, torch.tensor([3, 9]), IGNORE_INDEX)
-    plain = F.cross_entropy(hidden @ weight.t(), targets, reduction="sum") / 7
-    expected = torch.autograd.grad(plain, (hidden, weight))
-    loss = RoundedLoss.apply(targets, chunk_tokens, by_share, *fan_out(hidden, 2, 0), *weight.chunk(2)) / 7
-    assert torch.isclose(loss, plain, rtol=1e-6)
-    for own, other in zip(torch.autograd.grad(loss, (hidden, weight)), expected, strict=True):
-        assert compare.relative_error(own, other) < 1e-6
-
-
-@pytest.mark.parametrize(("kind", "n_ranks"), [("allgather", 3), ("ring", 2), ("ring", 3), ("documents", 3)])
-def test_attention_part_by_part_is_attention(kind, n_ranks):
-    generator = torch.Generator().manual_seed(0)
-    seq_len = 8 * n_ranks
-    whole = [torch.randn(2, heads, seq_len, 8, generator=generator).requires_grad_() for heads in (4, 2, 2)]
-    doc_ids = (torch.rand(2, seq_len, generator=generator) < (0.2 if kind == "documents" else 0)).long().cumsum(1)
-    mask = (torch.ones(seq_len, seq_len).tril().bool() & (doc_ids[:, :, None] == doc_ids[:, None]))[:, None]
-    expected = F.scaled_dot_product_attention(*whole, attn_mask=mask, enable_gqa=True)
-    pieces = torch.arange(seq_len).chunk(2 * n_ranks)
-    places = [torch.cat((pieces[rank], pieces[-1 - rank])) for rank in range(n_ranks)]
-    rows = [torch.cat([x[:, :, at] for at in places]) for x in whole]
-    attend = RoundedDocumentContext(n_ranks) if kind == "documents" else RoundedContext(n_ranks, kind)
-    out = attend(*rows, doc_ids)
-    wanted = torch.cat([expected[:, :, at] for at in places])
-    assert compare.relative_error(out, wanted) < 1e-6
-    weights = torch.randn(wanted.shape, generator=generator)
-    own, right = (torch.autograd.grad((result * weights).sum(), whole) for result in (out, wanted))
-    assert max(map(compare.relative_error, own, right)) < 1e-6
 
 
 # ---------------------------------------------------------------- measures

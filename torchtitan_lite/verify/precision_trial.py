@@ -35,7 +35,7 @@ from torch import Tensor
 
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
 from torchtitan_lite.config.float8_plan import uses_float8
-from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
@@ -66,15 +66,28 @@ LAST_POSITION = 8192  # at least: in bfloat16 positions above 256, and angles ab
 # largest numbers off; and each rank's rows have another largest number, while initial weights are cut off at the same.
 GROWTH = (1.2, 2.0)
 
-MEASURES = {  # measure, in the order of a step -> kind of culprit, what is wrong with it
-    "rotary angles": ("rotary angles", "cosines and sines that enter it are off by up to {:.1e}"),
-    "block outputs": ("module output", "its output is off by {:.1e}, more than its own rounding explains"),
-    "loss": ("loss", "every block's output is right, and the loss is off by {:.1e}"),
+MEASURES = {  # measure, in the order of a step -> what was compared, kind of culprit, what is wrong with it
+    "rotary angles": (
+        "of {n_blocks} blocks, largest difference of a cosine, sine",
+        "rotary angles",
+        "cosines and sines that enter it are off by up to {:.1e}",
+    ),
+    "block outputs": (
+        "worst of {n_blocks} blocks",
+        "module output",
+        "its output is off by {:.1e}, more than its own rounding explains",
+    ),
+    "loss": ("all ranks together", "loss", "every block's output is right, and the loss is off by {:.1e}"),
     "gradient reduction": (
+        "share of numbers that bfloat16 holds, too many",
         "gradient reduction",
         "bfloat16 holds {:.0%} more of its numbers than of one process: it is not summed in float32",
     ),
-    "gradients": ("gradient", "every block's output is right, and this gradient is off by {:.1e}"),
+    "gradients": (
+        "worst of {n_parameters} parameters",
+        "gradient",
+        "every block's output is right, and this gradient is off by {:.1e}",
+    ),
 }
 
 
@@ -128,34 +141,18 @@ def try_rounding(
         ranks = run_ranks(measure_rounding, layout.world_size, config, str(path), last_position)
     except RankFailure as failure:
         return describe_failure(name, failure, time.monotonic() - start)
-    n_blocks = len(outcomes[0].outputs)
-    measures = {
-        "rotary angles": f"of {n_blocks} blocks, largest difference of a cosine, sine",
-        "block outputs": f"worst of {n_blocks} blocks",
-        "loss": "all ranks together",
-        "gradient reduction": "share of numbers that bfloat16 holds, too many",
-        "gradients": f"worst of {len(outcomes[0].gradients)} parameters",
-    }
+    counts = {"n_blocks": len(outcomes[0].outputs), "n_parameters": len(outcomes[0].gradients)}
+    measures = {measure: of.format(**counts) for measure, (of, _, _) in MEASURES.items()}
     steps = "1 step" if n_steps == 1 else f"{n_steps} steps"
     recipe = f"float8 ({config.quantize.linear.float8.recipe_name}) and " if uses_float8(config) else ""
     dtype, seq_len = config.training.mixed_precision_param, config.training.seq_len
     subject = f"{steps} in {recipe}{dtype}, {seq_len} tokens a sequence"
-    bounds = choose_bounds(layout, splits=splits_backward(config.parallelism))
-    return judge(name, list(list_checks(ranks, outcomes, bounds)), measures, start, subject)
-
-
-def choose_bounds(layout: Layout, *, splits: bool) -> dict[str, float]:
-    """Return measure -> bound. `splits`: the schedule splits the backward."""
+    splits = splits_backward(config.parallelism)
     digits, gradients = (FEW_DIGITS, ROUNDED_OFTEN) if splits else (MORE_DIGITS, ORDER_OF_SUMS)
     if splits and layout.dp * layout.cp == 1:  # nothing is reduced
         digits = 1.0
-    return {
-        "rotary angles": ANGLES,
-        "block outputs": ORDER_OF_SUMS,
-        "loss": ORDER_OF_SUMS,
-        "gradient reduction": digits,
-        "gradients": gradients,
-    }
+    bounds = dict(zip(MEASURES, (ANGLES, ORDER_OF_SUMS, ORDER_OF_SUMS, digits, gradients), strict=True))
+    return judge(name, list(list_checks(ranks, outcomes, bounds)), measures, start, subject)
 
 
 def list_checks(
@@ -163,7 +160,7 @@ def list_checks(
 ) -> Iterator[Check]:
     """Yield all checks: by step, then by measure, then by block or parameter."""
     for step, outcome in enumerate(outcomes):
-        for measure, (kind, detail) in MEASURES.items():
+        for measure, (_, kind, detail) in MEASURES.items():
             names = {"loss": ["sum_losses"], "rotary angles": outcome.outputs, "block outputs": outcome.outputs}
             for name in names.get(measure, outcome.gradients):
                 of_step = [(of_rank[step].coordinates, of_rank[step].errors[measure]) for of_rank in ranks]

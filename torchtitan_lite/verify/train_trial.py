@@ -125,7 +125,6 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
     vocab_size += -(-max(0, N_WORDS - vocab_size) // n_ranks) * n_ranks  # it divides by the same degrees as before
     config = replace(
         small,
-        job=Job(dump_folder=str(folder)),
         profiling=Profiling(),
         metrics=Metrics(log_freq=1, enable_tensorboard=False),
         optimizer=choose_optimizer(real.optimizer, small.optimizer, warms_up=schedule.warmup_steps > 1),

@@ -102,7 +102,7 @@ def step_beside_reference(
     weights = {fqn: local_tensor(parameter).detach().double() for fqn, parameter in run.parameters.items()}
     moments = {fqn: copy_moments(run, fqn) for fqn in run.parameters}
     found.rates.append((position, read_rates(run)))
-    with gradients_given(run, gradients), clipped_noted(run) as clipped:
+    with gradients_given(run, gradients) as clipped:
         result = stepping.train_step(run, None)
     found.rates.append((position + 1, read_rates(run)))
     found.grad_norms.append(result.grad_norm.item())
@@ -173,8 +173,13 @@ def describe_slice(tensor: Tensor) -> str:
 
 
 @contextmanager
-def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator[None]:
-    """Context manager: steps inside get these gradients, this rank's slices, instead of those of a batch."""
+def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Context manager: a step inside gets these gradients, this rank's slices, instead of those of a batch.
+
+    Yields copies of them as the optimizer gets them: clipped.
+    """
+    clipped: dict[str, Tensor] = {}
+    step_if_finite = stepping.step_if_finite
 
     @torch.no_grad()
     def give(run: stepping.Run, batch: None) -> Tensor:
@@ -183,21 +188,11 @@ def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator
             local_tensor(parameter.grad).copy_(gradients[fqn])
         return torch.zeros((), device=run.device)
 
-    with patch.object(stepping, "compute_gradients", give):
-        yield
-
-
-@contextmanager
-def clipped_noted(run: stepping.Run) -> Iterator[dict[str, Tensor]]:
-    """Context manager: yields copies of this rank's gradients, as the optimizer of a step inside gets them."""
-    clipped: dict[str, Tensor] = {}
-    step_if_finite = stepping.step_if_finite
-
     def note_and_step(*args) -> Tensor:
         clipped.update({fqn: local_tensor(parameter.grad).clone() for fqn, parameter in run.parameters.items()})
         return step_if_finite(*args)
 
-    with patch.object(stepping, "step_if_finite", note_and_step):
+    with patch.multiple(stepping, compute_gradients=give, step_if_finite=note_and_step):
         yield clipped
 
 
