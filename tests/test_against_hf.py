@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -146,7 +146,7 @@ def test_the_command_compares_from_a_cold_start(folder_of):
 
 # ---------------------------------------------------------------- what is wrong
 
-BOTH, ATTENTION = {"near", "far"}, "the input of layers.0.attention.wo, "
+BOTH, ATTENTION = frozenset(("near", "far")), "the input of layers.0.attention.wo, "
 BACKWARD = "no module's output differs, only the loss or the backward"
 
 
@@ -300,15 +300,13 @@ def refused(capsys, folder: Path, args: list[str], *more: str) -> str:
 
 
 def test_missing_or_broken_transformers_are_refused_with_the_way_to_install_them(tmp_path, monkeypatch, capsys):
-    def fail(name):
-        raise ImportError("no module named regex")
-
-    monkeypatch.setattr(against_hf, "find_spec", lambda name: None)
-    (line,) = [line for line in refused(capsys, tmp_path, SMALL).splitlines() if "not installed" in line]
-    assert f'{sys.executable} -m pip install "transformers>=5" -c constraints.txt' in line
-    monkeypatch.setattr(against_hf, "find_spec", lambda name: name)
-    monkeypatch.setattr(against_hf, "import_module", fail)
-    assert "cannot be imported: no module named regex" in refused(capsys, tmp_path, SMALL)
+    for error, why in (
+        (ModuleNotFoundError("no module", name="transformers"), "it is not installed here"),
+        (ImportError("no module named regex"), "cannot be imported: no module named regex"),
+    ):
+        monkeypatch.setattr(against_hf, "import_module", Mock(side_effect=error))
+        said = refused(capsys, tmp_path, SMALL)
+        assert why in said and f'{sys.executable} -m pip install "transformers>=5" -c constraints.txt' in said
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ import time
 from collections import defaultdict
 from dataclasses import asdict
 from importlib import import_module
-from importlib.util import find_spec
 from math import isfinite, prod
 from pathlib import Path
 from types import ModuleType
@@ -102,14 +101,12 @@ def refuse_other_options(options: argparse.Namespace) -> None:
 def load_transformers() -> ModuleType:
     """Import the package, without its output. Raises ConfigError where that fails."""
     remedy = f'Install it: {sys.executable} -m pip install "transformers>=5" -c constraints.txt'
-    if find_spec("transformers") is None:
-        raise ConfigError(
-            [Problem(KEY, "transformers", "it is not installed here, as training does not need it", remedy)]
-        )
     try:
         transformers = import_module("transformers")
     except ImportError as error:
         why = f"it is installed, and cannot be imported: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
+            why = "it is not installed here, as training does not need it"
         raise ConfigError([Problem(KEY, "transformers", why, remedy)]) from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -27,7 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -62,8 +62,8 @@ ANGLES = 1e-6  # of a cosine or sine; in bfloat16 they are off by 2e-3
 MORE_DIGITS = 0.1  # by what the share of numbers that bfloat16 holds may exceed that of one process
 FEW_DIGITS = 0.7  # the same where microbatches are added in the compute dtype, and data-parallel ranks in float32
 LAST_POSITION = 8192  # at least: in bfloat16 positions above 256, and angles above 1 radian, are far off
-# Of the first and the last row of every weight after a step of the float8 trial. A scale of the step before cuts the
-# largest numbers off; and each rank's rows have another largest number, while initial weights are cut off at the same.
+# Factors of the first and the last row of every weight after a step of the float8 trial. They make a scale of the step
+# before too small, and the largest number differ from rank to rank: initial weights are all cut off at one number.
 GROWTH = (1.2, 2.0)
 
 MEASURES = {  # measure, in the order of a step -> what was compared, kind of culprit, what is wrong with it
@@ -89,6 +89,9 @@ MEASURES = {  # measure, in the order of a step -> what was compared, kind of cu
         "every block's output is right, and this gradient is off by {:.1e}",
     ),
 }
+
+Errors = dict[str, dict[str, float]]  # measure -> block or parameter -> error of one rank in one step
+RankErrors = tuple[Coordinates, list[Errors]]  # of one rank in each step
 
 
 def try_bfloat16(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
@@ -155,15 +158,13 @@ def try_rounding(
     return judge(name, list(list_checks(ranks, outcomes, bounds)), measures, start, subject)
 
 
-def list_checks(
-    ranks: list[list["RankRounding"]], outcomes: list[RoundedOutcome], bounds: dict[str, float]
-) -> Iterator[Check]:
+def list_checks(ranks: list[RankErrors], outcomes: list[RoundedOutcome], bounds: dict[str, float]) -> Iterator[Check]:
     """Yield all checks: by step, then by measure, then by block or parameter."""
     for step, outcome in enumerate(outcomes):
         for measure, (_, kind, detail) in MEASURES.items():
             names = {"loss": ["sum_losses"], "rotary angles": outcome.outputs, "block outputs": outcome.outputs}
             for name in names.get(measure, outcome.gradients):
-                of_step = [(of_rank[step].coordinates, of_rank[step].errors[measure]) for of_rank in ranks]
+                of_step = [(coordinates, of_steps[step][measure]) for coordinates, of_steps in ranks]
                 errors = [(coordinates, found[name]) for coordinates, found in of_step if name in found]
                 # What is not a number is infinitely wrong, and so is what no rank has compared.
                 worst = max((error if error < math.inf else math.inf for _, error in errors), default=math.inf)
@@ -181,21 +182,13 @@ def make_late_batch(config: Config, step: int, last_position: int) -> Batch:
     return replace(batch, positions=batch.positions + last_position - config.training.seq_len)
 
 
-@dataclass(frozen=True)
-class RankRounding:
-    """Difference between one rank and one process, in one step."""
-
-    coordinates: Coordinates
-    errors: dict[str, dict[str, float]]  # of MEASURES -> block or parameter -> error
-
-
-def measure_rounding(rank: int, world_size: int, config: Config, path: str, last_position: int) -> list[RankRounding]:
+def measure_rounding(rank: int, world_size: int, config: Config, path: str, last_position: int) -> RankErrors:
     """Worker: build the layout, step it, and compare this rank's numbers with those in `path`. Collective."""
     outcomes: list[RoundedOutcome] = torch.load(path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size)
     following = iter(outcomes[1:])
     run.optimizer.register_step_post_hook(lambda *_: start_from_reference(run, next(following)))
-    found = []
+    of_steps = []
     for step, expected in enumerate(outcomes):
         batch = own_rows(run, make_late_batch(run.config, step, last_position))
         with blocks_noted(run) as blocks, gradients_noted(run) as gradients:
@@ -205,7 +198,7 @@ def measure_rounding(rank: int, world_size: int, config: Config, path: str, last
                 loss = stepping.sum_losses(run, stepping.compute_gradients(run, batch))
                 gradients = gather(run, lambda parameter: parameter.grad)
         right = expected.gradients
-        errors = {
+        errors: Errors = {
             **compare_blocks(run, blocks, expected),
             "loss": {"sum_losses": relative_error(loss, torch.tensor(expected.loss))},
             "gradient reduction": {
@@ -213,8 +206,8 @@ def measure_rounding(rank: int, world_size: int, config: Config, path: str, last
             },
             "gradients": {fqn: relative_error(gradient, right[fqn]) for fqn, gradient in gradients.items()},
         }
-        found.append(RankRounding(run.mesh.coordinates(), errors))
-    return found
+        of_steps.append(errors)
+    return run.mesh.coordinates(), of_steps
 
 
 Calls = dict[str, list[tuple[Tensor, Tensor]]]  # FQN of a block -> of each call its output, and the rotary angles
@@ -237,7 +230,7 @@ def blocks_noted(run: stepping.Run) -> Iterator[Calls]:
         hook.remove()
 
 
-def compare_blocks(run: stepping.Run, calls: Calls, expected: RoundedOutcome) -> dict[str, dict[str, float]]:
+def compare_blocks(run: stepping.Run, calls: Calls, expected: RoundedOutcome) -> Errors:
     """Return the errors of the rotary angles that enter each block, and of its output."""
     layout, here = run.layout, run.mesh.coordinates()
     ranks = [here[dim] for dim in ("cp", "tp") if layout.degrees[dim] > 1]

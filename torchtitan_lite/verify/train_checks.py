@@ -18,8 +18,8 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.culprit import Culprit
 from torchtitan_lite.verify.share import Coordinates
 from torchtitan_lite.verify.train_reference import Expected
-from torchtitan_lite.verify.train_start import RankRecord, RowNumber, Squares
-from torchtitan_lite.verify.trial_checks import Check, check_values
+from torchtitan_lite.verify.train_start import RankRecord, RowNumber
+from torchtitan_lite.verify.trial_checks import Check, add_gaps, check_values
 
 TOLERANCE = 1e-5  # of what is summed in another order, as in the trials of gradients
 RATE_TOLERANCE = 1e-12
@@ -84,8 +84,8 @@ def list_checks(plan: StartPlan, expected: Expected, records: Sequence[RankRecor
     """Yield all checks of one start, in the order of time; `records` by rank."""
     steps = sorted({record.resumed_step for record in records})
     detail = f"ranks resume after step {steps}, and the checkpoint is of step {plan.resumed_step}"
-    wrong = steps != [plan.resumed_step]
-    yield Check("resumed state", math.inf if wrong else 0.0, 0, Culprit("resume", "restore_or_load", detail))
+    error = 0.0 if steps == [plan.resumed_step] else math.inf
+    yield Check("resumed state", error, TOLERANCE, Culprit("resume", "restore_or_load", detail))
     yield from check_state(plan, expected, [record.loaded for record in records], plan.resumed_step, loaded=True)
     for index, step in enumerate(plan.steps):
         if any(index >= len(record.losses) for record in records):
@@ -113,9 +113,9 @@ def list_checks(plan: StartPlan, expected: Expected, records: Sequence[RankRecor
 
         yield from check_state(plan, expected, [record.trained.get(step, {}) for record in records], step)
         if step in records[0].updates:
-            error = add_squares([record.updates[step] for record in records])
+            error, bound = add_gaps(record.updates[step] for record in records).relative(TOLERANCE)
             detail = f"after {plan.name_step(step)} the update of all weights together is off by {error:.1e}"
-            yield Check("updates", error, TOLERANCE, Culprit("updated weights", "all", detail))
+            yield Check("updates", error, bound, Culprit("updated weights", "all", detail))
     n_more = max(len(record.losses) for record in records) - len(plan.steps)
     culprit = Culprit("steps", "main", f"{n_more} steps were made after {plan.name_step(plan.last_step)}")
     yield Check("rows", n_more, 0, culprit)
@@ -169,7 +169,8 @@ def check_state(
     """Check weights and moments at the start of a run, or after a step: slices of all ranks together."""
     for name, tensors in expected.states.get(step, {}).items():
         for fqn in tensors:
-            error = add_squares([state[name][fqn] for state in of_ranks if fqn in state.get(name, {})])
+            gaps = [state[name][fqn] for state in of_ranks if fqn in state.get(name, {})]
+            error, bound = add_gaps(gaps).relative(TOLERANCE)
             off = f"{name} of {fqn} is off by {error:.1e}"
             if not loaded:
                 measure, kind = ("weights", "updated weights") if name == "weight" else ("moments", "moments")
@@ -179,15 +180,7 @@ def check_state(
             else:
                 measure, kind = "resumed state", "resume"
                 detail = f"loaded from the checkpoint of step {step} on {plan.layout}, {off}"
-            yield Check(measure, error, TOLERANCE, Culprit(kind, fqn, detail))
-
-
-def add_squares(squares: Sequence[Squares]) -> float:
-    """Return the relative error of slices together; infinite where no rank holds one."""
-    wrong, whole = (sum(pair[i] for pair in squares) for i in (0, 1))
-    if not squares or not math.isfinite(wrong):
-        return math.inf
-    return math.sqrt(wrong / whole) if wrong else 0.0
+            yield Check(measure, error, bound, Culprit(kind, fqn, detail))
 
 
 def check_log(plan: StartPlan, record: RankRecord) -> Check:

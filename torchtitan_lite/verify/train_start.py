@@ -30,12 +30,12 @@ from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.step import Run, StepResult
 from torchtitan_lite.verify.share import cut_slice, own_slice
 from torchtitan_lite.verify.train_reference import Expected
+from torchtitan_lite.verify.trial_checks import Gap
 
 TRAIN_PY = REPOSITORY / "train.py"
 
 RowNumber = tuple[int, int]  # step, counted from 1, and row of its global batch
-Squares = tuple[float, float]  # of this rank's slice: sums of squares of the difference and of what is expected
-StateErrors = dict[str, dict[str, Squares]]  # "weight", or the name of a moment -> FQN
+StateGaps = dict[str, dict[str, Gap]]  # "weight", or the name of a moment -> FQN -> of this rank's slice
 
 
 @dataclass
@@ -51,9 +51,9 @@ class RankRecord:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     validation: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> what `validate` returned
-    loaded: StateErrors = field(default_factory=dict)
-    trained: dict[int, StateErrors] = field(default_factory=dict)  # after a step
-    updates: dict[int, Squares] = field(default_factory=dict)  # of all weights, since before the first step of all
+    loaded: StateGaps = field(default_factory=dict)
+    trained: dict[int, StateGaps] = field(default_factory=dict)  # after a step
+    updates: dict[int, Gap] = field(default_factory=dict)  # of all weights, since before the first step of all
 
 
 def start_train_py(
@@ -175,16 +175,16 @@ class Recorder:
         in_this_step = {row: (step, at) for at, row in enumerate(self.steps.get(step, []))}
         return [in_this_step.get(row, self.numbers.get(row)) for row in rows]
 
-    def measure_state(self, parameters: dict[str, Tensor], optimizer: Optimizer) -> StateErrors:
+    def measure_state(self, parameters: dict[str, Tensor], optimizer: Optimizer) -> StateGaps:
         """Compare this rank's slices of weights and moments with those of one process after the same step."""
-        squares = {}
+        gaps: StateGaps = {}
         for name, full_tensors in self.expected.states.get(self.step, {}).items():
             moments = {fqn: optimizer.state[parameter].get(name) for fqn, parameter in parameters.items()}
             own = parameters if name == "weight" else moments
-            squares[name] = {fqn: measure_slice(tensor, full_tensors[fqn]) for fqn, tensor in own.items()}
-        return squares
+            gaps[name] = {fqn: measure_slice(tensor, full_tensors[fqn]) for fqn, tensor in own.items()}
+        return gaps
 
-    def measure_update(self, parameters: dict[str, Tensor]) -> Squares:
+    def measure_update(self, parameters: dict[str, Tensor]) -> Gap:
         """Compare the update of all weights together with that of one process.
 
         Left out is what fp32 rounds off a weight: it is rounded twice in each step, each time by at most 2^-24 of it.
@@ -193,22 +193,22 @@ class Recorder:
         wrong = whole = 0.0
         now, initial = self.expected.states[self.step]["weight"], self.expected.states[0]["weight"]
         for fqn, parameter in parameters.items():
-            wrong += measure_slice(parameter, now[fqn], roundings=2 * self.step)[0]
-            whole += measure_slice(parameter, now[fqn] - initial[fqn])[1]
-        return wrong, whole
+            wrong += measure_slice(parameter, now[fqn], roundings=2 * self.step).error
+            whole += measure_slice(parameter, now[fqn] - initial[fqn]).reference
+        return Gap(wrong, whole)
 
 
 @torch.no_grad()
-def measure_slice(tensor: Tensor | None, full: Tensor, *, roundings: int = 0) -> Squares:
+def measure_slice(tensor: Tensor | None, full: Tensor, *, roundings: int = 0) -> Gap:
     """Compare what this rank holds of a tensor with the same slice of a full one. No communication.
 
     `roundings`: how often every number of it may have been rounded to fp32 otherwise.
     """
     if tensor is None:  # a moment that was not made
-        return math.inf, 0.0
+        return Gap(math.inf, 0.0)
     own, right = own_slice(tensor).double(), cut_slice(full, tensor).double()
     difference = (own - right).abs() - roundings * 2**-24 * right.abs()
-    return difference.clamp(min=0).square().sum().item(), right.square().sum().item()
+    return Gap(difference.clamp(min=0).square().sum().item(), right.square().sum().item())
 
 
 def split_rows(batch: Batch) -> list[bytes]:

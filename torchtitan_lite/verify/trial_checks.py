@@ -1,5 +1,6 @@
 """Checks of a run: what the trials of updates, of train.py and of the run's own precision have in common.
 
+    gap      squared norms of a slice: those of several ranks can be added, so that no tensor is gathered
     check    one comparison over all ranks: an error, the largest error that is right, and the culprit to name
     trial    for each measure its worst check; the culprit is that of the first check that fails
 
@@ -8,13 +9,34 @@ Checks are listed in the order of a step, because an error is most likely a cons
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torchtitan_lite.verify.certificate import Measure, Trial
 from torchtitan_lite.verify.culprit import Culprit, describe_place
 from torchtitan_lite.verify.difference import find_disagreement
 from torchtitan_lite.verify.share import Coordinates
+
+
+class Gap(NamedTuple):
+    """Squared norms of the numbers in one slice of a tensor, or in several slices."""
+
+    error: float  # of value - reference
+    reference: float
+    rounding: float = 0.0  # of what fp32 alone may do
+
+    def relative(self, tolerance: float) -> tuple[float, float]:
+        """Return error and bound, in units of the reference's norm, or absolute where that is zero."""
+        scale = math.sqrt(self.reference) or 1.0
+        allowed = tolerance * math.sqrt(self.reference) + math.sqrt(self.rounding)
+        return math.sqrt(self.error) / scale, allowed / scale
+
+
+def add_gaps(gaps: Iterable[Gap]) -> Gap:
+    """Return the squared norms of slices together: infinitely wrong where no rank holds one."""
+    columns = list(zip(*gaps, strict=True))
+    return Gap(*map(sum, columns)) if columns else Gap(math.inf, 0.0)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """One rank's part of the updates trial: the run's own steps from given gradients, each beside the reference.
 
-    given         gradients of each slice, drawn by a seed of (step, FQN, coordinates of the slice): copies get the same
+    given         gradients, drawn by a seed of (step, FQN)
     the run's     clip_grad_norm, step_if_finite, optimizer, lr_scheduler: `train_step` itself, without its backward
     reference     step_formulas.py, from the slice and its moments as they were just before: errors do not add up
     at the end    two steps whose gradients are not finite on one rank only
@@ -10,45 +10,26 @@ Nothing is gathered: the parent adds the squared errors that ranks find in their
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
 from torchtitan_lite.checkpoint.state import name_tensors, set_step
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.config.schema import Config, LRScheduler
-from torchtitan_lite.verify.share import Coordinates, build_small_run, find_unequal_replicas
+from torchtitan_lite.verify.share import Coordinates, build_small_run, cut_slice, find_unequal_replicas
 from torchtitan_lite.verify.step_formulas import FORMULAS, compute_clip_scale, compute_rate_factor, find_decay_start
+from torchtitan_lite.verify.trial_checks import Gap
 
 NORMS = (2.0, 0.5, 1.0, 3.0)  # of the gradients of each step, in units of max_norm: cut, left, at the border, cut
 SPREAD = 6  # gradients of one tensor are up to that many powers of ten apart: near eps, and far above
 NOT_FINITE = {"NaN": math.nan, "infinity": math.inf}
-
-
-class Gap(NamedTuple):
-    """Squared norms of one slice, or of several together."""
-
-    error: float  # of value - reference
-    reference: float
-    rounding: float  # of what fp32 alone may do
-
-    def relative(self, tolerance: float) -> tuple[float, float]:
-        """Return error and bound, in units of the reference's norm, or absolute where that is zero."""
-        scale = math.sqrt(self.reference) or 1.0
-        allowed = tolerance * math.sqrt(self.reference) + math.sqrt(self.rounding)
-        return math.sqrt(self.error) / scale, allowed / scale
-
-
-def add_gaps(gaps: Iterable[Gap]) -> Gap:
-    return Gap(*map(sum, zip(*gaps, strict=True)))
 
 
 @dataclass
@@ -142,34 +123,22 @@ def step_without_effect(run: stepping.Run, name: str, value: float, sizes: dict[
 
 
 def draw_gradients(run: stepping.Run, index: int, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """Return gradients of this rank's slices, fp32; the norm of all slices is NORMS[index] * max_norm.
+    """Return gradients of this rank's slices, fp32; the norm of the whole model's is NORMS[index] * max_norm.
 
-    The squares of a slice sum to its share of all numbers, so no rank needs to know the slices of others.
-    One number in eight is zero; the others differ by SPREAD powers of ten, because only some should be near eps.
+    Each rank draws whole tensors and keeps its slices, so copies are equal. One number in eight is zero; the others
+    differ by SPREAD powers of ten, because only some should be near eps.
     """
     norm = NORMS[index] * run.config.training.max_norm
-    n_numbers = sum(sizes.values())
     gradients = {}
     for fqn, parameter in run.parameters.items():
-        own = local_tensor(parameter)
-        seed = zlib.crc32(f"{index} {fqn} {describe_slice(parameter)}".encode())
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randn(own.shape, generator=generator, dtype=torch.float64)
-        exponent = torch.rand(own.shape, generator=generator) * 8 / 7
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{index} {fqn}".encode()))
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        exponent = torch.rand(parameter.shape, generator=generator) * 8 / 7
         drawn = (drawn * 10 ** (-SPREAD * exponent)).masked_fill(exponent > 1, 0.0)
-        if own.numel() and not drawn.any():  # a slice of one number
-            drawn += 1.0
-        gradients[fqn] = (drawn * (norm * math.sqrt(own.numel() / n_numbers) / drawn.norm())).float()
+        # Each tensor has the part of the squares that it has of all numbers.
+        scale = norm * math.sqrt(sizes[fqn] / sum(sizes.values())) / drawn.norm()
+        gradients[fqn] = cut_slice((drawn * scale).float(), parameter)
     return gradients
-
-
-def describe_slice(tensor: Tensor) -> str:
-    """Return the coordinates on the dims that split a tensor: equal on all ranks with the same slice."""
-    if not isinstance(tensor, DTensor):
-        return "whole"
-    mesh = tensor.device_mesh
-    dims = zip(mesh.mesh_dim_names, mesh.get_coordinate(), tensor.placements, strict=True)
-    return " ".join(f"{name}{at}" for name, at, placement in dims if not placement.is_replicate())
 
 
 @contextmanager

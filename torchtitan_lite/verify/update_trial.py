@@ -24,8 +24,8 @@ from torchtitan_lite.verify.culprit import Culprit
 from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction
 from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT, ROUNDING, compute_rate_factor
-from torchtitan_lite.verify.trial_checks import Check, blame, check_values, judge
-from torchtitan_lite.verify.update_steps import NORMS, NOT_FINITE, RankUpdates, add_gaps, measure_updates
+from torchtitan_lite.verify.trial_checks import Check, add_gaps, blame, check_values, judge
+from torchtitan_lite.verify.update_steps import NORMS, NOT_FINITE, RankUpdates, measure_updates
 
 NAME = "updates"
 REMEDY = "add it to verify/step_formulas.py"
