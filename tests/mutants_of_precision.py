@@ -39,7 +39,7 @@ def gradients_reduced_in_bfloat16_beside_tp():
 
 @replacing(fsdp, "MixedPrecisionPolicy", "one rank", "rotary angles", ANGLES)
 def rotary_angles_cast_to_bfloat16(make_policy, **options):
-    """FSDP casts what enters a block, as it does by default, and cosines and sines with it. Neighboring tokens of a
+    """FSDP casts what enters a block, as it does by default, and cosines and sines with it. Neighbouring tokens of a
     long text can no longer be told apart; short texts are read as ever."""
     return make_policy(**{**options, "cast_forward_inputs": True})
 

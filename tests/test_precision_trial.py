@@ -39,6 +39,7 @@ from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.verify.precision_parts import fan_out, sum_partials
 from torchtitan_lite.verify.precision_reference import RoundedProcess
 from torchtitan_lite.verify.precision_trial import (
+    MEASURES,
     ORDER_OF_SUMS,
     cut,
     find_short_share,
@@ -71,11 +72,16 @@ SLOW = {
     "pp2 x tp2": Row(4, {**PRECOMPUTE, PP: 2, TP: 2}),
     "pp2 Interleaved1F1B": Row(2, {**ROWWISE_HP, PP: 2, SCHEDULE: "Interleaved1F1B"}),
 }
-MEASURES = ["rotary angles", "block outputs", "loss", "gradient reduction", "gradients"]
 
 
-@pytest.mark.parametrize("name", [*HEALTHY, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-@pytest.mark.parametrize("try_it", [try_bfloat16, try_float8])
+# What is not in float8 is in bfloat16, so that the float8 trial rounds all that the bfloat16 trial rounds but weights.
+IN_BOTH = ("hsdp2x2, accumulation, ZeRO-1", "cp2 x tp2 ring", "pp2 x dp2 ZBVZeroBubble")
+CASES = [(try_float8, name) for name in HEALTHY] + [(try_bfloat16, name) for name in IN_BOTH]
+FURTHER = [(try_it, name) for try_it in (try_bfloat16, try_float8) for name in {**HEALTHY, **SLOW}]
+FURTHER = [pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER if case not in CASES]
+
+
+@pytest.mark.parametrize(("try_it", "name"), [*CASES, *FURTHER])
 def test_a_healthy_layout_rounds_where_one_process_rounds(pool, tmp_path, try_it, name):
     row = {**HEALTHY, **SLOW}[name]
     trial = try_it(reduce_config(compare.complete(row.overrides, row.world_size), row.world_size), pool.run, tmp_path)
@@ -83,7 +89,7 @@ def test_a_healthy_layout_rounds_where_one_process_rounds(pool, tmp_path, try_it
         assert trial.skipped == "the run computes in float32"
         return
     assert trial.faults == {} and not trial.skipped
-    assert [measure.what for measure in trial.measures] == MEASURES
+    assert [measure.what for measure in trial.measures] == list(MEASURES)
 
 
 def test_a_run_without_bfloat16_or_float8_skips_them(tmp_path):

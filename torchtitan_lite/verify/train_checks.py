@@ -143,7 +143,7 @@ def check_rows(plan: StartPlan, step: int, rows: Sequence[list[RowNumber | None]
 
 
 def find_unlike_peers(plan: StartPlan, rows: Sequence[list[RowNumber | None]]) -> list[str]:
-    """Return the mesh dims along which neighbors must read the same rows, and do not."""
+    """Return the mesh dims along which neighbours must read the same rows, and do not."""
     ranks = {tuple(plan.coordinates(rank).values()): found for rank, found in enumerate(rows)}
     dims = []
     for index, dim in enumerate(plan.layout.degrees):

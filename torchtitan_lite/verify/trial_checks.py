@@ -80,7 +80,7 @@ def check_values(
 
 
 def blame(kind: str, name: str, detail: str, is_right: Sequence[tuple[Coordinates, bool]]) -> Culprit:
-    """Return a culprit with the ranks that are wrong, and the mesh dims along which right and wrong are neighbors."""
+    """Return a culprit with the ranks that are wrong, and the mesh dims along which right and wrong are neighbours."""
     wrong = [coordinates for coordinates, right in is_right if not right]
     dims = find_disagreement([(coordinates, float(right)) for coordinates, right in is_right], 0.0)
     # All slices together may be wrong where none is by itself.
