@@ -30,8 +30,8 @@ MEASURES = {  # measure -> what was compared
     "loss": "of every rank in every step",
     "gradient norm": "of every rank in every step",
     "validation": "loss, perplexity, bits per byte on held-out documents",
-    "weights": "worst of all parameters, of several steps",
-    "moments": "worst of all parameters, of several steps",
+    "weights": "worst of all parameters in every step",
+    "moments": "worst of all parameters in every step",
     "updates": "of all weights together, beyond what fp32 rounds off them",
     "resumed state": "worst of all weights and moments that were loaded",
     "logged numbers": "numbers of metrics.jsonl that are not those of rank 0",
@@ -51,11 +51,6 @@ class StartPlan:
     def steps(self) -> range:
         """Return the steps that are trained, counted from 1."""
         return range(self.resumed_step + 1, self.last_step + 1)
-
-    @property
-    def validated(self) -> tuple[int, int]:
-        """Return the steps after which train.py always validates: the first of all and the last."""
-        return 1, self.last_step
 
     @property
     def dump_folder(self) -> Path:
@@ -101,9 +96,10 @@ def list_checks(plan: StartPlan, expected: Expected, records: Sequence[RankRecor
             ("loss", "loss", "train_step", losses, expected.losses[step - 1]),
             ("gradient norm", "gradient norm", "train_step", norms, expected.grad_norms[step - 1]),
         ]
-        for what, right in (expected.validation[step] if step in plan.validated else {}).items():
-            values = [record.validation.get(step, {}).get(what, math.nan) for record in records]
-            scalars.append(("validation", what, "validate", values, right))
+        if step in (1, plan.last_step):  # after which train.py always validates
+            for what, right in expected.validation[step - 1].items():
+                values = [record.validation.get(step, {}).get(what, math.nan) for record in records]
+                scalars.append(("validation", what, "validate", values, right))
         for measure, what, name, values, right in scalars:
             kind = "validation loss" if measure == "validation" else measure
             culprit = Culprit(kind, name, f"{what} of {plan.name_step(step)}")
@@ -111,11 +107,10 @@ def list_checks(plan: StartPlan, expected: Expected, records: Sequence[RankRecor
             bound = RATE_TOLERANCE if measure == "learning rate" else TOLERANCE
             yield check_values(measure, culprit, pairs, right, bound)
 
-        yield from check_state(plan, expected, [record.trained.get(step, {}) for record in records], step)
-        if step in records[0].updates:
-            error, bound = add_gaps(record.updates[step] for record in records).relative(TOLERANCE)
-            detail = f"after {plan.name_step(step)} the update of all weights together is off by {error:.1e}"
-            yield Check("updates", error, bound, Culprit("updated weights", "all", detail))
+        yield from check_state(plan, expected, [record.trained[index] for record in records], step)
+        error, bound = add_gaps(record.updates[index] for record in records).relative(TOLERANCE)
+        detail = f"after {plan.name_step(step)} the update of all weights together is off by {error:.1e}"
+        yield Check("updates", error, bound, Culprit("updated weights", "all", detail))
     n_more = max(len(record.losses) for record in records) - len(plan.steps)
     culprit = Culprit("steps", "main", f"{n_more} steps were made after {plan.name_step(plan.last_step)}")
     yield Check("rows", n_more, 0, culprit)
@@ -167,7 +162,7 @@ def check_state(
     plan: StartPlan, expected: Expected, of_ranks: Sequence[dict], step: int, *, loaded: bool = False
 ) -> Iterator[Check]:
     """Check weights and moments at the start of a run, or after a step: slices of all ranks together."""
-    for name, tensors in expected.states.get(step, {}).items():
+    for name, tensors in expected.states[step].items():
         for fqn in tensors:
             gaps = [state[name][fqn] for state in of_ranks if fqn in state.get(name, {})]
             error, bound = add_gaps(gaps).relative(TOLERANCE)

@@ -12,7 +12,7 @@ Tokens are those of the tokenizer "bytes": a document is 256, some bytes, 257.
 import math
 import random
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import accumulate, chain
@@ -124,23 +124,21 @@ class Expected:
     rates: list[float]
     losses: list[float]
     grad_norms: list[float]
-    validation: dict[int, dict[str, float]]  # step -> what `validate` must return after it
-    states: dict[int, State]  # after a step; 0: before the first one
+    validation: list[dict[str, float]]  # what `validate` must return after the step
+    states: list[State]  # number n is after step n; number 0 is before the first step
 
 
 def run_reference(
     config: Config,
     train: Sequence[Text],
     held_out: Sequence[Text],
-    *,
-    kept: Collection[int],
-    validated: Collection[int],
+    n_steps: int,
 ) -> Expected:
-    """Train in this process to the last step whose state is `kept`. The layout of `config` is not looked at.
+    """Train in this process, and validate after each step. The layout of `config` is not used.
 
     Weights and moments are float64; the model computes with fp32 copies of the weights.
     """
-    section, formula, n_steps = config.optimizer, FORMULAS[config.optimizer.name], max(kept)
+    section, formula = config.optimizer, FORMULAS[config.optimizer.name]
     restart_positions = ATTENTIONS[config.model.attention].uses_documents
     train_samples, held_out_samples = (
         [cut_samples(text, config.training.seq_len, restart_positions=restart_positions) for text in texts]
@@ -151,9 +149,10 @@ def run_reference(
     weights = {fqn: parameter.detach().double() for fqn, parameter in parameters.items()}
     state: State = {"weight": weights}
     state |= {name: {fqn: torch.zeros_like(weight) for fqn, weight in weights.items()} for name in formula.moments}
+    held_out_batch = make_batch(chain.from_iterable(held_out_samples))
     batches = [read_batch(config, train_samples, step) for step in range(n_steps + 1)]
     # A run makes its moments in the first step: before it there are weights alone.
-    expected = Expected(batches, [], [], [], {}, {0: copy_state({"weight": weights})})
+    expected = Expected(batches, [], [], [], [], [copy_state({"weight": weights})])
     for step, batch in enumerate(batches[:n_steps]):
         model.zero_grad()
         logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
@@ -173,10 +172,8 @@ def run_reference(
         expected.rates.append(rate)
         expected.losses.append(loss.item())
         expected.grad_norms.append(norm)
-        if step + 1 in kept:
-            expected.states[step + 1] = copy_state(state)
-        if step + 1 in validated:
-            expected.validation[step + 1] = validate_plainly(model, make_batch(chain.from_iterable(held_out_samples)))
+        expected.states.append(copy_state(state))
+        expected.validation.append(validate_plainly(model, held_out_batch))
     return expected
 
 

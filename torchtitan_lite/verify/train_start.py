@@ -52,8 +52,8 @@ class RankRecord:
     grad_norms: list[float] = field(default_factory=list)
     validation: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> what `validate` returned
     loaded: StateGaps = field(default_factory=dict)
-    trained: dict[int, StateGaps] = field(default_factory=dict)  # after a step
-    updates: dict[int, Gap] = field(default_factory=dict)  # of all weights, since before the first step of all
+    trained: list[StateGaps] = field(default_factory=list)
+    updates: list[Gap] = field(default_factory=list)  # of all weights, since before the first step of all
 
 
 def start_train_py(
@@ -145,16 +145,16 @@ class Recorder:
         return self.step
 
     def train_step(self, original: Callable, run: Run, batch: Batch) -> StepResult:
-        """Record rows, learning rates, loss, norm; after some steps weights and moments."""
+        """Record rows, learning rates, loss, norm, and the errors of weights and moments."""
         self.record.rows.append(self.find_rows(batch))
         self.record.rates.append([float(group["lr"]) for group in run.optimizer.param_groups])
         result = original(run, batch)
         self.step += 1
         self.record.losses.append(result.loss.item())
         self.record.grad_norms.append(result.grad_norm.item())
-        if self.step in self.expected.states:
-            self.record.trained[self.step] = self.measure_state(run.parameters, run.optimizer)
-            self.record.updates[self.step] = self.measure_update(run.parameters)
+        if self.step < len(self.expected.states):
+            self.record.trained.append(self.measure_state(run.parameters, run.optimizer))
+            self.record.updates.append(self.measure_update(run.parameters))
         return result
 
     def validate(self, original: Callable, *args) -> dict[str, float]:
@@ -178,7 +178,7 @@ class Recorder:
     def measure_state(self, parameters: dict[str, Tensor], optimizer: Optimizer) -> StateGaps:
         """Compare this rank's slices of weights and moments with those of one process after the same step."""
         gaps: StateGaps = {}
-        for name, full_tensors in self.expected.states.get(self.step, {}).items():
+        for name, full_tensors in self.expected.states[self.step].items():
             moments = {fqn: optimizer.state[parameter].get(name) for fqn, parameter in parameters.items()}
             own = parameters if name == "weight" else moments
             gaps[name] = {fqn: measure_slice(tensor, full_tensors[fqn]) for fqn, tensor in own.items()}

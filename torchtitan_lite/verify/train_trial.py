@@ -62,9 +62,7 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     first = StartPlan(give_steps(config, FIRST_END, own_folder / "first"), layout, 0, FIRST_END)
     other, other_layout = choose_other_layout(config, layout)
     second = StartPlan(give_steps(other, SECOND_END, own_folder / "resumed"), other_layout, SAVED_STEP, SECOND_END)
-    texts = write_corpora(config)
-    validated = {*first.validated, *second.validated}
-    expected = run_reference(first.config, *texts, kept=(SAVED_STEP, FIRST_END, SECOND_END), validated=validated)
+    expected = run_reference(config, *write_corpora(config), n_steps=SECOND_END)
     expected_path = own_folder / "expected.pt"
     torch.save(expected, expected_path)
     try:
