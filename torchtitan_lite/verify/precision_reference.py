@@ -16,8 +16,9 @@ torch's kernels, and float8's arithmetic (model/float8_linear.py). Its sums over
 Legend: B batch, S sequence, D model dim.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -48,7 +49,7 @@ UNDER_CP: dict[str, Callable[[int, str], nn.Module]] = {  # model.attention -> a
     "causal": RoundedContext,
     "document": lambda n_ranks, method: RoundedDocumentContext(n_ranks),
 }
-Pieces = dict[str, list[list[Tensor]]]  # FQN of a block -> data-parallel rank -> microbatch
+Calls = dict[str, list[tuple[Tensor, Tensor]]]  # FQN of a block -> of each call its output, and the rotary angles
 
 
 @dataclass
@@ -58,8 +59,25 @@ class RoundedOutcome:
     initial: dict[str, Tensor]  # the weights of this step
     loss: float
     gradients: dict[str, Tensor]  # fp32, in backward order
-    outputs: Pieces = field(default_factory=dict)  # (cp * B, S/cp, D) each
-    rotations: Pieces = field(default_factory=dict)  # what enters a block beside hidden states, in fp32
+    calls: Calls  # microbatches of data-parallel rank 0, of rank 1, ...; outputs (cp * B, S/cp, D), angles in fp32
+
+
+@contextmanager
+def blocks_noted(models: Iterable[nn.Module]) -> Iterator[Calls]:
+    """Context manager: yields outputs and rotary angles of all blocks in the calls inside."""
+    calls: Calls = {}
+    hooks = []
+    for model in models:
+        for layer, block in model.layers.items():
+            calls[f"layers.{layer}"] = []
+
+            def note(block, args, output, *, to=calls[f"layers.{layer}"]):
+                to.append((output.detach().clone(), args[1].detach().clone()))
+
+            hooks.append(block.register_forward_hook(note))
+    yield calls
+    for hook in hooks:
+        hook.remove()
 
 
 class RoundedProcess:
@@ -80,50 +98,29 @@ class RoundedProcess:
         """Compute all ranks and microbatches of a global batch. Earlier gradients are dropped."""
         n_tokens = (batch.targets != IGNORE_INDEX).sum()
         initial = {fqn: weight.detach().clone() for fqn, weight in self.weights.items()}
-        outcome = RoundedOutcome(initial, 0.0, {})
-        hooks = self._record(outcome)
-        for weight in self.weights.values():
+        order: dict[str, None] = {}  # FQNs as their gradients are completed
+        hooks = []
+        for fqn, weight in self.weights.items():
             weight.grad = None
+            hooks.append(weight.register_post_accumulate_grad_hook(lambda _, fqn=fqn: order.setdefault(fqn)))
         loss = torch.zeros(())
-        for rows in batch.split(self.layout.dp):
-            for pieces in (*outcome.outputs.values(), *outcome.rotations.values()):
-                pieces.append([])
-            for micro in rows.split(self.layout.n_microbatches):
-                self.casts.clear()
-                tokens, targets, positions = map(self._cut_for_cp, (micro.tokens, micro.targets, micro.positions))
-                loss_sum = self.model(tokens, positions=positions, doc_ids=micro.doc_ids, targets=targets)
-                (loss_sum / n_tokens).backward()
-                loss += (loss_sum / n_tokens).detach()
+        with blocks_noted([self.model]) as calls:
+            for rows in batch.split(self.layout.dp):
+                for micro in rows.split(self.layout.n_microbatches):
+                    self.casts.clear()
+                    tokens, targets, positions = map(self._cut_for_cp, (micro.tokens, micro.targets, micro.positions))
+                    loss_sum = self.model(tokens, positions=positions, doc_ids=micro.doc_ids, targets=targets)
+                    (loss_sum / n_tokens).backward()
+                    loss += (loss_sum / n_tokens).detach()
         for hook in hooks:
             hook.remove()
-        outcome.loss = loss.item()
-        outcome.gradients |= {fqn: self.weights[fqn].grad.clone() for fqn in outcome.gradients}
-        return outcome
+        return RoundedOutcome(initial, loss.item(), {fqn: self.weights[fqn].grad.clone() for fqn in order}, calls)
 
     @torch.no_grad()
     def scale_rows(self, first: float, last: float) -> None:
         """Multiply the rows of each weight by factors from `first` to `last`."""
         for weight in self.weights.values():
             weight.mul_(torch.linspace(first, last, len(weight)).view(-1, *[1] * (weight.dim() - 1)))
-
-    def _record(self, outcome: RoundedOutcome) -> list:
-        """Return hooks, to remove, that note what enters and leaves each block, and the order of the gradients."""
-        hooks = []
-        for layer, block in self.model.layers.items():
-            outputs, rotations = outcome.outputs[f"layers.{layer}"], outcome.rotations[f"layers.{layer}"] = [], []
-
-            def note(block, args, output, *, outputs=outputs, rotations=rotations):
-                outputs[-1].append(output.detach())
-                rotations[-1].append(args[1].detach())
-
-            hooks.append(block.register_forward_hook(note))
-        for fqn, weight in self.weights.items():
-
-            def note_order(weight, *, fqn=fqn):
-                outcome.gradients.setdefault(fqn, weight.grad)
-
-            hooks.append(weight.register_post_accumulate_grad_hook(note_order))
-        return hooks
 
     def _cut_for_cp(self, whole: Tensor) -> Tensor:
         """(B, S) -> (cp * B, S/cp): of the 2 * cp pieces of a sequence rank r has piece r and the r-th from the end."""

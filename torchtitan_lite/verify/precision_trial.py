@@ -24,9 +24,7 @@ round otherwise: that is not seen.
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +39,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.verify.certificate import RunRanks, Trial, describe_failure
 from torchtitan_lite.verify.module_outputs import find_stage, list_forward_order
-from torchtitan_lite.verify.precision_reference import UNDER_CP, RoundedOutcome, RoundedProcess
+from torchtitan_lite.verify.precision_reference import UNDER_CP, Calls, RoundedOutcome, RoundedProcess, blocks_noted
 from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
 from torchtitan_lite.verify.reference import make_batch_of, relative_error
@@ -144,7 +142,7 @@ def try_rounding(
         ranks = run_ranks(measure_rounding, layout.world_size, config, str(path), last_position)
     except RankFailure as failure:
         return describe_failure(name, failure, time.monotonic() - start)
-    counts = {"n_blocks": len(outcomes[0].outputs), "n_parameters": len(outcomes[0].gradients)}
+    counts = {"n_blocks": len(outcomes[0].calls), "n_parameters": len(outcomes[0].gradients)}
     measures = {measure: of.format(**counts) for measure, (of, _, _) in MEASURES.items()}
     steps = "1 step" if n_steps == 1 else f"{n_steps} steps"
     recipe = f"float8 ({config.quantize.linear.float8.recipe_name}) and " if uses_float8(config) else ""
@@ -162,7 +160,7 @@ def list_checks(ranks: list[RankErrors], outcomes: list[RoundedOutcome], bounds:
     """Yield all checks: by step, then by measure, then by block or parameter."""
     for step, outcome in enumerate(outcomes):
         for measure, (_, kind, detail) in MEASURES.items():
-            names = {"loss": ["sum_losses"], "rotary angles": outcome.outputs, "block outputs": outcome.outputs}
+            names = {"loss": ["sum_losses"], "rotary angles": outcome.calls, "block outputs": outcome.calls}
             for name in names.get(measure, outcome.gradients):
                 of_step = [(coordinates, of_steps[step][measure]) for coordinates, of_steps in ranks]
                 errors = [(coordinates, found[name]) for coordinates, found in of_step if name in found]
@@ -191,7 +189,7 @@ def measure_rounding(rank: int, world_size: int, config: Config, path: str, last
     of_steps = []
     for step, expected in enumerate(outcomes):
         batch = own_rows(run, make_late_batch(run.config, step, last_position))
-        with blocks_noted(run) as blocks, gradients_noted(run) as gradients:
+        with blocks_noted(run.parts) as blocks, gradients_noted(run) as gradients:
             if step < len(outcomes) - 1:
                 loss = stepping.train_step(run, batch).loss
             else:  # the rest of the last step changes nothing that is compared
@@ -210,40 +208,21 @@ def measure_rounding(rank: int, world_size: int, config: Config, path: str, last
     return run.mesh.coordinates(), of_steps
 
 
-Calls = dict[str, list[tuple[Tensor, Tensor]]]  # FQN of a block -> of each call its output, and the rotary angles
-
-
-@contextmanager
-def blocks_noted(run: stepping.Run) -> Iterator[Calls]:
-    """Context manager: yields outputs and rotary angles of this rank's blocks in all calls inside."""
-    calls: Calls = defaultdict(list)
-    hooks = []
-    for part in run.parts:
-        for layer, block in part.layers.items():
-
-            def note(block, args, output, *, to=calls[f"layers.{layer}"]):
-                to.append((output.detach().clone(), args[1].detach().clone()))
-
-            hooks.append(block.register_forward_hook(note))
-    yield calls
-    for hook in hooks:
-        hook.remove()
-
-
 def compare_blocks(run: stepping.Run, calls: Calls, expected: RoundedOutcome) -> Errors:
     """Return the errors of the rotary angles that enter each block, and of its output."""
     layout, here = run.layout, run.mesh.coordinates()
     ranks = [here[dim] for dim in ("cp", "tp") if layout.degrees[dim] > 1]
     order = list_forward_order(run.config, layout)
     angles, outputs = {}, {}
+    first = run.mesh.data_rank * layout.n_microbatches
     for name, noted in calls.items():
-        of_output, of_angles = (each[name][run.mesh.data_rank] for each in (expected.outputs, expected.rotations))
         angles[name] = outputs[name] = 0.0
         # A pipeline's first step calls each stage once more, before all others, to learn shapes.
         microbatches = order[find_stage(layout, name)]
         for at, (output, rotation) in zip(microbatches, noted[-layout.n_microbatches :], strict=True):
-            outputs[name] = max(outputs[name], relative_error(output, cut(of_output[at], output, ranks)))
-            difference = (rotation - cut(of_angles[at], rotation, ranks)).abs().max().item()
+            right_output, right_rotation = expected.calls[name][first + at]
+            outputs[name] = max(outputs[name], relative_error(output, cut(right_output, output, ranks)))
+            difference = (rotation - cut(right_rotation, rotation, ranks)).abs().max().item()
             angles[name] = max(angles[name], difference if difference < math.inf else math.inf)
     return {"rotary angles": angles, "block outputs": outputs}
 
