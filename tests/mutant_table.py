@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from layouts import LAYOUTS, Row
 
@@ -46,3 +47,9 @@ def mutant(
         return function
 
     return add
+
+
+def replaced(owner: object, name: str, function: Callable) -> AbstractContextManager:
+    """Context manager: `function`, with the original as its first argument, in the place of `owner.name`."""
+    original = getattr(owner, name)
+    return patch.object(owner, name, lambda *args, **options: function(original, *args, **options))

@@ -1,145 +1,111 @@
 """Mutants that round otherwise: bfloat16 and float8."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from layouts import CHUNKS, GATHER, PRECOMPUTE, TP, Row
-from mutant_table import CP2, RING, mutant
+from mutant_table import CP, CP2, RING, mutant
+from mutants_of_updates import in_place_of
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from torchtitan_lite import step
-from torchtitan_lite.parallel import (
-    context_attention,
-    float8,
-    fsdp,
-    parallelize,
-    vocabulary_parallel_loss,
-)
-
-# ---------------------------------------------------------------- bfloat16
+from torchtitan_lite.parallel import context_attention, float8, fsdp, parallelize, vocabulary_parallel_loss
 
 ANGLES, REDUCTION = ("rotary angles", "layers.0"), ("gradient reduction", "output.weight")
 BLOCK = ("module output", "layers.0")
 
+# ---------------------------------------------------------------- bfloat16
 
-@mutant("dp2", "gradient reduction", REDUCTION, trial="bfloat16")
-def gradients_reduced_in_bfloat16():
+in_bfloat16, replacing = partial(mutant, trial="bfloat16"), partial(in_place_of, trial="bfloat16")
+
+
+@replacing(parallelize, "apply_fsdp", "dp2", "gradient reduction", REDUCTION)
+def gradients_reduced_in_bfloat16(apply, part, mesh, **options):
     """FSDP adds the gradients of the ranks in the compute dtype. With two ranks nobody sees it; with a thousand, small
     gradients vanish beside the sum of the others."""
-    original = parallelize.apply_fsdp
-
-    def in_bfloat16(part, mesh, **options):
-        original(part, mesh, **{**options, "reduce_dtype": torch.bfloat16})
-
-    return patch.object(parallelize, "apply_fsdp", in_bfloat16)
+    apply(part, mesh, **{**options, "reduce_dtype": torch.bfloat16})
 
 
-@mutant(Row(4, {TP: 2}), "gradient reduction", REDUCTION, trial="bfloat16")
+@in_bfloat16(Row(4, {TP: 2}), "gradient reduction", REDUCTION)
 def gradients_reduced_in_bfloat16_beside_tp():
     """The same beside tensor parallelism, whose partial sums are rounded too, rightly."""
     return gradients_reduced_in_bfloat16()
 
 
-@mutant("one rank", "rotary angles", ANGLES, trial="bfloat16")
-def rotary_angles_cast_to_bfloat16():
+@replacing(fsdp, "MixedPrecisionPolicy", "one rank", "rotary angles", ANGLES)
+def rotary_angles_cast_to_bfloat16(make_policy, **options):
     """FSDP casts what enters a block, as it does by default, and cosines and sines with it. Neighbouring tokens of a
     long text can no longer be told apart; short texts are read as ever."""
-    original = fsdp.MixedPrecisionPolicy
-    return patch.object(
-        fsdp, "MixedPrecisionPolicy", lambda **options: original(**{**options, "cast_forward_inputs": True})
-    )
+    return make_policy(**{**options, "cast_forward_inputs": True})
 
 
-@mutant("tp2", "rotary angles", ANGLES, trial="bfloat16")
+@in_bfloat16("tp2", "rotary angles", ANGLES)
 def rotary_angles_cast_to_bfloat16_under_tp():
     """The same on ranks that share heads."""
     return rotary_angles_cast_to_bfloat16()
 
 
-@mutant(Row(2, CP2), "rotary angles", ANGLES, trial="bfloat16")
-def positions_rounded_to_bfloat16():
+@replacing(step, "shard_for_cp", Row(2, CP2), "rotary angles", ANGLES)
+def positions_rounded_to_bfloat16(shard, run, batch):
     """Positions travel as floating-point numbers and are rounded like those: from 256 on every second one is another,
     from 8,192 on each stands for 64. Models that were trained on short sequences notice nothing."""
-    original = step.shard_for_cp
-
-    def rounded(run, batch):
-        pieces = original(run, batch)
-        return replace(pieces, positions=pieces.positions.bfloat16().long())
-
-    return patch.object(step, "shard_for_cp", rounded)
+    pieces = shard(run, batch)
+    return replace(pieces, positions=pieces.positions.bfloat16().long())
 
 
-@mutant("dp2 accumulation 4 ZeRO-1", "gradient reduction", REDUCTION, trial="bfloat16")
+@in_bfloat16("dp2 accumulation 4 ZeRO-1", "gradient reduction", REDUCTION)
 def microbatches_accumulated_in_bfloat16():
     """What one rank's microbatches contribute is added in the compute dtype, and in fp32 only between ranks. The more
     a run accumulates, the less its last microbatches count."""
     return patch.object(FSDPParam, "to_accumulated_grad_if_needed", lambda parameter: None)
 
 
-@mutant(Row(2, {TP: 2}), "block outputs", BLOCK, dims=("tp",), trial="bfloat16")
-def norms_computed_in_bfloat16_on_one_rank():
+@replacing(torch.nn.RMSNorm, "forward", Row(2, {TP: 2}), "block outputs", BLOCK, dims=("tp",))
+def norms_computed_in_bfloat16_on_one_rank(forward, norm, x):
     """One tensor-parallel rank squares and adds in bf16 before it takes the root, so that norms of its tokens are off
     in the third digit. The loss is as before within its noise."""
-    original = torch.nn.RMSNorm.forward
-
-    def coarse(norm, x):
-        if dist.get_rank() == 0:
-            return original(norm, x)
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
-
-    return patch.object(torch.nn.RMSNorm, "forward", coarse)
+    if dist.get_rank() == 0:
+        return forward(norm, x)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
 
 
-@mutant(
-    Row(4, {"parallelism.context_parallel_degree": 4, **RING}), "block outputs", BLOCK, dims=("cp",), trial="bfloat16"
-)
-def attention_merged_in_bfloat16():
+@replacing(context_attention, "merge_into", Row(4, {CP: 4, **RING}), "block outputs", BLOCK, dims=("cp",))
+def attention_merged_in_bfloat16(merge, out, lse, new_out, new_lse):
     """Around the ring the attention to each rank's keys is added to what there is, which is kept in bf16: rounded once
     for each rank instead of once. The longer the ring, the coarser."""
-    original = context_attention.merge_into
-
-    def coarse(out, lse, new_out, new_lse):
-        original(out, lse, new_out, new_lse)
-        out.copy_(out.bfloat16())
-
-    return patch.object(context_attention, "merge_into", coarse)
+    merge(out, lse, new_out, new_lse)
+    out.copy_(out.bfloat16())
 
 
-@mutant(Row(2, {TP: 2, **CHUNKS}), "loss", ("loss", "sum_losses"), trial="bfloat16")
-def softmax_normalised_in_bfloat16():
+@replacing(vocabulary_parallel_loss.ShardedLoss, "combine", Row(2, {TP: 2, **CHUNKS}), "loss", ("loss", "sum_losses"))
+def softmax_normalised_in_bfloat16(combine, loss, log_total, of_target):
     """The logarithm of the sum over the vocabulary is exchanged in bf16: a loss of 11 is known to 0.03, and gradients
     of all logits of a token are too large or too small by as much."""
-    original = vocabulary_parallel_loss.ShardedLoss.combine
-
-    def coarse(loss, log_total, of_target):
-        log_total, of_target = original(loss, log_total, of_target)
-        return log_total.bfloat16().float(), of_target
-
-    return patch.object(vocabulary_parallel_loss.ShardedLoss, "combine", coarse)
+    log_total, of_target = combine(loss, log_total, of_target)
+    return log_total.bfloat16().float(), of_target
 
 
 # ---------------------------------------------------------------- float8
 
+in_float8 = partial(mutant, trial="float8")
+AllGatherHook = float8.Float8AllGatherHook
 
-@mutant(Row(4, {TP: 2, **GATHER}), "block outputs", BLOCK, trial="float8")
-def scale_set_beside_the_weight():
+
+@in_place_of(AllGatherHook, "post_all_gather", Row(4, {TP: 2, **GATHER}), "block outputs", BLOCK, trial="float8")
+def scale_set_beside_the_weight(post_all_gather, weight, gathered, told, dtype, *, out=None):
     """Under TP the gathered weight is a DTensor, and the new scale is set on it instead of inside. Blocks multiply by
     new weights with the scale of the first step. The loss falls, and less and less."""
-    original = float8.Float8AllGatherHook.post_all_gather
-
-    def beside(weight, gathered, told, dtype, *, out=None):
-        if out is None:
-            return original(weight, gathered, told, dtype)
-        (out.scale,) = told
-
-    return patch.object(float8.Float8AllGatherHook, "post_all_gather", beside)
+    if out is None:
+        return post_all_gather(weight, gathered, told, dtype)
+    (out.scale,) = told
 
 
-@mutant(Row(2, GATHER), "block outputs", BLOCK, trial="float8")
+@in_float8(Row(2, GATHER), "block outputs", BLOCK)
 def ranks_round_with_scales_of_their_own():
     """The largest weight is looked for among a rank's own rows. Each rank then takes all rows to be rounded as its own
     were: rows from other ranks are some percent too large or too small, differently on each rank."""
@@ -147,28 +113,23 @@ def ranks_round_with_scales_of_their_own():
     return patch.object(float8, "dist", alone)
 
 
-@mutant(Row(2, PRECOMPUTE), "block outputs", BLOCK, trial="float8")
+@in_float8(Row(2, PRECOMPUTE), "block outputs", BLOCK)
 def scales_of_the_step_before():
     """Scales are computed before the optimizer step. Nothing is seen while weights shrink; where they grow, the largest
     are cut off."""
     original = step.sum_losses
 
-    @contextmanager
-    def applied():
-        with (
-            patch.object(step, "precompute_scales", lambda *args: None),
-            patch.object(step, "sum_losses", too_early),
-        ):
-            yield
-
-    def too_early(run, local_loss):
+    def compute_too_early(run, local_loss):
         float8.precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)
         return original(run, local_loss)
 
-    return applied()
+    patches = ExitStack()
+    patches.enter_context(patch.object(step, "precompute_scales", lambda *args: None))
+    patches.enter_context(patch.object(step, "sum_losses", compute_too_early))
+    return patches
 
 
-@mutant(Row(2, GATHER), "block outputs", BLOCK, trial="float8")
+@in_float8(Row(2, GATHER), "block outputs", BLOCK)
 def weights_travel_unscaled():
     """Weights of about 0.02 are rounded as they are: to where float8 has a step of 0.002."""
     return patch.object(float8, "choose_scale", lambda amax, dtype: torch.ones_like(amax))

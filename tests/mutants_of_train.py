@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from layouts import ADAMW, Row
 from mutant_table import mutant
+from mutants_of_updates import RATE, in_place_of
 
 from torchtitan_lite import preflight, validation
 from torchtitan_lite.checkpoint import load as loading
@@ -16,7 +17,8 @@ from torchtitan_lite.checkpoint import save as saving
 from torchtitan_lite.checkpoint.state import name_weights
 from torchtitan_lite.verify import train_start
 
-in_train_py = partial(mutant, trial="train.py")
+in_train_py, replacing = partial(mutant, trial="train.py"), partial(in_place_of, trial="train.py")
+VALIDATION = ("validation loss", "validate")
 
 
 def train_py_with(old: str, new: str) -> AbstractContextManager:
@@ -66,32 +68,27 @@ def a_batch_is_skipped_at_each_resume():
     )
 
 
-@in_train_py("pp2 1F1B", "learning rate", ("learning rate", "lr_scheduler"), dims=("dp_shard",))
-def only_rank_0_resumes_its_schedule():
+@replacing(loading, "set_step", "pp2 1F1B", "learning rate", RATE, dims=("dp_shard",))
+def only_rank_0_resumes_its_schedule(set_step, lr_scheduler, step):
     """The rank that reads the manifest sets its learning rate, the others begin their warm-up again. Logged is the one
     of rank 0, which is right."""
-    original = loading.set_step
-    return patch.object(loading, "set_step", lambda *args: original(*args) if dist.get_rank() == 0 else None)
+    if dist.get_rank() == 0:
+        set_step(lr_scheduler, step)
 
 
-@in_train_py("one rank", "learning rate", ("learning rate", "lr_scheduler"))
+@in_train_py("one rank", "learning rate", RATE)
 def schedule_forgotten_by_a_resume():
     """Each resume begins with warm-up and peak again; the loss jumps up a little, as it may for other reasons."""
     return patch.object(loading, "set_step", lambda lr_scheduler, step: None)
 
 
-@in_train_py("one rank", "learning rate", ("learning rate", "lr_scheduler"))
-def schedule_as_long_as_this_start():
+@replacing(preflight, "resolve_config", "one rank", "learning rate", RATE)
+def schedule_as_long_as_this_start(resolve, config, layout, device_type):
     """lr_scheduler.total_steps gives way to training.steps: who prolongs a run has another course of the learning rate
     than was asked for."""
-    original = preflight.resolve_config
-
-    def shortened(config, layout, device_type):
-        config = original(config, layout, device_type)
-        section = replace(config.lr_scheduler, total_steps=config.training.steps, decay_ratio=None, warmup_steps=0)
-        return replace(config, lr_scheduler=section)
-
-    return patch.object(preflight, "resolve_config", shortened)
+    config = resolve(config, layout, device_type)
+    section = replace(config.lr_scheduler, total_steps=config.training.steps, decay_ratio=None, warmup_steps=0)
+    return replace(config, lr_scheduler=section)
 
 
 @in_train_py(Row(2, ADAMW), "resumed state", ("resume", "tok_embeddings.weight"))
@@ -101,37 +98,32 @@ def moments_forgotten_by_a_resume():
     return patch.object(loading, "name_tensors", lambda parameters, optimizer: name_weights(parameters))
 
 
-@in_train_py("tp2", "resumed state", ("resume", "tok_embeddings.weight"))
-def checkpoints_rounded_to_bfloat16():
+@replacing(saving, "name_tensors", "tp2", "resumed state", ("resume", "tok_embeddings.weight"))
+def checkpoints_rounded_to_bfloat16(name_tensors, parameters, optimizer):
     """Weights are saved in half of the space. Every resume loses what learned slowly; no curve shows it."""
-    original = saving.name_tensors
-
-    def rounded(parameters, optimizer):
-        return {name: tensor.bfloat16().float() for name, tensor in original(parameters, optimizer).items()}
-
-    return patch.object(saving, "name_tensors", rounded)
+    return {name: tensor.bfloat16().float() for name, tensor in name_tensors(parameters, optimizer).items()}
 
 
-@in_train_py("dp2", "validation", ("validation loss", "validate"))
+@in_train_py("dp2", "validation", VALIDATION)
 def validation_counts_padding():
     """Padding counts in the denominator of the validation loss: the fewer held-out documents, the better it looks."""
     return patch.object(validation, "IGNORE_INDEX", -1)
 
 
-@in_train_py("dp2", "validation", ("validation loss", "validate"), dims=("dp_shard",))
+@in_train_py("dp2", "validation", VALIDATION, dims=("dp_shard",))
 def validation_of_one_rank():
     """Each rank has the validation loss of its own rows, and rank 0 logs it: it depends on the layout, and on who got
     the padding."""
     return patch.object(validation, "dist", SimpleNamespace(all_reduce=lambda tensor, group: None))
 
 
-@in_train_py("one rank", "validation", ("validation loss", "validate"))
+@in_train_py("one rank", "validation", VALIDATION)
 def validation_on_training_documents():
     """What is validated on was trained on: overfitting is never seen."""
     return train_py_with('config.training.dataset, "validation")', 'config.training.dataset, "train")')
 
 
-@in_train_py("pp2 GPipe", "validation", ("validation loss", "validate"))
+@in_train_py("pp2 GPipe", "validation", VALIDATION)
 def last_held_out_batch_left_out():
     """The incomplete batch at the end is dropped, as data loaders do by default: the loss is that of other documents
     whenever the batch size changes."""
@@ -157,15 +149,10 @@ def norm_logged_after_clipping():
     return train_py_with("grad_norm=result.grad_norm.item()", clipped)
 
 
-@in_train_py("dp2", "loss", ("loss", "train_step"))
-def validation_moves_the_weights():
+@replacing(validation, "validate", "dp2", "loss", ("loss", "train_step"))
+def validation_moves_the_weights(validate, run, *args):
     """A validation that steps: the held-out documents are trained on, a little, at each validation."""
-    original = validation.validate
-
-    def nudging(run, *args):
-        validated = original(run, *args)
-        for parameter in run.parameters.values():
-            parameter.data.mul_(0.999)
-        return validated
-
-    return patch.object(validation, "validate", nudging)
+    validated = validate(run, *args)
+    for parameter in run.parameters.values():
+        parameter.data.mul_(0.999)
+    return validated

@@ -1,18 +1,18 @@
 """Mutants of what follows the gradients: clipping, optimizer, learning rate, steps that are not finite."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial, wraps
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from layouts import ADAMW, PP, TP, Row
-from mutant_table import mutant
-from torch.distributed.tensor import DTensor
+from mutant_table import mutant, replaced
 
 from torchtitan_lite import step
 from torchtitan_lite.components import adamw_bfloat16, optim
+from torchtitan_lite.components.adamw_bfloat16 import local_tensor as local
 
 # Warm-up, peak and decay all differ, and the decay ends above zero.
 RATES = {
@@ -23,158 +23,115 @@ RATES = {
 }
 ADAMW_WITH_RATES = {**ADAMW, **RATES}
 MOMENTS_IN_BFLOAT16 = {**ADAMW_WITH_RATES, "optimizer.moments_dtype": "bfloat16"}
+SHARDED, TENSOR, STAGES = (Row(2, {**degrees, **ADAMW_WITH_RATES}) for degrees in ({}, {TP: 2}, {PP: 2}))
 FIRST = "tok_embeddings.weight"
+CLIPPING, RATE = ("clipping", "clip_grad_norm"), ("learning rate", "lr_scheduler")
+NOT_FINITE = ("non-finite step", "step_if_finite")
 
 
-def change_optimizer(change: Callable) -> AbstractContextManager:
-    """`change(optimizer)` right after a run has built it."""
-    original = step.build_optimizer
+def in_place_of(owner: object, name: str, *row_and_culprit: object, trial: str, **keys: object) -> Callable:
+    """Decorator: a mutant that calls the decorated function in the place of `owner.name`, with the original first."""
 
-    def build(section, parameters):
-        optimizer = original(section, parameters)
-        change(optimizer)
-        return optimizer
+    def add(function: Callable) -> Callable:
+        @wraps(function)
+        def make_patch():
+            return replaced(owner, name, function)
 
-    return patch.object(step, "build_optimizer", build)
+        return mutant(*row_and_culprit, trial=trial, **keys)(make_patch)
 
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return add
 
 
-@mutant("tp2", "clipping", ("clipping", "clip_grad_norm"), trial="updates")
-def small_gradients_are_scaled_up():
+replacing = partial(in_place_of, trial="updates")
+
+
+@replacing(step, "clip_grad_norm", "tp2", "clipping", CLIPPING)
+def small_gradients_are_scaled_up(clip, parameters, max_norm):
     """Gradients below the threshold are brought up to it, because nothing keeps the factor at most 1. The loss falls,
     faster at first; toward the end of training, where gradients are small, it is noisy and nobody knows why."""
-    original = step.clip_grad_norm
-
-    def unclamped(parameters, max_norm):
-        parameters = list(parameters)
-        norm = original(parameters, max_norm)
-        if norm < max_norm:
-            for parameter in parameters:
-                local_of(parameter.grad).mul_(max_norm / (norm + 1e-6))
-        return norm
-
-    return patch.object(step, "clip_grad_norm", unclamped)
+    parameters = list(parameters)
+    norm = clip(parameters, max_norm)
+    if norm < max_norm:
+        for parameter in parameters:
+            local(parameter.grad).mul_(max_norm / (norm + 1e-6))
+    return norm
 
 
-@mutant("dp2", "clipping", ("clipping", "clip_grad_norm"), dims=("dp_shard",), trial="updates")
-def one_rank_clips_only_very_large_gradients():
+@replacing(step, "clip_grad_norm", "dp2", "clipping", CLIPPING, dims=("dp_shard",))
+def one_rank_clips_only_very_large_gradients(clip, parameters, max_norm):
     """To save a pass over its slices, one rank clips them only where the norm is far above the threshold. Most batches
     train rightly; in the others some slices take longer steps than the rest."""
-    original = step.clip_grad_norm
-
-    def only_far_above(parameters, max_norm):
-        parameters = list(parameters)
-        before = [local_of(parameter.grad).clone() for parameter in parameters]
-        norm = original(parameters, max_norm)
-        if norm < 2.5 * max_norm and dist.get_rank() == 0:
-            for parameter, old in zip(parameters, before, strict=True):
-                local_of(parameter.grad).copy_(old)
-        return norm
-
-    return patch.object(step, "clip_grad_norm", only_far_above)
+    parameters = list(parameters)
+    before = [local(parameter.grad).clone() for parameter in parameters]
+    norm = clip(parameters, max_norm)
+    if norm < 2.5 * max_norm and dist.get_rank() == 0:
+        for parameter, old in zip(parameters, before, strict=True):
+            local(parameter.grad).copy_(old)
+    return norm
 
 
-@mutant(
-    Row(2, {TP: 2, **ADAMW_WITH_RATES}),
-    "replicas",
-    ("update", "layers.0.attention_norm.weight"),
-    dims=("tp",),
-    trial="updates",
-)
-def norms_decay_on_one_tp_rank():
+@replacing(step, "build_optimizer", TENSOR, "copies", ("update", "layers.0.attention_norm.weight"), dims=("tp",))
+def norms_decay_on_one_tp_rank(build, section, parameters):
     """One tensor-parallel rank's AdamW spares its norm weights the weight decay. Copies drift apart slowly, and
     gradients are right in every step; a checkpoint holds whichever copy is saved."""
-
-    def exempt_norms(optimizer):
-        if dist.get_rank() == 1 and isinstance(optimizer, torch.optim.AdamW):
-            (group,) = optimizer.param_groups
-            norms = [parameter for parameter in group["params"] if parameter.dim() == 1]
-            group["params"] = [parameter for parameter in group["params"] if parameter.dim() > 1]
-            optimizer.add_param_group({"params": norms, "weight_decay": 0.0})
-
-    return change_optimizer(exempt_norms)
+    optimizer = build(section, parameters)
+    if dist.get_rank() == 1:
+        (group,) = optimizer.param_groups
+        norms = [parameter for parameter in group["params"] if parameter.dim() == 1]
+        group["params"] = [parameter for parameter in group["params"] if parameter.dim() > 1]
+        optimizer.add_param_group({"params": norms, "weight_decay": 0.0})
+    return optimizer
 
 
-@mutant(Row(2, ADAMW_WITH_RATES), "moments", ("moments", FIRST), dims=("dp_shard",), trial="updates")
-def another_beta_on_one_rank():
+@replacing(step, "build_optimizer", SHARDED, "moments", ("moments", FIRST), dims=("dp_shard",))
+def another_beta_on_one_rank(build, section, parameters):
     """One host reads an older config: its slices of all weights forget the second moment twenty times as slowly. The
     loss falls a little less."""
-
-    def remember_longer(optimizer):
-        if dist.get_rank() == 1:
-            optimizer.param_groups[0]["betas"] = (0.9, 0.9975)
-
-    return change_optimizer(remember_longer)
+    return build(replace(section, beta2=0.9975) if dist.get_rank() == 1 else section, parameters)
 
 
-@mutant(Row(2, {PP: 2, **RATES}), "learning_rate", ("learning rate", "lr_scheduler"), dims=("pp",), trial="updates")
-def schedule_stepped_on_the_first_stage_only():
+@replacing(step, "build_lr_scheduler", Row(2, {PP: 2, **RATES}), "learning rate", RATE, dims=("pp",))
+def schedule_stepped_on_the_first_stage_only(build, section, optimizer):
     """Later stages stay at the learning rate of the first step. The logged rate, that of rank 0, is right."""
-    original = step.build_lr_scheduler
-
-    def build(section, optimizer):
-        scheduler = original(section, optimizer)
-        if dist.get_rank() == 1:
-            scheduler.step = lambda: None
-        return scheduler
-
-    return patch.object(step, "build_lr_scheduler", build)
+    scheduler = build(section, optimizer)
+    if dist.get_rank() == 1:
+        scheduler.step = lambda: None
+    return scheduler
 
 
-@mutant(Row(2, RATES), "learning_rate", ("learning rate", "lr_scheduler"), trial="updates")
-def decay_ends_at_zero():
+@replacing(optim, "learning_rate_factor", Row(2, RATES), "learning rate", RATE)
+def decay_ends_at_zero(factor, section, at):
     """min_lr_factor is not read: the end of training is spent with a rate of nearly zero."""
-    original = optim.learning_rate_factor
-    return patch.object(
-        optim, "learning_rate_factor", lambda section, at: original(replace(section, min_lr_factor=0.0), at)
-    )
+    return factor(replace(section, min_lr_factor=0.0), at)
 
 
-@mutant(Row(2, {PP: 2}), "non_finite", ("non-finite step", "step_if_finite"), dims=("pp",), trial="updates")
-def each_stage_judges_for_itself_what_is_finite():
+@replacing(step, "step_if_finite", Row(2, {PP: 2}), "non-finite step", NOT_FINITE, dims=("pp",))
+def each_stage_judges_for_itself_what_is_finite(step_if_finite, optimizer, grad_norm):
     """A stage whose own gradients are finite steps, while the one that met a NaN does not. The model is then one of two
     steps, and a checkpoint holds both."""
-    original = step.step_if_finite
-
-    def judge_own(optimizer, grad_norm):
-        gradients = [local_of(p.grad) for group in optimizer.param_groups for p in group["params"]]
-        return original(optimizer, torch.stack([gradient.norm() for gradient in gradients]).norm())
-
-    return patch.object(step, "step_if_finite", judge_own)
+    gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"]]
+    return step_if_finite(optimizer, torch.stack([gradient.norm() for gradient in gradients]).norm())
 
 
-@mutant(Row(2, ADAMW_WITH_RATES), "non_finite", ("non-finite step", "step_if_finite"), trial="updates")
-def infinity_counts_as_finite():
+@replacing(step, "step_if_finite", SHARDED, "non-finite step", NOT_FINITE)
+def infinity_counts_as_finite(step_if_finite, optimizer, grad_norm):
     """Only NaN is looked for. An overflow passes, AdamW divides infinity by infinity, and all weights with such a
     gradient are NaN from the next step on."""
-
-    def unless_nan(optimizer, grad_norm):
-        return original(optimizer, torch.where(grad_norm.isnan(), grad_norm, 1.0))
-
-    original = step.step_if_finite
-    return patch.object(step, "step_if_finite", unless_nan)
+    return step_if_finite(optimizer, torch.where(grad_norm.isnan(), grad_norm, 1.0))
 
 
-@mutant(Row(2, {TP: 2, **ADAMW_WITH_RATES}), "non_finite", ("non-finite step", "step_if_finite"), trial="updates")
-def moments_move_in_a_step_that_is_not_finite():
+@replacing(step, "step_if_finite", TENSOR, "non-finite step", NOT_FINITE)
+def moments_move_in_a_step_that_is_not_finite(step_if_finite, optimizer, grad_norm):
     """Weights are left alone, but moments forget a part of what they held, as after a gradient of zero. Runs that skip
     such a step and go on are a little off, and the same run without it is never made."""
-    original = step.step_if_finite
-
-    def forgetful(optimizer, grad_norm):
-        finite = original(optimizer, grad_norm)
-        if not finite:
-            for state in optimizer.state.values():
-                local_of(state["exp_avg"]).mul_(0.9)
-        return finite
-
-    return patch.object(step, "step_if_finite", forgetful)
+    finite = step_if_finite(optimizer, grad_norm)
+    if not finite:
+        for state in optimizer.state.values():
+            local(state["exp_avg"]).mul_(0.9)
+    return finite
 
 
-@mutant(Row(2, ADAMW_WITH_RATES), "moments", ("moments", FIRST), trial="updates")
+@mutant(SHARDED, "moments", ("moments", FIRST), trial="updates")
 def adam_instead_of_adamw():
     """Weight decay is added to the gradient, which the second moment then divides away: it hardly decays anything. The
     loss of the training data is lower, that of other data is not."""
@@ -187,62 +144,47 @@ def adam_instead_of_adamw():
     return patch.dict(optim.BUILDERS, {"AdamW": build})
 
 
-@mutant(Row(2, {TP: 2, **ADAMW_WITH_RATES}), "update", ("update", FIRST), trial="updates")
-def decay_without_the_learning_rate():
+@replacing(step, "step_if_finite", TENSOR, "update", ("update", FIRST))
+def decay_without_the_learning_rate(step_if_finite, optimizer, grad_norm):
     """Each step takes the same share off each weight, in the warm-up and at the end too. Norms of weights shrink; the
     loss follows late."""
-    original = step.step_if_finite
-
-    def decay_fully(optimizer, grad_norm):
-        (group,) = optimizer.param_groups
-        if grad_norm.isfinite():
-            for parameter in group["params"]:
-                by_rate = 1 - group["lr"] * group["weight_decay"]
-                local_of(parameter.detach()).mul_((1 - group["initial_lr"] * group["weight_decay"]) / by_rate)
-        return original(optimizer, grad_norm)
-
-    return patch.object(step, "step_if_finite", decay_fully)
+    (group,) = optimizer.param_groups
+    if grad_norm.isfinite():
+        for parameter in group["params"]:
+            by_rate = 1 - group["lr"] * group["weight_decay"]
+            local(parameter.detach()).mul_((1 - group["initial_lr"] * group["weight_decay"]) / by_rate)
+    return step_if_finite(optimizer, grad_norm)
 
 
-@mutant(Row(2, {PP: 2, **ADAMW_WITH_RATES}), "update", ("update", "layers.2.attention_norm.weight"), trial="updates")
-def steps_counted_twice_on_the_last_stage():
+@replacing(step, "step_if_finite", STAGES, "update", ("update", "layers.2.attention_norm.weight"))
+def steps_counted_twice_on_the_last_stage(step_if_finite, optimizer, grad_norm):
     """The moments of one stage are taken for those of a later step and corrected too little for their start. The first
     hundred steps of that stage are shorter or longer than they should be."""
-    original = step.step_if_finite
-
-    def count_on(optimizer, grad_norm):
-        finite = original(optimizer, grad_norm)
-        if dist.get_rank() == 1 and finite:
-            for state in optimizer.state.values():
-                state["step"] += 1
-        return finite
-
-    return patch.object(step, "step_if_finite", count_on)
+    finite = step_if_finite(optimizer, grad_norm)
+    if dist.get_rank() == 1 and finite:
+        for state in optimizer.state.values():
+            state["step"] += 1
+    return finite
 
 
-@mutant(Row(2, {PP: 2, **ADAMW_WITH_RATES}), "moments", ("moments", FIRST), trial="updates")
-def second_moment_of_gradients_clipped_by_stage():
+@replacing(step, "step_if_finite", STAGES, "moments", ("moments", FIRST))
+def second_moment_of_gradients_clipped_by_stage(step_if_finite, optimizer, grad_norm):
     """The first moment gets gradients clipped by the norm of the model, the second one gradients clipped by the norm of
     the stage. Steps are too short where gradients are cut, and right where they are not."""
-    original = step.step_if_finite
-
-    def clip_again(optimizer, grad_norm):
-        (group,) = optimizer.param_groups
-        states = {parameter: state for parameter, state in optimizer.state.items() if "exp_avg_sq" in state}
-        before = {parameter: local_of(state["exp_avg_sq"]).clone() for parameter, state in states.items()}
-        left = torch.stack([local_of(parameter.grad).norm() for parameter in group["params"]]).norm()
-        finite = original(optimizer, grad_norm)
-        if finite and grad_norm > 0.5 and "betas" in group:  # max_norm of the table
-            for parameter in group["params"]:
-                second = local_of(optimizer.state[parameter]["exp_avg_sq"])
-                kept = group["betas"][1] * before.get(parameter, torch.zeros_like(second))
-                second.copy_(kept + (second - kept) * (0.5 / left) ** 2)
-        return finite
-
-    return patch.object(step, "step_if_finite", clip_again)
+    (group,) = optimizer.param_groups
+    states = {parameter: state for parameter, state in optimizer.state.items() if "exp_avg_sq" in state}
+    before = {parameter: local(state["exp_avg_sq"]).clone() for parameter, state in states.items()}
+    left = torch.stack([local(parameter.grad).norm() for parameter in group["params"]]).norm()
+    finite = step_if_finite(optimizer, grad_norm)
+    if finite and grad_norm > 0.5:  # max_norm of the table
+        for parameter in group["params"]:
+            second = local(optimizer.state[parameter]["exp_avg_sq"])
+            kept = group["betas"][1] * before.get(parameter, torch.zeros_like(second))
+            second.copy_(kept + (second - kept) * (0.5 / left) ** 2)
+    return finite
 
 
-@mutant(Row(2, {TP: 2, **ADAMW_WITH_RATES}), "update", ("update", FIRST), trial="updates")
+@mutant(TENSOR, "update", ("update", FIRST), trial="updates")
 def eps_inside_the_root():
     """eps is added to the second moment before its root is taken. Weights with large gradients do not notice; those of
     rare tokens, whose gradients are as small as eps, stand still."""
@@ -250,52 +192,40 @@ def eps_inside_the_root():
     class Inside(torch.optim.AdamW):
         @torch.no_grad()
         def step(self):
-            before = [local_of(p).clone() for group in self.param_groups for p in group["params"]]
+            before = [local(p).clone() for group in self.param_groups for p in group["params"]]
             super().step()
             if getattr(self, "found_inf", 0.0) > 0:
                 return
             for group in self.param_groups:
                 for p, old in zip(group["params"], before, strict=True):
                     state, t = self.state[p], self.state[p]["step"]
-                    first = local_of(state["exp_avg"]) / (1 - group["betas"][0] ** t)
-                    second = local_of(state["exp_avg_sq"]) / (1 - group["betas"][1] ** t)
+                    first = local(state["exp_avg"]) / (1 - group["betas"][0] ** t)
+                    second = local(state["exp_avg_sq"]) / (1 - group["betas"][1] ** t)
                     shrunk = old * (1 - group["lr"] * group["weight_decay"])
-                    local_of(p).copy_(shrunk - group["lr"] * first / (second + group["eps"]).sqrt())
+                    local(p).copy_(shrunk - group["lr"] * first / (second + group["eps"]).sqrt())
 
     return patch.object(optim, "AdamW", Inside)
 
 
-@mutant(Row(2, MOMENTS_IN_BFLOAT16), "moments", ("moments", FIRST), trial="updates")
-def moments_cut_instead_of_rounded():
+@replacing(torch.Tensor, "copy_", Row(2, MOMENTS_IN_BFLOAT16), "moments", ("moments", FIRST))
+def moments_cut_instead_of_rounded(copy, target, source, *args, **options):
     """The lower half of the bits of each moment is dropped, so that it moves toward zero. It shrinks by 0.3 % in each
     step, and remembers ten: steps are a few percent off."""
-    original = torch.Tensor.copy_
-
-    def cut(target, source, *args, **options):
-        if target.dtype == torch.bfloat16 and source.dtype == torch.float32:
-            source = (source.contiguous().view(torch.int32) & -65536).view(torch.float32)
-        return original(target, source, *args, **options)
-
-    return patch.object(torch.Tensor, "copy_", cut)
+    if target.dtype == torch.bfloat16 and source.dtype == torch.float32:
+        source = (source.contiguous().view(torch.int32) & -65536).view(torch.float32)
+    return copy(target, source, *args, **options)
 
 
-@mutant(Row(2, {TP: 2, **MOMENTS_IN_BFLOAT16}), "update", ("update", FIRST), trial="updates")
-def weights_moved_by_rounded_moments():
+@replacing(adamw_bfloat16, "adamw", Row(2, {TP: 2, **MOMENTS_IN_BFLOAT16}), "update", ("update", FIRST))
+def weights_moved_by_rounded_moments(adamw, weights, gradients, firsts, seconds, _, steps, **options):
     """Moments are rounded to bf16 before the weight takes its step instead of after. The moments of the next step are
     the same; weights are off by a third of a percent of each update."""
-
-    def move(lists: list, moments: list, step_list: list, *, weight_decay, eps, lr, beta1, beta2, found_inf=None, **_):
-        (weight,), (gradient,) = lists
-        if found_inf is not None and found_inf > 0:
-            return
-        (first,), (second,), (n,) = *moments, step_list
-        n += 1
-        first.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        corrected = first.bfloat16().float() / (1 - beta1**n), second.bfloat16().float() / (1 - beta2**n)
-        weight.mul_(1 - lr * weight_decay).sub_(lr * corrected[0] / (corrected[1].sqrt() + eps))
-
-    def adamw(weights, gradients, firsts, seconds, _, steps, **options):
-        move([weights, gradients], [firsts, seconds], steps, **options)
-
-    return patch.object(adamw_bfloat16, "adamw", adamw)
+    if options.get("found_inf") is not None and options["found_inf"] > 0:
+        return
+    (weight,), (gradient,), (first,), (second,), (n,) = weights, gradients, firsts, seconds, steps
+    beta1, beta2, lr = options["beta1"], options["beta2"], options["lr"]
+    n += 1
+    first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    corrected = first.bfloat16().float() / (1 - beta1**n), second.bfloat16().float() / (1 - beta2**n)
+    weight.mul_(1 - lr * options["weight_decay"]).sub_(lr * corrected[0] / (corrected[1].sqrt() + options["eps"]))

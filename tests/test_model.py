@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from their_llama import make_their_config
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
 from torchtitan_lite.model.head import IGNORE_INDEX
@@ -33,31 +34,7 @@ def build_ours(shape: ModelArgs) -> Llama3:
 
 
 def build_theirs(shape: ModelArgs, ours: Llama3) -> LlamaForCausalLM:
-    rope = {"rope_theta": shape.rope_theta, "rope_type": "default"}
-    if shape.rope_scaling:
-        rope = {
-            "rope_theta": shape.rope_theta,
-            "rope_type": "llama3",
-            "factor": shape.rope_scaling.factor,
-            "low_freq_factor": shape.rope_scaling.low_freq_factor,
-            "high_freq_factor": shape.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": shape.rope_scaling.original_length,
-        }
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.dim,
-        intermediate_size=shape.ffn_dim,
-        num_hidden_layers=shape.n_layers,
-        num_attention_heads=shape.n_heads,
-        num_key_value_heads=shape.n_kv_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=shape.norm_eps,
-        rope_parameters=rope,
-        tie_word_embeddings=shape.tie_embeddings,
-        max_position_embeddings=4096,
-        attn_implementation="sdpa",
-    )
-    theirs = LlamaForCausalLM(config)
+    theirs = LlamaForCausalLM(make_their_config(shape, attn_implementation="sdpa"))
     weights = {their_name(fqn): in_their_order(fqn, tensor, shape) for fqn, tensor in ours.state_dict().items()}
     theirs.load_state_dict(weights, strict=True)
     return theirs

@@ -1,6 +1,6 @@
-"""The trial of train.py: it accuses no healthy layout, leaves nothing behind, and its reference is its own.
+"""The trial of train.py accuses no healthy layout and leaves nothing behind; its reference cuts rows by itself.
 
-Its mutants are in mutants.py, and test_verify.py runs them with all others.
+test_verify.py runs its mutants with all others.
 """
 
 import gc
@@ -36,9 +36,10 @@ from torchtitan_lite.verify import train_trial
 from torchtitan_lite.verify.ranks import RankPool, RankTimeout
 from torchtitan_lite.verify.reduction import Reduction, reduce_config
 from torchtitan_lite.verify.train_checks import StartPlan, find_unlike_peers
-from torchtitan_lite.verify.train_reference import cut_batch, make_text, write_corpus
+from torchtitan_lite.verify.train_reference import cut_samples, make_batch, make_text, write_corpus
 from torchtitan_lite.verify.train_start import measure_slice
 from torchtitan_lite.verify.train_trial import choose_other_layout, make_config, try_train
+from torchtitan_lite.verify.trial_checks import Gap
 
 ASYNC = {"checkpoint.async_mode": "async"}
 ACCUMULATION = {"training.local_batch_size": 1}
@@ -51,7 +52,7 @@ HEALTHY = {
     "pp2 x cp2 documents": Row(4, {PP: 2, CP: 2, **DOCUMENTS, **ASYNC}),
     "pp2 DualPipeV": Row(2, {PP: 2, SCHEDULE: "DualPipeV", MODE: "none", **ADAMW, **ASYNC}),
 }
-SLOW = {
+SLOW = {  # many ranks, or compiled
     "one rank offloaded": Row(1, OFFLOAD),
     "hsdp2x2 accumulation": Row(4, {REPLICATE: 2, **ACCUMULATION, **ADAMW, **ASYNC}),
     "cp2 x tp2 ring compile": Row(4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED, **ADAMW}),
@@ -93,7 +94,7 @@ def test_a_worker_is_left_as_it_was_and_no_file_is_written_elsewhere(tmp_path, m
     assert capfd.readouterr().out == ""
 
 
-def test_a_missing_train_py_a_rank_that_fails_and_one_that_hangs_are_told_apart(pool, tmp_path, monkeypatch):
+def test_a_missing_train_py_a_rank_that_fails_and_one_that_hangs_end_differently(pool, tmp_path, monkeypatch):
     monkeypatch.setattr(train_trial, "TRAIN_PY", tmp_path / "nowhere" / "train.py")
     trial = try_train(reduce_row(Row(1)), None, tmp_path)
     assert trial.faults == {} and trial.is_missing and "train.py" in trial.skipped
@@ -156,17 +157,16 @@ def test_samples_are_cut_as_the_reader_of_runs_cuts_them(tmp_path, restart_posit
     for split, text in (("train", train), ("validation", held_out)):
         corpus = open_corpus(str(tmp_path / "corpus"), load_tokenizer("bytes"), tmp_path, split=split)
         reader = SampleReader([corpus], seq_len=24, vocab_size=258, restart_positions=restart_positions)
-        samples = [(0, sample) for sample in range(text.count_samples(24))]
-        assert reader.n_samples == [len(samples)]
-        read, cut = reader.read(samples), cut_batch([text], samples, 24, restart_positions=restart_positions)
-        assert all(map(torch.equal, vars(read).values(), vars(cut).values()))
+        cut = cut_samples(text, 24, restart_positions=restart_positions)
+        assert reader.n_samples == [len(cut)]
+        read = reader.read([(0, sample) for sample in range(len(cut))])
+        assert all(map(torch.equal, vars(read).values(), vars(make_batch(cut)).values()))
 
 
-def test_of_a_difference_counts_what_rounding_does_not_explain():
+def test_only_the_part_of_a_difference_counts_that_rounding_does_not_explain():
     expected = torch.tensor([1.0, -2.0])
     one_bit = expected * (1 + 2**-23)
-    assert measure_slice(one_bit, expected, roundings=4) == (0.0, 5.0)
-    assert measure_slice(one_bit, expected)[0] == pytest.approx(5 * 2**-46)
-    wrong, _ = measure_slice(expected + 0.1, expected, roundings=4)
-    assert wrong == pytest.approx(0.02, rel=1e-5)
-    assert math.isnan(measure_slice(expected * math.nan, expected, roundings=4)[0])
+    assert measure_slice(one_bit, expected, roundings=4) == Gap(0.0, 5.0)
+    assert measure_slice(one_bit, expected).error == pytest.approx(5 * 2**-46)
+    assert measure_slice(expected + 0.1, expected, roundings=4).error == pytest.approx(0.02, rel=1e-5)
+    assert math.isnan(measure_slice(expected * math.nan, expected, roundings=4).error)

@@ -1,15 +1,14 @@
 """`verify --against-hf FOLDER`: the model file beside transformers' Llama, with the weights of FOLDER.
 
-A layout is compared with one process, and both run the same model file: what is wrong there is wrong in both. Here the
-reference is the code of others.
+The other trials compare a layout with one process, and both run the same model file: an error in it is in both. Here
+the reference is the code of others.
 
     FOLDER -> our loader    -> the model file, attention and loss as the config has them  -+
            -> transformers  -> LlamaForCausalLM, eager attention, its own loader          -+-> model_comparison.py
 
 Everything in float32, in one process, on the CPU.
 
-transformers is not among the packages that training needs. It is imported here alone, and only when it is asked for:
-importing it takes seconds.
+Training does not need transformers. It is imported here alone, and only for this option: that takes seconds.
 """
 
 import argparse
@@ -18,8 +17,8 @@ import re
 import sys
 import time
 from collections import defaultdict
+from dataclasses import asdict
 from importlib import import_module
-from importlib.util import find_spec
 from math import isfinite, prod
 from pathlib import Path
 from types import ModuleType
@@ -57,8 +56,6 @@ def main(reading: ConfigReading, options: argparse.Namespace) -> int:
         refuse_other_options(options)
         transformers = load_transformers()
         folder = open_matching(options.against_hf, reading.config)
-        check_names(reading.config, folder.shape)
-        check_memory(reading.config, folder)
         ours = build_ours(reading.config, folder)
     except ConfigError as error:
         if options.json:
@@ -104,14 +101,12 @@ def refuse_other_options(options: argparse.Namespace) -> None:
 def load_transformers() -> ModuleType:
     """Import the package, without its output. Raises ConfigError where that fails."""
     remedy = f'Install it: {sys.executable} -m pip install "transformers>=5" -c constraints.txt'
-    if find_spec("transformers") is None:
-        raise ConfigError(
-            [Problem(KEY, "transformers", "it is not installed here, as training does not need it", remedy)]
-        )
     try:
         transformers = import_module("transformers")
     except ImportError as error:
         why = f"it is installed, and cannot be imported: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
+            why = "it is not installed here, as training does not need it"
         raise ConfigError([Problem(KEY, "transformers", why, remedy)]) from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -119,15 +114,15 @@ def load_transformers() -> ModuleType:
 
 
 def open_matching(path: Path, config: Config) -> HuggingFaceFolder:
-    """Return the folder, which holds a model of the config's shape. Raises ConfigError."""
-    shape = resolve_model(config.model)
+    """Return the folder. Raises ConfigError where its model has other sizes than the config's."""
+    model_args = resolve_model(config.model)
     try:
         folder = open_folder(path)
     except HuggingFaceError as error:
         remedy = "Name a folder as transformers saves a Llama, with config.json and safetensors files"
         raise ConfigError([Problem(KEY, str(path), "; ".join(error.problems), remedy)]) from None
-    problems = compare_shapes(folder.shape, shape, path)
-    if folder.shape.tie_embeddings and not shape.tie_embeddings:  # may be loaded, but has one gradient for our two
+    problems = compare_shapes(folder.shape, model_args, path)
+    if folder.shape.tie_embeddings and not model_args.tie_embeddings:  # can be loaded, but has one gradient for two
         why, remedy = f"the model in {path} has one matrix for embedding and head", "Set model.tie_embeddings = true"
         problems.append(Problem("model.tie_embeddings", False, why, remedy))
     if problems:
@@ -135,41 +130,25 @@ def open_matching(path: Path, config: Config) -> HuggingFaceFolder:
     return folder
 
 
-def check_names(config: Config, shape: ModelArgs) -> None:
-    """Raise ConfigError for a model that is no Llama: every parameter needs its counterpart in transformers."""
-    model_class, _ = MODELS[config.model.name]
-    with torch.device("meta"):
-        model = model_class(shape, attention=config.model.attention)
-    seen = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
-    expected = list_tensors(shape)
-    if unmatched := [fqn for fqn in [*seen, *expected] if seen.get(fqn) != expected.get(fqn)]:
-        why = (
-            f"{len(set(unmatched))} of its parameters are not those of a Llama, {unmatched[0]} for one, so there is "
-            "nothing in transformers' Llama to compare them with"
-        )
-        remedy = "Compare such a model with a reference of its own, or with its parent: keep its parameters' names"
-        raise ConfigError([Problem("model.name", config.model.name, why, remedy)])
-
-
 def check_memory(config: Config, folder: HuggingFaceFolder) -> None:
     """Print the memory that is needed. Raises ConfigError where this host has less."""
     needed, available = count_bytes(folder.shape, config.model.attention), measure_cpu_memory()
     seen = f"it needs about {format_bytes(needed)}: weights twice, gradients once, activations, all in float32"
-    print(f"{KEY} {folder.path}: {seen}; this host has {format_bytes(available)}", file=sys.stderr)
+    seen += f"; this host has {format_bytes(available)}"
+    print(f"{KEY} {folder.path}: {seen}", file=sys.stderr)
     if needed > available:
-        why = f"{seen}, and this host has {format_bytes(available)}"
-        raise ConfigError([Problem(KEY, str(folder.path), why, "Use a host with more memory, or a smaller model")])
+        raise ConfigError([Problem(KEY, str(folder.path), seen, "Use a host with more memory, or a smaller model")])
 
 
-def count_bytes(shape: ModelArgs, attention: str) -> int:
+def count_bytes(args: ModelArgs, attention: str) -> int:
     """Return peak memory: both models, the reference's gradients, one gradient in float64, a batch's activations."""
-    sizes = [prod(size) for size in list_tensors(shape).values()]
+    sizes = [prod(size) for size in list_tensors(args).values()]
     in_float64 = 2 * 3 * max(sizes)  # a gradient, its reference, and their difference
-    heads = shape.n_heads * shape.head_dim
+    heads = args.n_heads * args.head_dim
     # Eager attention keeps its scores, before and after the softmax, and repeats keys and values for every head.
-    per_layer = 12 * shape.dim + 5 * shape.ffn_dim + 8 * heads + 4 * shape.n_heads * LENGTH
-    n_tokens = LENGTH * max(map(len, list_rows(shape, attention=attention).values()))
-    activations = n_tokens * (shape.n_layers * per_layer + 6 * shape.vocab_size)
+    per_layer = 12 * args.dim + 5 * args.ffn_dim + 8 * heads + 4 * args.n_heads * LENGTH
+    n_tokens = LENGTH * max(map(len, list_rows(args, attention=attention).values()))
+    activations = n_tokens * (args.n_layers * per_layer + 6 * args.vocab_size)
     return FLOAT_BYTES * (3 * sum(sizes) + in_float64 + activations)
 
 
@@ -177,10 +156,23 @@ def count_bytes(shape: ModelArgs, attention: str) -> int:
 
 
 def build_ours(config: Config, folder: HuggingFaceFolder) -> nn.Module:
-    """Return the config's model file with the folder's weights. Raises ConfigError where one is not finite."""
+    """Return the config's model file with the folder's weights.
+
+    Raises ConfigError where a parameter has no counterpart in a Llama, memory is short, or a weight is not finite.
+    """
     model_class, _ = MODELS[config.model.name]
     with torch.device("meta"):
         model = model_class(folder.shape, attention=config.model.attention)
+    seen = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
+    expected = list_tensors(folder.shape)
+    if unmatched := [fqn for fqn in [*seen, *expected] if seen.get(fqn) != expected.get(fqn)]:
+        why = (
+            f"{len(set(unmatched))} of its parameters are not those of a Llama, {unmatched[0]} for one, so there is "
+            "nothing in transformers' Llama to compare them with"
+        )
+        remedy = "Compare such a model with a reference of its own, or with its parent: keep its parameters' names"
+        raise ConfigError([Problem("model.name", config.model.name, why, remedy)])
+    check_memory(config, folder)
     model.to_empty(device="cpu")
     if folder.shape.tie_embeddings:  # to_empty made two tensors of the one
         model.output.weight = model.tok_embeddings.weight
@@ -200,7 +192,7 @@ def build_theirs(transformers: ModuleType, path: Path) -> nn.Module:
     )
 
 
-# ---------------------------------------------------------------- what is said
+# ---------------------------------------------------------------- the report
 
 
 def describe(about: dict[str, object], comparisons: list[Comparison], equal: bool, *, verbose: bool) -> str:
@@ -236,10 +228,7 @@ def describe_measure(measure: Measure, count: str = "") -> str:
 
 
 def describe_gradients(comparisons: list[Comparison], *, verbose: bool) -> list[str]:
-    """Return a line per kind of parameter, `layers.*.attention.wq.weight`: the worst; with `verbose` all.
-
-    The worst is the one that is the most times its bound, near or far.
-    """
+    """Return a line per kind of parameter, `layers.*.attention.wq.weight`: the worst, near or far; `verbose`: all."""
     kinds = defaultdict(list)
     for comparison in comparisons:
         for fqn, measure in comparison.gradients.items():
@@ -255,17 +244,18 @@ def describe_gradients(comparisons: list[Comparison], *, verbose: bool) -> list[
 
 def report_for_programs(about: dict[str, object], comparisons: list[Comparison], equal: bool) -> dict[str, object]:
     """Return the same as plain types, with every parameter. An error that is not finite is None."""
-    by_batch = {}
-    for comparison in comparisons:
-        by_batch[comparison.name] = {
-            "measures": [convert(measure) for measure in comparison.measures],
+
+    def convert(measure: Measure) -> dict[str, object]:
+        error = measure.error if isfinite(measure.error) else None
+        return {**asdict(measure), "error": error, "right": measure.is_right}
+
+    by_batch = {
+        comparison.name: {
+            "measures": list(map(convert, comparison.measures)),
             "gradients": {fqn: convert(measure) for fqn, measure in comparison.gradients.items()},
             "worst_parameter": comparison.worst[0],
             "first_to_differ": comparison.first or None,
         }
+        for comparison in comparisons
+    }
     return {"equal": equal, **about, "not_compared": OUTSIDE, "batches": by_batch}
-
-
-def convert(measure: Measure) -> dict[str, object]:
-    error = measure.error if isfinite(measure.error) else None
-    return {"what": measure.what, "error": error, "bound": measure.bound, "of": measure.of, "right": measure.is_right}

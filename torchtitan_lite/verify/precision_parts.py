@@ -1,9 +1,9 @@
-"""What ranks do with each other's numbers, done by one process that has all of them: sums, a loss, an attention.
+"""Collective operations of ranks, computed by one process that has the numbers of all: sums, losses, attention.
 
-    sum_shares       partial products of tp ranks, each rounded, added around a ring, rounding each time
-    share_out        one tensor that tp ranks read: their gradients of it are added in the same way
-    RoundedLoss      the head's matmul and loss, a chunk of tokens at a time, each tp rank's share of the vocabulary
-    PlainLoss        the same of all tokens at once, from their logits, as torch's loss parallel has it
+    sum_partials     partial products of tp ranks, each rounded, added around a ring, rounding each time
+    fan_out          one tensor that tp ranks read: their gradients of it are added in the same way
+    RoundedLoss      the head's matmul and loss, a chunk of tokens at a time, each tp rank with a part of the vocabulary
+    PlainLoss        the same of all tokens at once, from their logits, as torch's loss parallel computes it
     RoundedContext   attention of context-parallel ranks, part by part of the keys, rounded and merged in fp32
 
 Legend: B batch, S sequence, H query heads, K key/value heads, E head dim, D model dim, V vocabulary, n cp ranks.
@@ -22,24 +22,24 @@ from torchtitan_lite.model.head import IGNORE_INDEX
 aten = torch.ops.aten
 
 
-def sum_shares(shares: Sequence[Tensor], dim: int | None) -> Tensor:
-    """Return the sum of n shares in their dtype, added in the order of gloo's ring.
+def sum_partials(parts: Sequence[Tensor], dim: int | None) -> Tensor:
+    """Return the sum of n parts in their dtype, added in the order of gloo's ring.
 
     `dim`: a reduce-scatter, in n equal pieces along it. None: an all-reduce of vectors, in pieces of two segments, of
     which there are 2 n. The r-th piece starts on rank r - 1 and goes down the ranks, so that rank r adds its own last.
     For two ranks there is one order only.
     """
-    n = len(shares)
+    n = len(parts)
     if n == 1:
-        return shares[0]
-    size = -(-len(shares[0]) // (2 * n)) * 2 if dim is None else shares[0].shape[dim] // n
-    pieces = [share.split(size, dim or 0) for share in shares]
+        return parts[0]
+    size = -(-len(parts[0]) // (2 * n)) * 2 if dim is None else parts[0].shape[dim] // n
+    pieces = [part.split(size, dim or 0) for part in parts]
     sums = [reduce(torch.add, [pieces[(r - 1 - i) % n][r] for i in range(n)]) for r in range(len(pieces[0]))]
     return torch.cat(sums, dim or 0)
 
 
-class ShareOut(torch.autograd.Function):
-    """Return n views of x, whose gradients are added by `sum_shares`. autograd itself promises no order."""
+class FanOut(torch.autograd.Function):
+    """Return n views of x, whose gradients are added by `sum_partials`. autograd itself promises no order."""
 
     @staticmethod
     def forward(ctx, x: Tensor, n: int, dim: int | None) -> tuple[Tensor, ...]:
@@ -49,23 +49,23 @@ class ShareOut(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return sum_shares(grads, ctx.dim), None, None
+        return sum_partials(grads, ctx.dim), None, None
 
 
-def share_out(x: Tensor, n: int, dim: int | None) -> tuple[Tensor, ...]:
-    return ShareOut.apply(x, n, dim) if n > 1 else (x,)
+def fan_out(x: Tensor, n: int, dim: int | None) -> tuple[Tensor, ...]:
+    return FanOut.apply(x, n, dim) if n > 1 else (x,)
 
 
 class RoundedLoss(torch.autograd.Function):
-    """Compute the summed cross entropy of counted tokens, () fp32, by chunks and by shares of the vocabulary.
+    """Compute the summed cross entropy of counted tokens, () fp32, by chunks and by parts of the vocabulary.
 
-    Arguments: targets (N,), tokens of a chunk, whether each tp rank normalises its own share first, and for each rank
+    Arguments: targets (N,), tokens of a chunk, whether each tp rank normalises its own part first, and for each rank
     hidden (N, D), then for each weight (V/tp, D). The gradients of a sum of losses are rounded to the compute dtype
-    before they are scaled by what comes from above.
+    before the incoming gradient scales them.
     """
 
     @staticmethod
-    def forward(ctx, targets: Tensor, chunk_tokens: int, by_share: bool, *inputs: Tensor) -> Tensor:
+    def forward(ctx, targets: Tensor, chunk_tokens: int, by_part: bool, *inputs: Tensor) -> Tensor:
         hidden, weights = inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]
         total = torch.zeros(())
         grads_hidden: list[list[Tensor]] = [[] for _ in hidden]
@@ -73,15 +73,15 @@ class RoundedLoss(torch.autograd.Function):
         for start in range(0, len(targets), chunk_tokens):
             some = slice(start, start + chunk_tokens)
             logits = [h[some] @ w.t() for h, w in zip(hidden, weights, strict=True)]
-            loss, grad = differentiate(logits if by_share else [torch.cat(logits, 1)], targets[some])
+            loss, grad = differentiate(logits if by_part else [torch.cat(logits, 1)], targets[some])
             total += loss
-            for share, (h, w, of_share) in enumerate(zip(hidden, weights, grad.chunk(len(weights), 1), strict=True)):
-                of_share = of_share.contiguous()
-                grads_hidden[share].append(of_share @ w)
+            for part, (h, w, of_part) in enumerate(zip(hidden, weights, grad.chunk(len(weights), 1), strict=True)):
+                of_part = of_part.contiguous()
+                grads_hidden[part].append(of_part @ w)
                 if w.dtype == torch.float32:
-                    grads_weight[share].addmm_(of_share.t(), h[some])
+                    grads_weight[part].addmm_(of_part.t(), h[some])
                 else:
-                    grads_weight[share] += of_share.t() @ h[some]
+                    grads_weight[part] += of_part.t() @ h[some]
         grads = [torch.cat(pieces) for pieces in grads_hidden]
         grads += [grad.to(weight.dtype) for grad, weight in zip(grads_weight, weights, strict=True)]
         ctx.save_for_backward(*grads)
@@ -94,18 +94,18 @@ class RoundedLoss(torch.autograd.Function):
 
 
 class PlainLoss(torch.autograd.Function):
-    """Compute the summed cross entropy of counted tokens, () fp32, from shares (N, V/tp) fp32 of the logits.
+    """Compute the summed cross entropy of counted tokens, () fp32, from parts (N, V/tp) fp32 of the logits.
 
-    Ranks agree on the largest logit of a token, then add their sums of exponentials; the gradient is made of the same
-    logarithms of probabilities. An order of its own, and a few gradients would round to another bfloat16 number.
+    Ranks agree on the largest logit of a token, then add their sums of exponentials; the gradient is computed from the
+    same logarithms of probabilities. In another order a few gradients would round to another bfloat16 number.
     """
 
     @staticmethod
     def forward(ctx, targets: Tensor, *logits: Tensor) -> Tensor:
-        largest = torch.cat([share.amax(1, keepdim=True) for share in logits], 1).amax(1, keepdim=True)
-        totals = [(share - largest).exp().sum(1, keepdim=True) for share in logits]
-        log_total = sum_shares(totals, None).log()
-        log_probabilities = torch.cat([(share - largest) - log_total for share in logits], 1)
+        largest = torch.cat([part.amax(1, keepdim=True) for part in logits], 1).amax(1, keepdim=True)
+        totals = [(part - largest).exp().sum(1, keepdim=True) for part in logits]
+        log_total = sum_partials(totals, None).log()
+        log_probabilities = torch.cat([(part - largest) - log_total for part in logits], 1)
         ctx.save_for_backward(targets, log_probabilities)
         ctx.n_ranks, counted = len(logits), targets != IGNORE_INDEX
         return -log_probabilities[counted].gather(1, targets[counted, None]).sum()
@@ -123,9 +123,9 @@ class PlainLoss(torch.autograd.Function):
 
 
 def differentiate(logits: list[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of losses, () fp32, of logits in shares (n, V/tp), and its gradient (n, V) in their dtype."""
-    largest = [share.float().amax(1, keepdim=True) for share in logits]
-    exponentials = [(share.float() - most).exp() for share, most in zip(logits, largest, strict=True)]
+    """Return the sum of losses, () fp32, of logits in parts (n, V/tp), and its gradient (n, V) in their dtype."""
+    largest = [part.float().amax(1, keepdim=True) for part in logits]
+    exponentials = [(part.float() - most).exp() for part, most in zip(logits, largest, strict=True)]
     log_totals = [most + e.sum(1, keepdim=True).log() for most, e in zip(largest, exponentials, strict=True)]
     log_total = torch.stack(log_totals).logsumexp(0) if len(logits) > 1 else log_totals[0]
     probabilities = torch.cat([e * (most - log_total).exp() for e, most in zip(exponentials, largest, strict=True)], 1)
@@ -161,7 +161,7 @@ class ContextByParts(torch.autograd.Function):
                 weight = torch.sigmoid(new_lse - lse[:, :, some])
                 out[:, :, some] = torch.lerp(out[:, :, some], new_out.float(), weight[..., None])
                 lse[:, :, some] = torch.logaddexp(lse[:, :, some], new_lse)
-            # in memory by tokens, as the output projection wants it
+            # laid out by tokens, as the output projection reads it
             outs.append(out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2))
             lses.append(lse)
         ctx.where = n_ranks, method
@@ -209,8 +209,8 @@ def join(of_ranks: tuple[Tensor, ...], sources: list[tuple[int, slice]]) -> Tens
 def list_visible(rank: int, n_ranks: int, method: str, half: int) -> list[tuple[slice, list[tuple[int, slice]]]]:
     """Return what a rank's queries see of other ranks: queries, ranks and keys of each call of the kernel.
 
-    A rank holds an early and a late piece. Of a rank before it all its queries see the early one, of a rank after it
-    its late queries see both.
+    A rank holds an early and a late piece. All its queries see the early piece of each rank before it; its late
+    queries see both pieces of each rank after it.
     """
     everything, early, late = slice(None), slice(0, half), slice(half, None)
     if method == "ring":
@@ -233,7 +233,7 @@ class RoundedDocumentContext(nn.Module):
         pieces = torch.arange(doc_ids.shape[1]).chunk(2 * n)
         places = [torch.cat((pieces[rank], pieces[-1 - rank])) for rank in range(n)]
         at = torch.cat(places)
-        copies = [share_out(torch.cat(x.chunk(n), dim=2), n, 2) for x in (key, value)]
+        copies = [fan_out(torch.cat(x.chunk(n), dim=2), n, 2) for x in (key, value)]
         outs = []
         for rank, (some, keys, values) in enumerate(zip(query.chunk(n), *copies, strict=True)):
             same = doc_ids[:, places[rank], None] == doc_ids[:, None, at]

@@ -6,18 +6,19 @@
                            attention to each part of the keys is rounded, and parts are merged in fp32
     tensor parallel        each rank's slice of a matmul by itself; partial products, and partial gradients of what
                            several ranks read, are rounded and then added in the order of the ranks, rounding each time
-    pipeline               nothing: hidden states travel as they are
-    float8                 each rank rounds its slice with its own scale; a weight that travels as float8 has one scale
-                           for its whole tp slice, and is rounded from fp32
+    pipeline               nothing: hidden states are sent as they are
+    float8                 each rank rounds its slice with its own scale; a weight that is gathered as float8 has one
+                           scale for its whole tp slice, and is rounded from fp32
 
-It shares with the run the model file, the rule of the initial weights, the plan of who is split how, torch's kernels,
-and float8's arithmetic (model/float8_linear.py). How ranks add and share is its own code: precision_parts.py.
+It has in common with the run the model file, the rule of the initial weights, the plan of which weight is sharded how,
+torch's kernels, and float8's arithmetic (model/float8_linear.py). Its sums over ranks are its own: precision_parts.py.
 
 Legend: B batch, S sequence, D model dim.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -39,8 +40,8 @@ from torchtitan_lite.verify.precision_parts import (
     RoundedContext,
     RoundedDocumentContext,
     RoundedLoss,
-    share_out,
-    sum_shares,
+    fan_out,
+    sum_partials,
 )
 from torchtitan_lite.verify.reference import PlainDocumentAttention
 
@@ -48,7 +49,7 @@ UNDER_CP: dict[str, Callable[[int, str], nn.Module]] = {  # model.attention -> a
     "causal": RoundedContext,
     "document": lambda n_ranks, method: RoundedDocumentContext(n_ranks),
 }
-Pieces = dict[str, list[list[Tensor]]]  # FQN of a block -> data-parallel rank -> microbatch
+Calls = dict[str, list[tuple[Tensor, Tensor]]]  # FQN of a block -> of each call its output, and the rotary angles
 
 
 @dataclass
@@ -58,8 +59,25 @@ class RoundedOutcome:
     initial: dict[str, Tensor]  # the weights of this step
     loss: float
     gradients: dict[str, Tensor]  # fp32, in backward order
-    outputs: Pieces = field(default_factory=dict)  # (cp * B, S/cp, D) each
-    rotations: Pieces = field(default_factory=dict)  # what enters a block beside hidden states, in fp32
+    calls: Calls  # microbatches of data-parallel rank 0, of rank 1, ...; outputs (cp * B, S/cp, D), angles in fp32
+
+
+@contextmanager
+def blocks_noted(models: Iterable[nn.Module]) -> Iterator[Calls]:
+    """Context manager: yields outputs and rotary angles of all blocks in the calls inside."""
+    calls: Calls = {}
+    hooks = []
+    for model in models:
+        for layer, block in model.layers.items():
+            calls[f"layers.{layer}"] = []
+
+            def note(block, args, output, *, to=calls[f"layers.{layer}"]):
+                to.append((output.detach().clone(), args[1].detach().clone()))
+
+            hooks.append(block.register_forward_hook(note))
+    yield calls
+    for hook in hooks:
+        hook.remove()
 
 
 class RoundedProcess:
@@ -80,25 +98,23 @@ class RoundedProcess:
         """Compute all ranks and microbatches of a global batch. Earlier gradients are dropped."""
         n_tokens = (batch.targets != IGNORE_INDEX).sum()
         initial = {fqn: weight.detach().clone() for fqn, weight in self.weights.items()}
-        outcome = RoundedOutcome(initial, 0.0, {})
-        hooks = self._record(outcome)
-        for weight in self.weights.values():
+        order: dict[str, None] = {}  # FQNs as their gradients are completed
+        hooks = []
+        for fqn, weight in self.weights.items():
             weight.grad = None
+            hooks.append(weight.register_post_accumulate_grad_hook(lambda _, fqn=fqn: order.setdefault(fqn)))
         loss = torch.zeros(())
-        for rows in batch.split(self.layout.dp):
-            for pieces in (*outcome.outputs.values(), *outcome.rotations.values()):
-                pieces.append([])
-            for micro in rows.split(self.layout.n_microbatches):
-                self.casts.clear()
-                tokens, targets, positions = map(self._lay_out, (micro.tokens, micro.targets, micro.positions))
-                loss_sum = self.model(tokens, positions=positions, doc_ids=micro.doc_ids, targets=targets)
-                (loss_sum / n_tokens).backward()
-                loss += (loss_sum / n_tokens).detach()
+        with blocks_noted([self.model]) as calls:
+            for rows in batch.split(self.layout.dp):
+                for micro in rows.split(self.layout.n_microbatches):
+                    self.casts.clear()
+                    tokens, targets, positions = map(self._cut_for_cp, (micro.tokens, micro.targets, micro.positions))
+                    loss_sum = self.model(tokens, positions=positions, doc_ids=micro.doc_ids, targets=targets)
+                    (loss_sum / n_tokens).backward()
+                    loss += (loss_sum / n_tokens).detach()
         for hook in hooks:
             hook.remove()
-        outcome.loss = loss.item()
-        outcome.gradients |= {fqn: self.weights[fqn].grad.clone() for fqn in outcome.gradients}
-        return outcome
+        return RoundedOutcome(initial, loss.item(), {fqn: self.weights[fqn].grad.clone() for fqn in order}, calls)
 
     @torch.no_grad()
     def scale_rows(self, first: float, last: float) -> None:
@@ -106,26 +122,7 @@ class RoundedProcess:
         for weight in self.weights.values():
             weight.mul_(torch.linspace(first, last, len(weight)).view(-1, *[1] * (weight.dim() - 1)))
 
-    def _record(self, outcome: RoundedOutcome) -> list:
-        """Return hooks, to remove, that note what enters and leaves each block, and the order of the gradients."""
-        hooks = []
-        for layer, block in self.model.layers.items():
-            outputs, rotations = outcome.outputs[f"layers.{layer}"], outcome.rotations[f"layers.{layer}"] = [], []
-
-            def note(block, args, output, *, outputs=outputs, rotations=rotations):
-                outputs[-1].append(output.detach())
-                rotations[-1].append(args[1].detach())
-
-            hooks.append(block.register_forward_hook(note))
-        for fqn, weight in self.weights.items():
-
-            def note_order(weight, *, fqn=fqn):
-                outcome.gradients.setdefault(fqn, weight.grad)
-
-            hooks.append(weight.register_post_accumulate_grad_hook(note_order))
-        return hooks
-
-    def _lay_out(self, whole: Tensor) -> Tensor:
+    def _cut_for_cp(self, whole: Tensor) -> Tensor:
         """(B, S) -> (cp * B, S/cp): of the 2 * cp pieces of a sequence rank r has piece r and the r-th from the end."""
         n = self.layout.cp
         if n == 1:
@@ -136,7 +133,7 @@ class RoundedProcess:
     # ---------------------------------------------------------------- modules
 
     def _replace_modules(self) -> None:
-        """Replace the forward of each module that holds weights, shares its input, or mixes tokens."""
+        """Replace the forward of each module that holds weights, is an input of several tp ranks, or mixes tokens."""
         section, layout = self.config.quantize.linear.float8, self.layout
         fqns = {id(parameter): fqn for fqn, parameter in self.model.named_parameters()}
         styles = plan_tensor_parallel(self.model, shard_loss=True) if layout.tp > 1 else {}
@@ -151,13 +148,13 @@ class RoundedProcess:
             if name in self.in_float8:
                 module.forward = partial(self._multiply_in_float8, own["weight"], style)
             elif isinstance(module, Head):
-                module.forward = partial(self._lose, own["weight"])
+                module.forward = partial(self._compute_loss, own["weight"])
             elif own:
                 for key in own:  # what is a parameter cannot be set to a cast of it
                     del module._parameters[key]
                 module.forward = partial(self._call_with_casts, module, own, style, module.forward)
             elif isinstance(style, PrepareModuleInput):
-                module.forward = partial(self._call_on_shares, module.forward)
+                module.forward = partial(self._call_on_tp_ranks, module.forward)
         attention, method = self.config.model.attention, self.config.parallelism.context_parallel_rotate_method
         for block in self.model.layers.values():
             if layout.cp > 1:
@@ -165,9 +162,9 @@ class RoundedProcess:
             elif attention == "document":
                 block.attention.inner = PlainDocumentAttention()
 
-    def _cast(self, fqn: str, cp_rank: int, share: int = 0) -> Tensor:
+    def _cast(self, fqn: str, cp_rank: int, part: int = 0) -> Tensor:
         """Return a weight in the compute dtype. Gradients of one cast are added in it, those of several in fp32."""
-        key = fqn, cp_rank, share
+        key = fqn, cp_rank, part
         if key not in self.casts:
             self.casts[key] = self.weights[fqn].to(self.dtype)
         return self.casts[key]
@@ -179,10 +176,10 @@ class RoundedProcess:
         """
         layout = self.layout
         if layout.pp > 1 or (layout.zero_stage == 1 and layout.n_microbatches > 1):
-            return [self._cast(fqn, cp_rank, share) for share in range(layout.tp)]
+            return [self._cast(fqn, cp_rank, part) for part in range(layout.tp)]
         key = fqn, cp_rank, "of all tp ranks"
         if key not in self.casts:
-            self.casts[key] = share_out(self._cast(fqn, cp_rank), layout.tp, None)
+            self.casts[key] = fan_out(self._cast(fqn, cp_rank), layout.tp, None)
         return self.casts[key]
 
     def _slice(self, weight: Tensor, style: object) -> Tensor:
@@ -203,21 +200,21 @@ class RoundedProcess:
             pieces = rows.chunk(self.layout.tp, dim=1) if is_copied and not by_head else (rows,)
             weights = {key: self._copy(fqn, rank) if is_copied else [self._cast(fqn, rank)] for key, fqn in own.items()}
             results = []
-            for share, piece in enumerate(pieces):
+            for part, piece in enumerate(pieces):
                 for key, copies in weights.items():
-                    weight = copies[self.tp_rank if by_head else share]
+                    weight = copies[self.tp_rank if by_head else part]
                     setattr(module, key, self._slice(weight, style) if isinstance(module, nn.Linear) else weight)
                 results.append(forward(piece))
             done.append(torch.cat(results, dim=1))
         return torch.cat(done)
 
-    def _call_on_shares(self, forward: Callable, x: Tensor, *rest: object) -> Tensor:
-        """Call a module on every tp rank with the whole of x: each returns a share of the sum."""
-        shares = []
-        for rank, copy in enumerate(share_out(x, self.layout.tp, 1)):
+    def _call_on_tp_ranks(self, forward: Callable, x: Tensor, *rest: object) -> Tensor:
+        """Call a module on every tp rank with the whole of x: each returns a part of the sum."""
+        parts = []
+        for rank, copy in enumerate(fan_out(x, self.layout.tp, 1)):
             self.tp_rank = rank
-            shares.append(forward(copy, *rest))
-        return sum_shares(shares, 1)
+            parts.append(forward(copy, *rest))
+        return sum_partials(parts, 1)
 
     def _multiply_in_float8(self, fqn: str, style: object, x: Tensor) -> Tensor:
         section = self.config.quantize.linear.float8
@@ -235,21 +232,21 @@ class RoundedProcess:
             ]
         )
 
-    def _lose(self, fqn: str, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss, () fp32, of head and targets: each tp rank has a share of the vocabulary."""
+    def _compute_loss(self, fqn: str, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, () fp32, of head and targets: each tp rank has a part of the vocabulary."""
         cp, tp = self.layout.cp, self.layout.tp
-        by_share = not self.config.parallelism.disable_loss_parallel
+        by_part = not self.config.parallelism.disable_loss_parallel
         losses = []
         for rank, (some, theirs) in enumerate(zip(hidden.chunk(cp), targets.chunk(cp), strict=True)):
             weights = self._cast(fqn, rank).chunk(tp)
-            copies = share_out(some, tp, 1)
+            copies = fan_out(some, tp, 1)
             if chunk := self.config.training.loss_chunk_tokens:
                 flat = (copy.flatten(0, 1) for copy in copies)
-                losses.append(RoundedLoss.apply(theirs.flatten(), chunk, by_share, *flat, *weights))
+                losses.append(RoundedLoss.apply(theirs.flatten(), chunk, by_part, *flat, *weights))
             else:
                 logits = [F.linear(copy, weight).flatten(0, 1) for copy, weight in zip(copies, weights, strict=True)]
-                if by_share and tp > 1:
-                    losses.append(PlainLoss.apply(theirs.flatten(), *(share.float() for share in logits)))
+                if by_part and tp > 1:
+                    losses.append(PlainLoss.apply(theirs.flatten(), *(part.float() for part in logits)))
                     continue
                 logits = torch.cat(logits, -1).float()
                 losses.append(F.cross_entropy(logits, theirs.flatten(), reduction="sum", ignore_index=IGNORE_INDEX))

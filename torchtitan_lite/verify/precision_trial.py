@@ -1,8 +1,8 @@
 """Does a layout round where one process rounds? Trials in the run's own arithmetic: bfloat16, and float8.
 
-The one process (precision_reference.py) computes each rank's share by itself, rounds it where the rank does, and adds
-shares in the order of gloo's ring, so that what is left to the order of sums is fp32's, far below one rounding to
-bfloat16 (up to 4e-3 of a number). Worst of 51 healthy layouts of 1 to 8 ranks, both trials, and what mutants give:
+The one process (precision_reference.py) computes each rank's part by itself, rounds it where the rank does, and adds
+parts in the order of gloo's ring. The only sums in another order are then in fp32, far below one rounding to bfloat16
+(up to 4e-3 of a number). Worst of 51 healthy layouts of 1 to 8 ranks, both trials, and what mutants give:
 
     measure               bound   healthy   mutants     why not zero
     rotary angles         1e-6    0         2e-3, 2     the same function of the same positions, in fp32: it is zero
@@ -14,19 +14,18 @@ bfloat16 (up to 4e-3 of a number). Worst of 51 healthy layouts of 1 to 8 ranks, 
       split backward      2e-2    5e-3                  torch's runtime adds the weight gradients of microbatches that
                                                         follow each other in the compute dtype: which, the schedule says
 
-"gradient reduction" is the share of a gradient's numbers that bfloat16 holds, less that of one process: a sum of many
-bfloat16 numbers has more digits, unless it is rounded again. It tells a coarse sum from coarse contributions, and sees
-one where the bound of gradients is wide. Float8 needs no other bounds: both sides round the same bfloat16 numbers.
+"gradient reduction" is the share of a gradient's numbers that bfloat16 holds exactly, less that of one process: a sum
+of many bfloat16 numbers has more digits, unless it is rounded again. It tells a sum in bfloat16 from a sum of bfloat16
+numbers, also where the bound of gradients is wide. Float8 needs no other bounds: both sides round the same numbers.
 
-Sequences end at position 8,191 or later, where a cast of positions or angles shows. Not seen: what CUDA kernels, NCCL
-and inductor round otherwise.
+Sequences end at position 8,191 or later, where a cast of positions or angles shows. CUDA kernels, NCCL and inductor
+round otherwise: that is not seen.
 """
 
+import math
 import time
-from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,15 +33,13 @@ from torch import Tensor
 
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
 from torchtitan_lite.config.float8_plan import uses_float8
-from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describe_failure
-from torchtitan_lite.verify.culprit import Culprit, describe_place
-from torchtitan_lite.verify.difference import find_disagreement
+from torchtitan_lite.verify.certificate import RunRanks, Trial, describe_failure
 from torchtitan_lite.verify.module_outputs import find_stage, list_forward_order
-from torchtitan_lite.verify.precision_reference import UNDER_CP, RoundedOutcome, RoundedProcess
+from torchtitan_lite.verify.precision_reference import UNDER_CP, Calls, RoundedOutcome, RoundedProcess, blocks_noted
 from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
 from torchtitan_lite.verify.reference import make_batch_of, relative_error
@@ -55,6 +52,7 @@ from torchtitan_lite.verify.share import (
     start_from_reference,
 )
 from torchtitan_lite.verify.small_runs import choose_float8_sizes, shrink_for_precision
+from torchtitan_lite.verify.trial_checks import Check, blame, judge
 
 ORDER_OF_SUMS = 1e-5  # what is right stays below 2e-8; one number that rounds the other way makes 1e-5 to 3e-3
 ROUNDED_OFTEN = 2e-2  # a split backward adds gradients of microbatches in the compute dtype; of 16 of them: 5e-3
@@ -62,9 +60,36 @@ ANGLES = 1e-6  # of a cosine or sine; in bfloat16 they are off by 2e-3
 MORE_DIGITS = 0.1  # by what the share of numbers that bfloat16 holds may exceed that of one process
 FEW_DIGITS = 0.7  # the same where microbatches are added in the compute dtype, and data-parallel ranks in float32
 LAST_POSITION = 8192  # at least: in bfloat16 positions above 256, and angles above 1 radian, are far off
-# Of the first and the last row of every weight after a step of the float8 trial. A scale of the step before cuts the
-# largest numbers off; and each rank's rows have another largest number, while initial weights are cut off at the same.
+# Factors of the first and the last row of every weight after a step of the float8 trial. They make a scale of the step
+# before too small, and the largest number differ from rank to rank: initial weights are all cut off at one number.
 GROWTH = (1.2, 2.0)
+
+MEASURES = {  # measure, in the order of a step -> what was compared, kind of culprit, what is wrong with it
+    "rotary angles": (
+        "of {n_blocks} blocks, largest difference of a cosine, sine",
+        "rotary angles",
+        "cosines and sines that enter it are off by up to {:.1e}",
+    ),
+    "block outputs": (
+        "worst of {n_blocks} blocks",
+        "module output",
+        "its output is off by {:.1e}, more than its own rounding explains",
+    ),
+    "loss": ("all ranks together", "loss", "every block's output is right, and the loss is off by {:.1e}"),
+    "gradient reduction": (
+        "share of numbers that bfloat16 holds, too many",
+        "gradient reduction",
+        "bfloat16 holds {:.0%} more of its numbers than of one process: it is not summed in float32",
+    ),
+    "gradients": (
+        "worst of {n_parameters} parameters",
+        "gradient",
+        "every block's output is right, and this gradient is off by {:.1e}",
+    ),
+}
+
+Errors = dict[str, dict[str, float]]  # measure -> block or parameter -> error of one rank in one step
+RankErrors = tuple[Coordinates, list[Errors]]  # of one rank in each step
 
 
 def try_bfloat16(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
@@ -78,8 +103,8 @@ def try_bfloat16(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Tri
 def try_float8(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     """Make two steps in float8, emulated, in the recipe of the run; between them all weights grow.
 
-    What is not float8 is in bfloat16, whatever the run has: of float32 numbers that differ in their last bit, as they
-    do with the place of a weight in memory (MKL), a few would become other float8 numbers.
+    All else is in bfloat16, whatever the run has: fp32 numbers may differ in their last bit with the address of a
+    weight in memory (MKL), and a few of those would round to other float8 numbers.
     """
     real = reduction.real
     if not uses_float8(real):
@@ -88,7 +113,7 @@ def try_float8(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial
         "model.converters": real.model.converters,
         "quantize.linear.float8": replace(real.quantize.linear.float8, emulate=True),
         "training.mixed_precision_param": "bfloat16",
-        "optimizer.lr": 0.0,  # what follows a step is given, so that both sides hold the same weights
+        "optimizer.lr": 0.0,  # the weights after a step are given, so that both sides have the same
         "optimizer.weight_decay": 0.0,
         **choose_float8_sizes(reduction),
     }
@@ -106,32 +131,44 @@ def try_rounding(
     config = override(config, shrink_for_precision(reduction))
     layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
     config = resolve_config(config, layout, "cpu")
-    last = max(LAST_POSITION, reduction.real.training.seq_len)
+    last_position = max(LAST_POSITION, reduction.real.training.seq_len)
+    process, outcomes = RoundedProcess(config, layout), []
+    for step in range(n_steps):
+        outcomes.append(process.compute_gradients(make_late_batch(config, step, last_position)))
+        process.scale_rows(*GROWTH)
     path = folder / f"rounded-{name}.pt"
-    outcomes = run_rounded_process(config, layout, last, n_steps)
     torch.save(outcomes, path)
     try:
-        shares = run_ranks(measure_rounding, layout.world_size, config, str(path), last)
+        ranks = run_ranks(measure_rounding, layout.world_size, config, str(path), last_position)
     except RankFailure as failure:
         return describe_failure(name, failure, time.monotonic() - start)
-    measures = list_measures(shares, outcomes, layout, splits=splits_backward(config.parallelism))
-    faults = {m.what: f"{m.what}: {m.error:.1e}, at most {m.bound:.0e} is right" for m in measures if not m.is_right}
-    culprit = name_culprit(shares, outcomes, measures) if faults else None
+    counts = {"n_blocks": len(outcomes[0].calls), "n_parameters": len(outcomes[0].gradients)}
+    measures = {measure: of.format(**counts) for measure, (of, _, _) in MEASURES.items()}
     steps = "1 step" if n_steps == 1 else f"{n_steps} steps"
     recipe = f"float8 ({config.quantize.linear.float8.recipe_name}) and " if uses_float8(config) else ""
     dtype, seq_len = config.training.mixed_precision_param, config.training.seq_len
     subject = f"{steps} in {recipe}{dtype}, {seq_len} tokens a sequence"
-    return Trial(name, measures, faults, culprit, time.monotonic() - start, subject=subject)
+    splits = splits_backward(config.parallelism)
+    digits, gradients = (FEW_DIGITS, ROUNDED_OFTEN) if splits else (MORE_DIGITS, ORDER_OF_SUMS)
+    if splits and layout.dp * layout.cp == 1:  # nothing is reduced
+        digits = 1.0
+    bounds = dict(zip(MEASURES, (ANGLES, ORDER_OF_SUMS, ORDER_OF_SUMS, digits, gradients), strict=True))
+    return judge(name, list(list_checks(ranks, outcomes, bounds)), measures, start, subject)
 
 
-def run_rounded_process(config: Config, layout: Layout, last_position: int, n_steps: int) -> list[RoundedOutcome]:
-    """Return the right numbers of each step. Between steps the rows of every weight grow."""
-    process = RoundedProcess(config, layout)
-    outcomes = []
-    for step in range(n_steps):
-        outcomes.append(process.compute_gradients(make_late_batch(config, step, last_position)))
-        process.scale_rows(*GROWTH)
-    return outcomes
+def list_checks(ranks: list[RankErrors], outcomes: list[RoundedOutcome], bounds: dict[str, float]) -> Iterator[Check]:
+    """Yield all checks: by step, then by measure, then by block or parameter."""
+    for step, outcome in enumerate(outcomes):
+        for measure, (_, kind, detail) in MEASURES.items():
+            names = {"loss": ["sum_losses"], "rotary angles": outcome.calls, "block outputs": outcome.calls}
+            for name in names.get(measure, outcome.gradients):
+                of_step = [(coordinates, of_steps[step][measure]) for coordinates, of_steps in ranks]
+                errors = [(coordinates, found[name]) for coordinates, found in of_step if name in found]
+                # What is not a number is infinitely wrong, and so is what no rank has compared.
+                worst = max((error if error < math.inf else math.inf for _, error in errors), default=math.inf)
+                is_right = [(coordinates, error <= bounds[measure]) for coordinates, error in errors]
+                culprit = blame(kind, name, f"in step {step + 1}, {detail.format(worst)}", is_right)
+                yield Check(measure, worst, bounds[measure], culprit)
 
 
 # ---------------------------------------------------------------- one rank
@@ -143,79 +180,57 @@ def make_late_batch(config: Config, step: int, last_position: int) -> Batch:
     return replace(batch, positions=batch.positions + last_position - config.training.seq_len)
 
 
-@dataclass(frozen=True)
-class RoundingShare:
-    """Difference between one rank and one process, in one step."""
-
-    coordinates: Coordinates
-    loss: float
-    rotary: dict[str, float]  # FQN of a block -> largest difference of a cosine or sine
-    output: dict[str, float]  # FQN of a block -> ||y - ref|| / ||ref||, worst microbatch
-    gradient: dict[str, float]  # FQN -> ||g - ref|| / ||ref||
-    digits: dict[str, float]  # FQN -> share of short numbers, see find_short_share, beyond that of one process
-
-
-def measure_rounding(rank: int, world_size: int, config: Config, path: str, last_position: int) -> list[RoundingShare]:
-    """Worker: build the layout, step it, and compare what this rank sees with `path`. Collective."""
+def measure_rounding(rank: int, world_size: int, config: Config, path: str, last_position: int) -> RankErrors:
+    """Worker: build the layout, step it, and compare this rank's numbers with those in `path`. Collective."""
     outcomes: list[RoundedOutcome] = torch.load(path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size)
     following = iter(outcomes[1:])
     run.optimizer.register_step_post_hook(lambda *_: start_from_reference(run, next(following)))
-    shares = []
+    of_steps = []
     for step, expected in enumerate(outcomes):
         batch = own_rows(run, make_late_batch(run.config, step, last_position))
-        with blocks_noted(run) as blocks, gradients_noted(run) as gradients:
+        with blocks_noted(run.parts) as blocks, gradients_noted(run) as gradients:
             if step < len(outcomes) - 1:
                 loss = stepping.train_step(run, batch).loss
-            else:  # what would follow is not looked at
+            else:  # the rest of the last step changes nothing that is compared
                 loss = stepping.sum_losses(run, stepping.compute_gradients(run, batch))
                 gradients = gather(run, lambda parameter: parameter.grad)
-        rotary, output = compare_blocks(run, blocks, expected)
-        digits = {fqn: find_short_share(g) - find_short_share(expected.gradients[fqn]) for fqn, g in gradients.items()}
-        errors = {fqn: relative_error(g, expected.gradients[fqn]) for fqn, g in gradients.items()}
-        shares.append(RoundingShare(run.mesh.coordinates(), loss.item(), rotary, output, errors, digits))
-    return shares
+        right = expected.gradients
+        errors: Errors = {
+            **compare_blocks(run, blocks, expected),
+            "loss": {"sum_losses": relative_error(loss, torch.tensor(expected.loss))},
+            "gradient reduction": {
+                fqn: find_short_share(gradient) - find_short_share(right[fqn]) for fqn, gradient in gradients.items()
+            },
+            "gradients": {fqn: relative_error(gradient, right[fqn]) for fqn, gradient in gradients.items()},
+        }
+        of_steps.append(errors)
+    return run.mesh.coordinates(), of_steps
 
 
-Calls = dict[str, list[tuple[Tensor, Tensor | None]]]  # FQN of a block -> of each call its output, and the rotation
-
-
-@contextmanager
-def blocks_noted(run: stepping.Run) -> Iterator[Calls]:
-    """Context manager: yields inputs and outputs of this rank's blocks in all calls inside."""
-    calls: Calls = defaultdict(list)
-    hooks = []
-    for part in run.parts:
-        for layer, block in part.layers.items():
-
-            def note(block, args, output, *, to=calls[f"layers.{layer}"]):
-                to.append((output.detach().clone(), args[1].detach().clone()))
-
-            hooks.append(block.register_forward_hook(note))
-    yield calls
-    for hook in hooks:
-        hook.remove()
-
-
-def compare_blocks(run: stepping.Run, calls: Calls, expected: RoundedOutcome) -> tuple[dict, dict]:
-    """Return the errors of the rotation that enters each block, and of its output."""
+def compare_blocks(run: stepping.Run, calls: Calls, expected: RoundedOutcome) -> Errors:
+    """Return the errors of the rotary angles that enter each block, and of its output."""
     layout, here = run.layout, run.mesh.coordinates()
     ranks = [here[dim] for dim in ("cp", "tp") if layout.degrees[dim] > 1]
     order = list_forward_order(run.config, layout)
-    rotary, output = {}, {}
+    angles, outputs = {}, {}
+    first = run.mesh.data_rank * layout.n_microbatches
     for name, noted in calls.items():
+        angles[name] = outputs[name] = 0.0
         # A pipeline's first step calls each stage once more, before all others, to learn shapes.
-        pairs = list(zip(order[find_stage(layout, name)], noted[-layout.n_microbatches :], strict=True))
-        outputs, rotations = (each[name][run.mesh.data_rank] for each in (expected.outputs, expected.rotations))
-        output[name] = max(relative_error(own, cut(outputs[at], own, ranks)) for at, (own, _) in pairs)
-        rotary[name] = max((own - cut(rotations[at], own, ranks)).abs().max().item() for at, (_, own) in pairs)
-    return rotary, output
+        microbatches = order[find_stage(layout, name)]
+        for at, (output, rotation) in zip(microbatches, noted[-layout.n_microbatches :], strict=True):
+            right_output, right_rotation = expected.calls[name][first + at]
+            outputs[name] = max(outputs[name], relative_error(output, cut(right_output, output, ranks)))
+            difference = (rotation - cut(right_rotation, rotation, ranks)).abs().max().item()
+            angles[name] = max(angles[name], difference if difference < math.inf else math.inf)
+    return {"rotary angles": angles, "block outputs": outputs}
 
 
 def cut(whole: Tensor, own: Tensor, ranks: list[int]) -> Tensor:
     """Return a rank's piece of `whole`, like `own`: cut by its cp rank, then by its tp rank.
 
-    `ranks`: of those two dims of the mesh, of which a dim of size 1 is left out.
+    `ranks`: the coordinates on those of the two dims that are larger than 1.
     """
     longer = [dim for dim in range(whole.dim()) if whole.shape[dim] > own.shape[dim]]
     for dim, rank in zip(longer, ranks, strict=False):  # rotary angles are whole on each tp rank
@@ -227,67 +242,3 @@ def find_short_share(gradient: Tensor) -> float:
     """Return the share of the numbers other than 0 that bfloat16 holds. A sum of several needs more digits."""
     numbers = gradient[gradient != 0]
     return (numbers == numbers.bfloat16()).float().mean().item() if len(numbers) else 0.0
-
-
-# ---------------------------------------------------------------- all ranks
-
-
-def list_measures(
-    shares: list[list[RoundingShare]], outcomes: list[RoundedOutcome], layout: Layout, *, splits: bool
-) -> list[Measure]:
-    """Return the lines of the certificate: the worst of all ranks and steps."""
-
-    def worst(name: str) -> float:
-        return max(max(getattr(share, name).values(), default=0.0) for of_rank in shares for share in of_rank)
-
-    losses = [(s.loss, o.loss) for of_rank in shares for s, o in zip(of_rank, outcomes, strict=True)]
-    loss = max(relative_error(torch.tensor(one), torch.tensor(other)) for one, other in losses)
-    n_parameters, n_blocks = len(outcomes[0].gradients), len(outcomes[0].outputs)
-    gradient_bound, digits_bound = (ROUNDED_OFTEN, FEW_DIGITS) if splits else (ORDER_OF_SUMS, MORE_DIGITS)
-    if splits and layout.dp * layout.cp == 1:  # nothing is reduced
-        digits_bound = 1.0
-    return [
-        Measure(
-            "rotary angles", worst("rotary"), ANGLES, f"of {n_blocks} blocks, largest difference of a cosine, sine"
-        ),
-        Measure("block outputs", worst("output"), ORDER_OF_SUMS, f"worst of {n_blocks} blocks"),
-        Measure("loss", loss, ORDER_OF_SUMS, "all ranks together"),
-        Measure("gradient reduction", worst("digits"), digits_bound, "share of numbers that bfloat16 holds, too many"),
-        Measure("gradients", worst("gradient"), gradient_bound, f"worst of {n_parameters} parameters"),
-    ]
-
-
-def name_culprit(shares: list[list[RoundingShare]], outcomes: list[RoundedOutcome], measures: list[Measure]) -> Culprit:
-    """Return the first difference: by step, then by measure, then by block or parameter."""
-    bounds = {measure.what: measure.bound for measure in measures}
-    for step, outcome in enumerate(outcomes):
-        of_step = [of_rank[step] for of_rank in shares]
-        for what, kind, field, names in (
-            ("rotary angles", "rotary angles", "rotary", outcome.outputs),
-            ("block outputs", "module output", "output", outcome.outputs),
-            ("loss", "loss", "loss", ["sum_losses"]),
-            ("gradient reduction", "gradient reduction", "digits", outcome.gradients),
-            ("gradients", "gradient", "gradient", outcome.gradients),
-        ):
-            for name in names:
-                if what == "loss":
-                    values = [(s.coordinates, abs(s.loss / outcome.loss - 1)) for s in of_step]
-                else:
-                    values = [(s.coordinates, getattr(s, field)[name]) for s in of_step if name in getattr(s, field)]
-                wrong = [coordinates for coordinates, error in values if not error <= bounds[what]]
-                if wrong:
-                    worst = max(error for _, error in values)
-                    place = describe_place(wrong, len(values))
-                    detail = f"{DETAILS[what].format(worst)}{place}, in step {step + 1}"
-                    flags = [(coordinates, float(coordinates in wrong)) for coordinates, _ in values]
-                    return Culprit(kind, name, detail, find_disagreement(flags, 0))
-    raise AssertionError("a measure is beyond its bound")
-
-
-DETAILS = {
-    "rotary angles": "cosines and sines that enter it are off by up to {:.1e}",
-    "block outputs": "its output is off by {:.1e}, more than its own rounding explains",
-    "loss": "every block's output is right, and the loss is off by {:.1e}",
-    "gradient reduction": "bfloat16 holds {:.0%} more of its numbers than of one process: it is not summed in float32",
-    "gradients": "every block's output is right, and this gradient is off by {:.1e}",
-}

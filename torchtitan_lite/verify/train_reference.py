@@ -1,4 +1,4 @@
-"""What a run of train.py has to do, computed by one process in plain torch, on a corpus that is written here.
+"""What a run of train.py has to compute, by one process in plain torch, on a corpus that is written here.
 
     corpus        random documents, written as `prepare` would: two shards of training documents, one held out
     batches       the order of the samples is data/dataset.py's; rows are cut from the documents token by token
@@ -12,9 +12,10 @@ Tokens are those of the tokenizer "bytes": a document is 256, some bytes, 257.
 import math
 import random
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import accumulate, chain
 from pathlib import Path
 
 import torch
@@ -36,96 +37,77 @@ N_WORDS = 258
 MOST_DOCUMENT_TOKENS = 50
 
 
-@dataclass(frozen=True)
-class Text:
-    """One split of a corpus: documents laid end to end."""
-
-    tokens: list[int]
-    begins: frozenset[int]  # places of the first token of each document
-
-    def count_samples(self, seq_len: int) -> int:
-        """Return the number of samples: every token but the first is a target in one of them."""
-        return -(-(len(self.tokens) - 1) // seq_len)
+Text = list[list[int]]  # documents, which are stored end to end
+Sample = tuple[list[int], list[int], list[int], list[int]]  # tokens, targets, positions, document numbers; S each
 
 
 def make_text(seed: int, n_tokens: int) -> Text:
-    """Return random documents of 3 to MOST_DOCUMENT_TOKENS tokens."""
+    """Return random documents of 3 to MOST_DOCUMENT_TOKENS tokens, `n_tokens` or a few more together."""
     draw = random.Random(seed)
-    tokens, begins = [], []
-    while len(tokens) < n_tokens:
-        begins.append(len(tokens))
-        tokens += [BEGIN, *draw.choices(range(256), k=draw.randint(1, MOST_DOCUMENT_TOKENS - 2)), END]
-    return Text(tokens, frozenset(begins))
+    text: Text = []
+    while sum(map(len, text)) < n_tokens:
+        text.append([BEGIN, *draw.choices(range(256), k=draw.randint(1, MOST_DOCUMENT_TOKENS - 2)), END])
+    return text
 
 
 def write_corpus(folder: Path, train: Text, held_out: Text) -> None:
-    """Write a prepared corpus of these texts. The training documents are cut into two shards."""
+    """Write a prepared corpus of these texts. The training documents are in two shards."""
     folder.mkdir(parents=True)
-    middle = sorted(train.begins)[len(train.begins) // 2]
+    middle = len(train) // 2
+    shards = [
+        write_shard(folder, "train-00000", train[:middle]),
+        write_shard(folder, "train-00001", train[middle:]),
+    ]
     manifest = CorpusManifest(
         dtype="uint16",
         tokenizer_identity=load_tokenizer(TOKENIZER).identity,
         vocab_size=N_WORDS,
         held_out_share=0.0,
-        splits={
-            "train": [
-                write_shard(folder, "train-00000", train, 0, middle),
-                write_shard(folder, "train-00001", train, middle, len(train.tokens)),
-            ],
-            "held_out": [write_shard(folder, "held_out-00000", held_out, 0, len(held_out.tokens))],
-        },
+        splits={"train": shards, "held_out": [write_shard(folder, "held_out-00000", held_out)]},
         sources_sha256=sha256().hexdigest(),
     )
     (folder / MANIFEST).write_text(dump_manifest(manifest), encoding="utf-8")
 
 
-def write_shard(folder: Path, name: str, text: Text, start: int, stop: int) -> Shard:
-    """Write the documents in this stretch of a text: tokens and borders."""
-    begins = sorted(place - start for place in text.begins if start <= place < stop)
-    contents = {
-        "tokens": array("H", text.tokens[start:stop]).tobytes(),
-        "documents": array("Q", [*begins, stop - start]).tobytes(),
-    }
-    for kind, content in contents.items():
-        (folder / f"{name}.{kind}").write_bytes(content)
-    n_text_bytes = sum(token < BEGIN for token in text.tokens[start:stop])
-    hashes = (sha256(content).hexdigest() for content in contents.values())
-    return Shard(name, stop - start, len(begins), n_text_bytes, *hashes)
+def write_shard(folder: Path, name: str, documents: Text) -> Shard:
+    """Write documents: their tokens, and their borders."""
+    tokens = array("H", chain.from_iterable(documents))
+    borders = array("Q", accumulate(map(len, documents), initial=0))
+    (folder / f"{name}.tokens").write_bytes(tokens.tobytes())
+    (folder / f"{name}.documents").write_bytes(borders.tobytes())
+    hashes = sha256(tokens.tobytes()).hexdigest(), sha256(borders.tobytes()).hexdigest()
+    return Shard(name, len(tokens), len(documents), sum(token < BEGIN for token in tokens), *hashes)
 
 
-def cut_sample(text: Text, sample: int, seq_len: int, *, restart_positions: bool) -> list[list[int]]:
-    """Return tokens, targets, positions and document numbers of one sample, S each. Padding is one document."""
-    start, n = sample * seq_len, len(text.tokens)
-    rows: list[list[int]] = [[], [], [], []]
-    position = document = 0
-    for place in range(start, start + seq_len):
-        if place > start and (place in text.begins or place == n):
-            document += 1
-            position = 0 if restart_positions else position
-        is_target = place + 1 < n and place + 1 not in text.begins
-        values = (
-            text.tokens[place] if place < n else 0,
-            text.tokens[place + 1] if is_target else IGNORE_INDEX,
-            position,
-            document,
-        )
-        for row, value in zip(rows, values, strict=True):
-            row.append(value)
-        position += 1
-    return rows
+def cut_samples(text: Text, seq_len: int, *, restart_positions: bool) -> list[Sample]:
+    """Return all samples of a text: every token but the first is a target in one of them. Padding is one document."""
+    tokens = list(chain.from_iterable(text))
+    begins = {0, *accumulate(map(len, text))}  # of the documents, and of the padding
+    samples = []
+    for start in range(0, len(tokens) - 1, seq_len):
+        sample: Sample = ([], [], [], [])
+        position = document = 0
+        for place in range(start, start + seq_len):
+            if place > start and place in begins:
+                document += 1
+                position = 0 if restart_positions else position
+            is_target = place + 1 < len(tokens) and place + 1 not in begins
+            values = (
+                tokens[place] if place < len(tokens) else 0,
+                tokens[place + 1] if is_target else IGNORE_INDEX,
+                position,
+                document,
+            )
+            for field, value in zip(sample, values, strict=True):
+                field.append(value)
+            position += 1
+        samples.append(sample)
+    return samples
 
 
-def cut_batch(
-    texts: Sequence[Text], samples: Sequence[tuple[int, int]], seq_len: int, *, restart_positions: bool
-) -> Batch:
-    """Return a batch with a row for each (text, sample)."""
-    rows = [cut_sample(texts[n], sample, seq_len, restart_positions=restart_positions) for n, sample in samples]
-    return Batch(*(torch.tensor(field) for field in zip(*rows, strict=True)))
-
-
-def restarts_positions(config: Config) -> bool:
-    """Return whether positions start anew at each document, as they do for attention within documents."""
-    return ATTENTIONS[config.model.attention].uses_documents
+def make_batch(samples: Iterable[Sample]) -> Batch:
+    """Return a batch with a row for each sample."""
+    return Batch(*(torch.tensor(field) for field in zip(*samples, strict=True)))
 
 
 # ---------------------------------------------------------------- one process
@@ -141,31 +123,35 @@ class Expected:
     rates: list[float]
     losses: list[float]
     grad_norms: list[float]
-    validation: dict[int, dict[str, float]]  # step -> what `validate` must return after it
-    states: dict[int, State]  # after a step; 0: before the first one
+    validation: list[dict[str, float]]  # what `validate` must return after the step
+    states: list[State]  # number n is after step n; number 0 is before the first step
 
 
 def run_reference(
     config: Config,
     train: Sequence[Text],
     held_out: Sequence[Text],
-    *,
-    kept: Collection[int],
-    validated: Collection[int],
+    n_steps: int,
 ) -> Expected:
-    """Train in this process to the last step whose state is `kept`. The layout of `config` is not looked at.
+    """Train in this process, and validate after each step. The layout of `config` is not used.
 
     Weights and moments are float64; the model computes with fp32 copies of the weights.
     """
-    section, formula, n_steps = config.optimizer, FORMULAS[config.optimizer.name], max(kept)
+    section, formula = config.optimizer, FORMULAS[config.optimizer.name]
+    restart_positions = ATTENTIONS[config.model.attention].uses_documents
+    train_samples, held_out_samples = (
+        [cut_samples(text, config.training.seq_len, restart_positions=restart_positions) for text in texts]
+        for texts in (train, held_out)
+    )
     model = build_model(config, WIDE)
     parameters = dict(model.named_parameters())
     weights = {fqn: parameter.detach().double() for fqn, parameter in parameters.items()}
     state: State = {"weight": weights}
     state |= {name: {fqn: torch.zeros_like(weight) for fqn, weight in weights.items()} for name in formula.moments}
-    batches = [read_batch(config, train, step) for step in range(n_steps + 1)]
+    held_out_batch = make_batch(chain.from_iterable(held_out_samples))
+    batches = [read_batch(config, train_samples, step) for step in range(n_steps + 1)]
     # A run makes its moments in the first step: before it there are weights alone.
-    expected = Expected(batches, [], [], [], {}, {0: copy_state({"weight": weights})})
+    expected = Expected(batches, [], [], [], [], [copy_state({"weight": weights})])
     for step, batch in enumerate(batches[:n_steps]):
         model.zero_grad()
         logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
@@ -185,10 +171,8 @@ def run_reference(
         expected.rates.append(rate)
         expected.losses.append(loss.item())
         expected.grad_norms.append(norm)
-        if step + 1 in kept:
-            expected.states[step + 1] = copy_state(state)
-        if step + 1 in validated:
-            expected.validation[step + 1] = validate_plainly(model, config, held_out)
+        expected.states.append(copy_state(state))
+        expected.validation.append(validate_plainly(model, held_out_batch))
     return expected
 
 
@@ -197,22 +181,18 @@ def copy_state(state: State) -> State:
     return {name: {fqn: tensor.float() for fqn, tensor in of_all.items()} for name, of_all in state.items()}
 
 
-def read_batch(config: Config, texts: Sequence[Text], step: int) -> Batch:
-    """Return the global batch of `step`, counted from 0."""
+def read_batch(config: Config, samples: Sequence[list[Sample]], step: int) -> Batch:
+    """Return the global batch of `step`, counted from 0. `samples`: of each corpus."""
     training = config.training
-    n_samples = [text.count_samples(training.seq_len) for text in texts]
-    draws = Sampler(n_samples, weights=training.dataset_weights, seed=config.debug.seed)
+    sampler = Sampler(list(map(len, samples)), weights=training.dataset_weights, seed=config.debug.seed)
     first = step * training.global_batch_size
-    samples = draws.choose(torch.arange(first, first + training.global_batch_size))
-    return cut_batch(texts, samples, training.seq_len, restart_positions=restarts_positions(config))
+    chosen = sampler.choose(torch.arange(first, first + training.global_batch_size))
+    return make_batch(samples[corpus][sample] for corpus, sample in chosen)
 
 
 @torch.no_grad()
-def validate_plainly(model: nn.Module, config: Config, texts: Sequence[Text]) -> dict[str, float]:
+def validate_plainly(model: nn.Module, batch: Batch) -> dict[str, float]:
     """Return the mean loss of all counted held-out tokens, its perplexity, and bits per byte of text."""
-    seq_len = config.training.seq_len
-    samples = [(n, sample) for n, text in enumerate(texts) for sample in range(text.count_samples(seq_len))]
-    batch = cut_batch(texts, samples, seq_len, restart_positions=restarts_positions(config))
     logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
     counted = batch.targets != IGNORE_INDEX
     losses = F.cross_entropy(logits[counted].double(), batch.targets[counted], reduction="none")

@@ -1,8 +1,8 @@
-"""Runs train.py itself inside a worker of the rank pool, watches what it does, and leaves the process as it was.
+"""Run train.py itself inside a worker of the rank pool, record what it does, and leave the process as it was.
 
     leave the pool's process group   train.py joins one of its own, as under torchrun; the parent holds its store
     execute the file                 anew at each start, so that nothing is left of the start before
-    watch three of its names         restore_or_load, train_step, validate: arguments and results
+    wrap three of its names          restore_or_load, train_step, validate: arguments and results are recorded
     call main
     undo                             environment, logging, garbage collection
 
@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,38 +27,38 @@ from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.step import Run, StepResult
 from torchtitan_lite.verify.share import cut_slice, own_slice
 from torchtitan_lite.verify.train_reference import Expected
+from torchtitan_lite.verify.trial_checks import Gap
 
 TRAIN_PY = REPOSITORY / "train.py"
 
-Place = tuple[int, int]  # step, counted from 1, and row of its global batch
-Squares = tuple[float, float]  # of this rank's slice: sums of squares of the difference and of what is expected
+RowNumber = tuple[int, int]  # step, counted from 1, and row of its global batch
+StateGaps = dict[str, dict[str, Gap]]  # "weight", or the name of a moment -> FQN -> of this rank's slice
 
 
 @dataclass
-class Seen:
-    """What one rank was given in one start of train.py, what it computed, and its errors.
+class RankRecord:
+    """Inputs, results and errors of one rank in one start of train.py.
 
     Of lists, the first entry is of the first step after `resumed_step`.
     """
 
     resumed_step: int = 0
-    rows: list[list[Place | None]] = field(default_factory=list)  # where each row is in the data; None: nowhere
+    rows: list[list[RowNumber | None]] = field(default_factory=list)  # where each row is in the data; None: nowhere
     rates: list[list[float]] = field(default_factory=list)  # of the optimizer's groups
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     validation: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> what `validate` returned
-    # "loaded", "trained" -> step after which -> "weight", or the name of a moment -> FQN
-    states: dict[str, dict[int, dict[str, dict[str, Squares]]]] = field(
-        default_factory=lambda: {"loaded": {}, "trained": {}}
-    )
-    updates: dict[int, Squares] = field(default_factory=dict)  # of all weights, since before the first step of all
+    loaded: StateGaps = field(default_factory=dict)
+    trained: list[StateGaps] = field(default_factory=list)
+    updates: list[Gap] = field(default_factory=list)  # of all weights, since before the first step of all
 
 
 def start_train_py(
     rank: int, world_size: int, path: Path, args: list[str], port: int, expected_path: str, own_rows: list[range]
-) -> Seen:
+) -> RankRecord:
     """Worker: run the main of train.py, the file `path`, with `args`. Collective.
 
     `port`: of a TCPStore of the parent. `own_rows`: of each rank. Raises what train.py raises, and RuntimeError where
@@ -66,22 +67,23 @@ def start_train_py(
     expected: Expected = torch.load(expected_path, weights_only=False, mmap=True)
     # DTensor warns that gathering over two dims takes two steps: it is right, and here it does not matter.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    watch = Watch(expected, own_rows[rank])
-    said = io.StringIO()
+    recorder = Recorder(expected, own_rows[rank])
+    log = io.StringIO()
     dist.destroy_process_group()
-    with process_left_as_it_was(), redirect_stdout(said), redirect_stderr(said):
+    with process_left_as_it_was(), redirect_stdout(log), redirect_stderr(log):
         os.environ.update(make_environment(rank, world_size, port))
         names = {"__name__": "train", "__file__": str(path)}
         exec(compile(read_source(path), str(path), "exec"), names)
         for name in ("restore_or_load", "train_step", "validate"):
-            names[name] = getattr(watch, name)(names[name])
+            names[name] = partial(getattr(recorder, name), names[name])
         status = names["main"](args)
     if status != 0:
-        raise RuntimeError(f"train.py ended with {status}; its log:\n{said.getvalue()[-4000:].strip()}")
-    return watch.seen
+        raise RuntimeError(f"train.py ended with {status}; its log:\n{log.getvalue()[-4000:].strip()}")
+    return recorder.record
 
 
 def read_source(path: Path) -> str:
+    """Return the text of a file. A test may edit it."""
     return path.read_text(encoding="utf-8")
 
 
@@ -106,7 +108,7 @@ def process_left_as_it_was() -> Iterator[None]:
     environment = dict(os.environ)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    gc.freeze()  # what is here stays: train.py's own collection need not look at it
+    gc.freeze()  # train.py's own collection need not look at objects that were here before
     try:
         yield
     finally:
@@ -123,78 +125,66 @@ def process_left_as_it_was() -> Iterator[None]:
         gc.enable()
 
 
-class Watch:
-    """Wraps functions of train.py, and notes into `seen`. No communication."""
+class Recorder:
+    """Call functions of train.py, and record their arguments and results. No communication."""
 
     def __init__(self, expected: Expected, own_rows: range):
         self.expected, self.own_rows = expected, own_rows
-        self.seen = Seen()
+        self.record = RankRecord()
         self.step = 0
-        self.steps = [split_rows(batch) for batch in expected.batches]
-        self.places = {row: (n, at) for n, rows in enumerate(self.steps, 1) for at, row in enumerate(rows)}
+        self.steps = {step: split_rows(batch) for step, batch in enumerate(expected.batches, 1)}
+        self.numbers = {row: (step, at) for step, rows in self.steps.items() for at, row in enumerate(rows)}
 
-    def restore_or_load(self, original: Callable) -> Callable:
-        """Wrap `restore_or_load`: note the weights and moments that the run starts with."""
+    def restore_or_load(
+        self, original: Callable, checkpoints, resumed_step, parameters: dict[str, Tensor], optimizer, *args, **options
+    ) -> int:
+        """Record the weights and moments with which the run starts."""
+        self.step = original(checkpoints, resumed_step, parameters, optimizer, *args, **options)
+        self.record.resumed_step = self.step
+        self.record.loaded = self.measure_state(parameters, optimizer)
+        return self.step
 
-        def watched(checkpoints, resumed_step, parameters: dict[str, Tensor], optimizer: Optimizer, *args, **options):
-            self.step = original(checkpoints, resumed_step, parameters, optimizer, *args, **options)
-            self.seen.resumed_step = self.step
-            self.seen.states["loaded"][self.step] = self.measure_state(parameters, optimizer)
-            return self.step
+    def train_step(self, original: Callable, run: Run, batch: Batch) -> StepResult:
+        """Record rows, learning rates, loss, norm, and the errors of weights and moments."""
+        self.record.rows.append(self.find_rows(batch))
+        self.record.rates.append([float(group["lr"]) for group in run.optimizer.param_groups])
+        result = original(run, batch)
+        self.step += 1
+        self.record.losses.append(result.loss.item())
+        self.record.grad_norms.append(result.grad_norm.item())
+        if self.step < len(self.expected.states):
+            self.record.trained.append(self.measure_state(run.parameters, run.optimizer))
+            self.record.updates.append(self.measure_update(run.parameters))
+        return result
 
-        return watched
+    def validate(self, original: Callable, *args) -> dict[str, float]:
+        """Record the result."""
+        self.record.validation[self.step] = original(*args)
+        return self.record.validation[self.step]
 
-    def train_step(self, original: Callable) -> Callable:
-        """Wrap `train_step`: note rows, learning rates, loss, norm; after some steps the weights."""
+    def find_rows(self, batch: Batch) -> list[RowNumber | None]:
+        """Return where each row of a batch is in the data; of several possible answers, the likeliest.
 
-        def watched(run, batch: Batch):
-            self.seen.rows.append(self.find_places(batch))
-            self.seen.rates.append([float(group["lr"]) for group in run.optimizer.param_groups])
-            result = original(run, batch)
-            self.step += 1
-            self.seen.losses.append(result.loss.item())
-            self.seen.grad_norms.append(result.grad_norm.item())
-            if self.step in self.expected.states:
-                self.seen.states["trained"][self.step] = self.measure_state(run.parameters, run.optimizer)
-                self.seen.updates[self.step] = self.measure_update(run.parameters)
-            return result
-
-        return watched
-
-    def validate(self, original: Callable) -> Callable:
-        """Wrap `validate`: note what it returns."""
-
-        def watched(*args):
-            self.seen.validation[self.step] = original(*args)
-            return self.seen.validation[self.step]
-
-        return watched
-
-    def find_places(self, batch: Batch) -> list[Place | None]:
-        """Return where each row of a batch is in the data; of several places, the likeliest.
-
-        That is this rank's share of the step, or of another step, then any row of the step, then any row.
+        That is this rank's rows of this step, or of another step, then any row of this step, then any row.
         """
-        rows = split_rows(batch)
+        rows, step = split_rows(batch), self.step + 1
         own = slice(self.own_rows.start, self.own_rows.stop)
-        steps = dict(enumerate(self.steps, 1))
-        this_step = steps.get(self.step + 1, [])
-        for number, of_step in ((self.step + 1, this_step), *steps.items()):
-            if rows == of_step[own]:
+        for number in (step, *self.steps):
+            if rows == self.steps.get(number, [])[own]:
                 return [(number, at) for at in self.own_rows]
-        in_this_step = {row: (self.step + 1, at) for at, row in enumerate(this_step)}
-        return [in_this_step.get(row, self.places.get(row)) for row in rows]
+        in_this_step = {row: (step, at) for at, row in enumerate(self.steps.get(step, []))}
+        return [in_this_step.get(row, self.numbers.get(row)) for row in rows]
 
-    def measure_state(self, parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, dict[str, Squares]]:
+    def measure_state(self, parameters: dict[str, Tensor], optimizer: Optimizer) -> StateGaps:
         """Compare this rank's slices of weights and moments with those of one process after the same step."""
-        squares = {}
-        for name, full_tensors in self.expected.states.get(self.step, {}).items():
+        gaps: StateGaps = {}
+        for name, full_tensors in self.expected.states[self.step].items():
             moments = {fqn: optimizer.state[parameter].get(name) for fqn, parameter in parameters.items()}
             own = parameters if name == "weight" else moments
-            squares[name] = {fqn: measure_slice(tensor, full_tensors[fqn]) for fqn, tensor in own.items()}
-        return squares
+            gaps[name] = {fqn: measure_slice(tensor, full_tensors[fqn]) for fqn, tensor in own.items()}
+        return gaps
 
-    def measure_update(self, parameters: dict[str, Tensor]) -> Squares:
+    def measure_update(self, parameters: dict[str, Tensor]) -> Gap:
         """Compare the update of all weights together with that of one process.
 
         Left out is what fp32 rounds off a weight: it is rounded twice in each step, each time by at most 2^-24 of it.
@@ -203,22 +193,22 @@ class Watch:
         wrong = whole = 0.0
         now, initial = self.expected.states[self.step]["weight"], self.expected.states[0]["weight"]
         for fqn, parameter in parameters.items():
-            wrong += measure_slice(parameter, now[fqn], roundings=2 * self.step)[0]
-            whole += measure_slice(parameter, now[fqn] - initial[fqn])[1]
-        return wrong, whole
+            wrong += measure_slice(parameter, now[fqn], roundings=2 * self.step).error
+            whole += measure_slice(parameter, now[fqn] - initial[fqn]).reference
+        return Gap(wrong, whole)
 
 
 @torch.no_grad()
-def measure_slice(tensor: Tensor | None, full: Tensor, *, roundings: int = 0) -> Squares:
+def measure_slice(tensor: Tensor | None, full: Tensor, *, roundings: int = 0) -> Gap:
     """Compare what this rank holds of a tensor with the same slice of a full one. No communication.
 
     `roundings`: how often every number of it may have been rounded to fp32 otherwise.
     """
     if tensor is None:  # a moment that was not made
-        return math.inf, 0.0
+        return Gap(math.inf, 0.0)
     own, right = own_slice(tensor).double(), cut_slice(full, tensor).double()
     difference = (own - right).abs() - roundings * 2**-24 * right.abs()
-    return difference.clamp(min=0).square().sum().item(), right.square().sum().item()
+    return Gap(difference.clamp(min=0).square().sum().item(), right.square().sum().item())
 
 
 def split_rows(batch: Batch) -> list[bytes]:

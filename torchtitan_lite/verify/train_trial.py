@@ -7,7 +7,7 @@ Both are starts of the real file, in warm workers (train_start.py), on a corpus 
 One process computes the same steps by its own code (train_reference.py). train_checks.py compares in the order of
 time, so that the first difference is named.
 
-    kept        the layout, as reduced; the optimizer, for a resume has to restore its moments; the shape of the
+    kept        the layout, as reduced; the optimizer, because a resume has to restore its moments; the form of the
                 learning rate's schedule, the number of corpora (two at most) and their weights, the way of saving
     replaced    paths; numbers of the optimizer that amplify rounding; layers and microbatches: as few as can run
     left out    CPU offload, which train.py refuses without a GPU; TensorBoard, traces, exports
@@ -15,9 +15,9 @@ time, so that the first difference is named.
 
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import permutations
-from math import prod
 from pathlib import Path
 
 import torch
@@ -37,14 +37,15 @@ from torchtitan_lite.config.schema import (
     Profiling,
     Validation,
 )
-from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describe_failure
+from torchtitan_lite.verify.certificate import RunRanks, Trial, describe_failure
 from torchtitan_lite.verify.degrees import DEGREE_KEYS
 from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
 from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT
-from torchtitan_lite.verify.train_checks import BOUNDS, Check, StartPlan, check_start
+from torchtitan_lite.verify.train_checks import MEASURES, StartPlan, list_checks
 from torchtitan_lite.verify.train_reference import N_WORDS, TOKENIZER, Text, make_text, run_reference, write_corpus
-from torchtitan_lite.verify.train_start import TRAIN_PY, Seen, start_train_py
+from torchtitan_lite.verify.train_start import TRAIN_PY, RankRecord, start_train_py
+from torchtitan_lite.verify.trial_checks import judge
 
 NAME = "train.py"
 SAVED_STEP, FIRST_END, SECOND_END = 2, 3, 4
@@ -56,44 +57,35 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     if not TRAIN_PY.is_file():
         return Trial(NAME, [], {}, None, 0.0, skipped=f"there is no {TRAIN_PY}", is_missing=True)
     own_folder = Path(tempfile.mkdtemp(prefix="train.py-", dir=folder)).absolute()
-    first, second = plan_starts(reduction, own_folder)
-    texts = write_corpora(first.config)
-    validated = {*first.validated, *second.validated}
-    expected = run_reference(first.config, *texts, kept=(SAVED_STEP, FIRST_END, SECOND_END), validated=validated)
+    config = make_config(reduction, own_folder)
+    layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
+    first = StartPlan(give_steps(config, FIRST_END, own_folder / "first"), layout, 0, FIRST_END)
+    other, other_layout = choose_other_layout(config, layout)
+    second = StartPlan(give_steps(other, SECOND_END, own_folder / "resumed"), other_layout, SAVED_STEP, SECOND_END)
+    expected = run_reference(config, *write_corpora(config), n_steps=SECOND_END)
     expected_path = own_folder / "expected.pt"
     torch.save(expected, expected_path)
     try:
-        checks = check_start(first, expected, start_ranks(first, run_ranks, expected_path))
-        if all(check.is_right for check in checks):
+        checks = list(list_checks(first, expected, start_ranks(first, run_ranks, expected_path)))
+        if all(check.excess <= 1 for check in checks):
             saved = Path(first.config.checkpoint.folder) / f"step-{SAVED_STEP}"
             (second.dump_folder / saved).parent.mkdir(parents=True)
             (first.dump_folder / saved).rename(second.dump_folder / saved)
-            checks += check_start(second, expected, start_ranks(second, run_ranks, expected_path))
+            checks += list_checks(second, expected, start_ranks(second, run_ranks, expected_path))
     except RankFailure as failure:
         return describe_failure(NAME, failure, time.monotonic() - begin)
     subject = f"{FIRST_END} steps on {first.layout}, resumed after step {SAVED_STEP} on {second.layout}"
-    return judge(checks, subject, time.monotonic() - begin)
+    return judge(NAME, checks, MEASURES, begin, subject)
 
 
-def plan_starts(reduction: Reduction, folder: Path) -> tuple[StartPlan, StartPlan]:
-    """Return the start on the layout of the run, and the one on another layout."""
-    config = make_config(reduction, folder)
-    layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
-    other, other_layout = choose_other_layout(config, layout)
-
-    def leading_to(config: Config, step: int, name: str) -> Config:
-        checkpoint = replace(config.checkpoint, interval=SAVED_STEP)
-        training = replace(config.training, steps=step)
-        return replace(config, job=Job(dump_folder=str(folder / name)), training=training, checkpoint=checkpoint)
-
-    return (
-        StartPlan(leading_to(config, FIRST_END, "first"), layout, 0, FIRST_END),
-        StartPlan(leading_to(other, SECOND_END, "resumed"), other_layout, SAVED_STEP, SECOND_END),
-    )
+def give_steps(config: Config, last_step: int, folder: Path) -> Config:
+    """Return the config of one start, which ends after `last_step` and writes into `folder`."""
+    training = replace(config.training, steps=last_step)
+    return replace(config, job=Job(dump_folder=str(folder)), training=training)
 
 
-def start_ranks(plan: StartPlan, run_ranks: RunRanks, expected_path: Path) -> list[Seen]:
-    """Run train.py on every rank; return what each one saw. Raises RankFailure."""
+def start_ranks(plan: StartPlan, run_ranks: RunRanks, expected_path: Path) -> list[RankRecord]:
+    """Run train.py on every rank; return the record of each. Raises RankFailure."""
     path = plan.dump_folder.with_suffix(".toml")
     path.write_text(dump_config_toml(plan.config), encoding="utf-8")
     n_ranks = plan.layout.world_size
@@ -102,19 +94,6 @@ def start_ranks(plan: StartPlan, run_ranks: RunRanks, expected_path: Path) -> li
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     args = ["--config", str(path)]
     return run_ranks(start_train_py, n_ranks, TRAIN_PY, args, store.port, str(expected_path), own_rows)
-
-
-def judge(checks: list[Check], subject: str, seconds: float) -> Trial:
-    """Return the trial: the worst of each measure, and the first difference."""
-    measures, faults = [], {}
-    for name, (bound, of) in BOUNDS.items():
-        of_measure = [check for check in checks if check.measure == name]
-        if of_measure:
-            measures.append(Measure(name, max(check.error for check in of_measure), bound, of))
-        if wrong := [check for check in of_measure if not check.is_right]:
-            faults[name] = wrong[0].culprit.detail
-    culprit = next((check.culprit for check in checks if not check.is_right), None)
-    return Trial(NAME, measures, faults, culprit, seconds, subject=subject)
 
 
 # ---------------------------------------------------------------- the small config, its corpora, a second layout
@@ -144,12 +123,16 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
     vocab_size += -(-max(0, N_WORDS - vocab_size) // n_ranks) * n_ranks  # it divides by the same degrees as before
     config = replace(
         small,
-        job=Job(dump_folder=str(folder)),
         profiling=Profiling(),
         metrics=Metrics(log_freq=1, enable_tensorboard=False),
         optimizer=choose_optimizer(real.optimizer, small.optimizer, warms_up=schedule.warmup_steps > 1),
         lr_scheduler=schedule,
-        checkpoint=Checkpoint(enable=True, async_mode=real.checkpoint.async_mode, verify=real.checkpoint.verify),
+        checkpoint=Checkpoint(
+            enable=True,
+            interval=SAVED_STEP,
+            async_mode=real.checkpoint.async_mode,
+            verify=real.checkpoint.verify,
+        ),
         validation=Validation(enable=True, freq=10**6),
         comm=Comm(init_timeout_seconds=SECONDS_TO_WAIT, train_timeout_seconds=SECONDS_TO_WAIT, trace_buf_size=0),
     )
@@ -168,28 +151,31 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
 
 def shrink(config: Config, layout: Layout) -> Config:
     """Return the config with as few microbatches and layers as run on this layout, two at least."""
-    unit = config.training.global_batch_size // layout.n_microbatches
-    accumulates = config.training.global_batch_size > config.training.local_batch_size * layout.dp
-    for n in range(2, layout.n_microbatches):
-        n_rows = n * unit // layout.dp
-        sizes = {"training.global_batch_size": n * unit, "training.local_batch_size": n_rows}
-        if accumulates:
-            sizes["training.local_batch_size"] = config.training.local_batch_size
-        if can_run(fewer := override(config, sizes), layout.world_size):
-            config = fewer
-            break
-    for n in range(2, resolve_model(config.model).n_layers):
-        if can_run(fewer := override(config, {"model.n_layers": n}), layout.world_size):
-            return fewer
+    training, n_ranks = config.training, layout.world_size
+    unit = training.global_batch_size // layout.n_microbatches
+    accumulates = training.global_batch_size > training.local_batch_size * layout.dp
+    batch_sizes = (
+        {
+            "training.global_batch_size": n * unit,
+            "training.local_batch_size": training.local_batch_size if accumulates else n * unit // layout.dp,
+        }
+        for n in range(2, layout.n_microbatches)
+    )
+    config, _ = plan_first(config, batch_sizes, n_ranks)
+    depths = ({"model.n_layers": n} for n in range(2, resolve_model(config.model).n_layers))
+    config, _ = plan_first(config, depths, n_ranks)
     return config
 
 
-def can_run(config: Config, world_size: int) -> bool:
-    try:
-        plan_layout(config, resolve_model(config.model), world_size)
-    except ConfigError:
-        return False
-    return True
+def plan_first(config: Config, choices: Iterable[dict[str, object]], world_size: int) -> tuple[Config, Layout]:
+    """Return the config with the first of these overrides that can run, and its layout; else without any."""
+    for overrides in (*choices, {}):
+        chosen = override(config, overrides)
+        try:
+            return chosen, plan_layout(chosen, resolve_model(chosen.model), world_size)
+        except ConfigError:
+            continue
+    raise AssertionError("the reduced config itself can run")
 
 
 def choose_optimizer(real: Optimizer, small: Optimizer, *, warms_up: bool) -> Optimizer:
@@ -226,10 +212,10 @@ def choose_schedule(real: LRScheduler) -> LRScheduler:
 
 
 def write_corpora(config: Config) -> tuple[list[Text], list[Text]]:
-    """Write training.dataset; return training documents and held-out ones of each corpus.
+    """Write training.dataset; return training documents and held-out documents of each corpus.
 
-    Four steps read more samples than there are, so that a second epoch begins; the last batch of held-out samples is
-    filled up with padding.
+    Four steps read more samples than there are, so that a second epoch begins; padding completes the last batch of
+    held-out samples.
     """
     training = config.training
     n_tokens = training.global_batch_size * training.seq_len // len(training.dataset)
@@ -242,32 +228,25 @@ def write_corpora(config: Config) -> tuple[list[Text], list[Text]]:
 
 
 def choose_other_layout(config: Config, layout: Layout) -> tuple[Config, Layout]:
-    """Return the first of MOVES that can run on as many ranks; where none can, the same layout."""
+    """Return the same global batch on the first of MOVES that can run; where none can, the same layout."""
+    choices = []
     for source, target in MOVES:
-        if (degree := getattr(layout, source)) > 1:
+        if (degree := layout.degrees[source]) > 1:
             factor = next(n for n in range(2, degree + 1) if degree % n == 0)
-            moved = {**layout.degrees, source: degree // factor, target: getattr(layout, target) * factor}
-            try:
-                return plan_moved(config, moved)
-            except ConfigError:
-                continue
-    return config, layout
-
-
-def plan_moved(config: Config, degrees: dict[str, int]) -> tuple[Config, Layout]:
-    """Return the same global batch on a mesh of these degrees. Raises ConfigError where that cannot run."""
-    n_rows = config.training.global_batch_size // (degrees["dp_replicate"] * degrees["dp_shard"])
-    overrides = {
-        **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()},
-        "training.local_batch_size": max(1, n_rows),
-        "parallelism.pipeline_parallel_schedule": "GPipe",  # which takes any number of microbatches
-        "parallelism.pipeline_parallel_microbatch_size": 1,
-        "parallelism.pipeline_parallel_schedule_csv": "",
-        "parallelism.pipeline_parallel_layers_per_stage": None,
-        "parallelism.module_fqns_per_model_part": [],
-        "compile.enable": False,  # once is enough: it takes most of the time
-    }
-    if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
-        overrides["activation_checkpoint.mode"] = "full"
-    config = override(config, overrides)
-    return config, plan_layout(config, resolve_model(config.model), prod(degrees.values()))
+            degrees = {**layout.degrees, source: degree // factor, target: layout.degrees[target] * factor}
+            dp = degrees["dp_replicate"] * degrees["dp_shard"]
+            choices.append(
+                {
+                    **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()},
+                    "training.local_batch_size": max(1, config.training.global_batch_size // dp),
+                    "parallelism.pipeline_parallel_schedule": "GPipe",  # which takes any number of microbatches
+                    "parallelism.pipeline_parallel_microbatch_size": 1,
+                    "parallelism.pipeline_parallel_schedule_csv": "",
+                    "parallelism.pipeline_parallel_layers_per_stage": None,
+                    "parallelism.module_fqns_per_model_part": [],
+                    "compile.enable": False,  # once is enough: it takes most of the time
+                }
+            )
+            if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
+                choices[-1]["activation_checkpoint.mode"] = "full"
+    return plan_first(config, choices, layout.world_size)

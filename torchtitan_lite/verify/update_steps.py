@@ -1,67 +1,47 @@
-"""One rank's part of the trial "updates": the run's own steps from given gradients, each beside the reference.
+"""One rank's part of the updates trial: the run's own steps from given gradients, each beside the reference.
 
-    given         gradients of each slice, by the seed of (step, FQN, place of the slice): copies get the same
+    given         gradients, drawn by a seed of (step, FQN)
     the run's     clip_grad_norm, step_if_finite, optimizer, lr_scheduler: `train_step` itself, without its backward
-    reference     step_formulas.py, from what the slice and its moments were just before: errors do not add up
-    at the end    two steps that are not finite on one rank only
+    reference     step_formulas.py, from the slice and its moments as they were just before: errors do not add up
+    at the end    two steps whose gradients are not finite on one rank only
 
-Nothing is gathered: the parent adds up the squares that ranks find in their slices.
+Nothing is gathered: the parent adds the squared errors that ranks find in their slices.
 """
 
-import hashlib
 import math
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
 from torchtitan_lite.checkpoint.state import name_tensors, set_step
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.config.schema import Config, LRScheduler
-from torchtitan_lite.verify.share import Coordinates, build_small_run, find_unequal_replicas
+from torchtitan_lite.verify.share import Coordinates, build_small_run, cut_slice, find_unequal_replicas
 from torchtitan_lite.verify.step_formulas import FORMULAS, compute_clip_scale, compute_rate_factor, find_decay_start
+from torchtitan_lite.verify.trial_checks import Gap
 
 NORMS = (2.0, 0.5, 1.0, 3.0)  # of the gradients of each step, in units of max_norm: cut, left, at the border, cut
 SPREAD = 6  # gradients of one tensor are up to that many powers of ten apart: near eps, and far above
 NOT_FINITE = {"NaN": math.nan, "infinity": math.inf}
 
 
-class Gap(NamedTuple):
-    """Squared norms; those of slices may be added up."""
-
-    error: float  # of value - reference
-    reference: float
-    rounding: float  # of what fp32 alone may do
-
-    def plus(self, other: "Gap") -> "Gap":
-        return Gap(*(one + two for one, two in zip(self, other, strict=True)))
-
-    def relative(self, tolerance: float) -> tuple[float, float]:
-        """Return error and bound, in units of the reference's norm, or absolute where that is zero."""
-        scale = math.sqrt(self.reference) or 1.0
-        allowed = tolerance * math.sqrt(self.reference) + math.sqrt(self.rounding)
-        return math.sqrt(self.error) / scale, allowed / scale
-
-
 @dataclass
-class UpdateShare:
+class RankUpdates:
     """Numbers and errors of one rank."""
 
     coordinates: Coordinates
-    rates: list[tuple[int, list[float]]] = field(default_factory=list)  # at a step of the schedule, of each group
+    rates: list[tuple[int, list[float]]] = field(default_factory=list)  # step of the schedule, rate of each group
     grad_norms: list[float] = field(default_factory=list)  # of each step
-    finite: list[bool] = field(default_factory=list)  # what each of these steps said
     gaps: dict[tuple[str, str, int], Gap] = field(default_factory=dict)  # (what is compared, FQN, step) -> this slice's
-    unequal_replicas: set[tuple[str, str, str]] = field(default_factory=set)  # what, FQN, mesh dim
-    said_finite: list[str] = field(default_factory=list)  # of NOT_FINITE, those that a step took for finite
-    changed: dict[str, list[str]] = field(default_factory=dict)  # of NOT_FINITE -> tensors that such a step changed
+    unequal_replicas: set[tuple[str, str, str]] = field(default_factory=set)  # weights or moment, FQN, mesh dim
+    finite_faults: list[str] = field(default_factory=list)  # steps taken for finite, or for not finite, wrongly
 
 
 def choose_positions(section: LRScheduler) -> list[int]:
@@ -73,56 +53,58 @@ def choose_positions(section: LRScheduler) -> list[int]:
     return [min(max(0, position), end - 1) for position in positions]
 
 
-def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str, int]) -> UpdateShare:
+def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str, int]) -> RankUpdates:
     """Worker: make the steps and compare them. `sizes`: numbers of each parameter of the model. Collective."""
     run = build_small_run(config, world_size)
-    share = UpdateShare(run.mesh.coordinates())
+    found = RankUpdates(run.mesh.coordinates())
     positions = choose_positions(run.config.lr_scheduler)
     for index, position in enumerate(positions):
         if run.lr_scheduler.last_epoch != position:
             set_step(run.lr_scheduler, position)  # as a run does that resumes
-        step_beside_reference(run, share, index, position, sizes)
+        step_beside_reference(run, found, index, position, sizes)
     named = {"weights": run.parameters}
     for name in FORMULAS[config.optimizer.name].moments:
         named[name] = {fqn: run.optimizer.state[parameter][name] for fqn, parameter in run.parameters.items()}
     for what, tensors in named.items():
-        share.unequal_replicas |= {(what, *pair) for pair in find_unequal_replicas(tensors)}
+        found.unequal_replicas |= {(what, *pair) for pair in find_unequal_replicas(tensors)}
     set_step(run.lr_scheduler, positions[1])  # at the peak: a rate of zero would hide a step
     for name, value in NOT_FINITE.items():
-        step_without_effect(run, share, name, value, sizes)
-    return share
+        found.finite_faults += step_without_effect(run, name, value, sizes)
+    return found
 
 
 def step_beside_reference(
-    run: stepping.Run, share: UpdateShare, index: int, position: int, sizes: dict[str, int]
+    run: stepping.Run, found: RankUpdates, index: int, position: int, sizes: dict[str, int]
 ) -> None:
     """Make one step of the run at `position` of its schedule, and compare every slice. Collective."""
     section, max_norm = run.config.optimizer, run.config.training.max_norm
+    formula = FORMULAS[section.name]
     gradients = draw_gradients(run, index, sizes)
     weights = {fqn: local_tensor(parameter).detach().double() for fqn, parameter in run.parameters.items()}
     moments = {fqn: copy_moments(run, fqn) for fqn in run.parameters}
-    share.rates.append((position, read_rates(run)))
-    with gradients_given(run, gradients), clipped_noted(run) as clipped:
+    found.rates.append((position, read_rates(run)))
+    with gradients_given(run, gradients) as clipped:
         result = stepping.train_step(run, None)
-    share.rates.append((position + 1, read_rates(run)))
-    share.grad_norms.append(result.grad_norm.item())
-    share.finite.append(bool(result.finite))
+    found.rates.append((position + 1, read_rates(run)))
+    found.grad_norms.append(result.grad_norm.item())
+    if not result.finite:
+        found.finite_faults.append(f"step {index + 1}, whose gradients are finite, is taken for one that is not")
 
     rate = section.lr * compute_rate_factor(run.config.lr_scheduler, position)
     scale = compute_clip_scale(NORMS[index] * max_norm, max_norm)
     for fqn, parameter in run.parameters.items():
         gradient = gradients[fqn].double() * scale
         before = {name: tensor.double() for name, tensor in moments[fqn].items()}
-        move = FORMULAS[section.name].move(section, weights[fqn], gradient, before, rate=rate, step=index + 1)
+        move = formula.move(section, weights[fqn], gradient, before, rate=rate, step=index + 1)
         update = local_tensor(parameter).detach().double() - weights[fqn]
-        share.gaps["clipped gradient", fqn, index] = measure_gap(clipped[fqn].double() - gradient, gradient)
+        found.gaps["clipped gradient", fqn, index] = measure_gap(clipped[fqn].double() - gradient, gradient)
         for name, after in copy_moments(run, fqn).items():
-            share.gaps[name, fqn, index] = measure_gap(beyond_rounding(after, move.moments[name]), move.moments[name])
-        share.gaps["update", fqn, index] = measure_gap(update - move.update, move.update, move.rounding)
+            found.gaps[name, fqn, index] = measure_gap(beyond_rounding(after, move.moments[name]), move.moments[name])
+        found.gaps["update", fqn, index] = measure_gap(update - move.update, move.update, move.rounding)
 
 
-def step_without_effect(run: stepping.Run, share: UpdateShare, name: str, value: float, sizes: dict[str, int]) -> None:
-    """Make one step with a single gradient of the last rank not finite; note any effect. Collective."""
+def step_without_effect(run: stepping.Run, name: str, value: float, sizes: dict[str, int]) -> list[str]:
+    """Make one step with a single gradient of the last rank not finite; return what is wrong. Collective."""
     gradients = draw_gradients(run, 0, sizes)
     if dist.get_rank() == dist.get_world_size() - 1:
         next(slice_ for slice_ in gradients.values() if slice_.numel()).view(-1)[0] = value
@@ -130,51 +112,43 @@ def step_without_effect(run: stepping.Run, share: UpdateShare, name: str, value:
     before = {tensor_name: local_tensor(tensor).clone() for tensor_name, tensor in tensors.items()}
     with gradients_given(run, gradients):
         result = stepping.train_step(run, None)
-    if result.finite:
-        share.said_finite.append(name)
-    share.changed[name] = [key for key, old in before.items() if not torch.equal(local_tensor(tensors[key]), old)]
+    n_changed = sum(not torch.equal(local_tensor(tensors[key]), old) for key, old in before.items())
+    if not result.finite and not n_changed:
+        return []
+    taken = "is taken for finite" if result.finite else "is seen"
+    return [f"a gradient of {name} on the last rank {taken}, and changes {n_changed} tensors"]
 
 
 # ---------------------------------------------------------------- what a step is given, and what it leaves
 
 
 def draw_gradients(run: stepping.Run, index: int, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """Return gradients of this rank's slices, fp32; the norm of all slices is NORMS[index] * max_norm.
+    """Return gradients of this rank's slices, fp32; the norm of the whole model's is NORMS[index] * max_norm.
 
-    Each slice gets the share of the squares that it has of all numbers, so no rank needs to know the others' slices.
-    One number in eight is zero; the others differ by SPREAD powers of ten, for only some are near eps.
+    Each rank draws whole tensors and keeps its slices, so copies are equal. One number in eight is zero; the others
+    differ by SPREAD powers of ten, because only some should be near eps.
     """
     norm = NORMS[index] * run.config.training.max_norm
-    n_numbers = sum(sizes.values())
     gradients = {}
     for fqn, parameter in run.parameters.items():
-        own = local_tensor(parameter)
-        generator = torch.Generator().manual_seed(hash_of(f"{index} {fqn} {describe_slice(parameter)}"))
-        drawn = torch.randn(own.shape, generator=generator, dtype=torch.float64)
-        exponent = torch.rand(own.shape, generator=generator) * 8 / 7
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{index} {fqn}".encode()))
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        exponent = torch.rand(parameter.shape, generator=generator) * 8 / 7
         drawn = (drawn * 10 ** (-SPREAD * exponent)).masked_fill(exponent > 1, 0.0)
-        if own.numel() and not drawn.any():  # a slice of one number
-            drawn += 1.0
-        gradients[fqn] = (drawn * (norm * math.sqrt(own.numel() / n_numbers) / drawn.norm())).float()
+        # Each tensor has the part of the squares that it has of all numbers.
+        scale = norm * math.sqrt(sizes[fqn] / sum(sizes.values())) / drawn.norm()
+        gradients[fqn] = cut_slice((drawn * scale).float(), parameter)
     return gradients
 
 
-def describe_slice(tensor: Tensor) -> str:
-    """Return the coordinates on the dims that split a tensor: equal on all ranks with the same slice."""
-    if not isinstance(tensor, DTensor):
-        return "whole"
-    mesh = tensor.device_mesh
-    places = zip(mesh.mesh_dim_names, mesh.get_coordinate(), tensor.placements, strict=True)
-    return " ".join(f"{name}{place}" for name, place, placement in places if not placement.is_replicate())
-
-
-def hash_of(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-
-
 @contextmanager
-def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator[None]:
-    """Context manager: steps inside get these gradients, this rank's slices, instead of those of a batch."""
+def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Context manager: a step inside gets these gradients, this rank's slices, instead of those of a batch.
+
+    Yields copies of them as the optimizer gets them: clipped.
+    """
+    clipped: dict[str, Tensor] = {}
+    step_if_finite = stepping.step_if_finite
 
     @torch.no_grad()
     def give(run: stepping.Run, batch: None) -> Tensor:
@@ -183,21 +157,11 @@ def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator
             local_tensor(parameter.grad).copy_(gradients[fqn])
         return torch.zeros((), device=run.device)
 
-    with patch.object(stepping, "compute_gradients", give):
-        yield
-
-
-@contextmanager
-def clipped_noted(run: stepping.Run) -> Iterator[dict[str, Tensor]]:
-    """Context manager: yields copies of this rank's gradients, as the optimizer of a step inside gets them."""
-    clipped: dict[str, Tensor] = {}
-    step_if_finite = stepping.step_if_finite
-
     def note_and_step(*args) -> Tensor:
         clipped.update({fqn: local_tensor(parameter.grad).clone() for fqn, parameter in run.parameters.items()})
         return step_if_finite(*args)
 
-    with patch.object(stepping, "step_if_finite", note_and_step):
+    with patch.multiple(stepping, compute_gradients=give, step_if_finite=note_and_step):
         yield clipped
 
 
@@ -226,5 +190,4 @@ def beyond_rounding(value: Tensor, reference: Tensor) -> Tensor:
 
 
 def measure_gap(error: Tensor, reference: Tensor, rounding: Tensor | None = None) -> Gap:
-    squares = [0.0 if tensor is None else tensor.square().sum().item() for tensor in (error, reference, rounding)]
-    return Gap(*squares)
+    return Gap(*(0.0 if tensor is None else tensor.square().sum().item() for tensor in (error, reference, rounding)))
