@@ -23,6 +23,7 @@ from layouts import (
 )
 from measure_memory import BATCH, MODEL, measure_on_gloo, measure_peak, plan
 from torch._dynamo.utils import counters
+from torchtitan_lite.plan.planned import plan_run
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.hardware import Machine
@@ -32,7 +33,6 @@ from torchtitan_lite.plan.collectives import Moved, count_traffic, find_most_mov
 from torchtitan_lite.plan.dry_run import DryRun, dry_run
 from torchtitan_lite.plan.forecast import count_rank_flops, list_all_traffic, list_memory
 from torchtitan_lite.plan.ledger import open_ledger, sum_by_axis
-from torchtitan_lite.plan.planned import plan_run
 from torchtitan_lite.plan.simulator import plan_order
 
 CPU = Machine("cpu", 1, 2**34, "x86_64 CPU")

@@ -9,12 +9,12 @@ import torch
 from layouts import CP, PP, REPLICATE, TP, TWO_LAYERS
 from measure_memory import BATCH, plan
 from torch.distributed.tensor import distribute_tensor
+from torchtitan_lite.plan.explain_text import describe_slice, draw_mesh, locate
 
 from torchtitan_lite import step
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.plan import explain
 from torchtitan_lite.plan.dry_run import describe_spread
-from torchtitan_lite.plan.explain_text import describe_slice, draw_mesh, locate
 from torchtitan_lite.plan.fake_world import fake_group
 
 REPOSITORY = Path(__file__).resolve().parent.parent

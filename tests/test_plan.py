@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 from layouts import PP, TP
+from torchtitan_lite.plan.planned import group_pp_ranks, plan_run
 
 from torchtitan_lite import step
 from torchtitan_lite.config.cluster import find_cluster
@@ -19,7 +20,6 @@ from torchtitan_lite.plan.plan_warnings import (
     warn_of_tensor_parallel,
     warn_of_torn_groups,
 )
-from torchtitan_lite.plan.planned import group_pp_ranks, plan_run
 
 SMALL = ["--config", "debug", "--training.seq_len", "32", "--model.n_layers", "2"]
 H100 = find_cluster("h100")

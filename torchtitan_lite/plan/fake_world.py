@@ -41,10 +41,6 @@ def fake_group(world_size: int, *, rank: int) -> Iterator[None]:
         forget_groups()
 
 
-def leave_as_they_are(*args) -> None:
-    """Replace the rule for initial weights."""
-
-
 def make_batch(layout: Layout, seq_len: int) -> Batch:
     """Return a rank's rows of a step. Their values do not matter."""
     shape = (layout.global_batch_size // layout.dp, seq_len)
@@ -52,10 +48,10 @@ def make_batch(layout: Layout, seq_len: int) -> Batch:
 
 
 @contextmanager
-def static_stages(config: Config, shape: ModelArgs, layout: Layout, meter: Meter) -> Iterator[None]:
+def static_stages(config: Config, model_args: ModelArgs, layout: Layout, meter: Meter) -> Iterator[None]:
     """Context manager: microbatches set marks, and pipeline stages know their shapes without asking a neighbour."""
     hidden = torch.empty(
-        (layout.microbatch_size, config.training.seq_len // layout.cp // layout.tp, shape.dim),
+        (layout.microbatch_size, config.training.seq_len // layout.cp // layout.tp, model_args.dim),
         dtype=getattr(torch, config.training.mixed_precision_param),
         device="meta",
         requires_grad=True,
