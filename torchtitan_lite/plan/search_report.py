@@ -127,18 +127,15 @@ def explain_own(config: Config, model_args: ModelArgs, world_size: int, cluster:
 
 def split_step(candidate: Candidate, forecast: Forecast) -> dict[str, float]:
     """Return the seconds of a step by purpose, of the rank that works longest."""
-    model, layout = candidate.step_time, candidate.workload.layout
-    exposed, m = model.exposed_s, layout.n_microbatches
-    busy = max(m * sum(model.durations.busy[i] for i in layout.stages_of(rank)) for rank in range(layout.pp))
+    model = candidate.step_time
+    exposed, m = model.exposed_s, candidate.workload.layout.n_microbatches
+    busy = m * model.max_over_ranks(model.durations.busy)
     waits = {
         "waiting for tp": exposed["tp"],
         "waiting for cp": exposed["cp"],
         "waiting for parameters, gradients": exposed["dp"],
     }
-    again = m * max(
-        sum(candidate.workload.stages[i].n_layers for i in layout.stages_of(rank)) for rank in range(layout.pp)
-    )
-    again *= model.again_s
+    again = m * model.max_over_ranks([stage.n_layers for stage in candidate.workload.stages]) * model.again_s
     idle = forecast.rate.step_time_s - busy - model.once_s - model.optimizer_s
     rest = {"recompute": again, "pipeline idle (bubble)": max(0.0, idle), "optimizer": model.optimizer_s}
     computing = forecast.rate.step_time_s - sum(waits.values()) - sum(rest.values())
