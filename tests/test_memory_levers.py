@@ -8,25 +8,17 @@ import torch
 import torch.distributed as dist
 from layouts import ADAMW, CHUNK, COMPILED, MODE, PP, SCHEDULE, TP, ZERO
 from measure_memory import BATCH, GLOBAL_BATCH, MODEL, plan
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.checks import find_problems
-from torchtitan_lite.config.flavors import FLAVORS, count_parameters
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
-from torchtitan_lite.config.memory import count_state_bytes, list_kept_bytes
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError, Problem, Training
-from torchtitan_lite.model.attention import CausalAttention
-from torchtitan_lite.model.llama3 import TransformerBlock, rotary_angles
 from torchtitan_lite.parallel.attention_kernels import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend
 from torchtitan_lite.plan.dry_run import dry_run
-from torchtitan_lite.plan.fake_world import kernels_of_gpus
-from torchtitan_lite.plan.meter import Meter
 from torchtitan_lite.plan.out_of_memory import explain_out_of_memory, find_memory_options
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.verify.reduction import reduce_config
@@ -34,88 +26,6 @@ from torchtitan_lite.verify.reduction import reduce_config
 GIB = 2**30
 GPU, CPU = Machine("cuda", 1, 141 * 10**9, "NVIDIA H200"), Machine("cpu", 1, 64 * GIB, "a CPU")
 DTYPE, BUDGET = "optimizer.moments_dtype", "activation_checkpoint.memory_budget"
-
-
-# ---------------------------------------------------------------- the closed form, measured
-
-
-def bytes_of_state(rank: int, world_size: int, overrides: dict[str, object]) -> int:
-    """Worker: what weights, gradients and optimizer take after a step, but for the one number that counts steps."""
-    run = compare.build_table_run(world_size, overrides)
-    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
-    stepping.train_step(run, batch)
-    stepping.forward_backward(run, stepping.shard_for_cp(run, batch), torch.tensor(1))
-    tensors = [tensor for p in run.parameters.values() for tensor in (p, p.grad, *run.optimizer.state[p].values())]
-    return sum(tensor.nbytes for tensor in map(compare.local, tensors) if tensor.dim())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "bytes_each"),
-    [(ADAMW, 16), ({**ADAMW, DTYPE: "bfloat16"}, 12), ({"optimizer.name": "SGD"}, 8)],
-    ids=["AdamW", "bf16 moments", "SGD"],
-)
-def test_bytes_per_parameter_are_those_that_lie_in_memory(pool, overrides, bytes_each):
-    config = compare.override(compare.TABLE_CONFIG, overrides)
-    assert count_state_bytes(config.optimizer) == bytes_each
-    n_parameters = count_parameters(resolve_model(config.model))
-    assert sum(pool.run(bytes_of_state, 2, overrides)) == n_parameters * bytes_each
-
-
-def bytes_kept_for_backward(rank: int, world_size: int, overrides: dict[str, object]) -> float:
-    """Worker: growth of memory by the blocks' forward, in bytes per token and block."""
-    run = compare.build_table_run(1, overrides)
-    (part,) = run.parts
-    dtype = getattr(torch, run.config.training.mixed_precision_param)
-    part.to(dtype)
-    hidden = torch.randn(2, 64, part.shape.dim, dtype=dtype, requires_grad=True)
-    rotation = rotary_angles(torch.arange(64).expand(2, -1), part.shape)
-    blocks = list(part.layers.values())
-    for block in blocks:
-        block(hidden, rotation)  # compiles, where it is compiled
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        for block in blocks:
-            hidden = block(hidden, rotation)
-    return sum(event.self_cpu_memory_usage for event in recorded.events()) / (hidden[..., 0].numel() * len(blocks))
-
-
-@pytest.mark.parametrize(("mode", "name"), [("full", "full"), ("selective", "op"), ("none", "none")])
-def test_kept_bytes_per_token_are_those_by_which_memory_grows(pool, mode, name):
-    """fp32 on a CPU. A norm keeps one more tensor of the size of x, and 1 / rms; recomputed, it keeps nothing."""
-    shape = resolve_model(compare.TABLE_CONFIG.model)
-    (kept,) = pool.run(bytes_kept_for_backward, 1, {MODE: mode})
-    of_norms = 2 * 4 * (shape.dim + 1) if mode == "none" else 0
-    assert kept == pytest.approx(list_kept_bytes(shape, 4)[name] + of_norms, abs=1e-6)
-
-
-def test_a_block_of_the_8b_keeps_172_kib_per_token_on_a_gpu():
-    """The rotation in fp32 keeps nothing; wo keeps a copy of attention's output. Norms keep 1 / rms, 4 bytes each."""
-    shape, n_tokens = FLAVORS["8B"], 128
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with FakeTensorMode():
-            block = TransformerBlock(shape, CausalAttention())
-            hidden = torch.randn(1, n_tokens, shape.dim, requires_grad=True)
-            rotation = rotary_angles(torch.arange(n_tokens)[None], shape).unbind()
-            meter = Meter(plan(1, {})[2])
-            with kernels_of_gpus(), meter.watching():
-                meter.assign("parameters", [*block.parameters(), hidden, *rotation])
-                hidden = block(hidden, rotation)  # alive: its output is the next block's input
-            live = sum(storage.n_bytes for storage in meter._storages.values() if storage.kind == "activations")
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert live / n_tokens == list_kept_bytes(shape, 2)["none"] + 2 * 4
-
-
-@pytest.mark.slow
-def test_a_memory_budget_is_what_a_compiled_block_keeps_for_backward(pool):
-    kept = [
-        pool.run(bytes_kept_for_backward, 1, {MODE: "memory_budget", BUDGET: budget, **COMPILED})[0]
-        for budget in (0.0, 0.3, 0.6, 1.0)
-    ]
-    assert kept == sorted(kept) and kept[0] < kept[1] < kept[2] < kept[3]
-    (without,) = pool.run(bytes_kept_for_backward, 1, {MODE: "none", **COMPILED})
-    assert kept[3] == without
-    assert kept[1] <= kept[0] + 0.3 * (kept[3] - kept[0]) + 1
 
 
 # ---------------------------------------------------------------- which keys would help
