@@ -12,7 +12,6 @@ import csv
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -27,8 +26,8 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_plan import name_modules
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.workload import Workload
-from torchtitan_lite.plan.forecast import QuickForecast, forecast_quickly
-from torchtitan_lite.plan.simulator import pipeline_order
+from torchtitan_lite.plan.forecast import Forecast, forecast_quickly
+from torchtitan_lite.plan.search import estimate_peak
 from torchtitan_lite.plan.step_time import StepTimeModel
 
 ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"
@@ -72,7 +71,8 @@ class Row:
 
     facts: dict[str, str]  # of the file
     cluster: Cluster
-    forecast: QuickForecast
+    forecast: Forecast
+    reserved_gib: float
 
     @property
     def errors(self) -> dict[str, float]:
@@ -83,10 +83,6 @@ class Row:
         if published := self.facts["memory_gib"]:
             errors["memory"] = self.reserved_gib / float(published) - 1
         return errors
-
-    @property
-    def reserved_gib(self) -> float:
-        return self.forecast.live_bytes * self.cluster.reserve_factor / GIB
 
 
 def read_published(path: Path = ROWS) -> list[Row]:
@@ -108,8 +104,8 @@ def predict_row(facts: dict[str, str]) -> Row:
     )
     cluster = H100_96 if facts["gpu"] == "h100-96" else CLUSTERS[facts["gpu"]]
     schedule = "1F1B" if number["stages_per_rank"] == 1 else "Interleaved1F1B"
-    order = partial(pipeline_order, schedule, number["pp"], n_stages_per_rank=number["stages_per_rank"])
-    return Row(facts, cluster, forecast_quickly(StepTimeModel(workload, cluster), order))
+    forecast = forecast_quickly(StepTimeModel(workload, cluster), schedule)
+    return Row(facts, cluster, forecast, estimate_peak(workload, schedule) * cluster.reserve_factor / GIB)
 
 
 def describe_shape(number: dict[str, int]) -> ModelArgs:
