@@ -16,7 +16,7 @@ from torchtitan_lite import __main__ as door
 from torchtitan_lite.bench import gpu as bench_gpu
 from torchtitan_lite.bench.rounds import describe, report_for_programs
 from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.layout import plan_layout, resolve_config
+from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.plan.dry_run import dry_run
 
@@ -55,12 +55,12 @@ def read_lines(path: Path) -> list[dict[str, object]]:
 
 def test_the_nine_rows_are_fixed_and_the_largest_comes_first():
     rows = bench_gpu.build_rows(H200, tiny=False)
-    assert [row.name for row in rows] == ROWS
-    for row in rows:
-        for plan in row.plans:
-            assert (plan.model.flavor, plan.training.seq_len) == (row.name[:2], 8192)
-            assert plan.compile.enable == ("compile" in row.name)
-            assert plan.model.converters == (["float8"] if "float8" in row.name else [])
+    assert list(rows) == ROWS
+    for name, plans in rows.items():
+        for plan in plans:
+            assert (plan.model.flavor, plan.training.seq_len) == (name[:2], 8192)
+            assert plan.compile.enable == ("compile" in name)
+            assert plan.model.converters == (["float8"] if "float8" in name else [])
             assert plan.training.mixed_precision_param == "bfloat16"
 
 
@@ -72,12 +72,12 @@ def test_the_nine_rows_are_fixed_and_the_largest_comes_first():
     ],
 )
 def test_a_size_is_trained_with_the_first_plan_that_fits(machine, size, expected):
-    row = next(row for row in bench_gpu.build_rows(machine, tiny=False) if row.name == f"{size} eager")
-    plan = row.plans[0]
+    plan = bench_gpu.build_rows(machine, tiny=False)[f"{size} eager"][0]
     assert tuple(bench_gpu.describe_plan(plan)[key] for key in ("sequences", "recompute", "moments")) == expected
-    layout = plan_layout(plan, row.shape, 1)
-    peak_bytes = dry_run(resolve_config(plan, layout, "cuda"), row.shape, layout, device_type="cuda").peak_bytes
-    assert bench_gpu.count_bytes(plan, row.shape) == pytest.approx(peak_bytes, rel=0.05)
+    model_args = resolve_model(plan.model)
+    layout = plan_layout(plan, model_args, 1)
+    peak_bytes = dry_run(resolve_config(plan, layout, "cuda"), model_args, layout, device_type="cuda").peak_bytes
+    assert bench_gpu.count_bytes(plan) == pytest.approx(peak_bytes, rel=0.05)
 
 
 # ---------------------------------------------------------------- what is kept
@@ -216,7 +216,7 @@ def test_the_rows_of_a_size_train_a_model_that_a_cpu_carries(monkeypatch, tmp_pa
 
 def test_a_row_has_a_process_of_its_own_that_ends_with_it():
     others = set(multiprocessing.active_children())
-    config = bench_gpu.build_rows(Machine("cpu", 1, 2**40, "x86_64 CPU"), tiny=True)[0].plans[0]
+    config = bench_gpu.build_rows(Machine("cpu", 1, 2**40, "x86_64 CPU"), tiny=True)["8B eager"][0]
     result = bench_gpu.run_row(config, n_rounds=3, n_steps=1, timeout_s=120)
     assert "failed" not in result and len(result["step_time_s"]) == 3
     assert not dist.is_initialized() and set(multiprocessing.active_children()) == others

@@ -212,7 +212,7 @@ def train_traced(rank: int, world_size: int, folder: str) -> list[str]:
     try:
         with profile_steps(section, Path(folder), rank) as profiler:
             for _ in range(2):
-                train_step(run, make_batch(config, shape))
+                train_step(run, make_batch(config))
                 profiler.step()
     finally:
         logger.removeHandler(handler)
