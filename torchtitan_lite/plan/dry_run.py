@@ -268,8 +268,8 @@ def count_collectives(
 ) -> list[tuple[Collective, int]]:
     """Return each recorded collective, and how often it comes in `sequence`.
 
-    Sends and receives cross the borders of segments. But each comes once a microbatch, so each of the n_run recorded
-    ones stands for its share of n_microbatches.
+    Sends and receives cross the borders of segments. But each comes once a microbatch, so n_run recorded ones are
+    counted as n_microbatches.
     """
     times = Counter(id(segment) for segment in sequence)
     seen: Counter[tuple] = Counter()

@@ -120,8 +120,11 @@ def explain_own(config: Config, model_args: ModelArgs, world_size: int, cluster:
     lines.append(
         f"  {forecast.rate.tokens_per_s_per_gpu:,.0f} tok/s/GPU; a step takes {slower:+.1%} against the best, of which:"
     )
-    shares = split_step(own, forecast), split_step(*best)
-    rows = [(f"    {what}", f"{shares[0][what]:.2f} s", "best", f"{shares[1][what]:.2f} s") for what in shares[0]]
+    of_best = split_step(*best)
+    rows = [
+        (f"    {what}", f"{seconds:.2f} s", "best", f"{of_best[what]:.2f} s")
+        for what, seconds in split_step(own, forecast).items()
+    ]
     return "\n".join([*lines, format_table(rows, "<><>")]) + "\n"
 
 
