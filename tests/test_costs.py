@@ -114,6 +114,7 @@ def test_traffic_flops_and_memory_of_the_closed_form_are_those_of_a_dry_run(name
     memory = list_memory(workload, order)
     predicted = open_ledger(config, shape, layout, CPU).predicted
     assert predicted.memory_bytes == max(each.live for each in memory)
+    peaks = []
     for pp_rank in {0, layout.pp - 1}:
         run = dry_run(config, shape, layout, pp_rank=pp_rank, device_type="cuda")
         assert_equal_traffic(estimate_traffic(workload, pp_rank, order), count_moved(run))
@@ -125,13 +126,17 @@ def test_traffic_flops_and_memory_of_the_closed_form_are_those_of_a_dry_run(name
             assert run.n_flops * layout.world_size == (flops + attention // 6) * workload.tokens_per_step
         batch = 4 * 8 * layout.global_batch_size // layout.dp * config.training.seq_len  # a rank's tokens, targets ...
         assert memory[pp_rank].live + batch == pytest.approx(run.peak_bytes, rel=0.25), memory[pp_rank]
+        peaks.append(run.peak_bytes)
+    # What `check` compares with the memory is below what some rank holds.
+    (bound,) = bound_memory(config, shape, layout.degrees, Machine("cuda", 16, 2**40, "a GPU"), n_hosts=1)
+    assert bound.needed_bytes < max(peaks) < 3 * bound.needed_bytes
 
 
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        (["--activation_checkpoint.mode=none"], 0.02),
         ([f"--{PP}=4", "--training.local_batch_size=8"], 0.02),
+        pytest.param(["--activation_checkpoint.mode=none"], 0.02, marks=pytest.mark.slow),  # as the table, but exact
         pytest.param([], 0.03, marks=pytest.mark.slow),
         pytest.param(["--activation_checkpoint.mode=full"], 0.07, marks=pytest.mark.slow),
     ],
@@ -141,14 +146,6 @@ def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_the_8b(keys, error):
     workload = describe_workload(planned.config, planned.model_args, planned.layout)
     memory = list_memory(workload, plan_order(planned.config.parallelism, planned.layout))
     assert memory[0].live == pytest.approx(planned.dry_run(0).peak_bytes, rel=error)
-
-
-@pytest.mark.parametrize("name", ["one rank", "dp2 x tp2", "pp2 x dp2 x tp2"])
-def test_the_bound_by_which_check_refuses_is_below_what_some_rank_holds(name):
-    config, shape, layout = read(name)
-    (bound,) = bound_memory(config, shape, layout.degrees, Machine("cuda", 8, 2**40, "a GPU"), n_hosts=1)
-    most = max(dry_run(config, shape, layout, pp_rank=rank, device_type="cuda").peak_bytes for rank in range(layout.pp))
-    assert bound.needed_bytes < most < 3 * bound.needed_bytes
 
 
 # ---------------------------------------------------------------- dry run = real tensors
@@ -201,8 +198,7 @@ def count_steps(rank: int, world_size: int, all_keys: list[dict]) -> list[tuple[
 @pytest.mark.parametrize(
     ("world_size", "all_keys"),
     [
-        (8, [{PP: 2, TP: 2}]),
-        (4, [{TP: 2, MODE: "full"}, {CP: 2, **DOCUMENTS}, {REPLICATE: 2}, {PP: 2, **ACCUMULATION_4}]),
+        (4, [{PP: 2, TP: 2}, {TP: 2, MODE: "full"}, {CP: 2, **DOCUMENTS}, {REPLICATE: 2}, {PP: 2, **ACCUMULATION_4}]),
         pytest.param(2, [{CP: 2, **RING}, {TP: 2, **COMPILED}, {CP: 2, **COMPILED}], marks=pytest.mark.slow),
     ],
 )
@@ -334,7 +330,7 @@ def bytes_kept_for_backward(rank: int, world_size: int, overrides: dict[str, obj
     return sum(event.self_cpu_memory_usage for event in recorded.events()) / (hidden[..., 0].numel() * len(blocks))
 
 
-@pytest.mark.parametrize(("mode", "name"), [("full", "full"), ("selective", "op"), ("none", "none")])
+@pytest.mark.parametrize(("mode", "name"), [("selective", "op"), ("none", "none")])
 def test_kept_bytes_per_token_are_those_by_which_memory_grows(pool, mode, name):
     """fp32 on a CPU. A norm keeps one more tensor of the size of x, and 1 / rms; recomputed, it keeps nothing."""
     shape = resolve_model(compare.TABLE_CONFIG.model)

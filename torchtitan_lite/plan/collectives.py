@@ -78,7 +78,7 @@ def sum_moved(calls: Iterable[tuple[Hashable, float, float]]) -> dict[Hashable, 
     """Return key -> the sum of one rank's calls: (key, number of calls, bytes of all of them)."""
     moved: dict[Hashable, Moved] = {}
     for key, n_calls, n_bytes in calls:
-        before = moved.get(key, Moved(0, 0.0))
+        before = moved.get(key, Moved(0, 0))
         moved[key] = Moved(before.n_calls + n_calls, before.n_bytes + n_bytes)
     return moved
 
