@@ -136,7 +136,7 @@ def test_traffic_flops_and_memory_of_the_closed_form_are_those_of_a_dry_run(name
     ("keys", "error"),
     [
         ([f"--{PP}=4", "--training.local_batch_size=8"], 0.02),
-        pytest.param(["--activation_checkpoint.mode=none"], 0.02, marks=pytest.mark.slow),  # as the table, but exact
+        pytest.param(["--activation_checkpoint.mode=none"], 0.02, marks=pytest.mark.slow),  # half a minute each
         pytest.param([], 0.03, marks=pytest.mark.slow),
         pytest.param(["--activation_checkpoint.mode=full"], 0.07, marks=pytest.mark.slow),
     ],
