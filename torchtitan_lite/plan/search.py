@@ -190,10 +190,10 @@ def find_global_batch(config: Config, world_size: int) -> int:
 def estimate_peak(workload: Workload, schedule: str) -> float:
     """Return the highest peak: that of the first pp rank, the second (one layer more), or the last (the logits)."""
     ranks = {0, min(1, workload.layout.pp - 1), workload.layout.pp - 1}
-    return max(estimate_rank(workload, schedule, rank) for rank in ranks)
+    return max(estimate_live_bytes(workload, schedule, rank) for rank in ranks)
 
 
-def estimate_rank(workload: Workload, schedule: str, pp_rank: int) -> float:
+def estimate_live_bytes(workload: Workload, schedule: str, pp_rank: int) -> float:
     """Return the peak memory of a pp rank, from short schedules where that of all microbatches is long."""
     layout = workload.layout
     per_rank = len(layout.stages) // layout.pp

@@ -20,7 +20,7 @@ from torchtitan_lite.plan.forecast import Forecast
 from torchtitan_lite.plan.search import (
     Candidate,
     describe_candidate,
-    estimate_rank,
+    estimate_live_bytes,
     find_global_batch,
     find_least_gpus,
     forecast_candidate,
@@ -190,7 +190,7 @@ def compare_with_dry_run(number: int, candidate: Candidate) -> tuple[int, str]:
         further_data = measured.memory["data"] * (layout.n_microbatches / short.n_microbatches - 1)
         live = measured.peak_bytes + int(further_data)
         most = max(most, live)
-        closed = estimate_rank(workload, resolved.parallelism.pipeline_parallel_schedule, pp_rank)
+        closed = estimate_live_bytes(workload, resolved.parallelism.pipeline_parallel_schedule, pp_rank)
         moved = sum(call.n_bytes * count for call, count in measured.collectives)
         traffic = estimate_traffic(short_workload, pp_rank, plan_order(resolved.parallelism, short))
         closed_moved = sum(each.n_bytes for each in traffic.values())
