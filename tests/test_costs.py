@@ -236,6 +236,7 @@ def test_collectives_of_compiled_code_are_counted_too(pool):
 @pytest.mark.parametrize(
     ("world_size", "keys", "pp_rank"),
     [
+        (2, {BATCH: 1, GLOBAL_BATCH: 8, **TWO_LAYERS}, 0),
         (2, {BATCH: 1, GLOBAL_BATCH: 8, ZERO: 1, MODE: "full", **TWO_LAYERS}, 0),
         (4, {PP: 2, BATCH: 6, **TWO_LAYERS}, 1),
         (4, {PP: 4, BATCH: 8, MODE: "none"}, 2),

@@ -31,25 +31,24 @@ def read(name: str, *arguments: str) -> tuple[Config, ModelArgs]:
 
 @pytest.fixture(scope="module")
 def found_8b() -> Search:
-    return search(*read("llama3_8b", "--training.global_batch_size 32"), 16, H100)
+    return search(*read("llama3_8b", "--training.global_batch_size 16"), 8, H100)
 
 
 def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
-    config, model_args = read("llama3_8b", "--training.global_batch_size 32")
-    candidates = list(list_candidates(config, model_args, 16, H100, Search()))
+    config, model_args = read("llama3_8b", "--training.global_batch_size 16")
+    candidates = list(list_candidates(config, model_args, 8, H100, Search()))
     keys = {
         (str(c.config.parallelism), c.config.training.local_batch_size, str(c.config.activation_checkpoint))
         for c in candidates
     }
     assert len(keys) == len(candidates) > 1000
     for candidate in candidates[::101]:
-        layout = plan_layout(candidate.config, model_args, 16)
+        layout = plan_layout(candidate.config, model_args, 8)
         assert layout == candidate.workload.layout
-        assert layout.global_batch_size == 32
+        assert layout.global_batch_size == 16
     degrees = {tuple(candidate.workload.layout.degrees.values()) for candidate in candidates}
-    sizes = (1, 2, 4, 8, 16)
-    every = itertools.product(sizes, [1], sizes, (1, 2, 4, 8), (1, 2, 4, 8))
-    assert {mesh for mesh in every if prod(mesh) == 16} <= degrees
+    sizes = (1, 2, 4, 8)
+    assert {mesh for mesh in itertools.product(sizes, [1], sizes, sizes, sizes) if prod(mesh) == 8} == degrees
     schedules = {c.config.parallelism.pipeline_parallel_schedule for c in candidates if c.workload.layout.pp > 1}
     assert schedules >= {"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"}
     assert {c.workload.layout.zero_stage for c in candidates} == {1, 2, 3}
@@ -90,7 +89,7 @@ def test_the_report_compares_the_configs_own_layout_with_the_best_which_reads_ba
     printed = capsys.readouterr().out
     assert "pp4 x tp2, 1F1B with 4 stages, microbatches: 16 x 1, ZeRO 1, recompute full" in printed
     layout = plan_layout(*read(str(file)), 8)
-    (winner,) = (line for line in printed.splitlines() if line.startswith(" 1  "))
+    winner = next(line for line in printed.splitlines() if line.startswith(" 1  "))
     assert f"{layout}, " in winner and winner.partition(str(layout))[2] in file.read_text()
 
 
