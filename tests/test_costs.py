@@ -127,9 +127,9 @@ def test_traffic_flops_and_memory_of_the_closed_form_are_those_of_a_dry_run(name
         batch = 4 * 8 * layout.global_batch_size // layout.dp * config.training.seq_len  # a rank's tokens, targets ...
         assert memory[pp_rank].live + batch == pytest.approx(run.peak_bytes, rel=0.25), memory[pp_rank]
         peaks.append(run.peak_bytes)
-    # What `check` compares with the memory is below what some rank holds.
-    (bound,) = bound_memory(config, shape, layout.degrees, Machine("cuda", 16, 2**40, "a GPU"), n_hosts=1)
-    assert bound.needed_bytes < max(peaks) < 3 * bound.needed_bytes
+    if len(peaks) == layout.pp:  # what `check` compares with the memory is below what some rank holds
+        (bound,) = bound_memory(config, shape, layout.degrees, Machine("cuda", 8, 2**40, "a GPU"), n_hosts=1)
+        assert bound.needed_bytes < max(peaks) < 3 * bound.needed_bytes
 
 
 @pytest.mark.parametrize(
