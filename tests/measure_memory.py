@@ -45,7 +45,7 @@ MODEL = {  # small, but with activations larger than its weights
     "model.vocab_size": 512,
 }
 BFLOAT16_LONG = {"training.seq_len": 1024, BATCH: 2, MODE: "full", **BFLOAT16}
-STEPS_ON_GLOO = 3
+STEPS_ON_GLOO = 2
 A_STEP = "a step that is measured"
 LAYOUTS = {
     "one rank": (1, {BATCH: 8}),

@@ -11,6 +11,7 @@ from layouts import PP, TP
 from torchtitan_lite import step
 from torchtitan_lite.config.cluster import find_cluster
 from torchtitan_lite.plan import command as plan
+from torchtitan_lite.plan.dry_run import group_pp_ranks, plan_run
 from torchtitan_lite.plan.plan_warnings import (
     simulate_bubble,
     warn_of_bubble,
@@ -19,15 +20,9 @@ from torchtitan_lite.plan.plan_warnings import (
     warn_of_tensor_parallel,
     warn_of_torn_groups,
 )
-from torchtitan_lite.plan.planned import group_pp_ranks, plan_run
 
 SMALL = ["--config", "debug", "--training.seq_len", "32", "--model.n_layers", "2"]
 H100 = find_cluster("h100")
-
-
-def plan_for(capsys, *args: str) -> dict:
-    assert plan.main([*SMALL, *args, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def llama(name: str, n_gpus: int, **keys):
@@ -39,8 +34,7 @@ def llama(name: str, n_gpus: int, **keys):
 
 def test_a_plan_is_printed_and_drawn(capsys, tmp_path):
     svg, trace = tmp_path / "timeline.svg", tmp_path / "trace.json"
-    pipeline = ["--gpus", "2", f"--{PP}", "2", "--svg", str(svg), "--trace", str(trace)]
-    assert plan.main([*SMALL, *pipeline]) == 0
+    assert plan.main([*SMALL, "--gpus", "2", f"--{PP}", "2", "--svg", str(svg), "--trace", str(trace)]) == 0
     printed = capsys.readouterr().out
     for words in (
         "1F1B, bubble",
@@ -54,21 +48,29 @@ def test_a_plan_is_printed_and_drawn(capsys, tmp_path):
     assert svg.read_text().startswith("<svg") and json.loads(trace.read_text())
 
 
-def test_an_extra_collective_in_the_step_is_in_the_plan(capsys):
+def test_an_extra_collective_in_the_step_is_in_the_plan_and_in_the_dry_run_with_its_line(capsys):
     def with_one_more(run, loss):
         dist.all_reduce(loss.new_zeros(2**20), group=run.mesh.tp.get_group())
         return sum_losses(run, loss)
 
-    def find(traffic: list[dict]) -> dict:
-        return next(each for each in traffic if (each["axis"], each["operation"]) == ("tp", "all-reduce"))
+    def read_plan() -> tuple[dict, dict]:
+        assert plan.main([*args, "--json"]) == 0
+        values = json.loads(capsys.readouterr().out)
+        keys = "tp", "all-reduce"
+        return values, next(each for each in values["traffic"] if (each["axis"], each["operation"]) == keys)
 
-    sum_losses, args = step.sum_losses, ["--gpus", "2", f"--{TP}", "2"]
-    before = plan_for(capsys, *args)
+    sum_losses, config_args = step.sum_losses, [*SMALL, f"--{TP}", "2"]
+    args = [*config_args, "--gpus", "2"]
+    values, before = read_plan()
     with patch.object(step, "sum_losses", with_one_more):
-        after = plan_for(capsys, *args)
-    assert find(after["traffic"])["calls"] == find(before["traffic"])["calls"] + 1
-    assert find(after["traffic"])["bytes"] == find(before["traffic"])["bytes"] + 2**22
-    assert before["pp_ranks"]["0"]["reserved_bytes"] == before["pp_ranks"]["0"]["live_bytes"] * H100.reserve_factor
+        _, after = read_plan()
+        collectives = plan_run(config_args, 2, "cuda").dry_run().collectives
+    assert (after["calls"], after["bytes"]) == (before["calls"] + 1, before["bytes"] + 2**22)
+    (more,) = (call for call, _ in collectives if call.place.function == "with_one_more")
+    assert (more.operation, more.axis, more.shape, more.n_bytes) == ("all-reduce", "tp", (2**20,), 2**22)
+    assert more.place.line == f"test_plan.py:{with_one_more.__code__.co_firstlineno + 1}"
+    rank = values["pp_ranks"]["0"]
+    assert rank["reserved_bytes"] == rank["live_bytes"] * H100.reserve_factor
 
 
 def test_stages_that_hold_the_same_are_run_once_by_the_rank_that_holds_most():
@@ -76,7 +78,7 @@ def test_stages_that_hold_the_same_are_run_once_by_the_rank_that_holds_most():
     assert group_pp_ranks(planned) == {0: [0], 1: list(range(1, 15)), 15: [15]}
 
 
-def test_an_idle_pipeline_is_told_how_many_microbatches_it_needs():
+def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
     planned = llama("llama3_405b", 16384, pipeline_parallel_degree=16, local_batch_size=16)
     bubble = simulate_bubble(planned, H100, 16)
     assert bubble > 15 / 31  # (p-1)/(m+p-1), and stages that wait for what is sent
@@ -87,29 +89,23 @@ def test_an_idle_pipeline_is_told_how_many_microbatches_it_needs():
     assert not warn_of_bubble(planned, H100, 0.15)
 
 
-def test_a_batch_too_small_for_the_pipeline_is_told_the_least_one():
+def test_a_batch_too_small_for_the_pipeline_gets_the_least_one():
     few = {"pipeline_parallel_degree": 8, "pipeline_parallel_schedule": "GPipe", "tensor_parallel_degree": 8}
     (warning,) = warn_of_few_microbatches(llama("llama3_70b", 128, local_batch_size=2, **few))
     assert "training.global_batch_size = 16" in warning
     assert not warn_of_few_microbatches(llama("llama3_70b", 128, local_batch_size=8, **few))
 
 
-def test_tensor_parallel_over_nodes_is_told_the_most_that_stays_inside():
-    small_nodes = replace(H100, node_size=4)
-    planned = llama("llama3_70b", 64, tensor_parallel_degree=8)
-    assert not warn_of_tensor_parallel(planned, H100)
-    (warning,) = warn_of_tensor_parallel(planned, small_nodes)
-    assert "tensor_parallel_degree = 4" in warning
-
-
-def test_groups_that_lie_across_two_nodes_are_told():
+def test_tensor_parallel_over_nodes_or_across_two_gets_a_degree_that_stays_inside():
     planned = llama("llama3_70b", 64, tensor_parallel_degree=4)
-    assert not warn_of_torn_groups(planned, H100)
+    assert not warn_of_tensor_parallel(planned, H100) and not warn_of_torn_groups(planned, H100)
+    (warning,) = warn_of_tensor_parallel(planned, replace(H100, node_size=2))
+    assert "tensor_parallel_degree = 2" in warning
     (warning,) = warn_of_torn_groups(planned, replace(H100, node_size=6))
     assert "tp 4 take 4 GPUs, which do not divide a node of 6" in warning and "1 or 2" in warning
 
 
-def test_too_much_for_the_memory_is_told_how_many_gpus_would_do():
+def test_too_much_for_the_memory_gets_a_number_of_gpus_that_would_do():
     warning = warn_of_memory(llama("llama3_405b", 64), H100)
     n_gpus = int(warning.split("fits ")[1].split(" ")[0].replace(",", ""))
     assert n_gpus * H100.memory_bytes / H100.reserve_factor > 16 * 405e9  # what the training state alone takes

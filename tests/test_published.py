@@ -12,7 +12,6 @@ import csv
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -27,8 +26,8 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_plan import name_modules
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.workload import Workload
-from torchtitan_lite.plan.forecast import QuickForecast, forecast_quickly
-from torchtitan_lite.plan.simulator import pipeline_order
+from torchtitan_lite.plan.forecast import Forecast, forecast_quickly
+from torchtitan_lite.plan.search import estimate_peak
 from torchtitan_lite.plan.step_time import StepTimeModel
 
 ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"
@@ -70,46 +69,43 @@ and are not counted."""
 class Row:
     """One published run and its forecast."""
 
-    facts: dict[str, str]  # of the file
+    values: dict[str, str]  # of its line in the file
     cluster: Cluster
-    forecast: QuickForecast
+    forecast: Forecast
+    reserved_gib: float
 
     @property
     def errors(self) -> dict[str, float]:
         """What -> predicted / published - 1."""
         errors = {}
-        if published := self.facts["tokens_per_s_per_gpu"]:
+        if published := self.values["tokens_per_s_per_gpu"]:
             errors["throughput"] = self.forecast.rate.tokens_per_s_per_gpu / float(published) - 1
-        if published := self.facts["memory_gib"]:
+        if published := self.values["memory_gib"]:
             errors["memory"] = self.reserved_gib / float(published) - 1
         return errors
-
-    @property
-    def reserved_gib(self) -> float:
-        return self.forecast.live_bytes * self.cluster.reserve_factor / GIB
 
 
 def read_published(path: Path = ROWS) -> list[Row]:
     """Return every row of the file with its forecast."""
     with path.open(newline="", encoding="utf-8") as file:
-        return [predict_row(facts) for facts in csv.DictReader(file)]
+        return [predict_row(values) for values in csv.DictReader(file)]
 
 
-def predict_row(facts: dict[str, str]) -> Row:
-    number = {name: int(value) for name, value in facts.items() if value.isdecimal()}
+def predict_row(values: dict[str, str]) -> Row:
+    number = {name: int(value) for name, value in values.items() if value.isdecimal()}
     workload = Workload(
         shape=describe_shape(number),
         layout=describe_layout(number),
         seq_len=number["seq_len"],
-        recompute=Counter({facts["recompute"]: number["n_layers"]}),
-        matmul_dtype=facts["matmul_dtype"],
+        recompute=Counter({values["recompute"]: number["n_layers"]}),
+        matmul_dtype=values["matmul_dtype"],
         compiled=bool(number["compiled"]),
         fused_attention=bool(number["fused_attention"]),
     )
-    cluster = H100_96 if facts["gpu"] == "h100-96" else CLUSTERS[facts["gpu"]]
+    cluster = H100_96 if values["gpu"] == "h100-96" else CLUSTERS[values["gpu"]]
     schedule = "1F1B" if number["stages_per_rank"] == 1 else "Interleaved1F1B"
-    order = partial(pipeline_order, schedule, number["pp"], n_stages_per_rank=number["stages_per_rank"])
-    return Row(facts, cluster, forecast_quickly(StepTimeModel(workload, cluster), order))
+    forecast = forecast_quickly(StepTimeModel(workload, cluster), schedule)
+    return Row(values, cluster, forecast, estimate_peak(workload, schedule) * cluster.reserve_factor / GIB)
 
 
 def describe_shape(number: dict[str, int]) -> ModelArgs:
@@ -145,7 +141,7 @@ def describe_layout(number: dict[str, int]) -> Layout:
 
 
 def choose_rows(rows: list[Row], counted: str) -> list[Row]:
-    return [row for row in rows if row.facts["evidence"] in COUNTED[counted]]
+    return [row for row in rows if row.values["evidence"] in COUNTED[counted]]
 
 
 def describe_counts(rows: list[Row]) -> list[str]:
@@ -168,10 +164,10 @@ def list_swaps(rows: list[Row]) -> list[tuple[Row, Row]]:
     """Return pairs of rows of one source in the wrong order. Rows within 2 % of each other have none."""
     swaps = []
     for first, second in combinations(rows, 2):
-        published = [float(row.facts["tokens_per_s_per_gpu"]) for row in (first, second)]
+        published = [float(row.values["tokens_per_s_per_gpu"]) for row in (first, second)]
         predicted = [row.forecast.rate.tokens_per_s_per_gpu for row in (first, second)]
         told_apart = abs(published[0] / published[1] - 1) > 0.02
-        if first.facts["source"] == second.facts["source"] and told_apart:
+        if first.values["source"] == second.values["source"] and told_apart:
             if (published[0] < published[1]) != (predicted[0] < predicted[1]):
                 swaps.append((first, second))
     return swaps
@@ -182,9 +178,9 @@ def format_table(rows: list[Row]) -> str:
     lines = [PREFACE]
     names = ["model", "GPUs", "layout", "sequence", *["published", "predicted", "error"] * 2, "evidence"]
     head = f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
-    for source in dict.fromkeys(row.facts["source"] for row in rows):
+    for source in dict.fromkeys(row.values["source"] for row in rows):
         lines += ["", f"## {source}", "", head]
-        lines += [format_row(row) for row in rows if row.facts["source"] == source]
+        lines += [format_row(row) for row in rows if row.values["source"] == source]
     limits = " and ".join(f"{tolerance:.0%} ({what})" for what, tolerance in TOLERANCES.items())
     lines += ["", f"## Met: within {limits}", "", *describe_counts(rows)]
     for counted in COUNTED:
@@ -195,29 +191,31 @@ def format_table(rows: list[Row]) -> str:
 
 
 def name_row(row: Row) -> str:
-    facts = row.facts
-    return f"{facts['source']}: {facts['model']} on {facts['n_gpus']} GPUs, sequence {int(facts['seq_len']):,}"
+    values = row.values
+    return f"{values['source']}: {values['model']} on {values['n_gpus']} GPUs, sequence {int(values['seq_len']):,}"
 
 
 def format_row(row: Row) -> str:
-    facts, errors = row.facts, row.errors
-    dims = [f"{dim}{facts[dim]}" for dim in ("tp", "pp", "cp", "dp") if facts[dim] != "1"]
-    options = [f"x{facts['stages_per_rank']} stages"] * (facts["stages_per_rank"] != "1")
-    options += [facts["recompute"]] * (facts["recompute"] != "none") + ["float8"] * (facts["matmul_dtype"] == "float8")
-    options += ["compile"] * (facts["compiled"] == "1" and facts["gpu"] == "h100-96")
-    assumed = "*" * any(words in facts["notes"] for words in ("not published", "is published", "taken as"))
+    values, errors = row.values, row.errors
+    dims = [f"{dim}{values[dim]}" for dim in ("tp", "pp", "cp", "dp") if values[dim] != "1"]
+    options = [f"x{values['stages_per_rank']} stages"] * (values["stages_per_rank"] != "1")
+    options += [values["recompute"]] * (values["recompute"] != "none") + ["float8"] * (
+        values["matmul_dtype"] == "float8"
+    )
+    options += ["compile"] * (values["compiled"] == "1" and values["gpu"] == "h100-96")
+    assumed = "*" * any(words in values["notes"] for words in ("not published", "is published", "taken as"))
     cells = [
-        facts["model"],
-        f"{facts['n_gpus']} {facts['gpu']}",
+        values["model"],
+        f"{values['n_gpus']} {values['gpu']}",
         " ".join(dims + options) + assumed,
-        facts["seq_len"],
-        f"{float(facts['tokens_per_s_per_gpu']):,.0f}",
+        values["seq_len"],
+        f"{float(values['tokens_per_s_per_gpu']):,.0f}",
         f"{row.forecast.rate.tokens_per_s_per_gpu:,.0f}",
         f"{errors['throughput']:+.1%}",
-        facts["memory_gib"],
-        f"{row.reserved_gib:.1f}" if facts["memory_gib"] else "",
+        values["memory_gib"],
+        f"{row.reserved_gib:.1f}" if values["memory_gib"] else "",
         f"{errors['memory']:+.1%}" if "memory" in errors else "",
-        facts["evidence"],
+        values["evidence"],
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -231,8 +229,8 @@ def published():
 
 
 def test_published_rows_are_predicted_within_the_tolerances_but_for_those_listed(published):
-    in_view = [row for row in published if row.facts["evidence"] != "held out"]
-    unmet = {(row.facts["model"], row.facts["n_gpus"], row.facts["seq_len"]) for row in in_view if find_unmet(row)}
+    in_view = [row for row in published if row.values["evidence"] != "held out"]
+    unmet = {(row.values["model"], row.values["n_gpus"], row.values["seq_len"]) for row in in_view if find_unmet(row)}
     assert unmet == {
         ("Llama 3.1 8B", "8", "131072"),
         ("Llama 3.1 8B", "8", "262144"),
@@ -244,28 +242,18 @@ def test_published_rows_are_predicted_within_the_tolerances_but_for_those_listed
 
 
 def test_published_layouts_multiply_out_and_their_models_have_the_published_size(published):
-    sizes = {
-        "405B": 405e9,
-        "8B": 8.03e9,
-        "70B": 70e9,
-        "1008.0B": 1008e9,
-        "530B": 530e9,
-        "175B": 175e9,
-        "174.6B": 174.6e9,
-        **{"MPT 70B": 64.86e9, "MPT 30B": 29.97e9, "MPT 13B": 12.85e9, "MPT 7B": 6.66e9, "MPT 3B": 2.65e9},
-        **{"MPT 1B": 1.316e9, "MPT 760M": 0.7605e9},
-    }
+    sizes = {"MPT 70B": 64.86e9, "MPT 30B": 29.97e9, "MPT 13B": 12.85e9, "MPT 7B": 6.66e9, "MPT 3B": 2.65e9}
+    sizes |= {"MPT 1B": 1.316e9, "MPT 760M": 0.7605e9}
+    sizes |= {f"{n}B": float(n) * 1e9 for n in ("405", "70", "1008.0", "530", "175", "174.6")} | {"8B": 8.03e9}
     for row in published:
-        number = {name: int(value) for name, value in row.facts.items() if value.isdecimal()}
+        number = {name: int(value) for name, value in row.values.items() if value.isdecimal()}
         assert number["tp"] * number["pp"] * number["cp"] * number["dp"] == number["n_gpus"]
-        model = row.facts["model"]
-        size = sizes.get(model if model.startswith("MPT") else model.split()[-1])
-        if size:
-            from_file = number["n_layers"] * (
-                2 * number["dim"] ** 2 * (1 + number["n_kv_heads"] / number["n_heads"])
-                + (3 if number["gated"] else 2) * number["dim"] * number["ffn_dim"]
-            ) + number["vocab_size"] * number["dim"] * (2 if number["gated"] else 1)
-            assert from_file == pytest.approx(size, rel=0.02), name_row(row)
+        model = row.values["model"]
+        if size := sizes.get(model if model.startswith("MPT") else model.split()[-1]):
+            attention = 2 * number["dim"] ** 2 * (1 + number["n_kv_heads"] / number["n_heads"])
+            ffn = (3 if number["gated"] else 2) * number["dim"] * number["ffn_dim"]
+            tables = number["vocab_size"] * number["dim"] * (2 if number["gated"] else 1)
+            assert number["n_layers"] * (attention + ffn) + tables == pytest.approx(size, rel=0.02), name_row(row)
 
 
 def test_the_committed_table_is_what_the_closed_form_predicts(published):
@@ -275,8 +263,8 @@ def test_the_committed_table_is_what_the_closed_form_predicts(published):
 def test_only_rows_that_were_read_are_counted_and_the_chapter_has_these_counts(published):
     rows = [line.strip("| ").split(" | ") for line in describe_counts(published)[2:]]
     assert [(met, error) for _, met, error, _ in rows] == [("13 of 18", "10%"), ("24 of 46", "19%")]
-    assert sum(row.facts["evidence"] == "recalled" for row in published) == len(published) - 18 - 46 == 20
-    readme = (REPOSITORY / "torchtitan_lite" / "plan" / "README.md").read_text(encoding="utf-8")
+    assert sum(row.values["evidence"] == "recalled" for row in published) == len(published) - 18 - 46 == 20
+    readme = " ".join((REPOSITORY / "torchtitan_lite" / "plan" / "README.md").read_text(encoding="utf-8").split())
     for _, met, error, _ in rows:
         assert met in readme and error.replace("%", " %") in readme
 

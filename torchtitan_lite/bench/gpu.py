@@ -18,7 +18,6 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +28,7 @@ import torch
 from torchtitan_lite.bench.rounds import Report, measure_rounds, read_clocks, read_setting
 from torchtitan_lite.bench.step import build_trainer, make_batch, one_rank_group
 from torchtitan_lite.components.metrics import read_peak_memory
-from torchtitan_lite.config.flavors import FlopsPerToken, ModelArgs, count_flops_per_token
+from torchtitan_lite.config.flavors import count_flops_per_token
 from torchtitan_lite.config.hardware import Machine, detect_machine, peak_flops
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.memory import estimate_memory
@@ -71,14 +70,7 @@ MATMUL_SIZE = {"cuda": 8192, "cpu": 256}  # rows, columns and depth
 RowResult = dict[str, object]  # as JSON holds it
 
 TINY = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 512, "head_dim": 16}
-TINY_SEQ_LEN = 64
-
-
-@dataclass(frozen=True)
-class Row:
-    name: str  # "8B eager"
-    plans: list[Config]  # the best first; empty: none fits
-    shape: ModelArgs
+SEQ_LEN, TINY_SEQ_LEN = 8192, 64
 
 
 def bench_gpu(
@@ -93,66 +85,65 @@ def bench_gpu(
     # Segments that grow leave fewer gaps between blocks of many sizes. A row's process reads it.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     setting = read_setting("gpu") | ({"sizes": "tiny: the numbers mean nothing"} if tiny else {})
-    file = Path(out) if out else choose_file(setting, tiny)
+    device = re.sub(r"\W+", "-", str(setting["device"]))
+    file_name = f"gpu-{device}-{str(setting['date'])[:10]}.jsonl"
+    folder = REPOSITORY / "assets" / "benchmarks" if not tiny else Path("outputs")
+    file = Path(out) if out else folder / ("tiny-" * tiny + file_name)
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = build_rows(machine, tiny=tiny)
     results: dict[str, RowResult] = {}
     times_s: list[float] = []  # of the rows that ran; another one starts if the shortest of them would fit
     with open(file, "a", encoding="utf-8") as lines:
-        for row in rows:
+        for name, plans in rows.items():
             start_s = time.monotonic()
             if start_s + min(times_s, default=0.0) > end_s:
-                results[row.name] = {"failed": "not run: the time was up"}
+                results[name] = {"failed": "not run: the time was up"}
             else:
-                results[row.name] = run_plans(row, end_s, n_rounds=n_rounds, n_steps=n_steps)
+                results[name] = run_plans(plans, end_s, n_rounds=n_rounds, n_steps=n_steps)
                 times_s.append(time.monotonic() - start_s)
-            lines.write(json.dumps({**setting, "row": row.name, **results[row.name]}) + "\n")
+            lines.write(json.dumps({**setting, "row": name, **results[name]}) + "\n")
             lines.flush()
-            print(describe_result(row.name, results[row.name]), file=sys.stderr, flush=True)
+            print(describe_result(name, results[name]), file=sys.stderr, flush=True)
     setting |= {"file": str(file), "rounds": {"n_rounds": n_rounds, "n_steps": n_steps}}
     return make_report(setting, rows, results, machine)
-
-
-def choose_file(setting: dict[str, object], tiny: bool) -> Path:
-    """Return assets/benchmarks/gpu-NVIDIA-H200-2026-11-21.jsonl for instance."""
-    device = re.sub(r"\W+", "-", str(setting["device"]))
-    name = f"gpu-{device}-{str(setting['date'])[:10]}.jsonl"
-    return Path("outputs") / f"tiny-{name}" if tiny else REPOSITORY / "assets" / "benchmarks" / name
 
 
 # ---------------------------------------------------------------- what is run
 
 
-def build_rows(machine: Machine, *, tiny: bool) -> list[Row]:
-    rows = []
+def build_rows(machine: Machine, *, tiny: bool) -> dict[str, list[Config]]:
+    """Return row -> the plans that fit, the best first."""
+    rows = {}
     for size in SIZES:
-        model = Model(flavor=size, **TINY) if tiny else Model(flavor=size)
-        shape = resolve_model(model)
-        seq_len = TINY_SEQ_LEN if tiny else 8192
         plans = [
             Config(
-                model=model,
+                model=Model(flavor=size, **TINY) if tiny else Model(flavor=size),
                 optimizer=Optimizer(lr=1e-4, moments_dtype=moments),
                 lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
-                training=Training(local_batch_size=n, seq_len=seq_len, mixed_precision_param="bfloat16"),
+                training=Training(
+                    local_batch_size=n,
+                    seq_len=TINY_SEQ_LEN if tiny else SEQ_LEN,
+                    mixed_precision_param="bfloat16",
+                ),
                 activation_checkpoint=ActivationCheckpoint(mode=recompute),
             )
             for moments, recompute, n in PLANS
         ]
-        plans = [plan for plan in plans if count_bytes(plan, shape) <= USABLE * machine.memory_bytes_per_device]
-        rows += [Row(f"{size} {mode}", [override(plan, keys) for plan in plans], shape) for mode, keys in MODES.items()]
+        plans = [plan for plan in plans if count_bytes(plan) <= USABLE * machine.memory_bytes_per_device]
+        rows |= {f"{size} {mode}": [override(plan, keys) for plan in plans] for mode, keys in MODES.items()}
     return rows
 
 
-def count_bytes(config: Config, shape: ModelArgs) -> float:
+def count_bytes(config: Config) -> float:
     """Return the peak memory of a step on one rank, closed form."""
-    return estimate_memory(describe_workload(config, shape, plan_layout(config, shape, 1)), 0, {0: 1}).live
+    model_args = resolve_model(config.model)
+    return estimate_memory(describe_workload(config, model_args, plan_layout(config, model_args, 1)), 0, {0: 1}).live
 
 
-def run_plans(row: Row, end_s: float, **options: int) -> RowResult:
+def run_plans(plans: list[Config], end_s: float, **options: int) -> RowResult:
     """Return the result of the first plan that does not run out of memory, with the plan itself."""
     result: RowResult = {"failed": "it does not fit the memory under any plan"}
-    for config in row.plans:
+    for config in plans:
         result = run_row(config, timeout_s=max(1.0, end_s - time.monotonic()), **options) | {
             "plan": describe_plan(config)
         }
@@ -176,10 +167,9 @@ def describe_plan(config: Config) -> dict[str, object]:
 def measure_row(config: Config, *, n_rounds: int, n_steps: int) -> RowResult:
     """Train on random tokens. Raises the errors of training."""
     device = choose_device(0, detect_machine().device_type)
-    shape = resolve_model(config.model)
-    batch = make_batch(config, shape).to(device)
+    batch = make_batch(config).to(device)
     with one_rank_group(device):
-        step = build_trainer(config, shape, batch, device)
+        step = build_trainer(config, batch, device)
         losses = [step().item() for _ in range(N_WARM_UP_STEPS)]
         matmuls = build_matmuls(device)
         times_s = measure_rounds(
@@ -266,7 +256,9 @@ def answer(connection: Connection, config: Config, n_rounds: int, n_steps: int) 
 # ---------------------------------------------------------------- the report
 
 
-def make_report(setting: dict[str, object], rows: list[Row], results: dict[str, RowResult], machine: Machine) -> Report:
+def make_report(
+    setting: dict[str, object], rows: dict[str, list[Config]], results: dict[str, RowResult], machine: Machine
+) -> Report:
     """Return the table of all rows, with the gain of compile and of float8 for each size."""
     measured = {name: result for name, result in results.items() if "failed" not in result}
     ceilings = {
@@ -286,15 +278,14 @@ def make_report(setting: dict[str, object], rows: list[Row], results: dict[str, 
             f"{size} {mode}": (f"{size} {mode}", f"{size} {than}") for size in SIZES for than, mode in pairwise(MODES)
         },
         figures=ceilings,
-        flops_per_token={row.name: count_row_flops(row) for row in rows if row.name in measured},
+        flops_per_token={
+            name: count_flops_per_token(resolve_model(rows[name][0].model), rows[name][0].training.seq_len)
+            for name in measured
+        },
         peak_flops=peak_flops(machine.name) if machine.device_type == "cuda" else None,
         matmul_flops={name: result["matmul_flops"]["bfloat16"] for name, result in measured.items()},
         memory_gib={name: result["peak_memory_gib"] for name, result in measured.items()},
     )
-
-
-def count_row_flops(row: Row) -> FlopsPerToken:
-    return count_flops_per_token(row.shape, row.plans[0].training.seq_len)
 
 
 def describe_result(name: str, result: RowResult) -> str:

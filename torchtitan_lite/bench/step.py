@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite.bench.rounds import BenchFailed, Report, measure_rounds, read_setting
-from torchtitan_lite.config.flavors import ModelArgs, count_flops_per_token, count_parameters
+from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Training
@@ -75,10 +75,10 @@ def bench_step(*, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CON
     machine = detect_machine()
     device = choose_device(0, machine.device_type)
     torch.set_num_threads(1)
-    shape = resolve_model(config.model)
-    batch = make_batch(config, shape).to(device)
+    model_args = resolve_model(config.model)
+    batch = make_batch(config).to(device)
     with one_rank_group(device):
-        builders = {name: partial(build, config, shape, batch, device) for name, build in CONTENDERS.items()}
+        builders = {name: partial(build, config, batch, device) for name, build in CONTENDERS.items()}
         contenders, absent = warm_up(builders)
         step_times_s = measure_rounds(
             contenders,
@@ -90,8 +90,8 @@ def bench_step(*, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CON
     setting = {
         **read_setting("step", "transformers"),
         "threads": torch.get_num_threads(),
-        "parameters": count_parameters(shape),
-        "shape": asdict(shape),
+        "parameters": count_parameters(model_args),
+        "shape": asdict(model_args),
         "batch": {"sequences": config.training.local_batch_size, "seq_len": config.training.seq_len},
         "dtype": config.training.mixed_precision_param,
         "rounds": {"n_rounds": n_rounds, "n_steps": n_steps},
@@ -104,7 +104,7 @@ def bench_step(*, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CON
         absent,
         RATIO_OF,
         compare_head_memory(config.training.loss_chunk_tokens),
-        flops_per_token=dict.fromkeys(step_times_s, count_flops_per_token(shape, config.training.seq_len)),
+        flops_per_token=dict.fromkeys(step_times_s, count_flops_per_token(model_args, config.training.seq_len)),
         peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
         memory_gib=memory_gib,
     )
@@ -122,18 +122,20 @@ def one_rank_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def make_batch(config: Config, shape: ModelArgs) -> Batch:
+def make_batch(config: Config) -> Batch:
     """Return random tokens, all of which count for the loss."""
     n_rows, seq_len = config.training.local_batch_size, config.training.seq_len
     generator = torch.Generator().manual_seed(config.debug.seed)
-    tokens = torch.randint(shape.vocab_size, (n_rows, seq_len + 1), generator=generator)
+    tokens = torch.randint(resolve_model(config.model).vocab_size, (n_rows, seq_len + 1), generator=generator)
     positions = torch.arange(seq_len).repeat(n_rows, 1)
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, torch.zeros_like(positions))
 
 
-def build_trainer(config: Config, shape: ModelArgs, batch: Batch, device: torch.device) -> TrainStep:
-    layout = plan_layout(config, shape, world_size=1)
-    run = build_run(resolve_config(config, layout, device.type), shape, layout, build_mesh(layout, device.type), device)
+def build_trainer(config: Config, batch: Batch, device: torch.device) -> TrainStep:
+    model_args = resolve_model(config.model)
+    layout = plan_layout(config, model_args, world_size=1)
+    config = resolve_config(config, layout, device.type)
+    run = build_run(config, model_args, layout, build_mesh(layout, device.type), device)
 
     def step() -> Tensor:
         result = train_step(run, batch)
@@ -144,39 +146,40 @@ def build_trainer(config: Config, shape: ModelArgs, batch: Batch, device: torch.
     return step
 
 
-def build_compiled(config: Config, shape: ModelArgs, batch: Batch, device: torch.device) -> TrainStep:
-    return build_trainer(replace(config, compile=replace(config.compile, enable=True)), shape, batch, device)
+def build_compiled(config: Config, batch: Batch, device: torch.device) -> TrainStep:
+    return build_trainer(replace(config, compile=replace(config.compile, enable=True)), batch, device)
 
 
-def build_bare_loop(config: Config, shape: ModelArgs, batch: Batch, device: torch.device) -> TrainStep:
+def build_bare_loop(config: Config, batch: Batch, device: torch.device) -> TrainStep:
     with device:
-        model = Llama3(shape)
+        model = Llama3(resolve_model(config.model))
     initialize_weights(model, init_parameter, config.debug.seed)
     return write_bare_loop(model, lambda: model(batch.tokens, positions=batch.positions), batch.targets, config)
 
 
-def build_transformers(config: Config, shape: ModelArgs, batch: Batch, device: torch.device) -> TrainStep:
+def build_transformers(config: Config, batch: Batch, device: torch.device) -> TrainStep:
     """Return a step of transformers' Llama, with its own initial weights: the speed does not depend on them."""
     if transformers is None:
         raise Absent("transformers is not installed")
+    args = resolve_model(config.model)
     llama_config = transformers.LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.dim,
-        intermediate_size=shape.ffn_dim,
-        num_hidden_layers=shape.n_layers,
-        num_attention_heads=shape.n_heads,
-        num_key_value_heads=shape.n_kv_heads,
-        head_dim=shape.head_dim,
+        vocab_size=args.vocab_size,
+        hidden_size=args.dim,
+        intermediate_size=args.ffn_dim,
+        num_hidden_layers=args.n_layers,
+        num_attention_heads=args.n_heads,
+        num_key_value_heads=args.n_kv_heads,
+        head_dim=args.head_dim,
         max_position_embeddings=config.training.seq_len,
-        tie_word_embeddings=shape.tie_embeddings,
+        tie_word_embeddings=args.tie_embeddings,
         attn_implementation="sdpa",
         dtype=torch.float32,
     )
     with device:
         model = transformers.LlamaForCausalLM(llama_config).train()
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if n_parameters != count_parameters(shape):
-        raise BenchFailed(f"transformers' Llama has {n_parameters} parameters, not {count_parameters(shape)}")
+    if n_parameters != count_parameters(args):
+        raise BenchFailed(f"transformers' Llama has {n_parameters} parameters, not {count_parameters(args)}")
     return write_bare_loop(model, lambda: model(batch.tokens, use_cache=False).logits, batch.targets, config)
 
 

@@ -13,7 +13,7 @@ step, every operator of the library c10d gets a kernel that counts the call and 
 20 us a call.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -68,14 +68,33 @@ class Collective:
 
 @dataclass(frozen=True)
 class Moved:
-    """What one rank moves over a mesh axis in a step."""
+    """What one rank moves in a step, over a mesh axis for instance."""
 
     n_calls: int
     n_bytes: float
 
 
-def share_moved(operation: str, n_ranks: int, rank: int = 0, splits: Sequence[int] = ()) -> float:
-    """Return the share of the whole tensor's bytes that one rank of a group moves.
+def sum_moved(calls: Iterable[tuple[Hashable, float, float]]) -> dict[Hashable, Moved]:
+    """Return key -> the sum of one rank's calls: (key, number of calls, bytes of all of them)."""
+    moved: dict[Hashable, Moved] = {}
+    for key, n_calls, n_bytes in calls:
+        before = moved.get(key, Moved(0, 0))
+        moved[key] = Moved(before.n_calls + n_calls, before.n_bytes + n_bytes)
+    return moved
+
+
+def max_moved(ranks: Iterable[dict[Hashable, Moved]]) -> dict[Hashable, Moved]:
+    """Return key -> what the rank moves that moves most bytes of this key."""
+    most: dict[Hashable, Moved] = {}
+    for moved in ranks:
+        for key, each in moved.items():
+            if key not in most or each.n_bytes > most[key].n_bytes:
+                most[key] = each
+    return most
+
+
+def fraction_moved(operation: str, n_ranks: int, rank: int = 0, splits: Sequence[int] = ()) -> float:
+    """Return the fraction of the whole tensor's bytes that one rank of a group moves.
 
     `splits`: rows that this `rank` of an all-to-all has for each rank; empty: equally many.
     """
@@ -116,7 +135,7 @@ class CollectiveReader:
         sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)]
         whole = max(sides, key=lambda side: sum(tensor.numel() for tensor in side))
         splits = args[INPUT_SPLITS[name]] if len(args) > INPUT_SPLITS.get(name, len(args)) else ()
-        share = share_moved(operation, n, group.rank(), splits if isinstance(splits, list) else ())
+        fraction = fraction_moved(operation, n, group.rank(), splits if isinstance(splits, list) else ())
         return Collective(
             operation=operation,
             axis=axis,
@@ -124,7 +143,7 @@ class CollectiveReader:
             stride=stride,
             shape=tuple(whole[0].shape),
             dtype=str(whole[0].dtype).removeprefix("torch."),
-            n_bytes=sum(tensor.numel() * tensor.element_size() for tensor in whole) * share,
+            n_bytes=sum(tensor.numel() * tensor.element_size() for tensor in whole) * fraction,
             place=place or CallSite(),
         )
 

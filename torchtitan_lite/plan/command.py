@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,12 +21,12 @@ from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import ConfigError, Problem
 from torchtitan_lite.config.tables import format_bytes, format_table
 from torchtitan_lite.config.workload import describe_workload
-from torchtitan_lite.plan.dry_run import DryRun
+from torchtitan_lite.plan.collectives import Collective, Moved, max_moved, sum_moved
+from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, group_pp_ranks, plan_run
 from torchtitan_lite.plan.forecast import Forecast, forecast
 from torchtitan_lite.plan.ledger import print_score
 from torchtitan_lite.plan.meter import KINDS
 from torchtitan_lite.plan.plan_warnings import list_warnings
-from torchtitan_lite.plan.planned import Planned, group_pp_ranks, plan_run
 from torchtitan_lite.plan.search_report import print_search
 from torchtitan_lite.plan.simulator import plan_order
 from torchtitan_lite.plan.timeline import draw_svg, draw_text, trace_chrome
@@ -39,7 +38,7 @@ GIB = 2**30
 class Plan:
     """A run's costs before it starts."""
 
-    planned: Planned
+    planned: PlannedRun
     gpu: str
     cluster: Cluster
     groups: dict[int, list[int]]  # pp rank that is run -> pp ranks that are like it
@@ -80,7 +79,7 @@ def main(args: list[str]) -> int:
         options.svg.write_text(draw_svg(plan.forecast.timeline, plan.planned.config_name), encoding="utf-8")
     if options.trace:
         options.trace.write_text(json.dumps(trace_chrome(plan.forecast.timeline)), encoding="utf-8")
-    print(json.dumps(describe_json(plan)) if options.json else describe(plan, options.tokens))
+    print(json.dumps(list_for_json(plan)) if options.json else describe(plan, options.tokens))
     return 0 if plan.fits else 1
 
 
@@ -102,7 +101,7 @@ def make_plan(config_args: list[str], options: argparse.Namespace, cluster: Clus
         start = time.monotonic()
         runs[pp_rank] = planned.dry_run(pp_rank, whole=options.full)
         print(f"  pp rank {pp_rank} run in {time.monotonic() - start:.1f} s", file=sys.stderr)
-    workload = describe_workload(planned.config, planned.shape, planned.layout)
+    workload = describe_workload(planned.config, planned.model_args, planned.layout)
     order = plan_order(planned.config.parallelism, planned.layout)
     return Plan(planned, options.gpu, cluster, groups, runs, forecast(workload, cluster, order))
 
@@ -117,13 +116,14 @@ def describe(plan: Plan, n_tokens: float | None) -> str:
     n_tokens = n_tokens or tokens_per_step * config.training.steps
     exposed = [f"{axis} {seconds:.3g} s" for axis, seconds in plan.forecast.exposed_s.items() if seconds]
     schedule = f", {config.parallelism.pipeline_parallel_schedule}, bubble {plan.forecast.bubble:.1%}"
+    flops = [f"{run.n_flops / 1e12:,.3f} TFLOP on pp rank {rank}" for rank, run in plan.runs.items()]
     blocks = [
         f"{planned.config_name} on {layout.world_size:,} x {plan.gpu}: {layout}" + schedule * (layout.pp > 1),
         f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens_per_step:,} tokens a step: "
         f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}",
         f"peak memory of a GPU, of {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
         f"traffic of one step, of the rank that moves most\n{describe_traffic(plan)}",
-        f"FLOPs of one step (matmuls and attention, recompute included): {describe_flops(plan)}",
+        f"FLOPs of one step (matmuls and attention, recompute included): {', '.join(flops)}",
         f"one step {rate.step_time_s:.3g} s: {rate.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {rate.mfu_full:.1%} "
         f"({rate.mfu_causal:.1%} with causal attention)\n"
         f"waits for other ranks in it, without the bubble: {', '.join(exposed) or 'nothing'}\n"
@@ -150,35 +150,28 @@ def describe_memory(plan: Plan) -> str:
 def describe_traffic(plan: Plan) -> str:
     tiers = {"node": "inside a node", "network": "between nodes"}
     rows = [
-        (f"  {axis}", operation, f"{calls:,} calls", format_bytes(n_bytes), tiers[tier])
-        for (axis, operation, tier), (calls, n_bytes) in sum_traffic(plan).items()
+        (f"  {axis}", operation, f"{moved.n_calls:,} calls", format_bytes(moved.n_bytes), tiers[tier])
+        for (axis, operation, tier), moved in sum_traffic(plan).items()
     ]
     return format_table(rows) if rows else "  none"
 
 
-def sum_traffic(plan: Plan) -> dict[tuple[str, str, str], tuple[int, float]]:
-    """Return (axis, operation, tier of links) -> calls and bytes, of the rank that moves most."""
-    most: dict[tuple[str, str, str], tuple[int, float]] = {}
-    for run in plan.runs.values():
-        calls, n_bytes = Counter(), Counter()
-        for collective, times in run.collectives:
-            tier = plan.cluster.find_tier(collective.stride, collective.n_ranks)
-            key = collective.axis, collective.operation, tier
-            calls[key] += times
-            n_bytes[key] += times * collective.n_bytes
-        for key in calls:
-            most[key] = max(most.get(key, (0, 0.0)), (calls[key], n_bytes[key]), key=lambda pair: pair[1])
-    return most
+def sum_traffic(plan: Plan) -> dict[tuple[str, str, str], Moved]:
+    """Return (axis, operation, tier of links) -> what the rank moves that moves most."""
 
+    def key(call: Collective) -> tuple[str, str, str]:
+        return call.axis, call.operation, plan.cluster.find_tier(call.stride, call.n_ranks)
 
-def describe_flops(plan: Plan) -> str:
-    return ", ".join(f"{run.n_flops / 1e12:,.3f} TFLOP on pp rank {rank}" for rank, run in plan.runs.items())
+    return max_moved(
+        sum_moved((key(call), times, times * call.n_bytes) for call, times in run.collectives)
+        for run in plan.runs.values()
+    )
 
 
 # ---------------------------------------------------------------- for programs
 
 
-def describe_json(plan: Plan) -> dict[str, object]:
+def list_for_json(plan: Plan) -> dict[str, object]:
     layout, rate = plan.planned.layout, plan.forecast.rate
     return {
         "layout": layout.degrees,
@@ -195,8 +188,8 @@ def describe_json(plan: Plan) -> dict[str, object]:
             for rank, run in plan.runs.items()
         },
         "traffic": [
-            {"axis": axis, "operation": operation, "tier": tier, "calls": calls, "bytes": n_bytes}
-            for (axis, operation, tier), (calls, n_bytes) in sum_traffic(plan).items()
+            {"axis": axis, "operation": operation, "tier": tier, "calls": moved.n_calls, "bytes": moved.n_bytes}
+            for (axis, operation, tier), moved in sum_traffic(plan).items()
         ],
         "bubble": plan.forecast.bubble,
         **asdict(rate),

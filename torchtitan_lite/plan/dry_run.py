@@ -1,6 +1,6 @@
 """Run step.py as one rank of any world, without that world: a fake process group, and tensors without storage.
 
-    plan, explain   ->   dry_run(config, ..., pp_rank)   ->   build_parts, start_run, train_step   under a Meter
+    plan, explain   ->   plan_run(arguments), dry_run(config, ..., pp_rank)   ->   start_run, train_step under a Meter
 
 The functions are those of the run, with the same arguments, so plan and run cannot differ. The groups answer at once
 and tensors have shapes but no numbers (fake_world.py), so 16,384 ranks cost no more than one, and each kind of pipeline
@@ -36,15 +36,19 @@ from torch.distributed.tensor import DTensor, Placement
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.pipeline_plan import splits_backward
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.plan.collectives import Collective
-from torchtitan_lite.plan.fake_world import fake_group, kernels_of_gpus, leave_as_they_are, make_batch, static_stages
+from torchtitan_lite.plan.fake_world import fake_group, kernels_of_gpus, make_batch, static_stages
 from torchtitan_lite.plan.meter import Meter, find_peak, sum_by_kind
-from torchtitan_lite.plan.simulator import plan_order
+from torchtitan_lite.plan.simulator import count_in_flight, plan_order
+from torchtitan_lite.preflight import choose_n_ranks
 
+ANY_CPU = Machine("cpu", 1, 0, "CPU")
 CPU = torch.device("cpu")  # the device of fake tensors: torch has CUDA kernels only where there is CUDA
 BLOCK_BYTES = {"cuda": 512, "cpu": 1}  # of the allocator
 FEW = 3  # microbatches that are run: the first, one of the middle, the last
@@ -52,8 +56,8 @@ MOST_ACTIVE_STAGES = 3  # of a rank: with more of them, torch's runtime frees pa
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How a parameter is distributed. (A DTensor would hold its mesh, which lists all ranks.)"""
+class Sharding:
+    """How a parameter is sharded. (A DTensor would hold its mesh, which lists all ranks.)"""
 
     shape: tuple[int, ...]  # of the whole parameter
     degrees: dict[str, int]  # its mesh dims; none if every rank has the whole
@@ -68,7 +72,7 @@ class DryRun:
     memory: dict[str, int]  # bytes by kind (KINDS in meter.py) at the peak
     collectives: list[tuple[Collective, int]]  # and how often, in the order of their first time
     n_flops: int
-    parameters: dict[str, Spread]  # by FQN
+    parameters: dict[str, Sharding]  # by FQN
 
     @property
     def peak_bytes(self) -> int:
@@ -77,7 +81,7 @@ class DryRun:
 
 def dry_run(
     config: Config,
-    shape: ModelArgs,
+    model_args: ModelArgs,
     layout: Layout,
     *,
     pp_rank: int = 0,
@@ -91,12 +95,12 @@ def dry_run(
     meter = Meter(layout, block_bytes=BLOCK_BYTES[device_type])
     with fake_group(layout.world_size, rank=pp_rank * (layout.world_size // layout.pp)), ExitStack() as stack:
         mesh = build_mesh(layout, CPU.type)
-        parts = stepping.build_parts(config, shape, short, mesh)
-        stack.enter_context(static_stages(config, shape, short, meter))
+        parts = stepping.build_parts(config, model_args, short, mesh)
+        stack.enter_context(static_stages(config, model_args, short, meter))
         if device_type == "cuda":
             stack.enter_context(kernels_of_gpus())
         # Initial weights do not matter here, and take as long as a microbatch.
-        stack.enter_context(patch.object(stepping, "initialize_weights", leave_as_they_are))
+        stack.enter_context(patch.object(stepping, "initialize_weights", lambda *args: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter.watching())
         run = stepping.start_run(parts, config, short, mesh, CPU)
@@ -110,31 +114,79 @@ def dry_run(
         meter.mark("done")
         meter.assign("parameters", parameters)
         meter.assign("gradients", [parameter.grad for parameter in parameters])
-        meter.assign("optimizer", list_state(run.optimizer))
-        segments = cut(meter)
-        at_rest = find_at_rest(meter)
+        for state in run.optimizer.state.values():
+            meter.assign("optimizer", [value for value in state.values() if isinstance(value, Tensor)])
+        segments = cut_segments(meter)
+        # Between two steps: what existed before the first one, and the optimizer's state.
+        at_rest = sum_by_kind(meter.events[: meter.marks[0].n_events])
+        at_rest += sum_by_kind(event for event in meter.events if event[0].kind == "optimizer")
     sequence = segments
     if short.n_microbatches < layout.n_microbatches:
         sequence = lengthen(config, layout, pp_rank, segments)
     return DryRun(
         pp_rank=pp_rank,
-        memory=dict(find_most(at_rest, sequence, layout.n_microbatches / short.n_microbatches)),
+        memory=dict(find_peak_of_step(at_rest, sequence, layout.n_microbatches / short.n_microbatches)),
         collectives=count_collectives(segments, sequence, layout.n_microbatches, short.n_microbatches),
         n_flops=sum(segment.n_flops for segment in sequence),
-        parameters={fqn: describe_spread(parameter) for fqn, parameter in run.parameters.items()},
+        parameters={fqn: describe_sharding(parameter) for fqn, parameter in run.parameters.items()},
     )
 
 
-def describe_spread(parameter: Tensor) -> Spread:
+def describe_sharding(parameter: Tensor) -> Sharding:
     if not isinstance(parameter, DTensor):
-        return Spread(tuple(parameter.shape), {}, ())
+        return Sharding(tuple(parameter.shape), {}, ())
     mesh = parameter.device_mesh
     degrees = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-    return Spread(tuple(parameter.shape), degrees, tuple(parameter.placements))
+    return Sharding(tuple(parameter.shape), degrees, tuple(parameter.placements))
 
 
-def list_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+# ---------------------------------------------------------------- the ranks that differ
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run on other machines, whose config is sound."""
+
+    config_name: str
+    config: Config  # resolved
+    model_args: ModelArgs
+    layout: Layout
+    device_type: Literal["cuda", "cpu"]
+
+    def dry_run(self, pp_rank: int = 0, *, whole: bool = False) -> DryRun:
+        """Run one step of the first rank of a pipeline stage."""
+        run = self.config, self.model_args, self.layout
+        return dry_run(*run, pp_rank=pp_rank, device_type=self.device_type, whole=whole)
+
+
+def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"]) -> PlannedRun:
+    """Return the run of these arguments of a config. Raises ConfigError with every problem.
+
+    Without n_gpus: the product of the degrees, or two where one of them is automatic. Files, memory and GPUs of this
+    machine are not checked.
+    """
+    reading = read_config(args)
+    if reading.problems:
+        raise ConfigError(reading.problems)
+    model_args = resolve_model(reading.config.model)
+    layout = plan_layout(reading.config, model_args, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1))
+    config = resolve_config(reading.config, layout, device_type)
+    return PlannedRun(reading.config_name, config, model_args, layout, device_type)
+
+
+def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:
+    """Return pp rank -> pp ranks with equal stages, itself included: as many layers, and the same other modules.
+
+    They differ in their microbatches in flight; the key is the one with most.
+    """
+    layout = planned.layout
+    alike: dict[tuple, list[int]] = {}
+    for rank in range(layout.pp):
+        stages = [layout.stages[index] for index in layout.stages_of(rank)]
+        costs = tuple(tuple("layer" if fqn.startswith("layers.") else fqn for fqn in stage) for stage in stages)
+        alike.setdefault(costs, []).append(rank)
+    in_flight = [count_in_flight(row).total() for row in plan_order(planned.config.parallelism, layout)]
+    return {max(ranks, key=in_flight.__getitem__): ranks for ranks in alike.values()}
 
 
 # ---------------------------------------------------------------- from a few microbatches to all
@@ -167,14 +219,7 @@ def is_uniform(config: Config, layout: Layout) -> bool:
     return not (resharded or crowded or section.pipeline_parallel_schedule_csv or splits_backward(section))
 
 
-def find_at_rest(meter: Meter) -> Counter:
-    """Return the bytes by kind between two steps: those before the first step, and the optimizer's state."""
-    at_rest = sum_by_kind(meter.events[: meter.marks[0].n_events])
-    at_rest += sum_by_kind(event for event in meter.events if event[0].kind == "optimizer")
-    return at_rest
-
-
-def cut(meter: Meter) -> list[Segment]:
+def cut_segments(meter: Meter) -> list[Segment]:
     """Return the segments of the run, without the optimizer's state: later steps find it already made."""
     segments = []
     for mark, after in zip(meter.marks, meter.marks[1:], strict=False):
@@ -205,7 +250,7 @@ def lengthen(config: Config, layout: Layout, pp_rank: int, segments: list[Segmen
     return sequence
 
 
-def find_most(at_rest: Counter, sequence: list[Segment], longer: float) -> Counter:
+def find_peak_of_step(at_rest: Counter, sequence: list[Segment], longer: float) -> Counter:
     """Return the bytes by kind at the peak. `longer`: microbatches of the step over those that were run."""
     live, most = at_rest.copy(), at_rest.copy()
     # Rows of the batch and receive buffers exist for all microbatches from the start.
@@ -223,8 +268,8 @@ def count_collectives(
 ) -> list[tuple[Collective, int]]:
     """Return each recorded collective, and how often it comes in `sequence`.
 
-    Sends and receives cross the borders of segments. But each comes once a microbatch, so each of the n_run recorded
-    ones stands for its share of n_microbatches.
+    Sends and receives cross the borders of segments. But each comes once a microbatch, so n_run recorded ones are
+    counted as n_microbatches.
     """
     times = Counter(id(segment) for segment in sequence)
     seen: Counter[tuple] = Counter()

@@ -1,4 +1,4 @@
-"""`explain`: print who holds which slice of which weight, and every collective of a step.
+"""`explain`: print who holds which slice of which weight, every collective of a step, and the step in words.
 
 Everything is recorded in a dry run of step.py (dry_run.py); no table says what should happen.
 """
@@ -8,24 +8,24 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from torchtitan_lite.config.cluster import find_strides
 from torchtitan_lite.config.command_lines import make_explain_parser
+from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.reader import find_config_file
 from torchtitan_lite.config.schema import ConfigError, Problem
-from torchtitan_lite.config.tables import format_bytes
-from torchtitan_lite.plan.dry_run import DryRun
-from torchtitan_lite.plan.explain_text import (
-    describe_step,
-    draw_mesh,
-    format_collectives,
-    format_holdings,
-    list_exchanges,
-)
-from torchtitan_lite.plan.planned import Planned, group_pp_ranks, plan_run
+from torchtitan_lite.config.tables import format_bytes, format_table
+from torchtitan_lite.plan.collectives import Collective, max_moved, sum_moved
+from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, Sharding, group_pp_ranks, plan_run
+
+MOST_SHOWN = 8  # ranks or coordinates in a row; otherwise the first two and the last
 
 
 def main(args: list[str]) -> int:
@@ -36,22 +36,22 @@ def main(args: list[str]) -> int:
         if options.stage is not None and not 0 <= options.stage < planned.layout.pp:
             why, remedy = f"there are {planned.layout.pp} pp ranks", f"Use 0 to {planned.layout.pp - 1}"
             raise ConfigError([Problem("--stage", options.stage, why, remedy)])
-        of_base = read_base(options, config_args, planned.config.job.config_file) if options.against else None
+        base = read_base(options, config_args, planned.config.job.config_file) if options.against else None
     except ConfigError as error:
         print(f"This run could not start:\n{error}", file=sys.stderr)
         return 2
     groups = group_pp_ranks(planned) if options.stage is None else {options.stage: [options.stage]}
     runs = {rank: planned.dry_run(rank) for rank in groups}
-    if of_base is not None:
-        return report_difference(list_for_programs(runs), of_base, options.against)
+    if base is not None:
+        return report_difference(list_for_json(runs), base, options.against)
     if options.json:
-        print(json.dumps({"layout": asdict(planned.layout), "collectives": list_for_programs(runs)}))
+        print(json.dumps({"layout": asdict(planned.layout), "collectives": list_for_json(runs)}))
     else:
         print(explain(planned, groups, runs))
     return 0
 
 
-def explain(planned: Planned, groups: dict[int, list[int]], runs: dict[int, DryRun]) -> str:
+def explain(planned: PlannedRun, groups: dict[int, list[int]], runs: dict[int, DryRun]) -> str:
     """Return the whole explanation, for people."""
     layout = planned.layout
     blocks = [f"{planned.config_name} on {layout.world_size:,} ranks: {layout}", draw_mesh(layout)]
@@ -59,18 +59,206 @@ def explain(planned: Planned, groups: dict[int, list[int]], runs: dict[int, DryR
         title = f"pp rank {rank}" + f" (and {len(alike) - 1} like it)" * (len(alike) > 1) if layout.pp > 1 else "rank 0"
         blocks += [
             f"---- {title}: parameters",
-            format_holdings(layout, runs[rank]),
+            format_parameters(layout, runs[rank]),
             f"---- {title}: collectives of one step, bytes that one rank moves",
-            format_collectives(list_exchanges(runs[rank])),
+            format_collectives(list_sections(runs[rank])),
         ]
     return "\n\n".join([*blocks, "---- one step in words", describe_step(planned, runs)])
+
+
+# ---------------------------------------------------------------- mesh and parameters
+
+
+def draw_mesh(layout: Layout) -> str:
+    """Draw every rank in the mesh: the innermost dim in brackets, the next across, the outer ones down."""
+    used = [dim for dim, degree in layout.degrees.items() if degree > 1] or ["tp"]
+    *down, across, inner = [None, *used] if len(used) == 1 else used
+    strides = {None: 0, **find_strides(layout)}
+
+    def steps(dim: str | None) -> list[int | None]:
+        return elide(range(getattr(layout, dim) if dim else 1))
+
+    def group(start: int) -> str:
+        return f"[{' '.join('..' if i is None else str(start + i * strides[inner]) for i in steps(inner))}]"
+
+    def line(start: int) -> str:
+        return "  ".join("..." if i is None else group(start + i * strides[across]) for i in steps(across))
+
+    rows = [("", 0)]
+    for dim in down:
+        rows = [
+            (f"{label}{dim} {'..' if i is None else i}  ", start + (i or 0) * strides[dim])
+            for label, start in rows
+            for i in steps(dim)
+        ]
+    title = f"mesh: {inner} in brackets" + f", {across} across" * bool(across)
+    return "\n".join([title, *(f"  {label}{'...' if '..' in label else line(start)}" for label, start in rows)])
+
+
+def elide(values: Iterable[int]) -> list[int | None]:
+    """Return all of a few values; of many the first two, None for a gap, and the last."""
+    values = list(values)
+    return values if len(values) <= MOST_SHOWN else [*values[:2], None, values[-1]]
+
+
+def format_parameters(layout: Layout, run: DryRun) -> str:
+    """Return a table of each parameter's slices on the ranks of this stage, with one row for equal layers."""
+    per_stage = layout.world_size // layout.pp
+    ranks = elide(range(run.pp_rank * per_stage, (run.pp_rank + 1) * per_stage))
+    rows: dict[tuple, list[str]] = {}
+    for fqn, parameter in run.parameters.items():
+        head, _, rest = fqn.partition(".")
+        layer, _, name = rest.partition(".") if head == "layers" else ("", "", fqn)
+        slices = tuple("..." if rank is None else describe_slice(parameter, layout, rank) for rank in ranks)
+        rows.setdefault((name, parameter.shape, slices), []).append(layer)
+    table = [("", "", *("..." if rank is None else f"rank {rank}" for rank in ranks))]
+    for (name, shape, slices), layers in rows.items():
+        prefix = f"layers.{format_layers(layers)}." if layers[0] else ""
+        table.append((prefix + name, str(list(shape)), *slices))
+    return format_table(table)
+
+
+def describe_slice(parameter: Sharding, layout: Layout, rank: int) -> str:
+    """Return the slice of a parameter that this rank holds: "rows 0..31, columns 16..31"."""
+    coordinates = {dim: rank // stride % getattr(layout, dim, 1) for dim, stride in find_strides(layout).items()}
+    coordinates["shard"] = coordinates["dp_shard"] * layout.cp + coordinates["cp"]
+    degrees, coordinate = tuple(parameter.degrees.values()), [coordinates[dim] for dim in parameter.degrees]
+    shape, offset = _compute_local_shape_and_global_offset(parameter.shape, degrees, coordinate, parameter.placements)
+    if 0 in shape:
+        return "nothing"
+    names = ("rows", "columns") if len(shape) == 2 else ("elements",)
+    parts = [
+        f"{name} {begin}..{begin + size - 1}"
+        for name, begin, size, whole in zip(names, offset, shape, parameter.shape, strict=True)
+        if size < whole
+    ]
+    return ", ".join(parts) or "all"
+
+
+def format_layers(layers: list[str]) -> str:
+    """Return ["2", "3", "4"] as 2-4, and ["4", "3", "2"], the order of backward, as 4-2."""
+    return layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+
+
+# ---------------------------------------------------------------- collectives
+
+# (layers with equal collectives, each of these collectives with its calls in a row, its module without the layer)
+Folded = list[tuple[list[str], list[tuple[Collective, int]]]]
+
+
+@dataclass
+class Section:
+    """A part of forward, of backward, or between them."""
+
+    walk: str
+    times: int
+    folded: Folded
+
+
+def list_sections(run: DryRun) -> list[Section]:
+    """Return the collectives in the order of their first call; equal sections and equal layers once."""
+    sections: list[Section] = []
+    walks = {"forward": "forward", "": "between"}
+    for walk, group in groupby(run.collectives, key=lambda pair: walks.get(pair[0].place.walk, "backward")):
+        collectives, times = zip(*group, strict=True)
+        folded = fold_layers(collectives)
+        known = next((section for section in sections if (section.walk, section.folded) == (walk, folded)), None)
+        if known:
+            known.times += times[0]
+        elif times[0]:
+            sections.append(Section(walk, times[0], folded))
+    return sections
+
+
+def fold_layers(collectives: Iterable[Collective]) -> Folded:
+    """Group collectives by layer or root module, in the order of their first call; equal neighbours share a list."""
+    by_owner: dict[str, list[Collective]] = {}
+    for collective in collectives:
+        parts = collective.place.module.split(".")
+        n_owner = 2 if parts[0] == "layers" else 1
+        place = replace(collective.place, module=".".join(parts[n_owner:]))
+        by_owner.setdefault(".".join(parts[:n_owner]), []).append(replace(collective, place=place))
+    folded: Folded = []
+    for owner, own in by_owner.items():
+        counted = [(collective, len(list(calls))) for collective, calls in groupby(own)]
+        if folded and folded[-1][1] == counted:
+            folded[-1][0].append(owner)
+        else:
+            folded.append(([owner], counted))
+    return folded
+
+
+def format_collectives(sections: list[Section]) -> str:
+    if not sections:
+        return "  none: there is only one rank"
+    rows: list[tuple[str, ...]] = []
+    for section in sections:
+        times = "once" if section.times == 1 else f"{section.times} times"
+        rows.append((f"{section.walk}, {times}", *[""] * 5))
+        for owners, counted in section.folded:
+            name = owners[0] or "the step"
+            if len(owners) > 1:
+                name = f"layers.{format_layers([owner.removeprefix('layers.') for owner in owners])}: each"
+            for number, (collective, calls) in enumerate(counted):
+                place = collective.place
+                rows.append(
+                    (
+                        "  " + name * (number == 0),
+                        f"{collective.operation} over {collective.axis}" + f" x{calls}" * (calls > 1),
+                        f"{list(collective.shape)} {collective.dtype}",
+                        format_bytes(collective.n_bytes),
+                        place.module + " again" * (place.walk == "recompute"),
+                        f"{place.line} {place.function}" + f", {place.through}" * bool(place.through),
+                    )
+                )
+    return format_table(rows)
+
+
+# ---------------------------------------------------------------- words
+
+
+def describe_step(planned: PlannedRun, runs: dict[int, DryRun]) -> str:
+    """Describe one optimizer step of this layout, in numbered sentences."""
+    layout, config = planned.layout, planned.config
+    moved = max_moved(
+        sum_moved((call.axis, times, times * call.n_bytes) for call, times in run.collectives) for run in runs.values()
+    )
+    dtype = config.training.mixed_precision_param
+    shard = layout.dp_shard * layout.cp
+    micro = f"{layout.n_microbatches} x {layout.microbatch_size}"
+    sentences = [
+        f"Each of {layout.dp} data-parallel ranks takes {layout.global_batch_size // layout.dp} of "
+        f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens, in microbatches: {micro}.",
+        f"Of each sequence a cp rank computes an early and a late piece, 1/{layout.cp} in all." * (layout.cp > 1),
+        "All ranks add up how many targets count; every loss is divided by that number.",
+        f"Forward and backward go through the {len(layout.stages)} pipeline stages in the order of "
+        f"{config.parallelism.pipeline_parallel_schedule}; hidden states and their gradients go from rank to rank."
+        * (layout.pp > 1),
+        f"Before a block runs, its parameters are gathered whole in {dtype} from {shard} ranks; "
+        f"{'they are freed after it' if layout.zero_stage == 3 else 'they stay until the step ends'}." * (shard > 1),
+        "Inside a block each tp rank computes its share of the heads and of the feed-forward on whole sequences, and "
+        "gives back its share of the sequence." * (layout.tp > 1),
+        f"Attention fetches the other cp ranks' keys and values ({config.parallelism.context_parallel_rotate_method})."
+        * (layout.cp > 1),
+        {"none": "", "full": "Backward computes each block once more, collectives included."}.get(
+            config.activation_checkpoint.mode, "Backward computes part of each block once more."
+        ),
+        f"Gradients are summed in {config.training.mixed_precision_reduce}, and each of {shard} ranks keeps its slice."
+        * (shard > 1),
+        f"The {layout.dp_replicate} replicas add up their slices." * (layout.dp_replicate > 1),
+        "The norm of all gradients is one number over all ranks; if it is too large, gradients are scaled down.",
+        f"{config.optimizer.name} updates the slices that this rank holds, without collectives.",
+        "One rank moves, most by a rank of each axis: "
+        f"{', '.join(f'{format_bytes(most.n_bytes)} over {axis}' for axis, most in moved.items())}." * bool(moved),
+    ]
+    return "\n".join(f"  {number}. {line}" for number, line in enumerate(filter(None, sentences), 1))
 
 
 # ---------------------------------------------------------------- differences
 
 
-def list_for_programs(runs: dict[int, DryRun]) -> list[dict[str, object]]:
-    """Return every collective, in the order of its first time."""
+def list_for_json(runs: dict[int, DryRun]) -> list[dict[str, object]]:
+    """Return every collective, in the order of its first call."""
     return [
         {"pp_rank": rank, "times": times, **asdict(collective)}
         for rank, run in runs.items()
@@ -84,7 +272,7 @@ def read_base(options: argparse.Namespace, config_args: list[str], config_name: 
     if not folder.is_dir():
         base = plan_run(["--config", options.against], options.gpus, options.device)
         ranks = group_pp_ranks(base) if options.stage is None else [options.stage]
-        return list_for_programs({rank: base.dry_run(rank) for rank in ranks})
+        return list_for_json({rank: base.dry_run(rank) for rank in ranks})
     if not (folder / "torchtitan_lite" / "__main__.py").is_file():
         why = "this folder is no checkout: there is no torchtitan_lite/__main__.py in it"
         raise ConfigError([Problem("--against", options.against, why, "Name a TOML file or a checkout")])
@@ -102,13 +290,19 @@ def read_base(options: argparse.Namespace, config_args: list[str], config_name: 
 
 
 def report_difference(ours: list[dict], base: list[dict], name: str) -> int:
-    """Print collectives that are new or gone; return the exit status. Line numbers are printed but not compared."""
+    """Print collectives that are new or gone; return the exit status. All layers of a model count as one.
+
+    Line numbers are printed but not compared.
+    """
     counts, lines, sizes = (Counter(), Counter()), {}, {}
     for count, records in zip(counts, (base, ours), strict=True):
         for record in records:
-            key = key_of(record)
+            place = record["place"]
+            module = ".".join("*" if part.isdecimal() else part for part in place["module"].split("."))
+            shape = tuple(record["shape"])
+            key = record["pp_rank"], record["operation"], record["axis"], shape, record["dtype"], module, place["walk"]
             count[key] += record["times"]
-            lines[key] = f"{record['place']['line']} {record['place']['function']}"
+            lines[key] = f"{place['line']} {place['function']}"
             sizes[key] = record["n_bytes"]
     changed = [key for key in lines if counts[0][key] != counts[1][key]]
     if not changed:
@@ -117,19 +311,11 @@ def report_difference(ours: list[dict], base: list[dict], name: str) -> int:
     print(f"against {name}, in one step of each kind of pp rank:")
     for key in changed:
         pp_rank, operation, axis, shape, dtype, module, walk = key
-        place = f"{walk or 'between'} {module}".rstrip()
+        where = f"{walk or 'between'} {module}".rstrip()
         before, after = (count[key] for count in counts)
         print(
             f"  {'+' if after > before else '-'} {abs(after - before)} x {operation} over {axis}, {list(shape)} "
             f"{dtype}, {format_bytes(sizes[key])} each ({before} -> {after})\n"
-            f"      pp rank {pp_rank}, {place}: {lines[key]}"
+            f"      pp rank {pp_rank}, {where}: {lines[key]}"
         )
     return 1
-
-
-def key_of(record: dict) -> tuple:
-    """Return what two equal collectives share; all layers of a model count as one."""
-    place = record["place"]
-    module = ".".join("*" if part.isdecimal() else part for part in place["module"].split("."))
-    shape = tuple(record["shape"])
-    return record["pp_rank"], record["operation"], record["axis"], shape, record["dtype"], module, place["walk"]

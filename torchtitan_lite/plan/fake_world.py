@@ -41,10 +41,6 @@ def fake_group(world_size: int, *, rank: int) -> Iterator[None]:
         forget_groups()
 
 
-def leave_as_they_are(*args) -> None:
-    """Replace the rule for initial weights."""
-
-
 def make_batch(layout: Layout, seq_len: int) -> Batch:
     """Return a rank's rows of a step. Their values do not matter."""
     shape = (layout.global_batch_size // layout.dp, seq_len)
@@ -52,10 +48,10 @@ def make_batch(layout: Layout, seq_len: int) -> Batch:
 
 
 @contextmanager
-def static_stages(config: Config, shape: ModelArgs, layout: Layout, meter: Meter) -> Iterator[None]:
+def static_stages(config: Config, model_args: ModelArgs, layout: Layout, meter: Meter) -> Iterator[None]:
     """Context manager: microbatches set marks, and pipeline stages know their shapes without asking a neighbour."""
     hidden = torch.empty(
-        (layout.microbatch_size, config.training.seq_len // layout.cp // layout.tp, shape.dim),
+        (layout.microbatch_size, config.training.seq_len // layout.cp // layout.tp, model_args.dim),
         dtype=getattr(torch, config.training.mixed_precision_param),
         device="meta",
         requires_grad=True,
@@ -114,7 +110,7 @@ def kernels_of_gpus() -> Iterator[None]:
     with (
         patch.object(attention, "attend_within_documents", attend_without_mask),
         patch.object(context_parallel, "attend_within_documents", attend_without_mask),
-        patch.object(F, "rms_norm", normalize_in_one_kernel),
+        patch.object(F, "rms_norm", lambda x, shape, weight, eps: FusedNorm.apply(x, weight)),
     ):
         yield
 
@@ -122,10 +118,6 @@ def kernels_of_gpus() -> Iterator[None]:
 def attend_without_mask(query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor, **places: Tensor) -> Tensor:
     """Replace flex attention: the same tensors for backward, and the FLOPs of its worst case, all blocks."""
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-
-
-def normalize_in_one_kernel(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
-    return FusedNorm.apply(x, weight)
 
 
 class FusedNorm(torch.autograd.Function):

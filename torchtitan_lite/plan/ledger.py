@@ -32,13 +32,13 @@ from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config, ConfigError, Problem
 from torchtitan_lite.config.tables import format_bytes, format_table
-from torchtitan_lite.config.workload import describe_workload
-from torchtitan_lite.plan.collectives import Moved
-from torchtitan_lite.plan.forecast import forecast, list_all_traffic, list_memory
+from torchtitan_lite.config.workload import Workload, describe_workload
+from torchtitan_lite.plan.collectives import Moved, max_moved, sum_moved
+from torchtitan_lite.plan.forecast import forecast, list_memory
 from torchtitan_lite.plan.simulator import PipelineOrder, Timeline, plan_order
 from torchtitan_lite.plan.step_measure import measure_step, read_peak_bytes
 from torchtitan_lite.plan.timeline import draw_svg, draw_text, trace_chrome
-from torchtitan_lite.plan.traffic import Traffic
+from torchtitan_lite.plan.traffic import estimate_traffic
 from torchtitan_lite.step import Run
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Ledger:
 # ---------------------------------------------------------------- the forecast
 
 
-def open_ledger(config: Config, shape: ModelArgs, layout: Layout, machine: Machine, order: PipelineOrder) -> Ledger:
+def open_ledger(config: Config, model_args: ModelArgs, layout: Layout, machine: Machine) -> Ledger:
     """Forecast a run on machines like this one, in milliseconds.
 
     What cannot be forecast becomes a note and no error: the run does not depend on it.
@@ -92,12 +92,13 @@ def open_ledger(config: Config, shape: ModelArgs, layout: Layout, machine: Machi
     notes: list[str] = []
     ledger = Ledger(title, row or machine.name, Costs(), notes)
     try:
-        workload = describe_workload(config, shape, layout)
+        workload = describe_workload(config, model_args, layout)
     except ConfigError as error:
         notes.extend(f"no forecast: {problem}" for problem in error.problems)
         return ledger
+    order = plan_order(section, layout)
     costs = {
-        "traffic": sum_by_axis(list_all_traffic(workload, order)),
+        "traffic": estimate_most_moved(workload, order),
         "memory_bytes": max(memory.live for memory in list_memory(workload, order)),
     }
     if config.training.enable_cpu_offload:
@@ -118,15 +119,11 @@ def open_ledger(config: Config, shape: ModelArgs, layout: Layout, machine: Machi
     return replace(ledger, predicted=Costs(**costs))
 
 
-def sum_by_axis(traffic: list[list[Traffic]]) -> dict[str, Moved]:
-    """Return the sum of all operations over an axis, of the pp rank that moves most over it."""
-    most: dict[str, Moved] = {}
-    for of_rank in traffic:
-        for axis in {each.axis: None for each in of_rank}:  # in the order of their first
-            calls = round(sum(each.count for each in of_rank if each.axis == axis))
-            n_bytes = sum(each.n_bytes for each in of_rank if each.axis == axis)
-            most[axis] = max(most.get(axis, Moved(0, 0.0)), Moved(calls, n_bytes), key=lambda moved: moved.n_bytes)
-    return most
+def estimate_most_moved(workload: Workload, order: PipelineOrder) -> dict[str, Moved]:
+    """Return axis -> the traffic of the pp rank that moves most over it."""
+    ranks = [estimate_traffic(workload, pp_rank, order).items() for pp_rank in range(workload.layout.pp)]
+    most = max_moved(sum_moved((axis, each.n_calls, each.n_bytes) for (axis, _), each in moved) for moved in ranks)
+    return {axis: replace(moved, n_calls=round(moved.n_calls)) for axis, moved in most.items()}
 
 
 # ---------------------------------------------------------------- a run
@@ -135,7 +132,7 @@ def sum_by_axis(traffic: list[list[Traffic]]) -> dict[str, Moved]:
 class RunLedger:
     """The ledger of one process. Every rank makes it before it builds the model: on a CPU, memory counts from here."""
 
-    def __init__(self, config: Config, shape: ModelArgs, layout: Layout, machine: Machine, dump_folder: Path):
+    def __init__(self, config: Config, model_args: ModelArgs, layout: Layout, machine: Machine, dump_folder: Path):
         self.layout, self.dump_folder, self.is_measured = layout, dump_folder, config.metrics.measure_ledger
         again = config.compile.enable or (layout.pp > 1 and config.validation.enable)
         self.n_steps, self.n_th_measured = 0, 3 if again else 2
@@ -143,7 +140,7 @@ class RunLedger:
         self.bytes_before = 0.0 if machine.device_type == "cuda" else read_peak_bytes(torch.device("cpu"))
         self.ledger, self._for_metrics = None, None
         if dist.get_rank() == 0:
-            self.ledger = open_ledger(config, shape, layout, machine, plan_order(config.parallelism, layout))
+            self.ledger = open_ledger(config, model_args, layout, machine)
             logger.info(describe(self.ledger))
 
     @contextmanager

@@ -43,12 +43,12 @@ class MemoryOption:
     n_gpus: int = 1  # times as many GPUs
 
 
-def find_memory_options(config: Config, shape: ModelArgs, layout: Layout, pp_rank: int) -> list[MemoryOption]:
+def find_memory_options(config: Config, model_args: ModelArgs, layout: Layout, pp_rank: int) -> list[MemoryOption]:
     """Return the keys that save memory on this rank, each alone: those without more GPUs first, then by bytes saved.
 
     `config` is resolved. Empty where no closed form exists (memory_budget, a model without a row in BLOCKS).
     """
-    before = estimate_rank(config, shape, layout.world_size, pp_rank)
+    before = estimate_rank(config, model_args, layout.world_size, pp_rank)
     if before is None:
         return []
     offloads = config.training.enable_cpu_offload
@@ -78,20 +78,20 @@ def find_memory_options(config: Config, shape: ModelArgs, layout: Layout, pp_ran
             if name == "data_parallel_shard_degree":  # each rank keeps its rows
                 training = replace(changed.training, global_batch_size=2 * changed.training.global_batch_size)
                 changed = replace(changed, training=training)
-            after = estimate_rank(changed, shape, n_gpus * layout.world_size, pp_rank)
+            after = estimate_rank(changed, model_args, n_gpus * layout.world_size, pp_rank)
             saved = count_on_gpu(before, offloads) - count_on_gpu(after, offloads) if after else 0.0
         if saved > 0:
             options.append(MemoryOption(key, value, saved, price, n_gpus))
     return sorted(options, key=lambda option: (option.n_gpus, -option.saved_bytes))
 
 
-def estimate_rank(config: Config, shape: ModelArgs, world_size: int, pp_rank: int) -> Memory | None:
+def estimate_rank(config: Config, model_args: ModelArgs, world_size: int, pp_rank: int) -> Memory | None:
     """Return the closed form for one rank; None where there is none, or where `check` refuses the config."""
     if find_problems("run", Case(config), key="optimizer.moments_dtype"):
         return None
     try:
-        layout = plan_layout(config, shape, world_size)
-        workload = describe_workload(config, shape, layout)
+        layout = plan_layout(config, model_args, world_size)
+        workload = describe_workload(config, model_args, layout)
     except ConfigError:
         return None
     order = plan_order(config.parallelism, layout)
@@ -107,7 +107,7 @@ def count_on_gpu(memory: Memory, offloads: bool) -> float:
 
 @contextmanager
 def explain_out_of_memory(
-    config: Config, shape: ModelArgs, layout: Layout, parameters: dict[str, Tensor], optimizer: Optimizer
+    config: Config, model_args: ModelArgs, layout: Layout, parameters: dict[str, Tensor], optimizer: Optimizer
 ) -> Iterator[None]:
     """Context manager: adds to an OutOfMemoryError raised inside what uses the memory and what would help."""
     try:
@@ -126,7 +126,7 @@ def explain_out_of_memory(
             used["activations, gathered weights and the rest"] = peak - sum(used.values())
             used["gaps that the allocator could not use"] = torch.cuda.memory_reserved() - peak
         pp_rank = dist.get_rank() * layout.pp // layout.world_size
-        options = find_memory_options(config, shape, layout, pp_rank)[:N_OPTIONS]
+        options = find_memory_options(config, model_args, layout, pp_rank)[:N_OPTIONS]
         explanation = [
             "Out of memory. What uses it, in GiB:",
             *(f"  {size / GIB:8.2f}  {what}" for what, size in used.items() if size > 0),

@@ -8,15 +8,15 @@ from torchtitan_lite.config.cluster import Cluster, find_strides
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.config.workload import describe_workload
-from torchtitan_lite.plan.forecast import forecast
-from torchtitan_lite.plan.planned import Planned
+from torchtitan_lite.plan.dry_run import PlannedRun
+from torchtitan_lite.plan.forecast import forecast, list_memory
 from torchtitan_lite.plan.simulator import plan_order
 
 MOST_BUBBLE = 0.15
 GIB = 2**30
 
 
-def list_warnings(planned: Planned, cluster: Cluster, *, bubble: float, fits: bool) -> list[str]:
+def list_warnings(planned: PlannedRun, cluster: Cluster, *, bubble: float, fits: bool) -> list[str]:
     """Return all warnings, each with its remedy."""
     warnings = [
         *warn_of_bubble(planned, cluster, bubble),
@@ -27,7 +27,7 @@ def list_warnings(planned: Planned, cluster: Cluster, *, bubble: float, fits: bo
     return warnings if fits else [*warnings, warn_of_memory(planned, cluster)]
 
 
-def warn_of_bubble(planned: Planned, cluster: Cluster, bubble: float) -> list[str]:
+def warn_of_bubble(planned: PlannedRun, cluster: Cluster, bubble: float) -> list[str]:
     """The bubble is about (p-1)/(v*m+p-1): it falls with microbatches m and with stages a rank v. Simulated here."""
     layout, pp = planned.layout, planned.layout.pp
     if pp == 1 or bubble <= MOST_BUBBLE:
@@ -37,7 +37,7 @@ def warn_of_bubble(planned: Planned, cluster: Cluster, bubble: float) -> list[st
     per_rank = len(layout.stages) // pp
     stages = ceil(needed / layout.n_microbatches)
     others = ""
-    if per_rank < stages and stages * pp <= planned.shape.n_layers + 2:
+    if per_rank < stages and stages * pp <= planned.model_args.n_layers + 2:
         others = f", or about {stages} stages a rank (Interleaved1F1B, pipeline_parallel_layers_per_stage)"
     for times in (1, 2, 4, 8):
         n = ceil(needed / per_rank / pp) * pp * times
@@ -47,15 +47,15 @@ def warn_of_bubble(planned: Planned, cluster: Cluster, bubble: float) -> list[st
     return [f"{what}, and hardly less with more microbatches: stages are uneven, or sends take long{others}"]
 
 
-def simulate_bubble(planned: Planned, cluster: Cluster, n_microbatches: int) -> float:
+def simulate_bubble(planned: PlannedRun, cluster: Cluster, n_microbatches: int) -> float:
     """Return the bubble of the same layout with another number of microbatches."""
     batch = n_microbatches * planned.layout.microbatch_size * planned.layout.dp
     layout = replace(planned.layout, n_microbatches=n_microbatches, global_batch_size=batch)
-    workload = describe_workload(planned.config, planned.shape, layout)
+    workload = describe_workload(planned.config, planned.model_args, layout)
     return forecast(workload, cluster, plan_order(planned.config.parallelism, layout)).bubble
 
 
-def warn_of_few_microbatches(planned: Planned) -> list[str]:
+def warn_of_few_microbatches(planned: PlannedRun) -> list[str]:
     layout = planned.layout
     if layout.n_microbatches >= layout.pp:
         return []
@@ -66,7 +66,7 @@ def warn_of_few_microbatches(planned: Planned) -> list[str]:
     ]
 
 
-def warn_of_tensor_parallel(planned: Planned, cluster: Cluster) -> list[str]:
+def warn_of_tensor_parallel(planned: PlannedRun, cluster: Cluster) -> list[str]:
     tp = planned.layout.tp
     if tp == 1 or cluster.find_tier(1, tp) == "node":
         return []
@@ -77,7 +77,7 @@ def warn_of_tensor_parallel(planned: Planned, cluster: Cluster) -> list[str]:
     ]
 
 
-def warn_of_torn_groups(planned: Planned, cluster: Cluster) -> list[str]:
+def warn_of_torn_groups(planned: PlannedRun, cluster: Cluster) -> list[str]:
     """A group that would fit a node, but spans two because the node's size is no multiple of it."""
     strides = find_strides(planned.layout)
     warnings = []
@@ -107,7 +107,7 @@ RELIEFS: dict[str, Callable[[Config], Config]] = {
 }
 
 
-def warn_of_memory(planned: Planned, cluster: Cluster) -> str:
+def warn_of_memory(planned: PlannedRun, cluster: Cluster) -> str:
     """Name the first changes that make it fit, by the closed form; else how many times as many GPUs would."""
     config, tried = planned.config, []
     what = "it does not fit the memory"
@@ -127,12 +127,11 @@ def warn_of_memory(planned: Planned, cluster: Cluster) -> str:
     return f"{what}, nor that of 64 times as many GPUs. `--search` looks for another layout"
 
 
-def estimate_reserved(planned: Planned, config: Config, world_size: int, cluster: Cluster) -> float | None:
+def estimate_reserved(planned: PlannedRun, config: Config, world_size: int, cluster: Cluster) -> float | None:
     """Return the reserved bytes of the rank with the highest peak; None where `check` refuses the config."""
     try:
-        layout = plan_layout(config, planned.shape, world_size)
+        layout = plan_layout(config, planned.model_args, world_size)
     except ConfigError:
         return None
-    order = plan_order(config.parallelism, layout)
-    workload = describe_workload(config, planned.shape, layout)
-    return forecast(workload, cluster, order).live_bytes * cluster.reserve_factor
+    memory = list_memory(describe_workload(config, planned.model_args, layout), plan_order(config.parallelism, layout))
+    return max(each.live for each in memory) * cluster.reserve_factor

@@ -9,7 +9,6 @@ bound of the next one is above the tenth best time: the ten best are those that 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
 from math import prod
 
 from torchtitan_lite.config.checks import find_refused
@@ -20,14 +19,14 @@ from torchtitan_lite.config.layout import Layout, plan_layout
 from torchtitan_lite.config.memory import estimate_memory
 from torchtitan_lite.config.schema import Config, ConfigError, Problem
 from torchtitan_lite.config.workload import Workload, describe_workload
-from torchtitan_lite.plan.forecast import QuickForecast, forecast_quickly
-from torchtitan_lite.plan.simulator import count_in_flight, list_samples, pipeline_order
+from torchtitan_lite.plan.forecast import Forecast, forecast_quickly
+from torchtitan_lite.plan.simulator import extrapolate_in_flight
 from torchtitan_lite.plan.step_time import StepTimeModel
 
 MICROBATCHES = (1, 2, 4, 8)  # sequences
 STAGES_PER_RANK = (2, 4, 8)  # of interleaved schedules
-SHORTEST_SHARE = 1024  # tokens of a sequence that a cp rank gets at least
-RECOMPUTE = {"none": ("none", "op"), "op": ("selective", "op"), "every 2nd": ("selective", "2"), "full": ("full", "op")}
+LEAST_TOKENS = 1024  # of a sequence on a cp rank
+RECOMPUTE = [("none", "op"), ("selective", "op"), ("selective", "2"), ("full", "op")]  # mode, selective_ac_option
 
 
 @dataclass(frozen=True)
@@ -46,24 +45,25 @@ class Search:
 
     n_accepted: int = 0
     fitting: list[Candidate] = field(default_factory=list)
-    best: list[tuple[Candidate, QuickForecast]] = field(default_factory=list)
-    refused: Counter = field(default_factory=Counter)  # key -> number of layouts that a rule refused
-    examples: dict[str, Problem] = field(default_factory=dict)
+    best: list[tuple[Candidate, Forecast]] = field(default_factory=list)
     leanest: Candidate | None = None  # with least memory
+    refused: Counter = field(default_factory=Counter)  # key -> number of layouts that a rule refused
+    examples: dict[str, Problem] = field(default_factory=dict)  # key -> one of these problems
 
-    def list_obstacles(self) -> list[Problem]:
-        """Return one example for each rule that refused layouts, the rule with most refusals first."""
-        return [self.examples[key] for key, _ in self.refused.most_common()]
+    def refuse(self, problems: list[Problem]) -> None:
+        for problem in problems:
+            self.refused[problem.key] += 1
+            self.examples.setdefault(problem.key, problem)
 
 
-def search(config: Config, shape: ModelArgs, world_size: int, cluster: Cluster, *, n_best: int = 10) -> Search:
+def search(config: Config, model_args: ModelArgs, world_size: int, cluster: Cluster, *, n_best: int = 10) -> Search:
     """Rank all layouts of `config`'s model on `world_size` GPUs with its global batch. Raises ConfigError."""
     if world_size > cluster.node_size and world_size % cluster.node_size:
         remedy = f"Use a multiple of {cluster.node_size}, or say node_size in a --hardware file"
         why = f"nodes of this kind have {cluster.node_size} GPUs, and the last one would not be full"
         raise ConfigError([Problem("--gpus", world_size, why, remedy)])
     found = Search()
-    for candidate in list_candidates(config, shape, world_size, cluster, found):
+    for candidate in list_candidates(config, model_args, world_size, cluster, found):
         found.n_accepted += 1
         if candidate.live_bytes * cluster.reserve_factor <= cluster.memory_bytes:
             found.fitting.append(candidate)
@@ -79,50 +79,48 @@ def search(config: Config, shape: ModelArgs, world_size: int, cluster: Cluster, 
     return found
 
 
-def forecast_candidate(candidate: Candidate) -> QuickForecast:
-    section, layout = candidate.config.parallelism, candidate.workload.layout
-    per_rank = len(layout.stages) // layout.pp
-    order = partial(pipeline_order, section.pipeline_parallel_schedule, layout.pp, n_stages_per_rank=per_rank)
-    return forecast_quickly(candidate.step_time, order)
+def forecast_candidate(candidate: Candidate) -> Forecast:
+    return forecast_quickly(candidate.step_time, candidate.config.parallelism.pipeline_parallel_schedule)
 
 
 def list_candidates(
-    config: Config, shape: ModelArgs, world_size: int, cluster: Cluster, found: Search
+    config: Config, model_args: ModelArgs, world_size: int, cluster: Cluster, found: Search
 ) -> Iterator[Candidate]:
     """Yield the layouts that `check` accepts; count the others in `found`."""
-    for proposal in list_proposals(config, shape, world_size, cluster, found):
+    for proposal in list_proposals(config, model_args, world_size, cluster, found):
         try:
-            layout = plan_layout(proposal, shape, world_size)
+            layout = plan_layout(proposal, model_args, world_size)
         except ConfigError as error:
-            note_refusal(found, error.problems)
+            found.refuse(error.problems)
             continue
-        for mode, option in RECOMPUTE.values():
+        for mode, option in RECOMPUTE:
             section = replace(proposal.activation_checkpoint, mode=mode, selective_ac_option=option)
             candidate = replace(proposal, activation_checkpoint=section)
-            if problems := find_refused(candidate, shape, layout.zero_stage):
-                note_refusal(found, problems)
+            if problems := find_refused(candidate, model_args, layout.zero_stage):
+                found.refuse(problems)
                 continue
-            yield describe_candidate(candidate, shape, layout, cluster)
+            yield describe_candidate(candidate, model_args, layout, cluster)
 
 
-def describe_candidate(config: Config, shape: ModelArgs, layout: Layout, cluster: Cluster) -> Candidate:
-    workload = describe_workload(config, shape, layout)
-    return Candidate(config, workload, find_live_bytes(config, workload), StepTimeModel(workload, cluster))
+def describe_candidate(config: Config, model_args: ModelArgs, layout: Layout, cluster: Cluster) -> Candidate:
+    workload = describe_workload(config, model_args, layout)
+    live_bytes = estimate_peak(workload, config.parallelism.pipeline_parallel_schedule)
+    return Candidate(config, workload, live_bytes, StepTimeModel(workload, cluster))
 
 
 def list_proposals(
-    config: Config, shape: ModelArgs, world_size: int, cluster: Cluster, found: Search
+    config: Config, model_args: ModelArgs, world_size: int, cluster: Cluster, found: Search
 ) -> Iterator[Config]:
     """Yield every layout to try, without recompute. tp stays inside a node; a shard group is all of dp, or 64 or 8."""
     seq_len, global_batch = config.training.seq_len, find_global_batch(config, world_size)
     for tp in divisors(world_size, cluster.node_size):
-        for pp in divisors(world_size // tp, shape.n_layers):
-            for cp in divisors(world_size // tp // pp, max(1, seq_len // SHORTEST_SHARE)):
+        for pp in divisors(world_size // tp, model_args.n_layers):
+            for cp in divisors(world_size // tp // pp, max(1, seq_len // LEAST_TOKENS)):
                 dp = world_size // (tp * pp * cp)
                 if global_batch % dp:
                     why = f"{dp} data-parallel ranks (tp {tp}, pp {pp}, cp {cp}) cannot share it evenly"
                     remedy = "Use a batch that more numbers divide, a power of two for instance"
-                    note_refusal(found, [Problem("training.global_batch_size", global_batch, why, remedy)])
+                    found.refuse([Problem("training.global_batch_size", global_batch, why, remedy)])
                     continue
                 for dp_shard in {n for n in (dp, 64, 8) if dp % n == 0}:
                     degrees = {
@@ -132,17 +130,17 @@ def list_proposals(
                         "data_parallel_shard_degree": dp_shard,
                         "data_parallel_replicate_degree": dp // dp_shard,
                     }
-                    yield from list_batches(config, degrees, global_batch // dp, shape)
+                    yield from list_batches(config, degrees, global_batch // dp, model_args)
 
 
-def list_batches(config: Config, degrees: dict[str, int], n_sequences: int, shape: ModelArgs) -> Iterator[Config]:
+def list_batches(config: Config, degrees: dict[str, int], n_sequences: int, model_args: ModelArgs) -> Iterator[Config]:
     """Yield microbatches, ZeRO stages and schedules for one set of degrees; a rank has `n_sequences` a step."""
     pp = degrees["pipeline_parallel_degree"]
     for microbatch in (size for size in MICROBATCHES if n_sequences % size == 0):
         local_batch_size = n_sequences if pp > 1 else microbatch
         global_batch = n_sequences * degrees["data_parallel_shard_degree"] * degrees["data_parallel_replicate_degree"]
         training = replace(config.training, local_batch_size=local_batch_size, global_batch_size=global_batch)
-        for schedule in list_schedules(config, pp, shape.n_layers):
+        for schedule in list_schedules(config, pp, model_args.n_layers):
             for zero_stage in (1, 3) if pp > 1 else (1, 2, 3):
                 parallelism = replace(
                     config.parallelism,
@@ -176,6 +174,7 @@ def list_schedules(config: Config, pp: int, n_layers: int) -> list[dict[str, obj
 
 
 def divisors(n: int, most: int) -> list[int]:
+    """Return the divisors of n up to `most`."""
     return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
 
@@ -188,32 +187,21 @@ def find_global_batch(config: Config, world_size: int) -> int:
     return config.training.local_batch_size * max(1, world_size // others)
 
 
-@lru_cache(maxsize=4096)
-def count_held(schedule: str, pp: int, n_microbatches: int, per_rank: int) -> list[dict[int, float]]:
-    """Return, for each pp rank, stage -> microbatches in flight."""
-    total: list[dict[int, float]] = [Counter() for _ in range(pp)]
-    for length, weight in list_samples(n_microbatches, pp):
-        for held, row in zip(total, pipeline_order(schedule, pp, length, per_rank), strict=True):
-            for stage, count in count_in_flight(row).items():
-                held[stage] += count * weight
-    return total
-
-
-def find_live_bytes(config: Config, workload: Workload) -> float:
+def estimate_peak(workload: Workload, schedule: str) -> float:
     """Return the highest peak: that of the first pp rank, the second (one layer more), or the last (the logits)."""
+    ranks = {0, min(1, workload.layout.pp - 1), workload.layout.pp - 1}
+    return max(estimate_live_bytes(workload, schedule, rank) for rank in ranks)
+
+
+def estimate_live_bytes(workload: Workload, schedule: str, pp_rank: int) -> float:
+    """Return the peak memory of a pp rank, from short schedules where that of all microbatches is long."""
     layout = workload.layout
     per_rank = len(layout.stages) // layout.pp
-    held = count_held(config.parallelism.pipeline_parallel_schedule, layout.pp, layout.n_microbatches, per_rank)
-    return max(estimate_memory(workload, rank, held[rank]).live for rank in {0, min(1, layout.pp - 1), layout.pp - 1})
+    in_flight = extrapolate_in_flight(schedule, layout.pp, layout.n_microbatches, per_rank)
+    return estimate_memory(workload, pp_rank, in_flight[pp_rank]).live
 
 
-def note_refusal(found: Search, problems: list[Problem]) -> None:
-    for problem in problems:
-        found.refused[problem.key] += 1
-        found.examples.setdefault(problem.key, problem)
-
-
-def find_least_gpus(config: Config, shape: ModelArgs, cluster: Cluster, world_size: int) -> int | None:
+def find_least_gpus(config: Config, model_args: ModelArgs, cluster: Cluster, world_size: int) -> int | None:
     """Return the least number of GPUs (whole nodes, above `world_size`) on which some layout fits; None above 64 times.
 
     Full recompute and a batch of one sequence a rank need least memory.
@@ -221,19 +209,19 @@ def find_least_gpus(config: Config, shape: ModelArgs, cluster: Cluster, world_si
     n_nodes = max(1, world_size // cluster.node_size)
     while n_nodes * cluster.node_size < 64 * world_size:
         n_nodes += max(1, n_nodes // 8)
-        if fits_at_all(config, shape, cluster, n_nodes * cluster.node_size):
+        if fits_at_all(config, model_args, cluster, n_nodes * cluster.node_size):
             break
     else:
         return None
-    while fits_at_all(config, shape, cluster, (n_nodes - 1) * cluster.node_size):
+    while fits_at_all(config, model_args, cluster, (n_nodes - 1) * cluster.node_size):
         n_nodes -= 1
     return n_nodes * cluster.node_size
 
 
-def fits_at_all(config: Config, shape: ModelArgs, cluster: Cluster, world_size: int) -> bool:
+def fits_at_all(config: Config, model_args: ModelArgs, cluster: Cluster, world_size: int) -> bool:
     """Return whether some layout fits with ZeRO 3, full recompute and one sequence a data-parallel rank."""
     for tp in divisors(world_size, cluster.node_size):
-        for cp in divisors(world_size // tp, max(1, config.training.seq_len // SHORTEST_SHARE)):
+        for cp in divisors(world_size // tp, max(1, config.training.seq_len // LEAST_TOKENS)):
             parallelism = replace(
                 type(config.parallelism)(),
                 tensor_parallel_degree=tp,
@@ -248,10 +236,10 @@ def fits_at_all(config: Config, shape: ModelArgs, cluster: Cluster, world_size: 
                 activation_checkpoint=replace(config.activation_checkpoint, mode="full"),
             )
             try:
-                layout = plan_layout(lean, shape, world_size)
+                layout = plan_layout(lean, model_args, world_size)
             except ConfigError:
                 continue
-            live = find_live_bytes(lean, describe_workload(lean, shape, layout))
-            if live * cluster.reserve_factor <= cluster.memory_bytes:
+            live_bytes = describe_candidate(lean, model_args, layout, cluster).live_bytes
+            if live_bytes * cluster.reserve_factor <= cluster.memory_bytes:
                 return True
     return False

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -17,27 +16,28 @@ from torchtitan_lite.config.schema import Config, ConfigError, Problem
 from torchtitan_lite.config.tables import format_table
 from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.dry_run import dry_run, is_uniform, shorten
-from torchtitan_lite.plan.forecast import QuickForecast
+from torchtitan_lite.plan.forecast import Forecast
 from torchtitan_lite.plan.search import (
     Candidate,
     describe_candidate,
+    estimate_live_bytes,
     find_global_batch,
     find_least_gpus,
     forecast_candidate,
     search,
 )
 from torchtitan_lite.plan.simulator import plan_order
-from torchtitan_lite.plan.traffic import list_traffic
+from torchtitan_lite.plan.traffic import estimate_traffic
 from torchtitan_lite.processes import end_with_parent
 
 GIB = 2**30
 N_DRY_RUNS = 3
-Choice = tuple[Candidate, QuickForecast]
+Choice = tuple[Candidate, Forecast]
 
 
 def print_search(
     config: Config,
-    shape: ModelArgs,
+    model_args: ModelArgs,
     world_size: int,
     cluster: Cluster,
     toml_file: Path,
@@ -45,20 +45,20 @@ def print_search(
     n_dry_runs: int = N_DRY_RUNS,
 ) -> None:
     """Search, print, and write the winner. Raises ConfigError where no layout fits."""
-    found = search(config, shape, world_size, cluster)
+    found = search(config, model_args, world_size, cluster)
     batch = find_global_batch(config, world_size)
     print(
         f"{found.n_accepted:,} layouts on {world_size:,} GPUs with {batch:,} sequences of {config.training.seq_len:,} "
         f"tokens a step pass check, {sum(found.refused.values()):,} do not; {len(found.fitting):,} fit the memory."
     )
     if not found.n_accepted:
-        raise ConfigError(found.list_obstacles())
+        raise ConfigError([found.examples[key] for key, _ in found.refused.most_common()])
     if not found.best:
         raise ConfigError(
-            [describe_misfit(found.leanest, cluster, find_least_gpus(config, shape, cluster, world_size))]
+            [describe_misfit(found.leanest, cluster, find_least_gpus(config, model_args, cluster, world_size))]
         )
     print(f"\n{format_choices(found.best, cluster)}\n")
-    print(explain_own(config, shape, world_size, cluster, found.best[0]))
+    print(explain_own(config, model_args, world_size, cluster, found.best[0]))
     number = choose_by_dry_run(found.best, cluster, n_dry_runs) if n_dry_runs else 1
     toml_file.write_text(format_winner(found.best[number - 1], world_size), encoding="utf-8")
     print(f"\nNumber {number} is written to {toml_file}.")
@@ -105,10 +105,10 @@ def name_layout(candidate: Candidate) -> str:
 # ---------------------------------------------------------------- the config's own layout
 
 
-def explain_own(config: Config, shape: ModelArgs, world_size: int, cluster: Cluster, best: Choice) -> str:
+def explain_own(config: Config, model_args: ModelArgs, world_size: int, cluster: Cluster, best: Choice) -> str:
     """Say where the layout of the config loses against the best."""
     try:
-        own = describe_candidate(config, shape, plan_layout(config, shape, world_size), cluster)
+        own = describe_candidate(config, model_args, plan_layout(config, model_args, world_size), cluster)
     except ConfigError as error:
         return f"The config's own layout does not run on {world_size:,} GPUs:\n{error}"
     forecast = forecast_candidate(own)
@@ -120,25 +120,25 @@ def explain_own(config: Config, shape: ModelArgs, world_size: int, cluster: Clus
     lines.append(
         f"  {forecast.rate.tokens_per_s_per_gpu:,.0f} tok/s/GPU; a step takes {slower:+.1%} against the best, of which:"
     )
-    shares = split_step(own, forecast), split_step(*best)
-    rows = [(f"    {what}", f"{shares[0][what]:.2f} s", "best", f"{shares[1][what]:.2f} s") for what in shares[0]]
+    of_best = split_step(*best)
+    rows = [
+        (f"    {what}", f"{seconds:.2f} s", "best", f"{of_best[what]:.2f} s")
+        for what, seconds in split_step(own, forecast).items()
+    ]
     return "\n".join([*lines, format_table(rows, "<><>")]) + "\n"
 
 
-def split_step(candidate: Candidate, forecast: QuickForecast) -> dict[str, float]:
+def split_step(candidate: Candidate, forecast: Forecast) -> dict[str, float]:
     """Return the seconds of a step by purpose, of the rank that works longest."""
-    model, layout = candidate.step_time, candidate.workload.layout
-    exposed, m = model.exposed_s, layout.n_microbatches
-    busy = max(m * sum(model.durations.busy[i] for i in layout.stages_of(rank)) for rank in range(layout.pp))
+    model = candidate.step_time
+    exposed, m = model.exposed_s, candidate.workload.layout.n_microbatches
+    busy = m * model.max_over_ranks(model.durations.busy)
     waits = {
         "waiting for tp": exposed["tp"],
         "waiting for cp": exposed["cp"],
         "waiting for parameters, gradients": exposed["dp"],
     }
-    again = m * max(
-        sum(candidate.workload.stages[i].n_layers for i in layout.stages_of(rank)) for rank in range(layout.pp)
-    )
-    again *= model.again_s
+    again = m * model.max_over_ranks([stage.n_layers for stage in candidate.workload.stages]) * model.again_s
     idle = forecast.rate.step_time_s - busy - model.once_s - model.optimizer_s
     rest = {"recompute": again, "pipeline idle (bubble)": max(0.0, idle), "optimizer": model.optimizer_s}
     computing = forecast.rate.step_time_s - sum(waits.values()) - sum(rest.values())
@@ -153,12 +153,12 @@ def choose_by_dry_run(best: list[Choice], cluster: Cluster, n_dry_runs: int) -> 
 
     Prints the dry runs of the first few layouts, which run side by side, and of more until one fits.
     """
-    winner = None
+    winner, numbered = None, [(number, candidate) for number, (candidate, _) in enumerate(best, 1)]
     n_workers = min(n_dry_runs, os.cpu_count() or 1)
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(n_workers, context, initializer=start_worker) as workers:
-        answers = [workers.submit(compare_with_dry_run, *pair) for pair in number_candidates(best[:n_dry_runs])]
-        for number, candidate in number_candidates(best):
+        answers = [workers.submit(compare_with_dry_run, *pair) for pair in numbered[:n_dry_runs]]
+        for number, candidate in numbered:
             if number > n_dry_runs and winner:
                 break
             if number > len(answers):
@@ -175,10 +175,6 @@ def start_worker() -> None:
     end_with_parent()
 
 
-def number_candidates(best: list[Choice]) -> Iterator[tuple[int, Candidate]]:
-    return ((number, candidate) for number, (candidate, _) in enumerate(best, 1))
-
-
 def compare_with_dry_run(number: int, candidate: Candidate) -> tuple[int, str]:
     """Compare the closed form with dry runs of the first and the last pp rank.
 
@@ -187,20 +183,17 @@ def compare_with_dry_run(number: int, candidate: Candidate) -> tuple[int, str]:
     layout, workload = candidate.workload.layout, candidate.workload
     resolved = resolve_config(candidate.config, layout, "cuda")
     short = fill_pipeline(resolved, layout)
+    short_workload = describe_workload(resolved, workload.shape, short)
     lines, most = [], 0
     for pp_rank in sorted({0, layout.pp - 1}):
         measured = dry_run(resolved, workload.shape, short, pp_rank=pp_rank, device_type="cuda")
         further_data = measured.memory["data"] * (layout.n_microbatches / short.n_microbatches - 1)
         live = measured.peak_bytes + int(further_data)
         most = max(most, live)
-        closed = forecast_candidate(candidate).memory[pp_rank].live
+        closed = estimate_live_bytes(workload, resolved.parallelism.pipeline_parallel_schedule, pp_rank)
         moved = sum(call.n_bytes * count for call, count in measured.collectives)
-        closed_moved = sum(
-            traffic.n_bytes
-            for traffic in list_traffic(
-                describe_workload(resolved, workload.shape, short), pp_rank, plan_order(resolved.parallelism, short)
-            )
-        )
+        traffic = estimate_traffic(short_workload, pp_rank, plan_order(resolved.parallelism, short))
+        closed_moved = sum(each.n_bytes for each in traffic.values())
         of_some = f" ({short.n_microbatches} microbatches)" * (short != layout)
         lines.append(
             f"dry run of {number}, pp rank {pp_rank}: live {live / GIB:.2f} GiB "

@@ -15,7 +15,6 @@ p pp ranks, m microbatches, v stages a rank. (P-1)/M, often quoted, is idle over
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
@@ -69,7 +68,7 @@ def unfold(cell) -> list[Action]:
 
 
 def number_from_zero(row: list[Action]) -> list[Action]:
-    """Count forwards from 0. In torch 2.13 1F1B's table counts those of the last rank from 1, but runs from 0."""
+    """Number forwards from 0: in torch 2.13 1F1B's table numbers those of the last rank from 1, but runs from 0."""
     first = min(action.microbatch for action in row if action.kind == "F")
     return [Action(action.stage, "F", action.microbatch - first) if action.kind == "F" else action for action in row]
 
@@ -96,11 +95,6 @@ class Durations:
             return self.forward[action.stage]
         halves = {"I": self.backward_input[action.stage], "W": self.backward_weight[action.stage]}
         return sum(halves.values()) if action.kind == "B" else halves[action.kind]
-
-
-def even_durations(n_stages: int, forward=1.0, backward_input=1.0, backward_weight=1.0, send=0.0) -> Durations:
-    """Return the same durations for all stages; by default a backward takes twice the time of a forward."""
-    return Durations(*((seconds,) * n_stages for seconds in (forward, backward_input, backward_weight)), send)
 
 
 class Event(NamedTuple):
@@ -193,6 +187,12 @@ def list_samples(n_microbatches: int, n_ranks: int) -> list[tuple[int, float]]:
     return [(short, 1 - n_skipped), (short + size, n_skipped)]
 
 
-def extrapolate(measure: Callable[[int], float], n_microbatches: int, n_ranks: int) -> float:
-    """Return `measure(n_microbatches)` from the values of short schedules."""
-    return sum(weight * measure(length) for length, weight in list_samples(n_microbatches, n_ranks))
+@lru_cache(maxsize=4096)
+def extrapolate_in_flight(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Counter]:
+    """Return, for each pp rank, stage -> microbatches in flight, from short schedules."""
+    total: list[Counter] = [Counter() for _ in range(pp)]
+    for length, weight in list_samples(n_microbatches, pp):
+        for in_flight, row in zip(total, pipeline_order(schedule, pp, length, n_stages_per_rank), strict=True):
+            for stage, count in count_in_flight(row).items():
+                in_flight[stage] += count * weight
+    return total

@@ -31,10 +31,10 @@ METHODS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight
 
 
 class StepMeasurement:
-    """What was measured; complete after `measure_step`."""
+    """What `measure_step` has measured when it ends."""
 
     step_time_s: float
-    peak_bytes: float  # of the rank with the highest peak
+    peak_bytes: float  # of this rank
     traffic: dict[str, Moved]  # axis -> of the rank that moves most over it
     timeline: Timeline | None = None  # of rank 0's pipeline, on rank 0
 

@@ -10,6 +10,7 @@
 All constants are in config/cluster.py: one set for each GPU. Legend in config/workload.py.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -151,15 +152,22 @@ class StepTimeModel:
         lookup = self.memory_time(2 * self.workload.hidden_bytes)
         return Phases(lookup + tp_s, tp_s, lookup, exposed_tp=2 * tp_s)
 
-    def time_stage(self, stage: Stage) -> Phases:
-        n, e, h = stage.n_layers, stage.has_embedding, stage.has_head
-        phases = zip(self.layer, self.embedding, self.head, strict=True)
-        return Phases(*(n * layer + e * embedding + h * head for layer, embedding, head in phases))
-
     @cached_property
     def stages(self) -> list[Phases]:
-        of = {stage: self.time_stage(stage) for stage in set(self.workload.stages)}  # most are alike
-        return [of[stage] for stage in self.workload.stages]
+        """The layers, the embedding and the head of each stage."""
+        parts = list(zip(self.layer, self.embedding, self.head, strict=True))
+
+        def add_up(stage: Stage) -> Phases:
+            n, e, h = stage.n_layers, stage.has_embedding, stage.has_head
+            return Phases(*(n * layer + e * embedding + h * head for layer, embedding, head in parts))
+
+        of_kinds = {stage: add_up(stage) for stage in set(self.workload.stages)}  # most are alike
+        return [of_kinds[stage] for stage in self.workload.stages]
+
+    def max_over_ranks(self, of_stages: Sequence[float]) -> float:
+        """Return the largest sum over the stages of one pp rank."""
+        layout = self.workload.layout
+        return max(sum(of_stages[index] for index in layout.stages_of(rank)) for rank in range(layout.pp))
 
     @cached_property
     def durations(self) -> Durations:
@@ -230,10 +238,7 @@ class StepTimeModel:
         weight, and reads and writes each moment.
         """
         w = self.workload
-        most = max(
-            sum(w.count_stage_parameters(w.stages[index]) for index in w.layout.stages_of(rank))
-            for rank in range(w.layout.pp)
-        )
+        most = self.max_over_ranks([w.count_stage_parameters(stage) for stage in w.stages])
         numbers = 3 + 3 + 2 * w.moment_bytes // MASTER_BYTES
         return self.memory_time(most / w.n_shards * MASTER_BYTES * numbers)
 
@@ -242,13 +247,12 @@ class StepTimeModel:
     @cached_property
     def exposed_s(self) -> dict[str, float]:
         """Mesh axis -> exposed seconds of a step, of the worst rank."""
-        w, m = self.workload, self.workload.layout.n_microbatches
-        ranks = [w.layout.stages_of(rank) for rank in range(w.layout.pp)]
-        late = [sum(self.expose_gathers(stage)) for stage in w.stages]
+        m = self.workload.layout.n_microbatches
+        late = [sum(self.expose_gathers(stage)) for stage in self.workload.stages]
         return {
-            "tp": max(m * sum(self.stages[index].exposed_tp for index in indices) for indices in ranks),
-            "cp": max(m * sum(self.stages[index].exposed_cp for index in indices) for indices in ranks),
-            "dp": self.once_s + max(m * sum(late[index] for index in indices) for indices in ranks),
+            "tp": m * self.max_over_ranks([phases.exposed_tp for phases in self.stages]),
+            "cp": m * self.max_over_ranks([phases.exposed_cp for phases in self.stages]),
+            "dp": self.once_s + m * self.max_over_ranks(late),
         }
 
     @cached_property

@@ -11,60 +11,45 @@ Bytes are counted as in collectives.py. The docstrings in parallel/ say why each
 few bytes (token count, loss, gradient norm) are counted too, so that the dry run and this form agree to the byte.
 """
 
-from collections import Counter
-from dataclasses import dataclass
 from math import prod
 
-from torchtitan_lite.config.layout import MESH_DIMS
+from torchtitan_lite.config.layout import MESH_DIMS, Layout
 from torchtitan_lite.config.workload import MASTER_BYTES, Stage, Workload
-from torchtitan_lite.plan.collectives import share_moved
+from torchtitan_lite.plan.collectives import Moved, fraction_moved, sum_moved
 from torchtitan_lite.plan.simulator import PipelineOrder
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """All calls of one operation over one axis in a step."""
-
-    axis: str  # mesh dims of the group that are larger than 1: "dp_shard x cp"
-    operation: str
-    count: int
-    n_bytes: float  # that this rank moves in all of them
-
-
 class Tally:
-    """Sum calls by axis and operation. Groups of one rank have none."""
+    """Calls and bytes of one rank by axis and operation. Groups of one rank have none."""
 
-    def __init__(self, workload: Workload):
-        self.layout = workload.layout
-        self.count: Counter[tuple[str, str]] = Counter()
-        self.n_bytes: Counter[tuple[str, str]] = Counter()
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        self.calls: list[tuple[tuple[str, str], float, float]] = []  # (axis, operation), calls, bytes of all of them
 
-    def add(self, dims: tuple[str, ...], operation: str, count: int, whole_bytes: float) -> None:
-        """Add `count` calls on a tensor of `whole_bytes` over the group along `dims`."""
+    def add(self, dims: tuple[str, ...], operation: str, n_calls: float, whole_bytes: float) -> None:
+        """Add `n_calls` on a tensor of `whole_bytes` over the group along `dims`."""
         used = [dim for dim in dims if getattr(self.layout, dim) > 1]
         n = prod(getattr(self.layout, dim) for dim in used)
-        if n == 1 or not count:
-            return
-        share = 1 if operation == "all-to-all" else share_moved(operation, n)  # a ring sends all of it to the next rank
-        key = " x ".join(used), operation
-        self.count[key] += count
-        self.n_bytes[key] += count * whole_bytes * share
-
-    def list(self) -> list[Traffic]:
-        return [Traffic(*key, count, self.n_bytes[key]) for key, count in self.count.items()]
+        if n > 1 and n_calls:
+            # A ring's all-to-all sends all of the tensor to the next rank.
+            fraction = 1 if operation == "all-to-all" else fraction_moved(operation, n)
+            self.calls.append(((" x ".join(used), operation), n_calls, n_calls * whole_bytes * fraction))
 
 
-def list_traffic(workload: Workload, pp_rank: int, order: PipelineOrder) -> list[Traffic]:
-    """Return what a rank with this index on mesh dim `pp` moves in one step."""
-    tally = Tally(workload)
+def estimate_traffic(workload: Workload, pp_rank: int, order: PipelineOrder) -> dict[tuple[str, str], Moved]:
+    """Return (axis, operation) -> what a rank with this index on mesh dim `pp` moves in one step."""
+    tally = Tally(workload.layout)
     for index in workload.layout.stages_of(pp_rank):
         stage = workload.stages[index]
         add_tensor_parallel(tally, workload, stage)
         add_context_parallel(tally, workload, stage)
         add_sharding(tally, workload, stage, [action.kind for action in order[pp_rank] if action.stage == index])
         add_sends(tally, workload, index)
-    add_numbers(tally)
-    return tally.list()
+    # Counted tokens (int64), loss (fp32) and squared gradient norm (float64), once a step.
+    tally.add(("dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 8)
+    tally.add(("pp", "dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 4)
+    tally.add(MESH_DIMS, "all-reduce", 1, 8)
+    return sum_moved(tally.calls)
 
 
 def add_tensor_parallel(tally: Tally, workload: Workload, stage: Stage) -> None:
@@ -152,10 +137,3 @@ def add_sends(tally: Tally, workload: Workload, index: int) -> None:
     for operation in ("send", "receive"):  # with each neighbour one of each: states or gradients
         n_bytes = workload.hidden_bytes / workload.layout.tp
         tally.add(("pp",), operation, len(neighbours) * workload.layout.n_microbatches, n_bytes)
-
-
-def add_numbers(tally: Tally) -> None:
-    """Counted tokens (int64), loss (fp32) and squared gradient norm (float64), once a step."""
-    tally.add(("dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 8)
-    tally.add(("pp", "dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 4)
-    tally.add(MESH_DIMS, "all-reduce", 1, 8)
