@@ -17,11 +17,12 @@ import pytest
 from torchtitan_lite import __main__
 from torchtitan_lite.config import checks
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
-from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.hardware import GIB, Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_model
-from torchtitan_lite.config.memory_bound import GIB, MemoryBound
+from torchtitan_lite.config.memory import MemoryBound
+from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import CONFIG_FOLDER, REPOSITORY, dump_config_toml
-from torchtitan_lite.config.schema import Config, ConfigError, Model, Parallelism, Problem
+from torchtitan_lite.config.schema import Config, Model, Parallelism
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools import check
 

@@ -11,14 +11,15 @@ from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
     KEYS,
     REPOSITORY,
+    WrongValue,
+    convert,
     dump_config_toml,
     is_torchtitan_key,
     read_config,
     resolve_alias,
 )
-from torchtitan_lite.config.schema import Config, Fraction, Steps
+from torchtitan_lite.config.schema import Config, Fraction, Steps, get_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, ALIASES
-from torchtitan_lite.config.values import WrongValue, convert, get_value
 
 ALL_CONFIGS = sorted(CONFIG_FOLDER.glob("*.toml"))
 

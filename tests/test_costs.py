@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.memory_bound import bound_memory
+from torchtitan_lite.config.memory import bound_memory
 from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.collectives import Moved, count_traffic, find_most_moved
 from torchtitan_lite.plan.dry_run import DryRun, dry_run

@@ -15,8 +15,8 @@ from small_corpora import prepare_some, write_inputs
 from two_steps import make_two_steps
 
 from torchtitan_lite.config.hardware import detect_machine
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import CONFIG_FOLDER, REPOSITORY
-from torchtitan_lite.config.schema import ConfigError
 from torchtitan_lite.preflight import preflight
 
 N_CASES = int(os.environ.get("FUZZ", 250))

@@ -13,7 +13,8 @@ from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.components.trace_summary import GROUPS, find_group, summarize_events, summarize_trace
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
-from torchtitan_lite.config.schema import Config, ConfigError, Model, Profiling, Training
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import Config, Model, Profiling, Training
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.step import build_run, train_step

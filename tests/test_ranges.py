@@ -7,10 +7,10 @@ from typing import get_args
 import pytest
 from kill_while_training import finish, launch, read_losses
 
-from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.memory_bound import GIB
+from torchtitan_lite.config.hardware import GIB, Machine
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import KEYS, REPOSITORY
-from torchtitan_lite.config.schema import ConfigError, Range
+from torchtitan_lite.config.schema import Range
 from torchtitan_lite.preflight import preflight
 
 LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")

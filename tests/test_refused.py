@@ -9,7 +9,7 @@ import torch
 from torchtitan_lite.config import layout
 from torchtitan_lite.config.checks import REFUSED
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.schema import ConfigError
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.verify.ranks import RankFailure
 
 PP, SCHEDULE = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_schedule"

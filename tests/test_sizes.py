@@ -6,7 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan_lite.config.flavors import FLAVORS, count_flops_per_token, count_parameters
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.schema import ConfigError, Model
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import Model
 from torchtitan_lite.model.llama3 import Llama3
 
 # As the published checkpoints hold them: Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B.

@@ -11,7 +11,7 @@ import tiktoken
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HuggingFace
 
-from torchtitan_lite.config.schema import ConfigError
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data import tokenizer_json
 from torchtitan_lite.data.byte_level_bpe import PATTERNS, NotForTiktoken, choose_ranks, spell_bytes
 from torchtitan_lite.data.tokenizer import MAX_CHARACTERS, Tokenizer, load_tokenizer, pack

@@ -1,10 +1,10 @@
 """Find what is wrong with a config by its numbers alone: one table of rules. No torch.
 
     group      asked by                 knows
-    model      layout.resolve_model     config, shape
+    model      layout.resolve_model     config, model_args
     mesh       layout.plan_layout       config, degrees, batch
-    layout     layout.plan_layout       and shape
-    refused    layout.plan_layout       config, shape, ZeRO stage
+    layout     layout.plan_layout       and model_args
+    refused    layout.plan_layout       config, model_args, ZeRO stage
     run        preflight                config
     machine    preflight                config, machine
 
@@ -20,13 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
-from torchtitan_lite.config.case import Case, compiles_blocks, find_multiples, recomputes_by_op
+from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.float8_plan import BLOCK, describe_skipped, uses_float8
 from torchtitan_lite.config.hardware import lacks_float8
-from torchtitan_lite.config.schema import Config, Problem
-from torchtitan_lite.config.values import get_value
+from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.schema import Config, get_value
 
 MOST_MICROBATCHES = 2**16  # per rank and step: schedule, forecast and drawing list each of them
 
@@ -44,7 +44,7 @@ class Rule:
     def problem(self, case: Case) -> Problem:
         value = get_value(case.config, self.key)
         if value is None:  # a number of [model] that is the flavor's
-            value = getattr(case.shape, self.key.removeprefix("model."))
+            value = getattr(case.model_args, self.key.removeprefix("model."))
         why, remedy = (t.format_map(case) if isinstance(t, str) else t(case) for t in (self.why, self.remedy))
         return Problem(self.key, value, why, remedy)
 
@@ -55,42 +55,10 @@ def find_problems(group: str, case: Case, *, key: str = "") -> list[Problem]:
     return [rule.problem(case) for rule in rules if rule.applies(case)]
 
 
-def find_refused(config: Config, shape: ModelArgs, zero_stage: int) -> list[Problem]:
+def find_refused(config: Config, args: ModelArgs, zero_stage: int) -> list[Problem]:
     """Return a Problem for each combination in this config that is known to give wrong numbers or to crash."""
-    return find_problems("refused", Case(config, shape, zero_stage=zero_stage))
+    return find_problems("refused", Case(config, args, zero_stage=zero_stage))
 
-
-# ---------------------------------------------------------------- texts and conditions that need more than a line
-
-
-def has_ragged_heads(case: Case) -> bool:
-    """Whether head_dim would be dim / n_heads, and that is no whole number."""
-    model, shape = case.model, case.shape
-    follows = model.head_dim is None and (model.dim is not None or model.n_heads is not None)
-    return follows and shape.dim % shape.n_heads != 0
-
-
-def suggest_degrees(case: Case) -> str:
-    """Numbers of ranks, or a dp_shard, with which the degrees multiply to the world size."""
-    given = case.parallelism.data_parallel_shard_degree
-    others = prod(degree for dim, degree in case.degrees.items() if dim != "dp_shard")
-    remedies = []
-    if case.world_size % others == 0:
-        remedies.append(f"data_parallel_shard_degree = {case.world_size // others} on {case.world_size} ranks")
-    if given == -1:
-        remedies += [f"NGPU={n}" for n in find_multiples(others, case.world_size)]
-    else:
-        remedies.append(f"NGPU={prod(case.degrees.values())}")
-    return "Use " + ", or ".join(remedies)
-
-
-def describe_product(case: Case) -> str:
-    degrees = {**case.degrees, "dp_shard": case.parallelism.data_parallel_shard_degree}
-    product = " x ".join(f"{dim} {degree}" for dim, degree in degrees.items() if degree > 1)
-    return f"the degrees ({product or 'all 1'}) do not multiply to the world size {case.world_size}"
-
-
-# ---------------------------------------------------------------- the table
 
 FLOAT8 = "quantize.linear.float8"
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
@@ -101,19 +69,19 @@ RULES: dict[str, list[Rule]] = {
     "model": [
         Rule(
             "model.n_heads",
-            has_ragged_heads,
-            "it does not divide model.dim = {shape.dim}, and head_dim is dim / n_heads",
+            lambda c: c.has_ragged_heads,
+            "it does not divide model.dim = {model_args.dim}, and head_dim is dim / n_heads",
             "Choose a divisor of model.dim, or set model.head_dim",
         ),
         Rule(
             "model.n_kv_heads",
-            lambda c: c.shape.n_heads % c.shape.n_kv_heads,
-            "it does not divide model.n_heads = {shape.n_heads}",
+            lambda c: c.model_args.n_heads % c.model_args.n_kv_heads,
+            "it does not divide model.n_heads = {model_args.n_heads}",
             "Choose a divisor of n_heads",
         ),
         Rule(
             "model.head_dim",
-            lambda c: not has_ragged_heads(c) and c.shape.head_dim % 2,
+            lambda c: not c.has_ragged_heads and c.model_args.head_dim % 2,
             "it is odd, and rotary embedding rotates pairs of numbers",
             "Choose model.dim, n_heads or head_dim so that head_dim is even",
         ),
@@ -122,8 +90,8 @@ RULES: dict[str, list[Rule]] = {
         Rule(
             "parallelism.data_parallel_shard_degree",
             lambda c: prod(c.degrees.values()) != c.world_size,
-            describe_product,
-            suggest_degrees,
+            "the degrees ({product_of_degrees}) do not multiply to the world size {world_size}",
+            "Use {fitting_degrees}",
         ),
         Rule(
             "parallelism.pipeline_parallel_schedule_csv",
@@ -136,9 +104,7 @@ RULES: dict[str, list[Rule]] = {
             lambda c: c.batch["global_batch_size"] % c.sequences_per_pass,
             "it is no multiple of local_batch_size {training.local_batch_size} x {dp} data-parallel ranks = "
             "{sequences_per_pass}",
-            lambda c: (
-                f"Use {' or '.join(map(str, find_multiples(c.sequences_per_pass, c.batch['global_batch_size'])))}"
-            ),
+            "Use {nearest_batches}",
         ),
         Rule(
             "training.global_batch_size",
@@ -169,9 +135,9 @@ RULES: dict[str, list[Rule]] = {
         *(
             Rule(
                 key,
-                lambda c, key=key: getattr(c.shape, key.removeprefix("model.")) % c.tp,
+                lambda c, key=key: getattr(c.model_args, key.removeprefix("model.")) % c.tp,
                 f"parallelism.tensor_parallel_degree = {{tp}} does not divide it: every tp rank {share}",
-                f"Use a parallelism.tensor_parallel_degree that divides {{shape.{key.removeprefix('model.')}}}",
+                f"Use a parallelism.tensor_parallel_degree that divides {{model_args.{key.removeprefix('model.')}}}",
             )
             for key, share in {
                 "model.n_heads": "needs whole query heads",
@@ -227,7 +193,7 @@ RULES: dict[str, list[Rule]] = {
     "refused": [
         Rule(
             "parallelism.pipeline_parallel_degree",
-            lambda c: c.is_pipelined and c.shape.tie_embeddings,
+            lambda c: c.is_pipelined and c.model_args.tie_embeddings,
             "the first and the last stage would each hold and train a copy of the tied matrix",
             "Set model.tie_embeddings = false, or use pipeline_parallel_degree = 1",
             name="tied embeddings over stages",
@@ -242,7 +208,7 @@ RULES: dict[str, list[Rule]] = {
         ),
         Rule(
             "activation_checkpoint.selective_ac_option",
-            lambda c: c.splits_backward and recomputes_by_op(c.config),
+            lambda c: c.splits_backward and c.activation_checkpoint.is_by_op,
             "both halves of a split backward would recompute, and torch allows one: it stops in the first backward",
             'Set activation_checkpoint.mode = "full" or "none", or recompute every n-th layer',
             name="split backward with per-op recompute",
@@ -277,7 +243,7 @@ RULES: dict[str, list[Rule]] = {
             "activation_checkpoint.mode",
             lambda c: (
                 c.activation_checkpoint.mode == "memory_budget"
-                and not (compiles_blocks(c.config) and c.compile.backend != "eager")
+                and not (c.compile.compiles_blocks and c.compile.backend != "eager")
             ),
             "the compiler chooses what to recompute, and no block is compiled",
             'Set compile.enable = true (components with "model", backend inductor), or use "selective"',
@@ -319,14 +285,15 @@ RULES: dict[str, list[Rule]] = {
         ),
         Rule(
             ASYNC_TP,
-            lambda c: get_value(c.config, ASYNC_TP) and c.parallelism.tensor_parallel_degree == 1,
+            lambda c: c.parallelism.enable_async_tensor_parallel and c.parallelism.tensor_parallel_degree == 1,
             "there is no tensor parallel (tensor_parallel_degree = 1)",
             "Leave this key out",
         ),
         Rule(
             ASYNC_TP,
             lambda c: (
-                get_value(c.config, ASYNC_TP) and not (compiles_blocks(c.config) and c.compile.backend == "inductor")
+                c.parallelism.enable_async_tensor_parallel
+                and not (c.compile.compiles_blocks and c.compile.backend == "inductor")
             ),
             "inductor rewrites the matmuls, and it compiles no block (compile.enable, components, backend)",
             "Leave this key out",
@@ -335,7 +302,7 @@ RULES: dict[str, list[Rule]] = {
     "machine": [
         Rule(
             ASYNC_TP,
-            lambda c: get_value(c.config, ASYNC_TP) and c.machine.device_type != "cuda",
+            lambda c: c.parallelism.enable_async_tensor_parallel and c.machine.device_type != "cuda",
             "ranks write into the memory of one another's GPUs, and there is no GPU",
             "Leave this key out",
         ),

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_lite.config.json_file import read_regular_file
+from torchtitan_lite.config.files import read_regular_file
 
 MOST_BYTES = 2**18  # 64 pp ranks with 200 microbatches whose backward is split have 242,000
 CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")

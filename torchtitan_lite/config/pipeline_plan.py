@@ -11,8 +11,9 @@ DualPipe 2412.19437.
 """
 
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.pipeline_csv import read_rows
-from torchtitan_lite.config.schema import Parallelism, Problem
+from torchtitan_lite.config.schema import Parallelism
 
 Stages = tuple[tuple[str, ...], ...]  # FQNs of the modules of each stage, first to last
 

@@ -12,9 +12,8 @@ import json
 import os
 from pathlib import Path
 
-from torchtitan_lite.config.json_file import in_one_line
+from torchtitan_lite.config.messages import ConfigError, Problem, show_text
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.config.schema import ConfigError, Problem
 from torchtitan_lite.data.tokenizer_json import read_tokenizer_json
 from torchtitan_lite.data.vocabulary import (
     BYTES,
@@ -52,7 +51,7 @@ def read_vocabulary(hf_assets_path: str) -> Vocabulary:
     try:
         return READERS[path.name](path)
     except VocabularyError as error:
-        raise ConfigError([Problem(KEY, hf_assets_path, f"{path}: {in_one_line(str(error))}", REMEDY)]) from None
+        raise ConfigError([Problem(KEY, hf_assets_path, f"{path}: {show_text(str(error))}", REMEDY)]) from None
 
 
 def find_tokenizer(hf_assets_path: str) -> Path | None:

@@ -18,7 +18,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config.json_file import parse_json_object, read_json_object
+from torchtitan_lite.config.files import parse_json_object, read_json_object
 from torchtitan_lite.data.byte_level_bpe import (
     NotForTiktoken,
     list_stages,

@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config.command_lines import make_explain_parser
+from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes
 from torchtitan_lite.config.reader import find_config_file
-from torchtitan_lite.config.schema import ConfigError, Problem
-from torchtitan_lite.config.tables import format_bytes
 from torchtitan_lite.plan.dry_run import DryRun
 from torchtitan_lite.plan.explain_text import (
     describe_step,

@@ -8,7 +8,7 @@ from itertools import groupby
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from torchtitan_lite.config.layout import MESH_DIMS, Layout
-from torchtitan_lite.config.tables import format_bytes, format_table
+from torchtitan_lite.config.messages import format_bytes, format_table
 from torchtitan_lite.plan.collectives import Collective
 from torchtitan_lite.plan.dry_run import DryRun, Spread
 from torchtitan_lite.plan.planned import Planned

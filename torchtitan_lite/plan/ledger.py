@@ -26,12 +26,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.config.cluster import CLUSTERS, find_row
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.hardware import CLUSTERS, Machine, find_row
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.schema import Config, ConfigError, Problem
-from torchtitan_lite.config.tables import format_bytes, format_table
+from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.collectives import Moved
 from torchtitan_lite.plan.forecast import forecast, list_all_traffic, list_memory
@@ -107,7 +106,7 @@ def open_ledger(config: Config, shape: ModelArgs, layout: Layout, machine: Machi
         notes.append("memory: predicted of tensors; measured, the growth of the process from before it built the model")
     if row is None:
         known = ", ".join(CLUSTERS)
-        notes.append(f"no times: config/cluster.py has no row for {machine.name}, only {known}")
+        notes.append(f"no times: config/hardware.py has no row for {machine.name}, only {known}")
     else:
         step = forecast(workload, CLUSTERS[row], order)
         costs["bubble"] = step.bubble if layout.pp > 1 else None

@@ -11,8 +11,9 @@ from typing import Literal
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.plan.dry_run import DryRun, dry_run
 from torchtitan_lite.plan.simulator import count_in_flight, plan_order
 from torchtitan_lite.preflight import choose_n_ranks
