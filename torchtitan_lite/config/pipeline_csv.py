@@ -38,8 +38,7 @@ def read_rows(path: str) -> list[list[Action]]:
             row = []
             for cell in filter(None, map(str.strip, cells)):
                 if (match := CELL.fullmatch(cell)) is None:
-                    why = "which is no action such as 0F3, 0B3, 0I3, 0W3"
-                    raise ValueError(f"has in line {number} {cell!r:.40}, {why}")
+                    raise ValueError(f"has in line {number} {cell!r:.40}, no action such as 0F3, 0B3, 0I3, 0W3")
                 row.append(Action(int(match[1]), match[2], int(match[3])))
             rows.append(row)
     except (UnicodeDecodeError, csv.Error) as error:
@@ -55,9 +54,8 @@ def find_fault(path: str, pp: int) -> str:
         rows = read_rows(path)
     except ValueError as error:
         return str(error)
-    if len(rows) != pp:
-        return f"has {len(rows)} rows for {pp} pp ranks"
-    return find_missing_action(rows) or find_deadlock(rows)
+    wrong_number = f"has {len(rows)} rows for {pp} pp ranks" if len(rows) != pp else ""
+    return wrong_number or find_missing_action(rows) or find_deadlock(rows)
 
 
 def find_missing_action(rows: list[list[Action]]) -> str:
