@@ -71,6 +71,15 @@ ODD = {  # name -> command line, config file
     "a schedule of many waits": (["--parallelism.pipeline_parallel_schedule_csv=chain.csv", *PP4000], ""),
     "a config without an end": (["--config=sparse/odd.toml"], ""),
     "escapes in names": ([], '["\\u001b[2J"]\n"\\r" = 1\n[model]\n"\\u202e" = "\\u0007"'),
+    "a section in itself": ([], f"[{'.'.join(['model'] * 200)}]\nx = 1"),
+    "4,000 tables of one name": ([], "[[model.model]]\n" * 4000),
+    "2,000 sections": ([], "".join(f"[s{n}]\nx = 1\n" for n in range(2000))),
+    "a long name": ([], f'"{"k" * 20_000}" = 1\n[model]\n"{"k" * 20_000}" = 1'),
+    "a value in the place of a section": ([], "model = 1\nquantize = [1]"),
+    "a section in the place of a value": ([], "[float8]\nemulate = {a.a.a = 1}\n[[training]]\nsteps = 1"),
+    "a section twice": ([], "[model]\ndim = 1\n" * 2),
+    "a byte order mark": ([], "\ufeff[modell]\ndim = 1"),
+    **{f"a config of {kind}": ([f"--config={kind}/odd.toml"], "") for kind in ("nul", "bytes", "deep", "pipe", "loop")},
     "10 MB": (["--job.description", "d" * 10_000_000, "--model.flavor", "f" * 10_000_000], ""),
 }
 
