@@ -21,7 +21,7 @@ from torchtitan_lite.config.schema import Range
 from torchtitan_lite.preflight import preflight
 
 N_CASES = int(os.environ.get("FUZZ", 250))
-N_RUNS = int(os.environ.get("FUZZ_RUNS", 8))
+N_RUNS = int(os.environ.get("FUZZ_RUNS", 5))
 SEEDS = [int(seed) for seed in os.environ.get("FUZZ_SEEDS", "1,2,3,4").split(",")]
 PP2 = ["--parallelism.pipeline_parallel_degree=2"]
 PP4000 = ["--parallelism.pipeline_parallel_degree=4000"]

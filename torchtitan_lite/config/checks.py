@@ -85,7 +85,8 @@ RULES: dict[str, list[Rule]] = {
             "Use {fitting_degrees}"),
         Rule("parallelism.pipeline_parallel_schedule_csv", lambda c: c.csv_fault,
             "it {csv_fault}",
-            "Write one row for each pp rank and one action a cell, or remove the key to use pipeline_parallel_schedule"),
+            "Write one row for each pp rank and one action a cell, or remove the key to use "
+            "pipeline_parallel_schedule"),
         Rule("training.global_batch_size", lambda c: c.batch["global_batch_size"] % c.sequences_per_pass,
             "it is no multiple of local_batch_size {training.local_batch_size} x {dp} data-parallel ranks = "
             "{sequences_per_pass}",
