@@ -17,28 +17,20 @@ ZERO, MODE = "parallelism.zero_stage", "activation_checkpoint.mode"
 CP, METHOD = "parallelism.context_parallel_degree", "parallelism.context_parallel_rotate_method"
 
 COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
+SPLIT, RING = {PP: 2, SCHEDULE: "ZBVZeroBubble"}, {CP: 2, METHOD: "ring"}
 
 # Row of REFUSED, a run that it refuses: ranks, keys, and how it fails: words of the crash, or the wrong measure
 RESHARDING = "split backward with resharding"
 RUNS = [
     ("tied embeddings over stages", 2, {PP: 2, "model.tie_embeddings": True}, "has no attribute 'weight'"),
-    (RESHARDING, 4, {PP: 2, SCHEDULE: "ZBVZeroBubble", ZERO: 3, MODE: "none"}, "no gradient for"),
+    (RESHARDING, 4, {**SPLIT, ZERO: 3, MODE: "none"}, "no gradient for"),
     *(  # slow: the same rule, with the other schedules that split the backward
-        pytest.param(RESHARDING, 4, {PP: 2, SCHEDULE: schedule, ZERO: 3, MODE: "none"}, symptom, marks=pytest.mark.slow)
-        for schedule, symptom in (("InterleavedZeroBubble", "no gradient for"), ("DualPipeV", "gradient"))
+        pytest.param(RESHARDING, 4, {PP: 2, SCHEDULE: name, ZERO: 3, MODE: "none"}, symptom, marks=pytest.mark.slow)
+        for name, symptom in (("InterleavedZeroBubble", "no gradient for"), ("DualPipeV", "gradient"))
     ),
-    (
-        "split backward with per-op recompute",
-        *(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "selective"}, "backward an extra time"),
-    ),
-    (
-        "split backward with compile",
-        *(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **COMPILED}, "Output gradient: None"),
-    ),
-    (
-        "attention that the method of context parallel lacks",
-        *(2, {CP: 2, METHOD: "ring", "model.attention": "document"}, "KeyError"),
-    ),
+    ("split backward with per-op recompute", 2, {**SPLIT, MODE: "selective"}, "backward an extra time"),
+    ("split backward with compile", 2, {**SPLIT, MODE: "none", **COMPILED}, "Output gradient: None"),
+    ("attention that the method of context parallel lacks", 2, {**RING, "model.attention": "document"}, "KeyError"),
 ]
 
 
