@@ -20,7 +20,7 @@ from torchtitan_lite.config import checks
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.config.hardware import GIB, Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_model
-from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import CONFIG_FOLDER, REPOSITORY, dump_config_toml
 from torchtitan_lite.config.schema import Config, Model, Parallelism
 from torchtitan_lite.preflight import preflight
@@ -65,15 +65,24 @@ def empty_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def find_keys(args: str | list[str], **options) -> list[str]:
-    """The keys of a run's problems, in their order, each with a reason and a remedy; none if it is sound."""
+def find_problems(args: str | list[str], **options) -> list[Problem]:
+    """The problems of a run, each with a reason and a remedy; none if it is sound."""
     args = args.split(" ") if isinstance(args, str) else args
     try:
         preflight(args, **({"machine": LAPTOP, "n_ranks": 2} | options))
     except ConfigError as error:
         assert all(problem.why and problem.remedy and problem.key in str(problem) for problem in error.problems)
-        return [problem.key for problem in error.problems]
+        return error.problems
     return []
+
+
+def find_keys(args: str | list[str], **options) -> list[str]:
+    return [problem.key for problem in find_problems(args, **options)]
+
+
+def find_one_problem(args: str | list[str], **options) -> Problem:
+    (problem,) = find_problems(args, **options)
+    return problem
 
 
 # ---------------------------------------------------------------- the table
