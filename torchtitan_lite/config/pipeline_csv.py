@@ -38,7 +38,8 @@ def read_rows(path: str) -> list[list[Action]]:
             row = []
             for cell in filter(None, map(str.strip, cells)):
                 if (match := CELL.fullmatch(cell)) is None:
-                    raise ValueError(f"has in line {number} {cell!r:.40}, no action such as 0F3, 0B3, 0I3, 0W3")
+                    why = "which is no action such as 0F3, 0B3, 0I3, 0W3"
+                    raise ValueError(f"has in line {number} {cell!r:.40}, {why}")
                 row.append(Action(int(match[1]), match[2], int(match[3])))
             rows.append(row)
     except (UnicodeDecodeError, csv.Error) as error:
