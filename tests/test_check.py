@@ -94,6 +94,7 @@ ASYNC_TP, METHOD = f"{P}enable_async_tensor_parallel", f"{P}context_parallel_rot
 RESHARD, MICROBATCH = f"--{P}fsdp_reshard_after_forward", f"{P}pipeline_parallel_microbatch_size"
 FLOAT8, GATHER = "--model.converters=float8", "--quantize.linear.float8.enable_fsdp_float8_all_gather"
 F8 = "quantize.linear.float8."
+STAGES = f"{P}module_fqns_per_model_part"
 SPLIT = f"{PP}=2 {SCHEDULE}=ZBVZeroBubble"
 BF16 = "--optimizer.moments_dtype=bfloat16"
 CHECKPOINT = "--checkpoint.enable --checkpoint.folder"
@@ -168,6 +169,8 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{TP}=2 --training.seq_len=31", "training.seq_len"),
     (f"{TP}=2 {CP}=2 --training.seq_len=36", "training.seq_len", 4),
     (f"{PP} 8", "model.n_layers", 8),
+    (f"--{STAGES}=norm;output", f"{STAGES} {STAGES}"),  # wrong modules, and no pipeline
+    (f"--{STAGES}=norm;output --{CSV}=not.csv", f"{STAGES} {STAGES}"),
     (f"{PP}=2 --training.local_batch_size=1", "training.local_batch_size"),
     (f"{FLOAT8} --{F8}filter_fqns=attention,feed", "model.converters"),
     (f"{FLOAT8} --training.seq_len=12 --training.local_batch_size=1", "training.seq_len"),

@@ -141,8 +141,10 @@ def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages,
     if pp == 1 or not can_run(parallelism, n_stages):
         csv = parallelism.pipeline_parallel_schedule_csv
         why = f"it lists {n_stages} stages for {pp} pp ranks under {csv or parallelism.pipeline_parallel_schedule}"
-        remedy = f"List {count_csv_stages(parallelism) if csv else pp * per_rank} stages"
-        problems.append(Problem(key, given, why, remedy if pp > 1 else "Raise pipeline_parallel_degree"))
+        remedy = "Raise pipeline_parallel_degree"
+        if pp > 1:  # without a pipeline nobody has checked the schedule file
+            remedy = f"List {count_csv_stages(parallelism) if csv else pp * per_rank} stages"
+        problems.append(Problem(key, given, why, remedy))
     return tuple(tuple(stage) for stage in given), problems
 
 
