@@ -34,8 +34,9 @@ from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, read_pe
 from torchtitan_lite.components.profiling import profile_steps, warn_on_recompile
 from torchtitan_lite.config.flavors import count_flops_per_token
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Comm, Config, ConfigError, Debug
+from torchtitan_lite.config.schema import Comm, Config, Debug
 from torchtitan_lite.data.background_hash import BackgroundHash
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import CorpusError

@@ -8,8 +8,9 @@ from layouts import CHUNK, CP, DOCUMENTS, MODE, NO_LOSS_PARALLEL, OPTION, PP, RE
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.layout import plan_layout, resolve_model
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.reduction import reduce_config
 
 SHARD = "parallelism.data_parallel_shard_degree"

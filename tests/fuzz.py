@@ -1,20 +1,28 @@
-"""Sampler command lines and config files that nobody would write; fuzz_judge.py says what `check` makes of one.
+"""Draws command lines and config files that nobody would write, and judges what `check` makes of one.
 
 Every key of config/schema.py is drawn, by its type, so that a new key needs no line here; so are the names that
 torchtitan has for keys. Case n of a seed is always the same.
 """
 
+import io
 import json
 import os
 import random
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
+from unittest import mock
 
 from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.reader import CONFIG_FOLDER, KEYS
+from torchtitan_lite.config.reader import CONFIG_FOLDER, KEYS, format_toml
 from torchtitan_lite.config.schema import Range
 from torchtitan_lite.config.torchtitan_keys import ABSENT, ALIASES, SETTINGS_OF_ABSENT
+from torchtitan_lite.tools import check
 
 ALL_KEYS = sorted(name for name in {*KEYS, *ABSENT, *ALIASES, *SETTINGS_OF_ABSENT} if not name.endswith("*"))
 MACHINES = (Machine("cpu", 1, 16 * 2**30, "a laptop"), Machine("cuda", 8, 80 * 2**30, "NVIDIA H100 80GB HBM3"))
@@ -48,10 +56,10 @@ ARGUMENTS = [
         "--gpus",
         "--gpus=0",
         "--gpus=8",
-        "--hardware=hardware.toml",
         "--gpus=" + "8" * 400,
         "--gpu=h100",
         "--gpu=\x1b[2J",
+        "--hardware=hardware.toml",
     ),
     *("--hardware", "--hardware=", "--hardware=pipe/odd.toml", "--hardware=/dev/zero", "--hardware=deep/odd.toml"),
     *("--" + "a." * 30000, "--" + "k" * 100000, "--model." + "k" * 100000, "--a.\x1b[2J=1", "--model.\udcff=\udcfe"),
@@ -118,8 +126,8 @@ def make_odd_files(folder: Path) -> list[str]:
         "stuck.csv": "0B0,0F0\n1F0,1B0\n",
         "far.csv": "0F0,0F99999999999\n1F0,1B0\n",
         "chain.csv": "".join(f"{stage}F0,{stage}B0\n" for stage in reversed(range(4000))),
+        "hardware.toml": "[hardware]\nmemory_bytes = 1e308\nnode_size = 1e308\n",
     }
-    others["hardware.toml"] = "[hardware]\nmemory_bytes = 1e308\nnode_size = 1e308\n"
     for name, text in others.items():
         (folder / name).write_text(text)
     devices = ["/dev/zero", "/dev/null", "/dev/full", "/dev/random", "/proc/self/mem", "/proc/self/pagemap", "/proc"]
@@ -130,7 +138,7 @@ def make_odd_files(folder: Path) -> list[str]:
 
 
 class Cases:
-    """Sampler the cases of one seed, which change `bases`; their files are in `folder`, the working directory."""
+    """The cases of one seed, which change `bases`; their files are in `folder`, the working directory."""
 
     def __init__(self, seed: int, folder: Path, bases: list[Path]):
         self.draw = random.Random(seed)
@@ -147,16 +155,14 @@ class Cases:
 
     def next(self) -> Case:
         draw = self.draw
-        (kind,) = draw.choices([self.next_args, self.damaged_toml, self.odd_toml, self.odd_arguments], [18, 3, 1, 1])
+        (kind,) = draw.choices([self.next_args, self.damaged_toml, self.odd_arguments], [18, 3, 1])
         args = kind()
         if draw.random() < 0.9:
             args = [*args, "--ranks", str(draw.choice([1, 1, 2, 4, 8]))]
         if draw.random() < 0.1:
             args.append("--json")
-        n_ranks_per_host = (
-            draw.choice(["2", "0", "x", "9" * 5000, "1" * 30, "\udcff"]) if draw.random() < 0.03 else None
-        )
-        return Case(args, draw.choice(MACHINES), n_ranks_per_host)
+        odd_counts = ["2", "0", "x", "9" * 5000, "1" * 30, "\udcff"]
+        return Case(args, draw.choice(MACHINES), draw.choice(odd_counts) if draw.random() < 0.03 else None)
 
     def next_key(self) -> str:
         return ALL_KEYS[self.n % len(ALL_KEYS)]
@@ -177,53 +183,20 @@ class Cases:
         draw = self.draw
         content = bytearray(draw.choice(sorted(CONFIG_FOLDER.glob("*.toml"))).read_bytes())
         for _ in range(draw.choice([1, 1, 2, 5, 30])):
-            at = draw.randrange(len(content))
+            at, place = draw.randrange(len(content)), draw.randrange(len(content))
             until = at + draw.choice([1, 1, 2, 10, 100])
+            piece = bytes(content[at:until])
             change = draw.choice(["byte", "cut", "double", "move", "insert"])
             if change == "byte":
                 content[at] = draw.randrange(256)
-            elif change == "insert":
-                content[at:at] = draw.choice(
-                    [b"=", b"[", b"]", b"'", b'"', b"\n", b"\0", b"\x1b", b"#", b"9", b".", b"{"]
-                )
-            elif change == "cut":
+            if change == "insert":
+                content[at:at] = draw.choice("= [ ] ' \" \n \0 \x1b # 9 . {".split(" ")).encode()
+            if change in ("cut", "move"):
                 del content[at:until]
-            else:
-                piece = content[at:until]
-                if change == "move":
-                    del content[at:until]
-                place = draw.randrange(len(content) + 1)
+            if change in ("double", "move"):
                 content[place:place] = piece
             content = content or bytearray(b"x")
         return self.write_file(bytes(content))
-
-    def odd_toml(self) -> list[str]:
-        draw = self.draw
-        n = draw.choice([2, 30, 900, 20_000])
-        text = draw.choice(
-            [
-                "".join(f"k{i} = 1\n" for i in range(n)),
-                "[model]\n" + "".join(f"k{i} = 1\n" for i in range(n)),
-                "".join(f"[s{i}]\nx = 1\n" for i in range(n)),
-                ".".join(["a"] * n) + " = 1\n",
-                "[" + ".".join(["model"] * n) + "]\nx = 1\n",
-                "[[" + ".".join(["model"] * n) + "]]\n" * n,
-                f'"{"k" * n}" = 1\n[model]\n"{"k" * n}" = 1\n',
-                '["\\u001b[2J"]\n"\\u001b[31m" = "\\u001b"\n[model]\n"\\r\\n" = 1\n"" = 2\n',
-                "model = 1\n",
-                "[[model]]\ndim = 1\n",
-                "[model]\ndim = 1\n" * 2,
-                "[job]\nconfig_file = 'x'\n",
-                "\ufeff[model]\n",
-                "[training]\nsteps = " + "1" * n + "\nseq_len = 0x" + "f" * n + "\n",
-                "[job]\nprint_args = " + "[" * n + "]" * n + "\nprint_config = true\n",
-                "[float8]\nemulate = {" + ".".join(["a"] * n) + " = 1}\n",
-                "[job]\ndescription = '" + "d" * n + "'\nprint_args = 1\nprint_config = 2\n",
-            ]
-        )
-        if draw.random() < 0.2:
-            return [f"--config={draw.choice(self.files)}"]
-        return self.write_file(text.encode())
 
     def odd_arguments(self) -> list[str]:
         draw = self.draw
@@ -238,7 +211,7 @@ class Cases:
         draw = self.draw
         if key in KEYS and draw.random() < 0.5:
             return self.draw_fitting(KEYS[key])
-        return draw.choice([self.draw_number, lambda: draw.choice(TEXTS), lambda: draw.choice(self.files)])()
+        return draw.choice([self.draw_number(), draw.choice(TEXTS), draw.choice(self.files)])
 
     def draw_number(self) -> int | float:
         return self.draw.choice(NUMBERS) * self.draw.choice([1, 1, 1, -1])
@@ -308,6 +281,87 @@ def spell_toml(value: Any) -> str:
         return f"[{', '.join(map(spell_toml, value))}]"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**1000:
         return f"{value:#x}"
-    if isinstance(value, float):
-        return repr(value)  # inf and nan are TOML's words too
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value) if isinstance(value, float) else format_toml(value)  # inf and nan are TOML's words too
+
+
+# ---------------------------------------------------------------- what `check` must never do
+
+MOST_CPU_S = 1.0  # of one check
+MOST_REAL_S = 120  # then a check that does not end is stopped: it loops, or waits for a pipe
+MOST_LINES, MOST_CHARACTERS = 60, 8_000  # a screen of text
+MOST_JSON_CHARACTERS = 500_000  # a sound layout lists every module
+
+
+class Stopped(BaseException):
+    """Raised in a check that takes too long."""
+
+
+def stop(signum: int, frame: object) -> None:
+    raise Stopped
+
+
+@contextmanager
+def memory_limited(gib: int) -> Iterator[None]:
+    """This process may take so much more memory than it has: who wants more gets a MemoryError."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + gib * 2**30, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def judge(case: Case) -> tuple[bool, list[str]]:
+    """Run `check` in this process, on the case's machine. Returns whether it accepts the case, and its faults."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")  # as Python opens them
+    environment = {name: value for name, value in os.environ.items() if name not in ("NGPU", "NNODES")}
+    environment |= {"NGPU": case.n_ranks_per_host} if case.n_ranks_per_host is not None else {}
+    faults: list[str] = []
+    status: object = None
+    handler = signal.signal(signal.SIGALRM, stop)
+    started = time.process_time()
+    with (
+        mock.patch.object(check, "detect_machine", lambda: case.machine),
+        mock.patch.dict(os.environ, environment, clear=True),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        try:
+            signal.alarm(MOST_REAL_S)
+            status = check.main(case.args)
+        except SystemExit as error:  # argparse's own
+            status = error.code
+        except (Exception, Stopped) as error:
+            faults.append(f"{type(error).__name__}: {str(error)[:200]}")
+        finally:
+            signal.alarm(0)
+    signal.signal(signal.SIGALRM, handler)
+    cpu_s = time.process_time() - started
+    if cpu_s > MOST_CPU_S:
+        faults.append(f"{cpu_s:.1f} s of CPU time")
+    if not faults and status not in (0, 2):
+        faults.append(f"exit status {status!r}")
+    printed = []
+    for stream in (out, err):
+        stream.flush()
+        printed.append(stream.buffer.getvalue().decode())
+    faults += find_ugly(*printed, as_json="--json" in case.args)
+    return status == 0, faults
+
+
+def find_ugly(out: str, err: str, *, as_json: bool) -> list[str]:
+    """What a terminal should not be sent, and JSON that is none."""
+    faults = []
+    if control := {character for character in out + err if not (character.isprintable() or character == "\n")}:
+        faults.append(f"control characters {sorted(control)}")
+    shown = err if as_json else out + err
+    if len(shown) > MOST_CHARACTERS or shown.count("\n") > MOST_LINES or len(out) > MOST_JSON_CHARACTERS:
+        faults.append(f"{len(shown)} characters in {shown.count(chr(10))} lines, {len(out)} to standard output")
+    if as_json and out.startswith("{"):
+        try:
+            json.loads(out, parse_constant=float.fromhex)  # NaN is no JSON
+        except ValueError as error:
+            faults.append(f"its JSON is none: {error}")
+    return faults

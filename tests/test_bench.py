@@ -27,7 +27,8 @@ from torchtitan_lite.bench.rounds import (
 from torchtitan_lite.bench.step import measure_step_memory
 from torchtitan_lite.components import optim
 from torchtitan_lite.config.hardware import Gpu
-from torchtitan_lite.config.schema import Compile, ConfigError, Model, Problem, Training
+from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.schema import Compile, Model, Training
 
 TINY_CONFIG = replace(
     bench_step.STEP_CONFIG,

@@ -29,7 +29,8 @@ from torchtitan_lite.checkpoint.manifest import (
 from torchtitan_lite.checkpoint.one_process import CheckpointWriter, open_checkpoint
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.schema import Checkpoint, ConfigError
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.preflight import preflight
 
 MANIFEST, FIRST, SECOND = FILES = ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan_lite.config.cluster import CLUSTERS, ROW_OF_GPU, find_cluster, find_strides
 from torchtitan_lite.config.flavors import FLAVORS, count_parameters
+from torchtitan_lite.config.hardware import CLUSTERS, ROW_OF_GPU, find_cluster
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.memory import list_kept_bytes
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.workload import Workload, describe_workload
 from torchtitan_lite.plan.forecast import Forecast, forecast, list_memory, rate_step
 from torchtitan_lite.plan.simulator import plan_order
@@ -120,7 +121,7 @@ def test_a_gpipe_holds_all_microbatches_and_1f1b_as_many_as_there_are_stages():
 def test_groups_within_a_node_use_its_links_and_others_share_its_network_cards():
     config = read("llama3_8b", degrees(tp=2, cp=2), "--training.seq_len 8192")
     workload = describe(config, 64)
-    strides = find_strides(workload.layout)
+    strides = workload.layout.strides
     assert strides == {"tp": 1, "cp": 2, "dp_shard": 4, "dp_replicate": 64, "pp": 64, "fsdp": 2}
     assert H100.find_tier(strides["cp"], 2) == "node"
     assert H100.find_bandwidth(1, 8) == 0.8 * 450e9

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from made_corpora import write_corpus, write_flat
 
-from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.memory_bound import GIB
-from torchtitan_lite.config.schema import ConfigError, Problem
+from torchtitan_lite.config.hardware import GIB, Machine
+from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.data import corpus_folder
 from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, measure_flat
 from torchtitan_lite.preflight import preflight

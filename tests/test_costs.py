@@ -31,8 +31,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import FLAVORS, count_flops_per_token, count_parameters
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.memory import count_state_bytes, list_kept_bytes
-from torchtitan_lite.config.memory_bound import bound_memory
+from torchtitan_lite.config.memory import bound_memory, count_state_bytes, list_kept_bytes
 from torchtitan_lite.config.workload import Workload, describe_workload
 from torchtitan_lite.model.attention import CausalAttention
 from torchtitan_lite.model.llama3 import TransformerBlock, rotary_angles

@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.float8_plan import describe_float8, list_linears, plan_float8
-from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.hardware import GIB, Machine
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.memory_bound import GIB
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Checkpoint, ConfigError, Float8
+from torchtitan_lite.config.schema import Checkpoint, Float8
 from torchtitan_lite.model.float8_linear import E4M3, E5M2, RECIPES, Float8Linear, cast
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.parallel.float8 import Float8GatheredWeight, ParallelFloat8Linear, apply_float8, find_amax

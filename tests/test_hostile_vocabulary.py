@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer as HuggingFace
 
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, read_end_ids
-from torchtitan_lite.config.json_file import read_json_object
-from torchtitan_lite.config.schema import ConfigError
+from torchtitan_lite.config.files import read_json_object
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data import tokenizer_files
 from torchtitan_lite.data.byte_level_bpe import PATTERNS, spell_bytes
 from torchtitan_lite.data.tokenizer import load_tokenizer

@@ -14,8 +14,9 @@ from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.checks import find_problems
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config, ConfigError, Problem, Training
+from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.parallel.attention_kernels import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend
 from torchtitan_lite.plan.dry_run import dry_run
@@ -159,7 +160,7 @@ def test_8b_with_bf16_moments_fits_one_h200_and_offloaded_it_is_the_host_that_mu
     assert bound.state_bytes == 8_030_261_248 * 16
     (bound,) = preflight([*args, "--optimizer.moments_dtype=bfloat16"], machine=GPU).memory
     assert bound.state_bytes == 96_363_134_976
-    monkeypatch.setattr("torchtitan_lite.config.memory_bound.measure_cpu_memory", lambda: 100 * GIB)
+    monkeypatch.setattr("torchtitan_lite.config.memory.measure_cpu_memory", lambda: 100 * GIB)
     args += ["--training.enable_cpu_offload"]
     with pytest.raises(ConfigError) as error:
         preflight(args, machine=GPU)

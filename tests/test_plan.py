@@ -9,7 +9,7 @@ import torch.distributed as dist
 from layouts import PP, TP
 
 from torchtitan_lite import step
-from torchtitan_lite.config.cluster import find_cluster
+from torchtitan_lite.config.hardware import find_cluster
 from torchtitan_lite.plan import command as plan
 from torchtitan_lite.plan.dry_run import group_pp_ranks, plan_run
 from torchtitan_lite.plan.plan_warnings import (

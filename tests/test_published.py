@@ -3,9 +3,9 @@
     assets/benchmarks/published_layouts.csv  ->  the closed form  ->  assets/benchmarks/published_layouts.md
 
 `python tests/test_published.py` writes the table; the test compares the committed one. Nothing is fitted to a row: the
-constants are those of config/cluster.py. The runs are those of other code than ours, so a row says its recompute, fused
-attention, float8. A GPT block has two matrices of 4D x D where Llama has three of F x D: it counts as F = 8D/3, which
-has the same parameters and FLOPs.
+constants are those of config/hardware.py. The runs are those of other code than ours, so a row says its recompute,
+fused attention, float8. A GPT block has two matrices of 4D x D where Llama has three of F x D: it counts as F = 8D/3,
+which has the same parameters and FLOPs.
 """
 
 import csv
@@ -20,8 +20,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan_lite.config.cluster import CLUSTERS, Cluster
 from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.hardware import CLUSTERS, Cluster
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_plan import name_modules
 from torchtitan_lite.config.reader import REPOSITORY
@@ -55,7 +55,7 @@ H100_96 = replace(
 PREFACE = """# Published layouts and what the planner predicts
 
 Made by `python tests/test_published.py` from published_layouts.csv, by the closed form with the constants
-of torchtitan_lite/config/cluster.py: one set for each GPU, none for a row.
+of torchtitan_lite/config/hardware.py: one set for each GPU, none for a row.
 
 Published, predicted, error: first tokens per second and GPU, then GiB reserved (live bytes x reserve_factor). Rows of
 GPT shapes exist in the closed form only, since the model code here is Llama. An asterisk: the source leaves something

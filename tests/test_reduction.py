@@ -10,8 +10,9 @@ from layouts import CP, PP, SCHEDULE, TP
 
 from torchtitan_lite.config.flavors import FLAVORS, count_parameters
 from torchtitan_lite.config.layout import MESH_DIMS, plan_layout, resolve_model
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.bisection import turn_off
 from torchtitan_lite.verify.degrees import AUTOMATIC, DEGREE_KEYS, choose_degrees
 from torchtitan_lite.verify.reduction import override, reduce_config

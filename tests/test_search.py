@@ -6,11 +6,12 @@ from math import prod
 
 import pytest
 
-from torchtitan_lite.config.cluster import CLUSTERS
 from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.hardware import CLUSTERS
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.plan.dry_run import dry_run
 from torchtitan_lite.plan.search import Search, find_least_gpus, forecast_candidate, list_candidates, search
 from torchtitan_lite.plan.search_report import (

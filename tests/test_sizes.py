@@ -1,13 +1,19 @@
-"""Parameters and FLOPs against what was published, and against what torch counts."""
+"""The rows of flavors.py and choices.py: sizes as published and as torch counts, and code for each name."""
 
 import pytest
 import torch
+import torch.distributed.pipelining as pipelining
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan_lite.config.flavors import FLAVORS, count_flops_per_token, count_parameters
+from torchtitan_lite.components.optim import BUILDERS
+from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
+from torchtitan_lite.config.flavors import BLOCKS, FLAVORS, count_flops_per_token, count_parameters
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.schema import ConfigError, Model
+from torchtitan_lite.config.schema import Model
+from torchtitan_lite.model import llama3
 from torchtitan_lite.model.llama3 import Llama3
+from torchtitan_lite.parallel.context_parallel import CONTEXT_ATTENTIONS
+from torchtitan_lite.step import MODELS
 
 # As the published checkpoints hold them: Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B.
 PUBLISHED_PARAMETERS = {
@@ -19,16 +25,12 @@ PUBLISHED_PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("flavor", PUBLISHED_PARAMETERS)
-def test_parameters_are_those_of_the_published_checkpoints(flavor):
-    assert count_parameters(FLAVORS[flavor]) == PUBLISHED_PARAMETERS[flavor]
-
-
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_the_model_has_as_many_parameters_as_its_shape_says(flavor):
+def test_parameters_are_those_of_the_model_and_of_the_published_checkpoints(flavor):
     with torch.device("meta"):
         model = Llama3(FLAVORS[flavor])
-    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(FLAVORS[flavor])
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert count_parameters(FLAVORS[flavor]) == n_parameters == PUBLISHED_PARAMETERS.get(flavor, 1_328_256)
 
 
 def test_flops_of_llama3_8b_at_8192_tokens_are_the_known_ones():
@@ -39,9 +41,9 @@ def test_flops_of_llama3_8b_at_8192_tokens_are_the_known_ones():
 
 @pytest.mark.parametrize("flavor", ["debug", "1B"])
 def test_flops_are_three_times_what_torch_counts_in_forward(flavor):
-    shape, seq_len = FLAVORS[flavor], 64
+    args, seq_len = FLAVORS[flavor], 64
     with torch.device("meta"):
-        model = Llama3(shape)
+        model = Llama3(args)
         tokens = torch.zeros(1, seq_len, dtype=torch.int64)
         # The plain matmuls of attention: the counter knows each of them, whatever kernel this machine would take.
         with (
@@ -49,33 +51,19 @@ def test_flops_are_three_times_what_torch_counts_in_forward(flavor):
             FlopCounterMode(display=False) as counter,
         ):
             model(tokens, positions=torch.arange(seq_len)[None])
-    assert 3 * counter.get_total_flops() == count_flops_per_token(shape, seq_len).full * seq_len
+    assert 3 * counter.get_total_flops() == count_flops_per_token(args, seq_len).full * seq_len
 
 
-def test_a_number_beside_the_flavor_overrides_its_row():
-    shape = resolve_model(Model(flavor="8B", n_layers=4))
-    assert (shape.n_layers, shape.dim) == (4, 4096)
-
-
-def test_a_new_width_gets_a_head_dim_that_fits_it():
+def test_a_number_beside_the_flavor_overrides_its_row_and_a_new_width_gets_a_head_dim_that_fits_it():
+    args = resolve_model(Model(flavor="8B", n_layers=4))
+    assert (args.n_layers, args.dim) == (4, 4096) and args.rope_scaling is not None
     assert resolve_model(Model(flavor="debug", dim=256, n_heads=8)).head_dim == 32
+    assert resolve_model(Model(flavor="8B", rope_scaling="none")).rope_scaling is None  # Llama 3.1 becomes Llama 3
 
 
-def test_rope_scaling_none_turns_llama_3_1_into_llama_3():
-    assert resolve_model(Model(flavor="8B")).rope_scaling is not None
-    assert resolve_model(Model(flavor="8B", rope_scaling="none")).rope_scaling is None
-
-
-@pytest.mark.parametrize(
-    ("model", "key"),
-    [
-        (Model(flavor="9B"), "model.flavor"),
-        (Model(flavor="debug", dim=130), "model.n_heads"),
-        (Model(flavor="debug", n_kv_heads=3), "model.n_kv_heads"),
-        (Model(flavor="debug", head_dim=31), "model.head_dim"),
-    ],
-)
-def test_a_shape_that_cannot_be_is_refused_by_key(model, key):
-    with pytest.raises(ConfigError) as error:
-        resolve_model(model)
-    assert [problem.key for problem in error.value.problems] == [key]
+def test_rows_and_code_name_the_same_choices():
+    assert OPTIMIZERS.keys() == BUILDERS.keys()
+    assert BLOCKS.keys() == MODELS.keys()
+    assert ATTENTIONS.keys() == llama3.ATTENTIONS.keys()
+    assert {(name, method) for name, row in ATTENTIONS.items() for method in row.under_cp} == CONTEXT_ATTENTIONS.keys()
+    assert all(pipelining.schedules.get_schedule_class(name) for name in SCHEDULES)

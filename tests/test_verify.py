@@ -18,8 +18,9 @@ from mutant_table import SHARD
 from mutants import MUTANTS
 
 from torchtitan_lite.config.layout import plan_layout, resolve_model
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.llama3 import FeedForward, Llama3, init_parameter
 from torchtitan_lite.verify import command as tool
 from torchtitan_lite.verify.bisection import FEATURES, bisect, find_smallest, list_features, turn_off

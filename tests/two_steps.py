@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import train
-from torchtitan_lite.config.schema import ConfigError
+from torchtitan_lite.config.messages import ConfigError
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["two_steps"])

@@ -16,8 +16,7 @@ from typing import BinaryIO
 
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.values import get_value
+from torchtitan_lite.config.schema import Config, get_value
 
 LOCK = "lock"
 # Files that a run writes in the dump folder itself; metrics.jsonl.new becomes metrics.jsonl

@@ -6,8 +6,8 @@ Each folder must be writable and apart from the others, and a run must not delet
 import os
 from pathlib import Path
 
-from torchtitan_lite.config.schema import Config, PathLimits, Problem
-from torchtitan_lite.config.values import get_value
+from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.schema import Config, PathLimits, get_value
 from torchtitan_lite.dump_folder import FILES, FOLDERS
 
 READ = (  # keys that name files which a run reads

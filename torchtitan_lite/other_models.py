@@ -13,7 +13,8 @@ from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, com
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError, read_manifest
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.schema import Config, Problem
+from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.schema import Config
 
 KEY = "checkpoint.initial_load_path"
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG
 from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps, read_manifest
-from torchtitan_lite.config.schema import Config, ConfigError, Problem
+from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer_files import KEY, find_tokenizer, read_vocabulary
 from torchtitan_lite.data.vocabulary import Vocabulary
 

@@ -10,7 +10,7 @@ from torchtitan_lite.bench.io import bench_io
 from torchtitan_lite.bench.rounds import BenchFailed, Report, describe, report_for_programs
 from torchtitan_lite.bench.step import bench_step
 from torchtitan_lite.config.command_lines import make_bench_parser
-from torchtitan_lite.config.schema import ConfigError
+from torchtitan_lite.config.messages import ConfigError
 
 BENCHES: dict[str, Callable[..., Report]] = {"step": bench_step, "gpu": bench_gpu, "io": bench_io}
 

@@ -32,17 +32,9 @@ from torchtitan_lite.config.flavors import count_flops_per_token
 from torchtitan_lite.config.hardware import Machine, detect_machine, peak_flops
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.memory import estimate_memory
+from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.config.schema import (
-    ActivationCheckpoint,
-    Config,
-    ConfigError,
-    LRScheduler,
-    Model,
-    Optimizer,
-    Problem,
-    Training,
-)
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Optimizer, Training
 from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.parallel.mesh import choose_device
 from torchtitan_lite.processes import end_with_parent

@@ -25,7 +25,7 @@ import torch
 from torchtitan_lite.components.metrics import compute_mfu
 from torchtitan_lite.config.flavors import FlopsPerToken
 from torchtitan_lite.config.hardware import detect_machine, list_gpus, select_visible
-from torchtitan_lite.config.tables import format_table
+from torchtitan_lite.config.messages import format_table
 
 CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "temperature.gpu")  # as nvidia-smi calls them
 

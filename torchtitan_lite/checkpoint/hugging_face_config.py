@@ -18,9 +18,9 @@ quantized weights) is refused: it would load, and compute something else.
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.config.files import read_json_object
 from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
-from torchtitan_lite.config.json_file import in_one_line, read_json_object
-from torchtitan_lite.config.schema import Problem
+from torchtitan_lite.config.messages import Problem, show_text
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -57,7 +57,7 @@ class HuggingFaceError(ValueError):
     """A folder that does not hold a Llama that we can load. `problems` lists everything that was found."""
 
     def __init__(self, folder: Path, problems: list[str]):
-        self.problems = [in_one_line(problem) for problem in problems]
+        self.problems = [show_text(problem) for problem in problems]
         super().__init__("\n".join([f"{folder} cannot be used:", *(f"  {problem}" for problem in self.problems)]))
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, read_beside, read_shape
 from torchtitan_lite.checkpoint.manifest import DTYPE_BYTES
+from torchtitan_lite.config.files import parse_json_object
 from torchtitan_lite.config.flavors import ModelArgs, list_llama_block
-from torchtitan_lite.config.json_file import parse_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

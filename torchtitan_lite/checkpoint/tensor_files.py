@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.manifest import (
     FileRecord,
     check_file,
 )
-from torchtitan_lite.config.json_file import in_one_line
+from torchtitan_lite.config.messages import show_text
 
 DTYPES = {
     "F64": torch.float64,
@@ -146,7 +146,7 @@ def open_tensor_file(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise DamagedCheckpoint(in_one_line(f"{path} is not a whole safetensors file: {error}")) from None
+        raise DamagedCheckpoint(show_text(f"{path} is not a whole safetensors file: {error}")) from None
     except (OSError, MemoryError) as error:
         raise CheckpointError(f"{path} cannot be opened: {error}") from None
 

@@ -1,7 +1,8 @@
-"""The case of one run, as the rules of checks.py see it: its config and what was planned from it. No torch."""
+"""The case of one run: its config and what was planned from it, as the conditions and texts of checks.py read it."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from torchtitan_lite.config.choices import ATTENTIONS
@@ -11,15 +12,6 @@ from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.pipeline_csv import find_fault
 from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config, Float8, Parallelism
-
-
-def recomputes_by_op(config: Config) -> bool:
-    section = config.activation_checkpoint
-    return section.mode == "selective" and section.selective_ac_option == "op"
-
-
-def compiles_blocks(config: Config) -> bool:
-    return config.compile.enable and "model" in config.compile.components
 
 
 def stage_of_reshard(parallelism: Parallelism) -> int | None:
@@ -38,7 +30,7 @@ class Case:
     """A config and what is known about its run. A group of rules reads only what its line in checks.py names."""
 
     config: Config
-    shape: ModelArgs | None = None
+    model_args: ModelArgs | None = None
     degrees: dict[str, int] = field(default_factory=dict)  # of the mesh dims
     world_size: int = 0
     batch: dict[str, int] = field(default_factory=dict)  # global_batch_size, microbatch_size, n_microbatches
@@ -52,6 +44,14 @@ class Case:
     def __getitem__(self, name: str) -> Any:
         """Return an attribute, for templates: "{tp}", "{training.seq_len}"."""
         return getattr(self, name)
+
+    # ---------------------------------------------------------------- model and mesh
+
+    @property
+    def has_ragged_heads(self) -> bool:
+        """Whether head_dim would be dim / n_heads, and that is no whole number."""
+        follows = self.model.head_dim is None and (self.model.dim is not None or self.model.n_heads is not None)
+        return follows and self.model_args.dim % self.model_args.n_heads != 0
 
     @property
     def tp(self) -> int:
@@ -67,9 +67,37 @@ class Case:
         return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
 
     @property
-    def sequence_pieces(self) -> int:
-        """Pieces of a sequence: cp cuts 2*cp, of which each rank takes an early and a late one, and tp splits these."""
-        return (2 * self.cp if self.cp > 1 else 1) * self.tp
+    def uses_cp(self) -> bool:
+        return self.parallelism.context_parallel_degree > 1
+
+    @property
+    def is_pipelined(self) -> bool:
+        return self.parallelism.pipeline_parallel_degree > 1
+
+    @property
+    def product_of_degrees(self) -> str:
+        degrees = {**self.degrees, "dp_shard": self.parallelism.data_parallel_shard_degree}
+        return " x ".join(f"{dim} {degree}" for dim, degree in degrees.items() if degree > 1) or "all 1"
+
+    @property
+    def fitting_degrees(self) -> str:
+        """Numbers of ranks, or a dp_shard, with which the degrees multiply to the world size."""
+        others = prod(degree for dim, degree in self.degrees.items() if dim != "dp_shard")
+        fitting = []
+        if self.world_size % others == 0:
+            fitting.append(f"data_parallel_shard_degree = {self.world_size // others} on {self.world_size} ranks")
+        if self.parallelism.data_parallel_shard_degree == -1:
+            fitting += [f"NGPU={n}" for n in find_multiples(others, self.world_size)]
+        else:
+            fitting.append(f"NGPU={prod(self.degrees.values())}")
+        return ", or ".join(fitting)
+
+    @property
+    def reshard_stage(self) -> int | None:
+        """The ZeRO stage that fsdp_reshard_after_forward means; None: no stage."""
+        return stage_of_reshard(self.parallelism)
+
+    # ---------------------------------------------------------------- batch and sequence
 
     @property
     def sequences_per_pass(self) -> int:
@@ -82,8 +110,16 @@ class Case:
         return " or ".join(map(str, find_multiples(self.sequences_per_pass, self.batch["global_batch_size"])))
 
     @property
-    def is_pipelined(self) -> bool:
-        return self.parallelism.pipeline_parallel_degree > 1
+    def sequence_pieces(self) -> int:
+        """Pieces of a sequence: cp cuts 2*cp, of which each rank takes an early and a late one, and tp splits these."""
+        return (2 * self.cp if self.cp > 1 else 1) * self.tp
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Tokens of a microbatch that one rank has."""
+        return self.batch["microbatch_size"] * self.training.seq_len // self.cp
+
+    # ---------------------------------------------------------------- schedule, attention, float8, optimizer
 
     @cached_property
     def csv_fault(self) -> str:
@@ -102,33 +138,19 @@ class Case:
         return ATTENTIONS[self.model.attention].under_cp
 
     @property
-    def uses_cp(self) -> bool:
-        return self.parallelism.context_parallel_degree > 1
+    def float8_section(self) -> Float8:
+        return self.quantize.linear.float8
 
     @cached_property
     def float8(self) -> Float8Plan | None:
         """The linear layers that compute in float8; None where the run has no float8."""
         has_float8 = uses_float8(self.config)
-        return plan_float8(list_linears(self.shape), self.float8_section, self.tp) if has_float8 else None
-
-    @property
-    def float8_section(self) -> Float8:
-        return self.quantize.linear.float8
+        return plan_float8(list_linears(self.model_args), self.float8_section, self.tp) if has_float8 else None
 
     @property
     def gathers_float8(self) -> bool:
         """Whether weights are gathered in float8."""
         return uses_float8(self.config) and self.float8_section.enable_fsdp_float8_all_gather
-
-    @property
-    def reshard_stage(self) -> int | None:
-        """The ZeRO stage that fsdp_reshard_after_forward means; None: no stage."""
-        return stage_of_reshard(self.parallelism)
-
-    @property
-    def tokens_per_microbatch(self) -> int:
-        """Tokens of a microbatch that one rank has."""
-        return self.batch["microbatch_size"] * self.training.seq_len // self.cp
 
     @property
     def has_bfloat16_moments(self) -> bool:

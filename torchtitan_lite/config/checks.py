@@ -1,10 +1,10 @@
 """Find what is wrong with a config by its numbers alone: one table of rules. No torch.
 
     group      asked by                 knows
-    model      layout.resolve_model     config, shape
+    model      layout.resolve_model     config, model_args
     mesh       layout.plan_layout       config, degrees, batch
-    layout     layout.plan_layout       and shape
-    refused    layout.plan_layout       config, shape, ZeRO stage
+    layout     layout.plan_layout       and model_args
+    refused    layout.plan_layout       config, model_args, ZeRO stage
     run        preflight                config
     machine    preflight                config, machine
 
@@ -20,13 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
-from torchtitan_lite.config.case import Case, compiles_blocks, find_multiples, recomputes_by_op
+from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.float8_plan import BLOCK, describe_skipped, uses_float8
 from torchtitan_lite.config.hardware import lacks_float8
-from torchtitan_lite.config.schema import Config, Problem
-from torchtitan_lite.config.values import get_value
+from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.schema import Config, get_value
 
 MOST_MICROBATCHES = 2**16  # per rank and step: schedule, forecast and drawing list each of them
 
@@ -44,7 +44,7 @@ class Rule:
     def problem(self, case: Case) -> Problem:
         value = get_value(case.config, self.key)
         if value is None:  # a number of [model] that is the flavor's
-            value = getattr(case.shape, self.key.removeprefix("model."))
+            value = getattr(case.model_args, self.key.removeprefix("model."))
         why, remedy = (t.format_map(case) if isinstance(t, str) else t(case) for t in (self.why, self.remedy))
         return Problem(self.key, value, why, remedy)
 
@@ -55,124 +55,63 @@ def find_problems(group: str, case: Case, *, key: str = "") -> list[Problem]:
     return [rule.problem(case) for rule in rules if rule.applies(case)]
 
 
-def find_refused(config: Config, shape: ModelArgs, zero_stage: int) -> list[Problem]:
+def find_refused(config: Config, args: ModelArgs, zero_stage: int) -> list[Problem]:
     """Return a Problem for each combination in this config that is known to give wrong numbers or to crash."""
-    return find_problems("refused", Case(config, shape, zero_stage=zero_stage))
+    return find_problems("refused", Case(config, args, zero_stage=zero_stage))
 
-
-# ---------------------------------------------------------------- texts and conditions that need more than a line
-
-
-def has_ragged_heads(case: Case) -> bool:
-    """Whether head_dim would be dim / n_heads, and that is no whole number."""
-    model, shape = case.model, case.shape
-    follows = model.head_dim is None and (model.dim is not None or model.n_heads is not None)
-    return follows and shape.dim % shape.n_heads != 0
-
-
-def suggest_degrees(case: Case) -> str:
-    """Numbers of ranks, or a dp_shard, with which the degrees multiply to the world size."""
-    given = case.parallelism.data_parallel_shard_degree
-    others = prod(degree for dim, degree in case.degrees.items() if dim != "dp_shard")
-    remedies = []
-    if case.world_size % others == 0:
-        remedies.append(f"data_parallel_shard_degree = {case.world_size // others} on {case.world_size} ranks")
-    if given == -1:
-        remedies += [f"NGPU={n}" for n in find_multiples(others, case.world_size)]
-    else:
-        remedies.append(f"NGPU={prod(case.degrees.values())}")
-    return "Use " + ", or ".join(remedies)
-
-
-def describe_product(case: Case) -> str:
-    degrees = {**case.degrees, "dp_shard": case.parallelism.data_parallel_shard_degree}
-    product = " x ".join(f"{dim} {degree}" for dim, degree in degrees.items() if degree > 1)
-    return f"the degrees ({product or 'all 1'}) do not multiply to the world size {case.world_size}"
-
-
-# ---------------------------------------------------------------- the table
 
 FLOAT8 = "quantize.linear.float8"
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 MOMENTS = "optimizer.moments_dtype"
 WITH_BFLOAT16_MOMENTS = [name for name, row in OPTIMIZERS.items() if row.has_bfloat16_moments]
 
+# A row has three parts, each on its own lines: when, why, the remedy.
+# fmt: off
 RULES: dict[str, list[Rule]] = {
     "model": [
-        Rule(
-            "model.n_heads",
-            has_ragged_heads,
-            "it does not divide model.dim = {shape.dim}, and head_dim is dim / n_heads",
-            "Choose a divisor of model.dim, or set model.head_dim",
-        ),
-        Rule(
-            "model.n_kv_heads",
-            lambda c: c.shape.n_heads % c.shape.n_kv_heads,
-            "it does not divide model.n_heads = {shape.n_heads}",
-            "Choose a divisor of n_heads",
-        ),
-        Rule(
-            "model.head_dim",
-            lambda c: not has_ragged_heads(c) and c.shape.head_dim % 2,
+        Rule("model.n_heads", lambda c: c.has_ragged_heads,
+            "it does not divide model.dim = {model_args.dim}, and head_dim is dim / n_heads",
+            "Choose a divisor of model.dim, or set model.head_dim"),
+        Rule("model.n_kv_heads", lambda c: c.model_args.n_heads % c.model_args.n_kv_heads,
+            "it does not divide model.n_heads = {model_args.n_heads}",
+            "Choose a divisor of n_heads"),
+        Rule("model.head_dim", lambda c: not c.has_ragged_heads and c.model_args.head_dim % 2,
             "it is odd, and rotary embedding rotates pairs of numbers",
-            "Choose model.dim, n_heads or head_dim so that head_dim is even",
-        ),
+            "Choose model.dim, n_heads or head_dim so that head_dim is even"),
     ],
     "mesh": [
-        Rule(
-            "parallelism.data_parallel_shard_degree",
-            lambda c: prod(c.degrees.values()) != c.world_size,
-            describe_product,
-            suggest_degrees,
-        ),
-        Rule(
-            "parallelism.pipeline_parallel_schedule_csv",
-            lambda c: c.csv_fault,
+        Rule("parallelism.data_parallel_shard_degree", lambda c: prod(c.degrees.values()) != c.world_size,
+            "the degrees ({product_of_degrees}) do not multiply to the world size {world_size}",
+            "Use {fitting_degrees}"),
+        Rule("parallelism.pipeline_parallel_schedule_csv", lambda c: c.csv_fault,
             "it {csv_fault}",
-            "Write one row for each pp rank and one action a cell, or remove the key to use pipeline_parallel_schedule",
-        ),
-        Rule(
-            "training.global_batch_size",
-            lambda c: c.batch["global_batch_size"] % c.sequences_per_pass,
+            "Write one row for each pp rank and one action a cell, or remove the key to use "
+            "pipeline_parallel_schedule"),
+        Rule("training.global_batch_size", lambda c: c.batch["global_batch_size"] % c.sequences_per_pass,
             "it is no multiple of local_batch_size {training.local_batch_size} x {dp} data-parallel ranks = "
             "{sequences_per_pass}",
-            lambda c: (
-                f"Use {' or '.join(map(str, find_multiples(c.sequences_per_pass, c.batch['global_batch_size'])))}"
-            ),
-        ),
-        Rule(
-            "training.global_batch_size",
-            lambda c: c.batch["n_microbatches"] > MOST_MICROBATCHES,
+            "Use {nearest_batches}"),
+        Rule("training.global_batch_size", lambda c: c.batch["n_microbatches"] > MOST_MICROBATCHES,
             f"it makes {{batch[n_microbatches]:,}} microbatches per rank and step; the limit is {MOST_MICROBATCHES:,}",
-            "Lower it, or raise local_batch_size (with PP pipeline_parallel_microbatch_size)",
-        ),
-        Rule(
-            "parallelism.pipeline_parallel_microbatch_size",
+            "Lower it, or raise local_batch_size (with PP pipeline_parallel_microbatch_size)"),
+        Rule("parallelism.pipeline_parallel_microbatch_size",
             lambda c: c.training.local_batch_size % c.batch["microbatch_size"],
             "it does not divide training.local_batch_size = {training.local_batch_size}",
-            "Use a divisor of it, 1 for instance",
-        ),
-        Rule(
-            "parallelism.zero_stage",
+            "Use a divisor of it, 1 for instance"),
+        Rule("parallelism.zero_stage",
             lambda c: c.parallelism.zero_stage not in ("auto", c.reshard_stage) and c.reshard_stage,
             "fsdp_reshard_after_forward = {parallelism.fsdp_reshard_after_forward!r} means {reshard_stage}",
-            "Remove one of the two keys",
-        ),
-        Rule(
-            "parallelism.zero_stage",
+            "Remove one of the two keys"),
+        Rule("parallelism.zero_stage",
             lambda c: c.is_pipelined and c.parallelism.zero_stage == 2 and c.reshard_stage is None,
             "torch's pipeline runtime reduces gradients once per step, so that no rank can shard them before",
-            "Use 1, or 3 to shard the parameters too",
-        ),
+            "Use 1, or 3 to shard the parameters too"),
     ],
     "layout": [
         *(
-            Rule(
-                key,
-                lambda c, key=key: getattr(c.shape, key.removeprefix("model.")) % c.tp,
+            Rule(key, lambda c, key=key: getattr(c.model_args, key.removeprefix("model.")) % c.tp,
                 f"parallelism.tensor_parallel_degree = {{tp}} does not divide it: every tp rank {share}",
-                f"Use a parallelism.tensor_parallel_degree that divides {{shape.{key.removeprefix('model.')}}}",
-            )
+                f"Use a parallelism.tensor_parallel_degree that divides {{model_args.{key.removeprefix('model.')}}}")
             for key, share in {
                 "model.n_heads": "needs whole query heads",
                 "model.n_kv_heads": "needs whole key/value heads",
@@ -180,184 +119,113 @@ RULES: dict[str, list[Rule]] = {
                 "model.vocab_size": "holds an equal share of embedding and head",
             }.items()
         ),
-        Rule(
-            "training.seq_len",
-            lambda c: c.training.seq_len % c.sequence_pieces,
+        Rule("training.seq_len", lambda c: c.training.seq_len % c.sequence_pieces,
             "it does not divide into {sequence_pieces} equal pieces (tp {tp}; cp {cp} cuts 2 x cp)",
-            "Use a multiple of {sequence_pieces}",
-        ),
-        Rule(
-            "model.attention",
-            lambda c: c.uses_cp and not c.cp_methods,
+            "Use a multiple of {sequence_pieces}"),
+        Rule("model.attention", lambda c: c.uses_cp and not c.cp_methods,
             "no method of context parallel computes this attention (under_cp of its row in config/choices.py)",
-            "Set parallelism.context_parallel_degree = 1, or choose another attention",
-        ),
-        Rule(
-            "model.converters",
-            lambda c: c.float8 and not c.float8.fqns,
+            "Set parallelism.context_parallel_degree = 1, or choose another attention"),
+        Rule("model.converters", lambda c: c.float8 and not c.float8.fqns,
             lambda c: f"no linear layer is left to compute in float8 ({'; '.join(describe_skipped(c.float8))})",
-            'Leave out "float8"',
-        ),
-        Rule(
-            "training.seq_len",
-            lambda c: c.float8 and c.tokens_per_microbatch % BLOCK,
+            'Leave out "float8"'),
+        Rule("training.seq_len", lambda c: c.float8 and c.tokens_per_microbatch % BLOCK,
             f"float8 needs a multiple of {BLOCK} tokens in a microbatch of a rank, and the "
             "{tokens_per_microbatch} tokens here (cp {cp}) are none",
-            lambda c: f"Use a multiple of {BLOCK * c.cp}",
-        ),
-        Rule(
-            f"{FLOAT8}.recipe_name",
-            lambda c: c.gathers_float8 and c.float8_section.recipe_name != "tensorwise",
+            lambda c: f"Use a multiple of {BLOCK * c.cp}"),
+        Rule(f"{FLOAT8}.recipe_name", lambda c: c.gathers_float8 and c.float8_section.recipe_name != "tensorwise",
             "a weight that is gathered in float8 has one scale, and this recipe needs one for each row",
-            f'Set {FLOAT8}.enable_fsdp_float8_all_gather = false, or use "tensorwise"',
-        ),
-        Rule(
-            "training.enable_cpu_offload",
-            lambda c: c.gathers_float8 and c.training.enable_cpu_offload,
+            f'Set {FLOAT8}.enable_fsdp_float8_all_gather = false, or use "tensorwise"'),
+        Rule("training.enable_cpu_offload", lambda c: c.gathers_float8 and c.training.enable_cpu_offload,
             "with offload FSDP gathers a copy that it makes on the GPU, and does not round it to float8 first",
-            f"Set {FLOAT8}.enable_fsdp_float8_all_gather = false: weights are then rounded after they are gathered",
-        ),
-        Rule(
-            f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp",
+            f"Set {FLOAT8}.enable_fsdp_float8_all_gather = false: weights are then rounded after they are gathered"),
+        Rule(f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp",
             lambda c: c.float8 and c.float8_section.precompute_float8_dynamic_scale_for_fsdp and not c.gathers_float8,
             "only weights that are gathered in float8 have scales that can be computed before",
-            f"Set {FLOAT8}.enable_fsdp_float8_all_gather = true, or leave this key out",
-        ),
+            f"Set {FLOAT8}.enable_fsdp_float8_all_gather = true, or leave this key out"),
     ],
     "refused": [
-        Rule(
-            "parallelism.pipeline_parallel_degree",
-            lambda c: c.is_pipelined and c.shape.tie_embeddings,
+        Rule("parallelism.pipeline_parallel_degree", lambda c: c.is_pipelined and c.model_args.tie_embeddings,
             "the first and the last stage would each hold and train a copy of the tied matrix",
             "Set model.tie_embeddings = false, or use pipeline_parallel_degree = 1",
-            name="tied embeddings over stages",
-        ),
-        Rule(
-            "parallelism.pipeline_parallel_schedule",
-            lambda c: c.splits_backward and c.zero_stage == 3,
+            name="tied embeddings over stages"),
+        Rule("parallelism.pipeline_parallel_schedule", lambda c: c.splits_backward and c.zero_stage == 3,
             "it computes gradients of weights after their parameters were freed: gradients are missing, or wrong by "
             "58 %",
             'Set parallelism.zero_stage = 1 (fsdp_reshard_after_forward = "never"), or use Interleaved1F1B',
-            name="split backward with resharding",
-        ),
-        Rule(
-            "activation_checkpoint.selective_ac_option",
-            lambda c: c.splits_backward and recomputes_by_op(c.config),
+            name="split backward with resharding"),
+        Rule("activation_checkpoint.selective_ac_option",
+            lambda c: c.splits_backward and c.activation_checkpoint.is_by_op,
             "both halves of a split backward would recompute, and torch allows one: it stops in the first backward",
             'Set activation_checkpoint.mode = "full" or "none", or recompute every n-th layer',
-            name="split backward with per-op recompute",
-        ),
-        Rule(
-            "compile.enable",
-            lambda c: c.splits_backward and c.compile.enable,
+            name="split backward with per-op recompute"),
+        Rule("compile.enable", lambda c: c.splits_backward and c.compile.enable,
             "the schedule splits the backward, and that of a compiled block cannot be split: torch stops in the first "
             "step",
             "Set compile.enable = false, or use Interleaved1F1B",
-            name="split backward with compile",
-        ),
-        Rule(
-            "parallelism.context_parallel_rotate_method",
+            name="split backward with compile"),
+        Rule("parallelism.context_parallel_rotate_method",
             lambda c: c.uses_cp and c.cp_methods and c.parallelism.context_parallel_rotate_method not in c.cp_methods,
             "this method does not compute model.attention = {model.attention!r}",
             lambda c: f"Use {' or '.join(map(repr, c.cp_methods))}",
-            name="attention that the method of context parallel lacks",
-        ),
+            name="attention that the method of context parallel lacks"),
     ],
     "run": [
-        Rule(
-            "activation_checkpoint.selective_ac_option",
-            lambda c: (
-                (option := c.activation_checkpoint.selective_ac_option) != "op"
-                and not (option.isdecimal() and int(option) > 0)
-            ),
+        Rule("activation_checkpoint.selective_ac_option",
+            lambda c: (option := c.activation_checkpoint.selective_ac_option) != "op"
+            and not (option.isdecimal() and int(option) > 0),
             "it is neither an operator policy nor a number of layers",
-            'Use "op", or "n" to recompute every n-th layer, "2" for instance',
-        ),
-        Rule(
-            "activation_checkpoint.mode",
-            lambda c: (
-                c.activation_checkpoint.mode == "memory_budget"
-                and not (compiles_blocks(c.config) and c.compile.backend != "eager")
-            ),
+            'Use "op", or "n" to recompute every n-th layer, "2" for instance'),
+        Rule("activation_checkpoint.mode",
+            lambda c: c.activation_checkpoint.mode == "memory_budget"
+            and not (c.compile.compiles_blocks and c.compile.backend != "eager"),
             "the compiler chooses what to recompute, and no block is compiled",
-            'Set compile.enable = true (components with "model", backend inductor), or use "selective"',
-        ),
-        Rule(
-            MOMENTS,
-            lambda c: c.has_bfloat16_moments and c.optimizer.name not in WITH_BFLOAT16_MOMENTS,
+            'Set compile.enable = true (components with "model", backend inductor), or use "selective"'),
+        Rule(MOMENTS, lambda c: c.has_bfloat16_moments and c.optimizer.name not in WITH_BFLOAT16_MOMENTS,
             "optimizer.name = {optimizer.name!r} keeps no moments in bfloat16",
-            f"Use {' or '.join(map(repr, WITH_BFLOAT16_MOMENTS))}, or leave this key out",
-        ),
-        Rule(
-            MOMENTS,
-            lambda c: (
-                c.has_bfloat16_moments
-                and c.optimizer.name in WITH_BFLOAT16_MOMENTS
-                and c.optimizer.implementation != "fused"
-            ),
+            f"Use {' or '.join(map(repr, WITH_BFLOAT16_MOMENTS))}, or leave this key out"),
+        Rule(MOMENTS,
+            lambda c: c.has_bfloat16_moments and c.optimizer.name in WITH_BFLOAT16_MOMENTS
+            and c.optimizer.implementation != "fused",
             "optimizer.implementation = {optimizer.implementation!r} computes in the dtype of the moments",
-            'Use "fused", which computes in float32',
-        ),
-        Rule(
-            MOMENTS,
-            lambda c: c.has_bfloat16_moments and c.optimizer.beta2 > 0.99,
+            'Use "fused", which computes in float32'),
+        Rule(MOMENTS, lambda c: c.has_bfloat16_moments and c.optimizer.beta2 > 0.99,
             "bfloat16 rounds away a second moment that falls by the factor optimizer.beta2 = {optimizer.beta2}",
-            "Use a beta2 of at most 0.99, or moments in float32",
-        ),
-        Rule(
-            "optimizer.weight_decay",
-            lambda c: c.weight_factor < 0,
+            "Use a beta2 of at most 0.99, or moments in float32"),
+        Rule("optimizer.weight_decay", lambda c: c.weight_factor < 0,
             "with optimizer.lr = {optimizer.lr:g} a step multiplies every weight by {weight_factor:g}",
-            lambda c: f"Use at most {1 / c.optimizer.lr:g}, which is 1 / lr",
-        ),
-        Rule(
-            "profiling.profile_freq",
+            lambda c: f"Use at most {1 / c.optimizer.lr:g}, which is 1 / lr"),
+        Rule("profiling.profile_freq",
             lambda c: c.profiling.enable_profiling and c.profiling.profile_freq < c.profiled_steps,
             "profiler_warmup {profiling.profiler_warmup} + profiler_active {profiling.profiler_active} take "
             "{profiled_steps} steps",
-            "Use {profiled_steps} or more",
-        ),
-        Rule(
-            ASYNC_TP,
-            lambda c: get_value(c.config, ASYNC_TP) and c.parallelism.tensor_parallel_degree == 1,
+            "Use {profiled_steps} or more"),
+        Rule(ASYNC_TP,
+            lambda c: c.parallelism.enable_async_tensor_parallel and c.parallelism.tensor_parallel_degree == 1,
             "there is no tensor parallel (tensor_parallel_degree = 1)",
-            "Leave this key out",
-        ),
-        Rule(
-            ASYNC_TP,
-            lambda c: (
-                get_value(c.config, ASYNC_TP) and not (compiles_blocks(c.config) and c.compile.backend == "inductor")
-            ),
+            "Leave this key out"),
+        Rule(ASYNC_TP,
+            lambda c: c.parallelism.enable_async_tensor_parallel
+            and not (c.compile.compiles_blocks and c.compile.backend == "inductor"),
             "inductor rewrites the matmuls, and it compiles no block (compile.enable, components, backend)",
-            "Leave this key out",
-        ),
+            "Leave this key out"),
     ],
     "machine": [
-        Rule(
-            ASYNC_TP,
-            lambda c: get_value(c.config, ASYNC_TP) and c.machine.device_type != "cuda",
+        Rule(ASYNC_TP, lambda c: c.parallelism.enable_async_tensor_parallel and c.machine.device_type != "cuda",
             "ranks write into the memory of one another's GPUs, and there is no GPU",
-            "Leave this key out",
-        ),
-        Rule(
-            "training.enable_cpu_offload",
-            lambda c: c.training.enable_cpu_offload and c.machine.device_type != "cuda",
+            "Leave this key out"),
+        Rule("training.enable_cpu_offload", lambda c: c.training.enable_cpu_offload and c.machine.device_type != "cuda",
             "there is no GPU, so that weights, gradients and optimizer are in the host's memory already",
-            "Leave this key out",
-        ),
-        Rule(
-            "profiling.enable_memory_snapshot",
+            "Leave this key out"),
+        Rule("profiling.enable_memory_snapshot",
             lambda c: c.profiling.enable_memory_snapshot and c.machine.device_type == "cpu",
             "torch records allocations of CUDA memory only, and this machine has no GPU",
-            "Set it to false: metrics.jsonl has the peak memory of every logged step",
-        ),
-        Rule(
-            "model.converters",
+            "Set it to false: metrics.jsonl has the peak memory of every logged step"),
+        Rule("model.converters",
             lambda c: uses_float8(c.config) and not c.float8_section.emulate and lacks_float8(c.machine),
             "{machine.name} does not multiply in float8, which needs compute capability 8.9",
-            f'Leave out "float8", or set {FLOAT8}.emulate = true: its rounding, without its speed',
-        ),
+            f'Leave out "float8", or set {FLOAT8}.emulate = true: its rounding, without its speed'),
     ],
 }
+# fmt: on
 
 REFUSED = {rule.name: rule for rule in RULES["refused"]}

@@ -1,17 +1,64 @@
 """Make the command line of each tool of `python -m torchtitan_lite`, with the text of its --help.
 
 The first line of a description is what the tool answers. Standard library only, and no tool is imported: help needs no
-packages and takes no time, and a mistyped option is refused before packages are loaded. A tool parses with the same
-parser.
+packages and takes no time, and a mistyped option or number is refused before packages are loaded. A tool parses with
+the same parser: argparse in bounded time, with errors that fit on a line.
 """
 
 import argparse
-from argparse import ArgumentParser
+import math
+import os
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
-from torchtitan_lite.config.arguments import count_cores, make_parser, number
+from torchtitan_lite.config.messages import show_text
 
+MOST_OPTIONS = 1000  # argparse takes a time that grows with the square of their number
 OF_THE_CONFIG = "Any further argument is the config's: --config NAME_OR_PATH, --section.key value.\n"
+
+
+class BoundedParser(ArgumentParser):
+    """argparse that refuses an endless command line, and shows only part of it."""
+
+    def parse_known_args(self, args: list[str], namespace: Namespace | None = None) -> tuple[Namespace, list[str]]:
+        n_options = sum(arg.startswith("-") for arg in args)
+        if n_options > MOST_OPTIONS:
+            self.error(f"there are {n_options:,} options, and at most {MOST_OPTIONS:,} are read")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(show_text(message, 400))
+
+
+def make_parser(name: str, description: str, epilog: str) -> ArgumentParser:
+    """Make the parser of a tool. No option may be shortened, because it could then be a key of the config."""
+    return BoundedParser(
+        f"python -m torchtitan_lite {name}",
+        description=description.strip(),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def number(kind: type, low: float, high: float = math.inf, *, but: float = math.inf) -> Callable[[str], float]:
+    """Return the type of an argument: a finite number from `low` to `high`, except `but`."""
+
+    def parse(text: str) -> float:
+        bounds = f"of {low} or more" if high == math.inf else f"from {low} to {high}"
+        bounds += f", but not {but}" * (but != math.inf)
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (low <= value <= high and value not in (but, math.inf)):
+            whole = "whole " if kind is int else ""
+            raise ArgumentTypeError(f"{text!r} is not a {whole}number {bounds}")
+        return value
+
+    return parse
 
 
 def make_check_parser() -> ArgumentParser:
@@ -30,7 +77,7 @@ and files are checked, compilers are not. With --gpus, memory and what only GPUs
     add = parser.add_argument
     add("--ranks", metavar="N", help="check a run of N ranks elsewhere, without its memory")
     add("--gpus", metavar="N", help="check a run on N GPUs elsewhere, with their memory")
-    add("--gpu", help="the GPU: a row of config/cluster.py, as for plan; default: h100")
+    add("--gpu", help="the GPU: a row of config/hardware.py, as for plan; default: h100")
     add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
     add("--json", action="store_true", help="print for programs")
     add("--launch", action="store_true", help="print the ranks of one host; the verdict goes to stderr")
@@ -60,8 +107,9 @@ You may kill it at any time: the same command continues, with the same bytes at 
     add("--suffix", action="append", default=[], metavar=".X", help="also read files *.X of folders, one document each")
     help = "count lines that are not JSON or have no text, instead of stopping at the first"
     add("--skip-bad", action="store_true", help=help)
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     help = "(%(default)s, the cores that this process may use)"
-    add("--processes", type=number(int, 1), default=count_cores(), metavar="N", help=help)
+    add("--processes", type=number(int, 1), default=n_cores, metavar="N", help=help)
     add("--overwrite", action="store_true", help="replace the corpus that is there, once the new one is whole")
     add("--start-over", action="store_true", help="delete what another command left unfinished for the same --out")
     add("--json", action="store_true", help="print the result for programs")
@@ -126,15 +174,11 @@ measured (metrics.measure_ledger)."""
     parser = make_parser("plan", description, OF_THE_CONFIG + epilog)
     add = parser.add_argument
     add("--gpus", type=number(int, 1), metavar="N", help="GPUs in all; default: what the degrees multiply to")
-    add("--gpu", default="h100", help="a row of config/cluster.py; default: h100")
+    add("--gpu", default="h100", help="a row of config/hardware.py; default: h100")
     add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
     add("--full", action="store_true", help="run every microbatch instead of a few that stand for all")
-    add(
-        "--tokens",
-        type=number(float, 0, but=0),
-        metavar="N",
-        help="also say the days of this many; default: training.steps",
-    )
+    help = "also say the days of this many; default: training.steps"
+    add("--tokens", type=number(float, 0, but=0), metavar="N", help=help)
     add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
     add("--trace", type=Path, metavar="FILE", help="also write it for chrome://tracing or Perfetto")
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
@@ -227,7 +271,7 @@ Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input."""
 
 
 def make_bench_parser() -> ArgumentParser:
-    """A sub-command for each bench. What is not given, the bench decides."""
+    """Make a sub-command for each bench, which decides what is not given."""
     description = """
 How fast is it, as ratios against references measured in the same run?
 

@@ -1,4 +1,4 @@
-"""Model shapes ("flavors"), what a block consists of, and what follows from these alone: parameters and FLOPs.
+"""Sizes of the models ("flavors"), what a block consists of, and what follows from these alone: parameters and FLOPs.
 
 Legend: D model dim, L layers, H query heads, K key/value heads, E head dim, F ffn dim, V vocabulary, S sequence.
 Published parameter counts that the tests compare with: Llama 3.1 8B / 70B / 405B and Llama 3.2 1B / 3B model cards.
@@ -101,12 +101,10 @@ def count_layer_parameters(args: ModelArgs, *, tp: int = 1, linear_only: bool = 
     )
 
 
-def count_parameters(shape: ModelArgs) -> int:
+def count_parameters(args: ModelArgs) -> int:
     """Return the number of all parameters, a tied embedding once. Equals what the model cards publish."""
-    matrices_over_vocabulary = 1 if shape.tie_embeddings else 2
-    return (
-        shape.n_layers * count_layer_parameters(shape) + (matrices_over_vocabulary * shape.vocab_size + 1) * shape.dim
-    )
+    n_matrices = 1 if args.tie_embeddings else 2  # over the vocabulary
+    return args.n_layers * count_layer_parameters(args) + (n_matrices * args.vocab_size + 1) * args.dim
 
 
 @dataclass(frozen=True)
@@ -117,12 +115,12 @@ class FlopsPerToken:
     causal: int
 
 
-def count_flops_per_token(shape: ModelArgs, seq_len: int) -> FlopsPerToken:
+def count_flops_per_token(args: ModelArgs, seq_len: int) -> FlopsPerToken:
     """Count 6 FLOPs per matmul weight and token, plus 12*L*H*E*S of attention (PaLM, app. B, arXiv:2204.02311).
 
     The embedding is a lookup and costs nothing; the head counts, also where both are one tied matrix. Norms have no
     matmul. Both conventions are in use: 57.9 GFLOP (full) and 51.5 (causal) for the 8B at 8,192 tokens.
     """
-    matmul_weights = shape.n_layers * count_layer_parameters(shape, linear_only=True) + shape.vocab_size * shape.dim
-    attention = 12 * shape.n_layers * shape.n_heads * shape.head_dim * seq_len
+    matmul_weights = args.n_layers * count_layer_parameters(args, linear_only=True) + args.vocab_size * args.dim
+    attention = 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
     return FlopsPerToken(full=6 * matmul_weights + attention, causal=6 * matmul_weights + attention // 2)

@@ -44,18 +44,18 @@ def plan_float8(linears: dict[str, tuple[int, int]], section: Float8, tp: int) -
     return Float8Plan(tuple(fqn for fqn in linears if fqn not in skipped), skipped)
 
 
-def list_linears(shape: ModelArgs) -> dict[str, tuple[int, int]]:
+def list_linears(args: ModelArgs) -> dict[str, tuple[int, int]]:
     """Return FQN -> (out, in) features of every linear layer except the head."""
-    of_block = {module.name: module.weight for module in list_block(shape) if module.is_linear}
-    return {f"layers.{layer}.{name}": weight for layer in range(shape.n_layers) for name, weight in of_block.items()}
+    of_block = {module.name: module.weight for module in list_block(args) if module.is_linear}
+    return {f"layers.{layer}.{name}": weight for layer in range(args.n_layers) for name, weight in of_block.items()}
 
 
-def describe_float8(config: Config, shape: ModelArgs, tp: int) -> list[str]:
+def describe_float8(config: Config, args: ModelArgs, tp: int) -> list[str]:
     """Say at the start of a run how many layers compute in float8, and which do not."""
     if not uses_float8(config):
         return []
     section = config.quantize.linear.float8
-    plan = plan_float8(list_linears(shape), section, tp)
+    plan = plan_float8(list_linears(args), section, tp)
     emulated = ", emulated" if section.emulate else ""
     n_layers = len(plan.fqns) + len(plan.skipped)
     counted = f"{len(plan.fqns)} of {n_layers} linear layers compute in float8 ({section.recipe_name}{emulated})"

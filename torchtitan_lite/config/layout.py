@@ -1,4 +1,4 @@
-"""Plan the layout of a run from config, shape and world size alone: degrees, stages, microbatches, ZeRO stage.
+"""Plan the layout of a run from config, model and world size alone: degrees, stages, microbatches, ZeRO stage.
 
     rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t        outermost: pp, innermost: tp
 
@@ -15,8 +15,9 @@ from math import prod
 from torchtitan_lite.config.case import Case, stage_of_reshard
 from torchtitan_lite.config.checks import find_problems, find_refused
 from torchtitan_lite.config.flavors import FLAVORS, ModelArgs, RopeScaling
+from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import Stages, check_microbatches, place_stages, plan_stages
-from torchtitan_lite.config.schema import Config, ConfigError, Model, Parallelism, Problem
+from torchtitan_lite.config.schema import Config, Model, Parallelism
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 
@@ -33,12 +34,12 @@ def resolve_model(model: Model) -> ModelArgs:
         given["rope_scaling"] = None
     elif model.rope_scaling == "llama3" and row.rope_scaling is None:
         given["rope_scaling"] = RopeScaling(factor=8.0)
-    shape = replace(row, **given)
+    args = replace(row, **given)
     if model.head_dim is None and (model.dim or model.n_heads):
-        shape = replace(shape, head_dim=shape.dim // shape.n_heads)
-    if problems := find_problems("model", Case(Config(model=model), shape)):
+        args = replace(args, head_dim=args.dim // args.n_heads)
+    if problems := find_problems("model", Case(Config(model=model), args)):
         raise ConfigError(problems)
-    return shape
+    return args
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,15 @@ class Layout:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def strides(self) -> dict[str, int]:
+        """Distance in ranks of neighbours in the groups of each mesh dim. FSDP's stride is cp's."""
+        strides, stride = {}, 1
+        for dim, degree in reversed(self.degrees.items()):
+            strides[dim] = stride
+            stride *= degree
+        return {**strides, "fsdp": strides["cp"]}
+
     def stages_of(self, pp_rank: int) -> list[int]:
         """Return the stages of one pp rank, first to last."""
         return [stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank]
@@ -80,25 +90,26 @@ class Layout:
         return " x ".join(used) or "one rank"
 
 
-def plan_layout(config: Config, shape: ModelArgs, world_size: int) -> Layout:
+def plan_layout(config: Config, args: ModelArgs, world_size: int) -> Layout:
     """Return the layout of a run on `world_size` ranks. Raises ConfigError with every problem, not only the first."""
     section = config.parallelism
     degrees, zero_stage = plan_degrees(section, world_size), plan_zero_stage(section)
     batch = plan_batch(config, degrees)
-    case = Case(config, shape, degrees, world_size, batch, zero_stage)
+    case = Case(config, args, degrees, world_size, batch, zero_stage)
     problems = find_problems("mesh", case) + find_problems("layout", case)
     if case.csv_fault:  # what follows would read the file again
         raise ConfigError(problems)
-    problems += find_refused(config, shape, zero_stage)
-    stages, stage_problems = plan_stages(section, shape.n_layers)
+    problems += find_refused(config, args, zero_stage)
+    stages, stage_problems = plan_stages(section, args.n_layers)
     problems += stage_problems
     if degrees["pp"] > 1 and not any("batch_size" in problem.key for problem in problems):
         n_microbatches = batch["n_microbatches"]
         problems += check_microbatches(section, config.training.local_batch_size, n_microbatches, len(stages))
     if problems:
         raise ConfigError(problems)
-    stage_ranks = place_stages(section, len(stages))
-    return Layout(**degrees, stages=stages, stage_ranks=stage_ranks, **batch, zero_stage=zero_stage)
+    return Layout(
+        **degrees, stages=stages, stage_ranks=place_stages(section, len(stages)), **batch, zero_stage=zero_stage
+    )
 
 
 def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:

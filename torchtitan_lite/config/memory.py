@@ -1,5 +1,7 @@
-"""Bytes that one rank holds at its peak: the one closed form. `check`, plan, search, the out-of-memory report and
-`bench gpu` all use it; the dry run and tests/measure_memory.py are its measure. No torch.
+"""Bytes that one rank holds at its peak: the one closed form, and a lower bound by which `check` refuses a run.
+
+`check`, plan, search, the out-of-memory report and `bench gpu` all use it; the dry run and tests/measure_memory.py are
+its measure.
 
     at rest      parameters, gradients (fp32), optimizer state: of the rank's stages, over tp and over dp_shard x cp
     gathered     whole parameters in compute dtype: of a block and the next (ZeRO 3), or of everything (ZeRO 1, 2)
@@ -11,12 +13,18 @@ These are live bytes. The allocator reserves more: Cluster.reserve_factor. Legen
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil, prod
 
-from torchtitan_lite.config.flavors import ModelArgs, list_block
-from torchtitan_lite.config.schema import Optimizer
+from torchtitan_lite.config.flavors import FLAVORS, ModelArgs, count_parameters, list_block
+from torchtitan_lite.config.hardware import GIB, Machine, measure_cpu_memory
+from torchtitan_lite.config.layout import plan_batch
+from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.schema import Config, Optimizer
 from torchtitan_lite.config.workload import MASTER_BYTES, Stage, Workload, count_moment_bytes
+
+BATCH_BYTES = 4 * 8  # per token of a step: the four fields of data/dataset.py's Batch, int64
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ def count_state_bytes(section: Optimizer) -> int:
 
 
 @lru_cache
-def list_kept_bytes(shape: ModelArgs, compute_bytes: int, *, tp: int = 1) -> dict[str, float]:
+def list_kept_bytes(args: ModelArgs, compute_bytes: int, *, tp: int = 1) -> dict[str, float]:
     """Return the bytes that a layer keeps per token for its backward, by recompute mode.
 
     In numbers of the compute dtype (1/tp of all but what is marked "whole"); in KiB of 8B in bf16 on one rank:
@@ -58,26 +66,22 @@ def list_kept_bytes(shape: ModelArgs, compute_bytes: int, *, tp: int = 1) -> dic
     and 4 bytes per head of attention's log-sum-exp, unless backward runs attention's forward again. Rotation keeps
     nothing: its backward needs the angles only. CPU kernels keep one or two more tensors per norm.
     """
-    block = list_block(shape)
+    block = list_block(args)
     colwise = [module.weight for module in block if module.tp == "colwise"]
     rowwise = [module.weight for module in block if module.tp == "rowwise"]
     norms = sum(module.weight[0] for module in block if not module.is_linear)
-    heads = shape.n_heads * shape.head_dim
-    hidden, of_colwise = shape.dim / tp, sum(out for out, _ in colwise) / tp
+    heads = args.n_heads * args.head_dim
+    hidden, of_colwise = args.dim / tp, sum(out for out, _ in colwise) / tp
     of_rowwise = sum(out for out, _ in rowwise)  # partial sums of the whole width
     scattered = of_rowwise / tp * (tp > 1)
     elements = {
-        "none": norms / tp
-        + norms
-        + of_colwise
-        + sum(width for _, width in rowwise) / tp
-        + (shape.ffn_dim + heads) / tp,
+        "none": norms / tp + norms + of_colwise + sum(width for _, width in rowwise) / tp + (args.ffn_dim + heads) / tp,
         "op": hidden + of_colwise + of_rowwise + scattered + heads / tp,
         "full": hidden,
-        "alternate": hidden + (heads + shape.n_kv_heads * shape.head_dim + shape.ffn_dim + heads) / tp + shape.dim,
+        "alternate": hidden + (heads + args.n_kv_heads * args.head_dim + args.ffn_dim + heads) / tp + args.dim,
     }
     log_sum_exp = {"none": 4, "op": 4, "full": 0, "alternate": 4}
-    return {mode: n * compute_bytes + log_sum_exp[mode] * shape.n_heads / tp for mode, n in elements.items()}
+    return {mode: n * compute_bytes + log_sum_exp[mode] * args.n_heads / tp for mode, n in elements.items()}
 
 
 def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, float]) -> Memory:
@@ -105,7 +109,10 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, fl
         for index, n in in_flight.items()
         if stages[index].has_embedding and not stages[index].n_layers
     )
-    block = estimate_block(workload, kept_bytes) * has_layers
+    # A block in backward holds its recomputed activations and temporary gradients besides what is kept.
+    again = max(kept_bytes["none"] - kept_bytes[mode] for mode in workload.recompute)
+    temporary = (3 * workload.shape.ffn_dim / layout.tp + workload.shape.dim) * workload.compute_bytes
+    block = (max(0, again) + temporary) * workload.n_tokens * has_layers
     loss = estimate_loss(workload) * any(stage.has_head for stage in stages.values())
     if layout.n_microbatches > 1:
         moments = [(gradients, kept, max(block, loss, embedding * workload.compute_bytes))]
@@ -123,13 +130,6 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, fl
         received=n_received * layout.n_microbatches * workload.hidden_bytes / layout.tp,
         working=working,
     )
-
-
-def estimate_block(workload: Workload, kept_bytes: dict[str, float]) -> float:
-    """Return what a block in backward holds besides the kept activations: recomputed ones, and temporary gradients."""
-    again = max(kept_bytes["none"] - kept_bytes[mode] for mode in workload.recompute)
-    temporary = (3 * workload.shape.ffn_dim / workload.layout.tp + workload.shape.dim) * workload.compute_bytes
-    return (max(0, again) + temporary) * workload.n_tokens
 
 
 def estimate_loss(workload: Workload) -> float:
@@ -168,3 +168,148 @@ def estimate_gathered(workload: Workload, stages: list[Stage]) -> float:
     reduced = workload.layer_parameters * (workload.compute_bytes + MASTER_BYTES) * (workload.layout.pp == 1)
     gathered = 2 * workload.layer_parameters * has_layers + workload.vocabulary_parameters * has_matrix
     return gathered * workload.compute_bytes + reduced
+
+
+# ---------------------------------------------------------------- the lower bound of `check`
+#
+#   at the loss       weights, optimizer state, gradients of earlier microbatches; activations of one, logits of a chunk
+#   after backward    weights, optimizer state, gradients of all microbatches
+#   at both           tokens, targets, positions and documents of a whole step
+#
+# The bound is the larger of the two. All numbers are means over the ranks that have one copy of the model, so no rank's
+# peak is below them, and only activations that every recompute mode, kernel and compiler keeps are counted. A run above
+# this bound may still not fit: `plan` makes a dry run.
+
+
+@dataclass(frozen=True)
+class MemoryBound:
+    """The least bytes needed of one memory: a GPU's, or that of a host, which all its ranks use."""
+
+    state_bytes: int  # weights, gradients, optimizer state
+    activation_bytes: int  # and logits
+    batch_bytes: int  # tokens, targets, positions and documents of a whole step
+    available_bytes: int
+    n_ranks: int  # that use this memory
+    on_host: bool  # not on a GPU
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.state_bytes + self.activation_bytes + self.batch_bytes
+
+
+def bound_memory(
+    config: Config, args: ModelArgs, degrees: dict[str, int], machine: Machine, n_hosts: int
+) -> list[MemoryBound]:
+    """Return a bound for each kind of memory that is known. `degrees` multiply to the world size."""
+    n_ranks = ceil(prod(degrees.values()) / n_hosts)
+    bytes_each = count_state_bytes(config.optimizer)
+    offloads = machine.device_type == "cuda" and config.training.enable_cpu_offload
+    bounds = []
+    if (available := machine.memory_bytes_per_device) is not None:
+        on_host = machine.device_type == "cpu"
+        n_sharing = n_ranks if on_host else 1
+        peak = bound_rank(config, args, degrees, machine.device_type, 0 if offloads else bytes_each)
+        bounds.append(MemoryBound(*(n_sharing * part for part in peak), available, n_sharing, on_host))
+    if offloads and machine.is_here:
+        state_bytes = n_ranks * shard_state(args, degrees, bytes_each)
+        bounds.append(MemoryBound(state_bytes, 0, 0, measure_cpu_memory(), n_ranks, on_host=True))
+    return bounds
+
+
+def bound_rank(
+    config: Config, args: ModelArgs, degrees: dict[str, int], device_type: str, bytes_each: int
+) -> tuple[int, int, int]:
+    """Return the bytes of state (`bytes_each` per parameter), of activations and of the batch at a rank's peak."""
+    training = config.training
+    batch = plan_batch(config, degrees)
+    dp = degrees["dp_replicate"] * degrees["dp_shard"]
+    batch_bytes = BATCH_BYTES * batch["global_batch_size"] // dp * training.seq_len
+
+    after_backward = shard_state(args, degrees, bytes_each)
+    gradient_bytes = MASTER_BYTES if batch["n_microbatches"] == 1 else 0  # they do not exist yet
+    at_loss = shard_state(args, degrees, max(0, bytes_each - gradient_bytes))
+
+    param = training.mixed_precision_param
+    itemsize = 2 if param == "bfloat16" or (param == "auto" and device_type == "cuda") else 4
+    n_tokens = batch["microbatch_size"] * training.seq_len / degrees["cp"]
+    # A compiler may keep less than the closed form for eager mode, and blocks that recompute differ from one another.
+    section = config.activation_checkpoint
+    by_op = not config.compile.compiles_blocks and (section.is_by_op or section.mode == "none")
+    per_layer = list_kept_bytes(args, itemsize)["op" if by_op else "full"]
+    activations = n_tokens / degrees["tp"] * args.n_layers * per_layer
+    n_at_once = min(training.loss_chunk_tokens or n_tokens, n_tokens)
+    logits = itemsize * n_at_once * args.vocab_size / degrees["tp"]
+    activation_bytes = int((activations + logits) / degrees["pp"])
+    if at_loss + activation_bytes > after_backward:
+        return at_loss, activation_bytes, batch_bytes
+    return after_backward, 0, batch_bytes
+
+
+def shard_state(args: ModelArgs, degrees: dict[str, int], bytes_each: int) -> int:
+    """Return one rank's bytes of the state, spread evenly over the ranks that have one copy of the model."""
+    n_shards = prod(degree for dim, degree in degrees.items() if dim != "dp_replicate")
+    return ceil(count_parameters(args) * bytes_each / n_shards)
+
+
+def check_memory(config: Config, args: ModelArgs, bounds: list[MemoryBound], machine: Machine) -> list[Problem]:
+    """Return a problem for each memory that is too small."""
+    problems = []
+    for bound in bounds:
+        if bound.needed_bytes > bound.available_bytes:
+            where = f"on {'this host' if bound.on_host else f'each {machine.name}'}"
+            where += f", which has {bound.available_bytes / GIB:.1f} GiB"
+            if bound.state_bytes > bound.available_bytes:
+                problems.append(refuse_model(config, args, bound, machine, where))
+            else:
+                problems.append(refuse_tokens(config, bound, where))
+    return problems
+
+
+def refuse_model(config: Config, args: ModelArgs, bound: MemoryBound, machine: Machine, where: str) -> Problem:
+    """Describe a model whose parameters alone do not fit, by the key of [model] that causes most of them.
+
+    That is the key that is farthest above its flavor's value, else the flavor.
+    """
+    n_parameters, bytes_each = count_parameters(args), count_state_bytes(config.optimizer)
+    why = (
+        f"{n_parameters / 1e9:.2f} billion parameters of {bytes_each} bytes (weight, gradient, optimizer state) need "
+        f"at least {bound.state_bytes / GIB:.1f} GiB {where}"
+    )
+    remedy = "Run `./run_train.sh --config debug` here"
+    if machine.device_type == "cuda" and machine.memory_bytes_per_device:
+        n_gpus = ceil(n_parameters * bytes_each / machine.memory_bytes_per_device)
+        remedy += f", or share one copy of the model among at least {n_gpus} such GPUs"
+    else:
+        remedy += f", or this config on GPUs with more than {n_parameters * bytes_each / GIB:.0f} GiB among them"
+    flavor = FLAVORS[config.model.flavor]
+    without = {"flavor": n_parameters}  # key -> parameters if it had its flavor's value
+    for key, size in vars(args).items():
+        if type(size) is int and getattr(config.model, key) is not None:
+            without[key] = count_parameters(replace(args, **{key: getattr(flavor, key)}))
+    key = min(without, key=without.__getitem__)
+    return Problem(f"model.{key}", getattr(config.model, key), why, remedy)
+
+
+def refuse_tokens(config: Config, bound: MemoryBound, where: str) -> Problem:
+    """Describe a model that fits, with a batch or a sequence whose activations do not."""
+    training, parallelism = config.training, config.parallelism
+    left_bytes, token_bytes = bound.available_bytes - bound.state_bytes, bound.activation_bytes + bound.batch_bytes
+    pipelined = parallelism.pipeline_parallel_degree > 1
+    microbatch_size = parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
+    if bound.batch_bytes > bound.activation_bytes and training.global_batch_size != -1:
+        key, value = "training.global_batch_size", training.global_batch_size
+    elif microbatch_size > 1 and token_bytes / microbatch_size <= left_bytes:
+        key = "parallelism.pipeline_parallel_microbatch_size" if pipelined else "training.local_batch_size"
+        value = microbatch_size
+    else:
+        key, value = "training.seq_len", training.seq_len
+    most = int(value * left_bytes / token_bytes)
+    why = (
+        f"microbatches of {microbatch_size} x {training.seq_len} tokens keep {bound.activation_bytes / GIB:.1f} GiB of "
+        f"activations and logits, the batch of a step takes {bound.batch_bytes / GIB:.1f} GiB, weights, gradients and "
+        f"optimizer state {bound.state_bytes / GIB:.1f} GiB: at least {bound.needed_bytes / GIB:.1f} GiB {where}"
+    )
+    remedy = f"More than about {most} cannot fit" if most else "Use a smaller model, or more ranks"
+    if config.activation_checkpoint.mode != "full" and bound.activation_bytes > bound.batch_bytes:
+        remedy += '; activation_checkpoint.mode = "full" keeps less of each token'
+    return Problem(key, value, why, remedy)

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_lite.config.json_file import read_regular_file
+from torchtitan_lite.config.files import read_regular_file
 
 MOST_BYTES = 2**18  # 64 pp ranks with 200 microbatches whose backward is split have 242,000
 CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
@@ -55,9 +55,8 @@ def find_fault(path: str, pp: int) -> str:
         rows = read_rows(path)
     except ValueError as error:
         return str(error)
-    if len(rows) != pp:
-        return f"has {len(rows)} rows for {pp} pp ranks"
-    return find_missing_action(rows) or find_deadlock(rows)
+    wrong_number = f"has {len(rows)} rows for {pp} pp ranks" if len(rows) != pp else ""
+    return wrong_number or find_missing_action(rows) or find_deadlock(rows)
 
 
 def find_missing_action(rows: list[list[Action]]) -> str:

@@ -10,9 +10,12 @@ Sources: GPipe arXiv:1811.06965; 1F1B, interleaved 2104.04473; breadth first 221
 DualPipe 2412.19437.
 """
 
+from itertools import zip_longest
+
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.pipeline_csv import read_rows
-from torchtitan_lite.config.schema import Parallelism, Problem
+from torchtitan_lite.config.schema import Parallelism
 
 Stages = tuple[tuple[str, ...], ...]  # FQNs of the modules of each stage, first to last
 
@@ -119,33 +122,30 @@ def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages,
     pp = parallelism.pipeline_parallel_degree
     problems = []
     expected = list(name_modules(range(n_layers), first=True, last=True))
+    may_lack_layers = {0: ["tok_embeddings"], len(given) - 1: ["norm", "output"]}
+    lacking = [
+        index
+        for index, stage in enumerate(given)
+        if not any(fqn.startswith("layers.") for fqn in stage) and stage != may_lack_layers.get(index)
+    ]
     listed = [fqn for stage in given for fqn in stage]
     if listed != expected:
-        pairs = zip(listed, expected, strict=False)
-        at = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(listed), len(expected)))
-        seen, wanted = (names[at] if at < len(names) else "nothing" for names in (listed, expected))
+        pairs = zip_longest(listed, expected, fillvalue="nothing")
+        seen, wanted = next(pair for pair in pairs if pair[0] != pair[1])
         why = f"all lists together must name every module once, in the order of the model; there is {seen} for {wanted}"
         problems.append(Problem(key, given, why, f"The order is {', '.join(expected)}"))
-    elif lacking := find_stages_without_layer(given):
+    elif lacking:
         why = f"stage {lacking[0]} has no layer; only a first one of tok_embeddings and a last one of norm, output may"
         problems.append(Problem(key, given, why, "Give it one at least"))
     n_stages, per_rank = len(given), SCHEDULES[parallelism.pipeline_parallel_schedule].least_stages_per_rank
     if pp == 1 or not can_run(parallelism, n_stages):
         csv = parallelism.pipeline_parallel_schedule_csv
         why = f"it lists {n_stages} stages for {pp} pp ranks under {csv or parallelism.pipeline_parallel_schedule}"
-        remedy = f"List {count_csv_stages(parallelism) if csv else pp * per_rank} stages"
-        problems.append(Problem(key, given, why, remedy if pp > 1 else "Raise pipeline_parallel_degree"))
+        remedy = "Raise pipeline_parallel_degree"
+        if pp > 1:  # without a pipeline nobody has checked the schedule file
+            remedy = f"List {count_csv_stages(parallelism) if csv else pp * per_rank} stages"
+        problems.append(Problem(key, given, why, remedy))
     return tuple(tuple(stage) for stage in given), problems
-
-
-def find_stages_without_layer(given: list[list[str]]) -> list[int]:
-    """Return the stages that lack a layer. A first one of the embedding alone and a last one of norm and head may."""
-    ends = {0: ["tok_embeddings"], len(given) - 1: ["norm", "output"]}
-    return [
-        index
-        for index, stage in enumerate(given)
-        if not any(fqn.startswith("layers.") for fqn in stage) and stage != ends.get(index)
-    ]
 
 
 def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:
@@ -168,26 +168,20 @@ def check_microbatches(
 ) -> list[Problem]:
     """Find a number of microbatches that the schedule cannot run."""
     name, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
-    key = "training.local_batch_size"
+    schedule, rounds = SCHEDULES[name], max(1, n_microbatches // pp)
+    why = ""
     if parallelism.pipeline_parallel_schedule_csv:
-        try:
-            rows = read_rows(parallelism.pipeline_parallel_schedule_csv)
-        except ValueError:  # check_csv says what is wrong with the file
-            return []
+        rows = read_rows(parallelism.pipeline_parallel_schedule_csv)
         written = 1 + max(action.microbatch for row in rows for action in row)
-        if written == n_microbatches:
-            return []
-        why = f"it makes {n_microbatches} microbatches, and the CSV schedule has {written}"
-        return [
-            Problem(key, local_batch_size, why, f"Choose batch sizes that make {written}, or write another schedule")
-        ]
-    schedule = SCHEDULES[name]
-    if schedule.fills_pipeline and n_microbatches < n_stages:
-        why = f"it makes {n_microbatches} microbatches, and {name} needs one for each of the {n_stages} stages"
+        if written != n_microbatches:
+            why = f"the CSV schedule has {written}"
+            remedy = f"Choose batch sizes that make {written}, or write another schedule"
+    elif schedule.fills_pipeline and n_microbatches < n_stages:
+        why = f"{name} needs one for each of the {n_stages} stages"
         remedy = "Raise it (or global_batch_size), lower pipeline_parallel_microbatch_size, or use GPipe"
-        return [Problem(key, local_batch_size, why, remedy)]
-    rounds = max(1, n_microbatches // pp)
-    if schedule.in_rounds and n_microbatches % rounds:
-        why = f"it makes {n_microbatches} microbatches, and {name} runs them in {rounds} equal rounds"
-        return [Problem(key, local_batch_size, why, f"Use a number of microbatches that {pp} divides")]
-    return []
+    elif schedule.in_rounds and n_microbatches % rounds:
+        why, remedy = f"{name} runs them in {rounds} equal rounds", f"Use a number of microbatches that {pp} divides"
+    if not why:
+        return []
+    why = f"it makes {n_microbatches} microbatches, and {why}"
+    return [Problem("training.local_batch_size", local_batch_size, why, remedy)]

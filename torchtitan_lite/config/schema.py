@@ -2,19 +2,15 @@
 
 The spelling is torchtitan's (v0.2); keys that only exist here are marked `new`. What a key may hold is its type:
 `Literal` for a choice, among the rows of a table of choices.py for instance, `Range` for a number. `reader.py` fills
-these classes from TOML and the command line; `layout.py` plans what follows from them. None of them imports
-torch, so that a mistake is reported in milliseconds.
+these classes from TOML and the command line; `layout.py` plans what follows from them.
 """
 
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Annotated, Literal
+from functools import reduce
+from typing import Annotated, Any, Literal
 
 from torchtitan_lite.config.choices import ATTENTIONS, DECAYS, OPTIMIZERS, SCHEDULES
 from torchtitan_lite.config.flavors import BLOCKS
-from torchtitan_lite.config.shown import show_json, show_text, show_value
-
-MOST_PROBLEMS, MOST_CHARACTERS = 20, 6000  # that are listed: a screen
 
 
 @dataclass(frozen=True)
@@ -176,6 +172,10 @@ class ActivationCheckpoint:
     selective_ac_option: str = "op"  # "op": save matmuls and attention only; "n": recompute every n-th layer
     memory_budget: Fraction = 0.5  # of mode memory_budget: 0 recomputes each compiled block, 1 as little as none
 
+    @property
+    def is_by_op(self) -> bool:
+        return self.mode == "selective" and self.selective_ac_option == "op"
+
 
 @dataclass(frozen=True)
 class Compile:
@@ -183,6 +183,10 @@ class Compile:
     # model: each block by itself; loss: what the head does with its logits
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+
+    @property
+    def compiles_blocks(self) -> bool:
+        return self.enable and "model" in self.components
 
 
 @dataclass(frozen=True)
@@ -230,9 +234,8 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Validation:
     enable: bool = False  # the loss on held-out documents, the same ones on every layout
-    dataset: list[FilePath] = field(
-        default_factory=list
-    )  # as training.dataset; none: the held-out part of those corpora
+    # as training.dataset; none: the held-out part of those corpora
+    dataset: list[FilePath] = field(default_factory=list)
     freq: Steps = 10  # steps from one validation to the next; the first and the last step are validated too
     steps: StepsOrAuto = -1  # batches of training.global_batch_size; auto: all there are
 
@@ -240,9 +243,7 @@ class Validation:
 @dataclass(frozen=True)
 class Comm:
     init_timeout_seconds: Seconds = 300  # how long ranks wait for each other until the first step ends, and for disks
-    train_timeout_seconds: Seconds = (
-        100  # after the first step, except for checkpoints and exports: a disk may be slower
-    )
+    train_timeout_seconds: Seconds = 100  # after the first step, but for checkpoints and exports: disks may be slower
     trace_buf_size: Entries = 20000  # entries of NCCL's flight recorder, written on a time-out; 0: off
     save_traces_folder: FilePath = "comm_traces"  # inside dump_folder
 
@@ -273,34 +274,6 @@ class Config:
     debug: Debug = field(default_factory=Debug)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong with a config, with a remedy that needs no reading of code."""
-
-    key: str  # as in TOML: "parallelism.tensor_parallel_degree"
-    value: object  # as seen
-    why: str
-    remedy: str
-
-    def __str__(self) -> str:
-        key, why, remedy = show_text(self.key, 100), show_text(self.why, 600), show_text(self.remedy, 1200)
-        return f"{key} = {show_value(self.value)}: {why}. {remedy}."
-
-    def for_json(self) -> dict[str, object]:
-        """Return what `--json` prints: the value itself if it is short."""
-        return {name: show_json(x) if name == "value" else show_text(x, 1200) for name, x in vars(self).items()}
-
-
-class ConfigError(ValueError):
-    """A config that cannot run. Holds every problem that was found, not only the first."""
-
-    def __init__(self, problems: list[Problem]):
-        self.problems = problems
-        super().__init__("\n".join(f"  {n}. {problem}" for n, problem in enumerate(self.list_first(), 1)))
-
-    def list_first(self) -> list[Problem]:
-        """Return as many problems as fit on a screen, and their number if there are more."""
-        ends = accumulate(len(str(problem)) for problem in self.problems[:MOST_PROBLEMS])
-        n = max(1, sum(end <= MOST_CHARACTERS for end in ends))
-        cut = Problem("problems", len(self.problems), f"the list ends after {n} of them", "Repair these first")
-        return [*self.problems[:n], cut] if n < len(self.problems) else self.problems
+def get_value(config: Config, key: str) -> Any:
+    """Return the value of a dotted name."""
+    return reduce(getattr, key.split("."), config)

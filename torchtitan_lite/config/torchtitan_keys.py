@@ -1,4 +1,4 @@
-"""What torchtitan users write and we spell differently, or do not have: data only, read by reader.py.
+"""What torchtitan users write and we spell differently, or do not have; read by reader.py.
 
 A TOML file of torchtitan v0.1 or v0.2 holds keys of three kinds that are not ours. An old name is taken as its new
 one. A switch of a feature that we do not have is accepted where it is off and refused where it is on, with the nearest
@@ -88,3 +88,17 @@ SETTINGS_OF_ABSENT = {
     "memory_estimation.*": "memory_estimation.enable",
     "fault_tolerance.*": "fault_tolerance.enable",
 }
+
+
+def resolve_alias(written: str) -> str:
+    """Return our name of a key, or the same name where it has no other."""
+    section, _, name = written.rpartition(".")
+    if f"{section}.*" in ALIASES:
+        return ALIASES[f"{section}.*"].removesuffix("*") + name
+    return ALIASES.get(written, written)
+
+
+def is_torchtitan_key(key: str) -> bool:
+    """Whether a key that is not ours is torchtitan's."""
+    sections = tuple(name.removesuffix("*") for name in SETTINGS_OF_ABSENT if name.endswith(".*"))
+    return key in ABSENT or key in SETTINGS_OF_ABSENT or key.startswith(sections)

@@ -1,8 +1,8 @@
-"""One optimizer step of a model in a layout, as numbers: the input of every closed form. No torch.
+"""One optimizer step of a model in a layout, as numbers: the input of every closed form.
 
-    config + shape + layout  ->  Workload  ->  config/memory.py    bytes that a rank holds
-                                           ->  plan/traffic.py     bytes that a rank moves
-                                           ->  plan/step_time.py   seconds
+    config + model_args + layout  ->  Workload  ->  config/memory.py    bytes that a rank holds
+                                                ->  plan/traffic.py     bytes that a rank moves
+                                                ->  plan/step_time.py   seconds
 
 Legend: B sequences of a microbatch, S sequence, D model dim, H query heads, K key/value heads, E head dim, F ffn dim,
 V vocabulary, T = B*S/cp tokens of a microbatch on one rank.
@@ -14,13 +14,13 @@ from functools import cached_property, lru_cache
 from math import ceil, prod
 from typing import Literal
 
-from torchtitan_lite.config.case import recomputes_by_op
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.flavors import BlockModule, ModelArgs, count_layer_parameters, list_block
 from torchtitan_lite.config.float8_plan import uses_float8
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import Stages, splits_backward
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config, ConfigError, Optimizer, Problem
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Optimizer
 
 # No config asks for "alternate": it is torchtitan's policy of 2024, which keeps every second matmul. Published runs
 # use it.
@@ -167,7 +167,7 @@ def count_modules(stages: Stages) -> tuple[Stage, ...]:
     )
 
 
-def describe_workload(config: Config, shape: ModelArgs, layout: Layout) -> Workload:
+def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Workload:
     """Return the workload of a run. A compute dtype of "auto" counts as a GPU's. Raises ConfigError."""
     if config.activation_checkpoint.mode == "memory_budget":
         why = "the compiler decides what is recomputed, so no closed form exists"
@@ -176,10 +176,10 @@ def describe_workload(config: Config, shape: ModelArgs, layout: Layout) -> Workl
     dtype = config.training.mixed_precision_param
     dtype = "bfloat16" if dtype == "auto" else dtype
     return Workload(
-        shape=shape,
+        shape=args,
         layout=layout,
         seq_len=config.training.seq_len,
-        recompute=count_recompute(config.activation_checkpoint, shape.n_layers, recomputes_by_op(config)),
+        recompute=count_recompute(config.activation_checkpoint, args.n_layers),
         compute_dtype=dtype,
         matmul_dtype="float8" if uses_float8(config) else dtype,
         moment_bytes=count_moment_bytes(config.optimizer),
@@ -197,11 +197,9 @@ def count_moment_bytes(section: Optimizer) -> int:
     return OPTIMIZERS[section.name].n_moments * {"float32": 4, "bfloat16": 2}[section.moments_dtype]
 
 
-def count_recompute(section: ActivationCheckpoint, n_layers: int, by_op: bool) -> Counter:
+def count_recompute(section: ActivationCheckpoint, n_layers: int) -> Counter:
     """Return mode -> number of layers, as plan_recompute of activation_checkpoint.py has it layer by layer."""
-    if section.mode != "selective":
-        return Counter({section.mode: n_layers})
-    if by_op:
-        return Counter({"op": n_layers})
+    if section.mode != "selective" or section.is_by_op:
+        return Counter({"op" if section.is_by_op else section.mode: n_layers})
     n_full = -(-n_layers // int(section.selective_ac_option))  # layers 0, n, 2n ...
     return Counter({"full": n_full, "none": n_layers - n_full})

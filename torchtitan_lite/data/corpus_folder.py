@@ -27,9 +27,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan_lite.config.files import find_damage
-from torchtitan_lite.config.json_file import read_json_object
-from torchtitan_lite.config.schema import Problem
+from torchtitan_lite.config.files import find_damage, read_json_object
+from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.data.vocabulary import Vocabulary
 
 FORMAT = 1

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config.json_file import in_one_line, parse_json_object, read_json_object
+from torchtitan_lite.config.files import parse_json_object, read_json_object
+from torchtitan_lite.config.messages import ConfigError, Problem, show_text
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.config.schema import ConfigError, Problem
 from torchtitan_lite.data.byte_level_bpe import (
     NotForTiktoken,
     list_stages,
@@ -85,7 +85,7 @@ def read_vocabulary(hf_assets_path: str) -> Vocabulary:
     try:
         return read_tokenizer_json(path) if path.name == "tokenizer.json" else read_tokenizer_model(path)
     except VocabularyError as error:
-        raise ConfigError([Problem(KEY, hf_assets_path, f"{path}: {in_one_line(str(error))}", REMEDY)]) from None
+        raise ConfigError([Problem(KEY, hf_assets_path, f"{path}: {show_text(str(error))}", REMEDY)]) from None
 
 
 def find_tokenizer(hf_assets_path: str) -> Path | None:

@@ -13,7 +13,7 @@ from base64 import b64decode
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan_lite.config.json_file import read_regular_file
+from torchtitan_lite.config.files import read_regular_file
 
 MAX_MODEL_BYTES = 2**24  # of a tokenizer.model; the published ones have a quarter
 MAX_TOKEN_BYTES = 1024  # the longest token of a published one is 128 spaces

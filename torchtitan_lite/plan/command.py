@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.config.cluster import Cluster, find_cluster
 from torchtitan_lite.config.command_lines import make_plan_parser
+from torchtitan_lite.config.hardware import Cluster, find_cluster
 from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import ConfigError, Problem
-from torchtitan_lite.config.tables import format_bytes, format_table
 from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.collectives import Collective, Moved, max_moved, sum_moved
 from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, group_pp_ranks, plan_run

@@ -38,9 +38,10 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.plan.collectives import Collective
 from torchtitan_lite.plan.fake_world import fake_group, kernels_of_gpus, make_batch, static_stages

@@ -16,12 +16,10 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from torchtitan_lite.config.cluster import find_strides
 from torchtitan_lite.config.command_lines import make_explain_parser
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
 from torchtitan_lite.config.reader import find_config_file
-from torchtitan_lite.config.schema import ConfigError, Problem
-from torchtitan_lite.config.tables import format_bytes, format_table
 from torchtitan_lite.plan.collectives import Collective, max_moved, sum_moved
 from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, Sharding, group_pp_ranks, plan_run
 
@@ -73,7 +71,7 @@ def draw_mesh(layout: Layout) -> str:
     """Draw every rank in the mesh: the innermost dim in brackets, the next across, the outer ones down."""
     used = [dim for dim, degree in layout.degrees.items() if degree > 1] or ["tp"]
     *down, across, inner = [None, *used] if len(used) == 1 else used
-    strides = {None: 0, **find_strides(layout)}
+    strides = {None: 0, **layout.strides}
 
     def steps(dim: str | None) -> list[int | None]:
         return elide(range(getattr(layout, dim) if dim else 1))
@@ -120,7 +118,7 @@ def format_parameters(layout: Layout, run: DryRun) -> str:
 
 def describe_slice(parameter: Sharding, layout: Layout, rank: int) -> str:
     """Return the slice of a parameter that this rank holds: "rows 0..31, columns 16..31"."""
-    coordinates = {dim: rank // stride % getattr(layout, dim, 1) for dim, stride in find_strides(layout).items()}
+    coordinates = {dim: rank // stride % getattr(layout, dim, 1) for dim, stride in layout.strides.items()}
     coordinates["shard"] = coordinates["dp_shard"] * layout.cp + coordinates["cp"]
     degrees, coordinate = tuple(parameter.degrees.values()), [coordinates[dim] for dim in parameter.degrees]
     shape, offset = _compute_local_shape_and_global_offset(parameter.shape, degrees, coordinate, parameter.placements)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from torchtitan_lite.config.cluster import Cluster
 from torchtitan_lite.config.flavors import count_flops_per_token
+from torchtitan_lite.config.hardware import Cluster
 from torchtitan_lite.config.memory import Memory, estimate_memory
 from torchtitan_lite.config.workload import Workload
 from torchtitan_lite.plan.simulator import (

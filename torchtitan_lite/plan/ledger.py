@@ -26,12 +26,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.config.cluster import CLUSTERS, find_row
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.hardware import CLUSTERS, Machine, find_row
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.schema import Config, ConfigError, Problem
-from torchtitan_lite.config.tables import format_bytes, format_table
+from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.workload import Workload, describe_workload
 from torchtitan_lite.plan.collectives import Moved, max_moved, sum_moved
 from torchtitan_lite.plan.forecast import forecast, list_memory

@@ -24,7 +24,8 @@ from torchtitan_lite.config.checks import find_problems
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout
 from torchtitan_lite.config.memory import Memory, estimate_memory
-from torchtitan_lite.config.schema import Config, ConfigError, Training
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.simulator import count_in_flight, plan_order
 

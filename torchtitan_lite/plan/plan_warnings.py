@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 
-from torchtitan_lite.config.cluster import Cluster, find_strides
+from torchtitan_lite.config.hardware import Cluster
 from torchtitan_lite.config.layout import plan_layout
-from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.dry_run import PlannedRun
 from torchtitan_lite.plan.forecast import forecast, list_memory
@@ -79,7 +80,7 @@ def warn_of_tensor_parallel(planned: PlannedRun, cluster: Cluster) -> list[str]:
 
 def warn_of_torn_groups(planned: PlannedRun, cluster: Cluster) -> list[str]:
     """A group that would fit a node, but spans two because the node's size is no multiple of it."""
-    strides = find_strides(planned.layout)
+    strides = planned.layout.strides
     warnings = []
     for dim in ("tp", "cp"):
         degree = getattr(planned.layout, dim)

@@ -13,11 +13,12 @@ from math import prod
 
 from torchtitan_lite.config.checks import find_refused
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.cluster import Cluster
 from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.hardware import Cluster
 from torchtitan_lite.config.layout import Layout, plan_layout
 from torchtitan_lite.config.memory import estimate_memory
-from torchtitan_lite.config.schema import Config, ConfigError, Problem
+from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.workload import Workload, describe_workload
 from torchtitan_lite.plan.forecast import Forecast, forecast_quickly
 from torchtitan_lite.plan.simulator import extrapolate_in_flight

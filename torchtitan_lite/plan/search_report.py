@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.cluster import Cluster
 from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.hardware import Cluster
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
+from torchtitan_lite.config.messages import ConfigError, Problem, format_table
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Config, ConfigError, Problem
-from torchtitan_lite.config.tables import format_table
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.dry_run import dry_run, is_uniform, shorten
 from torchtitan_lite.plan.forecast import Forecast

@@ -7,7 +7,7 @@
     cp            the same, less the attention that overlaps it
     dp            the same, less the block (ZeRO 3) or the pass (ZeRO 1, 2) that overlaps it
 
-All constants are in config/cluster.py: one set for each GPU. Legend in config/workload.py.
+All constants are in config/hardware.py: one set for each GPU. Legend in config/workload.py.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from torchtitan_lite.config.cluster import Cluster, find_strides
+from torchtitan_lite.config.hardware import Cluster
 from torchtitan_lite.config.workload import MASTER_BYTES, Stage, Workload
 from torchtitan_lite.plan.simulator import Durations
 
@@ -42,7 +42,7 @@ class StepTimeModel:
 
     def __init__(self, workload: Workload, cluster: Cluster):
         self.workload, self.cluster = workload, cluster
-        self.strides = find_strides(workload.layout)
+        self.strides = workload.layout.strides
 
     # ------------------------------------------------------------ the three kinds of work
 

@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import MANIFEST, Manifest, find_steps
 from torchtitan_lite.checkpoint.one_process import OpenCheckpoint, open_checkpoint
 from torchtitan_lite.config.flavors import ModelArgs, RopeScaling, count_parameters
-from torchtitan_lite.config.schema import ConfigError
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.kv_cache import count_cache_bytes
 from torchtitan_lite.step import MODELS

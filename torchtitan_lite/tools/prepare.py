@@ -15,7 +15,7 @@ from typing import TextIO
 from torchtitan_lite.components.log import ERASE_LINE
 from torchtitan_lite.config.command_lines import make_prepare_parser
 from torchtitan_lite.config.files import find_damage
-from torchtitan_lite.config.schema import ConfigError
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data.corpus_folder import MANIFEST, SPLITS, CorpusError, parse_manifest
 from torchtitan_lite.data.prepare import SOURCES, commit, open_work
 from torchtitan_lite.data.shards import Recipe, Unfinished, count_bytes, make_plan, make_units

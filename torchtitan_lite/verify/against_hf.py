@@ -33,9 +33,9 @@ from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import measure_cpu_memory
 from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes
 from torchtitan_lite.config.reader import ConfigReading
-from torchtitan_lite.config.schema import Config, ConfigError, Problem
-from torchtitan_lite.config.tables import format_bytes
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.chunked_loss import ChunkedLoss
 from torchtitan_lite.step import MODELS
 from torchtitan_lite.verify.certificate import Measure

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torchtitan_lite.config.layout import MESH_DIMS, Layout, plan_degrees, plan_layout, resolve_model
-from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.degrees import DEGREE_KEYS
 from torchtitan_lite.verify.reduction import override
 

@@ -13,8 +13,9 @@ import torch
 
 from torchtitan_lite.config.certificates import write_certificate
 from torchtitan_lite.config.command_lines import make_verify_parser
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify import against_hf
 from torchtitan_lite.verify.bisection import Step, bisect, find_smallest, list_features
 from torchtitan_lite.verify.certificate import (

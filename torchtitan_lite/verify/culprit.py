@@ -15,7 +15,7 @@ import math
 import re
 from dataclasses import dataclass, field
 
-from torchtitan_lite.config.shown import show_text
+from torchtitan_lite.config.messages import show_text
 from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
 from torchtitan_lite.verify.difference import Difference, find_disagreement
 from torchtitan_lite.verify.module_outputs import OutputShare

@@ -21,7 +21,8 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.checks import REFUSED
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describe_failure
 from torchtitan_lite.verify.culprit import Culprit, name_crash, name_culprit
 from torchtitan_lite.verify.difference import Difference, find_faults, join_shares, merge, total_update_error

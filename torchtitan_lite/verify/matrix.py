@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.certificate import CERTIFIED, CERTIFIED_IN_PART, IN_PART, NOT_FINISHED, WRONG, Trial
 from torchtitan_lite.verify.degrees import DEGREE_KEYS
 from torchtitan_lite.verify.reduction import Reduction, override, reduce_config

@@ -18,10 +18,10 @@ from typing import Any
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_model
+from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.reader import KEYS
-from torchtitan_lite.config.schema import Config, ConfigError, Parallelism, Problem
-from torchtitan_lite.config.values import get_value
+from torchtitan_lite.config.schema import Config, Parallelism, get_value
 from torchtitan_lite.verify.degrees import AUTOMATIC, DEGREE_KEYS, Degrees, choose_degrees
 
 REPLACED = {  # values under which a fault shows, and the CPU can follow

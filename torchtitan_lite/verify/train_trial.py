@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_model
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import (
     Checkpoint,
     Comm,
     Config,
-    ConfigError,
     Job,
     LRScheduler,
     Metrics,
