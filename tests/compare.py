@@ -15,15 +15,14 @@ from torchtitan_lite.config import flavors
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler, Model, Optimizer, Training
 from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.verify import reference, share
-from torchtitan_lite.verify.difference import Difference, find_faults, merge, total_update_error
+from torchtitan_lite.verify import one_rank, reference
+from torchtitan_lite.verify.difference import Difference, find_faults, merge
+from torchtitan_lite.verify.one_rank import gather, own_rows
 from torchtitan_lite.verify.reduction import override
 from torchtitan_lite.verify.reference import relative_error, run_one_process
-from torchtitan_lite.verify.share import Share, gather, own_rows
 
 __all__ = [
     "Difference",
-    "Share",
     "find_faults",
     "gather",
     "merge",
@@ -32,7 +31,6 @@ __all__ = [
     "relative_error",
     "resolve_model",
     "run_one_process",
-    "total_update_error",
 ]
 
 GLOBAL_BATCH_SIZE = 8
@@ -66,12 +64,12 @@ def complete(overrides: dict[str, object], world_size: int, base: Config = TABLE
 
 def build_table_run(world_size: int, overrides: dict[str, object], base: Config = TABLE_CONFIG) -> stepping.Run:
     """A run of the table model."""
-    return share.build_small_run(complete(overrides, world_size, base), world_size)
+    return one_rank.build_small_run(complete(overrides, world_size, base), world_size)
 
 
-def measure_layout(rank: int, world_size: int, overrides: dict[str, object], oracle_path: str) -> Share:
+def measure_layout(rank: int, world_size: int, overrides: dict[str, object], oracle_path: str) -> one_rank.RankResult:
     """Worker: one row of the table."""
-    return share.measure_layout(rank, world_size, complete(overrides, world_size), oracle_path)
+    return one_rank.measure_layout(rank, world_size, complete(overrides, world_size), oracle_path)
 
 
 def run_mutant(rank: int, world_size: int, mutant: str | None, worker, *args, **options) -> object:

@@ -28,7 +28,7 @@ from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, load_reference
 from torchtitan_lite.verify.module_outputs import OutputShare, cut_piece, observe_outputs
 from torchtitan_lite.verify.ranks import RankKilled, RankPool, RankTimeout, describe_stack
 from torchtitan_lite.verify.reduction import reduce_config
-from torchtitan_lite.verify.share import Slice
+from torchtitan_lite.verify.one_rank import Slice
 
 
 @pytest.fixture(scope="module")

@@ -39,14 +39,14 @@ from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describe_failure
-from torchtitan_lite.verify.culprit import Culprit, describe_place
+from torchtitan_lite.verify.culprit import Culprit, describe_ranks
 from torchtitan_lite.verify.difference import find_disagreement
 from torchtitan_lite.verify.module_outputs import find_stage, list_forward_order
 from torchtitan_lite.verify.precision_reference import UNDER_CP, RoundedOutcome, RoundedProcess
 from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
 from torchtitan_lite.verify.reference import make_batch_of, relative_error
-from torchtitan_lite.verify.share import (
+from torchtitan_lite.verify.one_rank import (
     Coordinates,
     build_small_run,
     gather,
@@ -277,7 +277,7 @@ def name_culprit(shares: list[list[RoundingShare]], outcomes: list[RoundedOutcom
                 wrong = [coordinates for coordinates, error in values if not error <= bounds[what]]
                 if wrong:
                     worst = max(error for _, error in values)
-                    place = describe_place(wrong, len(values))
+                    place = describe_ranks(wrong, len(values))
                     detail = f"{DETAILS[what].format(worst)}{place}, in step {step + 1}"
                     flags = [(coordinates, float(coordinates in wrong)) for coordinates, _ in values]
                     return Culprit(kind, name, detail, find_disagreement(flags, 0))

@@ -138,6 +138,11 @@ class ReferenceRun:
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # module -> argument -> value, as `outputs`
 
 
+def load_reference(path: str) -> ReferenceRun:
+    """Read a reference from its file, whose tensors stay on disk until they are used."""
+    return torch.load(path, weights_only=False, mmap=True)
+
+
 def build_model(config: Config, method: Method) -> nn.Module:
     """Return the user's model with its initial weights; "document" attention is replaced by an explicit mask."""
     model_class, init_parameter = stepping.MODELS[config.model.name]
@@ -250,9 +255,3 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     if difference == 0:
         return 0.0
     return difference / scale if scale and math.isfinite(difference) else math.inf
-
-
-def measure_scale(value: Tensor, reference: Tensor) -> float:
-    """Return the factor of `reference` that is nearest to `value`."""
-    squared = reference.double().square().sum().item()
-    return (value.double() * reference.double()).sum().item() / squared if squared else 1.0

@@ -17,7 +17,7 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.culprit import Culprit
 from torchtitan_lite.verify.difference import find_disagreement
-from torchtitan_lite.verify.share import Coordinates
+from torchtitan_lite.verify.one_rank import Coordinates
 from torchtitan_lite.verify.train_reference import Expected
 from torchtitan_lite.verify.train_start import Place, Seen, Squares
 

@@ -25,7 +25,7 @@ from torchtitan_lite import step as stepping  # through the module: a test may b
 from torchtitan_lite.checkpoint.state import name_tensors, set_step
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.config.schema import Config, LRScheduler
-from torchtitan_lite.verify.share import Coordinates, build_small_run, find_unequal_replicas
+from torchtitan_lite.verify.one_rank import Coordinates, build_small_run, find_unequal_replicas
 from torchtitan_lite.verify.step_formulas import FORMULAS, compute_clip_scale, compute_rate_factor, find_decay_start
 
 NORMS = (2.0, 0.5, 1.0, 3.0)  # of the gradients of each step, in units of max_norm: cut, left, at the border, cut

@@ -23,11 +23,11 @@ from torchtitan_lite.config.checks import find_problems
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describe_failure
-from torchtitan_lite.verify.culprit import Culprit, describe_place
+from torchtitan_lite.verify.culprit import Culprit, describe_ranks
 from torchtitan_lite.verify.difference import find_disagreement
 from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction
-from torchtitan_lite.verify.share import Coordinates
+from torchtitan_lite.verify.one_rank import Coordinates
 from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT, ROUNDING, compute_rate_factor
 from torchtitan_lite.verify.update_steps import NORMS, NOT_FINITE, Gap, UpdateShare, measure_updates
 
@@ -276,4 +276,4 @@ def describe_wrong(places: Sequence[Coordinates], is_right: Sequence[bool]) -> s
     """Return on which ranks it is wrong."""
     wrong = [place for place, right in zip(places, is_right, strict=True) if not right]
     # All slices together may be wrong where none is by itself.
-    return describe_place(wrong, len(places)) if wrong else ""
+    return describe_ranks(wrong, len(places)) if wrong else ""
