@@ -24,11 +24,12 @@ from torchtitan_lite.verify import command as tool
 from torchtitan_lite.verify.certificate import describe_failure
 from torchtitan_lite.verify.culprit import MOST_OF_CRASH, name_crash, name_first_output
 from torchtitan_lite.verify.difference import find_disagreement, join_slices
-from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, load_reference, save_reference, try_layout
-from torchtitan_lite.verify.module_outputs import OutputShare, cut_piece, observe_outputs
+from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, save_reference, try_layout
+from torchtitan_lite.verify.module_outputs import ModuleErrors, cut_piece, observe_outputs
+from torchtitan_lite.verify.one_rank import Slice
 from torchtitan_lite.verify.ranks import RankKilled, RankPool, RankTimeout, describe_stack
 from torchtitan_lite.verify.reduction import reduce_config
-from torchtitan_lite.verify.one_rank import Slice
+from torchtitan_lite.verify.reference import load_reference
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +63,10 @@ def test_slices_are_joined_to_the_wholes_that_they_belong_to():
     ranks = [Slice(here, 1.0, 50.0, 50.0), Slice(here, 3.0, 50.0, 50.0), Slice(there, 0.0, 50.0, 50.0)]
     ranks.append(Slice(there, 100.0, 50.0, 0.0))
     joined = [of_rank["w"] for of_rank in join_slices([{"w": piece} for piece in ranks])]
+    joined = [(tensor.error, tensor.scale) for tensor in joined]
     assert joined == [(0.2, 1.0), (0.2, 1.0), (1.0, 0.5), (1.0, 0.5)]
     for wrong in (Slice(here, 1e-30, 0.0, 0.0), Slice(here, float("nan"), 1.0, 0.0)):
-        assert join_slices([{"w": wrong}])[0]["w"][0] == float("inf")
+        assert join_slices([{"w": wrong}])[0]["w"].error == float("inf")
 
 
 # ---------------------------------------------------------------- a module is blamed only if its inputs are right
@@ -99,7 +101,7 @@ def test_every_input_of_every_module_is_compared_and_right_where_nothing_is_wron
     assert firsts == {"tok_embeddings": {"x", *fields}} | ({"layers.2": fields} if PP in overrides else {})
 
 
-def with_error(share: OutputShare, output: dict[str, float], inputs: dict[str, dict[str, float]]) -> OutputShare:
+def with_error(share: ModuleErrors, output: dict[str, float], inputs: dict[str, dict[str, float]]) -> ModuleErrors:
     return replace(share, error={**share.error, **output}, inputs={**share.inputs, **inputs})
 
 

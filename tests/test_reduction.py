@@ -12,13 +12,13 @@ from torchtitan_lite.config.flavors import FLAVORS, count_parameters
 from torchtitan_lite.config.layout import MESH_DIMS, plan_layout, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError
-from torchtitan_lite.verify.bisection import turn_off
 from torchtitan_lite.verify.degrees import AUTOMATIC, DEGREE_KEYS, choose_degrees
+from torchtitan_lite.verify.other_layouts import turn_off
 from torchtitan_lite.verify.reduction import override, reduce_config
 from torchtitan_lite.verify.small_runs import (
     MOST_PARAMETERS,
     deepen,
-    fit_shape,
+    fit_sizes,
     keep_width,
     lengthen,
     measure_available_memory,
@@ -165,8 +165,8 @@ def test_accumulation_documents_recompute_and_sizes_that_do_not_divide_are_kept(
     assert reduction.config.model.attention == "document"
     assert reduction.config.activation_checkpoint.selective_ac_option == "2"
     odd = read("--config", "debug", f"--{SHARD}=4", f"--{TP}=2", "--model.vocab_size=2306")  # 2306 = 2 * 1153
-    assert reduce_config(odd, 4).shape.vocab_size % 4 == 2
-    assert reduce_config(override(odd, {"model.vocab_size": 2304}), 4).shape.vocab_size % 4 == 0
+    assert reduce_config(odd, 4).args.vocab_size % 4 == 2
+    assert reduce_config(override(odd, {"model.vocab_size": 2304}), 4).args.vocab_size % 4 == 0
     with pytest.raises(ConfigError, match="n_kv_heads"):  # the real run could not start
         reduce_config(read("--config", "debug", f"--{TP}=4"), 8)
 
@@ -193,7 +193,7 @@ ASKED = {name: ("--config", name) for name in CONFIGS} | OTHERS
 def test_each_small_run_keeps_the_layout_and_has_the_depth_the_length_and_the_width(name, ranks):
     config = read(*ASKED[name])
     reduction, real = reduce_config(config, ranks), resolve_model(config.model)
-    small = reduction.shape
+    small = reduction.args
     assert reduction.layout.world_size <= ranks
     assert small.n_heads // small.n_kv_heads == real.n_heads // real.n_kv_heads
     assert (small.dim == small.n_heads * small.head_dim) == (real.dim == real.n_heads * real.head_dim)
@@ -248,9 +248,9 @@ def test_a_small_run_says_what_of_it_is_real():
 
 def test_little_memory_halves_vocabulary_first_then_ffn_dim_then_dim(tmp_path):
     shape = FLAVORS["8B"]
-    assert fit_shape(FLAVORS["debug"], 1, 2**28) == FLAVORS["debug"]
+    assert fit_sizes(FLAVORS["debug"], 1, 2**28) == FLAVORS["debug"]
     one_layer = resolve_model(override(read("--config", "llama3_8b"), {"model.n_layers": 1}).model)
-    sizes = [fit_shape(one_layer, 1, memory * GIB // 256) for memory in (400, 96, 64, 1)]
+    sizes = [fit_sizes(one_layer, 1, memory * GIB // 256) for memory in (400, 96, 64, 1)]
     assert [size.vocab_size for size in sizes] == [shape.vocab_size, 16032, 4008, 2004]
     assert [size.ffn_dim for size in sizes] == [shape.ffn_dim, shape.ffn_dim, shape.ffn_dim, 1792]
     assert [size.dim for size in sizes] == [4096, 4096, 4096, 512]

@@ -22,7 +22,6 @@ from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, ConfigError
 from torchtitan_lite.model.llama3 import FeedForward, Llama3, init_parameter
 from torchtitan_lite.verify import command as tool
-from torchtitan_lite.verify.bisection import FEATURES, bisect, find_smallest, list_features, turn_off
 from torchtitan_lite.verify.certificate import (
     EXIT_STATUS,
     Certificate,
@@ -34,10 +33,22 @@ from torchtitan_lite.verify.certificate import (
 )
 from torchtitan_lite.verify.command import TRIALS
 from torchtitan_lite.verify.culprit import name_first_output
-from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, load_reference, save_reference, try_layout
-from torchtitan_lite.verify.matrix import COLUMNS, ROWS, Cell, describe_grid, judge_matrix, plan_cell
+from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, save_reference, try_layout
 from torchtitan_lite.verify.module_outputs import observe_outputs
+from torchtitan_lite.verify.other_layouts import (
+    COLUMNS,
+    FEATURES,
+    ROWS,
+    Cell,
+    describe_grid,
+    find_smallest,
+    judge_matrix,
+    list_features,
+    plan_cell,
+    turn_off,
+)
 from torchtitan_lite.verify.reduction import reduce_config
+from torchtitan_lite.verify.reference import load_reference
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -170,14 +181,17 @@ THREE_D = {PP: 2, TP: 2, SHARD: 2, "model.tie_embeddings": False, SCHEDULE: "Int
 def test_bisection_finds_the_smallest_combination(guilty, smallest):
     config = compare.complete(THREE_D, 8)
     layout = plan_layout(config, resolve_model(config.model), 8)
-    names = list_features(config, layout)
-    assert {"pp", "dp_shard", "tp", "recompute", "schedule", "loss parallel"} == set(names)
-    assert find_smallest(names, list(bisect(config, layout, guilty))) == smallest
-    stubborn = replace(FEATURES["tp"], off={TP: 3})  # 3 divides no number of heads here: tp cannot be turned off
-    with patch.dict(FEATURES, {"tp": stubborn}):
-        steps = list(bisect(config, layout, lambda config, layout: True))
-    assert {step.fails for step in steps if "tp" in step.off} == {None}
-    assert find_smallest(names, steps) == ["tp"]
+    assert {"pp", "dp_shard", "tp", "recompute", "schedule", "loss parallel"} == set(list_features(config, layout))
+    assert find_smallest(config, layout, guilty, lambda off, outcome: None) == smallest
+
+
+def test_bisection_keeps_what_cannot_be_turned_off():
+    config = compare.complete(THREE_D, 8)
+    layout = plan_layout(config, resolve_model(config.model), 8)
+    outcomes = {}
+    with patch.dict(FEATURES, {"tp": replace(FEATURES["tp"], off={TP: 3})}):  # 3 divides no number of heads here
+        assert find_smallest(config, layout, lambda *run: True, outcomes.__setitem__) == ["tp"]
+    assert {outcome for off, outcome in outcomes.items() if "tp" in off} == {None}
 
 
 def test_fewer_data_parallel_ranks_leave_each_rank_its_rows():

@@ -18,7 +18,7 @@ from math import prod
 
 from torchtitan_lite.config.tables import format_table
 from torchtitan_lite.verify.culprit import Culprit, name_crash
-from torchtitan_lite.verify.degrees import AUTOMATIC, Degrees
+from torchtitan_lite.verify.degrees import AUTOMATIC
 from torchtitan_lite.verify.difference import Difference
 from torchtitan_lite.verify.ranks import NoAnswer, RankFailure, RankTimeout
 from torchtitan_lite.verify.reduction import Reduction

@@ -42,10 +42,6 @@ from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describ
 from torchtitan_lite.verify.culprit import Culprit, describe_ranks
 from torchtitan_lite.verify.difference import find_disagreement
 from torchtitan_lite.verify.module_outputs import find_stage, list_forward_order
-from torchtitan_lite.verify.precision_reference import UNDER_CP, RoundedOutcome, RoundedProcess
-from torchtitan_lite.verify.ranks import RankFailure
-from torchtitan_lite.verify.reduction import Reduction, override
-from torchtitan_lite.verify.reference import make_batch_of, relative_error
 from torchtitan_lite.verify.one_rank import (
     Coordinates,
     build_small_run,
@@ -54,6 +50,10 @@ from torchtitan_lite.verify.one_rank import (
     own_rows,
     start_from_reference,
 )
+from torchtitan_lite.verify.precision_reference import UNDER_CP, RoundedOutcome, RoundedProcess
+from torchtitan_lite.verify.ranks import RankFailure
+from torchtitan_lite.verify.reduction import Reduction, override
+from torchtitan_lite.verify.reference import make_batch_of, relative_error
 from torchtitan_lite.verify.small_runs import choose_float8_sizes, shrink_for_precision
 
 ORDER_OF_SUMS = 1e-5  # what is right stays below 2e-8; one number that rounds the other way makes 1e-5 to 3e-3

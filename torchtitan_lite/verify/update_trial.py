@@ -25,9 +25,9 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describe_failure
 from torchtitan_lite.verify.culprit import Culprit, describe_ranks
 from torchtitan_lite.verify.difference import find_disagreement
+from torchtitan_lite.verify.one_rank import Coordinates
 from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction
-from torchtitan_lite.verify.one_rank import Coordinates
 from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT, ROUNDING, compute_rate_factor
 from torchtitan_lite.verify.update_steps import NORMS, NOT_FINITE, Gap, UpdateShare, measure_updates
 
