@@ -21,6 +21,7 @@ from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.verify.command import TRIALS
 from torchtitan_lite.verify.reduction import Reduction, reduce_config
 from torchtitan_lite.verify.reference import BLOCK, make_batch, repeat_block, run_one_process
+from torchtitan_lite.verify.small_runs import Method
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,12 @@ def test_the_batch_masks_unequally_and_documents_restart_positions():
 
 
 def test_the_long_batch_has_far_positions_where_targets_count_and_hundreds_of_documents():
-    options = {"n_rows": 2, "seq_len": 2048, "vocab_size": 100, "farthest_position": 8192, "tokens_per_document": 4}
+    options = {
+        "n_rows": 2,
+        "seq_len": 2048,
+        "vocab_size": 100,
+        "method": Method(farthest_position=8192, tokens_per_document=4),
+    }
     plain = make_batch(0, documents=False, **options)
     assert plain.positions[:, 0].tolist() == [8192, 4096] and plain.positions[0, -1] == 8192 + 2047
     assert (plain.targets[0] != -100).all() and 100 < (plain.targets[1] != -100).sum() < 400

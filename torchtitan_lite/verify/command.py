@@ -27,7 +27,7 @@ from torchtitan_lite.verify.certificate import (
     record_for_runs,
     report_for_programs,
 )
-from torchtitan_lite.verify.gradient_trial import try_deep, try_layout, try_long, try_real_width, try_wide
+from torchtitan_lite.verify.gradient_trial import try_layout, try_small, try_wide
 from torchtitan_lite.verify.other_layouts import (
     COLUMNS,
     ROWS,
@@ -41,15 +41,16 @@ from torchtitan_lite.verify.other_layouts import (
 from torchtitan_lite.verify.precision_trial import try_bfloat16, try_float8
 from torchtitan_lite.verify.ranks import RankPool
 from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
+from torchtitan_lite.verify.small_runs import deepen, keep_width, lengthen
 from torchtitan_lite.verify.train_trial import try_train
 from torchtitan_lite.verify.update_trial import try_updates
 
 # Name -> trial, in the order in which they are made. The first that finds a fault is the last.
 TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
     "wide": try_wide,
-    "deep": try_deep,
-    "long": try_long,
-    "real width": try_real_width,
+    "deep": partial(try_small, "deep", deepen),
+    "long": partial(try_small, "long", lengthen),
+    "real width": partial(try_small, "real width", keep_width),
     "updates": try_updates,
     "train.py": try_train,
     "bfloat16": try_bfloat16,

@@ -29,8 +29,8 @@ from torchtitan_lite.verify.module_outputs import observe_outputs
 from torchtitan_lite.verify.one_rank import Prepare, measure_layout, start_from_reference
 from torchtitan_lite.verify.ranks import NoAnswer, RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
-from torchtitan_lite.verify.reference import WIDE, Method, ReferenceRun, load_reference, run_one_process
-from torchtitan_lite.verify.small_runs import deepen, find_far_position, keep_width, lengthen
+from torchtitan_lite.verify.reference import ReferenceRun, load_reference, run_one_process
+from torchtitan_lite.verify.small_runs import WIDE, Method, SmallRun
 
 FP32_TOLERANCE = 1e-5  # what is right stays below 1e-6: sums are taken in another order. What is wrong is above 1e-3
 
@@ -40,26 +40,13 @@ def try_wide(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     return try_layout(reduction.config, reduction.layout.world_size, run_ranks, folder)
 
 
-def try_deep(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    """Run many narrow layers."""
-    config, subject = deepen(reduction)
-    options = {"name": "deep", "method": Method(updates=False), "subject": subject}
-    return try_layout(config, reduction.layout.world_size, run_ranks, folder, **options)
-
-
-def try_long(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    """Run long sequences of many short documents, at far positions."""
-    config, subject = lengthen(reduction)
-    method = Method(updates=False, farthest_position=find_far_position(reduction), tokens_per_document=4)
-    options = {"name": "long", "method": method, "subject": subject}
-    return try_layout(config, reduction.layout.world_size, run_ranks, folder, **options)
-
-
-def try_real_width(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    """Run the real sizes, as far as memory and time allow."""
-    config, subject = keep_width(reduction)
-    options = {"name": "real width", "method": Method(updates=False, repeats_weights=True), "subject": subject}
-    return try_layout(config, reduction.layout.world_size, run_ranks, folder, **options)
+def try_small(
+    name: str, shrink: Callable[[Reduction], SmallRun], reduction: Reduction, run_ranks: RunRanks, folder: Path
+) -> Trial:
+    """Run the real config as `shrink` makes it small."""
+    run = shrink(reduction)
+    options = {"name": name, "method": run.method, "subject": run.subject}
+    return try_layout(run.config, reduction.layout.world_size, run_ranks, folder, **options)
 
 
 def try_layout(

@@ -28,15 +28,14 @@ from torchtitan_lite.data.dataset import Batch, rows_of_rank
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.verify.reduction import override
 from torchtitan_lite.verify.reference import (
-    WIDE,
-    Method,
     ReferenceRun,
-    choose_init,
     choose_max_norm,
+    choose_model,
     largest_relative,
     load_reference,
     make_batch_of,
 )
+from torchtitan_lite.verify.small_runs import WIDE, Method
 from torchtitan_lite.verify.step_formulas import compute_clip_scale
 
 Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
@@ -80,12 +79,11 @@ def build_small_run(config: Config, world_size: int, method: Method = WIDE) -> s
     """Build the run that train.py would build, on CPUs. Collective."""
     # DTensor warns that gathering over two dims takes two steps: it is right, and here it does not matter.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    shape = resolve_model(config.model)
-    layout = plan_layout(config, shape, world_size)
+    args = resolve_model(config.model)
+    layout = plan_layout(config, args, world_size)
     mesh = build_mesh(layout, "cpu")
-    model_class, init_parameter = stepping.MODELS[config.model.name]
-    with patch.dict(stepping.MODELS, {config.model.name: (model_class, choose_init(init_parameter, method))}):
-        return stepping.build_run(resolve_config(config, layout, "cpu"), shape, layout, mesh, torch.device("cpu"))
+    with patch.dict(stepping.MODELS, {config.model.name: choose_model(config, method)}):
+        return stepping.build_run(resolve_config(config, layout, "cpu"), args, layout, mesh, torch.device("cpu"))
 
 
 def own_rows(run: stepping.Run, batch: Batch) -> Batch:

@@ -10,7 +10,7 @@ A pipeline with more stages needs more layers. Each run has the wide one's degre
 one compiles, because a compiler needs as long as all the rest. No torch here: numbers only.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -39,10 +39,38 @@ MOST_PARAMETERS = 48 * 10**6  # of the run of real width, without --full-width: 
 LEAST_SIZES = {"vocab_size": 2000, "ffn_dim": 1000, "dim": 500}  # of it: halved in this order, to these at least
 
 
-# ---------------------------------------------------------------- the three, each with a sentence on what of it is real
+@dataclass(frozen=True)
+class Method:
+    """How a small run is compared with one process. Both sides get the same one."""
+
+    # Two steps, of which the first is clipped and the second is not; parameters are compared whole, as a checkpoint
+    # holds them. Without: the gradients of one step, clipped, slice by slice.
+    updates: bool = True
+    farthest_position: int = 0  # of the first token of row 0; of further rows it is nearer to 0, in equal distances
+    tokens_per_document: int = 8  # on average, of document attention
+    repeats_weights: bool = False  # large weights are a block of random numbers over and over, which is drawn faster
+
+    @property
+    def n_steps(self) -> int:
+        return 2 if self.updates else 1
 
 
-def deepen(reduction: Reduction) -> tuple[Config, str]:
+WIDE = Method()
+
+
+@dataclass(frozen=True)
+class SmallRun:
+    """One small run."""
+
+    config: Config  # every size given
+    method: Method
+    subject: str  # what was run, and what of it is real
+
+
+# ---------------------------------------------------------------- the three
+
+
+def deepen(reduction: Reduction) -> SmallRun:
     """Return a run of many narrow layers. Several stages of a rank are unequally long."""
     degrees, args = reduction.layout.degrees, resolve_model(reduction.real.model)
     sizes = choose_sizes(args, degrees["tp"], head_dim=4, dim=16, ffn_dim=24, vocab_size=64)
@@ -51,10 +79,10 @@ def deepen(reduction: Reduction) -> tuple[Config, str]:
     small = resize(small, degrees, sizes, n_rows=2, n_microbatches=1, seq_len=reduce_sequence(degrees, sizes, 24))
     counts = count_layers(plan_stages(small.parallelism, small.model.n_layers)[0])
     stages = f", {', '.join(map(str, counts))} a stage" if len(counts) > 1 else ""
-    return say_if_compiled(reduction, small, f"{sum(counts)} layers of dim {sizes['dim']}{stages}")
+    return describe_run(reduction, small, Method(updates=False), f"{sum(counts)} layers of dim {sizes['dim']}{stages}")
 
 
-def lengthen(reduction: Reduction) -> tuple[Config, str]:
+def lengthen(reduction: Reduction) -> SmallRun:
     """Return a run of the real sequence length, within LEAST_TOKENS and MOST_TOKENS, in one layer or two."""
     degrees, real = reduction.layout.degrees, reduction.real
     sizes = choose_sizes(resolve_model(real.model), degrees["tp"], head_dim=12, vocab_size=100)
@@ -67,13 +95,17 @@ def lengthen(reduction: Reduction) -> tuple[Config, str]:
     chunk = min(real.training.loss_chunk_tokens, -(-seq_len // degrees["cp"] // N_CHUNKS))  # 0, no chunks, stays
     small = override(small, {"model.n_layers": n_layers, "training.loss_chunk_tokens": chunk})
     small = resize(small, degrees, sizes, n_rows=1, n_microbatches=3, seq_len=seq_len)
-    farthest = find_far_position(reduction) + seq_len
+    # Beyond the wide run's rows, where the stretching of rotary wavelengths ends.
+    scaling = resolve_model(real.model).rope_scaling
+    farthest = max(FAR_POSITION, real_length, scaling.original_length if scaling else 0)
+    method = Method(updates=False, farthest_position=farthest, tokens_per_document=4)
     tokens = f"{seq_len:,} tokens" if seq_len >= real_length else f"{seq_len:,} of {real_length:,} tokens"
     layers = f"{n_layers} layer{'s' * (n_layers > 1)} of dim {sizes['dim']}"
-    return say_if_compiled(reduction, small, f"{tokens}, at positions below {farthest:,}, {layers}")
+    subject = f"{tokens}, at positions below {farthest + seq_len:,}, {layers}"
+    return describe_run(reduction, small, method, subject)
 
 
-def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> tuple[Config, str]:
+def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRun:
     """Return a run of the real sizes in few layers, under 1F1B. What does not fit is halved: LEAST_SIZES.
 
     `memory_bytes`: what the run and its reference may take of this machine's memory; by default, half of what is free.
@@ -99,13 +131,13 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> tuple[C
         size, real_size = getattr(args, name), getattr(real, name)
         subject.append(f"{word} {size:,} real" if size == real_size else f"{word} {size:,} of {real_size:,}")
     subject += ["1F1B, one stage a rank"] * (degrees["pp"] > 1)
-    return say_if_compiled(reduction, small, ", ".join(subject))
+    return describe_run(reduction, small, Method(updates=False, repeats_weights=True), ", ".join(subject))
 
 
-def say_if_compiled(reduction: Reduction, small: Config, subject: str) -> tuple[Config, str]:
+def describe_run(reduction: Reduction, small: Config, method: Method, subject: str) -> SmallRun:
     if small.compile.enable != reduction.real.compile.enable:
         subject += ", not compiled"
-    return small, subject
+    return SmallRun(small, method, subject)
 
 
 # ---------------------------------------------------------------- the run in its own arithmetic
@@ -191,12 +223,6 @@ def measure_available_memory(file: Path = Path("/proc/meminfo")) -> int:
         return min(limit, 1024 * int(lines["MemAvailable"].split()[0]))
     except (OSError, KeyError, ValueError):
         return limit
-
-
-def find_far_position(reduction: Reduction) -> int:
-    """Return a position beyond the wide run's rows, where the stretching of rotary wavelengths ends."""
-    scaling = resolve_model(reduction.real.model).rope_scaling
-    return max(FAR_POSITION, reduction.real.training.seq_len, scaling.original_length if scaling else 0)
 
 
 # ---------------------------------------------------------------- stages and batch
