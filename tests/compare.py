@@ -2,16 +2,13 @@
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from unittest.mock import patch
+from contextlib import AbstractContextManager
 
 import torch.distributed as dist
-from mutants import MUTANTS
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config import flavors
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler, Model, Optimizer, Training
 from torchtitan_lite.data.dataset import Batch
@@ -72,18 +69,19 @@ def measure_layout(rank: int, world_size: int, overrides: dict[str, object], ora
     return one_rank.measure_layout(rank, world_size, complete(overrides, world_size), oracle_path)
 
 
-def run_mutant(rank: int, world_size: int, mutant: str | None, worker, *args, **options) -> object:
-    """Worker: calls another one while that patch of mutants.py is in force, in this process only."""
-    with MUTANTS[mutant].patch() if mutant else nullcontext():
+def run_inside(rank: int, world_size: int, context: Callable[[], AbstractContextManager], worker, *args, **options):
+    """Worker: another one inside a context manager, in this process only."""
+    with context():
         return worker(rank, world_size, *args, **options)
 
 
-def fork_known(model_class: type, init_parameter: Callable):
-    """Context manager: inside, model.name = "fork" is this class, whose block has llama3's row of BLOCKS."""
-    known = ExitStack()
-    known.enter_context(patch.dict(stepping.MODELS, {"fork": (model_class, init_parameter)}))
-    known.enter_context(patch.dict(flavors.BLOCKS, {"fork": flavors.BLOCKS["llama3"]}))
-    return known
+def ranks_inside(pool, context: Callable[[], AbstractContextManager]) -> Callable[..., list]:
+    """`pool.run`, whose workers call everything inside a context manager. `context` can be pickled."""
+
+    def run_ranks(worker, world_size: int, *args, **options) -> list:
+        return pool.run(run_inside, world_size, context, worker, *args, **options)
+
+    return run_ranks
 
 
 def all_ranks_agree(rank: int, world_size: int, value: object) -> bool:

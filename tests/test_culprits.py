@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -13,10 +12,11 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import CP, DOCUMENTS, PP, TP
+from layouts import CP, DOCUMENTS, LAYOUTS, PP, TP
 from torch import nn
 
 from torchtitan_lite import step
+from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.model.llama3 import FeedForward, Llama3, init_parameter
 from torchtitan_lite.parallel import parallelize, tensor_parallel
 from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
@@ -78,27 +78,37 @@ def observe(pool, folder, world_size: int, overrides: dict) -> tuple:
     return pool.run(observe_outputs, world_size, config, path), load_reference(path)
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)  # other combinations of what the other rows have
+
+
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
+        (1, LAYOUTS["accumulation 2"].overrides),
+        (2, LAYOUTS["pp2 Interleaved1F1B, embedding and head alone"].overrides),
         (2, {PP: 2, **DOCUMENTS}),
-        (2, {TP: 2, "training.local_batch_size": 2}),
-        pytest.param(4, {PP: 2, CP: 2, **DOCUMENTS}, marks=pytest.mark.slow),
-        pytest.param(4, {CP: 2, TP: 2}, marks=pytest.mark.slow),
+        (4, {CP: 2, TP: 2}),
+        slow(2, LAYOUTS["pp2 DualPipeV"].overrides),
+        slow(8, LAYOUTS["pp2 x dp2 x tp2 Interleaved1F1B"].overrides),
+        slow(4, {PP: 2, CP: 2, **DOCUMENTS}),
     ],
     ids=str,
 )
-def test_every_input_of_every_module_is_compared_and_right_where_nothing_is_wrong(pool, folder, world_size, overrides):
-    shares, reference = observe(pool, folder, world_size, overrides)
-    for share in shares:
-        assert set(share.pieces.values()) == {0.0}
-        assert {error for errors in share.stage_pieces.values() for error in errors.values()} == {0.0}
-        assert all(errors.keys() == reference.inputs[name].keys() for name, errors in share.inputs.items())
-        assert max(error for errors in share.inputs.values() for error in errors.values()) < FP32_TOLERANCE / 10
-    assert {name for share in shares for name in share.inputs} == set(reference.inputs) == set(reference.outputs)
+def test_every_module_of_a_healthy_layout_is_compared_and_none_is_accused(pool, folder, world_size, overrides):
+    ranks, reference = observe(pool, folder, world_size, overrides)
+    assert name_first_output(ranks, reference, FP32_TOLERANCE / 5) is None
+    for rank in ranks:
+        assert set(rank.pieces.values()) == {0.0}
+        assert {error for errors in rank.stage_pieces.values() for error in errors.values()} == {0.0}
+        assert all(errors.keys() == reference.inputs[name].keys() for name, errors in rank.inputs.items())
+        assert max(error for errors in rank.inputs.values() for error in errors.values()) < FP32_TOLERANCE / 10
+    assert {name for rank in ranks for name in rank.inputs} == set(reference.inputs) == set(reference.outputs)
+    assert {name for rank in ranks for name in rank.error} == set(reference.outputs)
+    config = compare.complete(overrides, world_size)
     fields = {"targets", "positions", "doc_ids"}
-    firsts = {name: set(errors) for share in shares for name, errors in share.stage_pieces.items()}
-    assert firsts == {"tok_embeddings": {"x", *fields}} | ({"layers.2": fields} if PP in overrides else {})
+    stages = {fqns[0]: fields for fqns in plan_layout(config, resolve_model(config.model), world_size).stages}
+    given = {name: set(errors) for rank in ranks for name, errors in rank.stage_pieces.items()}
+    assert given == {**stages, "tok_embeddings": {"x", *fields}}
 
 
 def with_error(share: ModuleErrors, output: dict[str, float], inputs: dict[str, dict[str, float]]) -> ModuleErrors:
@@ -145,8 +155,7 @@ class Gated(Llama3):
             block.feed_forward = GatedFeedForward(shape)
 
 
-def gate_known():
-    return compare.fork_known(Gated, init_parameter)
+GATED = partial(patch.dict, "torchtitan_lite.step.MODELS", {"llama3": (Gated, init_parameter)})
 
 
 def row_missing():
@@ -159,27 +168,16 @@ def row_missing():
     return patch.object(parallelize, "plan_tensor_parallel", without_a_row)
 
 
-def run_inside(rank: int, world_size: int, context, worker, *args, **options):
-    """Worker: another one inside a context."""
-    with context():
-        return worker(rank, world_size, *args, **options)
-
-
 @pytest.mark.parametrize(
-    ("context", "name", "parameter", "world_size"),
-    [
-        (gate_known, "fork", "layers.0.feed_forward.gate.weight", 2),
-        (row_missing, "llama3", "layers.0.ffn_norm.weight", 4),
-    ],
+    ("context", "parameter", "world_size"),
+    [(GATED, "layers.0.feed_forward.gate.weight", 2), (row_missing, "layers.0.ffn_norm.weight", 4)],
 )
 def test_a_parameter_that_the_tensor_parallel_plan_does_not_name_is_named(
-    pool, folder, context, name, parameter, world_size
+    pool, tmp_path, context, parameter, world_size
 ):
-    def run_ranks(worker, n_ranks, *args, **options):
-        return pool.run(run_inside, n_ranks, context, worker, *args, **options)
-
-    with gate_known() if name == "fork" else nullcontext():
-        trial = try_layout(compare.complete({"model.name": name, TP: 2}, world_size), world_size, run_ranks, folder)
+    with context():  # the reference is the fork's model too
+        run_ranks = compare.ranks_inside(pool, context)
+        trial = try_layout(compare.complete({TP: 2}, world_size), world_size, run_ranks, tmp_path)
     assert (trial.culprit.kind, trial.culprit.name) == ("placement", parameter)
     assert trial.finished and set(trial.faults) == {"crash"}
     assert len(trial.faults["crash"]) < 500 and "plan does not name its module" in trial.culprit.detail
