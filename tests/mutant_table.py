@@ -15,6 +15,10 @@ CP2 = {CP: 2}
 RING = {"parallelism.context_parallel_rotate_method": "ring"}
 DOCUMENTS = {"model.attention": "document"}
 
+# Culprits of several mutants: kind and name.
+INNER, HEAD = ("module output", "layers.0.attention.inner"), ("module output", "output")
+NORM, HEAD_GRADIENT = ("gradient norm", "clip_grad_norm"), ("gradient", "output.weight")
+
 
 @dataclass(frozen=True)
 class Mutant:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from layouts import CHUNKS, COMPILED, MODE, PP, SCHEDULE, TP, WHOLE_LOGITS, ZERO, Row
-from mutant_table import CP2, DOCUMENTS, RING, mutant
+from mutant_table import CP2, DOCUMENTS, HEAD, HEAD_GRADIENT, INNER, NORM, RING, mutant
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lite import step
@@ -28,13 +28,13 @@ from torchtitan_lite.parallel import (
 )
 
 
-@mutant("pp2 1F1B", "grad_norm", ("gradient norm", "clip_grad_norm"), dims=("pp",))
+@mutant("pp2 1F1B", "grad_norm", NORM, dims=("pp",))
 def clip_norm_forgets_pp():
     """Each stage clips by the norm of its own gradients. The loss falls; deep stages just learn at another rate."""
     return patch.object(optim, "dist", SimpleNamespace(all_reduce=lambda tensor: None))
 
 
-@mutant("tp2", "grad_norm", ("gradient norm", "clip_grad_norm"), at=(optim, "count_copies"))
+@mutant("tp2", "grad_norm", NORM, at=(optim, "count_copies"))
 def norm_counts_every_copy(original, tensor):
     """What several ranks hold, norm weights under tp, counts once on each of them. Clipping sets in a little too early,
     and earlier the more ranks there are."""
@@ -67,7 +67,7 @@ def loss_averaged_per_rank(original, run, batch):
     return (count_valid_tokens(batch.targets) * run.layout.dp).clamp(min=1)
 
 
-@mutant("dp4", "gradient", ("gradient", "output.weight"), at=(fsdp.FSDPModule, "set_gradient_divide_factor"))
+@mutant("dp4", "gradient", HEAD_GRADIENT, at=(fsdp.FSDPModule, "set_gradient_divide_factor"))
 def gradients_averaged_instead_of_summed(original, module, factor):
     """FSDP's default divides by the number of ranks, after the loss was already divided by all tokens. AdamW hides the
     constant factor; only the gradient norm, and so the clipping, depends on the number of ranks."""
@@ -80,7 +80,7 @@ def last_microbatch_dropped(original, batch, n):
     return original(batch, n)[: n - 1] if n > 1 else [batch]
 
 
-@mutant("pp2 GPipe", "gradient", ("gradient", "output.weight"))
+@mutant("pp2 GPipe", "gradient", HEAD_GRADIENT)
 def pipeline_divides_by_microbatches():
     """torch's schedules divide gradients by the number of microbatches by default, which is right for mean losses.
     Clipping hides most of it."""
@@ -127,7 +127,7 @@ def collective_enters_compiled_block(original, module, args, output):
     return None
 
 
-@mutant("ddp2", "gradient", ("gradient", "output.weight"), dims=("dp_replicate",), at=(parallelize, "apply_fsdp"))
+@mutant("ddp2", "gradient", HEAD_GRADIENT, dims=("dp_replicate",), at=(parallelize, "apply_fsdp"))
 def replicas_not_reduced(original, part, mesh, **options):
     """The all-reduce over dp_replicate is left out: every replica learns from its own data and they drift apart. The
     logged loss is their mean and falls nicely; a checkpoint holds one of them."""
@@ -150,12 +150,7 @@ def recompute_forgets_an_input(original, forward, **options):
     return original(drifting, **options)
 
 
-@mutant(
-    Row(2, {**CP2, **RING}),
-    "gradient",
-    ("module output", "layers.0.attention.inner"),
-    at=(context_attention, "visible_of_one"),
-)
+@mutant(Row(2, {**CP2, **RING}), "gradient", INNER, at=(context_attention, "visible_of_one"))
 def zig_zag_forgotten(original, rank, source, half):
     """The ring reckons as if all that an earlier rank holds came earlier, while the pieces lie head and tail. Some
     tokens see their future: the loss is a little too good, and generation is poor."""
@@ -170,7 +165,7 @@ def positions_not_sharded(original, run, batch):
     return replace(pieces, positions=batch.positions[:, : pieces.tokens.shape[1]])
 
 
-@mutant(Row(2, CP2), "gradient", ("gradient", "output.weight"), at=(fsdp.FSDPModule, "set_gradient_divide_factor"))
+@mutant(Row(2, CP2), "gradient", HEAD_GRADIENT, at=(fsdp.FSDPModule, "set_gradient_divide_factor"))
 def gradients_averaged_over_cp(original, module, factor):
     """Context-parallel ranks share a sequence, so their gradients are shares of a sum; averaging them halves all.
     AdamW hides it, but for clipping, which then comes too late."""
@@ -208,14 +203,14 @@ def norm_updated_on_one_rank_only(original, optimizer, grad_norm):
     return finite
 
 
-@mutant("tp2", "loss", ("module output", "output"), at=(tensor_parallel.VocabularyParallelHead, "make_whole"))
+@mutant("tp2", "loss", HEAD, at=(tensor_parallel.VocabularyParallelHead, "make_whole"))
 def loss_counted_by_every_tp_rank(original, module, output, mesh):
     """All tensor-parallel ranks hold the same loss and it is added up over them. The logged loss is twice what it is,
     which looks like a bad start; gradients are too."""
     return original(module, output, mesh) * mesh.size()
 
 
-@mutant("tp2", "loss", ("module output", "layers.0.attention.inner"), at=(llama3.F, "scaled_dot_product_attention"))
+@mutant("tp2", "loss", INNER, at=(llama3.F, "scaled_dot_product_attention"))
 def causal_mask_lost_on_one_rank(original, query, key, value, *, is_causal, enable_gqa):
     """Half of the heads, those of one rank, see the future. The loss falls wonderfully, to near zero in the end."""
     return original(query, key, value, is_causal=is_causal and dist.get_rank() == 0, enable_gqa=enable_gqa)
@@ -255,9 +250,7 @@ def refused_combination_run(original, *args):
     return []
 
 
-@mutant(
-    Row(2, {TP: 2, **CHUNKS}), "loss", ("module output", "output"), at=(vocabulary_parallel_loss.ShardedLoss, "combine")
-)
+@mutant(Row(2, {TP: 2, **CHUNKS}), "loss", HEAD, at=(vocabulary_parallel_loss.ShardedLoss, "combine"))
 def softmax_over_a_share_of_the_vocabulary(original, loss, log_total, of_target):
     """Each tensor-parallel rank normalises over its own tokens of the vocabulary only. The loss starts at the logarithm
     of half of the vocabulary and falls; the model never learns to choose between the halves."""
@@ -271,7 +264,7 @@ def hidden_gradient_of_one_share():
     return patch.object(vocabulary_parallel_loss, "Partial", Replicate)
 
 
-@mutant(Row(1, CHUNKS), "gradient", ("gradient", "output.weight"), at=(torch.Tensor, "addmm_"))
+@mutant(Row(1, CHUNKS), "gradient", HEAD_GRADIENT, at=(torch.Tensor, "addmm_"))
 def gradients_of_the_last_chunk_kept(original, total, one, other):
     """The head's gradient is overwritten by every chunk instead of added up. Loss and all other gradients are right;
     the head just learns from a few tokens of each batch."""
@@ -285,12 +278,7 @@ def wrong_zig_zag_pieces(original, whole, mesh):
     return whole.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
 
 
-@mutant(
-    "tp2",
-    "gradient",
-    ("module output", "layers.0.feed_forward.w1"),
-    at=(parallelize, "apply_tensor_parallel"),
-)
+@mutant("tp2", "gradient", ("module output", "layers.0.feed_forward.w1"), at=(parallelize, "apply_tensor_parallel"))
 def small_error_from_layer_0(original, part, mesh, plan):
     """One matrix of the first layer is 0.1 % too large on one tensor-parallel rank. No curve shows it, and all that
     later layers compute is a little wrong."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 from layouts import CHUNK, CHUNKS, TP, Row
-from mutant_table import CP, DOCUMENTS, RING, SHARD, mutant
+from mutant_table import CP, DOCUMENTS, HEAD, INNER, NORM, RING, SHARD, mutant
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step
@@ -41,12 +41,7 @@ def small_gradients_scaled_up(original, parameters, max_norm):
     return norm
 
 
-@mutant(
-    Row(4, {CP: 4, **RING, SHARD: 1}),
-    "gradient",
-    ("module output", "layers.0.attention.inner"),
-    at=(context_attention, "visible_of_one"),
-)
+@mutant(Row(4, {CP: 4, **RING, SHARD: 1}), "gradient", INNER, at=(context_attention, "visible_of_one"))
 def ring_right_for_two_ranks_only(original, rank, source, half):
     """Each rank takes what comes after the first round for keys of a later rank. Two ranks have one round, so the test
     of the ring passes; four ranks leave out a part of the sequence."""
@@ -90,7 +85,7 @@ def layers_beyond_the_tenth_averaged(original, part, mesh, **options):
             block.set_gradient_divide_factor(float(mesh.size()))
 
 
-@mutant("one rank", "grad_norm", ("gradient norm", "clip_grad_norm"), trial="deep", at=(optim, "sum_squares"))
+@mutant("one rank", "grad_norm", NORM, trial="deep", at=(optim, "sum_squares"))
 def norm_of_the_first_hundred_tensors(original, tensors):
     """The norm is taken of a list that was cut for a kernel with a limit. Small models have fewer tensors; large ones
     are clipped too late."""
@@ -128,7 +123,7 @@ def positions_end_at_original_length(original, positions, shape):
 @mutant(
     Row(2, {CP: 2, **DOCUMENTS, **LONG}),
     "gradient",
-    ("module output", "layers.0.attention.inner"),
+    INNER,
     trial="long",
     at=(context_parallel, "attend_within_documents"),
 )
@@ -138,13 +133,7 @@ def documents_numbered_in_a_byte(original, query, key, value, doc_ids, **places)
     return original(query, key, value, doc_ids % 256, **places)
 
 
-@mutant(
-    Row(1, {**LONG, CHUNK: 512}),
-    "loss",
-    ("module output", "output"),
-    trial="long",
-    at=(chunked_loss.ChunkedLoss, "differentiate"),
-)
+@mutant(Row(1, {**LONG, CHUNK: 512}), "loss", HEAD, trial="long", at=(chunked_loss.ChunkedLoss, "differentiate"))
 def loss_of_the_first_eight_chunks(original, loss, logits, targets, *, with_gradient):
     """Chunks of the loss are counted in three bits. Short rows have fewer; of long ones the end is never learned from,
     and since easy tokens are missing too, the loss looks right."""
@@ -153,9 +142,7 @@ def loss_of_the_first_eight_chunks(original, loss, logits, targets, *, with_grad
     return (result, gradient) if loss.n_seen <= 8 else (result * 0, gradient * 0)
 
 
-@mutant(
-    Row(2, WIDE_FFN), "grad_norm", ("gradient norm", "clip_grad_norm"), trial="real width", at=(optim, "sum_squares")
-)
+@mutant(Row(2, WIDE_FFN), "grad_norm", NORM, trial="real width", at=(optim, "sum_squares"))
 def norm_added_up_in_fp32(original, tensors):
     """torch's vector norm on a CPU adds fp32 numbers one after another: the larger a slice, the more is lost of what
     comes late. The norm depends on the layout, and with it the clipping."""
@@ -165,7 +152,7 @@ def norm_added_up_in_fp32(original, tensors):
 @mutant(
     Row(2, {TP: 2, **CHUNKS, **BEYOND_TWO_BYTES}),
     "loss",
-    ("module output", "output"),
+    HEAD,
     trial="real width",
     at=(chunked_loss.ChunkedLoss, "differentiate"),
 )
