@@ -26,7 +26,6 @@ Legend: B rows, S tokens of a row, V vocabulary.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 
 import torch
@@ -150,7 +149,7 @@ def forward_theirs(theirs: nn.Module) -> Forward:
 
 
 @contextmanager
-def rounded_otherwise(theirs: nn.Module) -> Iterator[None]:
+def other_rounding(theirs: nn.Module) -> Iterator[None]:
     """Context manager: other kernels of attention, and rotary frequencies one fp32 number larger."""
     frequencies = [buffer for name, buffer in theirs.named_buffers() if name.endswith("inv_freq")]
     assert frequencies, "transformers' model has no buffer inv_freq any more: how it rounds is not known"
@@ -165,11 +164,6 @@ def rounded_otherwise(theirs: nn.Module) -> Iterator[None]:
         theirs.set_attn_implementation(usual)
         for buffer, original in zip(frequencies, kept, strict=True):
             buffer.copy_(original)
-
-
-def in_their_order(fqn: str, gradient: Tensor, shape: ModelArgs) -> Tensor:
-    """Return a gradient of ours with its rows in the order of transformers."""
-    return to_their_order(gradient, shape.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else gradient
 
 
 def compare(name: str, ours: nn.Module, theirs: nn.Module, rows: list[Row], seed: int) -> Comparison:
@@ -204,10 +198,13 @@ def measure_errors(ours: nn.Module, theirs: nn.Module, batch: Batch) -> tuple[Er
         by_row = [relative_error(own, right) for own, right in zip(own_logits, logits, strict=True)]
         return Errors(by_row, relative_error(own_loss.detach(), loss.detach()), errors)
 
-    with rounded_otherwise(theirs):
+    with other_rounding(theirs):
         rounding = measure(forward_theirs(theirs), their_parameters, lambda fqn, gradient: gradient)
-    own_parameters = dict(ours.named_parameters())
-    return measure(forward_ours(ours), own_parameters, partial(in_their_order, shape=shape)), rounding
+
+    def in_their_order(fqn: str, gradient: Tensor) -> Tensor:
+        return to_their_order(gradient, shape.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else gradient
+
+    return measure(forward_ours(ours), dict(ours.named_parameters()), in_their_order), rounding
 
 
 def judge(what: str, error: float, rounding: float, of: str, *, floor: float = FLOOR) -> Measure:
@@ -250,7 +247,7 @@ def find_first(ours: nn.Module, theirs: nn.Module, batch: Batch) -> str:
     names += ["output"] * shape.tie_embeddings
     their_modules = {name: theirs.get_submodule(their_name(f"{name}.weight").removesuffix(".weight")) for name in names}
     reference = watch(their_modules, forward_theirs(theirs), batch)
-    with rounded_otherwise(theirs):
+    with other_rounding(theirs):
         rounded = watch(their_modules, forward_theirs(theirs), batch)
     seen = watch({name: ours.get_submodule(name) for name in names}, forward_ours(ours), batch)
     for name, tensors in seen.items():
@@ -263,7 +260,7 @@ def find_first(ours: nn.Module, theirs: nn.Module, batch: Batch) -> str:
             rounding = relative_error(otherwise, right)
             measure = judge(name, relative_error(own, right), rounding, side, floor=FLOOR / 5)
             if not measure.is_right:
-                place = say_where(own, right, measure.bound, batch)
+                place = describe_first_token(own, right, measure.bound, batch)
                 return f"the {side} of {name}, off by {measure.error:.1e} {place}"
     return "no module's output differs, only the loss or the backward"
 
@@ -289,7 +286,7 @@ def watch(modules: dict[str, nn.Module], forward: Forward, batch: Batch) -> Seen
     return seen
 
 
-def say_where(own: Tensor, reference: Tensor, bound: float, batch: Batch) -> str:
+def describe_first_token(own: Tensor, reference: Tensor, bound: float, batch: Batch) -> str:
     """Return the first token of a row whose numbers, (B, S, ...), are beyond the bound."""
     own, reference = (tensor.flatten(2) if tensor.dim() > 2 else tensor[..., None] for tensor in (own, reference))
     errors = (own.double() - reference.double()).norm(dim=-1) / reference.double().norm(dim=-1)

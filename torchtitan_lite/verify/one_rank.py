@@ -142,7 +142,7 @@ def measure_layout(
     return RankResult(
         coordinates=coordinates,
         initial_equal=initial_equal,
-        placements={fqn: describe_ranksment(parameter) for fqn, parameter in run.parameters.items()},
+        placements={fqn: describe_placement(parameter) for fqn, parameter in run.parameters.items()},
         n_tokens=n_tokens,
         losses=losses,
         grad_norms=grad_norms,
@@ -279,7 +279,7 @@ def find_unequal_replicas(tensors: dict[str, Tensor]) -> set[tuple[str, str]]:
     return unequal
 
 
-def describe_ranksment(parameter: Tensor) -> str:
+def describe_placement(parameter: Tensor) -> str:
     """Return `Shard(0) over shard, Replicate() over tp`."""
     if not isinstance(parameter, DTensor):
         return "whole on every rank"

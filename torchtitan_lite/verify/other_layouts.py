@@ -12,12 +12,12 @@ part. What is refused could not train either, and is missing nowhere.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.layout import MESH_DIMS, Layout, plan_degrees, plan_layout, resolve_model
-from torchtitan_lite.config.schema import Config, ConfigError
+from torchtitan_lite.config.schema import Config, ConfigError, Model
 from torchtitan_lite.config.tables import format_table
 from torchtitan_lite.verify.certificate import CERTIFIED, CERTIFIED_IN_PART, IN_PART, NOT_FINISHED, WRONG, Trial
 from torchtitan_lite.verify.degrees import DEGREE_KEYS
@@ -26,68 +26,41 @@ from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
 # ---------------------------------------------------------------- the smallest combination that fails
 
 
-@dataclass(frozen=True)
-class Feature:
-    """An axis or an option: whether a run uses it, and the keys that turn it off."""
-
-    is_on: Callable[[Config, Layout], bool]
-    off: dict[str, object]
-
-
-def make_axis(dim: str) -> Feature:
-    stages = {"parallelism.module_fqns_per_model_part": []} if dim == "pp" else {}  # without pp none may be listed
-    return Feature(lambda config, layout: layout.degrees[dim] > 1, {DEGREE_KEYS[dim]: 1, **stages})
-
-
-def has_own_schedule(config: Config, layout: Layout) -> bool:
-    section = config.parallelism
-    is_gpipe = section.pipeline_parallel_schedule == "GPipe" and not section.pipeline_parallel_schedule_csv
-    return layout.pp > 1 and not is_gpipe
-
-
-FEATURES = {  # axes first: with each, the trials that follow have fewer ranks
-    **{dim: make_axis(dim) for dim in MESH_DIMS},
-    "compile": Feature(lambda config, layout: config.compile.enable, {"compile.enable": False}),
-    "recompute": Feature(
-        lambda config, layout: config.activation_checkpoint.mode != "none", {"activation_checkpoint.mode": "none"}
-    ),
-    "schedule": Feature(
-        has_own_schedule,
-        {
-            "parallelism.pipeline_parallel_schedule_csv": "",
-            "parallelism.pipeline_parallel_layers_per_stage": None,
-            "parallelism.module_fqns_per_model_part": [],
-            "parallelism.pipeline_parallel_schedule": "GPipe",
-        },
-    ),
-    "ZeRO stage": Feature(
-        lambda config, layout: (
-            config.parallelism.zero_stage != "auto" or config.parallelism.fsdp_reshard_after_forward != "default"
-        ),
-        {"parallelism.zero_stage": "auto", "parallelism.fsdp_reshard_after_forward": "default"},
-    ),
-    "ring": Feature(
-        lambda config, layout: layout.cp > 1 and config.parallelism.context_parallel_rotate_method == "ring",
-        {"parallelism.context_parallel_rotate_method": "allgather"},
-    ),
-    "loss parallel": Feature(
-        lambda config, layout: layout.tp > 1 and not config.parallelism.disable_loss_parallel,
-        {"parallelism.disable_loss_parallel": True},
-    ),
-    "documents": Feature(lambda config, layout: config.model.attention == "document", {"model.attention": "causal"}),
-    "tied embeddings": Feature(
-        lambda config, layout: resolve_model(config.model).tie_embeddings, {"model.tie_embeddings": False}
-    ),
-    "rope scaling": Feature(
-        lambda config, layout: resolve_model(config.model).rope_scaling is not None, {"model.rope_scaling": "none"}
-    ),
-    "accumulation": Feature(lambda config, layout: layout.pp == 1 and layout.n_microbatches > 1, {}),
+FEATURES: dict[str, dict[str, object]] = {  # axis or option -> keys that turn it off
+    # Axes first: with each, the trials that follow have fewer ranks.
+    **{dim: {DEGREE_KEYS[dim]: 1} for dim in MESH_DIMS},
+    "pp": {DEGREE_KEYS["pp"]: 1, "parallelism.module_fqns_per_model_part": []},  # without pp none may be listed
+    "compile": {"compile.enable": False},
+    "recompute": {"activation_checkpoint.mode": "none"},
+    "schedule": {
+        "parallelism.pipeline_parallel_schedule_csv": "",
+        "parallelism.pipeline_parallel_layers_per_stage": None,
+        "parallelism.module_fqns_per_model_part": [],
+        "parallelism.pipeline_parallel_schedule": "GPipe",
+    },
+    "ZeRO stage": {"parallelism.zero_stage": "auto", "parallelism.fsdp_reshard_after_forward": "default"},
+    "ring": {"parallelism.context_parallel_rotate_method": "allgather"},
+    "loss parallel": {"parallelism.disable_loss_parallel": True},
+    "documents": {"model.attention": "causal"},
+    "tied embeddings": {"model.tie_embeddings": False},
+    "rope scaling": {"model.rope_scaling": "none"},
+    "accumulation": {},  # turn_off makes the batch smaller
 }
+# Axis or option -> the axis that must have several ranks; without them it does nothing.
+OF_AXIS = {**{dim: dim for dim in MESH_DIMS}, "schedule": "pp", "ring": "cp", "loss parallel": "tp"}
 
 
 def list_features(config: Config, layout: Layout) -> list[str]:
-    """Return the features that a run uses."""
-    return [name for name, feature in FEATURES.items() if feature.is_on(config, layout)]
+    """Return the features that a run uses: those whose keys would change it."""
+
+    def resolve(config: Config) -> tuple:
+        return resolve_model(config.model), config.model.attention, replace(config, model=Model())
+
+    used = {name for name, off in FEATURES.items() if resolve(override(config, off)) != resolve(config)}
+    used -= {name for name, dim in OF_AXIS.items() if layout.degrees[dim] == 1}
+    if layout.pp == 1 and layout.n_microbatches > 1:
+        used.add("accumulation")
+    return [name for name in FEATURES if name in used]
 
 
 def turn_off(config: Config, layout: Layout, names: frozenset[str]) -> tuple[Config, Layout]:
@@ -96,7 +69,7 @@ def turn_off(config: Config, layout: Layout, names: frozenset[str]) -> tuple[Con
     Fewer data-parallel ranks get fewer sequences, so that each rank and microbatch works as before.
     """
     for name in names:
-        config = override(config, FEATURES[name].off)
+        config = override(config, FEATURES[name])
     degrees = plan_degrees(config.parallelism, 1)
     n_rows = config.training.local_batch_size if "accumulation" in names else layout.global_batch_size // layout.dp
     dp = degrees["dp_replicate"] * degrees["dp_shard"]
