@@ -105,10 +105,7 @@ HEALTHY = {
     "pp2 ZBVZeroBubble": LAYOUTS["pp2 ZBVZeroBubble"],
 }
 SLOW_ROWS = {
-    "one rank": Row(1, LONG),
-    "dp2 accumulation 2": LAYOUTS["dp2 accumulation 2"],
     "cp4 ring": LAYOUTS["cp4 ring"],
-    "hsdp2x2": LAYOUTS["hsdp2x2"],
     "pp2 x cp2 ring Interleaved1F1B": Row(
         4, {PP: 2, CP: 2, **RING, SCHEDULE: "Interleaved1F1B", "training.seq_len": 512}
     ),

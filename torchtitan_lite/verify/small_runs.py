@@ -43,9 +43,7 @@ LEAST_SIZES = {"vocab_size": 2000, "ffn_dim": 1000, "dim": 500}  # of it: halved
 class Method:
     """How a small run is compared with one process. Both sides get the same one."""
 
-    # Two steps, of which the first is clipped and the second is not; parameters are compared whole, as a checkpoint
-    # holds them. Without: the gradients of one step, clipped, slice by slice.
-    updates: bool = True
+    updates: bool = True  # two steps, of which the first is clipped and the second is not; else one without an update
     farthest_position: int = 0  # of the first token of row 0; of further rows it is nearer to 0, in equal distances
     tokens_per_document: int = 8  # on average, of document attention
     repeats_weights: bool = False  # large weights are a block of random numbers over and over, which is drawn faster
