@@ -50,7 +50,7 @@ FLOOR = 1e-5
 N_ROUNDINGS = 4
 CEILING = 1.0  # however much rounding does: an error of 1 is as large as the number itself
 
-Forward = Callable[[Batch], tuple[Tensor, Tensor]]  # forward_ours or forward_theirs: logits (B, S, V), mean loss ()
+Forward = Callable[[Batch], tuple[Tensor, Tensor]]  # -> logits (B, S, V), mean loss ()
 
 
 @dataclass(frozen=True)
@@ -124,26 +124,34 @@ def make_batch(rows: list[Row], args: ModelArgs, seed: int) -> Batch:
 # ---------------------------------------------------------------- two models
 
 
-def forward_ours(ours: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Call the model file as a step makes it; logits by themselves: a loss in chunks has no whole."""
-    inputs = {"positions": batch.positions, "doc_ids": batch.doc_ids}
-    with torch.no_grad():
-        logits = ours(batch.tokens, **inputs)
-    loss_sum = ours(batch.tokens, **inputs, targets=batch.targets)
-    return logits, loss_sum / (batch.targets != IGNORE_INDEX).sum()
+def forward_ours(ours: nn.Module) -> Forward:
+    """Return a call of the model file, as a step makes it; logits by themselves: a loss in chunks has no whole."""
+
+    def forward(batch: Batch) -> tuple[Tensor, Tensor]:
+        inputs = {"positions": batch.positions, "doc_ids": batch.doc_ids}
+        with torch.no_grad():
+            logits = ours(batch.tokens, **inputs)
+        loss_sum = ours(batch.tokens, **inputs, targets=batch.targets)
+        return logits, loss_sum / (batch.targets != IGNORE_INDEX).sum()
+
+    return forward
 
 
-def forward_theirs(theirs: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Call transformers' model; its mask is made here, from the documents."""
-    same_document = batch.doc_ids[:, :, None] == batch.doc_ids[:, None, :]
-    sees = same_document & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)[:, None]  # (B, 1, S, S)
-    output = theirs(batch.tokens, position_ids=batch.positions, attention_mask=mask, use_cache=False)
-    return output.logits.detach(), F.cross_entropy(output.logits.flatten(0, 1), batch.targets.flatten())
+def forward_theirs(theirs: nn.Module) -> Forward:
+    """Return a call of transformers' model; its mask is made here, from the documents."""
+
+    def forward(batch: Batch) -> tuple[Tensor, Tensor]:
+        same_document = batch.doc_ids[:, :, None] == batch.doc_ids[:, None, :]
+        sees = same_document & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)[:, None]  # (B, 1, S, S)
+        output = theirs(batch.tokens, position_ids=batch.positions, attention_mask=mask, use_cache=False)
+        return output.logits.detach(), F.cross_entropy(output.logits.flatten(0, 1), batch.targets.flatten())
+
+    return forward
 
 
 @contextmanager
-def other_rounding(theirs: nn.Module) -> Iterator[None]:
+def rounded_otherwise(theirs: nn.Module) -> Iterator[None]:
     """Context manager: other kernels of attention, and rotary frequencies one fp32 number larger."""
     frequencies = [buffer for name, buffer in theirs.named_buffers() if name.endswith("inv_freq")]
     assert frequencies, "transformers' model has no buffer inv_freq any more: how it rounds is not known"
@@ -180,7 +188,7 @@ def measure_errors(ours: nn.Module, theirs: nn.Module, batch: Batch) -> tuple[Er
     """Return errors of `ours`, and of `theirs` when it rounds otherwise. Only the reference's gradients are kept."""
     args = ours.shape
     their_parameters = {fqn: theirs.get_parameter(their_name(fqn)) for fqn in list_tensors(args)}
-    logits, loss = forward_theirs(theirs, batch)
+    logits, loss = forward_theirs(theirs)(batch)
     loss.backward()
     gradients = {fqn: parameter.grad for fqn, parameter in their_parameters.items()}
     theirs.zero_grad()  # sets them to None: the only reference is here
@@ -201,9 +209,9 @@ def measure_errors(ours: nn.Module, theirs: nn.Module, batch: Batch) -> tuple[Er
         by_row = [relative_error(own, right) for own, right in zip(own_logits, logits, strict=True)]
         return Errors(by_row, relative_error(own_loss.detach(), loss.detach()), errors)
 
-    with other_rounding(theirs):
-        rounding = measure(partial(forward_theirs, theirs), their_parameters, in_our_order=False)
-    return measure(partial(forward_ours, ours), dict(ours.named_parameters()), in_our_order=True), rounding
+    with rounded_otherwise(theirs):
+        rounding = measure(forward_theirs(theirs), their_parameters, in_our_order=False)
+    return measure(forward_ours(ours), dict(ours.named_parameters()), in_our_order=True), rounding
 
 
 @contextmanager
@@ -233,10 +241,10 @@ def find_first(ours: nn.Module, theirs: nn.Module, batch: Batch) -> str:
     names = [fqn.removesuffix(".weight") for fqn in list_tensors(args)]
     names += ["output"] * args.tie_embeddings
     their_modules = {name: theirs.get_submodule(their_name(f"{name}.weight").removesuffix(".weight")) for name in names}
-    reference = watch(their_modules, partial(forward_theirs, theirs), batch)
-    with other_rounding(theirs):
-        rounded = watch(their_modules, partial(forward_theirs, theirs), batch)
-    seen = watch({name: ours.get_submodule(name) for name in names}, partial(forward_ours, ours), batch)
+    reference = watch(their_modules, forward_theirs(theirs), batch)
+    with rounded_otherwise(theirs):
+        rounded = watch(their_modules, forward_theirs(theirs), batch)
+    seen = watch({name: ours.get_submodule(name) for name in names}, forward_ours(ours), batch)
     for name, tensors in seen.items():
         for side, own, right, otherwise in zip(
             ("input", "output"), tensors, reference[name], rounded[name], strict=True
