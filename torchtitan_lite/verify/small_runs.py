@@ -17,7 +17,7 @@ from pathlib import Path
 from torchtitan_lite.config.flavors import ModelArgs, count_parameters
 from torchtitan_lite.config.float8_plan import BLOCK
 from torchtitan_lite.config.hardware import measure_cpu_memory
-from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism
 from torchtitan_lite.verify.reduction import (
@@ -133,6 +133,7 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
 
 
 def describe_run(reduction: Reduction, small: Config, method: Method, subject: str) -> SmallRun:
+    plan_layout(small, resolve_model(small.model), reduction.layout.world_size)  # so that no rank raises ConfigError
     if small.compile.enable != reduction.real.compile.enable:
         subject += ", not compiled"
     return SmallRun(small, method, subject)
