@@ -2,28 +2,24 @@
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from unittest.mock import patch
+from contextlib import AbstractContextManager
 
 import torch.distributed as dist
-from mutants import MUTANTS
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config import flavors
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler, Model, Optimizer, Training
 from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.verify import reference, share
-from torchtitan_lite.verify.difference import Difference, find_faults, merge, total_update_error
+from torchtitan_lite.verify import one_rank, reference
+from torchtitan_lite.verify.difference import Difference, find_faults, merge
+from torchtitan_lite.verify.one_rank import gather, own_rows
 from torchtitan_lite.verify.reduction import override
 from torchtitan_lite.verify.reference import relative_error, run_one_process
-from torchtitan_lite.verify.share import Share, gather, own_rows
 
 __all__ = [
     "Difference",
-    "Share",
     "find_faults",
     "gather",
     "merge",
@@ -32,7 +28,6 @@ __all__ = [
     "relative_error",
     "resolve_model",
     "run_one_process",
-    "total_update_error",
 ]
 
 GLOBAL_BATCH_SIZE = 8
@@ -66,26 +61,27 @@ def complete(overrides: dict[str, object], world_size: int, base: Config = TABLE
 
 def build_table_run(world_size: int, overrides: dict[str, object], base: Config = TABLE_CONFIG) -> stepping.Run:
     """A run of the table model."""
-    return share.build_small_run(complete(overrides, world_size, base), world_size)
+    return one_rank.build_small_run(complete(overrides, world_size, base), world_size)
 
 
-def measure_layout(rank: int, world_size: int, overrides: dict[str, object], oracle_path: str) -> Share:
+def measure_layout(rank: int, world_size: int, overrides: dict[str, object], oracle_path: str) -> one_rank.RankResult:
     """Worker: one row of the table."""
-    return share.measure_layout(rank, world_size, complete(overrides, world_size), oracle_path)
+    return one_rank.measure_layout(rank, world_size, complete(overrides, world_size), oracle_path)
 
 
-def run_mutant(rank: int, world_size: int, mutant: str | None, worker, *args, **options) -> object:
-    """Worker: calls another one while that patch of mutants.py is in force, in this process only."""
-    with MUTANTS[mutant].patch() if mutant else nullcontext():
+def run_inside(rank: int, world_size: int, context: Callable[[], AbstractContextManager], worker, *args, **options):
+    """Worker: another one inside a context manager, in this process only."""
+    with context():
         return worker(rank, world_size, *args, **options)
 
 
-def fork_known(model_class: type, init_parameter: Callable):
-    """Context manager: inside, model.name = "fork" is this class, whose block has llama3's row of BLOCKS."""
-    known = ExitStack()
-    known.enter_context(patch.dict(stepping.MODELS, {"fork": (model_class, init_parameter)}))
-    known.enter_context(patch.dict(flavors.BLOCKS, {"fork": flavors.BLOCKS["llama3"]}))
-    return known
+def ranks_inside(pool, context: Callable[[], AbstractContextManager]) -> Callable[..., list]:
+    """`pool.run`, whose workers call everything inside a context manager. `context` can be pickled."""
+
+    def run_ranks(worker, world_size: int, *args, **options) -> list:
+        return pool.run(run_inside, world_size, context, worker, *args, **options)
+
+    return run_ranks
 
 
 def all_ranks_agree(rank: int, world_size: int, value: object) -> bool:

@@ -1,8 +1,10 @@
 """What a mutant is, and the table of all of them."""
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial, wraps
 from unittest.mock import patch
 
 from layouts import LAYOUTS, Row
@@ -12,6 +14,10 @@ SHARD = "parallelism.data_parallel_shard_degree"
 CP2 = {CP: 2}
 RING = {"parallelism.context_parallel_rotate_method": "ring"}
 DOCUMENTS = {"model.attention": "document"}
+
+# Culprits of several mutants: kind and name.
+INNER, HEAD = ("module output", "layers.0.attention.inner"), ("module output", "output")
+NORM, HEAD_GRADIENT = ("gradient norm", "clip_grad_norm"), ("gradient", "output.weight")
 
 
 @dataclass(frozen=True)
@@ -34,22 +40,33 @@ def mutant(
     noticed_by: str,
     culprit: tuple[str, str],
     *,
+    at: tuple[object, str] | None = None,
     dims: tuple = (),
     cause: str = "unknown",
     trial: str = "wide",
 ):
-    """Adds a patch to MUTANTS; its docstring is what a user would have seen."""
+    """Add a mutant to MUTANTS; the docstring of the decorated function is what a user would have seen.
+
+    With `at`, a module or class and the name of one of its functions, the decorated function takes that one's place;
+    its first argument is the original. Without, it returns a context manager.
+    """
 
     def add(function: Callable) -> Callable:
         where = LAYOUTS[row] if isinstance(row, str) else row
         seen = " ".join(function.__doc__.split())
-        MUTANTS[function.__name__] = Mutant(where, noticed_by, culprit, dims, cause, trial, function, seen)
-        return function
+        applied = function if at is None else partial(put_in_place, function, *at)
+        MUTANTS[function.__name__] = Mutant(where, noticed_by, culprit, dims, cause, trial, applied, seen)
+        return applied
 
     return add
 
 
-def replaced(owner: object, name: str, function: Callable) -> AbstractContextManager:
-    """Context manager: `function`, with the original as its first argument, in the place of `owner.name`."""
+def put_in_place(function: Callable, owner: object, name: str) -> AbstractContextManager:
     original = getattr(owner, name)
-    return patch.object(owner, name, lambda *args, **options: function(original, *args, **options))
+
+    @wraps(original)  # verify reads the signature of a module's forward
+    def broken(*args, **options):
+        return function(original, *args, **options)
+
+    is_static = isinstance(owner, type) and isinstance(inspect.getattr_static(owner, name), staticmethod)
+    return patch.object(owner, name, staticmethod(broken) if is_static else broken)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from layouts import CHUNKS, COMPILED, MODE, PP, SCHEDULE, TP, WHOLE_LOGITS, ZERO, Row
-from mutant_table import CP2, DOCUMENTS, RING, mutant
+from mutant_table import CP2, DOCUMENTS, HEAD, HEAD_GRADIENT, INNER, NORM, RING, mutant
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lite import step
@@ -28,60 +28,59 @@ from torchtitan_lite.parallel import (
 )
 
 
-@mutant("pp2 1F1B", "grad_norm", ("gradient norm", "clip_grad_norm"), dims=("pp",))
+@mutant("pp2 1F1B", "grad_norm", NORM, dims=("pp",))
 def clip_norm_forgets_pp():
     """Each stage clips by the norm of its own gradients. The loss falls; deep stages just learn at another rate."""
     return patch.object(optim, "dist", SimpleNamespace(all_reduce=lambda tensor: None))
 
 
-@mutant("tp2", "grad_norm", ("gradient norm", "clip_grad_norm"))
-def norm_counts_every_copy():
+@mutant("tp2", "grad_norm", NORM, at=(optim, "count_copies"))
+def norm_counts_every_copy(original, tensor):
     """What several ranks hold, norm weights under tp, counts once on each of them. Clipping sets in a little too early,
     and earlier the more ranks there are."""
-    return patch.object(optim, "count_copies", lambda tensor: 1)
+    return 1
 
 
-@mutant("tp2", "initial", ("initial weights", "tok_embeddings.weight"), cause="the rule of the initial weights")
-def ranks_drawn_alike():
+@mutant(
+    "tp2",
+    "initial",
+    ("initial weights", "tok_embeddings.weight"),
+    cause="the rule of the initial weights",
+    at=(initial_weights, "copy_local_shard"),
+)
+def ranks_drawn_alike(original, parameter, full):
     """Every rank draws its own slice from the same seed, so the slices are copies: half of the heads are one
     head twice. Training works, and the model is worth one of half the width."""
-
-    def draw_slice(parameter, full):
-        if not isinstance(parameter, DTensor):
-            parameter.copy_(full)
-            return
-        local = parameter.to_local()
-        local.copy_(full.flatten()[: local.numel()].view_as(local))
-
-    return patch.object(initial_weights, "copy_local_shard", draw_slice)
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(full)
+        return
+    local = parameter.to_local()
+    local.copy_(full.flatten()[: local.numel()].view_as(local))
 
 
-@mutant("dp2", "gradient", ("counted tokens", "count_global_tokens"), dims=("dp_shard",))
-def loss_averaged_per_rank():
+@mutant(
+    "dp2", "gradient", ("counted tokens", "count_global_tokens"), dims=("dp_shard",), at=(step, "count_global_tokens")
+)
+def loss_averaged_per_rank(original, run, batch):
     """Each rank divides by its own number of tokens, and the ranks are averaged. Tokens on ranks with much padding
     count for more. The loss curve looks as always."""
-
-    def mean_of_means(run, batch):
-        return (count_valid_tokens(batch.targets) * run.layout.dp).clamp(min=1)
-
-    return patch.object(step, "count_global_tokens", mean_of_means)
+    return (count_valid_tokens(batch.targets) * run.layout.dp).clamp(min=1)
 
 
-@mutant("dp4", "gradient", ("gradient", "output.weight"))
-def gradients_averaged_instead_of_summed():
+@mutant("dp4", "gradient", HEAD_GRADIENT, at=(fsdp.FSDPModule, "set_gradient_divide_factor"))
+def gradients_averaged_instead_of_summed(original, module, factor):
     """FSDP's default divides by the number of ranks, after the loss was already divided by all tokens. AdamW hides the
     constant factor; only the gradient norm, and so the clipping, depends on the number of ranks."""
-    return patch.object(fsdp.FSDPModule, "set_gradient_divide_factor", lambda module, factor: None)
+    return None
 
 
-@mutant("accumulation 2", "gradient", ("microbatches", "tok_embeddings"))
-def last_microbatch_dropped():
+@mutant("accumulation 2", "gradient", ("microbatches", "tok_embeddings"), at=(step.Batch, "split"))
+def last_microbatch_dropped(original, batch, n):
     """An off-by-one in the accumulation loop: a part of every batch is never learned from. Throughput looks better."""
-    original = step.Batch.split
-    return patch.object(step.Batch, "split", lambda batch, n: original(batch, n)[: n - 1] if n > 1 else [batch])
+    return original(batch, n)[: n - 1] if n > 1 else [batch]
 
 
-@mutant("pp2 GPipe", "gradient", ("gradient", "output.weight"))
+@mutant("pp2 GPipe", "gradient", HEAD_GRADIENT)
 def pipeline_divides_by_microbatches():
     """torch's schedules divide gradients by the number of microbatches by default, which is right for mean losses.
     Clipping hides most of it."""
@@ -103,16 +102,16 @@ def pipeline_divides_by_microbatches():
     return applied()
 
 
-@mutant("pp2 1F1B", "loss", ("loss", "sum_losses"), dims=("pp",))
-def loss_not_summed_over_pp():
+@mutant("pp2 1F1B", "loss", ("loss", "sum_losses"), dims=("pp",), at=(step, "sum_losses"))
+def loss_not_summed_over_pp(original, run, local_loss):
     """Rank 0 holds no head and logs a loss of zero, or each stage logs its own idea of it."""
-    return patch.object(step, "sum_losses", lambda run, local_loss: local_loss.clone())
+    return local_loss.clone()
 
 
-@mutant("one rank", "gradient", ("counted tokens", "count_global_tokens"))
-def masked_targets_counted():
+@mutant("one rank", "gradient", ("counted tokens", "count_global_tokens"), at=(step, "count_valid_tokens"))
+def masked_targets_counted(original, targets):
     """Padding counts in the denominator: batches with much padding weigh too little, on every layout alike."""
-    return patch.object(step, "count_valid_tokens", lambda targets: torch.tensor(targets.numel()))
+    return torch.tensor(targets.numel())
 
 
 @mutant(
@@ -120,171 +119,122 @@ def masked_targets_counted():
     "gradient",
     ("gradient", "tok_embeddings.weight"),
     cause="the embedding's AsyncCollectiveTensor",
+    at=(tensor_parallel, "wait_for_collective"),
 )
-def collective_enters_compiled_block():
+def collective_enters_compiled_block(original, module, args, output):
     """The embedding's AsyncCollectiveTensor goes into a compiled block unwaited: the gradient of tok_embeddings is
     wrong by 100 % while loss and all other gradients are right."""
-    return patch.object(tensor_parallel, "wait_for_collective", lambda module, args, output: None)
+    return None
 
 
-@mutant("ddp2", "gradient", ("gradient", "output.weight"), dims=("dp_replicate",))
-def replicas_not_reduced():
+@mutant("ddp2", "gradient", HEAD_GRADIENT, dims=("dp_replicate",), at=(parallelize, "apply_fsdp"))
+def replicas_not_reduced(original, part, mesh, **options):
     """The all-reduce over dp_replicate is left out: every replica learns from its own data and they drift apart. The
     logged loss is their mean and falls nicely; a checkpoint holds one of them."""
-
-    original = parallelize.apply_fsdp
-
-    def shard_only(part, mesh, **options):
-        original(part, mesh["shard"], **options)
-
-    return patch.object(parallelize, "apply_fsdp", shard_only)
+    original(part, mesh["shard"], **options)
 
 
-@mutant("full recompute", "gradient", ("gradient", "layers.3.feed_forward.w2.weight"))
-def recompute_forgets_an_input():
+@mutant(
+    "full recompute",
+    "gradient",
+    ("gradient", "layers.3.feed_forward.w2.weight"),
+    at=(activation_checkpoint, "recomputed"),
+)
+def recompute_forgets_an_input(original, forward, **options):
     """The recomputed block sees positions that start elsewhere: forward and loss are right, gradients are not."""
-    original = activation_checkpoint.recomputed
+    calls = iter(range(1 << 30))
 
-    def with_other_rotation(forward, **options):
-        calls = iter(range(1 << 30))
+    def drifting(x, rotation, doc_ids):
+        return forward(x, rotation if next(calls) % 2 == 0 else rotation.roll(1, dims=-2), doc_ids)
 
-        def drifting(x, rotation, doc_ids):
-            return forward(x, rotation if next(calls) % 2 == 0 else rotation.roll(1, dims=-2), doc_ids)
-
-        return original(drifting, **options)
-
-    return patch.object(activation_checkpoint, "recomputed", with_other_rotation)
+    return original(drifting, **options)
 
 
-@mutant(Row(2, {**CP2, **RING}), "gradient", ("module output", "layers.0.attention.inner"))
-def zig_zag_forgotten():
+@mutant(Row(2, {**CP2, **RING}), "gradient", INNER, at=(context_attention, "visible_of_one"))
+def zig_zag_forgotten(original, rank, source, half):
     """The ring reckons as if all that an earlier rank holds came earlier, while the pieces lie head and tail. Some
     tokens see their future: the loss is a little too good, and generation is poor."""
-    original = context_attention.visible_of_one
-
-    def as_if_contiguous(rank, source, half):
-        return (slice(None), slice(None)) if source < rank else original(rank, source, half)
-
-    return patch.object(context_attention, "visible_of_one", as_if_contiguous)
+    return (slice(None), slice(None)) if source < rank else original(rank, source, half)
 
 
-@mutant(Row(2, CP2), "gradient", ("positions", "shard_for_cp"))
-def positions_not_sharded():
+@mutant(Row(2, CP2), "gradient", ("positions", "shard_for_cp"), at=(step, "shard_for_cp"))
+def positions_not_sharded(original, run, batch):
     """Each context-parallel rank counts the positions of its tokens from 0. The model learns to read the folded
     sequence, with a slightly higher loss, and fails at inference, where sequences are not folded."""
-    original = step.shard_for_cp
-
-    def restarted(run, batch):
-        pieces = original(run, batch)
-        return replace(pieces, positions=batch.positions[:, : pieces.tokens.shape[1]])
-
-    return patch.object(step, "shard_for_cp", restarted)
+    pieces = original(run, batch)
+    return replace(pieces, positions=batch.positions[:, : pieces.tokens.shape[1]])
 
 
-@mutant(Row(2, CP2), "gradient", ("gradient", "output.weight"))
-def gradients_averaged_over_cp():
+@mutant(Row(2, CP2), "gradient", HEAD_GRADIENT, at=(fsdp.FSDPModule, "set_gradient_divide_factor"))
+def gradients_averaged_over_cp(original, module, factor):
     """Context-parallel ranks share a sequence, so their gradients are shares of a sum; averaging them halves all.
     AdamW hides it, but for clipping, which then comes too late."""
-
-    def averaged(module, factor):
-        original(module, 2.0)
-
-    original = fsdp.FSDPModule.set_gradient_divide_factor
-    return patch.object(fsdp.FSDPModule, "set_gradient_divide_factor", averaged)
+    original(module, 2.0)
 
 
-@mutant(Row(2, {PP: 2, **DOCUMENTS}), "loss", ("documents", "layers.2"))
-def documents_lost_after_the_first_stage():
+@mutant(Row(2, {PP: 2, **DOCUMENTS}), "loss", ("documents", "layers.2"), at=(llama3.Llama3, "forward"))
+def documents_lost_after_the_first_stage(original, part, x, *, positions, doc_ids=None, targets=None):
     """Later stages are not told where documents begin, so that half of the layers attend across borders. The loss is a
     little lower or higher; answers leak from one document into the next."""
-    original = llama3.Llama3.forward
-
-    def forgetful(part, x, *, positions, doc_ids=None, targets=None):
-        if part.tok_embeddings is None:
-            doc_ids = torch.zeros_like(doc_ids)
-        return original(part, x, positions=positions, doc_ids=doc_ids, targets=targets)
-
-    return patch.object(llama3.Llama3, "forward", forgetful)
+    if part.tok_embeddings is None:
+        doc_ids = torch.zeros_like(doc_ids)
+    return original(part, x, positions=positions, doc_ids=doc_ids, targets=targets)
 
 
-@mutant("dp2 tied", "gradient", ("gradient", "tok_embeddings.weight"))
-def tied_gradient_counted_twice():
+@mutant("dp2 tied", "gradient", ("gradient", "tok_embeddings.weight"), at=(step, "forward_backward"))
+def tied_gradient_counted_twice(original, run, batch, n_tokens):
     """The shared matrix is listed as embedding and as head, and each adds the whole gradient. Loss and all other
     gradients are right; the embedding just learns twice as fast."""
-    original = step.forward_backward
-
-    def doubled(run, batch, n_tokens):
-        loss = original(run, batch, n_tokens)
-        run.parameters["tok_embeddings.weight"].grad.mul_(2)
-        return loss
-
-    return patch.object(step, "forward_backward", doubled)
+    loss = original(run, batch, n_tokens)
+    run.parameters["tok_embeddings.weight"].grad.mul_(2)
+    return loss
 
 
-@mutant("tp2", "replicas", ("replicas", "layers.0.attention_norm.weight"), dims=("tp",))
-def norm_updated_on_one_rank_only():
+@mutant("tp2", "replicas", ("replicas", "layers.0.attention_norm.weight"), dims=("tp",), at=(step, "step_if_finite"))
+def norm_updated_on_one_rank_only(original, optimizer, grad_norm):
     """Norm weights are copied on each tensor-parallel rank, and one rank forgets to step them. Every gradient of the
     first step is right. The copies drift apart, and a checkpoint holds whichever is saved."""
-    original = step.step_if_finite
-
-    def forgetful(optimizer, grad_norm):
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.dim() == 1]
-        before = [parameter.to_local().detach().clone() for parameter in parameters]
-        finite = original(optimizer, grad_norm)
-        if dist.get_rank() == 1:
-            for parameter, old in zip(parameters, before, strict=True):
-                parameter.to_local().detach().copy_(old)
-        return finite
-
-    return patch.object(step, "step_if_finite", forgetful)
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.dim() == 1]
+    before = [parameter.to_local().detach().clone() for parameter in parameters]
+    finite = original(optimizer, grad_norm)
+    if dist.get_rank() == 1:
+        for parameter, old in zip(parameters, before, strict=True):
+            parameter.to_local().detach().copy_(old)
+    return finite
 
 
-@mutant("tp2", "loss", ("module output", "output"))
-def loss_counted_by_every_tp_rank():
+@mutant("tp2", "loss", HEAD, at=(tensor_parallel.VocabularyParallelHead, "make_whole"))
+def loss_counted_by_every_tp_rank(original, module, output, mesh):
     """All tensor-parallel ranks hold the same loss and it is added up over them. The logged loss is twice what it is,
     which looks like a bad start; gradients are too."""
-    original = tensor_parallel.VocabularyParallelHead.make_whole
-
-    def added_up(module, output, mesh):
-        return original(module, output, mesh) * mesh.size()
-
-    return patch.object(tensor_parallel.VocabularyParallelHead, "make_whole", staticmethod(added_up))
+    return original(module, output, mesh) * mesh.size()
 
 
-@mutant("tp2", "loss", ("module output", "layers.0.attention.inner"))
-def causal_mask_lost_on_one_rank():
+@mutant("tp2", "loss", INNER, at=(llama3.F, "scaled_dot_product_attention"))
+def causal_mask_lost_on_one_rank(original, query, key, value, *, is_causal, enable_gqa):
     """Half of the heads, those of one rank, see the future. The loss falls wonderfully, to near zero in the end."""
-    original = llama3.F.scaled_dot_product_attention
-
-    def blind(query, key, value, *, is_causal, enable_gqa):
-        return original(query, key, value, is_causal=is_causal and dist.get_rank() == 0, enable_gqa=enable_gqa)
-
-    return patch.object(llama3.F, "scaled_dot_product_attention", blind)
+    return original(query, key, value, is_causal=is_causal and dist.get_rank() == 0, enable_gqa=enable_gqa)
 
 
-@mutant("pp2 1F1B", "loss", ("module input", "layers.2"))
-def hidden_states_rounded_between_stages():
+@mutant("pp2 1F1B", "loss", ("module input", "layers.2"), at=(llama3.Llama3, "forward"))
+def hidden_states_rounded_between_stages(original, part, x, **inputs):
     """Hidden states travel in bf16 while the model computes in fp32. Every curve looks right, one digit too coarse."""
-    original = llama3.Llama3.forward
-
-    def rounded(part, x, **inputs):
-        hidden = original(part, x, **inputs)
-        return hidden if part.output is not None else hidden.bfloat16().float()
-
-    return patch.object(llama3.Llama3, "forward", rounded)
+    hidden = original(part, x, **inputs)
+    return hidden if part.output is not None else hidden.bfloat16().float()
 
 
-@mutant("pp2 1F1B", "initial", ("initial weights", "layers.2.attention.wq.weight"), cause="the rule of the initial")
-def stages_number_their_layers_from_zero():
+@mutant(
+    "pp2 1F1B",
+    "initial",
+    ("initial weights", "layers.2.attention.wq.weight"),
+    cause="the rule of the initial",
+    at=(initial_weights, "seed_of"),
+)
+def stages_number_their_layers_from_zero(original, seed, fqn):
     """Each stage draws its layers by their place in the stage, so that layer 2 is born a copy of layer 0. The run
     trains; it only differs from the same run on other layouts, which nobody compares."""
-    original = initial_weights.seed_of
     later = {"layers.2.": "layers.0.", "layers.3.": "layers.1."}
-
-    def local_seed(seed, fqn):
-        return original(seed, later.get(fqn[:9], fqn[:9]) + fqn[9:])
-
-    return patch.object(initial_weights, "seed_of", local_seed)
+    return original(seed, later.get(fqn[:9], fqn[:9]) + fqn[9:])
 
 
 @mutant(
@@ -292,23 +242,19 @@ def stages_number_their_layers_from_zero():
     "gradient",
     ("gradient", "layers.4.feed_forward.w2.weight"),
     cause="a split backward with resharding",
+    at=(layout, "find_refused"),
 )
-def refused_combination_run():
+def refused_combination_run(original, *args):
     """A fork takes a row out of the table of refused combinations. Loss and gradient norm look plausible; gradients of
     weights are computed after their parameters were freed."""
-    return patch.object(layout, "find_refused", lambda *args: [])
+    return []
 
 
-@mutant(Row(2, {TP: 2, **CHUNKS}), "loss", ("module output", "output"))
-def softmax_over_a_share_of_the_vocabulary():
+@mutant(Row(2, {TP: 2, **CHUNKS}), "loss", HEAD, at=(vocabulary_parallel_loss.ShardedLoss, "combine"))
+def softmax_over_a_share_of_the_vocabulary(original, loss, log_total, of_target):
     """Each tensor-parallel rank normalises over its own tokens of the vocabulary only. The loss starts at the logarithm
     of half of the vocabulary and falls; the model never learns to choose between the halves."""
-    original = vocabulary_parallel_loss.ShardedLoss.combine
-
-    def own_total(loss, log_total, of_target):
-        return log_total, original(loss, log_total, of_target)[1]
-
-    return patch.object(vocabulary_parallel_loss.ShardedLoss, "combine", own_total)
+    return log_total, original(loss, log_total, of_target)[1]
 
 
 @mutant(Row(2, {TP: 2, **CHUNKS}), "gradient", ("gradient", "norm.weight"))
@@ -318,85 +264,57 @@ def hidden_gradient_of_one_share():
     return patch.object(vocabulary_parallel_loss, "Partial", Replicate)
 
 
-@mutant(Row(1, CHUNKS), "gradient", ("gradient", "output.weight"))
-def gradients_of_the_last_chunk_kept():
+@mutant(Row(1, CHUNKS), "gradient", HEAD_GRADIENT, at=(torch.Tensor, "addmm_"))
+def gradients_of_the_last_chunk_kept(original, total, one, other):
     """The head's gradient is overwritten by every chunk instead of added up. Loss and all other gradients are right;
     the head just learns from a few tokens of each batch."""
-    return patch.object(torch.Tensor, "addmm_", lambda total, one, other: total.copy_(one @ other))
+    return total.copy_(one @ other)
 
 
-@mutant(Row(2, CP2), "gradient", ("pieces", "tokens"))
-def wrong_zig_zag_pieces():
+@mutant(Row(2, CP2), "gradient", ("pieces", "tokens"), at=(step, "shard_sequence"))
+def wrong_zig_zag_pieces(original, whole, mesh):
     """Each context-parallel rank takes one half of a sequence, while attention takes it for head and tail of a zig-zag.
     Tokens of the first half see tokens of the second: the loss is a little too good."""
-
-    def contiguous(whole, mesh):
-        return whole.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
-
-    return patch.object(step, "shard_sequence", contiguous)
+    return whole.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
 
 
-@mutant("tp2", "gradient", ("module output", "layers.0.feed_forward.w1"))
-def small_error_from_layer_0():
+@mutant("tp2", "gradient", ("module output", "layers.0.feed_forward.w1"), at=(parallelize, "apply_tensor_parallel"))
+def small_error_from_layer_0(original, part, mesh, plan):
     """One matrix of the first layer is 0.1 % too large on one tensor-parallel rank. No curve shows it, and all that
     later layers compute is a little wrong."""
-    original = tensor_parallel.apply_tensor_parallel
-
-    def slightly_off(part, mesh, plan):
-        original(part, mesh, plan)
-        if mesh.get_local_rank() == 1:
-            part.layers["0"].feed_forward.w1.register_forward_hook(lambda module, args, output: output * 1.001)
-
-    return patch.object(parallelize, "apply_tensor_parallel", slightly_off)
+    original(part, mesh, plan)
+    if mesh.get_local_rank() == 1:
+        part.layers["0"].feed_forward.w1.register_forward_hook(lambda module, args, output: output * 1.001)
 
 
-@mutant("tp2", "gradient", ("module output", "layers.0"))
-def residual_scaled_from_layer_0():
+@mutant("tp2", "gradient", ("module output", "layers.0"), at=(llama3.TransformerBlock, "forward"))
+def residual_scaled_from_layer_0(original, block, x, rotation, doc_ids=None):
     """Each block adds 0.1 % too much of its feed-forward part. Every single module is right; the error grows with
     depth, and is larger than rounding in the third layer only."""
-
-    def scaled(block, x, rotation, doc_ids=None):
-        x = x + block.attention(block.attention_norm(x), rotation, doc_ids)
-        return x + 1.001 * block.feed_forward(block.ffn_norm(x))
-
-    return patch.object(llama3.TransformerBlock, "forward", scaled)
+    x = x + block.attention(block.attention_norm(x), rotation, doc_ids)
+    return x + 1.001 * block.feed_forward(block.ffn_norm(x))
 
 
-@mutant(Row(2, CP2), "gradient", ("rotary angles", "layers.0"))
-def angles_in_bfloat16():
+@mutant(Row(2, CP2), "gradient", ("rotary angles", "layers.0"), at=(llama3, "rotary_angles"))
+def angles_in_bfloat16(original, positions, shape):
     """Rotary angles are computed in bf16, which has 8 bits: neighbouring tokens further on stand at the same place.
     Short sequences hardly show it."""
-    original = llama3.rotary_angles
-
-    def rounded(positions, shape):
-        return original(positions, shape).bfloat16().float()
-
-    return patch.object(llama3, "rotary_angles", rounded)
+    return original(positions, shape).bfloat16().float()
 
 
-@mutant(Row(2, {PP: 2, **DOCUMENTS}), "gradient", ("positions", "layers.2"))
-def later_stages_count_as_another_row():
+@mutant(Row(2, {PP: 2, **DOCUMENTS}), "gradient", ("positions", "layers.2"), at=(step, "stage_kwargs"))
+def later_stages_count_as_another_row(original, batch):
     """Later stages get the positions of the row before. They restart where that row's documents begin, so that tokens
     of one document seem to be far apart, or at the same place."""
-    original = step.stage_kwargs
-
-    def counted_elsewhere(batch):
-        positions = batch.positions.roll(1, 0) if dist.get_rank() == 1 else batch.positions
-        return {**original(batch), "positions": positions}
-
-    return patch.object(step, "stage_kwargs", counted_elsewhere)
+    positions = batch.positions.roll(1, 0) if dist.get_rank() == 1 else batch.positions
+    return {**original(batch), "positions": positions}
 
 
-@mutant(Row(2, {**CP2, **DOCUMENTS}), "gradient", ("documents", "tok_embeddings"))
-def documents_of_another_row():
+@mutant(Row(2, {**CP2, **DOCUMENTS}), "gradient", ("documents", "tok_embeddings"), at=(step, "stage_kwargs"))
+def documents_of_another_row(original, batch):
     """Rows get the documents of their neighbours: attention stops where another row's documents end. Every loss is
     plausible."""
-    original = step.stage_kwargs
-
-    def rolled(batch):
-        return {**original(batch), "doc_ids": batch.doc_ids.roll(1, 0)}
-
-    return patch.object(step, "stage_kwargs", rolled)
+    return {**original(batch), "doc_ids": batch.doc_ids.roll(1, 0)}
 
 
 @mutant("tp2", "gradient", ("module output", "layers.0.attention"))

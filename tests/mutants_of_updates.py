@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from layouts import ADAMW, PP, TP, Row
-from mutant_table import mutant, replaced
+from mutant_table import mutant
 
 from torchtitan_lite import step
 from torchtitan_lite.components import adamw_bfloat16, optim
@@ -31,15 +31,7 @@ NOT_FINITE = ("non-finite step", "step_if_finite")
 
 def in_place_of(owner: object, name: str, *row_and_culprit: object, trial: str, **keys: object) -> Callable:
     """Decorator: a mutant that calls the decorated function in the place of `owner.name`, with the original first."""
-
-    def add(function: Callable) -> Callable:
-        @wraps(function)
-        def make_patch():
-            return replaced(owner, name, function)
-
-        return mutant(*row_and_culprit, trial=trial, **keys)(make_patch)
-
-    return add
+    return mutant(*row_and_culprit, at=(owner, name), trial=trial, **keys)
 
 
 replacing = partial(in_place_of, trial="updates")

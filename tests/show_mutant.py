@@ -14,13 +14,10 @@ from torchtitan_lite.environment import continue_with_packages
 if __name__ == "__main__":
     continue_with_packages(extras=["test"])
 
-import compare
-from mutants import MUTANTS
+from mutants import MUTANTS, try_mutant
 
 from torchtitan_lite.verify.certificate import Certificate, describe_trial, describe_verdict
-from torchtitan_lite.verify.command import TRIALS
 from torchtitan_lite.verify.ranks import RankPool
-from torchtitan_lite.verify.reduction import reduce_config
 
 
 def main(names: list[str]) -> int:
@@ -29,15 +26,8 @@ def main(names: list[str]) -> int:
         return 2
     (name,) = names
     mutant = MUTANTS[name]
-    config = compare.complete(mutant.row.overrides, mutant.row.world_size)
     with RankPool(mutant.row.world_size) as pool, tempfile.TemporaryDirectory() as folder:
-
-        def run_ranks(worker, world_size, *args, **options):
-            return pool.run(compare.run_mutant, world_size, name, worker, *args, **options)
-
-        with mutant.patch():  # one of them lets a refused config through
-            reduction = reduce_config(config, mutant.row.world_size)
-        trial = TRIALS[mutant.trial](reduction, run_ranks, Path(folder))
+        reduction, trial = try_mutant(name, mutant.trial, pool, Path(folder))
     print(f"{name}: {mutant.seen}\n")
     print("\n".join([*describe_trial(trial), *describe_verdict(Certificate(name, reduction, [trial]))]))
     return 1

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from mutant_table import replaced
+from mutant_table import put_in_place
 from safetensors.torch import load_file, save_file
 from their_llama import make_their_config
 from torch import nn
@@ -182,7 +182,7 @@ def in_place_of(owner: object, name: str, *named_and_seen) -> Callable:
     """Decorator: a row of BROKEN that calls the function in the place of `owner.name`, with the original first."""
 
     def add(function: Callable) -> Callable:
-        BROKEN[function.__name__] = Broken(partial(replaced, owner, name, function), *named_and_seen)
+        BROKEN[function.__name__] = Broken(partial(put_in_place, function, owner, name), *named_and_seen)
         return function
 
     return add

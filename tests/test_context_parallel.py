@@ -18,8 +18,8 @@ from torchtitan_lite.parallel.context_parallel import (
     plan_query_positions,
     shard_sequence,
 )
+from torchtitan_lite.verify.one_rank import build_small_run, own_rows
 from torchtitan_lite.verify.reference import make_batch_of
-from torchtitan_lite.verify.share import build_small_run, own_rows
 
 METHODS = ["allgather", "ring"]
 N_HEADS, SEQ_LEN, HEAD_DIM = 4, 48, 8

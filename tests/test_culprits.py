@@ -2,8 +2,6 @@
 
 import os
 import signal
-import time
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -13,22 +11,21 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import CP, DOCUMENTS, PP, TP
-from torch import nn
+from layouts import CP, DOCUMENTS, LAYOUTS, PP, TP
 
 from torchtitan_lite import step
-from torchtitan_lite.model.llama3 import FeedForward, Llama3, init_parameter
+from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.parallel import parallelize, tensor_parallel
 from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
 from torchtitan_lite.verify import command as tool
 from torchtitan_lite.verify.certificate import describe_failure
 from torchtitan_lite.verify.culprit import MOST_OF_CRASH, name_crash, name_first_output
 from torchtitan_lite.verify.difference import find_disagreement, join_slices
-from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, load_reference, save_reference, try_layout
-from torchtitan_lite.verify.module_outputs import OutputShare, cut_piece, observe_outputs
+from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, save_reference, try_layout
+from torchtitan_lite.verify.module_outputs import ModuleErrors, observe_outputs
+from torchtitan_lite.verify.one_rank import Slice
 from torchtitan_lite.verify.ranks import RankKilled, RankPool, RankTimeout, describe_stack
-from torchtitan_lite.verify.reduction import reduce_config
-from torchtitan_lite.verify.share import Slice
+from torchtitan_lite.verify.reference import load_reference
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +35,6 @@ def folder(tmp_path_factory):
 
 
 # ---------------------------------------------------------------- what ranks see is put together
-
-
-def test_a_piece_is_cut_as_cp_tp_and_data_parallel_split_it():
-    config = compare.complete({CP: 2, TP: 2}, 8)
-    layout = reduce_config(config, 8).layout
-    whole = torch.arange(8 * 32).view(8, 32, 1)[4:]  # rows, sequence, width
-    at = {"pp": 0, "dp_replicate": 0, "dp_shard": 1, "cp": 1}
-    for tp, places in ((1, range(16, 24)), (0, range(8, 16))):  # of head and tail, 8..15 and 16..23, tp has a half
-        piece = cut_piece(whole, torch.empty(4, 8, 1), {**at, "tp": tp}, layout, config)
-        assert piece[0].flatten().tolist() == [4 * 32 + place for place in places]
 
 
 def test_ranks_disagree_along_the_dims_on_which_neighbours_differ():
@@ -62,9 +49,10 @@ def test_slices_are_joined_to_the_wholes_that_they_belong_to():
     ranks = [Slice(here, 1.0, 50.0, 50.0), Slice(here, 3.0, 50.0, 50.0), Slice(there, 0.0, 50.0, 50.0)]
     ranks.append(Slice(there, 100.0, 50.0, 0.0))
     joined = [of_rank["w"] for of_rank in join_slices([{"w": piece} for piece in ranks])]
+    joined = [(tensor.error, tensor.scale) for tensor in joined]
     assert joined == [(0.2, 1.0), (0.2, 1.0), (1.0, 0.5), (1.0, 0.5)]
     for wrong in (Slice(here, 1e-30, 0.0, 0.0), Slice(here, float("nan"), 1.0, 0.0)):
-        assert join_slices([{"w": wrong}])[0]["w"][0] == float("inf")
+        assert join_slices([{"w": wrong}])[0]["w"].error == float("inf")
 
 
 # ---------------------------------------------------------------- a module is blamed only if its inputs are right
@@ -76,30 +64,40 @@ def observe(pool, folder, world_size: int, overrides: dict) -> tuple:
     return pool.run(observe_outputs, world_size, config, path), load_reference(path)
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)  # other combinations of what the other rows have
+
+
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
+        (1, LAYOUTS["accumulation 2"].overrides),
+        (2, LAYOUTS["pp2 Interleaved1F1B, embedding and head alone"].overrides),
         (2, {PP: 2, **DOCUMENTS}),
-        (2, {TP: 2, "training.local_batch_size": 2}),
-        pytest.param(4, {PP: 2, CP: 2, **DOCUMENTS}, marks=pytest.mark.slow),
-        pytest.param(4, {CP: 2, TP: 2}, marks=pytest.mark.slow),
+        (4, {CP: 2, TP: 2}),
+        slow(2, LAYOUTS["pp2 DualPipeV"].overrides),
+        slow(8, LAYOUTS["pp2 x dp2 x tp2 Interleaved1F1B"].overrides),
+        slow(4, {PP: 2, CP: 2, **DOCUMENTS}),
     ],
     ids=str,
 )
-def test_every_input_of_every_module_is_compared_and_right_where_nothing_is_wrong(pool, folder, world_size, overrides):
-    shares, reference = observe(pool, folder, world_size, overrides)
-    for share in shares:
-        assert set(share.pieces.values()) == {0.0}
-        assert {error for errors in share.stage_pieces.values() for error in errors.values()} == {0.0}
-        assert all(errors.keys() == reference.inputs[name].keys() for name, errors in share.inputs.items())
-        assert max(error for errors in share.inputs.values() for error in errors.values()) < FP32_TOLERANCE / 10
-    assert {name for share in shares for name in share.inputs} == set(reference.inputs) == set(reference.outputs)
+def test_every_module_of_a_healthy_layout_is_compared_and_none_is_accused(pool, folder, world_size, overrides):
+    ranks, reference = observe(pool, folder, world_size, overrides)
+    assert name_first_output(ranks, reference, FP32_TOLERANCE / 5) is None
+    for rank in ranks:
+        assert set(rank.pieces.values()) == {0.0}
+        assert {error for errors in rank.stage_pieces.values() for error in errors.values()} == {0.0}
+        assert all(errors.keys() == reference.inputs[name].keys() for name, errors in rank.inputs.items())
+        assert max(error for errors in rank.inputs.values() for error in errors.values()) < FP32_TOLERANCE / 10
+    assert {name for rank in ranks for name in rank.inputs} == set(reference.inputs) == set(reference.outputs)
+    assert {name for rank in ranks for name in rank.error} == set(reference.outputs)
+    config = compare.complete(overrides, world_size)
     fields = {"targets", "positions", "doc_ids"}
-    firsts = {name: set(errors) for share in shares for name, errors in share.stage_pieces.items()}
-    assert firsts == {"tok_embeddings": {"x", *fields}} | ({"layers.2": fields} if PP in overrides else {})
+    stages = {fqns[0]: fields for fqns in plan_layout(config, resolve_model(config.model), world_size).stages}
+    given = {name: set(errors) for rank in ranks for name, errors in rank.stage_pieces.items()}
+    assert given == {**stages, "tok_embeddings": {"x", *fields}}
 
 
-def with_error(share: OutputShare, output: dict[str, float], inputs: dict[str, dict[str, float]]) -> OutputShare:
+def with_error(share: ModuleErrors, output: dict[str, float], inputs: dict[str, dict[str, float]]) -> ModuleErrors:
     return replace(share, error={**share.error, **output}, inputs={**share.inputs, **inputs})
 
 
@@ -125,28 +123,6 @@ def test_a_module_with_wrong_inputs_is_not_blamed_for_its_output(pool, folder):
 # ---------------------------------------------------------------- a module that the tensor-parallel plan does not name
 
 
-class GatedFeedForward(FeedForward):
-    """One linear layer more than the plan names."""
-
-    def __init__(self, shape):
-        super().__init__(shape)
-        self.gate = nn.Linear(shape.dim, shape.dim, bias=False)
-
-    def forward(self, x):
-        return super().forward(x) * torch.sigmoid(self.gate(x))
-
-
-class Gated(Llama3):
-    def __init__(self, shape, **options):
-        super().__init__(shape, **options)
-        for block in self.layers.values():
-            block.feed_forward = GatedFeedForward(shape)
-
-
-def gate_known():
-    return compare.fork_known(Gated, init_parameter)
-
-
 def row_missing():
     """Inside, the plan lacks a row."""
     plan = tensor_parallel.plan_tensor_parallel
@@ -157,28 +133,9 @@ def row_missing():
     return patch.object(parallelize, "plan_tensor_parallel", without_a_row)
 
 
-def run_inside(rank: int, world_size: int, context, worker, *args, **options):
-    """Worker: another one inside a context."""
-    with context():
-        return worker(rank, world_size, *args, **options)
-
-
-@pytest.mark.parametrize(
-    ("context", "name", "parameter", "world_size"),
-    [
-        (gate_known, "fork", "layers.0.feed_forward.gate.weight", 2),
-        (row_missing, "llama3", "layers.0.ffn_norm.weight", 4),
-    ],
-)
-def test_a_parameter_that_the_tensor_parallel_plan_does_not_name_is_named(
-    pool, folder, context, name, parameter, world_size
-):
-    def run_ranks(worker, n_ranks, *args, **options):
-        return pool.run(run_inside, n_ranks, context, worker, *args, **options)
-
-    with gate_known() if name == "fork" else nullcontext():
-        trial = try_layout(compare.complete({"model.name": name, TP: 2}, world_size), world_size, run_ranks, folder)
-    assert (trial.culprit.kind, trial.culprit.name) == ("placement", parameter)
+def test_a_parameter_that_the_tensor_parallel_plan_does_not_name_is_named(pool, folder):
+    trial = try_layout(compare.complete({TP: 2}, 4), 4, compare.ranks_inside(pool, row_missing), folder)
+    assert (trial.culprit.kind, trial.culprit.name) == ("placement", "layers.0.ffn_norm.weight")
     assert trial.finished and set(trial.faults) == {"crash"}
     assert len(trial.faults["crash"]) < 500 and "plan does not name its module" in trial.culprit.detail
 
@@ -194,12 +151,6 @@ def test_of_a_long_crash_its_ends_are_shown():
 
 
 # ---------------------------------------------------------------- ranks that do not answer
-
-
-def sleep_on(rank: int, world_size: int, sleeping_rank: int) -> None:
-    """Worker: takes longer than anyone waits, on one rank."""
-    if rank == sleeping_rank:
-        time.sleep(60)
 
 
 def wait_for_each_other(rank: int, world_size: int) -> None:
@@ -232,26 +183,14 @@ def own_pool():
         yield ranks
 
 
-@pytest.mark.parametrize(
-    ("worker", "args", "places"),
-    [
-        (sleep_on, (1,), ["rank 1 in sleep_on (test_culprits.py:"]),
-        (
-            wait_for_each_other,
-            (),
-            ["2 of 2 ranks", "rank 0 in all_reduce (distributed_c10d.py:", "rank 1 in recv (distributed_c10d.py:"],
-        ),
-    ],
-)
-def test_ranks_that_do_not_answer_are_named_with_their_places_and_nothing_is_called_wrong(
-    own_pool, worker, args, places
-):
-    own_pool.run(sleep_on, 2, None)  # started: the time is for the work alone
+def test_ranks_that_wait_for_each_other_are_named_with_their_places_and_nothing_is_called_wrong(own_pool):
+    own_pool.run(compare.all_ranks_agree, 2, "started")  # the time is for the work alone
     with pytest.raises(RankTimeout) as timeout:
-        own_pool.run(worker, 2, *args, timeout_s=2)
+        own_pool.run(wait_for_each_other, 2, timeout_s=2)
     trial = describe_failure("wide", timeout.value, 1.0)
     assert not trial.finished and trial.culprit is None
-    assert all(place in trial.faults["no answer"] for place in ("--timeout", *places))
+    for text in ("--timeout", "2 of 2 ranks", "rank 0 in all_reduce (distributed_c10d.py:", "rank 1 in recv ("):
+        assert text in trial.faults["no answer"]
     assert own_pool.run(compare.all_ranks_agree, 2, "alive") == [True, True]
 
 

@@ -34,5 +34,5 @@ def test_a_drawn_layout_is_certified_as_it_runs(pool, tmp_path, number):
     assert reduction.degrees.reduced == {}
     runs = plan_layout(config, resolve_model(config.model), world_size).degrees
     wide = certificate.trials[0].difference
-    of_ranks = [share.coordinates for share in wide.shares]
+    of_ranks = [rank.coordinates for rank in wide.ranks]
     assert {dim: 1 + max(at[dim] for at in of_ranks) for dim in runs} == runs

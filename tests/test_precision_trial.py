@@ -110,7 +110,7 @@ def test_every_layer_of_a_run_that_computes_in_float8_does_so_in_its_trial():
     sizes = {"dim": 48, "n_heads": 3, "n_kv_heads": 1, "head_dim": 16}
     config = compare.complete({**GATHER, **{f"model.{name}": size for name, size in sizes.items()}}, 1)
     reduction = reduce_config(config, 1)
-    assert (reduction.shape.dim, reduction.shape.ffn_dim % 16) != (48, 0)  # the wide trial could not
+    assert (reduction.args.dim, reduction.args.ffn_dim % 16) != (48, 0)  # the wide trial could not
     keys = choose_float8_sizes(reduction)
     process = RoundedProcess(*resolve(override(reduction.config, {"model.converters": ["float8"], **keys}), 1))
     linears = {name for name, module in process.model.named_modules() if type(module) is nn.Linear}

@@ -1,6 +1,5 @@
 """A real config made small: the mesh that is tried, the relations that are kept, and the shapes of the small runs."""
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +12,13 @@ from torchtitan_lite.config.layout import MESH_DIMS, plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify.bisection import turn_off
-from torchtitan_lite.verify.degrees import AUTOMATIC, DEGREE_KEYS, choose_degrees
-from torchtitan_lite.verify.reduction import override, reduce_config
+from torchtitan_lite.verify.degrees import DEGREE_KEYS, choose_degrees
+from torchtitan_lite.verify.other_layouts import turn_off
+from torchtitan_lite.verify.reduction import count_layers, override, reduce_config
 from torchtitan_lite.verify.small_runs import (
     MOST_PARAMETERS,
     deepen,
-    fit_shape,
+    fit_sizes,
     keep_width,
     lengthen,
     measure_available_memory,
@@ -34,10 +33,6 @@ def read(*args: str) -> Config:
     reading = read_config(list(args))
     assert reading.problems == []
     return reading.config
-
-
-def count_layers(layout) -> list[int]:
-    return [sum(name.startswith("layers.") for name in stage) for stage in layout.stages]
 
 
 # ---------------------------------------------------------------- degrees
@@ -80,39 +75,6 @@ def test_the_mesh_that_is_tried_is_the_one_asked_for_or_names_what_is_smaller(
     assert ("reduced" in str(degrees)) == bool(reduced)
 
 
-def draw_layout(draw: random.Random) -> tuple[dict[str, object], int]:
-    """Degrees on 2 to 8 ranks, dp_shard automatic half of the time."""
-    while True:
-        world_size = draw.randint(2, 8)
-        degrees = {dim: draw.choice([1, 1, 2, 2, 3, 4, 5, 6, 7, 8]) for dim in ("pp", "dp_replicate", "cp", "tp")}
-        others = degrees["pp"] * degrees["dp_replicate"] * degrees["cp"] * degrees["tp"]
-        if world_size % others == 0:
-            is_automatic = draw.random() < 0.5
-            keys = {DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()}
-            return {**keys, SHARD: -1 if is_automatic else world_size // others}, world_size
-
-
-def test_forty_random_layouts_are_tried_as_they_run():
-    draw = random.Random(0)
-    seen = set()
-    while len(seen) < 40:
-        overrides, world_size = draw_layout(draw)
-        overrides |= {"model.n_heads": 840, "model.n_kv_heads": 840, "model.ffn_dim": 840, "model.vocab_size": 840}
-        overrides |= {"model.n_layers": 16, "training.seq_len": 840 * 2, "training.local_batch_size": 16}
-        config = compare.override(compare.TABLE_CONFIG, {**overrides, "training.global_batch_size": -1})
-        try:
-            runs = plan_layout(config, resolve_model(config.model), world_size)
-            reduction = reduce_config(config, world_size)
-        except ConfigError:
-            continue
-        seen.add((str(runs), overrides[SHARD]))
-        assert reduction.layout.degrees == runs.degrees, overrides
-        assert reduction.degrees.reduced == {}
-        fewer = reduce_config(config, world_size - 1)
-        given = {dim for dim, degree in fewer.degrees.asked.items() if degree != AUTOMATIC}
-        assert {dim for dim in given if fewer.layout.degrees[dim] != runs.degrees[dim]} == set(fewer.degrees.reduced)
-
-
 # ---------------------------------------------------------------- stages, microbatches, sizes
 
 EVEN = ("--model.n_layers=30", f"--{PP}=4")  # embedding and head weigh a layer each: 32 on 4 stages
@@ -133,7 +95,7 @@ INTERLEAVED = (*EVEN, f"--{SCHEDULE}=Interleaved1F1B")
 )
 def test_stages_stay_as_many_per_rank_and_as_even(args, layers_of_stages):
     config = read("--config", "llama3_8b", "--training.local_batch_size=16", *args)
-    assert count_layers(reduce_config(config, 2).layout) == layers_of_stages
+    assert count_layers(reduce_config(config, 2).layout.stages) == layers_of_stages
 
 
 def test_explicit_stages_keep_which_of_them_is_short():
@@ -141,7 +103,7 @@ def test_explicit_stages_keep_which_of_them_is_short():
     stages.append(["layers.6", "norm", "output"])
     args = ("--config", "debug", f"--{PP}=4", f"--{SHARD}=1", "--training.local_batch_size=8")
     config = override(read(*args), {"model.n_layers": 7, "parallelism.module_fqns_per_model_part": stages})
-    assert count_layers(reduce_config(config, 4).layout) == [1, 2, 2, 1]
+    assert count_layers(reduce_config(config, 4).layout.stages) == [1, 2, 2, 1]
     half = reduce_config(config, 2)
     assert [len(stage) for stage in half.layout.stages] == [2, 3]
     alone, _ = turn_off(half.config, half.layout, frozenset({"pp"}))
@@ -166,8 +128,8 @@ def test_accumulation_documents_recompute_and_sizes_that_do_not_divide_are_kept(
     assert reduction.config.model.attention == "document"
     assert reduction.config.activation_checkpoint.selective_ac_option == "2"
     odd = read("--config", "debug", f"--{SHARD}=4", f"--{TP}=2", "--model.vocab_size=2306")  # 2306 = 2 * 1153
-    assert reduce_config(odd, 4).shape.vocab_size % 4 == 2
-    assert reduce_config(override(odd, {"model.vocab_size": 2304}), 4).shape.vocab_size % 4 == 0
+    assert reduce_config(odd, 4).args.vocab_size % 4 == 2
+    assert reduce_config(override(odd, {"model.vocab_size": 2304}), 4).args.vocab_size % 4 == 0
     with pytest.raises(ConfigError, match="n_kv_heads"):  # the real run could not start
         reduce_config(read("--config", "debug", f"--{TP}=4"), 8)
 
@@ -190,11 +152,11 @@ ASKED = {name: ("--config", name) for name in CONFIGS} | OTHERS
 
 
 @pytest.mark.parametrize("name", ASKED)
-@pytest.mark.parametrize("ranks", [1, 2, 8, 16])
+@pytest.mark.parametrize("ranks", [1, 8, 16])
 def test_each_small_run_keeps_the_layout_and_has_the_depth_the_length_and_the_width(name, ranks):
     config = read(*ASKED[name])
     reduction, real = reduce_config(config, ranks), resolve_model(config.model)
-    small = reduction.shape
+    small = reduction.args
     assert reduction.layout.world_size <= ranks
     assert small.n_heads // small.n_kv_heads == real.n_heads // real.n_kv_heads
     assert (small.dim == small.n_heads * small.head_dim) == (real.dim == real.n_heads * real.head_dim)
@@ -205,29 +167,31 @@ def test_each_small_run_keeps_the_layout_and_has_the_depth_the_length_and_the_wi
     assert "model.n_layers" in listed or small.n_layers == real.n_layers
 
     deep, long, wide = deepen(reduction), lengthen(reduction), keep_width(reduction, 8 * GIB)
-    for run in (deep, long, wide):
+    n_ranks = reduction.layout.world_size
+    layouts = [plan_layout(run.config, resolve_model(run.config.model), n_ranks) for run in (deep, long, wide)]
+    for run, layout in zip((deep, long, wide), layouts, strict=True):
         shape = resolve_model(run.config.model)
-        assert run.layout.degrees == reduction.layout.degrees
+        assert layout.degrees == reduction.layout.degrees
         assert run.config.training.seq_len not in (shape.dim, shape.ffn_dim, shape.vocab_size, shape.head_dim)
-        assert {change.key for change in run.changes} >= {"optimizer.name", "model.n_layers"}
         kept = ("zero_stage", "context_parallel_rotate_method", "disable_loss_parallel")
         assert all(getattr(run.config.parallelism, key) == getattr(config.parallelism, key) for key in kept)
         assert run.config.activation_checkpoint == reduction.config.activation_checkpoint
         assert run.config.compile.enable == (config.compile.enable and run is deep)
 
+    deep_layout, long_layout, wide_layout = layouts
     assert deep.config.model.n_layers >= 12 and resolve_model(deep.config.model).dim == 16
-    assert any({"layers.9", "layers.10"} <= set(stage) for stage in deep.layout.stages)
-    assert len(set(count_layers(deep.layout))) > 1 or len(deep.layout.stages) == deep.layout.pp
-    assert len(deep.layout.stages) == len(long.layout.stages) == len(reduction.layout.stages)
+    assert any({"layers.9", "layers.10"} <= set(stage) for stage in deep_layout.stages)
+    assert len(set(count_layers(deep_layout.stages))) > 1 or len(deep_layout.stages) == deep_layout.pp
+    assert len(deep_layout.stages) == len(long_layout.stages) == len(reduction.layout.stages)
 
     assert long.config.training.seq_len >= max(512, min(config.training.seq_len, 2048))
-    assert long.config.model.n_layers <= max(2, len(long.layout.stages) - 2)
-    chunks = -(-long.config.training.seq_len // long.layout.cp // long.config.training.loss_chunk_tokens)
+    assert long.config.model.n_layers <= max(2, len(long_layout.stages) - 2)
+    chunks = -(-long.config.training.seq_len // long_layout.cp // long.config.training.loss_chunk_tokens)
     assert chunks >= 11
 
     shape = resolve_model(wide.config.model)
     assert (shape.n_heads, shape.n_kv_heads, shape.head_dim) == (real.n_heads, real.n_kv_heads, real.head_dim)
-    assert shape.n_layers == max(1, wide.layout.pp - 2)
+    assert shape.n_layers == max(1, wide_layout.pp - 2)
     assert count_parameters(shape) <= MOST_PARAMETERS
     tensors = (shape.dim * shape.n_heads * shape.head_dim, shape.dim * shape.ffn_dim, shape.dim * shape.vocab_size)
     if real.dim >= 2048:
@@ -249,9 +213,9 @@ def test_a_small_run_says_what_of_it_is_real():
 
 def test_little_memory_halves_vocabulary_first_then_ffn_dim_then_dim(tmp_path):
     shape = FLAVORS["8B"]
-    assert fit_shape(FLAVORS["debug"], 1, 2**28) == FLAVORS["debug"]
+    assert fit_sizes(FLAVORS["debug"], 1, 2**28) == FLAVORS["debug"]
     one_layer = resolve_model(override(read("--config", "llama3_8b"), {"model.n_layers": 1}).model)
-    sizes = [fit_shape(one_layer, 1, memory * GIB // 256) for memory in (400, 96, 64, 1)]
+    sizes = [fit_sizes(one_layer, 1, memory * GIB // 256) for memory in (400, 96, 64, 1)]
     assert [size.vocab_size for size in sizes] == [shape.vocab_size, 16032, 4008, 2004]
     assert [size.ffn_dim for size in sizes] == [shape.ffn_dim, shape.ffn_dim, shape.ffn_dim, 1792]
     assert [size.dim for size in sizes] == [4096, 4096, 4096, 512]

@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from layouts import LAYOUTS, MODE, PP, SCHEDULE, TP, ZERO, Row
 from mutant_table import CP, DOCUMENTS, RING
-from mutants import MUTANTS
+from mutants import MUTANTS, try_mutant
 from mutants_of_sizes import LONG
 from torch import nn
 
-from torchtitan_lite import step
 from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.verify.command import TRIALS
 from torchtitan_lite.verify.reduction import Reduction, reduce_config
 from torchtitan_lite.verify.reference import BLOCK, make_batch, repeat_block, run_one_process
+from torchtitan_lite.verify.small_runs import Method
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,12 @@ def test_the_batch_masks_unequally_and_documents_restart_positions():
 
 
 def test_the_long_batch_has_far_positions_where_targets_count_and_hundreds_of_documents():
-    options = {"n_rows": 2, "seq_len": 2048, "vocab_size": 100, "farthest_position": 8192, "tokens_per_document": 4}
+    options = {
+        "n_rows": 2,
+        "seq_len": 2048,
+        "vocab_size": 100,
+        "method": Method(farthest_position=8192, tokens_per_document=4),
+    }
     plain = make_batch(0, documents=False, **options)
     assert plain.positions[:, 0].tolist() == [8192, 4096] and plain.positions[0, -1] == 8192 + 2047
     assert (plain.targets[0] != -100).all() and 100 < (plain.targets[1] != -100).sum() < 400
@@ -100,10 +105,7 @@ HEALTHY = {
     "pp2 ZBVZeroBubble": LAYOUTS["pp2 ZBVZeroBubble"],
 }
 SLOW_ROWS = {
-    "one rank": Row(1, LONG),
-    "dp2 accumulation 2": LAYOUTS["dp2 accumulation 2"],
     "cp4 ring": LAYOUTS["cp4 ring"],
-    "hsdp2x2": LAYOUTS["hsdp2x2"],
     "pp2 x cp2 ring Interleaved1F1B": Row(
         4, {PP: 2, CP: 2, **RING, SCHEDULE: "Interleaved1F1B", "training.seq_len": 512}
     ),
@@ -133,15 +135,12 @@ def test_a_schedule_file_keeps_its_number_of_microbatches(pool, folder, tmp_path
 BEYOND_WIDE = [name for name, mutant in MUTANTS.items() if mutant.trial in ("deep", "long", "real width")]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # two minutes: it guards the rows of the table of mutants, not the code
 @pytest.mark.parametrize("name", BEYOND_WIDE)
 def test_what_another_trial_sees_the_wide_one_does_not(pool, folder, name):
     """Otherwise the mutant says nothing about its trial."""
-
-    def run_ranks(worker, world_size, *args, **options):
-        return pool.run(compare.run_mutant, world_size, name, worker, *args, **options)
-
-    assert TRIALS["wide"](reduce_row(MUTANTS[name].row), run_ranks, folder).faults == {}
+    _, trial = try_mutant(name, "wide", pool, folder)
+    assert trial.faults == {}
 
 
 # ---------------------------------------------------------------- a fork with an attention of its own
@@ -164,24 +163,15 @@ class SlidingWindowLlama(Llama3):
             block.attention.inner = SlidingWindowAttention()
 
 
-WITH_WINDOW = partial(patch.dict, step.MODELS, {"llama3": (SlidingWindowLlama, init_parameter)})
-
-
-def run_with_window(rank: int, world_size: int, worker, *args, **options):
-    """Worker: another one, with the fork's model."""
-    with WITH_WINDOW():
-        return worker(rank, world_size, *args, **options)
+WITH_WINDOW = partial(patch.dict, "torchtitan_lite.step.MODELS", {"llama3": (SlidingWindowLlama, init_parameter)})
 
 
 @pytest.mark.parametrize(("degree", "is_right"), [(TP, True), (CP, False)])
 def test_attention_that_cp_replaces_by_another_one_is_seen_in_long_sequences(pool, tmp_path, degree, is_right):
     """A fork gives each block an attention with a window; context parallel puts full causal attention in its place."""
-
-    def run_ranks(worker, world_size, *args, **options):
-        return pool.run(run_with_window, world_size, worker, *args, **options)
-
+    reduction = reduce_row(Row(2, {degree: 2, **LONG}))
     with WITH_WINDOW():
-        trial = TRIALS["long"](reduce_row(Row(2, {degree: 2, **LONG})), run_ranks, tmp_path)
+        trial = TRIALS["long"](reduction, compare.ranks_inside(pool, WITH_WINDOW), tmp_path)
     assert (trial.culprit is None) == (trial.faults == {}) == is_right
     if not is_right:
         assert (trial.culprit.kind, trial.culprit.name) == ("module output", "layers.0.attention.inner")

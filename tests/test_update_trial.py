@@ -17,8 +17,8 @@ from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, LRScheduler, Optimizer
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.verify.culprit import Culprit
+from torchtitan_lite.verify.one_rank import build_small_run
 from torchtitan_lite.verify.reduction import reduce_config
-from torchtitan_lite.verify.share import build_small_run
 from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT, compute_clip_scale, compute_rate_factor
 from torchtitan_lite.verify.trial_checks import Check, Gap
 from torchtitan_lite.verify.update_steps import NORMS, choose_positions, draw_gradients, measure_updates

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from math import prod
 
+from torchtitan_lite.config.messages import format_table
 from torchtitan_lite.verify.culprit import Culprit, name_crash
-from torchtitan_lite.verify.degrees import AUTOMATIC, Degrees
+from torchtitan_lite.verify.degrees import AUTOMATIC
 from torchtitan_lite.verify.difference import Difference
 from torchtitan_lite.verify.ranks import NoAnswer, RankFailure, RankTimeout
 from torchtitan_lite.verify.reduction import Reduction
@@ -111,7 +112,8 @@ def describe(certificate: Certificate, *, verbose: bool) -> str:
     for trial in certificate.trials:
         lines += describe_trial(trial)
         if trial.name == "wide" and trial.difference is not None:
-            lines += describe_gradients(trial, trial.difference, verbose=verbose)
+            bound = next(measure.bound for measure in trial.measures if measure.what == "gradients")
+            lines += describe_gradients(trial.difference, bound, verbose=verbose)
     lines += ["replaced in the wide trial; what another trial has covered, it says:"]
     lines += [f"  {change}" for change in reduction.changes]
     lines += ["outside:", *(f"  {what}" for what in OUTSIDE), ""]
@@ -123,27 +125,26 @@ def describe_trial(trial: Trial) -> list[str]:
     if trial.skipped:
         return [f"{trial.name}: not made, {trial.skipped}", ""]
     title = f"{trial.name}, {trial.seconds:.0f} s{': ' * bool(trial.subject)}{trial.subject}"
-    rows = [
-        f"  {'ok ' if m.is_right else 'BAD'} {m.what:18} {m.error:>8.1e} <= {m.bound:<7.0e}  {m.of}"
-        for m in trial.measures
-    ]
-    return [title, *rows, ""]
+    rows = [(show_mark(m.error, m.bound), m.what, f"{m.error:.1e}", f"<= {m.bound:.0e}", m.of) for m in trial.measures]
+    return [title, *([format_table(rows, "<<>")] if rows else []), ""]
 
 
-def describe_gradients(trial: Trial, difference: Difference, *, verbose: bool) -> list[str]:
+def describe_gradients(difference: Difference, bound: float, *, verbose: bool) -> list[str]:
     """Return a line per kind of parameter, `layers.*.attention.wq.weight`: the worst; with `verbose` all."""
-    bound = next(measure.bound for measure in trial.measures if measure.what == "gradients")
     kinds = defaultdict(list)
     for fqn in difference.gradient:
         kinds[fqn if verbose else re.sub(r"\.\d+\.", ".*.", fqn)].append(fqn)
-    lines = []
+    rows = []
     for kind, fqns in kinds.items():
         worst = max(fqns, key=difference.gradient.get)
-        count = f"x{len(fqns)}" if len(fqns) > 1 else ""
-        mark = "ok " if difference.gradient[worst] <= bound else "BAD"
-        error = f"{difference.gradient[worst]:.1e}"
-        lines.append(f"  {mark} {kind:34} {count:>4} {error:>9}  {difference.placements[worst]}")
-    return ["gradient of each parameter:", *lines, f"  {LEGEND}", ""]
+        error = difference.gradient[worst]
+        n_alike = f"x{len(fqns)}" if len(fqns) > 1 else ""
+        rows.append((show_mark(error, bound), kind, n_alike, f"{error:.1e}", difference.placements[worst]))
+    return ["gradient of each parameter:", format_table(rows, "<<>>"), f"  {LEGEND}", ""]
+
+
+def show_mark(error: float, bound: float) -> str:
+    return "  ok" if error <= bound else "  BAD"
 
 
 def describe_verdict(certificate: Certificate) -> list[str]:
@@ -168,7 +169,7 @@ def describe_verdict(certificate: Certificate) -> list[str]:
             f"--ranks {n_ranks} would try every dim" if n_ranks <= 16 else f"all of them would take {n_ranks} ranks"
         )
         return [
-            f"in part: right as {show_tried(degrees)}, but {missing} could not be tried on so few ranks.",
+            f"in part: right as {degrees.mesh}, but {missing} could not be tried on so few ranks.",
             f"  There is no certificate of this layout; {remedy}",
         ]
     lines = [f"{verdict} for {degrees}: this layout computes the one-process model"]
@@ -180,10 +181,6 @@ def describe_verdict(certificate: Certificate) -> list[str]:
             f"  --ranks {n_ranks} would try dp_shard2" if n_ranks <= 16 else "  Give smaller degrees to try it"
         )
     return lines
-
-
-def show_tried(degrees: Degrees) -> str:
-    return " x ".join(f"{dim}{degree}" for dim, degree in degrees.tried.items() if degree > 1) or "one rank"
 
 
 def report_for_programs(certificate: Certificate) -> dict[str, object]:
@@ -212,14 +209,10 @@ def report_for_programs(certificate: Certificate) -> dict[str, object]:
 
 
 def report_trial(trial: Trial) -> dict[str, object]:
-    measures = [
-        {"what": m.what, "error": finite(m.error), "bound": m.bound, "right": m.is_right, "of": m.of}
-        for m in trial.measures
-    ]
     return {
         "name": trial.name,
         "subject": trial.subject,
-        "measures": measures,
+        "measures": [{**asdict(m), "error": finite(m.error), "right": m.is_right} for m in trial.measures],
         "faults": trial.faults,
         "skipped": trial.skipped or None,
         "seconds": round(trial.seconds, 1),

@@ -13,11 +13,11 @@ import torch
 
 from torchtitan_lite.config.certificates import write_certificate
 from torchtitan_lite.config.command_lines import make_verify_parser
+from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify import against_hf
-from torchtitan_lite.verify.bisection import Step, bisect, find_smallest, list_features
 from torchtitan_lite.verify.certificate import (
     CERTIFIED,
     EXIT_STATUS,
@@ -28,20 +28,30 @@ from torchtitan_lite.verify.certificate import (
     record_for_runs,
     report_for_programs,
 )
-from torchtitan_lite.verify.gradient_trial import try_deep, try_layout, try_long, try_real_width, try_wide
-from torchtitan_lite.verify.matrix import COLUMNS, ROWS, Cell, count_outcomes, describe_grid, judge_matrix, try_cell
+from torchtitan_lite.verify.gradient_trial import try_layout, try_small, try_wide
+from torchtitan_lite.verify.other_layouts import (
+    COLUMNS,
+    ROWS,
+    Cell,
+    count_outcomes,
+    describe_grid,
+    find_smallest,
+    judge_matrix,
+    try_cell,
+)
 from torchtitan_lite.verify.precision_trial import try_bfloat16, try_float8
 from torchtitan_lite.verify.ranks import RankPool
 from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
+from torchtitan_lite.verify.small_runs import deepen, keep_width, lengthen
 from torchtitan_lite.verify.train_trial import try_train
 from torchtitan_lite.verify.update_trial import try_updates
 
 # Name -> trial, in the order in which they are made. The first that finds a fault is the last.
 TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
     "wide": try_wide,
-    "deep": try_deep,
-    "long": try_long,
-    "real width": try_real_width,
+    "deep": partial(try_small, "deep", deepen),
+    "long": partial(try_small, "long", lengthen),
+    "real width": partial(try_small, "real width", keep_width),
     "updates": try_updates,
     "train.py": try_train,
     "bfloat16": try_bfloat16,
@@ -104,17 +114,15 @@ def verify(
 
 def find_smallest_failing(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> list[str]:
     """Return the smallest set of axes and options with which the wide trial finds a fault."""
-    steps: list[Step] = []
-    config, layout = reduction.config, reduction.layout
 
-    def fails(config: Config, layout) -> bool:
+    def fails(config: Config, layout: Layout) -> bool:
         return bool(try_layout(config, layout.world_size, run_ranks, folder, find_culprit=False).faults)
 
-    for step in bisect(config, layout, fails):
-        said = {True: "still fails", False: "passes", None: "cannot be tried"}[step.fails]
-        print(f"  without {', '.join(sorted(step.off))}: {said}", file=sys.stderr)
-        steps.append(step)
-    return find_smallest(list_features(config, layout), steps)
+    def note(off: frozenset[str], outcome: bool | None) -> None:
+        shown = {True: "still fails", False: "passes", None: "cannot be tried"}[outcome]
+        print(f"  without {', '.join(sorted(off))}: {shown}", file=sys.stderr)
+
+    return find_smallest(reduction.config, reduction.layout, fails, note)
 
 
 def keep_certificate(config: Config, certificate: Certificate) -> None:
@@ -147,8 +155,8 @@ def verify_matrix(config: Config, options: argparse.Namespace, run_ranks: RunRan
                 "outcome": cell.outcome,
                 "result": cell.text,
                 "refused": cell.why_not or None,
-                "faults": cell.trial.faults if cell.trial else None,
-                "culprit": asdict(cell.trial.culprit) if cell.trial and cell.trial.culprit else None,
+                "faults": cell.trial and cell.trial.faults,
+                "culprit": cell.trial and cell.trial.culprit and asdict(cell.trial.culprit),
             }
             for cell in cells
         ]

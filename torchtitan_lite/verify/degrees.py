@@ -44,14 +44,17 @@ class Degrees:
         """Return the dims that were asked for and are not tried at all."""
         return [dim for dim in self.reduced if self.tried[dim] == 1]
 
+    @property
+    def mesh(self) -> str:
+        """Return the mesh that is tried: `pp2 x tp2`."""
+        return " x ".join(f"{dim}{degree}" for dim, degree in self.tried.items() if degree > 1) or "one rank"
+
     def __str__(self) -> str:
-        """`pp2 x tp2; pp 16 was reduced`."""
-        used = [f"{dim}{degree}" for dim, degree in self.tried.items() if degree > 1]
-        shown = " x ".join(used) or "one rank"
+        """Return `pp2 x tp2; pp 16 was reduced`."""
         if not self.reduced:
-            return shown
-        of_asked = " and ".join(f"{dim} {degree}" for dim, degree in self.reduced.items())
-        return f"{shown}; {of_asked} {'were' if len(self.reduced) > 1 else 'was'} reduced"
+            return self.mesh
+        asked = " and ".join(f"{dim} {degree}" for dim, degree in self.reduced.items())
+        return f"{self.mesh}; {asked} {'were' if len(self.reduced) > 1 else 'was'} reduced"
 
 
 def choose_degrees(section: Parallelism, max_ranks: int) -> Degrees:

@@ -25,38 +25,29 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describe_failure
 from torchtitan_lite.verify.culprit import Culprit, name_crash, name_culprit
-from torchtitan_lite.verify.difference import Difference, find_faults, join_shares, merge, total_update_error
+from torchtitan_lite.verify.difference import Difference, find_faults, merge
 from torchtitan_lite.verify.module_outputs import observe_outputs
+from torchtitan_lite.verify.one_rank import Prepare, measure_layout, start_from_reference
 from torchtitan_lite.verify.ranks import NoAnswer, RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
-from torchtitan_lite.verify.reference import WIDE, Method, ReferenceRun, run_one_process
-from torchtitan_lite.verify.share import Prepare, measure_layout, measure_slices, start_from_reference
-from torchtitan_lite.verify.small_runs import SmallRun, deepen, find_far_position, keep_width, lengthen
+from torchtitan_lite.verify.reference import ReferenceRun, load_reference, run_one_process
+from torchtitan_lite.verify.small_runs import WIDE, Method, SmallRun
 
 FP32_TOLERANCE = 1e-5  # what is right stays below 1e-6: sums are taken in another order. What is wrong is above 1e-3
 
 
 def try_wide(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
+    """Run the reduced config as it is."""
     return try_layout(reduction.config, reduction.layout.world_size, run_ranks, folder)
 
 
-def try_deep(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    return try_small("deep", deepen(reduction), Method(updates=False), run_ranks, folder)
-
-
-def try_long(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    method = Method(updates=False, farthest_position=find_far_position(reduction), tokens_per_document=4)
-    return try_small("long", lengthen(reduction), method, run_ranks, folder)
-
-
-def try_real_width(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    method = Method(updates=False, repeats_weights=True)
-    return try_small("real width", keep_width(reduction), method, run_ranks, folder)
-
-
-def try_small(name: str, run: SmallRun, method: Method, run_ranks: RunRanks, folder: Path) -> Trial:
-    options = {"name": name, "method": method, "subject": run.subject}
-    return try_layout(run.config, run.layout.world_size, run_ranks, folder, **options)
+def try_small(
+    name: str, shrink: Callable[[Reduction], SmallRun], reduction: Reduction, run_ranks: RunRanks, folder: Path
+) -> Trial:
+    """Run the real config as `shrink` makes it small."""
+    run = shrink(reduction)
+    options = {"name": name, "method": run.method, "subject": run.subject}
+    return try_layout(run.config, reduction.layout.world_size, run_ranks, folder, **options)
 
 
 def try_layout(
@@ -68,14 +59,13 @@ def try_layout(
     name: str = "wide",
     method: Method = WIDE,
     subject: str = "",
-    tolerance: float = FP32_TOLERANCE,
     find_culprit: bool = True,
 ) -> Trial:
     """Run `config` (reduced, every size given) beside one process. `folder` keeps references for the next trial."""
     start = time.monotonic()
     reference_path = save_reference(config, folder, method)
     try:
-        difference, faults, culprit = measure_faults(config, world_size, run_ranks, reference_path, tolerance)
+        difference, faults, culprit = measure_faults(config, world_size, run_ranks, reference_path)
     except NoAnswer as failure:
         return describe_failure(name, failure, time.monotonic() - start)
     if faults and find_culprit:
@@ -85,10 +75,10 @@ def try_layout(
             except RankFailure:
                 outputs = []
             # The first difference may still be small: it is looked for below the bound, but above all rounding.
-            culprit = name_culprit(difference, faults, outputs, load_reference(reference_path), tolerance / 5)
-        cause = find_cause(config, world_size, run_ranks, reference_path, culprit, tolerance)
+            culprit = name_culprit(difference, faults, outputs, load_reference(reference_path), FP32_TOLERANCE / 5)
+        cause = find_cause(config, world_size, run_ranks, reference_path, culprit)
         culprit = replace(culprit, cause=cause)
-    measures = [] if difference is None else list_measures(difference, tolerance)
+    measures = [] if difference is None else list_measures(difference)
     return Trial(name, measures, faults, culprit, time.monotonic() - start, difference, subject=subject)
 
 
@@ -96,65 +86,57 @@ def save_reference(config: Config, folder: Path, method: Method = WIDE) -> str:
     """Return a file with the run of one process on model, batch, seed and optimizer of `config`. Made once."""
     training = config.training
     of_batch = (training.global_batch_size, training.seq_len, training.max_norm)
-    facts = repr((config.model, config.optimizer, of_batch, config.debug.seed, method))
-    path = folder / f"reference-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.pt"
+    key = repr((config.model, config.optimizer, of_batch, config.debug.seed, method))
+    path = folder / f"reference-{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
     if not path.exists():
         torch.save(run_one_process(config, method), path)
     return str(path)
 
 
-def load_reference(path: str) -> ReferenceRun:
-    return torch.load(path, weights_only=False, mmap=True)
-
-
 def measure_faults(
-    config: Config, world_size: int, run_ranks: RunRanks, reference_path: str, tolerance: float, **options
+    config: Config, world_size: int, run_ranks: RunRanks, reference_path: str, **options
 ) -> tuple[Difference | None, dict[str, str], Culprit | None]:
     """Return difference and faults. Where ranks crash or lose a parameter, that is the fault: the culprit is known.
 
     Raises NoAnswer, which says nothing about the layout.
     """
-    reference = load_reference(reference_path)
-    fqns = list(reference.initial)
+    fqns = list(load_reference(reference_path).initial)
     try:
-        if reference.method.updates:
-            shares = run_ranks(measure_layout, world_size, config, reference_path, **options)
-        else:
-            shares = join_shares(run_ranks(measure_slices, world_size, config, reference_path, **options))
+        ranks = run_ranks(measure_layout, world_size, config, reference_path, **options)
     except NoAnswer:
         raise
     except RankFailure as failure:
         culprit = name_crash(str(failure))
         return None, {"crash": f"{culprit.name}: {culprit.detail}"}, culprit
-    held = {fqn for share in shares for fqn in share.gradient}
+    held = {fqn for rank in ranks for fqn in rank.gradients}
     if lost := [fqn for fqn in fqns if fqn not in held]:
         culprit = Culprit("parameters", lost[0], f"no rank holds it; {len(lost)} of {len(fqns)} parameters are lost")
         return None, {"parameters": culprit.detail}, culprit
-    difference = merge(shares, fqns)
-    return difference, find_faults(difference, tolerance), None
+    difference = merge(ranks, fqns)
+    return difference, find_faults(difference, FP32_TOLERANCE), None
 
 
-def list_measures(difference: Difference, tolerance: float) -> list[Measure]:
+def list_measures(difference: Difference) -> list[Measure]:
     """Return the lines of the certificate."""
     n = len(difference.initial_equal)
-    n_steps = len(difference.shares[0].losses)
+    n_steps = len(difference.ranks[0].losses)
     steps = "1 step" if n_steps == 1 else f"{n_steps} steps, the first one clipped"
     measures = [
         Measure("initial weights", n - sum(difference.initial_equal.values()), 0, f"of {n} not bit-equal"),
         Measure("counted tokens", difference.n_tokens, 0, "of the first batch"),
-        Measure("loss", difference.loss, tolerance, f"{steps}; rows are masked unequally"),
-        Measure("gradients", max(difference.gradient.values()), tolerance, f"worst of {n} parameters"),
-        Measure("gradient norm", difference.grad_norm, tolerance, steps),
+        Measure("loss", difference.loss, FP32_TOLERANCE, f"{steps}; rows are masked unequally"),
+        Measure("gradients", max(difference.gradient.values()), FP32_TOLERANCE, f"worst of {n} parameters"),
+        Measure("gradient norm", difference.grad_norm, FP32_TOLERANCE, steps),
+        Measure("clipping", difference.clipping, FP32_TOLERANCE, "worst of all slices of gradients"),
     ]
-    if not difference.update:
-        return [*measures, Measure("clipping", difference.clipping, tolerance, "worst of all slices of gradients")]
-    n_unequal = len({fqn for fqn, _ in difference.unequal_replicas})
-    return [
-        *measures,
-        Measure("weights", max(difference.weight.values()), tolerance, f"after {n_steps} steps of SGD"),
-        Measure("updates", total_update_error(difference), tolerance, "all of them together"),
-        Measure("copies", n_unequal, 0, f"of {n} not bit-equal on all ranks that hold one"),
-    ]
+    if difference.weight:
+        n_unequal = len({fqn for fqn, _ in difference.unequal_replicas})
+        measures += [
+            Measure("weights", max(difference.weight.values()), FP32_TOLERANCE, f"after {n_steps} steps of SGD"),
+            Measure("updates", difference.update, FP32_TOLERANCE, "all of them together"),
+            Measure("copies", n_unequal, 0, f"of {n} not bit-equal on all ranks that hold one"),
+        ]
+    return measures
 
 
 # ---------------------------------------------------------------- known issues
@@ -169,22 +151,17 @@ class KnownIssue:
     prepare: Prepare | None = None
 
 
-def find_cause(
-    config: Config, world_size: int, run_ranks: RunRanks, reference_path: str, culprit: Culprit, tolerance: float
-) -> str:
+def find_cause(config: Config, world_size: int, run_ranks: RunRanks, reference_path: str, culprit: Culprit) -> str:
     """Return the first known issue without which the run passes."""
     for cause, issue in KNOWN_ISSUES.items():
         if not issue.applies(config, culprit):
             continue
         try:
             probe = override(config, issue.overrides)
-            difference, faults, _ = measure_faults(
-                probe, world_size, run_ranks, reference_path, tolerance, prepare=issue.prepare
-            )
+            _, faults, _ = measure_faults(probe, world_size, run_ranks, reference_path, prepare=issue.prepare)
         except (ConfigError, NoAnswer):
             continue
-        initial_only = difference is not None and set(faults) <= {"initial"} and issue.prepare is not None
-        if not faults or initial_only:
+        if not faults or (issue.prepare is not None and set(faults) == {"initial"}):  # compared before `prepare`
             return cause
     return "unknown"
 

@@ -32,6 +32,7 @@ from math import inf
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from torchtitan_lite.checkpoint.hugging_face import IN_ROTARY_ORDER, to_their_order
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, their_name
@@ -88,7 +89,7 @@ class Row:
     n_counted: int = LENGTH  # targets, the first ones
 
 
-def list_rows(shape: ModelArgs, *, attention: str) -> dict[str, list[Row]]:
+def list_rows(args: ModelArgs, *, attention: str) -> dict[str, list[Row]]:
     """Return name of a batch -> its rows. `attention` is a row of ATTENTIONS."""
     places = torch.arange(LENGTH)
     near = [
@@ -98,7 +99,7 @@ def list_rows(shape: ModelArgs, *, attention: str) -> dict[str, list[Row]]:
     if attention == "document":
         within = torch.cat([torch.arange(length) for length in DOCUMENT_LENGTHS])
         near.append(Row(within, f"documents of {', '.join(map(str, DOCUMENT_LENGTHS))} tokens"))
-    reach = 2 * shape.rope_scaling.original_length if shape.rope_scaling else UNSCALED_REACH
+    reach = 2 * args.rope_scaling.original_length if args.rope_scaling else UNSCALED_REACH
     reach = max(reach, LENGTH)
     spread = torch.linspace(0, reach - 1, LENGTH, dtype=torch.float64).round().long()
     around = places + (reach - LENGTH) // 2
@@ -109,13 +110,13 @@ def list_rows(shape: ModelArgs, *, attention: str) -> dict[str, list[Row]]:
     return {"near": near, "far": far}
 
 
-def make_batch(rows: list[Row], shape: ModelArgs, seed: int) -> Batch:
+def make_batch(rows: list[Row], args: ModelArgs, seed: int) -> Batch:
     """Return random tokens, with as many counted targets as each row says."""
     positions = torch.stack([row.positions for row in rows])
     n_counted = torch.tensor([row.n_counted for row in rows])
     begun = (positions == 0).cumsum(1)
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(shape.vocab_size, (len(rows), LENGTH + 1), generator=generator)
+    tokens = torch.randint(args.vocab_size, (len(rows), LENGTH + 1), generator=generator)
     targets = tokens[:, 1:].masked_fill(torch.arange(LENGTH) >= n_counted[:, None], IGNORE_INDEX)
     return Batch(tokens[:, :-1].contiguous(), targets, positions, begun - begun[:, :1])
 
@@ -167,11 +168,6 @@ def rounded_otherwise(theirs: nn.Module) -> Iterator[None]:
             buffer.copy_(original)
 
 
-def in_their_order(fqn: str, gradient: Tensor, shape: ModelArgs) -> Tensor:
-    """Return a gradient of ours with its rows in the order of transformers."""
-    return to_their_order(gradient, shape.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else gradient
-
-
 def compare(name: str, ours: nn.Module, theirs: nn.Module, rows: list[Row], seed: int) -> Comparison:
     """Compare both models on one batch. Both end as they started, without gradients."""
     batch = make_batch(rows, ours.shape, seed)
@@ -190,51 +186,47 @@ def compare(name: str, ours: nn.Module, theirs: nn.Module, rows: list[Row], seed
 
 def measure_errors(ours: nn.Module, theirs: nn.Module, batch: Batch) -> tuple[Errors, Errors]:
     """Return errors of `ours`, and of `theirs` when it rounds otherwise. Only the reference's gradients are kept."""
-    shape = ours.shape
-    their_parameters = {fqn: theirs.get_parameter(their_name(fqn)) for fqn in list_tensors(shape)}
+    args = ours.shape
+    their_parameters = {fqn: theirs.get_parameter(their_name(fqn)) for fqn in list_tensors(args)}
     logits, loss = forward_theirs(theirs)(batch)
     loss.backward()
     gradients = {fqn: parameter.grad for fqn, parameter in their_parameters.items()}
     theirs.zero_grad()  # sets them to None: the only reference is here
 
-    def measure(forward: Forward, parameters: dict[str, Tensor], arrange: Callable[[str, Tensor], Tensor]) -> Errors:
-        with gradients_taken(parameters, lambda fqn, own: relative_error(arrange(fqn, own), gradients[fqn])) as errors:
+    def measure(forward: Forward, parameters: dict[str, Tensor], *, in_our_order: bool) -> Errors:
+        errors = dict.fromkeys(parameters, inf)
+
+        def compare_and_free(parameter: Tensor, *, fqn: str) -> None:
+            turned = in_our_order and fqn.endswith(IN_ROTARY_ORDER)
+            own = to_their_order(parameter.grad, args.head_dim) if turned else parameter.grad
+            errors[fqn] = relative_error(own, gradients[fqn])
+            parameter.grad = None
+
+        hooks = {fqn: partial(compare_and_free, fqn=fqn) for fqn in parameters}
+        with removed_afterwards([parameters[fqn].register_post_accumulate_grad_hook(hooks[fqn]) for fqn in hooks]):
             own_logits, own_loss = forward(batch)
             own_loss.backward()
         by_row = [relative_error(own, right) for own, right in zip(own_logits, logits, strict=True)]
         return Errors(by_row, relative_error(own_loss.detach(), loss.detach()), errors)
 
     with rounded_otherwise(theirs):
-        rounding = measure(forward_theirs(theirs), their_parameters, lambda fqn, gradient: gradient)
-    own_parameters = dict(ours.named_parameters())
-    return measure(forward_ours(ours), own_parameters, partial(in_their_order, shape=shape)), rounding
+        rounding = measure(forward_theirs(theirs), their_parameters, in_our_order=False)
+    return measure(forward_ours(ours), dict(ours.named_parameters()), in_our_order=True), rounding
+
+
+@contextmanager
+def removed_afterwards(handles: list[RemovableHandle]) -> Iterator[None]:
+    """Context manager: removes hooks at its end."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def judge(what: str, error: float, rounding: float, of: str, *, floor: float = FLOOR) -> Measure:
     """Return a line of the table; `rounding` is the error of the reference when it rounds otherwise."""
     return Measure(what, error, min(CEILING, max(floor, N_ROUNDINGS * rounding)), of)
-
-
-@contextmanager
-def gradients_taken(
-    parameters: dict[str, Tensor], measure: Callable[[str, Tensor], float]
-) -> Iterator[dict[str, float]]:
-    """Context manager: yields `measure` of each gradient that is completed inside, and frees the gradient."""
-    measured = dict.fromkeys(parameters, inf)
-
-    def take(fqn: str, parameter: Tensor) -> None:
-        measured[fqn] = measure(fqn, parameter.grad)
-        parameter.grad = None
-
-    handles = [
-        parameter.register_post_accumulate_grad_hook(lambda parameter, fqn=fqn: take(fqn, parameter))
-        for fqn, parameter in parameters.items()
-    ]
-    try:
-        yield measured
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # ---------------------------------------------------------------- what differs first
@@ -245,9 +237,9 @@ Seen = dict[str, tuple[Tensor, Tensor]]  # module by our name, in the order of t
 
 def find_first(ours: nn.Module, theirs: nn.Module, batch: Batch) -> str:
     """Return the first module with weights whose input or output is beyond its bound."""
-    shape = ours.shape
-    names = [fqn.removesuffix(".weight") for fqn in list_tensors(shape)]
-    names += ["output"] * shape.tie_embeddings
+    args = ours.shape
+    names = [fqn.removesuffix(".weight") for fqn in list_tensors(args)]
+    names += ["output"] * args.tie_embeddings
     their_modules = {name: theirs.get_submodule(their_name(f"{name}.weight").removesuffix(".weight")) for name in names}
     reference = watch(their_modules, forward_theirs(theirs), batch)
     with rounded_otherwise(theirs):
@@ -258,12 +250,12 @@ def find_first(ours: nn.Module, theirs: nn.Module, batch: Batch) -> str:
             ("input", "output"), tensors, reference[name], rounded[name], strict=True
         ):
             if side == "output" and f"{name}.weight".endswith(IN_ROTARY_ORDER):
-                own = to_their_order(own.flatten(0, 1).t(), shape.head_dim).t().unflatten(0, own.shape[:2])
+                own = to_their_order(own.flatten(0, 1).t(), args.head_dim).t().unflatten(0, own.shape[:2])
             # The first difference may still be small: it is looked for below the bound, but above all rounding.
             rounding = relative_error(otherwise, right)
             measure = judge(name, relative_error(own, right), rounding, side, floor=FLOOR / 5)
             if not measure.is_right:
-                place = say_where(own, right, measure.bound, batch)
+                place = describe_first_token(own, right, measure.bound, batch)
                 return f"the {side} of {name}, off by {measure.error:.1e} {place}"
     return "no module's output differs, only the loss or the backward"
 
@@ -272,24 +264,17 @@ def watch(modules: dict[str, nn.Module], forward: Forward, batch: Batch) -> Seen
     """Run a forward and return the input and output of each module, of its first call."""
     seen: Seen = {}
 
-    def note(name: str, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, *, name: str) -> None:
         if name not in seen:
             seen[name] = inputs[0], output
 
-    handles = [
-        module.register_forward_hook(lambda module, inputs, output, name=name: note(name, inputs, output))
-        for name, module in modules.items()
-    ]
-    try:
-        with torch.no_grad():
-            forward(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    handles = [module.register_forward_hook(partial(note, name=name)) for name, module in modules.items()]
+    with removed_afterwards(handles), torch.no_grad():
+        forward(batch)
     return seen
 
 
-def say_where(own: Tensor, reference: Tensor, bound: float, batch: Batch) -> str:
+def describe_first_token(own: Tensor, reference: Tensor, bound: float, batch: Batch) -> str:
     """Return the first token of a row whose numbers, (B, S, ...), are beyond the bound."""
     own, reference = (tensor.flatten(2) if tensor.dim() > 2 else tensor[..., None] for tensor in (own, reference))
     errors = (own.double() - reference.double()).norm(dim=-1) / reference.double().norm(dim=-1)

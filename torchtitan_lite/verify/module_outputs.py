@@ -1,4 +1,4 @@
-"""What each module puts out, compared on each rank with the reference's output of the same module.
+"""Compares the output of each module, on each rank, with the reference's output of the same module.
 
     reference      rows x sequence x width
     one rank    its rows, microbatch by microbatch; of each its context-parallel head and tail; of these, or of the
@@ -14,18 +14,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_csv import read_rows
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify.reference import ReferenceRun, make_batch_of, name_inputs, relative_error
-from torchtitan_lite.verify.share import Coordinates, build_small_run, own_rows
+from torchtitan_lite.verify.one_rank import Coordinates, build_small_run, own_rows, own_slice
+from torchtitan_lite.verify.reference import load_reference, make_batch_of, name_inputs, relative_error
 
 
 @dataclass(frozen=True)
-class OutputShare:
+class ModuleErrors:
     """Errors of one rank's modules: of their inputs and of their outputs.
 
     All errors are relative, and those of the worst microbatch.
@@ -40,9 +39,9 @@ class OutputShare:
     n_microbatches: int  # that it should have seen
 
 
-def observe_outputs(rank: int, world_size: int, config: Config, reference_path: str) -> OutputShare:
+def observe_outputs(rank: int, world_size: int, config: Config, reference_path: str) -> ModuleErrors:
     """Worker: run forward and backward; compare every module's inputs and outputs. Collective."""
-    reference: ReferenceRun = torch.load(reference_path, weights_only=False, mmap=True)
+    reference = load_reference(reference_path)
     run = build_small_run(config, world_size, reference.method)
     whole = make_batch_of(run.config, 0, reference.method)
     batch = stepping.shard_for_cp(run, own_rows(run, whole))
@@ -74,7 +73,7 @@ def observe_outputs(rank: int, world_size: int, config: Config, reference_path: 
         return {key: measure(name, expected[key], pieces) for key, pieces in seen.items() if key in expected}
 
     rows, fields = list_rows(coordinates, layout), vars(whole)
-    return OutputShare(
+    return ModuleErrors(
         coordinates,
         pieces={
             key: compare_piece(expected, getattr(batch, key), coordinates, layout, rows, config)
@@ -95,10 +94,9 @@ def observe_outputs(rank: int, world_size: int, config: Config, reference_path: 
 def list_visible_modules(part: nn.Module, config: Config) -> list[str]:
     """Return the modules whose hooks run. A hook inside a compiled block would break the graph."""
     names = [name for name, _ in part.named_modules() if name]
-    blocks = [f"layers.{layer}" for layer in part.layers]
     if not config.compile.enable:
         return names
-    return [name for name in names if not any(name.startswith(f"{block}.") for block in blocks)]
+    return [name for name in names if not any(name.startswith(f"layers.{layer}.") for layer in part.layers)]
 
 
 def note_inputs_into(seen: dict[str, list[Tensor]]) -> Callable:
@@ -107,7 +105,7 @@ def note_inputs_into(seen: dict[str, list[Tensor]]) -> Callable:
     def note(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
         if is_first_forward():
             for name, value in name_inputs(module, args, kwargs).items():
-                seen[name].append(copy_own(value))
+                seen[name].append(own_slice(value).clone())
 
     return note
 
@@ -117,7 +115,7 @@ def note_output_into(pieces: list[Tensor]) -> Callable:
 
     def note(module: nn.Module, args: tuple, output: object) -> None:
         if isinstance(output, Tensor) and is_first_forward():
-            pieces.append(copy_own(output))
+            pieces.append(own_slice(output).clone())
 
     return note
 
@@ -125,11 +123,6 @@ def note_output_into(pieces: list[Tensor]) -> Callable:
 def is_first_forward() -> bool:
     """Return whether this is no recompute in backward: then torch's id of the running backward is -1."""
     return torch._C._current_graph_task_id() == -1
-
-
-def copy_own(tensor: Tensor) -> Tensor:
-    """Return a copy of what this rank holds of a tensor."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def list_forward_order(config: Config, layout: Layout) -> list[list[int]]:
@@ -142,12 +135,10 @@ def list_forward_order(config: Config, layout: Layout) -> list[list[int]]:
 
 def find_stage(layout: Layout, name: str) -> int:
     """Return the stage that holds a module; 0 for modules of a fork that no plan of stages knows."""
-    holders = (
-        index
-        for index, fqns in enumerate(layout.stages)
-        if any(name == fqn or name.startswith(f"{fqn}.") for fqn in fqns)
-    )
-    return next(holders, 0)
+    for index, fqns in enumerate(layout.stages):
+        if any(name == fqn or name.startswith(f"{fqn}.") for fqn in fqns):
+            return index
+    return 0
 
 
 def list_rows(coordinates: Coordinates, layout: Layout, microbatch: int | None = None) -> range:

@@ -39,11 +39,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.verify.certificate import RunRanks, Trial, describe_failure
 from torchtitan_lite.verify.module_outputs import find_stage, list_forward_order
-from torchtitan_lite.verify.precision_reference import UNDER_CP, Calls, RoundedOutcome, RoundedProcess, blocks_noted
-from torchtitan_lite.verify.ranks import RankFailure
-from torchtitan_lite.verify.reduction import Reduction, override
-from torchtitan_lite.verify.reference import make_batch_of, relative_error
-from torchtitan_lite.verify.share import (
+from torchtitan_lite.verify.one_rank import (
     Coordinates,
     build_small_run,
     gather,
@@ -51,6 +47,10 @@ from torchtitan_lite.verify.share import (
     own_rows,
     start_from_reference,
 )
+from torchtitan_lite.verify.precision_reference import UNDER_CP, Calls, RoundedOutcome, RoundedProcess, blocks_noted
+from torchtitan_lite.verify.ranks import RankFailure
+from torchtitan_lite.verify.reduction import Reduction, override
+from torchtitan_lite.verify.reference import make_batch_of, relative_error
 from torchtitan_lite.verify.small_runs import choose_float8_sizes, shrink_for_precision
 from torchtitan_lite.verify.trial_checks import Check, blame, judge
 

@@ -148,12 +148,9 @@ class RankPool:
         except EOFError:
             self._processes[rank].join(timeout=5)
             status = self._processes[rank].exitcode
-            how = (
-                f"was killed by {signal.Signals(-status).name}"
-                if status and status < 0
-                else f"died with exit code {status}"
-            )
-            return False, how
+            if status and status < 0:
+                return False, f"was killed by {signal.Signals(-status).name}"
+            return False, f"died with exit code {status}"
 
     def _ask_where(self, ranks: list[int], folder: Path) -> list[str]:
         """Return where each of these ranks is, one text for all that are at one place."""
@@ -162,15 +159,12 @@ class RankPool:
         deadline, stacks = time.monotonic() + SECONDS_FOR_A_STACK, []
         while time.monotonic() < deadline and not all(" in serve\n" in stack for stack in stacks or [""]):
             time.sleep(0.1)
-            stacks = [read_if_there(folder / f"stack-{rank}") for rank in ranks]
+            paths = [folder / f"stack-{rank}" for rank in ranks]
+            stacks = [path.read_text(errors="replace") if path.exists() else "" for path in paths]
         at: dict[str, list[int]] = {}
         for rank, stack in zip(ranks, stacks, strict=True):
             at.setdefault(describe_stack(stack), []).append(rank)
         return [f"rank{'s' * (len(here) > 1)} {', '.join(map(str, here))} {place}" for place, here in at.items()]
-
-
-def read_if_there(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def describe_stack(text: str) -> str:

@@ -11,7 +11,8 @@
 Whatever differs from the real config is listed, because it is not certified. No torch here: numbers only.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -24,6 +25,7 @@ from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, Parallelism, get_value
 from torchtitan_lite.verify.degrees import AUTOMATIC, DEGREE_KEYS, Degrees, choose_degrees
 
+SIZES = ("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")  # of a model
 REPLACED = {  # values under which a fault shows, and the CPU can follow
     "optimizer.name": "SGD",  # AdamW's first steps amplify rounding, and it hides gradients of the wrong scale
     "optimizer.implementation": "for-loop",  # computes the same; with tp, DTensor plans lists of parameters for seconds
@@ -54,10 +56,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Reduction:
+    """A real config made small."""
+
     real: Config  # as it was read: automatic values are not resolved
     degrees: Degrees
     config: Config  # of the wide trial, every size given
-    shape: ModelArgs  # of `config`, as `layout`
+    args: ModelArgs  # of `config`, as `layout`
     layout: Layout
     changes: list[Change]  # in the order of schema.py
     full_width: bool = False  # the trial of real width takes the time that it needs
@@ -65,8 +69,8 @@ class Reduction:
 
 def reduce_config(config: Config, max_ranks: int) -> Reduction:
     """Return the small run that stands for a real one. Raises ConfigError where the real one could not start."""
-    shape = resolve_model(config.model)
-    real = plan_layout(config, shape, prod(plan_degrees(config.parallelism, 1).values()))
+    args = resolve_model(config.model)
+    real = plan_layout(config, args, prod(plan_degrees(config.parallelism, 1).values()))
     chosen = choose_degrees(config.parallelism, max_ranks)
     degrees = chosen.tried
     if prod(degrees.values()) > max_ranks:
@@ -76,8 +80,8 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         raise ConfigError([Problem("parallelism.pipeline_parallel_schedule_csv", path, why, remedy)])
 
     small = override(config, {**REPLACED, **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()}})
-    small = override(small, reduce_stages(config.parallelism, shape.n_layers, real, degrees["pp"]))
-    sizes = reduce_sizes(shape, real, degrees, n_shards_known=chosen.asked["dp_shard"] != AUTOMATIC)
+    small = override(small, reduce_stages(config.parallelism, args.n_layers, real, degrees["pp"]))
+    sizes = reduce_sizes(args, real, degrees, n_shards_known=chosen.asked["dp_shard"] != AUTOMATIC)
     small = override(small, {f"model.{name}": size for name, size in sizes.items()})
     option = config.activation_checkpoint.selective_ac_option
     if option.isdecimal() and int(option) > 2:
@@ -85,9 +89,9 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     # small batches are to have several chunks too; 0, no chunks, stays
     small = override(small, {"training.loss_chunk_tokens": min(config.training.loss_chunk_tokens, 24)})
     small = override(small, reduce_batch(small, config, real, degrees, sizes))
-    small_shape = resolve_model(small.model)
-    layout = plan_layout(small, small_shape, prod(degrees.values()))
-    return Reduction(config, chosen, small, small_shape, layout, list_changes(config, shape, small, small_shape))
+    small_args = resolve_model(small.model)
+    layout = plan_layout(small, small_args, prod(degrees.values()))
+    return Reduction(config, chosen, small, small_args, layout, list_changes(config, small))
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:
@@ -103,16 +107,13 @@ def set_key(section: Any, names: list[str], value: object) -> Any:
     return replace(section, **{name: set_key(getattr(section, name), rest, value) if rest else value})
 
 
-def list_changes(config: Config, shape: ModelArgs, small: Config, small_shape: ModelArgs) -> list[Change]:
+def list_changes(config: Config, small: Config) -> list[Change]:
     """Return every key whose value differs; for sizes that a flavor gives, that size."""
-    of_shape = {f"model.{field.name}": field.name for field in fields(ModelArgs)}
-
-    def look_up(key: str, of: Config, its_shape: ModelArgs) -> object:
-        if key in of_shape and key != "model.rope_scaling":
-            return getattr(its_shape, of_shape[key])
-        return get_value(of, key)
-
-    pairs = {key: (look_up(key, config, shape), look_up(key, small, small_shape)) for key in KEYS}
+    args, small_args = (vars(resolve_model(each.model)) for each in (config, small))
+    pairs = {key: (get_value(config, key), get_value(small, key)) for key in KEYS}
+    for name in args.keys() - {"rope_scaling"}:
+        if f"model.{name}" in pairs:
+            pairs[f"model.{name}"] = (args[name], small_args[name])
     if config.training.mixed_precision_param == "auto":
         pairs["training.mixed_precision_param"] = ("auto (bfloat16 on CUDA)", "float32")
     if not config.compile.enable:
@@ -120,29 +121,25 @@ def list_changes(config: Config, shape: ModelArgs, small: Config, small_shape: M
     return [Change(key, *values) for key, values in pairs.items() if values[0] != values[1]]
 
 
-# ---------------------------------------------------------------- degrees and sizes
+# ---------------------------------------------------------------- sizes
 
 
-def reduce_sizes(shape: ModelArgs, real: Layout, degrees: dict[str, int], *, n_shards_known: bool) -> dict[str, int]:
+def reduce_sizes(args: ModelArgs, real: Layout, degrees: dict[str, int], *, n_shards_known: bool) -> dict[str, int]:
     """Return sizes of a model of about dim 64 to 128."""
     tp = degrees["tp"]
-    kv_heads_per_rank = min(2, shape.n_kv_heads // real.tp)
-    n_kv_heads = tp * kv_heads_per_rank
-    n_heads = n_kv_heads * (shape.n_heads // shape.n_kv_heads)
-    head_dim = min(8 if n_heads <= 32 else 4, shape.head_dim)
+    n_kv_heads = tp * min(2, args.n_kv_heads // real.tp)
+    n_heads = n_kv_heads * (args.n_heads // args.n_kv_heads)
+    head_dim = min(8 if n_heads <= 32 else 4, args.head_dim)
     dim = n_heads * head_dim
-    if shape.dim != shape.n_heads * shape.head_dim:
+    if args.dim != args.n_heads * args.head_dim:
         dim += 16  # so that what mistakes one for the other fails here too
     n_shards = degrees["dp_shard"] * degrees["cp"]
     split = (real.tp * real.dp_shard * real.cp, tp * n_shards) if n_shards_known and n_shards > 1 else (1, 1)
-    return {
-        "dim": dim,
-        "n_heads": n_heads,
-        "n_kv_heads": n_kv_heads,
-        "head_dim": head_dim,
-        "ffn_dim": reduce_size(shape.ffn_dim, dim * 3 // 2, tp, split),
-        "vocab_size": reduce_size(shape.vocab_size, 256, tp, split),
-    }
+    ffn_dim, vocab_size = (
+        reduce_size(args.ffn_dim, dim * 3 // 2, tp, split),
+        reduce_size(args.vocab_size, 256, tp, split),
+    )
+    return dict(zip(SIZES, (dim, n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size), strict=True))
 
 
 def reduce_size(real: int, wanted: int, tp: int, split: tuple[int, int]) -> int:
@@ -174,7 +171,7 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout, pp: int) ->
     else:
         least = SCHEDULES[section.pipeline_parallel_schedule].least_stages_per_rank
         n_stages = pp * max(least, min(2, n_real_stages // real.pp))
-    counts = [sum(fqn.startswith("layers.") for fqn in stage) for stage in real.stages]
+    counts = count_layers(real.stages)
     if section.module_fqns_per_model_part or 0 in counts:
         return list_reduced_stages(counts, n_stages)
 
@@ -191,6 +188,11 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout, pp: int) ->
     if section.pipeline_parallel_layers_per_stage is not None:
         reduced[f"{key}pipeline_parallel_layers_per_stage"] = per_stage
     return reduced
+
+
+def count_layers(stages: Iterable[Iterable[str]]) -> list[int]:
+    """Return the number of layers of each stage."""
+    return [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]
 
 
 def list_reduced_stages(counts: list[int], n_stages: int) -> dict[str, object]:
@@ -219,14 +221,12 @@ def reduce_batch(
     accumulates = real.global_batch_size > config.training.local_batch_size * real.dp
     if pp == 1:
         microbatch_size, n_microbatches = 2, 3 if accumulates else 1
-        local_batch_size = microbatch_size
     else:
         microbatch_size = min(2, config.parallelism.pipeline_parallel_microbatch_size)
         stages, _ = plan_stages(small.parallelism, small.model.n_layers)
         n_microbatches = reduce_microbatches(small.parallelism, real, len(stages))
-        local_batch_size = microbatch_size * (1 if accumulates else n_microbatches)
     return {
-        "training.local_batch_size": local_batch_size,
+        "training.local_batch_size": microbatch_size * (1 if accumulates else n_microbatches),
         "training.global_batch_size": microbatch_size * n_microbatches * dp,
         "training.seq_len": reduce_sequence(degrees, sizes),
         "parallelism.pipeline_parallel_microbatch_size": microbatch_size if pp > 1 else 1,

@@ -25,62 +25,37 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.verify.small_runs import WIDE, Method
 from torchtitan_lite.verify.step_formulas import compute_clip_scale, move_sgd
 
 BLOCK = 1_000_003  # numbers; a prime, so that no two rows of a matrix are equal
 NEVER_CLIPPED = 1e4  # no gradient norm of the second step is that many times max_norm
 
 
-@dataclass(frozen=True)
-class Method:
-    """How a small run is compared with one process. Both sides get the same one."""
-
-    # Two steps, of which the first is clipped and the second is not; parameters are compared whole, as a checkpoint
-    # holds them. Without: the gradients of one step, clipped, slice by slice.
-    updates: bool = True
-    farthest_position: int = 0  # of the first token of row 0; of further rows it is nearer to 0, in equal distances
-    tokens_per_document: int = 8  # on average, of document attention
-    repeats_weights: bool = False  # large weights are a block of random numbers over and over, which is drawn faster
-
-    @property
-    def n_steps(self) -> int:
-        return 2 if self.updates else 1
-
-
-WIDE = Method()
-
-
 def make_batch(
-    step: int,
-    *,
-    n_rows: int,
-    seq_len: int,
-    vocab_size: int,
-    documents: bool,
-    farthest_position: int = 0,
-    tokens_per_document: int = 8,
+    step: int, *, n_rows: int, seq_len: int, vocab_size: int, documents: bool, method: Method = WIDE
 ) -> Batch:
     """Return random tokens. 0 to 90 % of the targets are not counted, by row; in one of three rows or more none is.
 
-    Of a single row, the share that is not counted grows along the sequence. With `documents`, a new one starts at about
+    Of a single row, ever fewer targets are counted along the sequence. With `documents`, a new one starts at about
     every `tokens_per_document`-th token, at other places in each row, and its positions restart where the row's do.
     """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(vocab_size, (n_rows, seq_len + 1), generator=generator)
-    masked_share = torch.linspace(0, 0.9, n_rows)[:, None] if n_rows > 1 else torch.linspace(0, 0.9, seq_len)
-    masked = torch.rand(n_rows, seq_len, generator=generator) < masked_share
+    masked_fraction = torch.linspace(0, 0.9, n_rows)[:, None] if n_rows > 1 else torch.linspace(0, 0.9, seq_len)
+    masked = torch.rand(n_rows, seq_len, generator=generator) < masked_fraction
     if n_rows > 2:
         masked[1] = True
     targets = tokens[:, 1:].masked_fill(masked, IGNORE_INDEX)
     positions = torch.arange(seq_len).expand(n_rows, -1).contiguous()
     doc_ids = torch.zeros_like(targets)
     if documents:
-        begins = torch.rand(n_rows, seq_len, generator=generator) < 1 / tokens_per_document
-        begins[:, 0] = False
-        doc_ids = begins.long().cumsum(1)
-        positions = positions - (positions * begins).cummax(1).values
+        starts = torch.rand(n_rows, seq_len, generator=generator) < 1 / method.tokens_per_document
+        starts[:, 0] = False
+        doc_ids = starts.long().cumsum(1)
+        positions = positions - (positions * starts).cummax(1).values
     # Row 0 counts most, so it is the one with the farthest positions.
-    first_positions = torch.tensor([farthest_position * (n_rows - row) // n_rows for row in range(n_rows)])
+    first_positions = torch.tensor([method.farthest_position * (n_rows - row) // n_rows for row in range(n_rows)])
     return Batch(tokens[:, :-1].contiguous(), targets, positions + first_positions[:, None], doc_ids)
 
 
@@ -92,8 +67,7 @@ def make_batch_of(config: Config, step: int, method: Method = WIDE) -> Batch:
         seq_len=config.training.seq_len,
         vocab_size=resolve_model(config.model).vocab_size,
         documents=ATTENTIONS[config.model.attention].uses_documents,
-        farthest_position=method.farthest_position,
-        tokens_per_document=method.tokens_per_document,
+        method=method,
     )
 
 
@@ -102,21 +76,20 @@ def choose_max_norm(config: Config, step: int) -> float:
     return config.training.max_norm * (1 if step == 0 else NEVER_CLIPPED)
 
 
-def choose_init(init_parameter: Callable, method: Method) -> Callable:
-    """Return the model's rule of the initial weights, or one that repeats a block drawn by that rule."""
-    return partial(repeat_block, init_parameter) if method.repeats_weights else init_parameter
+def choose_model(config: Config, method: Method) -> tuple[type[nn.Module], Callable]:
+    """Return the user's class and its rule of the initial weights, or one that repeats a block drawn by that rule."""
+    model_class, init_parameter = stepping.MODELS[config.model.name]
+    return model_class, partial(repeat_block, init_parameter) if method.repeats_weights else init_parameter
 
 
-def repeat_block(
-    init_parameter: Callable, fqn: str, full: Tensor, shape: ModelArgs, generator: torch.Generator
-) -> None:
+def repeat_block(init_parameter: Callable, fqn: str, full: Tensor, args: ModelArgs, generator: torch.Generator) -> None:
     """Fill the full tensor of one parameter in place, ten times as fast where it is many times BLOCK."""
     if full.numel() <= BLOCK:
-        init_parameter(fqn, full, shape, generator)
+        init_parameter(fqn, full, args, generator)
         return
     n_rows = -(-BLOCK // full[0].numel())
     rows = full.new_empty(n_rows, *full.shape[1:])
-    init_parameter(fqn, rows, shape, generator)
+    init_parameter(fqn, rows, args, generator)
     block, numbers = rows.flatten()[:BLOCK], full.view(-1)
     n_whole = len(numbers) // BLOCK * BLOCK
     numbers[:n_whole].view(-1, BLOCK).copy_(block)
@@ -138,15 +111,20 @@ class ReferenceRun:
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # module -> argument -> value, as `outputs`
 
 
+def load_reference(path: str) -> ReferenceRun:
+    """Read a reference from its file, whose tensors stay on disk until they are used."""
+    return torch.load(path, weights_only=False, mmap=True)
+
+
 def build_model(config: Config, method: Method) -> nn.Module:
     """Return the user's model with its initial weights; "document" attention is replaced by an explicit mask."""
-    model_class, init_parameter = stepping.MODELS[config.model.name]
+    model_class, init_parameter = choose_model(config, method)
     model = model_class(resolve_model(config.model), attention=config.model.attention)
     if config.model.attention == "document":
         for name, module in model.named_modules():
             if name.endswith("attention"):
                 module.inner = PlainDocumentAttention()
-    initialize_weights(model, choose_init(init_parameter, method), config.debug.seed)
+    initialize_weights(model, init_parameter, config.debug.seed)
     return model
 
 
@@ -194,27 +172,25 @@ def measure_norm(gradients: Iterable[Tensor]) -> float:
 
 def record_first_backward(model: nn.Module, reference: ReferenceRun) -> list:
     """Return hooks, to remove, that note inputs and outputs in forward order, and gradients in backward order."""
+
+    def note_inputs(module, args, kwargs, *, name):
+        given = name_inputs(module, args, kwargs)
+        reference.inputs[name] = {argument: value.detach() for argument, value in given.items()}
+
+    def note_output(module, args, output, *, name):
+        if isinstance(output, Tensor):
+            reference.outputs[name] = output.detach()
+
+    def note_gradient(parameter, *, fqn):
+        reference.gradients[fqn] = parameter.grad
+
     hooks = []
     for name, module in model.named_modules():
-
-        def note_inputs(module, args, kwargs, *, name=name):
-            if name:
-                reference.inputs[name] = {
-                    key: value.detach() for key, value in name_inputs(module, args, kwargs).items()
-                }
-
-        def note_output(module, args, output, *, name=name):
-            if name and isinstance(output, Tensor):
-                reference.outputs[name] = output.detach()
-
-        hooks.append(module.register_forward_pre_hook(note_inputs, with_kwargs=True))
-        hooks.append(module.register_forward_hook(note_output))
+        if name:
+            hooks.append(module.register_forward_pre_hook(partial(note_inputs, name=name), with_kwargs=True))
+            hooks.append(module.register_forward_hook(partial(note_output, name=name)))
     for fqn, parameter in model.named_parameters():
-
-        def note_gradient(parameter, *, fqn=fqn):
-            reference.gradients[fqn] = parameter.grad
-
-        hooks.append(parameter.register_post_accumulate_grad_hook(note_gradient))
+        hooks.append(parameter.register_post_accumulate_grad_hook(partial(note_gradient, fqn=fqn)))
     return hooks
 
 
@@ -250,9 +226,3 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     if difference == 0:
         return 0.0
     return difference / scale if scale and math.isfinite(difference) else math.inf
-
-
-def measure_scale(value: Tensor, reference: Tensor) -> float:
-    """Return the factor of `reference` that is nearest to `value`."""
-    squared = reference.double().square().sum().item()
-    return (value.double() * reference.double()).sum().item() / squared if squared else 1.0

@@ -7,8 +7,7 @@
     real width  1             about 16                     real, if memory and time allow  1F1B, one stage a rank
 
 A pipeline with more stages needs more layers. Each run has the wide one's degrees and options, but that only the deep
-one compiles, for a compiler needs as long as all the rest. A sentence says what of it is real. No torch here: numbers
-only.
+one compiles, because a compiler needs as long as all the rest. No torch here: numbers only.
 """
 
 from dataclasses import dataclass, replace
@@ -18,14 +17,14 @@ from pathlib import Path
 from torchtitan_lite.config.flavors import ModelArgs, count_parameters
 from torchtitan_lite.config.float8_plan import BLOCK
 from torchtitan_lite.config.hardware import measure_cpu_memory
-from torchtitan_lite.config.layout import Layout, plan_layout, resolve_model
+from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism
 from torchtitan_lite.verify.reduction import (
-    Change,
+    SIZES,
     Reduction,
+    count_layers,
     count_pieces,
-    list_changes,
     list_widths,
     override,
     reduce_sequence,
@@ -41,12 +40,28 @@ LEAST_SIZES = {"vocab_size": 2000, "ffn_dim": 1000, "dim": 500}  # of it: halved
 
 
 @dataclass(frozen=True)
+class Method:
+    """How a small run is compared with one process. Both sides get the same one."""
+
+    updates: bool = True  # two steps, of which the first is clipped and the second is not; else one without an update
+    farthest_position: int = 0  # of the first token of row 0; of further rows it is nearer to 0, in equal distances
+    tokens_per_document: int = 8  # on average, of document attention
+    repeats_weights: bool = False  # large weights are a block of random numbers over and over, which is drawn faster
+
+    @property
+    def n_steps(self) -> int:
+        return 2 if self.updates else 1
+
+
+WIDE = Method()
+
+
+@dataclass(frozen=True)
 class SmallRun:
     """One small run."""
 
     config: Config  # every size given
-    layout: Layout
-    changes: list[Change]  # all that differs from the real config
+    method: Method
     subject: str  # what was run, and what of it is real
 
 
@@ -55,40 +70,37 @@ class SmallRun:
 
 def deepen(reduction: Reduction) -> SmallRun:
     """Return a run of many narrow layers. Several stages of a rank are unequally long."""
-    degrees, shape = reduction.layout.degrees, resolve_model(reduction.real.model)
-    sizes = {**choose_heads(shape, degrees["tp"], head_dim=4), "dim": 16}
-    sizes |= reduce_matrices(shape, degrees["tp"], ffn_dim=24, vocab_size=64)
+    degrees, args = reduction.layout.degrees, resolve_model(reduction.real.model)
+    sizes = choose_sizes(args, degrees["tp"], head_dim=4, dim=16, ffn_dim=24, vocab_size=64)
     small = plan_own_stages(reduction.config)
     small = override(small, {"model.n_layers": choose_depth(small.parallelism)})
     small = resize(small, degrees, sizes, n_rows=2, n_microbatches=1, seq_len=reduce_sequence(degrees, sizes, 24))
-    layout = plan_layout(small, resolve_model(small.model), reduction.layout.world_size)
-    counts = [sum(name.startswith("layers.") for name in stage) for stage in layout.stages]
+    counts = count_layers(plan_stages(small.parallelism, small.model.n_layers)[0])
     stages = f", {', '.join(map(str, counts))} a stage" if len(counts) > 1 else ""
-    return describe_run(reduction, small, layout, f"{sum(counts)} layers of dim {sizes['dim']}{stages}")
+    return describe_run(reduction, small, Method(updates=False), f"{sum(counts)} layers of dim {sizes['dim']}{stages}")
 
 
 def lengthen(reduction: Reduction) -> SmallRun:
     """Return a run of the real sequence length, within LEAST_TOKENS and MOST_TOKENS, in one layer or two."""
     degrees, real = reduction.layout.degrees, reduction.real
-    shape, real_length = resolve_model(real.model), real.training.seq_len
-    sizes = choose_heads(shape, degrees["tp"], head_dim=12)
-    sizes["dim"] = sizes["n_heads"] * sizes["head_dim"]
-    sizes |= reduce_matrices(shape, degrees["tp"], ffn_dim=sizes["dim"] * 3 // 2, vocab_size=100)
+    sizes = choose_sizes(resolve_model(real.model), degrees["tp"], head_dim=12, vocab_size=100)
     pieces, widths = count_pieces(degrees), list_widths(sizes)
+    real_length = real.training.seq_len
     wanted = max(LEAST_TOKENS, min(real_length, MOST_TOKENS))
     seq_len = next(length for length in count(-(-wanted // pieces) * pieces, pieces) if length not in widths)
     small = override(plan_own_stages(reduction.config), {"compile.enable": False})
-    small = override(small, {"model.n_layers": count_least_layers(small.parallelism, at_least=min(2, degrees["pp"]))})
-    small = resize(small, degrees, sizes, n_rows=1, n_microbatches=3, seq_len=seq_len)
+    n_layers = count_least_layers(small.parallelism, at_least=min(2, degrees["pp"]))
     chunk = min(real.training.loss_chunk_tokens, -(-seq_len // degrees["cp"] // N_CHUNKS))  # 0, no chunks, stays
-    small = override(small, {"training.loss_chunk_tokens": chunk})
-    layout = plan_layout(small, resolve_model(small.model), reduction.layout.world_size)
-    farthest = find_far_position(reduction) + seq_len
+    small = override(small, {"model.n_layers": n_layers, "training.loss_chunk_tokens": chunk})
+    small = resize(small, degrees, sizes, n_rows=1, n_microbatches=3, seq_len=seq_len)
+    # Beyond the wide run's rows, where the stretching of rotary wavelengths ends.
+    scaling = resolve_model(real.model).rope_scaling
+    farthest = max(FAR_POSITION, real_length, scaling.original_length if scaling else 0)
+    method = Method(updates=False, farthest_position=farthest, tokens_per_document=4)
     tokens = f"{seq_len:,} tokens" if seq_len >= real_length else f"{seq_len:,} of {real_length:,} tokens"
-    n_layers = small.model.n_layers
     layers = f"{n_layers} layer{'s' * (n_layers > 1)} of dim {sizes['dim']}"
-    said = f"{tokens}, at positions below {farthest:,}, {layers}"
-    return describe_run(reduction, small, layout, said)
+    subject = f"{tokens}, at positions below {farthest + seq_len:,}, {layers}"
+    return describe_run(reduction, small, method, subject)
 
 
 def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRun:
@@ -108,28 +120,23 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
     most = memory_bytes // bytes_each
     if not reduction.full_width:
         most = min(most, MOST_PARAMETERS)
-    shape = fit_shape(replace(real, n_layers=n_layers), degrees["tp"], most)
-    sizes = {
-        name: getattr(shape, name) for name in ("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
-    }
+    args = fit_sizes(replace(real, n_layers=n_layers), degrees["tp"], most)
+    sizes = {name: getattr(args, name) for name in SIZES}
     small = override(small, {"model.n_layers": n_layers})
     small = resize(small, degrees, sizes, n_rows=1, n_microbatches=1, seq_len=reduce_sequence(degrees, sizes, 16))
-    layout = plan_layout(small, resolve_model(small.model), reduction.layout.world_size)
-    said = [f"{n_layers} layer{'s' * (n_layers > 1)}, {count_parameters(shape):,} parameters"]
+    subject = [f"{n_layers} layer{'s' * (n_layers > 1)}, {count_parameters(args):,} parameters"]
     for name, word in (("dim", "dim"), ("ffn_dim", "ffn_dim"), ("vocab_size", "vocabulary")):
-        size, real_size = getattr(shape, name), getattr(real, name)
-        said.append(f"{word} {size:,} real" if size == real_size else f"{word} {size:,} of {real_size:,}")
-    said += ["1F1B, one stage a rank"] * (degrees["pp"] > 1)
-    return describe_run(reduction, small, layout, ", ".join(said))
+        size, real_size = getattr(args, name), getattr(real, name)
+        subject.append(f"{word} {size:,} real" if size == real_size else f"{word} {size:,} of {real_size:,}")
+    subject += ["1F1B, one stage a rank"] * (degrees["pp"] > 1)
+    return describe_run(reduction, small, Method(updates=False, repeats_weights=True), ", ".join(subject))
 
 
-def describe_run(reduction: Reduction, small: Config, layout: Layout, subject: str) -> SmallRun:
-    """Return the run with all that differs from the real config."""
-    real = reduction.real
-    changes = list_changes(real, resolve_model(real.model), small, resolve_model(small.model))
-    if small.compile.enable != real.compile.enable:
+def describe_run(reduction: Reduction, small: Config, method: Method, subject: str) -> SmallRun:
+    plan_layout(small, resolve_model(small.model), reduction.layout.world_size)  # so that no rank raises ConfigError
+    if small.compile.enable != reduction.real.compile.enable:
         subject += ", not compiled"
-    return SmallRun(small, layout, changes, subject)
+    return SmallRun(small, method, subject)
 
 
 # ---------------------------------------------------------------- the run in its own arithmetic
@@ -141,7 +148,7 @@ def shrink_for_precision(reduction: Reduction) -> dict[str, object]:
     Blocks are not compiled: aot_eager rounds as eager does (measured), and inductor's kernels are not those of a CPU.
     """
     config, layout = reduction.config, reduction.layout
-    keys: dict[str, object] = {"compile.enable": False, "model.n_layers": min(2, reduction.shape.n_layers)}
+    keys: dict[str, object] = {"compile.enable": False, "model.n_layers": min(2, reduction.args.n_layers)}
     if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
         keys["activation_checkpoint.mode"] = "full"
     if layout.pp == 1:
@@ -158,7 +165,7 @@ def shrink_for_precision(reduction: Reduction) -> dict[str, object]:
 
 def choose_float8_sizes(reduction: Reduction) -> dict[str, object]:
     """Return sizes like those of the wide trial, in blocks that every tp rank can compute in float8."""
-    shape, layout = reduction.shape, reduction.layout
+    args, layout = reduction.args, reduction.layout
     width = BLOCK * layout.tp
     tokens = BLOCK * layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
 
@@ -167,8 +174,8 @@ def choose_float8_sizes(reduction: Reduction) -> dict[str, object]:
 
     return {
         "model.head_dim": BLOCK,
-        "model.dim": round_up(shape.dim * BLOCK // shape.head_dim, width),
-        "model.ffn_dim": round_up(shape.ffn_dim, width),
+        "model.dim": round_up(args.dim * BLOCK // args.head_dim, width),
+        "model.ffn_dim": round_up(args.ffn_dim, width),
         "training.seq_len": round_up(reduction.config.training.seq_len, tokens),
     }
 
@@ -176,27 +183,35 @@ def choose_float8_sizes(reduction: Reduction) -> dict[str, object]:
 # ---------------------------------------------------------------- sizes
 
 
-def choose_heads(shape: ModelArgs, tp: int, head_dim: int) -> dict[str, int]:
-    """Return one key/value head for each tp rank, with two query heads where the real one has more."""
-    n_heads = tp * min(2, shape.n_heads // shape.n_kv_heads)
-    return {"n_heads": n_heads, "n_kv_heads": tp, "head_dim": min(head_dim, shape.head_dim)}
+def choose_sizes(
+    args: ModelArgs, tp: int, *, head_dim: int, vocab_size: int, dim: int | None = None, ffn_dim: int | None = None
+) -> dict[str, int]:
+    """Return about these sizes, so that tp divides them; `dim` is that of all heads unless given, `ffn_dim` 3/2 of it.
+
+    There is one key/value head for each tp rank, with two query heads where the real one has more.
+    """
+    n_heads = tp * min(2, args.n_heads // args.n_kv_heads)
+    head_dim = min(head_dim, args.head_dim)
+    dim = dim or n_heads * head_dim
+    return {
+        "dim": dim,
+        "n_heads": n_heads,
+        "n_kv_heads": tp,
+        "head_dim": head_dim,
+        "ffn_dim": reduce_size(args.ffn_dim, ffn_dim or dim * 3 // 2, tp, (1, 1)),
+        "vocab_size": reduce_size(args.vocab_size, vocab_size, tp, (1, 1)),
+    }
 
 
-def reduce_matrices(shape: ModelArgs, tp: int, *, ffn_dim: int, vocab_size: int) -> dict[str, int]:
-    """Return about these sizes, so that tp divides them."""
-    wanted = {"ffn_dim": ffn_dim, "vocab_size": vocab_size}
-    return {name: reduce_size(getattr(shape, name), size, tp, (1, 1)) for name, size in wanted.items()}
-
-
-def fit_shape(shape: ModelArgs, tp: int, most_parameters: int) -> ModelArgs:
-    """Return the shape itself, or a smaller one of `most_parameters`, or of LEAST_SIZES."""
+def fit_sizes(args: ModelArgs, tp: int, most_parameters: int) -> ModelArgs:
+    """Return the model itself, or a smaller one of `most_parameters`, or of LEAST_SIZES."""
     for name, least in LEAST_SIZES.items():
-        while count_parameters(shape) > most_parameters:
-            half, rest = divmod(getattr(shape, name), 2)
+        while count_parameters(args) > most_parameters:
+            half, rest = divmod(getattr(args, name), 2)
             if rest or half % tp or half < least:
                 break
-            shape = replace(shape, **{name: half})
-    return shape
+            args = replace(args, **{name: half})
+    return args
 
 
 def measure_available_memory(file: Path = Path("/proc/meminfo")) -> int:
@@ -207,12 +222,6 @@ def measure_available_memory(file: Path = Path("/proc/meminfo")) -> int:
         return min(limit, 1024 * int(lines["MemAvailable"].split()[0]))
     except (OSError, KeyError, ValueError):
         return limit
-
-
-def find_far_position(reduction: Reduction) -> int:
-    """Return a position beyond the wide run's rows, where the stretching of rotary wavelengths ends."""
-    scaling = resolve_model(reduction.real.model).rope_scaling
-    return max(FAR_POSITION, reduction.real.training.seq_len, scaling.original_length if scaling else 0)
 
 
 # ---------------------------------------------------------------- stages and batch
@@ -237,8 +246,8 @@ def choose_depth(section: Parallelism) -> int:
     depths = range(max(LEAST_LAYERS, n_stages), LEAST_LAYERS + 4 * n_stages)
     for n_layers in depths:
         stages, _ = plan_stages(section, n_layers)
-        lengths = {sum(name.startswith("layers.") for name in stage) for stage in stages}
-        if any({"layers.9", "layers.10"} <= set(stage) for stage in stages) and (not several or len(lengths) > 1):
+        is_uneven = len(set(count_layers(stages))) > 1
+        if any({"layers.9", "layers.10"} <= set(stage) for stage in stages) and (is_uneven or not several):
             return n_layers
     return depths[-1]
 

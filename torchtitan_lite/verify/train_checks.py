@@ -16,7 +16,7 @@ from pathlib import Path
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.culprit import Culprit
-from torchtitan_lite.verify.share import Coordinates
+from torchtitan_lite.verify.one_rank import Coordinates
 from torchtitan_lite.verify.train_reference import Expected
 from torchtitan_lite.verify.train_start import RankRecord, RowNumber
 from torchtitan_lite.verify.trial_checks import Check, add_gaps, check_values

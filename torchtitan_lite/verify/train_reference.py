@@ -28,7 +28,8 @@ from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Shard, 
 from torchtitan_lite.data.dataset import Batch, Sampler
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.head import IGNORE_INDEX
-from torchtitan_lite.verify.reference import WIDE, build_model, measure_norm
+from torchtitan_lite.verify.reference import build_model, measure_norm
+from torchtitan_lite.verify.small_runs import WIDE
 from torchtitan_lite.verify.step_formulas import FORMULAS, compute_clip_scale, compute_rate_factor
 
 TOKENIZER = "bytes"

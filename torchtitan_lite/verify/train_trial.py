@@ -119,7 +119,7 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
     small = shrink(reduction.config, reduction.layout)
     schedule = choose_schedule(real.lr_scheduler)
     n_corpora = min(MOST_CORPORA, len(real.training.dataset))
-    vocab_size = reduction.shape.vocab_size
+    vocab_size = reduction.args.vocab_size
     vocab_size += -(-max(0, N_WORDS - vocab_size) // n_ranks) * n_ranks  # it divides by the same degrees as before
     config = replace(
         small,

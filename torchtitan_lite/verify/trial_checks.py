@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchtitan_lite.verify.certificate import Measure, Trial
-from torchtitan_lite.verify.culprit import Culprit, describe_place
+from torchtitan_lite.verify.culprit import Culprit, describe_ranks
 from torchtitan_lite.verify.difference import find_disagreement
-from torchtitan_lite.verify.share import Coordinates
+from torchtitan_lite.verify.one_rank import Coordinates
 
 
 class Gap(NamedTuple):
@@ -74,7 +74,7 @@ def check_values(
     wrong = [coordinates for (coordinates, _), error in zip(values, errors, strict=True) if error > bound]
     detail = f"{culprit.detail} is {values[errors.index(worst)][1]:.9g} instead of {expected:.9g}"
     if wrong:
-        detail += describe_place(wrong, len(values))
+        detail += describe_ranks(wrong, len(values))
     dims = find_disagreement(list(values), bound)
     return Check(measure, worst, bound, replace(culprit, detail=detail, mesh_dims=dims))
 
@@ -84,7 +84,7 @@ def blame(kind: str, name: str, detail: str, is_right: Sequence[tuple[Coordinate
     wrong = [coordinates for coordinates, right in is_right if not right]
     dims = find_disagreement([(coordinates, float(right)) for coordinates, right in is_right], 0.0)
     # All slices together may be wrong where none is by itself.
-    return Culprit(kind, name, detail + (describe_place(wrong, len(is_right)) if wrong else ""), dims)
+    return Culprit(kind, name, detail + (describe_ranks(wrong, len(is_right)) if wrong else ""), dims)
 
 
 def judge(name: str, checks: Sequence[Check], measures: dict[str, str], start: float, subject: str = "") -> Trial:

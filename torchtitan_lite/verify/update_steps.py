@@ -23,7 +23,7 @@ from torchtitan_lite import step as stepping  # through the module: a test may b
 from torchtitan_lite.checkpoint.state import name_tensors, set_step
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.config.schema import Config, LRScheduler
-from torchtitan_lite.verify.share import Coordinates, build_small_run, cut_slice, find_unequal_replicas
+from torchtitan_lite.verify.one_rank import Coordinates, build_small_run, cut_slice, find_unequal_replicas
 from torchtitan_lite.verify.step_formulas import FORMULAS, compute_clip_scale, compute_rate_factor, find_decay_start
 from torchtitan_lite.verify.trial_checks import Gap
 
