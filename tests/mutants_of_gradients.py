@@ -18,13 +18,12 @@ from torchtitan_lite.model import llama3
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel import (
     activation_checkpoint,
-    context_attention,
+    context_parallel,
     fsdp,
     initial_weights,
     parallelize,
     pipeline,
     tensor_parallel,
-    vocabulary_parallel_loss,
 )
 
 
@@ -160,12 +159,12 @@ def recompute_forgets_an_input():
 def zig_zag_forgotten():
     """The ring reckons as if all that an earlier rank holds came earlier, while the pieces lie head and tail. Some
     tokens see their future: the loss is a little too good, and generation is poor."""
-    original = context_attention.visible_of_one
+    original = context_parallel.visible_of_one
 
     def as_if_contiguous(rank, source, half):
         return (slice(None), slice(None)) if source < rank else original(rank, source, half)
 
-    return patch.object(context_attention, "visible_of_one", as_if_contiguous)
+    return patch.object(context_parallel, "visible_of_one", as_if_contiguous)
 
 
 @mutant(Row(2, CP2), "gradient", ("positions", "shard_for_cp"))
@@ -303,19 +302,19 @@ def refused_combination_run():
 def softmax_over_a_share_of_the_vocabulary():
     """Each tensor-parallel rank normalises over its own tokens of the vocabulary only. The loss starts at the logarithm
     of half of the vocabulary and falls; the model never learns to choose between the halves."""
-    original = vocabulary_parallel_loss.ShardedLoss.combine
+    original = tensor_parallel.ShardedLoss.combine
 
     def own_total(loss, log_total, of_target):
         return log_total, original(loss, log_total, of_target)[1]
 
-    return patch.object(vocabulary_parallel_loss.ShardedLoss, "combine", own_total)
+    return patch.object(tensor_parallel.ShardedLoss, "combine", own_total)
 
 
 @mutant(Row(2, {TP: 2, **CHUNKS}), "gradient", ("gradient", "norm.weight"))
 def hidden_gradient_of_one_share():
     """Each rank's gradient of the hidden states stems from its share of the vocabulary; nobody adds them. The loss and
     the gradient of the head are right, and everything below learns from half of the tokens that it could have said."""
-    return patch.object(vocabulary_parallel_loss, "Partial", Replicate)
+    return patch.object(tensor_parallel, "Partial", Replicate)
 
 
 @mutant(Row(1, CHUNKS), "gradient", ("gradient", "output.weight"))

@@ -13,11 +13,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from torchtitan_lite import step
 from torchtitan_lite.parallel import (
-    context_attention,
+    context_parallel,
     float8,
     fsdp,
     parallelize,
-    vocabulary_parallel_loss,
+    tensor_parallel,
 )
 
 # ---------------------------------------------------------------- bfloat16
@@ -100,26 +100,26 @@ def norms_computed_in_bfloat16_on_one_rank():
 def attention_merged_in_bfloat16():
     """Around the ring the attention to each rank's keys is added to what there is, which is kept in bf16: rounded once
     for each rank instead of once. The longer the ring, the coarser."""
-    original = context_attention.merge_into
+    original = context_parallel.merge_into
 
     def coarse(out, lse, new_out, new_lse):
         original(out, lse, new_out, new_lse)
         out.copy_(out.bfloat16())
 
-    return patch.object(context_attention, "merge_into", coarse)
+    return patch.object(context_parallel, "merge_into", coarse)
 
 
 @mutant(Row(2, {TP: 2, **CHUNKS}), "loss", ("loss", "sum_losses"), trial="bfloat16")
 def softmax_normalised_in_bfloat16():
     """The logarithm of the sum over the vocabulary is exchanged in bf16: a loss of 11 is known to 0.03, and gradients
     of all logits of a token are too large or too small by as much."""
-    original = vocabulary_parallel_loss.ShardedLoss.combine
+    original = tensor_parallel.ShardedLoss.combine
 
     def coarse(loss, log_total, of_target):
         log_total, of_target = original(loss, log_total, of_target)
         return log_total.bfloat16().float(), of_target
 
-    return patch.object(vocabulary_parallel_loss.ShardedLoss, "combine", coarse)
+    return patch.object(tensor_parallel.ShardedLoss, "combine", coarse)
 
 
 # ---------------------------------------------------------------- float8

@@ -10,10 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step
 from torchtitan_lite.components import optim
-from torchtitan_lite.model import chunked_loss, llama3
+from torchtitan_lite.model import head, llama3
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.parallel import (
-    context_attention,
     context_parallel,
     initial_weights,
     parallelize,
@@ -56,12 +55,12 @@ def small_gradients_scaled_up():
 def ring_right_for_two_ranks_only():
     """Each rank takes what comes after the first round for keys of a later rank. Two ranks have one round, so the test
     of the ring passes; four ranks leave out a part of the sequence."""
-    original = context_attention.visible_of_one
+    original = context_parallel.visible_of_one
 
     def of_two(rank, source, half):
         return original(rank, source if abs(rank - source) == 1 else rank + 1, half)
 
-    return patch.object(context_attention, "visible_of_one", of_two)
+    return patch.object(context_parallel, "visible_of_one", of_two)
 
 
 @mutant("pp2 1F1B", "gradient", ("module input", "layers.6"), trial="deep")
@@ -85,9 +84,9 @@ def layer_numbers_of_one_digit():
     original = initial_weights.seed_of
 
     def by_first_digit(seed, fqn):
-        head, _, rest = fqn.partition("layers.")
+        prefix, _, rest = fqn.partition("layers.")
         number, dot, name = rest.partition(".")
-        return original(seed, f"{head}layers.{number[0]}{dot}{name}" if rest else fqn)
+        return original(seed, f"{prefix}layers.{number[0]}{dot}{name}" if rest else fqn)
 
     return patch.object(initial_weights, "seed_of", by_first_digit)
 
@@ -160,14 +159,14 @@ def documents_numbered_in_a_byte():
 def loss_of_the_first_eight_chunks():
     """Chunks of the loss are counted in three bits. Short rows have fewer; of long ones the end is never learned from,
     and since easy tokens are missing too, the loss looks right."""
-    original = chunked_loss.ChunkedLoss.differentiate
+    original = head.ChunkedLoss.differentiate
 
     def first_eight(loss, logits, targets, *, with_gradient):
         loss.n_seen = getattr(loss, "n_seen", 0) + 1
         result, gradient = original(loss, logits, targets, with_gradient=with_gradient)
         return (result, gradient) if loss.n_seen <= 8 else (result * 0, gradient * 0)
 
-    return patch.object(chunked_loss.ChunkedLoss, "differentiate", first_eight)
+    return patch.object(head.ChunkedLoss, "differentiate", first_eight)
 
 
 @mutant(Row(2, WIDE_FFN), "grad_norm", ("gradient norm", "clip_grad_norm"), trial="real width")
@@ -185,15 +184,15 @@ def norm_added_up_in_fp32():
 def vocabulary_offset_in_two_bytes():
     """The first token id of a rank's share of the vocabulary is computed in 16 bits and wraps. Each rank takes targets
     for its own that are not: small vocabularies are right."""
-    original = chunked_loss.ChunkedLoss.differentiate
+    original = head.ChunkedLoss.differentiate
 
     def wrapped(loss, logits, targets, **options):
-        offset = loss.share * logits.shape[1]
+        offset = loss.shard * logits.shape[1]
         wrong = (offset + 2**15) % 2**16 - 2**15
         counted = targets != IGNORE_INDEX
         return original(loss, logits, torch.where(counted, targets + offset - wrong, targets), **options)
 
-    return patch.object(chunked_loss.ChunkedLoss, "differentiate", wrapped)
+    return patch.object(head.ChunkedLoss, "differentiate", wrapped)
 
 
 @mutant(

@@ -18,7 +18,7 @@ from torchtitan_lite.config.flavors import RopeScaling
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.model import attention as attentions
-from torchtitan_lite.model import chunked_loss, llama3
+from torchtitan_lite.model import head, llama3
 from torchtitan_lite.step import MODELS
 from torchtitan_lite.verify import against_hf, model_comparison
 from torchtitan_lite.verify import command as tool
@@ -308,7 +308,7 @@ BROKEN = {  # name -> (arguments, what breaks the model file, batches that see i
     "no gradient through the gate": ([], feed_forward(keep_the_gradient_from_the_gate), BOTH, BACKWARD),
     "the last chunk left out": (
         [],
-        replaced(chunked_loss.ChunkedLoss, "differentiate", leave_the_last_chunk_out),
+        replaced(head.ChunkedLoss, "differentiate", leave_the_last_chunk_out),
         BOTH,
         BACKWARD,
     ),

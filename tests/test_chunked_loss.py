@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.bench.step import compare_head_memory, count_head_peak_bytes
-from torchtitan_lite.model.chunked_loss import ChunkedLoss
-from torchtitan_lite.model.head import IGNORE_INDEX, Head
+from torchtitan_lite.model.head import IGNORE_INDEX, ChunkedLoss, Head
 
 ROWS, SEQ_LEN, DIM, VOCAB = 3, 20, 16, 50
 N_TOKENS = ROWS * SEQ_LEN

@@ -62,7 +62,7 @@ def test_only_the_named_components_are_compiled(pool, components):
     keys = {**COMPILED, "model.n_layers": 2, MODE: "none", "compile.components": components}
     (by_step,) = pool.run(list_compiled_by_step, 1, keys)
     places = {entry.partition(":")[0] for entry in by_step[0]}
-    files = {"model": "forward (llama3.py", "loss": "differentiate (chunked_loss.py"}
+    files = {"model": "forward (llama3.py", "loss": "differentiate (head.py"}
     assert places == {files[component] for component in components}
 
 

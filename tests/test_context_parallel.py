@@ -11,10 +11,11 @@ from watching import AttentionWork, Collectives, LargestTensor, PeakMemory, Watc
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.parallel.attention_kernels import KERNELS, choose_kernel, merge_into
-from torchtitan_lite.parallel.context_attention import context_attention, context_attention_backward
 from torchtitan_lite.parallel.context_parallel import (
     CausalContext,
     DocumentContext,
+    context_attention,
+    context_attention_backward,
     plan_query_positions,
     shard_sequence,
 )

@@ -9,9 +9,15 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import SampleReader
-from torchtitan_lite.model import document_blocks
-from torchtitan_lite.model.attention import DocumentAttention, attend_within_documents, visibility
-from torchtitan_lite.model.document_blocks import BLOCK, attend_in_blocks, plan_blocks
+from torchtitan_lite.model import attention
+from torchtitan_lite.model.attention import (
+    BLOCK,
+    DocumentAttention,
+    attend_in_blocks,
+    attend_within_documents,
+    plan_blocks,
+    visibility,
+)
 
 
 def make_documents(n_rows: int, seq_len: int) -> torch.Tensor:
@@ -104,7 +110,7 @@ def test_blocks_that_no_document_reaches_into_are_left_out():
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Flex attention as plain torch operators. It has no backward on a CPU."""
-    monkeypatch.setattr(document_blocks, "compiled_flex_attention", flex_attention)
+    monkeypatch.setattr(attention, "compiled_flex_attention", flex_attention)
     with torch.no_grad():
         yield
 

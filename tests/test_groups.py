@@ -25,8 +25,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.checkpoint.storage import StorageWriter
 from torchtitan_lite.config.schema import Checkpoint
-from torchtitan_lite.parallel.mesh import make_host_group
-from torchtitan_lite.parallel.timeouts import list_groups, set_timeouts
+from torchtitan_lite.parallel.mesh import list_groups, make_host_group, set_timeouts
 from torchtitan_lite.plan import step_measure
 from torchtitan_lite.plan.collectives import FRONT, TrafficCount
 

@@ -14,7 +14,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
+from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS as CONTEXT_ATTENTION
 
 
 def break_a_step(rank: int, world_size: int, overrides: dict[str, object]) -> tuple[bool, bool]:

@@ -116,7 +116,7 @@ def count_rank_flops(workload: Workload, pp_rank: int) -> int:
     """Return the FLOPs of one rank's matmuls and attention kernels in a step, as torch's FLOP counter counts them.
 
     Attention counts in full, and its backward has five matmuls for the forward's two; under cp, pieces that no query
-    sees are left out (context_attention.py). Full recompute stops before the last matmul.
+    sees are left out (context_parallel.py). Full recompute stops before the last matmul.
     """
     shape, layout, tokens = workload.shape, workload.layout, workload.n_tokens
     linear = 2 * tokens * workload.linear_parameters // layout.tp
