@@ -29,12 +29,10 @@ LAYOUTS = {  # name -> ranks, keys
     "accumulation 4": (1, {"training.local_batch_size": 2}),
     "dp2": (2, {}),
     "dp4 ZeRO-1": (4, {ZERO: 1}),
-    "dp8": (8, {}),
     "tp2": (2, {TP: 2}),
-    "cp2": (2, {CP: 2}),
     "dp2 x cp2 ring": (4, {CP: 2, **RING}),
     "pp2 x dp2 x tp2 ZBVZeroBubble": (8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", **FULL}),
-    "pp2 x dp2 x tp2 Interleaved1F1B": (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
+    "pp2 Interleaved1F1B": (2, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
 }
 
 
