@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtitan_lite import step as stepping
 from torchtitan_lite.bench.step import compare_head_memory, count_head_peak_bytes
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.head import IGNORE_INDEX, ChunkedLoss, Head
 
 ROWS, SEQ_LEN, DIM, VOCAB = 3, 20, 16, 50
@@ -19,6 +19,9 @@ MATMULS = (
     torch.ops.aten.addmm_.default,
     torch.ops.aten.addmm.default,
 )
+
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def make_case(dtype: torch.dtype = torch.float32) -> tuple[Head, torch.Tensor, torch.Tensor]:
@@ -34,9 +37,7 @@ def make_case(dtype: torch.dtype = torch.float32) -> tuple[Head, torch.Tensor, t
     return head.to(dtype), hidden, targets
 
 
-def run_head(
-    head: Head, hidden: torch.Tensor, targets: torch.Tensor, chunk_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run_head(head: Head, hidden: torch.Tensor, targets: torch.Tensor, chunk_tokens: int) -> Tensors:
     """Loss per 7 tokens, gradients of hidden states and weight. chunk_tokens 0: the plain loss."""
     head.chunked_loss = ChunkedLoss(chunk_tokens) if chunk_tokens else None
     head.weight.grad, hidden = None, hidden.clone().requires_grad_()
@@ -45,9 +46,7 @@ def run_head(
     return loss.detach(), hidden.grad, head.weight.grad
 
 
-def compute_in_float64(
-    head: Head, hidden: torch.Tensor, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def compute_in_float64(head: Head, hidden: torch.Tensor, targets: torch.Tensor) -> Tensors:
     """The same from torch's own cross entropy."""
     weight, hidden = head.weight.detach().double().requires_grad_(), hidden.double().requires_grad_()
     loss = F.cross_entropy((hidden @ weight.t()).flatten(0, 1), targets.flatten(), reduction="sum") / 7
@@ -147,9 +146,6 @@ def test_memory_of_the_head_does_not_grow_with_sequence_times_vocabulary():
     # The gradient of a hidden state, twice: as formed, and as scaled in backward.
     assert 0 <= long - short <= 7168 * 2 * 64 * 4
     assert long < 2 * 512 * 128256 * 4
-
-
-def test_memory_of_the_head_is_at_most_a_quarter_of_the_plain_one_with_the_default():
-    figures = compare_head_memory(stepping.Config().training.loss_chunk_tokens)
+    figures = compare_head_memory(Config().training.loss_chunk_tokens)
     assert 2.8 < figures["head_gib_plain_loss"][0] < 3.1  # three times 2,048 x 128,256 numbers of 4 bytes
     assert figures["head_chunked_over_plain"][0] < 0.25

@@ -138,7 +138,6 @@ def test_a_cache_that_the_user_has_named_stays_the_one(monkeypatch, tmp_path):
 # --- what must be there ---
 
 LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
-ONE_H100 = Machine("cuda", 1, 80 * GIB, "NVIDIA H100 80GB HBM3")
 
 
 @pytest.fixture
@@ -157,25 +156,13 @@ def tools(monkeypatch, tmp_path):
     return there_are
 
 
-def test_compile_without_a_compiler_is_refused_by_preflight_with_a_remedy(tools, monkeypatch, tmp_path):
-    tools()
-    keys = [f"--job.dump_folder={tmp_path}/run", f"--training.cache_folder={tmp_path}/cache", "--compile.enable"]
-    with pytest.raises(ValueError, match=r"compile.backend = 'inductor'.*apt install g\+\+"):
-        preflight(keys, machine=LAPTOP, n_ranks=1)
-    preflight([*keys, "--compile.backend=aot_eager"], machine=LAPTOP, n_ranks=1)
-    tools("g++")
-    preflight(keys, machine=LAPTOP, n_ranks=1)
-
-
 @pytest.mark.parametrize(
     ("device_type", "there", "environment", "missing"),
     [
         ("cpu", ["g++"], {}, []),
-        ("cpu", ["gcc", "clang"], {}, ["C++ compiler"]),
         ("cpu", ["mine"], {"CXX": "mine"}, []),
         ("cpu", ["g++"], {"CXX": "mine"}, ["C++ compiler 'mine'"]),
         ("cuda", ["gcc"], {}, []),
-        ("cuda", ["clang"], {}, []),
         ("cuda", ["g++"], {}, ["C compiler gcc or clang"]),
         ("cuda", ["gcc"], {"CC": "mine"}, ["C compiler mine"]),
     ],
@@ -192,7 +179,10 @@ def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(
     assert check_compilers(Compile(enable=False), device_type) == []
 
 
-def test_headers_and_triton_are_looked_for_too(tools, monkeypatch, tmp_path):
+def test_what_compile_lacks_is_refused_with_a_remedy(tools, monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match=r"compile.backend = 'inductor'.*apt install g\+\+"):
+        tools()
+        preflight([f"--job.dump_folder={tmp_path}/run", "--compile.enable"], machine=LAPTOP, n_ranks=1)
     tools("g++", "gcc")
     (tmp_path / "include" / "Python.h").unlink()
     monkeypatch.setattr(hardware, "find_spec", lambda name: None)

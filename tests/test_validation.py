@@ -117,16 +117,6 @@ def test_documents_that_do_not_see_each_other_have_one_loss_on_every_layout(pool
     assert alone != pytest.approx(causal, rel=5e-6)
 
 
-def test_all_text_of_the_held_out_documents_is_counted_once(folder):
-    held_out = make_batches(folder, -1, "causal")
-    rows = range(compare.GLOBAL_BATCH_SIZE)
-    counted = [
-        batch.targets[batch.targets >= 0] for batch in map(held_out.batch, range(held_out.n_batches), [rows] * 99)
-    ]
-    tokens, begins = open_held_out(folder).read(0, open_held_out(folder).n_tokens)
-    assert torch.equal(torch.cat(counted), tokens[~begins])
-
-
 def test_steps_that_are_validated():
     section = Validation(enable=True, freq=10)
     assert [step for step in range(1, 36) if is_validated(step, section, 35)] == [1, 10, 20, 30, 35]

@@ -66,10 +66,11 @@ def attend_within_documents(
     """
     if doc_ids is None:
         raise ValueError('model.attention = "document" needs doc_ids (B, S): the model was called without')
-    sees = visibility(doc_ids, query_positions, key_positions)
     if query.device.type != "cpu":
-        return attend_in_blocks(query, key, value, doc_ids, query_positions, key_positions, sees)
+        block_mask = plan_blocks(doc_ids, query_positions, key_positions)
+        return compiled_flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
     rows, queries, keys = (torch.arange(len(each)) for each in (doc_ids, query_positions, key_positions))
+    sees = visibility(doc_ids, query_positions, key_positions)
     mask = sees(rows[:, None, None, None], None, queries[:, None], keys)  # (B, 1, Q, K)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
@@ -87,26 +88,10 @@ def visibility(doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor) 
 # ---------------------------------------------------------------- flex attention
 
 
-def attend_in_blocks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    doc_ids: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    sees: Callable[..., Tensor],
-) -> Tensor:
-    """Run compiled flex attention. Shapes as in attend_within_documents; `sees` is its mask."""
-    block_mask = plan_blocks(doc_ids, query_positions, key_positions, sees)
-    return compiled_flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
-
-
-def plan_blocks(
-    doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor, sees: Callable[..., Tensor]
-) -> BlockMask:
+def plan_blocks(doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor) -> BlockMask:
     """Plan which blocks of queries x keys flex attention reads, from the minimum and maximum of each block.
 
-    A block is read if some query of it could see some key. One block too many costs time only, because `sees` masks
+    A block is read if some query of it could see some key. One block too many costs time only, because mask_mod masks
     each pair inside a block. No tensor of size Q x K is made.
     """
     n_rows = len(doc_ids)
@@ -125,7 +110,7 @@ def plan_blocks(
         visible.sum(-1, dtype=torch.int32)[:, None],
         order[:, None].to(torch.int32),
         BLOCK_SIZE=BLOCK,
-        mask_mod=sees,
+        mask_mod=visibility(doc_ids, query_positions, key_positions),
         seq_lengths=(len(query_positions), len(key_positions)),
     )
 

@@ -17,6 +17,7 @@ Embedding: one reduce-scatter; head: one all-gather of P, and with loss parallel
 
 The chunked loss (model/head.py) of a head whose vocabulary is split, for one chunk of n tokens:
 
+                      tp rank 0                       tp rank 1
     logits (n, V/2)   of the ids below V/2            of the ids from V/2 on
     exchanged         log of its sum of exponentials, and the target's logit or 0: 2 numbers a token
     loss ()           the same on both
