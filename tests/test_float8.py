@@ -79,46 +79,45 @@ def test_output_and_gradients_have_the_bits_of_torchaos(recipe_name, dtype, emul
 # ---------------------------------------------------------------- on ranks
 
 
-def measure_rounding(rank: int, world_size: int, overrides: dict, mutant: str | None) -> float:
-    """Worker: how far are the weights that blocks multiply by from the trained ones, as a share of what is allowed?
+def measure_rounding(rank: int, world_size: int, overrides: dict) -> float:
+    """Worker: error of the weights that blocks multiply by, relative to half a step of float8.
 
     The optimizer triples all weights at each step, so that a scale of another step does not pass.
     """
-    with MUTANTS[mutant].patch() if mutant else nullcontext():
-        run = compare.build_table_run(world_size, overrides)
+    run = compare.build_table_run(world_size, overrides)
 
-        @torch.no_grad()
-        def triple(*_):
-            torch._foreach_mul_([compare.local(p).detach() for p in run.parameters.values()], 3.0)
+    @torch.no_grad()
+    def triple(*_):
+        torch._foreach_mul_([compare.local(p).detach() for p in run.parameters.values()], 3.0)
 
-        run.optimizer.register_step_post_hook(triple)
-        vocab_size = run.config.model.vocab_size
-        for step in range(2):
-            rows = compare.make_batch(step, vocab_size, run.layout.global_batch_size)
-            stepping.train_step(run, compare.own_rows(run, rows))
-        full = {fqn: p.full_tensor().detach() for fqn, p in run.parameters.items() if isinstance(p, DTensor)}
-        shares = []
+    run.optimizer.register_step_post_hook(triple)
+    vocab_size = run.config.model.vocab_size
+    for step in range(2):
+        rows = compare.make_batch(step, vocab_size, run.layout.global_batch_size)
+        stepping.train_step(run, compare.own_rows(run, rows))
+    full = {fqn: p.full_tensor().detach() for fqn, p in run.parameters.items() if isinstance(p, DTensor)}
+    errors = []
 
-        def look(module, args, *, fqn):
-            used, trained = module.weight, full[f"{fqn}.weight"]
-            if isinstance(used, DTensor):
-                mesh, (placement,) = used.device_mesh, used.placements
-                trained = trained.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
-                used = used._local_tensor
-            assert type(used) is Float8GatheredWeight
-            rounded = used.data8.double() / used.scale
-            least = find_amax(full[f"{fqn}.weight"]) / 448 / 1024  # half a step of the smallest float8
-            allowed = (trained.double().abs() / 16).clamp(min=least)  # half a step of 3 bits
-            shares.append(((rounded - trained).abs() / allowed).max().item())
+    def look(module, args, *, fqn):
+        used, trained = module.weight, full[f"{fqn}.weight"]
+        if isinstance(used, DTensor):
+            mesh, (placement,) = used.device_mesh, used.placements
+            trained = trained.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
+            used = used._local_tensor
+        assert type(used) is Float8GatheredWeight
+        rounded = used.data8.double() / used.scale
+        least = find_amax(full[f"{fqn}.weight"]) / 448 / 1024  # half a step of the smallest float8
+        allowed = (trained.double().abs() / 16).clamp(min=least)  # half a step of 3 bits
+        errors.append(((rounded - trained).abs() / allowed).max().item())
 
-        for part in run.parts:
-            for fqn, module in part.named_modules():
-                if isinstance(module, ParallelFloat8Linear):
-                    module.register_forward_pre_hook(lambda module, args, fqn=fqn: look(module, args, fqn=fqn))
-        batch = stepping.shard_for_cp(run, compare.own_rows(run, rows))
-        stepping.forward_only(run, batch, stepping.count_global_tokens(run, batch))
-        assert len(shares) == 28 * run.layout.n_microbatches
-    return max(shares)
+    for part in run.parts:
+        for fqn, module in part.named_modules():
+            if isinstance(module, ParallelFloat8Linear):
+                module.register_forward_pre_hook(lambda module, args, fqn=fqn: look(module, args, fqn=fqn))
+    batch = stepping.shard_for_cp(run, compare.own_rows(run, rows))
+    stepping.forward_only(run, batch, stepping.count_global_tokens(run, batch))
+    assert len(errors) == 28 * run.layout.n_microbatches
+    return max(errors)
 
 
 UNEVEN = {"training.local_batch_size": 2, "training.global_batch_size": 6}
@@ -133,13 +132,13 @@ GATHERED = {
 @pytest.mark.parametrize("name", GATHERED)
 def test_blocks_multiply_by_the_weights_of_the_last_step_rounded_once(pool, name):
     row = GATHERED[name]
-    assert max(pool.run(measure_rounding, row.world_size, row.overrides, None)) <= 1.001
+    assert max(pool.run(measure_rounding, row.world_size, row.overrides)) <= 1.001
 
 
 @pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.trial == "float8"])
 def test_a_broken_gather_is_noticed(pool, name):
     row = MUTANTS[name].row
-    assert max(pool.run(measure_rounding, row.world_size, row.overrides, name)) > 1.1
+    assert max(pool.run(compare.run_mutant, row.world_size, name, measure_rounding, row.overrides)) > 1.1
 
 
 def train_steps(rank: int, world_size: int, overrides: dict, n_steps: int) -> list[float]:
