@@ -96,14 +96,10 @@ FAST = {
     "pp2 Interleaved1F1B, full recompute": Row(2, {PP: 2, SCHEDULE: "Interleaved1F1B", MODE: "full"}),
     "pp2 DualPipeV, no recompute": Row(2, {PP: 2, SCHEDULE: "DualPipeV", MODE: "none"}),
     "pp2 x tp2 every second layer": Row(4, {PP: 2, TP: 2, **RECOMPUTE["every-second-layer"], **TWO_LAYERS}),
+    "dp2 x tp2 compile": Row(4, {TP: 2, **COMPILED, **TWO_LAYERS}),
     **{
-        f"dp2 x tp2 compile, {name}": Row(4, {TP: 2, **COMPILED, **keys, **TWO_LAYERS})
-        for name, keys in (
-            ("no recompute", {MODE: "none"}),
-            ("per-op recompute", {}),
-            ("full recompute", {MODE: "full"}),
-            ("memory budget", BUDGET),
-        )
+        f"tp2 compile, {name}": Row(2, {TP: 2, **COMPILED, **keys, **TWO_LAYERS})
+        for name, keys in (("no recompute", {MODE: "none"}), ("full recompute", {MODE: "full"}), ("budget", BUDGET))
     },
     "dp2 offloaded, accumulation 2": Row(2, {**OFFLOAD, "training.local_batch_size": 2, **TWO_LAYERS}),
     "pp2 x tp2 offloaded": Row(4, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
@@ -187,6 +183,10 @@ CROSSES = {
     "ddp2 accumulation 2": Row(2, {REPLICATE: 2, **accumulate(2)}),
     "dp2 x tp2, all parameters in one operation": Row(4, {TP: 2, "optimizer.implementation": "foreach", **TWO_LAYERS}),
     "dp2 x tp2 full recompute": Row(4, {TP: 2, MODE: "full", **TWO_LAYERS}),
+    **{
+        f"dp2 x tp2 compile, {name}": Row(4, {TP: 2, **COMPILED, **keys, **TWO_LAYERS})
+        for name, keys in (("no recompute", {MODE: "none"}), ("full recompute", {MODE: "full"}), ("budget", BUDGET))
+    },
     "pp2 x dp2 ZBVZeroBubble": Row(4, {PP: 2, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"]}),
     "pp2 x cp2 ring ZBVZeroBubble": Row(4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", MODE: "full"}),
     "pp2 x dp2 x tp2 Interleaved1F1B": Row(8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
