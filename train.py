@@ -44,9 +44,8 @@ from torchtitan_lite.data.dataset import SampleReader, SampleStream, ValidationB
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.dump_folder import check_still_held, explain_lost_folder, open_dump_folder
 from torchtitan_lite.parallel.attention_kernels import describe_attention
-from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
-from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_group, start_process_group
-from torchtitan_lite.parallel.timeouts import set_timeouts
+from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS as CONTEXT_ATTENTION
+from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_group, set_timeouts, start_process_group
 from torchtitan_lite.plan.ledger import RunLedger
 from torchtitan_lite.plan.out_of_memory import explain_out_of_memory
 from torchtitan_lite.preflight import preflight

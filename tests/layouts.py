@@ -35,9 +35,14 @@ ADAMW = {
 }
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 TWO_LAYERS = {"model.n_layers": 2}  # of many ranks on two cores each layer takes seconds
+TIED = {"model.tie_embeddings": True}
 # As in Llama 3, the first stage is the embedding alone and the last one norm and head. Two layers on four stages make
 # that too.
 ENDS_ALONE = [["tok_embeddings"], ["layers.0", "layers.1"], ["layers.2", "layers.3"], ["norm", "output"]]
+
+
+def accumulate(local_batch_size: int) -> dict[str, object]:
+    return {"training.local_batch_size": local_batch_size, "training.global_batch_size": 8}
 
 
 # A split backward and per-op recompute, which is the default, exclude each other.
@@ -53,7 +58,89 @@ class Row:
     overrides: dict[str, object] = field(default_factory=dict)
 
 
-# Every value of one axis with every value of another. Of each, the table has some, so that all pairs of axes are in it.
+# Each axis alone, and a cover of the pairs of axes.
+FAST = {
+    "one rank": Row(1),
+    "dp2": Row(2),
+    "dp4": Row(4),
+    "hsdp2x2": Row(4, {REPLICATE: 2}),
+    "ddp2": Row(2, {REPLICATE: 2}),
+    "hsdp2x2 accumulation 2": Row(4, {REPLICATE: 2, **accumulate(1), **TWO_LAYERS}),
+    "accumulation 2": Row(1, accumulate(4)),
+    **{f"dp2 accumulation 4 ZeRO-{stage}": Row(2, {ZERO: stage, **ACCUMULATION_4}) for stage in (1, 2, 3)},
+    "ddp2 accumulation 4 ZeRO-3": Row(2, {REPLICATE: 2, ZERO: 3, **ACCUMULATION_4, **TWO_LAYERS}),
+    "tp2": Row(2, {TP: 2}),
+    "tp4": Row(4, {TP: 4, **TWO_LAYERS}),
+    "dp2 x tp2": Row(4, {TP: 2, **TWO_LAYERS}),
+    "hsdp2x2 x tp2": Row(8, {TP: 2, REPLICATE: 2, **TWO_LAYERS}),
+    "dp2 tied": Row(2, TIED),
+    "tp2 tied": Row(2, {TP: 2, **TIED}),
+    # pipelines
+    **{f"pp2 {name}": Row(2, {PP: 2, SCHEDULE: name, **PLAIN_FOR[name]}) for name in SCHEDULES},
+    "pp4 1F1B": Row(4, {PP: 4}),
+    "pp4 ZBVZeroBubble": Row(4, {PP: 4, SCHEDULE: "ZBVZeroBubble", MODE: "full", "model.n_layers": 8}),
+    "pp2 uneven": Row(2, {PP: 2, "parallelism.pipeline_parallel_first_stage_less_layers": 3}),
+    "pp2 Interleaved1F1B, embedding and head alone": Row(2, {PP: 2, SCHEDULE: "Interleaved1F1B", **TWO_LAYERS}),
+    "pp2 x dp2 x tp2 ZBVZeroBubble, embedding and head alone": Row(
+        8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", "parallelism.module_fqns_per_model_part": ENDS_ALONE}
+    ),
+    "pp2 accumulation 2": Row(2, {PP: 2, **accumulate(4)}),
+    "pp2 x dp2": Row(4, {PP: 2, **TWO_LAYERS}),
+    "pp2 x dp2 resharded": Row(4, {PP: 2, RESHARD: "always", **TWO_LAYERS}),
+    "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2, **TWO_LAYERS}),
+    "pp2 x ddp2 x tp2": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TWO_LAYERS}),
+    # recompute, compile, offload
+    "no recompute": Row(1, {MODE: "none"}),
+    "full recompute": Row(1, {MODE: "full"}),
+    "pp2 GPipe, every-second-layer recompute": Row(2, {PP: 2, SCHEDULE: "GPipe", **RECOMPUTE["every-second-layer"]}),
+    "pp2 Interleaved1F1B, full recompute": Row(2, {PP: 2, SCHEDULE: "Interleaved1F1B", MODE: "full"}),
+    "pp2 DualPipeV, no recompute": Row(2, {PP: 2, SCHEDULE: "DualPipeV", MODE: "none"}),
+    "pp2 x tp2 every second layer": Row(4, {PP: 2, TP: 2, **RECOMPUTE["every-second-layer"], **TWO_LAYERS}),
+    "dp2 x tp2 compile": Row(4, {TP: 2, **COMPILED, **TWO_LAYERS}),
+    **{
+        f"tp2 compile, {name}": Row(2, {TP: 2, **COMPILED, **keys, **TWO_LAYERS})
+        for name, keys in (("no recompute", {MODE: "none"}), ("full recompute", {MODE: "full"}), ("budget", BUDGET))
+    },
+    "dp2 offloaded, accumulation 2": Row(2, {**OFFLOAD, "training.local_batch_size": 2, **TWO_LAYERS}),
+    "pp2 x tp2 offloaded": Row(4, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
+    # the loss
+    "tp2 whole logits": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **WHOLE_LOGITS, **TWO_LAYERS}),
+    "tp2 gathered logits": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **CHUNKS, **TWO_LAYERS}),
+    "tp2, plain loss": Row(2, {TP: 2, **WHOLE_LOGITS, **TWO_LAYERS}),
+    "tp2, many chunks": Row(2, {TP: 2, **CHUNKS, **TWO_LAYERS}),
+    "tp2 compile, many chunks": Row(2, {TP: 2, **COMPILED, **CHUNKS, **TWO_LAYERS}),
+    "dp2 tied, many chunks": Row(2, {**TIED, **CHUNKS, **TWO_LAYERS}),
+    "compile, plain loss": Row(1, {**COMPILED, **WHOLE_LOGITS, **TWO_LAYERS}),
+    "pp2, plain loss": Row(2, {PP: 2, **WHOLE_LOGITS, **TWO_LAYERS}),
+    "pp2 compile, many chunks": Row(2, {PP: 2, **COMPILED, **CHUNKS, **TWO_LAYERS}),
+    "pp2 InterleavedZeroBubble, many chunks": Row(
+        2, {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "full", **CHUNKS}
+    ),
+    "pp2 x tp2 ZBVZeroBubble, many chunks": Row(4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **CHUNKS}),
+    # long sequences, documents
+    "cp2 allgather": Row(2, {CP: 2}),
+    "cp2 ring, full recompute": Row(2, {CP: 2, **RING, MODE: "full", **TWO_LAYERS}),
+    "cp4 ring": Row(4, {CP: 4, **RING}),
+    "cp4 x tp2 allgather": Row(8, {CP: 4, TP: 2, **TWO_LAYERS}),
+    "dp2 x cp2 accumulation 4": Row(4, {CP: 2, **ACCUMULATION_4, **TWO_LAYERS}),
+    "hsdp2 x cp2 x tp2 ring": Row(8, {REPLICATE: 2, CP: 2, TP: 2, **RING, **TWO_LAYERS}),
+    "pp2 x cp2 ring": Row(4, {CP: 2, PP: 2, **RING, **TWO_LAYERS}),
+    "cp2 compile allgather": Row(2, {CP: 2, **COMPILED, **TWO_LAYERS}),
+    "cp2 x tp2 ring compile, full recompute": Row(4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED, **TWO_LAYERS}),
+    **{
+        f"{name} documents": Row(world_size, {**degrees, **DOCUMENTS, **TWO_LAYERS})
+        for name, world_size, degrees in (
+            ("one rank", 1, {}),
+            ("tp2", 2, {TP: 2}),
+            ("pp2", 2, {PP: 2}),
+            ("cp4", 4, {CP: 4}),
+            ("cp2 compile", 2, {CP: 2, **COMPILED}),
+            ("pp2 x cp2", 4, {PP: 2, CP: 2}),
+        )
+    },
+}
+
+# Every value of one axis with every value of another, and what has three axes. Slow: minutes.
 CROSSES = {
     **{f"pp4 {name}": Row(4, {PP: 4, SCHEDULE: name, "model.n_layers": 8, **PLAIN_FOR[name]}) for name in SCHEDULES},
     **{
@@ -83,128 +170,33 @@ CROSSES = {
         for loss, chunking in (("plain loss", WHOLE_LOGITS), ("many chunks", CHUNKS))
         for name, world_size, keys in (
             ("one rank", 1, {}),
-            ("dp2 tied", 2, {"model.tie_embeddings": True}),
-            ("tp2", 2, {TP: 2}),
+            ("dp2 tied", 2, TIED),
+            ("tp2 tied", 2, {TP: 2, **TIED}),
+            ("cp2", 2, {CP: 2}),
+            ("dp2 x tp2", 4, {TP: 2, **TWO_LAYERS}),
             ("pp2", 2, {PP: 2}),
-            ("pp2 InterleavedZeroBubble", 2, {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "full"}),
             ("compile", 1, COMPILED),
         )
     },
-}
-OF_CROSSES = [
-    "pp4 1F1B",
-    "pp4 Interleaved1F1B",
-    "pp4 ZBVZeroBubble",
-    "pp2 GPipe, every-second-layer recompute",
-    "pp2 1F1B, no recompute",
-    "pp2 Interleaved1F1B, full recompute",
-    "pp2 InterleavedZeroBubble, every-second-layer recompute",
-    "pp2 DualPipeV, no recompute",
-    "cp2 allgather",
-    "cp4 x tp2 allgather",
-    "dp2 x cp2 allgather",
-    "pp2 x cp4 allgather",
-    "pp2 x cp2 ring",
-    "cp2 compile allgather",
-    "cp2 ring",
-    "cp4 ring",
-    "cp2 x tp2 ring",
-    "dp2 x cp4 ring",
-    "pp2 x cp2 x tp2 ring",
-    "cp2 compile ring",
-    "one rank, plain loss",
-    "tp2, plain loss",
-    "pp2, plain loss",
-    "compile, plain loss",
-    "dp2 tied, many chunks",
-    "tp2, many chunks",
-    "pp2 InterleavedZeroBubble, many chunks",
-    "compile, many chunks",
-]
-
-LAYOUTS = {
-    "one rank": Row(1),
-    "dp2": Row(2),
-    "dp2 never resharded": Row(2, {RESHARD: "never"}),
-    "dp4": Row(4),
-    "hsdp2x2": Row(4, {REPLICATE: 2}),
-    "ddp2": Row(2, {REPLICATE: 2}),
-    "ddp2 accumulation 2": Row(2, {REPLICATE: 2, "training.local_batch_size": 2, "training.global_batch_size": 8}),
-    "hsdp2x2 accumulation 2": Row(4, {REPLICATE: 2, "training.local_batch_size": 1, "training.global_batch_size": 8}),
-    "tp2": Row(2, {TP: 2}),
-    "tp2 whole logits": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **WHOLE_LOGITS}),
-    "tp2 gathered logits": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **CHUNKS}),
-    "tp2 tied": Row(2, {TP: 2, "model.tie_embeddings": True}),
-    "dp2 tied": Row(2, {"model.tie_embeddings": True}),
-    "tp4": Row(4, {TP: 4}),
-    "dp2 x tp2": Row(4, {TP: 2}),
+    **{f"ddp2 accumulation 4 ZeRO-{stage}": Row(2, {REPLICATE: 2, ZERO: stage, **ACCUMULATION_4}) for stage in (1, 2)},
+    "dp2 accumulation 2": Row(2, accumulate(2)),
+    "ddp2 accumulation 2": Row(2, {REPLICATE: 2, **accumulate(2)}),
     "dp2 x tp2, all parameters in one operation": Row(4, {TP: 2, "optimizer.implementation": "foreach", **TWO_LAYERS}),
-    "hsdp2x2 x tp2": Row(8, {TP: 2, REPLICATE: 2, **TWO_LAYERS}),
-    **{f"pp2 {name}": Row(2, {PP: 2, SCHEDULE: name, **PLAIN_FOR[name]}) for name in SCHEDULES},
-    "pp2 uneven": Row(2, {PP: 2, "parallelism.pipeline_parallel_first_stage_less_layers": 3}),
-    "pp2 Interleaved1F1B, embedding and head alone": Row(2, {PP: 2, SCHEDULE: "Interleaved1F1B", **TWO_LAYERS}),
-    "pp2 x dp2 x tp2 ZBVZeroBubble, embedding and head alone": Row(
-        8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", "parallelism.module_fqns_per_model_part": ENDS_ALONE}
-    ),
-    "pp2 x dp2": Row(4, {PP: 2}),
-    "pp2 x dp2 resharded": Row(4, {PP: 2, RESHARD: "always"}),
-    "pp2 x tp2": Row(4, {PP: 2, TP: 2, **TWO_LAYERS}),
-    "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2}),
-    "pp2 x dp2 x tp2 Interleaved1F1B": Row(8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
-    "pp2 x ddp2 x tp2": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TWO_LAYERS}),
-    "pp2 accumulation 2": Row(2, {PP: 2, "training.local_batch_size": 4, "training.global_batch_size": 8}),
-    "accumulation 2": Row(1, {"training.local_batch_size": 4, "training.global_batch_size": 8}),
-    **{
-        f"{name} accumulation 4 ZeRO-{stage}": Row(world_size, {**keys, ZERO: stage, **ACCUMULATION_4})
-        for name, world_size, keys in (("dp2", 2, {}), ("ddp2", 2, {REPLICATE: 2}))
-        for stage in (1, 2, 3)
-    },
-    "pp2 x dp2 ZeRO-3": Row(4, {PP: 2, ZERO: 3}),
-    "pp2 x dp2 ZBVZeroBubble": Row(4, {PP: 2, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"]}),
-    "pp2 x dp2 x tp2 DualPipeV": Row(8, {PP: 2, TP: 2, SCHEDULE: "DualPipeV", MODE: "none"}),
-    "dp2 accumulation 2": Row(2, {"training.local_batch_size": 2, "training.global_batch_size": 8}),
-    "no recompute": Row(1, {MODE: "none"}),
-    "full recompute": Row(1, {MODE: "full"}),
-    "every second layer": Row(1, {MODE: "selective", OPTION: "2"}),
     "dp2 x tp2 full recompute": Row(4, {TP: 2, MODE: "full", **TWO_LAYERS}),
-    "pp2 x tp2 every second layer": Row(4, {PP: 2, TP: 2, MODE: "selective", OPTION: "2"}),
-    "dp2 x tp2 compile": Row(4, {TP: 2, MODE: "none", **COMPILED}),
-    "dp2 x tp2 compile, per-op recompute": Row(4, {TP: 2, **COMPILED, **TWO_LAYERS}),
-    "dp2 x tp2 compile, full recompute": Row(4, {TP: 2, MODE: "full", **COMPILED, **TWO_LAYERS}),
-    "dp2 x tp2 compile, memory budget": Row(4, {TP: 2, **BUDGET, **TWO_LAYERS}),
-    "one rank offloaded": Row(1, OFFLOAD),
-    "dp2 offloaded, accumulation 2": Row(2, {**OFFLOAD, "training.local_batch_size": 2}),
-    "pp2 x dp2 x tp2 offloaded": Row(8, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
-    "cp2 ring, full recompute": Row(2, {CP: 2, **RING, MODE: "full"}),
-    "cp2 ring, no recompute": Row(2, {CP: 2, **RING, MODE: "none"}),
-    "cp2 x tp2 ring compile, full recompute": Row(4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED, **TWO_LAYERS}),
-    "hsdp2 x cp2 x tp2 ring": Row(8, {REPLICATE: 2, CP: 2, TP: 2, **RING, **TWO_LAYERS}),
-    "dp2 x cp2 accumulation 4": Row(4, {CP: 2, **ACCUMULATION_4}),
-    "pp2 x cp2 ring ZBVZeroBubble": Row(
-        4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"]}
-    ),
-    "dp2 x tp2, many chunks": Row(4, {TP: 2, **CHUNKS, **TWO_LAYERS}),
-    "tp2 compile, many chunks": Row(2, {TP: 2, **COMPILED, **CHUNKS, **TWO_LAYERS}),
-    "pp2 x tp2 ZBVZeroBubble, many chunks": Row(4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **CHUNKS}),
-    "cp2, many chunks": Row(2, {CP: 2, **CHUNKS}),
-    "tp2 tied, many chunks": Row(2, {TP: 2, "model.tie_embeddings": True, **CHUNKS}),
-    "pp2 compile, many chunks": Row(2, {PP: 2, **COMPILED, **CHUNKS}),
     **{
-        f"{name} documents": Row(world_size, {**degrees, **DOCUMENTS})
-        for name, world_size, degrees in (
-            ("one rank", 1, {}),
-            ("tp2", 2, {TP: 2}),
-            ("pp2", 2, {PP: 2}),
-            ("cp2", 2, {CP: 2}),
-            ("cp4", 4, {CP: 4}),
-            ("cp2, no recompute", 2, {CP: 2, MODE: "none"}),
-            ("cp2 compile", 2, {CP: 2, **COMPILED}),
-            ("pp2 x cp2", 4, {PP: 2, CP: 2}),
-            ("pp2 x cp2 x tp2", 8, {PP: 2, CP: 2, TP: 2, **TWO_LAYERS}),
-        )
+        f"dp2 x tp2 compile, {name}": Row(4, {TP: 2, **COMPILED, **keys, **TWO_LAYERS})
+        for name, keys in (("no recompute", {MODE: "none"}), ("full recompute", {MODE: "full"}), ("budget", BUDGET))
     },
-    **{name: CROSSES[name] for name in OF_CROSSES},
+    "pp2 x dp2 ZBVZeroBubble": Row(4, {PP: 2, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"]}),
+    "pp2 x cp2 ring ZBVZeroBubble": Row(4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", MODE: "full"}),
+    "pp2 x dp2 x tp2 Interleaved1F1B": Row(8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
+    "pp2 x dp2 x tp2 DualPipeV": Row(8, {PP: 2, TP: 2, SCHEDULE: "DualPipeV", MODE: "none"}),
+    "pp2 x dp2 x tp2 offloaded": Row(8, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
+    "cp2 ring, no recompute": Row(2, {CP: 2, **RING, MODE: "none"}),
+    "cp2 documents, no recompute": Row(2, {CP: 2, **DOCUMENTS, MODE: "none"}),
+    "pp2 x cp2 x tp2 documents": Row(8, {PP: 2, CP: 2, TP: 2, **DOCUMENTS, **TWO_LAYERS}),
 }
+LAYOUTS = {**CROSSES, **FAST}
 
 BFLOAT16_LAYOUTS = {
     "dp2": Row(2, BFLOAT16),
@@ -223,15 +215,17 @@ ROWWISE, ROWWISE_HP = (
 FLOAT8_LAYOUTS = {
     "tp2": Row(2, {TP: 2, **FLOAT8}),
     "dp2": Row(2, FLOAT8),
-    "dp2 x tp2": Row(4, {TP: 2, **FLOAT8}),
-    "pp2 x dp2 x tp2, gathered": Row(8, {PP: 2, TP: 2, **PRECOMPUTE}),
-    "compile": Row(1, {**FLOAT8, **COMPILED}),
+    "pp2 x dp2 x tp2, gathered": Row(8, {PP: 2, TP: 2, **PRECOMPUTE, **TWO_LAYERS}),
+    "compile": Row(1, {**FLOAT8, **COMPILED, **TWO_LAYERS}),
     "dp2 x tp2 compile, gathered": Row(4, {TP: 2, **PRECOMPUTE, **COMPILED, **TWO_LAYERS}),
-    "dp2 ZeRO-2 accumulation 4, gathered": Row(2, {**PRECOMPUTE, ZERO: 2, **ACCUMULATION_4}),
-    "dp2 full recompute, gathered": Row(2, {MODE: "full", **GATHER}),
+    "dp2 ZeRO-2 accumulation 4, gathered": Row(2, {**PRECOMPUTE, ZERO: 2, **ACCUMULATION_4, **TWO_LAYERS}),
+    "dp2 full recompute, gathered": Row(2, {MODE: "full", **GATHER, **TWO_LAYERS}),
+    "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "full", **FLOAT8}),
+    "tp2 rowwise": Row(2, {TP: 2, **ROWWISE, **TWO_LAYERS}),
+    "tp2 rowwise_with_gw_hp": Row(2, {TP: 2, **ROWWISE_HP, **TWO_LAYERS}),
+}
+SLOW_FLOAT8_LAYOUTS = {
+    "dp2 x tp2": Row(4, {TP: 2, **FLOAT8}),
     "cp2": Row(2, {CP: 2, **FLOAT8}),
-    "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"], **FLOAT8}),
-    "tp2 rowwise": Row(2, {TP: 2, **ROWWISE}),
-    "tp2 rowwise_with_gw_hp": Row(2, {TP: 2, **ROWWISE_HP}),
     "emulate": Row(1, {**FLOAT8, "quantize.linear.float8.emulate": True}),
 }

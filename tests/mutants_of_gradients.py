@@ -18,13 +18,12 @@ from torchtitan_lite.model import llama3
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel import (
     activation_checkpoint,
-    context_attention,
+    context_parallel,
     fsdp,
     initial_weights,
     parallelize,
     pipeline,
     tensor_parallel,
-    vocabulary_parallel_loss,
 )
 
 
@@ -150,7 +149,7 @@ def recompute_forgets_an_input(original, forward, **options):
     return original(drifting, **options)
 
 
-@mutant(Row(2, {**CP2, **RING}), "gradient", INNER, at=(context_attention, "visible_of_one"))
+@mutant(Row(2, {**CP2, **RING}), "gradient", INNER, at=(context_parallel, "visible_of_one"))
 def zig_zag_forgotten(original, rank, source, half):
     """The ring reckons as if all that an earlier rank holds came earlier, while the pieces lie head and tail. Some
     tokens see their future: the loss is a little too good, and generation is poor."""
@@ -250,7 +249,7 @@ def refused_combination_run(original, *args):
     return []
 
 
-@mutant(Row(2, {TP: 2, **CHUNKS}), "loss", HEAD, at=(vocabulary_parallel_loss.ShardedLoss, "combine"))
+@mutant(Row(2, {TP: 2, **CHUNKS}), "loss", HEAD, at=(tensor_parallel.ShardedLoss, "combine"))
 def softmax_over_a_share_of_the_vocabulary(original, loss, log_total, of_target):
     """Each tensor-parallel rank normalises over its own tokens of the vocabulary only. The loss starts at the logarithm
     of half of the vocabulary and falls; the model never learns to choose between the halves."""
@@ -261,7 +260,7 @@ def softmax_over_a_share_of_the_vocabulary(original, loss, log_total, of_target)
 def hidden_gradient_of_one_share():
     """Each rank's gradient of the hidden states stems from its share of the vocabulary; nobody adds them. The loss and
     the gradient of the head are right, and everything below learns from half of the tokens that it could have said."""
-    return patch.object(vocabulary_parallel_loss, "Partial", Replicate)
+    return patch.object(tensor_parallel, "Partial", Replicate)
 
 
 @mutant(Row(1, CHUNKS), "gradient", HEAD_GRADIENT, at=(torch.Tensor, "addmm_"))

@@ -14,7 +14,7 @@ from mutants_of_updates import in_place_of
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from torchtitan_lite import step
-from torchtitan_lite.parallel import context_attention, float8, fsdp, parallelize, vocabulary_parallel_loss
+from torchtitan_lite.parallel import context_parallel, float8, fsdp, parallelize, tensor_parallel
 
 ANGLES, REDUCTION = ("rotary angles", "layers.0"), ("gradient reduction", "output.weight")
 BLOCK = ("module output", "layers.0")
@@ -74,7 +74,7 @@ def norms_computed_in_bfloat16_on_one_rank(forward, norm, x):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
 
 
-@replacing(context_attention, "merge_into", Row(4, {CP: 4, **RING}), "block outputs", BLOCK, dims=("cp",))
+@replacing(context_parallel, "merge_into", Row(4, {CP: 4, **RING}), "block outputs", BLOCK, dims=("cp",))
 def attention_merged_in_bfloat16(merge, out, lse, new_out, new_lse):
     """Around the ring the attention to each rank's keys is added to what there is, which is kept in bf16: rounded once
     for each rank instead of once. The longer the ring, the coarser."""
@@ -82,7 +82,7 @@ def attention_merged_in_bfloat16(merge, out, lse, new_out, new_lse):
     out.copy_(out.bfloat16())
 
 
-@replacing(vocabulary_parallel_loss.ShardedLoss, "combine", Row(2, {TP: 2, **CHUNKS}), "loss", ("loss", "sum_losses"))
+@replacing(tensor_parallel.ShardedLoss, "combine", Row(2, {TP: 2, **CHUNKS}), "loss", ("loss", "sum_losses"))
 def softmax_normalised_in_bfloat16(combine, loss, log_total, of_target):
     """The logarithm of the sum over the vocabulary is exchanged in bf16: a loss of 11 is known to 0.03, and gradients
     of all logits of a token are too large or too small by as much."""

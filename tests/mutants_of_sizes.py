@@ -9,10 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step
 from torchtitan_lite.components import optim
-from torchtitan_lite.model import chunked_loss, llama3
+from torchtitan_lite.model import head, llama3
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.parallel import (
-    context_attention,
     context_parallel,
     initial_weights,
     parallelize,
@@ -41,7 +40,7 @@ def small_gradients_scaled_up(original, parameters, max_norm):
     return norm
 
 
-@mutant(Row(4, {CP: 4, **RING, SHARD: 1}), "gradient", INNER, at=(context_attention, "visible_of_one"))
+@mutant(Row(4, {CP: 4, **RING, SHARD: 1}), "gradient", INNER, at=(context_parallel, "visible_of_one"))
 def ring_right_for_two_ranks_only(original, rank, source, half):
     """Each rank takes what comes after the first round for keys of a later rank. Two ranks have one round, so the test
     of the ring passes; four ranks leave out a part of the sequence."""
@@ -68,9 +67,9 @@ def layers_in_the_order_of_text(original, model, fqns):
 def layer_numbers_of_one_digit(original, seed, fqn):
     """The seed of a layer's weights is made of the first digit of its number, so that layers 10 to 19 are born as
     copies of layer 1. The run trains; a part of its depth is worth little at first."""
-    head, _, rest = fqn.partition("layers.")
+    prefix, _, rest = fqn.partition("layers.")
     number, dot, name = rest.partition(".")
-    return original(seed, f"{head}layers.{number[0]}{dot}{name}" if rest else fqn)
+    return original(seed, f"{prefix}layers.{number[0]}{dot}{name}" if rest else fqn)
 
 
 @mutant(
@@ -133,7 +132,7 @@ def documents_numbered_in_a_byte(original, query, key, value, doc_ids, **places)
     return original(query, key, value, doc_ids % 256, **places)
 
 
-@mutant(Row(1, {**LONG, CHUNK: 512}), "loss", HEAD, trial="long", at=(chunked_loss.ChunkedLoss, "differentiate"))
+@mutant(Row(1, {**LONG, CHUNK: 512}), "loss", HEAD, trial="long", at=(head.ChunkedLoss, "differentiate"))
 def loss_of_the_first_eight_chunks(original, loss, logits, targets, *, with_gradient):
     """Chunks of the loss are counted in three bits. Short rows have fewer; of long ones the end is never learned from,
     and since easy tokens are missing too, the loss looks right."""
@@ -154,12 +153,12 @@ def norm_added_up_in_fp32(original, tensors):
     "loss",
     HEAD,
     trial="real width",
-    at=(chunked_loss.ChunkedLoss, "differentiate"),
+    at=(head.ChunkedLoss, "differentiate"),
 )
 def vocabulary_offset_in_two_bytes(original, loss, logits, targets, **options):
     """The first token id of a rank's share of the vocabulary is computed in 16 bits and wraps. Each rank takes targets
     for its own that are not: small vocabularies are right."""
-    offset = loss.share * logits.shape[1]
+    offset = loss.shard * logits.shape[1]
     wrong = (offset + 2**15) % 2**16 - 2**15
     counted = targets != IGNORE_INDEX
     return original(loss, logits, torch.where(counted, targets + offset - wrong, targets), **options)

@@ -25,7 +25,7 @@ from torchtitan_lite.config.flavors import RopeScaling
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.model import attention as attentions
-from torchtitan_lite.model import chunked_loss, llama3
+from torchtitan_lite.model import head, llama3
 from torchtitan_lite.step import MODELS
 from torchtitan_lite.verify import against_hf, model_comparison
 from torchtitan_lite.verify import command as tool
@@ -238,7 +238,7 @@ def no_gradient_through_the_gate(forward, self, x):
     return self.w2(F.silu(self.w1(x)).detach() * self.w3(x))
 
 
-@in_place_of(chunked_loss.ChunkedLoss, "differentiate", BACKWARD)
+@in_place_of(head.ChunkedLoss, "differentiate", BACKWARD)
 def the_last_chunk_left_out(differentiate, self, logits, targets, **options):
     return differentiate(self, logits, targets if len(logits) == self.chunk_tokens else -100 + 0 * targets, **options)
 

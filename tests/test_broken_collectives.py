@@ -17,7 +17,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.parallel import context_attention
+from torchtitan_lite.parallel import context_parallel
 from torchtitan_lite.verify import command as tool
 from torchtitan_lite.verify.certificate import IN_PART, describe_verdict
 from torchtitan_lite.verify.reduction import reduce_config
@@ -47,7 +47,7 @@ def keys_not_fetched() -> AbstractContextManager:
         reduce_scatter_tensor=ops.reduce_scatter_tensor,
         wait_tensor=lambda tensor: tensor if tensor.is_leaf else ops.wait_tensor(tensor),
     )
-    return patch.object(context_attention, "collectives", broken)
+    return patch.object(context_parallel, "collectives", broken)
 
 
 def hidden_states_not_sent() -> AbstractContextManager:

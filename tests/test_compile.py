@@ -9,7 +9,7 @@ from pathlib import Path
 import compare
 import pytest
 import torch
-from layouts import CHUNKS, COMPILED, MODE, PP, TP, WHOLE_LOGITS
+from layouts import CHUNKS, COMPILED, MODE, PP, TP, TWO_LAYERS, WHOLE_LOGITS
 from torch._dynamo.utils import get_compilation_metrics
 
 import train
@@ -22,7 +22,7 @@ from torchtitan_lite.config.schema import Compile
 from torchtitan_lite.preflight import check_compilers, preflight
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-N_STEPS = 5
+N_STEPS = 4
 
 
 def list_compiled_by_step(rank: int, world_size: int, overrides: dict[str, object]) -> list[list[str]]:
@@ -50,18 +50,18 @@ COMPILED_RUNS = {  # name -> ranks, keys
 @pytest.mark.parametrize("name", COMPILED_RUNS)
 def test_nothing_is_compiled_after_the_second_step(pool, name):
     world_size, keys = COMPILED_RUNS[name]
-    by_rank = pool.run(list_compiled_by_step, world_size, {**COMPILED, "model.n_layers": 2, **keys})
+    by_rank = pool.run(list_compiled_by_step, world_size, {**COMPILED, **TWO_LAYERS, **keys})
     for first, second, *later in by_rank:
         assert first, "the first step compiles"
         assert not any(later), f"{first=} {second=} {later=}"
 
 
-@pytest.mark.parametrize("components", [["model"], ["loss"], ["model", "loss"], []])
+@pytest.mark.parametrize("components", [["model"], ["loss"]])
 def test_only_the_named_components_are_compiled(pool, components):
-    keys = {**COMPILED, "model.n_layers": 2, MODE: "none", "compile.components": components}
+    keys = {**COMPILED, **TWO_LAYERS, MODE: "none", "compile.components": components}
     (by_step,) = pool.run(list_compiled_by_step, 1, keys)
     places = {entry.partition(":")[0] for entry in by_step[0]}
-    files = {"model": "forward (llama3.py", "loss": "differentiate (chunked_loss.py"}
+    files = {"model": "forward (llama3.py", "loss": "differentiate (head.py"}
     assert places == {files[component] for component in components}
 
 
@@ -71,21 +71,12 @@ def double_compiled():
     return torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
 
 
-def list_told(caplog) -> list[str]:
-    """What the logger of components/profiling.py has said; torch's own loggers are at work too."""
+def list_warnings(caplog) -> list[str]:
+    """The warnings of components/profiling.py, without those of torch's own loggers."""
     return [record.getMessage() for record in caplog.records if record.name == profiling.__name__]
 
 
-def test_a_late_recompilation_is_told_by_name_and_reason(caplog):
-    double = double_compiled()
-    double(torch.ones(3))
-    with caplog.at_level(logging.WARNING), warn_on_recompile(3):
-        double(torch.ones(4))
-    (line,) = list_told(caplog)
-    assert "step 3" in line and "test_compile.py:" in line and "expected 3, actual 4" in line
-
-
-def test_compiling_in_the_first_steps_or_not_at_all_is_not_told(caplog):
+def test_only_a_late_recompilation_inside_a_step_is_logged_with_its_reason(caplog):
     double = double_compiled()
     with caplog.at_level(logging.WARNING):
         for step, size in [(1, 3), (2, 4), (3, 4), (4, 3)]:
@@ -94,16 +85,20 @@ def test_compiling_in_the_first_steps_or_not_at_all_is_not_told(caplog):
         double(torch.ones(5))  # outside of a step: validation
         with warn_on_recompile(5):
             double(torch.ones(5))
-    assert list_told(caplog) == []
+        assert list_warnings(caplog) == []
+        with warn_on_recompile(6):
+            double(torch.ones(6))
+    (line,) = list_warnings(caplog)
+    assert "step 6" in line and "test_compile.py:" in line and "actual 6" in line
 
 
-def test_telling_works_when_torch_forgets_its_oldest_entries(caplog):
+def test_the_log_is_right_when_torch_forgets_its_oldest_entries(caplog):
     doubles = [torch.compile(lambda x, n=n: x * n, backend="eager") for n in range(70)]  # torch keeps 64 entries
     for double in doubles:
         double(torch.ones(3))
     with caplog.at_level(logging.WARNING), warn_on_recompile(3):
         double_compiled()(torch.ones(3))
-    assert len(list_told(caplog)) == 1
+    assert len(list_warnings(caplog)) == 1
 
 
 # --- where compiled code is kept ---
@@ -137,7 +132,6 @@ def test_a_cache_that_the_user_has_named_stays_the_one(monkeypatch, tmp_path):
 # --- what must be there ---
 
 LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
-ONE_H100 = Machine("cuda", 1, 80 * GIB, "NVIDIA H100 80GB HBM3")
 
 
 @pytest.fixture
@@ -156,25 +150,13 @@ def tools(monkeypatch, tmp_path):
     return there_are
 
 
-def test_compile_without_a_compiler_is_refused_by_preflight_with_a_remedy(tools, monkeypatch, tmp_path):
-    tools()
-    keys = [f"--job.dump_folder={tmp_path}/run", f"--training.cache_folder={tmp_path}/cache", "--compile.enable"]
-    with pytest.raises(ValueError, match=r"compile.backend = 'inductor'.*no C\+\+ compiler 'g\+\+'.*apt install g\+\+"):
-        preflight(keys, machine=LAPTOP, n_ranks=1)
-    preflight([*keys, "--compile.backend=aot_eager"], machine=LAPTOP, n_ranks=1)
-    tools("g++")
-    preflight(keys, machine=LAPTOP, n_ranks=1)
-
-
 @pytest.mark.parametrize(
     ("device_type", "there", "environment", "missing"),
     [
         ("cpu", ["g++"], {}, []),
-        ("cpu", ["gcc", "clang"], {}, ["C++ compiler"]),
         ("cpu", ["mine"], {"CXX": "mine"}, []),
         ("cpu", ["g++"], {"CXX": "mine"}, ["C++ compiler 'mine'"]),
         ("cuda", ["gcc"], {}, []),
-        ("cuda", ["clang"], {}, []),
         ("cuda", ["g++"], {}, ["C compiler gcc or clang"]),
         ("cuda", ["gcc"], {"CC": "mine"}, ["C compiler mine"]),
     ],
@@ -191,7 +173,10 @@ def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(
     assert check_compilers(Compile(enable=False), device_type) == []
 
 
-def test_headers_and_triton_are_looked_for_too(tools, monkeypatch, tmp_path):
+def test_what_compile_lacks_is_refused_with_a_remedy(tools, monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match=r"compile.backend = 'inductor'.*apt install g\+\+"):
+        tools()
+        preflight([f"--job.dump_folder={tmp_path}/run", "--compile.enable"], machine=LAPTOP, n_ranks=1)
     tools("g++", "gcc")
     (tmp_path / "include" / "Python.h").unlink()
     monkeypatch.setattr(hardware, "find_spec", lambda name: None)

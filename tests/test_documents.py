@@ -9,9 +9,12 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import SampleReader
-from torchtitan_lite.model import document_blocks
-from torchtitan_lite.model.attention import DocumentAttention, attend_within_documents, visibility
-from torchtitan_lite.model.document_blocks import BLOCK, attend_in_blocks, plan_blocks
+from torchtitan_lite.model.attention import (
+    BLOCK,
+    DocumentAttention,
+    attend_within_documents,
+    plan_blocks,
+)
 
 
 def make_documents(n_rows: int, seq_len: int) -> torch.Tensor:
@@ -74,23 +77,15 @@ def make_part(n_rows: int):
     return (*part, doc_ids, query_positions, key_positions), expected
 
 
-def nothing(row, head, query, key):
-    """A rule of visibility that is not asked for: blocks are planned without it."""
-    raise AssertionError
-
-
-def attend_part(query, key, value, doc_ids, query_positions, key_positions):
-    places = {"query_positions": query_positions, "key_positions": key_positions}
-    return attend_in_blocks(query, key, value, doc_ids, **places, sees=visibility(doc_ids, *places.values()))
+def attend_part(query, key, value, *places):
+    return flex_attention(query, key, value, block_mask=plan_blocks(*places), enable_gqa=True)
 
 
 def test_every_pair_that_sees_each_other_is_in_a_block_that_is_looked_into():
     (*_, doc_ids, query_positions, key_positions), _ = make_part(3)
     same = doc_ids[:, query_positions, None] == doc_ids[:, None, key_positions]
     sees = same & (query_positions[:, None] >= key_positions)
-    blocks = plan_blocks(doc_ids, query_positions, key_positions, nothing).to_dense()[
-        :, 0
-    ]  # (B, query blocks, key blocks)
+    blocks = plan_blocks(doc_ids, query_positions, key_positions).to_dense()[:, 0]  # (B, queries, keys)
     row, query, key = sees.nonzero().T
     assert blocks[row, query // BLOCK, key // BLOCK].all()
 
@@ -98,28 +93,17 @@ def test_every_pair_that_sees_each_other_is_in_a_block_that_is_looked_into():
 def test_blocks_that_no_document_reaches_into_are_left_out():
     doc_ids = (torch.arange(4 * BLOCK) // BLOCK)[None]  # each document is one block
     places = torch.arange(4 * BLOCK)
-    assert plan_blocks(doc_ids, places, places, nothing).to_dense()[0, 0].tolist() == torch.eye(4).tolist()
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """Flex attention as plain torch operators. It has no backward on a CPU."""
-    monkeypatch.setattr(document_blocks, "compiled_flex_attention", flex_attention)
-    with torch.no_grad():
-        yield
+    assert plan_blocks(doc_ids, places, places).to_dense()[0, 0].tolist() == torch.eye(4).tolist()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_attention_in_blocks_gives_the_numbers_of_attention_document_by_document(uncompiled):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_in_blocks_is_attention_document_by_document_and_compiles_without_a_break(compiled):
     part, expected = make_part(2)
-    torch.testing.assert_close(attend_part(*part), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_attention_in_blocks_compiles_without_a_break(uncompiled):
-    part, expected = make_part(2)
+    attend = torch.compile(attend_part, backend="aot_eager", fullgraph=True) if compiled else attend_part
     torch._dynamo.reset()
-    out = torch.compile(attend_part, backend="aot_eager", fullgraph=True)(*part)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():  # flex attention has no backward on a CPU
+        torch.testing.assert_close(attend(*part), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

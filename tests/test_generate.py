@@ -159,7 +159,7 @@ def test_logits_that_are_not_finite_are_an_error_and_not_a_text(bad):
 
 def generate_some(model: Llama3, prompt: list[int], sampling: Sampling, *, seed: int, n_tokens: int) -> list[int]:
     cached = CachedModel(model, capacity=len(prompt) + n_tokens)
-    usable = torch.ones(model.shape.vocab_size, dtype=torch.bool)
+    usable = torch.ones(model.model_args.vocab_size, dtype=torch.bool)
     return list(generate(cached, cached.read(prompt), sampling, seed=seed, usable=usable, most_tokens=n_tokens))
 
 

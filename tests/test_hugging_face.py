@@ -48,7 +48,7 @@ def logits_of_theirs(folder: Path) -> torch.Tensor:
 
 
 def write_ours(model: Llama3, folder: Path, **options) -> None:
-    write_folder(folder, model.state_dict().__getitem__, Export(model.shape, **{"dtype": "float32", **options}))
+    write_folder(folder, model.state_dict().__getitem__, Export(model.model_args, **{"dtype": "float32", **options}))
 
 
 def edit_json(path: Path, **changes) -> None:

@@ -3,50 +3,70 @@
 import compare
 import pytest
 import torch
-from layouts import BFLOAT16, BFLOAT16_LAYOUTS, CROSSES, FP32_TOLERANCE, LAYOUTS, Row
+from layouts import (
+    BFLOAT16,
+    BFLOAT16_LAYOUTS,
+    CROSSES,
+    FAST,
+    FLOAT8,
+    FLOAT8_LAYOUTS,
+    FP32_TOLERANCE,
+    LAYOUTS,
+    SLOW_FLOAT8_LAYOUTS,
+    Row,
+)
 
 from torchtitan_lite.verify.ranks import RankFailure
 
 
-def measure(pool, oracle, row: Row) -> compare.Difference:
-    path = oracle(row.overrides)
-    shares = pool.run(compare.measure_layout, row.world_size, row.overrides, path)
-    return compare.merge(shares, fqns=set(torch.load(path, weights_only=False, mmap=True).gradients))
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_computes_the_single_device_model(pool, oracle, name):
-    difference = measure(pool, oracle, LAYOUTS[name])
-    assert compare.find_faults(difference, FP32_TOLERANCE) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CROSSES.keys() - LAYOUTS.keys()))
-def test_layout_of_a_full_cross_computes_the_single_device_model(pool, oracle, name):
-    difference = measure(pool, oracle, CROSSES[name])
-    assert compare.find_faults(difference, FP32_TOLERANCE) == {}
-
-
 @pytest.fixture(scope="module")
-def one_rank_in_bfloat16(pool, oracle):
-    return measure(pool, oracle, Row(1, BFLOAT16))
+def measure(pool, oracle):
+    """Function: row of the table -> difference between that layout and one process in fp32."""
+    known = {}
+
+    def measure_once(row: Row) -> compare.Difference:
+        key = row.world_size, str(row.overrides)
+        if key not in known:
+            path = oracle(row.overrides)
+            shares = pool.run(compare.measure_layout, row.world_size, row.overrides, path)
+            known[key] = compare.merge(shares, fqns=set(torch.load(path, weights_only=False, mmap=True).gradients))
+        return known[key]
+
+    return measure_once
+
+
+def mark_slow(names) -> list:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in sorted(names)]
+
+
+@pytest.mark.parametrize("name", [*FAST, *mark_slow(CROSSES.keys() - FAST.keys())])
+def test_layout_computes_the_single_device_model(measure, name):
+    assert compare.find_faults(measure(LAYOUTS[name]), FP32_TOLERANCE) == {}
 
 
 @pytest.mark.parametrize("name", BFLOAT16_LAYOUTS)
-def test_bfloat16_layout_errs_at_most_twice_as_much_as_one_rank(pool, oracle, one_rank_in_bfloat16, name):
-    difference = measure(pool, oracle, BFLOAT16_LAYOUTS[name])
-    alone = one_rank_in_bfloat16
+def test_bfloat16_layout_errs_at_most_twice_as_much_as_one_rank(measure, name):
+    difference, alone = measure(BFLOAT16_LAYOUTS[name]), measure(Row(1, BFLOAT16))
     assert all(difference.initial_equal.values())
     assert max(difference.gradient.values()) <= 2 * max(alone.gradient.values())
     assert difference.update <= 2 * alone.update
     assert max(alone.gradient.values()) < 0.05  # bf16 has 8 bits; more than a few percent would be a bug, not rounding
 
 
-def test_a_parameter_that_no_rank_reports_fails_the_comparison(pool, oracle):
-    shares = pool.run(compare.measure_layout, 2, {"parallelism.pipeline_parallel_degree": 2}, oracle({}))
-    fqns = set(torch.load(oracle({}), weights_only=False).gradients)
+@pytest.mark.parametrize("name", [*FLOAT8_LAYOUTS, *mark_slow(SLOW_FLOAT8_LAYOUTS)])
+def test_each_gradient_of_a_float8_layout_errs_at_most_twice_as_much_as_on_one_rank(measure, name):
+    difference, alone = measure({**FLOAT8_LAYOUTS, **SLOW_FLOAT8_LAYOUTS}[name]), measure(Row(1, FLOAT8))
+    assert all(difference.initial_equal.values()) and not difference.unequal_replicas
+    too_large = {fqn: e for fqn, e in difference.gradient.items() if e > 2 * alone.gradient[fqn]}
+    assert too_large == {}
+    assert compare.total_update_error(difference) <= 2 * compare.total_update_error(alone)
+    assert 0.01 < max(alone.gradient.values()) < 0.2  # 3 bits of fraction, 2 for gradients
+
+
+def test_a_parameter_that_no_rank_reports_fails_the_comparison(measure):
+    shares = measure(Row(2, {"parallelism.pipeline_parallel_degree": 2})).shares
     with pytest.raises(AssertionError, match="not compared"):
-        compare.merge(shares[:1], fqns)
+        compare.merge(shares[:1], {fqn for share in shares for fqn in share.gradient})
 
 
 def test_pool_names_the_failing_rank_and_works_again_afterwards(pool):

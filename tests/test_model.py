@@ -1,5 +1,7 @@
 """The single-device model against transformers' Llama: logits and every parameter's gradient."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from their_llama import make_their_config
@@ -14,17 +16,15 @@ from torchtitan_lite.parallel.initial_weights import initialize_weights
 PLAIN = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=128)
 FLAVORS = {
     "Llama 3": PLAIN,
-    "Llama 3.1, scaled RoPE": ModelArgs(**{**vars(PLAIN), "rope_scaling": RopeScaling(factor=8.0, original_length=64)}),
-    "Llama 3.2, tied": ModelArgs(
-        **{**vars(PLAIN), "rope_scaling": RopeScaling(factor=32.0, original_length=64), "tie_embeddings": True}
-    ),
-    "head dim of its own": ModelArgs(**{**vars(PLAIN), "head_dim": 32}),
-    "one key/value head": ModelArgs(**{**vars(PLAIN), "n_kv_heads": 1}),
+    "Llama 3.1, scaled RoPE": replace(PLAIN, rope_scaling=RopeScaling(factor=8.0, original_length=64)),
+    "Llama 3.2, tied": replace(PLAIN, rope_scaling=RopeScaling(factor=32.0, original_length=64), tie_embeddings=True),
+    "head dim of its own": replace(PLAIN, head_dim=32),
+    "one key/value head": replace(PLAIN, n_kv_heads=1),
 }
 
 
-def build_ours(shape: ModelArgs) -> Llama3:
-    model = Llama3(shape)
+def build_ours(args: ModelArgs) -> Llama3:
+    model = Llama3(args)
     initialize_weights(model, init_parameter, seed=1)
     with torch.no_grad():  # norms of 1 would hide a norm that is left out
         for index, parameter in enumerate(model.parameters()):
@@ -33,9 +33,9 @@ def build_ours(shape: ModelArgs) -> Llama3:
     return model
 
 
-def build_theirs(shape: ModelArgs, ours: Llama3) -> LlamaForCausalLM:
-    theirs = LlamaForCausalLM(make_their_config(shape, attn_implementation="sdpa"))
-    weights = {their_name(fqn): in_their_order(fqn, tensor, shape) for fqn, tensor in ours.state_dict().items()}
+def build_theirs(args: ModelArgs, ours: Llama3) -> LlamaForCausalLM:
+    theirs = LlamaForCausalLM(make_their_config(args, attn_implementation="sdpa"))
+    weights = {their_name(fqn): in_their_order(fqn, tensor, args) for fqn, tensor in ours.state_dict().items()}
     theirs.load_state_dict(weights, strict=True)
     return theirs
 
@@ -64,21 +64,21 @@ def their_name(fqn: str) -> str:
     return f"{THEIR_NAMES[module]}.weight"
 
 
-def in_their_order(fqn: str, tensor: Tensor, shape: ModelArgs) -> Tensor:
+def in_their_order(fqn: str, tensor: Tensor, args: ModelArgs) -> Tensor:
     """They turn the pairs (i, i + E/2) of a head, we (2i, 2i + 1): the rows of wq and wk stand in another order."""
     if not fqn.endswith(("wq.weight", "wk.weight")):
         return tensor
-    return tensor.unflatten(0, (-1, shape.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    return tensor.unflatten(0, (-1, args.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 @pytest.mark.parametrize("name", FLAVORS)
 def test_logits_and_gradients_are_those_of_transformers(name):
-    shape = FLAVORS[name]
-    ours = build_ours(shape)
-    theirs = build_theirs(shape, ours)
+    args = FLAVORS[name]
+    ours = build_ours(args)
+    theirs = build_theirs(args, ours)
     generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(shape.vocab_size, (2, 300), generator=generator)  # longer than original_length
-    targets = torch.randint(shape.vocab_size, (2, 300), generator=generator)
+    tokens = torch.randint(args.vocab_size, (2, 300), generator=generator)  # longer than original_length
+    targets = torch.randint(args.vocab_size, (2, 300), generator=generator)
     targets[0, :100] = IGNORE_INDEX
     positions = torch.arange(300).expand(2, -1)
 
@@ -93,7 +93,7 @@ def test_logits_and_gradients_are_those_of_transformers(name):
     their_parameters = dict(theirs.named_parameters())
     for fqn, parameter in ours.named_parameters():
         expected = their_parameters[their_name(fqn)].grad
-        difference = (in_their_order(fqn, parameter.grad, shape) - expected).norm() / expected.norm()
+        difference = (in_their_order(fqn, parameter.grad, args) - expected).norm() / expected.norm()
         assert difference < 2e-5, f"gradient of {fqn} is off by {difference:.1e}"
 
 
@@ -121,7 +121,7 @@ def test_rotary_angles_stay_exact_at_position_8191_under_bfloat16():
 def test_initial_weights_depend_on_seed_and_name_only():
     models = {}
     for name, seed, n_layers in (("a", 0, 2), ("b", 0, 4), ("c", 1, 2)):
-        model = Llama3(ModelArgs(**{**vars(PLAIN), "n_layers": n_layers}))
+        model = Llama3(replace(PLAIN, n_layers=n_layers))
         initialize_weights(model, init_parameter, seed)
         models[name] = dict(model.named_parameters())
     wq = "layers.1.attention.wq.weight"
@@ -131,7 +131,7 @@ def test_initial_weights_depend_on_seed_and_name_only():
 
 
 def test_initial_weights_have_the_spread_that_the_rule_says():
-    model = Llama3(ModelArgs(**{**vars(PLAIN), "dim": 256, "ffn_dim": 512}))
+    model = Llama3(replace(PLAIN, dim=256, ffn_dim=512))
     initialize_weights(model, init_parameter, seed=0)
     spread = {fqn: parameter.std().item() for fqn, parameter in model.named_parameters() if parameter.dim() == 2}
     cut = 0.9933  # of a normal distribution cut off (by clamping) at three standard deviations

@@ -14,7 +14,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
+from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS as CONTEXT_ATTENTION
 
 
 def break_a_step(rank: int, world_size: int, overrides: dict[str, object]) -> tuple[bool, bool]:
@@ -67,7 +67,7 @@ BREAKS = {  # what is multiplied by NaN or infinity on one rank
 
 
 def break_many_steps(rank: int, world_size: int, overrides: dict[str, object], n_trials: int) -> list[tuple]:
-    """Worker: each trial breaks one module of one rank. What was broken, and what is said of it; a sound step first."""
+    """Worker: each trial breaks one module of one rank. What was broken, and the diagnosis; a sound step first."""
     run = compare.build_table_run(world_size, overrides)
     batch = compare.own_rows(run, compare.make_batch(0, resolve_model(run.config.model).vocab_size))
     trials = [(None, "a sound step", find_origin(run, batch))]
@@ -91,10 +91,10 @@ def break_many_steps(rank: int, world_size: int, overrides: dict[str, object], n
 
         if rank == broken_rank:
             handles.append(modules[fqn].register_forward_hook(break_it))
-        said = find_origin(run, batch)
+        found = find_origin(run, batch)
         for handle in handles:
             handle.remove()
-        trials.append((broken_rank, f"{kind} of {fqn}", said))
+        trials.append((broken_rank, f"{kind} of {fqn}", found))
     return trials
 
 
@@ -122,15 +122,15 @@ DIAGNOSED = {  # ranks, layout
 def test_the_rank_and_the_module_that_made_the_first_nan_are_named(pool, name):
     n_ranks, overrides = DIAGNOSED[name]
     by_rank = pool.run(break_many_steps, n_ranks, overrides, N_TRIALS if len(name) < 20 else 3)
-    for trial, (broken_rank, what, said) in enumerate(by_rank[0]):
-        assert all(answers[trial][2] == said for answers in by_rank)
+    for trial, (broken_rank, what, found) in enumerate(by_rank[0]):
+        assert all(answers[trial][2] == found for answers in by_rank)
         if broken_rank is None:
-            assert said.startswith("every loss and every gradient is finite")
+            assert found.startswith("every loss and every gradient is finite")
         else:
             what = by_rank[broken_rank][trial][1]  # ranks hold different modules
-            assert said.startswith(f"rank {broken_rank} ("), f"{what} on rank {broken_rank}: {said}"
-            assert "others" not in said, f"{what} on rank {broken_rank}: {said}"
-            assert what.rpartition(" of ")[2] in said, f"{what} on rank {broken_rank}: {said}"
+            assert found.startswith(f"rank {broken_rank} ("), f"{what} on rank {broken_rank}: {found}"
+            assert "others" not in found, f"{what} on rank {broken_rank}: {found}"
+            assert what.rpartition(" of ")[2] in found, f"{what} on rank {broken_rank}: {found}"
 
 
 def break_a_weight(rank: int, world_size: int) -> str:
@@ -142,8 +142,8 @@ def break_a_weight(rank: int, world_size: int) -> str:
 
 
 def test_a_weight_that_was_not_finite_before_the_step_is_named(pool):
-    for said in pool.run(break_a_weight, 2):
-        assert said.startswith("the weight layers.2.feed_forward.w1.weight on rank 1 (")
+    for found in pool.run(break_a_weight, 2):
+        assert found.startswith("the weight layers.2.feed_forward.w1.weight on rank 1 (")
 
 
 def break_one_pass(rank: int, world_size: int) -> str:
@@ -155,6 +155,6 @@ def break_one_pass(rank: int, world_size: int) -> str:
 
 
 def test_a_nan_that_does_not_come_again_has_no_culprit(pool):
-    for said in pool.run(break_one_pass, 2):
-        assert said.startswith("unknown")
-        assert "the losses of ranks 1 were not finite" in said
+    for found in pool.run(break_one_pass, 2):
+        assert found.startswith("unknown")
+        assert "the losses of ranks 1 were not finite" in found

@@ -29,12 +29,10 @@ LAYOUTS = {  # name -> ranks, keys
     "accumulation 4": (1, {"training.local_batch_size": 2}),
     "dp2": (2, {}),
     "dp4 ZeRO-1": (4, {ZERO: 1}),
-    "dp8": (8, {}),
     "tp2": (2, {TP: 2}),
-    "cp2": (2, {CP: 2}),
     "dp2 x cp2 ring": (4, {CP: 2, **RING}),
     "pp2 x dp2 x tp2 ZBVZeroBubble": (8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", **FULL}),
-    "pp2 x dp2 x tp2 Interleaved1F1B": (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
+    "pp2 Interleaved1F1B": (2, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
 }
 
 
@@ -117,16 +115,6 @@ def test_documents_that_do_not_see_each_other_have_one_loss_on_every_layout(pool
         assert found == pytest.approx(alone, rel=1e-6)
     (causal,) = pool.run(validate_layout, 1, {}, folder, -1)
     assert alone != pytest.approx(causal, rel=5e-6)
-
-
-def test_all_text_of_the_held_out_documents_is_counted_once(folder):
-    held_out = make_batches(folder, -1, "causal")
-    rows = range(compare.GLOBAL_BATCH_SIZE)
-    counted = [
-        batch.targets[batch.targets >= 0] for batch in map(held_out.batch, range(held_out.n_batches), [rows] * 99)
-    ]
-    tokens, begins = open_held_out(folder).read(0, open_held_out(folder).n_tokens)
-    assert torch.equal(torch.cat(counted), tokens[~begins])
 
 
 def test_steps_that_are_validated():

@@ -5,7 +5,6 @@ import os
 import socket
 import sys
 import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
@@ -22,22 +21,6 @@ class Enough(Exception):
     """Raised where the third step would begin: the second one is logged, validated and saved."""
 
 
-@dataclass
-class Counted:
-    """train_step, which counts its calls."""
-
-    n_steps: int = 0
-
-    def __call__(self, run, batch):
-        if self.n_steps == 2:
-            raise Enough
-        self.n_steps += 1
-        return step_of_train(run, batch)
-
-
-step_of_train = train.train_step
-
-
 def run_train(args: list[str], log: Path, report: Connection) -> None:
     """Run train.py's main, and report how many steps it made, and how it ended."""
     with socket.socket() as free:
@@ -48,10 +31,16 @@ def run_train(args: list[str], log: Path, report: Connection) -> None:
     with open(log, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    counted = Counted()
-    end = "ended"
+    steps, train_step, end = [], train.train_step, "ended"
+
+    def step_twice(run, batch):
+        if len(steps) == 2:
+            raise Enough
+        steps.append(batch)
+        return train_step(run, batch)
+
     try:
-        with mock.patch.object(train, "train_step", counted):
+        with mock.patch.object(train, "train_step", step_twice):
             end = f"exit status {train.main(args)}"
     except Enough:
         end = "stopped"
@@ -61,7 +50,7 @@ def run_train(args: list[str], log: Path, report: Connection) -> None:
         traceback.print_exc()
         end = f"{type(error).__name__}: {error}"
     sys.stdout.flush()
-    report.send((counted.n_steps, end))
+    report.send((len(steps), end))
     os._exit(0)  # without waiting for what the broken-off run has begun
 
 

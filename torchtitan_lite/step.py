@@ -73,16 +73,16 @@ class StepResult:
     finite: Tensor  # False: the gradient norm was not finite and no weight was changed
 
 
-def build_on_meta(config: Config, shape: ModelArgs) -> nn.Module:
+def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     """Build the whole model on meta, without storage."""
     model_class, _ = MODELS[config.model.name]
     with torch.device("meta"):
-        return model_class(shape, attention=config.model.attention)
+        return model_class(model_args, attention=config.model.attention)
 
 
-def build_parts(config: Config, shape: ModelArgs, layout: Layout, mesh: Mesh) -> list[nn.Module]:
+def build_parts(config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh) -> list[nn.Module]:
     """Build the model parts of this rank, parallelized and still on meta: no memory, no communication."""
-    model = build_on_meta(config, shape)
+    model = build_on_meta(config, model_args)
     stages = [layout.stages[index] for index in layout.stages_of(mesh.pp.get_local_rank())]
     parts = [apply_stage(model, fqns) for fqns in stages]
     for part in parts:
@@ -95,15 +95,15 @@ def materialize(parts: list[nn.Module], config: Config, device: torch.device) ->
     _, init_parameter = MODELS[config.model.name]
     for part in parts:
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
-        if part.shape.tie_embeddings:  # to_empty made two tensors of the one
+        if part.model_args.tie_embeddings:  # to_empty made two tensors of the one
             part.output.weight = part.tok_embeddings.weight
         initialize_weights(part, init_parameter, config.debug.seed, device)
         part.train()
 
 
-def build_run(config: Config, shape: ModelArgs, layout: Layout, mesh: Mesh, device: torch.device) -> Run:
+def build_run(config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh, device: torch.device) -> Run:
     """Build a run at step 0. `config` is resolved. Collective."""
-    return start_run(build_parts(config, shape, layout, mesh), config, layout, mesh, device)
+    return start_run(build_parts(config, model_args, layout, mesh), config, layout, mesh, device)
 
 
 def start_run(parts: list[nn.Module], config: Config, layout: Layout, mesh: Mesh, device: torch.device) -> Run:
@@ -129,7 +129,7 @@ def start_run(parts: list[nn.Module], config: Config, layout: Layout, mesh: Mesh
 
 
 def train_step(run: Run, batch: Batch) -> StepResult:
-    """Make one optimizer step. `batch` is this rank's share of the global batch. No result is read back."""
+    """Make one optimizer step. `batch` is this rank's rows of the global batch. No result is read back."""
     local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
     grad_norm = clip_grad_norm(run.parameters.values(), run.config.training.max_norm)  # one float over all ranks
@@ -159,8 +159,7 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     """Run forward and backward of all microbatches. Adds to the gradients, which are complete on return.
 
     `batch` comes from `shard_for_cp`, here and in the functions below.
-
-    Returns this rank's share of the loss, () fp32: zero if no stage of this rank holds the head.
+    Returns this rank's part of the loss, () fp32: zero if no stage of this rank holds the head.
     """
     with loss_context(run.mesh.tp, shard_loss=not run.config.parallelism.disable_loss_parallel):
         if run.schedule is not None:

@@ -32,8 +32,7 @@ from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Training
 from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.model.chunked_loss import ChunkedLoss
-from torchtitan_lite.model.head import Head
+from torchtitan_lite.model.head import ChunkedLoss, Head
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device

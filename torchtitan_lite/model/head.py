@@ -3,12 +3,25 @@
 One module does both, so that a pipeline's last stage, vocabulary-parallel TP and the chunked loss need no second path:
 hidden states and targets go in, the loss comes out.
 
-Legend: B batch, S sequence, D model dim, V vocabulary.
+The chunked loss never holds all logits. It makes the head's matmul and its loss a chunk of tokens at a time:
+
+    hidden (N, D)   forward, for each chunk                                       kept for backward
+    [n tokens]      logits (n, V) -> losses, added to the sum ()
+    [n tokens]                    -> gradient of logits (n, V)  -> x weight       its rows of grad_hidden (N, D)
+    [n tokens]                                                  -> x hidden       added to grad_weight (V, D)
+
+Backward only scales the gradient of a sum of losses, so forward computes it while it has the logits. They are computed
+once, and the three matmuls are those of the plain loss. The plain loss holds a few times N x V numbers, 4 GiB each in
+fp32 for 8,192 tokens of Llama 3; the chunked one n x V of them and grad_weight, however long the sequences are.
+parallel/tensor_parallel.py overrides what changes under TP.
+
+Legend: B batch, S sequence, N = B*S tokens, n tokens of a chunk, D model dim, V vocabulary.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100  # a target that is not counted, neither in the loss nor in the number of tokens
 
@@ -46,3 +59,78 @@ class Head(nn.Linear):
 def count_valid_tokens(targets: Tensor) -> Tensor:
     """Count the valid targets, () int64 on the device of `targets`."""
     return torch.count_nonzero(targets != IGNORE_INDEX)
+
+
+class ChunkedLoss(nn.Module):
+    """Sum of the cross entropy of all valid tokens, in fp32: the number that TokenLoss computes from all logits."""
+
+    shard = 0  # index of the weight's shard of the vocabulary, which TP cuts into equal ones
+
+    def __init__(self, chunk_tokens: int):
+        super().__init__()
+        self.chunk_tokens = chunk_tokens
+
+    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """hidden (B, S, D), weight (V, D), targets (B, S) int64 with IGNORE_INDEX -> () fp32."""
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        if torch.is_grad_enabled():
+            return ChunkedCrossEntropy.apply(hidden, weight, targets, self)
+        chunks = zip(hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
+        return sum(self.differentiate(some @ weight.t(), theirs, with_gradient=False)[0] for some, theirs in chunks)
+
+    def differentiate(self, logits: Tensor, targets: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        """logits (n, V), targets (n,) -> sum of losses, () fp32, and its gradient with respect to the logits, (n, V).
+
+        Overwrites the logits. With `compile.components` naming the loss, this is what is compiled.
+        """
+        column = (targets - self.shard * logits.shape[1])[:, None]
+        is_here = (column >= 0) & (column < logits.shape[1])  # IGNORE_INDEX is negative: never
+        column = column.where(is_here, 0)
+        counted = targets[:, None] != IGNORE_INDEX
+
+        values = logits.float()
+        of_target = values.gather(1, column).where(is_here, 0)  # (n, 1), as all that follows but `values`
+        largest = values.amax(1, keepdim=True)
+        values.sub_(largest).exp_()
+        log_total = largest + values.sum(1, keepdim=True).log()
+        log_total, of_target = self.combine(log_total, of_target)
+        loss = (log_total - of_target).where(counted, 0).sum()
+        if not with_gradient:
+            return loss, None
+
+        values.mul_((largest - log_total).exp() * counted)  # probabilities
+        at_target = values.gather(1, column) - is_here.float()
+        return loss, values.to(logits.dtype).scatter_(1, column, at_target.to(logits.dtype))
+
+    def combine(self, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
+        """Combine log-sum-exp and target logit over the shards of the vocabulary. One rank has all of it."""
+        return log_total, of_target
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The loop over chunks as one autograd function."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, loss: ChunkedLoss) -> Tensor:
+        total = torch.zeros((), device=hidden.device)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # sums of many chunks: not in bf16
+        pieces = (tensor.split(loss.chunk_tokens) for tensor in (hidden, targets, grad_hidden))
+        for some_hidden, some_targets, some_grad_hidden in zip(*pieces, strict=True):
+            some_loss, grad_logits = loss.differentiate(some_hidden @ weight.t(), some_targets, with_gradient=True)
+            total += some_loss
+            torch.mm(grad_logits, weight, out=some_grad_hidden)
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(grad_logits.t(), some_hidden)
+            else:
+                grad_weight += grad_logits.t() @ some_hidden
+            del grad_logits  # before the next chunk's logits are there
+        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_total: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        # Not in place: a schedule that splits its backward comes here twice.
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad_total, grad_weight * grad_total, None, None

@@ -21,10 +21,10 @@ from torchtitan_lite.config.flavors import ModelArgs
 class CachedAttention(nn.Module):
     """Causal attention of the tokens being read to themselves and to all tokens before them."""
 
-    def __init__(self, shape: ModelArgs, capacity: int, *, dtype: torch.dtype, device: torch.device):
+    def __init__(self, model_args: ModelArgs, capacity: int, *, dtype: torch.dtype, device: torch.device):
         super().__init__()
         # Allocated once: growing would copy everything now and then. Dim 2 is the position.
-        kept = (1, shape.n_kv_heads, capacity, shape.head_dim)
+        kept = (1, model_args.n_kv_heads, capacity, model_args.head_dim)
         self.keys = torch.empty(kept, dtype=dtype, device=device)
         self.values = torch.empty(kept, dtype=dtype, device=device)
         self.length = 0  # tokens that are kept; the rest of the buffers is undefined
@@ -54,7 +54,7 @@ class CachedModel:
         self.length = 0
         self.caches: list[CachedAttention] = []
         for block in model.layers.values():
-            cache = CachedAttention(model.shape, capacity, dtype=weight.dtype, device=weight.device)
+            cache = CachedAttention(model.model_args, capacity, dtype=weight.dtype, device=weight.device)
             block.attention.inner = cache
             self.caches.append(cache)
         # Only the last token's logits are needed; V numbers for each token of a long prompt are gigabytes.
@@ -79,6 +79,6 @@ class CachedModel:
         self.length = length
 
 
-def count_cache_bytes(shape: ModelArgs, capacity: int, dtype: torch.dtype) -> int:
+def count_cache_bytes(model_args: ModelArgs, capacity: int, dtype: torch.dtype) -> int:
     """Return the bytes of a cache: keys and values of every layer."""
-    return 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * capacity * dtype.itemsize
+    return 2 * model_args.n_layers * model_args.n_kv_heads * model_args.head_dim * capacity * dtype.itemsize

@@ -23,18 +23,18 @@ from torchtitan_lite.model.head import Head
 class Llama3(nn.Module):
     """The whole model, or what a pipeline stage keeps of it: any of the four children may be None (layers: fewer)."""
 
-    def __init__(self, shape: ModelArgs, *, attention: str = "causal"):
+    def __init__(self, model_args: ModelArgs, *, attention: str = "causal"):
         """`attention` is a row of ATTENTIONS (attention.py)."""
         super().__init__()
-        self.shape = shape
-        self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
+        self.model_args = model_args
+        self.tok_embeddings = nn.Embedding(model_args.vocab_size, model_args.dim)
         # A dict keyed by layer number, so that a stage that holds layers 3 and 4 still calls them that.
         self.layers = nn.ModuleDict(
-            {str(layer): TransformerBlock(shape, ATTENTIONS[attention]()) for layer in range(shape.n_layers)}
+            {str(layer): TransformerBlock(model_args, ATTENTIONS[attention]()) for layer in range(model_args.n_layers)}
         )
-        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.output = Head(shape.dim, shape.vocab_size)
-        if shape.tie_embeddings:
+        self.norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.output = Head(model_args.dim, model_args.vocab_size)
+        if model_args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
     def forward(
@@ -46,7 +46,7 @@ class Llama3(nn.Module):
         with targets the sum of token losses, () fp32; a part without head returns hidden states (B, S, D).
         """
         hidden = self.tok_embeddings(x) if self.tok_embeddings is not None else x
-        rotation = rotary_angles(positions, self.shape)
+        rotation = rotary_angles(positions, self.model_args)
         for block in self.layers.values():
             hidden = block(hidden, rotation, doc_ids)
         if self.output is None:
@@ -55,12 +55,12 @@ class Llama3(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self, shape: ModelArgs, inner_attention: nn.Module):
+    def __init__(self, model_args: ModelArgs, inner_attention: nn.Module):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.attention = Attention(shape, inner_attention)
-        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.feed_forward = FeedForward(shape)
+        self.attention_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.attention = Attention(model_args, inner_attention)
+        self.ffn_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.feed_forward = FeedForward(model_args)
 
     def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
@@ -71,13 +71,13 @@ class TransformerBlock(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention: H query heads share K key/value heads."""
 
-    def __init__(self, shape: ModelArgs, inner: nn.Module):
+    def __init__(self, model_args: ModelArgs, inner: nn.Module):
         super().__init__()
-        self.head_dim = shape.head_dim
-        self.wq = nn.Linear(shape.dim, shape.n_heads * shape.head_dim, bias=False)
-        self.wk = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
-        self.wv = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
-        self.wo = nn.Linear(shape.n_heads * shape.head_dim, shape.dim, bias=False)
+        self.head_dim = model_args.head_dim
+        self.wq = nn.Linear(model_args.dim, model_args.n_heads * model_args.head_dim, bias=False)
+        self.wk = nn.Linear(model_args.dim, model_args.n_kv_heads * model_args.head_dim, bias=False)
+        self.wv = nn.Linear(model_args.dim, model_args.n_kv_heads * model_args.head_dim, bias=False)
+        self.wo = nn.Linear(model_args.n_heads * model_args.head_dim, model_args.dim, bias=False)
         self.inner = inner
 
     def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
@@ -94,22 +94,22 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1 x) * w3 x)."""
 
-    def __init__(self, shape: ModelArgs):
+    def __init__(self, model_args: ModelArgs):
         super().__init__()
-        self.w1 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
-        self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
-        self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+        self.w1 = nn.Linear(model_args.dim, model_args.ffn_dim, bias=False)
+        self.w2 = nn.Linear(model_args.ffn_dim, model_args.dim, bias=False)
+        self.w3 = nn.Linear(model_args.dim, model_args.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-def rotary_frequencies(shape: ModelArgs, device: torch.device) -> Tensor:
+def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
     """Return radians per position of each rotary pair, (E/2,) fp32, with Llama 3.1's scaling of slow pairs."""
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
-    frequencies = shape.rope_theta**-exponents
-    scaling = shape.rope_scaling
+    exponents = torch.arange(0, model_args.head_dim, 2, dtype=torch.float32, device=device) / model_args.head_dim
+    frequencies = model_args.rope_theta**-exponents
+    scaling = model_args.rope_scaling
     if scaling is None:
         return frequencies
     # How often a pair turns within the context that the model was first trained on: often enough to tell positions
@@ -120,12 +120,12 @@ def rotary_frequencies(shape: ModelArgs, device: torch.device) -> Tensor:
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
-def rotary_angles(positions: Tensor, shape: ModelArgs) -> Tensor:
+def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
     """Return cos and sin of every position's angles, (2, B, 1, S, E/2) fp32, shared by all heads and layers.
 
     fp32 under every compute dtype: at position 8,191 a bf16 angle would be wrong by up to 16 radians.
     """
-    angles = positions[:, None, :, None].float() * rotary_frequencies(shape, positions.device)
+    angles = positions[:, None, :, None].float() * rotary_frequencies(model_args, positions.device)
     return torch.stack((angles.cos(), angles.sin()))
 
 
@@ -136,7 +136,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
 
 
-def init_parameter(fqn: str, full: Tensor, shape: ModelArgs, generator: torch.Generator) -> None:
+def init_parameter(fqn: str, full: Tensor, model_args: ModelArgs, generator: torch.Generator) -> None:
     """Fill the full tensor of one parameter in place: normal, cut off at three standard deviations; norms are 1.
 
     Matrices that write into the residual stream (wo, w2) start smaller, so that the stream's variance does not grow
@@ -147,9 +147,9 @@ def init_parameter(fqn: str, full: Tensor, shape: ModelArgs, generator: torch.Ge
         return
     std = 0.02
     if fqn.endswith(("wo.weight", "w2.weight")):
-        std /= math.sqrt(2 * shape.n_layers)
-    elif fqn == "tok_embeddings.weight" and not shape.tie_embeddings:
+        std /= math.sqrt(2 * model_args.n_layers)
+    elif fqn == "tok_embeddings.weight" and not model_args.tie_embeddings:
         std = 1.0
     elif fqn == "output.weight" or fqn == "tok_embeddings.weight":
-        std = shape.dim**-0.5
+        std = model_args.dim**-0.5
     full.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)

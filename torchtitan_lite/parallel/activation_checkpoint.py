@@ -7,8 +7,8 @@
     full        the block's input (B, S, D)           the block: a third more FLOPs
     memory_budget, a share of what a compiled block would keep: the compiler picks what is cheapest to compute again
 
-No rank talks here; but what is recomputed includes TP's collectives unless they are kept, so "op" keeps those that
-reduce. Each block's bound `forward` is replaced in place: names of modules and parameters stay as they are.
+No communication of its own; but recompute repeats the collectives of TP whose outputs are not kept, so "op" keeps those
+that reduce. Each block's bound `forward` is replaced in place: names of modules and parameters stay as they are.
 
 Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
 """
@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_lite.config.schema import ActivationCheckpoint
-from torchtitan_lite.parallel.context_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
+from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS as CONTEXT_ATTENTION
 
 # Outputs worth their memory: expensive to compute, or received from other ranks. Looked up by name, because torch
 # builds have different attention kernels.
@@ -64,7 +64,7 @@ def set_memory_budget(section: ActivationCheckpoint) -> None:
 
 def apply_recompute(block: nn.Module, *, keep_expensive_ops: bool) -> None:
     """Replace `block.forward` by one that backward recomputes: all of it, or all but the expensive ops."""
-    context = {"context_fn": partial(create_selective_checkpoint_contexts, choose)} if keep_expensive_ops else {}
+    context = {"context_fn": partial(create_selective_checkpoint_contexts, choose_policy)} if keep_expensive_ops else {}
     block.forward = recomputed(block.forward, **context)
 
 
@@ -78,5 +78,5 @@ def recomputed(forward: Callable, **options) -> Callable:
     return run
 
 
-def choose(context, op, *args, **kwargs) -> CheckpointPolicy:
+def choose_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE

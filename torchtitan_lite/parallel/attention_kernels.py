@@ -1,4 +1,4 @@
-"""Attention of some queries to some of their keys, so that shares of one attention can be computed apart and merged.
+"""Attention of some queries to some of their keys, so that parts of one attention can be computed apart and merged.
 
     softmax over all keys      = merge of (out, lse) of any parts that the keys are cut into
     lse (B, H, S)              = log of the sum of exp(scores) over the keys of the part: its weight in the merge
@@ -52,8 +52,8 @@ def choose_kernel(query: Tensor) -> Kernel:
 
 def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge the attention to other keys into (out, lse), both fp32, in place."""
-    share = torch.sigmoid(new_lse - lse)  # of the new keys in the softmax over both: never overflows
-    out.lerp_(new_out.float(), share.unsqueeze(-1))
+    weight = torch.sigmoid(new_lse - lse)  # of the new keys in the softmax over both: never overflows
+    out.lerp_(new_out.float(), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))
 
 
@@ -138,7 +138,7 @@ SDPA_KERNELS = {
 }
 
 
-def describe_attention(config: Config, shape: ModelArgs, layout: Layout, device: torch.device) -> str:
+def describe_attention(config: Config, model_args: ModelArgs, layout: Layout, device: torch.device) -> str:
     """Name the kernel that attention runs on, and its input, for the log. `config` is resolved.
 
     causal       torch's SDPA takes the first of its own list that can: cuDNN on Hopper and Blackwell (torch lists it
@@ -146,20 +146,21 @@ def describe_attention(config: Config, shape: ModelArgs, layout: Layout, device:
     causal, cp   KERNELS of this file, because only these return lse
     document     flex attention, compiled, on CUDA; an explicit mask on a CPU
 
-    The question goes to the function by which SDPA itself decides.
+    The answer for SDPA comes from the function by which it decides.
     """
     if config.model.attention == "document":
         return "flex attention, compiled" if device.type == "cuda" else "an explicit mask of the documents"
     if config.model.attention != "causal":
         return f"model.attention = {config.model.attention!r}, as its module computes it"
     seq_len, dtype = config.training.seq_len // layout.cp, getattr(torch, config.training.mixed_precision_param)
+    head_dim, options = model_args.head_dim, {"dtype": dtype, "device": device, "requires_grad": True}
     query, key = (
-        torch.empty(1, n_heads // layout.tp, seq_len, shape.head_dim, dtype=dtype, device=device, requires_grad=True)
-        for n_heads in (shape.n_heads, shape.n_kv_heads)
+        torch.empty(1, n_heads // layout.tp, seq_len, head_dim, **options)
+        for n_heads in (model_args.n_heads, model_args.n_kv_heads)
     )
     if layout.cp > 1:
         (kernel,) = [name for name, kernel in KERNELS.items() if kernel is choose_kernel(query)]
         kernel += f", {config.parallelism.context_parallel_rotate_method} over cp"
     else:
         kernel = SDPA_KERNELS[SDPBackend(torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=True))]
-    return f"{kernel} ({seq_len} tokens, {query.shape[1]} heads of {shape.head_dim}, {dtype})".replace("torch.", "")
+    return f"{kernel} ({seq_len} tokens, {query.shape[1]} heads of {head_dim}, {dtype})".replace("torch.", "")

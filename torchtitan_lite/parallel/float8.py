@@ -1,7 +1,7 @@
 """Float8 on many ranks: local matmuls under TP, weights gathered as float8 under FSDP (drawn for dp_shard=2).
 
     wq.weight (N, K)   rank 0              rank 1
-    at rest            rows [:N/2], fp32   rows [N/2:], fp32     what the optimizer and checkpoints see, as ever
+    at rest            rows [:N/2], fp32   rows [N/2:], fp32     what the optimizer and checkpoints see
     all-reduce         max |w| of both, 4 bytes                  both must round with the same scale
     all-gather         all rows in float8, one scale             N*K bytes, half of what bf16 takes
     in its block       all rows in float8                        already rounded, for forward and backward
@@ -9,8 +9,8 @@
 The all-reduce is made for each weight when it is gathered; or, with precomputed scales, once for all weights, after
 each optimizer step: 4 bytes for each weight over dp_shard x cp.
 
-Under TP each rank multiplies the slice that it has, of x and of w, and rounds it with its own scale: no rank talks
-more than without float8. (torch's DTensor cannot do rowwise scales over gloo, and would all-reduce every maximum.)
+Under TP each rank multiplies the slice that it has, of x and of w, and rounds it with its own scale: no traffic is
+added. (torch's DTensor cannot do rowwise scales over gloo, and would all-reduce every maximum.)
 
 Sources: TorchTitan arXiv:2410.06511; FSDP2's extension hooks, torch.distributed.fsdp.
 Effect: linear layers of the plan become Float8Linear; FQNs, parameters and what a checkpoint holds do not change.
@@ -55,9 +55,9 @@ class ParallelFloat8Linear(Float8Linear):
         if not isinstance(self.weight, DTensor):
             return self.multiply(x, self.weight)
         (placement,) = self.weight.placements
-        if placement.is_shard(0):  # colwise: x is whole, and each rank has a share of its gradient
+        if placement.is_shard(0):  # colwise: x is whole, its gradient a sum over ranks
             x, output = x.to_local(grad_placements=[Partial()]), Shard(-1)
-        else:  # rowwise: x is split as w is, and each rank has a share of y
+        else:  # rowwise: x is split as w is, y a sum over ranks
             x, output = x.to_local(), Partial()
         y = self.multiply(x, self.weight.to_local())
         return DTensor.from_local(y, self.weight.device_mesh, [output], run_check=False)

@@ -46,7 +46,7 @@ def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     first = [part.tok_embeddings] if part.tok_embeddings is not None else []
     last = [part.norm, part.output] if part.output is not None else []
     blocks = [[block] for block in part.layers.values()]
-    if first and last and part.shape.tie_embeddings:  # one matrix can only be in one group
+    if first and last and part.model_args.tie_embeddings:  # one matrix can only be in one group
         return [*blocks, first + last]
     return [group for group in ([first] + blocks + [last]) if group]
 

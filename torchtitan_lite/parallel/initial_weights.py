@@ -23,14 +23,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 def initialize_weights(
     part: nn.Module, init_parameter: Callable, seed: int, device: torch.device | None = None
 ) -> None:
-    """Initialise the parameters of `part` by the model's rule `init_parameter(fqn, full, shape, generator)`.
+    """Initialise the parameters of `part` by the model's rule `init_parameter(fqn, full, model_args, generator)`.
 
     `device`: where to draw, if not where the parameters are. Devices draw different numbers.
     """
     for fqn, parameter in part.named_parameters():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device or parameter.device)
         generator = torch.Generator(full.device).manual_seed(seed_of(seed, fqn))
-        init_parameter(fqn, full, part.shape, generator)
+        init_parameter(fqn, full, part.model_args, generator)
         copy_local_shard(parameter, full)
 
 

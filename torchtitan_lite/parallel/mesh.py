@@ -1,6 +1,6 @@
 """From a layout to process groups: one device, one DeviceMesh of five dims, and the sub-meshes that serve a purpose.
 
-    dim            split                          talks
+    dim            split                          communication
     pp             layers                         send/recv of hidden states, per microbatch
     dp_replicate   sequences                      all-reduce of gradients, per backward
     dp_shard       sequences and parameters       all-gather and reduce-scatter of parameters, per block
@@ -10,9 +10,18 @@
 Every rank has one coordinate on each dim; a group is the ranks that differ in one coordinate only. Groups of one rank
 are made too: they cost nothing, and code that always has its group needs no special case.
 
+How long a rank waits in a collective, a send or a receive before it raises ([comm]):
+
+    groups of the mesh, pipeline   init_timeout_seconds until the first step is done, train_timeout_seconds after it
+    groups of the host             init_timeout_seconds throughout: in them a rank waits for the slowest disk of all
+
+In their first step ranks compile, connect and read at different speeds; after it, a peer that is late by many steps is
+hung. A save or an export takes as long as its disk. torch gives 30 minutes to a group that is made without a time-out.
+
 Effect: process groups exist; nothing is sharded yet. Sources: DeviceMesh; arXiv:2410.06511.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -20,9 +29,11 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import _redistribute, debug
 
 from torchtitan_lite.config.layout import MESH_DIMS, Layout
+from torchtitan_lite.parallel.pipeline import list_stages
 
 
 @dataclass(frozen=True)
@@ -32,10 +43,9 @@ class Mesh:
     world: DeviceMesh  # (pp, dp_replicate, dp_shard, cp, tp)
     fsdp_mesh: DeviceMesh  # what fully_shard gets: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
     dp_cp_mesh: DeviceMesh  # 1-D: ranks whose tokens differ, dp_replicate x dp_shard x cp
-    loss_mesh: DeviceMesh  # 1-D: ranks whose share of the loss is added up, pp x dp x cp: all but tp
-    data_rank: int  # which share of each global batch this rank reads, 0 .. layout.dp - 1
+    loss_mesh: DeviceMesh  # 1-D: ranks whose losses are added up, pp x dp x cp: all but tp
 
-    # Kept, because a slice of a mesh is made anew whenever it is asked for, in 0.15 ms.
+    # Cached, because torch makes a new slice of a mesh, in 0.15 ms, whenever it is indexed.
 
     @cached_property
     def pp(self) -> DeviceMesh:
@@ -53,20 +63,24 @@ class Mesh:
         """Return the coordinate of this rank on each mesh dim."""
         return dict(zip(MESH_DIMS, self.world.get_coordinate(), strict=True))
 
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's rows among those of the global batch, 0 .. layout.dp - 1."""
+        own = self.coordinates()
+        return own["dp_replicate"] * self.world["dp_shard"].size() + own["dp_shard"]
+
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Make the process groups of a layout. Collective: every rank of the world calls it."""
     world = init_device_mesh(device_type, tuple(layout.degrees.values()), mesh_dim_names=MESH_DIMS)
     shard = world["dp_shard", "cp"]._flatten("shard")
     replicate = world["dp_replicate"]
-    coordinates = dict(zip(MESH_DIMS, world.get_coordinate(), strict=True))
     return Mesh(
         world=world,
         # A 1-D mesh shards; a second dim in front of it replicates, which costs FSDP an all-reduce: only where needed.
         fsdp_mesh=DeviceMesh._concatenate([replicate, shard]) if layout.dp_replicate > 1 else shard,
         dp_cp_mesh=world["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp"),
         loss_mesh=world["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss"),
-        data_rank=coordinates["dp_replicate"] * layout.dp_shard + coordinates["dp_shard"],
     )
 
 
@@ -126,3 +140,45 @@ def forget_groups() -> None:
     _redistribute._gen_transform_infos.cache_clear()
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # not in every torch
         _redistribute.clear_redistribute_planner_cache()
+
+
+# ---------------------------------------------------------------- time-outs
+
+
+def list_groups() -> list[dist.ProcessGroup]:
+    """List every process group of this rank: DeviceMesh, FSDP, torch's pipeline and this code make them.
+
+    torch has no public list of them; its private map holds those of this rank only.
+    """
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def set_timeouts(
+    timeout_s: int, schedule: _PipelineSchedule | None, *, besides: Collection[dist.ProcessGroup] = ()
+) -> None:
+    """Give this time-out to every group of this process, but for those in `besides`, which keep theirs.
+
+    Collective: no rank may wait with a short time-out for one that is still in its first step.
+    """
+    dist.barrier()
+    timeout = timedelta(seconds=timeout_s)
+    for group in list_groups():
+        if group not in besides:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+    renew_pipeline_group(timeout, schedule)
+
+
+def renew_pipeline_group(timeout: timedelta, schedule: _PipelineSchedule | None) -> None:
+    """Give the stages of this rank a new group with this time-out, if they use gloo.
+
+    Gloo's send and receive keep the time-out with which their group was made; one that is set later applies to
+    collectives only (torch 2.13). The old group stays, idle: its name in the store must not be used again.
+    """
+    stages = list_stages(schedule)
+    if stages and dist.get_backend(stages[0].group) == "gloo":
+        ranks = dist.get_process_group_ranks(stages[0].group)
+        group = dist.new_group(
+            ranks, timeout=timeout, backend="gloo", use_local_synchronization=True, group_desc="pipeline"
+        )
+        for stage in stages:
+            stage.group = group

@@ -12,8 +12,8 @@
               8. PipelineStage, schedule: they take the parts as they are            (step.py)
 
 Before all of it the model is cut into parts (pipeline.py), so that no stage ever allocates what it does not hold.
-3 to 5 replace the bound `forward` of a block in place: it was right in every combination that was tried (recompute x
-compile x TP x FSDP x PP), keeps FQNs clean, and nothing is recompiled.
+3 to 5 replace the bound `forward` of a block in place. That was right in every combination that was tried (recompute x
+compile x TP x FSDP x PP), keeps FQNs clean and recompiles nothing.
 """
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 
 from torchtitan_lite.config.float8_plan import uses_float8
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.schema import Compile, Config
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.activation_checkpoint import (
     apply_recompute,
     plan_recompute,
@@ -33,24 +33,23 @@ from torchtitan_lite.parallel.fsdp import apply_fsdp
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.tensor_parallel import (
     apply_tensor_parallel,
+    build_chunked_loss,
     enable_async_tensor_parallel,
     plan_tensor_parallel,
 )
-from torchtitan_lite.parallel.vocabulary_parallel_loss import build_chunked_loss
 
 
 def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> None:
     """Apply the layout's parallelisms to `part` (on meta), in place."""
     if uses_float8(config):
         apply_float8(part, config.quantize.linear.float8, layout.tp)
+    shard_loss = not config.parallelism.disable_loss_parallel
     if layout.tp > 1:
-        plan = plan_tensor_parallel(part, shard_loss=not config.parallelism.disable_loss_parallel)
-        apply_tensor_parallel(part, mesh.tp, plan)
+        apply_tensor_parallel(part, mesh.tp, plan_tensor_parallel(part, shard_loss=shard_loss))
     if layout.cp > 1:
         method = config.parallelism.context_parallel_rotate_method
         apply_context_parallel(part, mesh.cp, attention=config.model.attention, method=method)
     if part.output is not None and config.training.loss_chunk_tokens:
-        shard_loss = not config.parallelism.disable_loss_parallel
         part.output.chunked_loss = build_chunked_loss(config.training.loss_chunk_tokens, mesh.tp, shard_loss=shard_loss)
 
     recompute = plan_recompute(config.activation_checkpoint, [int(layer) for layer in part.layers])
@@ -60,11 +59,14 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
         if recompute[int(layer)] == "op":
             apply_recompute(block, keep_expensive_ops=True)
         if config.compile.enable and "model" in config.compile.components:
-            compile_block(block, config.compile, options)
+            # Without graph breaks. Blocks are alike, so the first compilation serves all.
+            block.forward = torch.compile(
+                block.forward, backend=config.compile.backend, fullgraph=True, options=options
+            )
         if recompute[int(layer)] == "full":
             apply_recompute(block, keep_expensive_ops=False)
     if part.output is not None and config.compile.enable and "loss" in config.compile.components:
-        compile_loss(part.output, config.compile)
+        compile_loss(part.output, config.compile.backend)
 
     whole_on_one_rank = layout.dp * layout.cp * layout.tp == 1
     offload = config.training.enable_cpu_offload
@@ -80,16 +82,11 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
     )
 
 
-def compile_block(block: nn.Module, section: Compile, options: dict[str, bool] | None) -> None:
-    """Compile the block's forward without graph breaks. Blocks are alike, so the first compilation serves all."""
-    block.forward = torch.compile(block.forward, backend=section.backend, fullgraph=True, options=options)
-
-
-def compile_loss(head: nn.Module, section: Compile) -> None:
+def compile_loss(head: nn.Module, backend: str) -> None:
     """Compile the loss of given logits, of one chunk of tokens or of all; the head's matmuls stay outside."""
     if head.chunked_loss is not None:
         loss = head.chunked_loss
-        loss.differentiate = torch.compile(loss.differentiate, backend=section.backend, fullgraph=True)
+        loss.differentiate = torch.compile(loss.differentiate, backend=backend, fullgraph=True)
     else:
         loss = head.token_loss
-        loss.forward = torch.compile(loss.forward, backend=section.backend, fullgraph=True)
+        loss.forward = torch.compile(loss.forward, backend=backend, fullgraph=True)

@@ -36,7 +36,7 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes
 from torchtitan_lite.config.reader import ConfigReading
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.model.chunked_loss import ChunkedLoss
+from torchtitan_lite.model.head import ChunkedLoss
 from torchtitan_lite.step import MODELS
 from torchtitan_lite.verify.certificate import Measure
 from torchtitan_lite.verify.model_comparison import FLOOR, LENGTH, N_ROUNDINGS, Comparison, compare, list_rows

@@ -170,7 +170,7 @@ def rounded_otherwise(theirs: nn.Module) -> Iterator[None]:
 
 def compare(name: str, ours: nn.Module, theirs: nn.Module, rows: list[Row], seed: int) -> Comparison:
     """Compare both models on one batch. Both end as they started, without gradients."""
-    batch = make_batch(rows, ours.shape, seed)
+    batch = make_batch(rows, ours.model_args, seed)
     seen, rounding = measure_errors(ours, theirs, batch)
     gradients = {fqn: judge(fqn, error, rounding.gradients[fqn], name) for fqn, error in seen.gradients.items()}
     measures = [
@@ -186,7 +186,7 @@ def compare(name: str, ours: nn.Module, theirs: nn.Module, rows: list[Row], seed
 
 def measure_errors(ours: nn.Module, theirs: nn.Module, batch: Batch) -> tuple[Errors, Errors]:
     """Return errors of `ours`, and of `theirs` when it rounds otherwise. Only the reference's gradients are kept."""
-    args = ours.shape
+    args = ours.model_args
     their_parameters = {fqn: theirs.get_parameter(their_name(fqn)) for fqn in list_tensors(args)}
     logits, loss = forward_theirs(theirs)(batch)
     loss.backward()
@@ -237,7 +237,7 @@ Seen = dict[str, tuple[Tensor, Tensor]]  # module by our name, in the order of t
 
 def find_first(ours: nn.Module, theirs: nn.Module, batch: Batch) -> str:
     """Return the first module with weights whose input or output is beyond its bound."""
-    args = ours.shape
+    args = ours.model_args
     names = [fqn.removesuffix(".weight") for fqn in list_tensors(args)]
     names += ["output"] * args.tie_embeddings
     their_modules = {name: theirs.get_submodule(their_name(f"{name}.weight").removesuffix(".weight")) for name in names}
