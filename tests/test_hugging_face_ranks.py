@@ -15,7 +15,6 @@ from torch import Tensor
 from torchtitan_lite.checkpoint.hugging_face import (
     Export,
     export_hf,
-    export_weights,
     load_weights,
     read_tensor,
     write_folder,
@@ -23,8 +22,7 @@ from torchtitan_lite.checkpoint.hugging_face import (
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
 from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.manifest import CheckpointError
-from torchtitan_lite.checkpoint.one_process import open_checkpoint
-from torchtitan_lite.checkpoint.save import CheckpointSaver, choose_tensors
+from torchtitan_lite.checkpoint.save import choose_tensors
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.verify.ranks import RankFailure
 
@@ -35,7 +33,6 @@ LAYOUTS = {
     "dp3, uneven shards that cut through heads": (3, SIX),
     "dp4": (4, {}),
     "tp4": (4, {TP: 4}),
-    "dp2 x tp2": (4, {TP: 2}),
     "hsdp2x2": (4, {REPLICATE: 2}),
     "pp4": (4, {PP: 4}),
     "pp2 x dp2 x tp2 Interleaved1F1B": (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
@@ -70,7 +67,7 @@ def load_and_export(rank: int, world_size: int, overrides: dict, source: str, ou
     wrong = [fqn for fqn, tensor in full.items() if not torch.equal(tensor, make_weight(fqn, tuple(tensor.shape)))]
     export = Export(SHAPE, "float32", most_file_bytes=100_000)
     with checkpoints.PeakBytes(own) as exporting:
-        export_weights(Path(out), run.parameters, export, group=dist.group.WORLD)
+        export_hf(Path(out), run.parameters, export, group=dist.group.WORLD)
     return wrong, loading.peak, exporting.peak, list(run.parameters)
 
 
@@ -92,7 +89,7 @@ def test_a_folder_is_loaded_and_written_on_any_layout_bit_by_bit(pool, source, t
         assert exporting_bytes <= 4 * largest_bytes
     assert {fqn for share in shares for fqn in share[-1]} == set(list_tensors(SHAPE))
     exported = open_folder(tmp_path / "out")
-    assert exported.shape == SHAPE
+    assert exported.model_args == SHAPE
     for fqn, size in list_tensors(SHAPE).items():
         assert torch.equal(read_tensor(exported, fqn), make_weight(fqn, size)), fqn
     assert not (tmp_path / "out.tmp").exists()
@@ -106,13 +103,8 @@ def begin_and_leave(rank: int, world_size: int, overrides: dict, out: str, finge
     run = compare.build_table_run(world_size, overrides)
     section, group = Checkpoint(enable=True, **keys), dist.group.WORLD
     of_run, common = (run.parameters, run.optimizer), {"section": section, "group": group}
-    step = restore_or_load(
-        Path(out), 0, *of_run, run.lr_scheduler, is_named=False, shape=SHAPE, fingerprint=fingerprint, **common
-    )
-    saver = CheckpointSaver(
-        Path(out), section, run.optimizer, fingerprint=fingerprint, run={}, group=group, device=run.device
-    )
-    with saver:
+    step = restore_or_load(Path(out), 0, *of_run, run.lr_scheduler, is_named=False, fingerprint=fingerprint, **common)
+    with checkpoints.make_saver(out, section, run.optimizer, fingerprint=fingerprint) as saver:
         saver.save(5, choose_tensors(*of_run, is_last=True, **common))
     if section.last_save_in_hf:
         (Path(out) / "step-5-hf.tmp").mkdir(exist_ok=True)  # of an attempt that was killed
@@ -135,11 +127,9 @@ def test_a_run_begins_with_a_folder_and_leaves_weights_in_the_type_of_export(poo
     expected = {fqn: make_weight(fqn, size) for fqn, size in list_tensors(SHAPE).items()}
     assert [fqn for fqn, tensor in merge(shares).items() if not torch.equal(tensor, expected[fqn])] == []
     exported = open_folder(tmp_path / "step-5-hf")
-    with open_checkpoint(tmp_path / "step-5") as checkpoint:
-        assert set(checkpoint.tensors) == {f"model.{fqn}" for fqn in expected}
-        for fqn, weight in expected.items():
-            assert torch.equal(checkpoint.read(f"model.{fqn}"), weight.bfloat16()), fqn
-            assert torch.equal(read_tensor(exported, fqn), weight.bfloat16()), fqn
+    rounded = {f"model.{fqn}": weight.bfloat16() for fqn, weight in expected.items()}
+    assert checkpoints.list_differing(checkpoints.read_tensors(tmp_path / "step-5"), rounded) == []
+    assert [fqn for fqn in expected if not torch.equal(read_tensor(exported, fqn), rounded[f"model.{fqn}"])] == []
 
     # Weights alone, opened on another layout: the run has the numbers as they were rounded, and begins at step 0.
     begins = {"initial_load_path": str(tmp_path / "step-5")}
@@ -153,16 +143,15 @@ def test_a_run_may_go_on_with_the_step_and_optimizer_of_another(pool, tmp_path):
     begins = {"initial_load_path": str(tmp_path / "step-3"), "initial_load_model_only": False}
     shares = pool.run(begin_and_leave, 2, ADAMW, str(tmp_path / "next"), checkpoints.FINGERPRINT, **begins)
     assert {step for step, _ in shares} == {3}
-    with open_checkpoint(tmp_path / "step-3") as first, open_checkpoint(tmp_path / "next" / "step-5") as second:
-        assert first.tensors == second.tensors
-        assert any(name.endswith(".exp_avg_sq") for name in first.tensors)
-        assert [name for name in first.tensors if not torch.equal(first.read(name), second.read(name))] == []
+    first, second = (checkpoints.read_tensors(path) for path in (tmp_path / "step-3", tmp_path / "next" / "step-5"))
+    assert any(name.endswith(".exp_avg_sq") for name in first) and checkpoints.list_differing(first, second) == []
 
 
 def test_weights_of_another_model_are_refused_on_every_rank(pool, tmp_path):
     pool.run(checkpoints.train_and_save, 1, {}, str(tmp_path), 1, Checkpoint(enable=True))  # its facts: dim 64, no more
     with pytest.raises(RankFailure, match="step-1 was saved with shape = {'dim': 64, 'name': 'llama3'}, this run has"):
-        pool.run(begin_and_leave, 2, {}, str(tmp_path), {}, initial_load_path=str(tmp_path / "step-1"))
+        facts = {"shape": asdict(SHAPE)}
+        pool.run(begin_and_leave, 2, {}, str(tmp_path), facts, initial_load_path=str(tmp_path / "step-1"))
 
 
 def spoil_and_leave(rank: int, world_size: int, overrides: dict, out: str, fqn: str) -> list[str]:
@@ -196,25 +185,14 @@ def test_what_one_rank_cannot_convert_stops_all_of_them_by_name_and_leaves_nothi
 def leave_on_a_full_disk(rank: int, world_size: int, overrides: dict, out: str) -> str:
     """Worker: the last rank may write no large file."""
     run = compare.build_table_run(world_size, overrides)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == world_size - 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
-        export_weights(Path(out), run.parameters, Export(SHAPE, "float32"), group=dist.group.WORLD)
+        with checkpoints.limit_files(50_000 if rank == world_size - 1 else resource.RLIM_INFINITY):
+            export_hf(Path(out), run.parameters, Export(SHAPE, "float32"), group=dist.group.WORLD)
     except CheckpointError as error:
         return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_is_full_for_one_rank_stops_all_of_them_and_leaves_nothing(pool, tmp_path):
     said = pool.run(leave_on_a_full_disk, 2, {PP: 2}, str(tmp_path / "out"))
     assert said[0] == said[1] and "model-00002-of-00002.safetensors cannot be written (File too large)" in said[0]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_export_never_takes_the_place_of_something(pool, source, tmp_path):
-    (tmp_path / "out").mkdir()
-    with pytest.raises(RankFailure, match="out exists already"):
-        pool.run(load_and_export, 2, {}, str(source), str(tmp_path / "out"))
-    assert list((tmp_path / "out").iterdir()) == []

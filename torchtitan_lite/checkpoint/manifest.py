@@ -84,6 +84,11 @@ def name_entry(name: str, record: TensorRecord, chunk: Chunk) -> str:
     return f"{name}[{','.join(f'{offset}:{offset + size}' for offset, size in pairs)}]"
 
 
+def name_file(number: int) -> str:
+    """Return the name of the file that this rank writes; in one process, of the file with this number."""
+    return f"rank-{number:05}.safetensors"
+
+
 def find_steps(folder: Path) -> list[int]:
     """Return the steps of the checkpoints in `folder`, ascending. Does not check them."""
     names = [path.parent.name.removeprefix("step-") for path in folder.glob(f"step-*/{MANIFEST}")]

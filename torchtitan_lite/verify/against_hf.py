@@ -28,8 +28,14 @@ import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes
-from torchtitan_lite.checkpoint.hugging_face_folder import HuggingFaceFolder, list_tensors, open_folder
+from torchtitan_lite.checkpoint.hugging_face_folder import (
+    REMEDY,
+    HuggingFaceError,
+    HuggingFaceFolder,
+    compare_shapes,
+    list_tensors,
+    open_folder,
+)
 from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import measure_cpu_memory
@@ -57,7 +63,7 @@ def main(reading: ConfigReading, options: argparse.Namespace) -> int:
         refuse_other_options(options)
         transformers = load_transformers()
         folder = open_matching(options.against_hf, reading.config)
-        check_names(reading.config, folder.shape)
+        check_names(reading.config, folder.model_args)
         check_memory(reading.config, folder)
         ours = build_ours(reading.config, folder)
     except ConfigError as error:
@@ -67,7 +73,7 @@ def main(reading: ConfigReading, options: argparse.Namespace) -> int:
         return 2
     theirs = build_theirs(transformers, folder.path)
     comparisons = []
-    rows_by_batch = list_rows(folder.shape, attention=reading.config.model.attention)
+    rows_by_batch = list_rows(folder.model_args, attention=reading.config.model.attention)
     for number, (name, rows) in enumerate(rows_by_batch.items()):
         print(f"comparing {name} positions ...", file=sys.stderr)
         comparisons.append(compare(name, ours, theirs, rows, reading.config.debug.seed + number))
@@ -124,10 +130,9 @@ def open_matching(path: Path, config: Config) -> HuggingFaceFolder:
     try:
         folder = open_folder(path)
     except HuggingFaceError as error:
-        remedy = "Name a folder as transformers saves a Llama, with config.json and safetensors files"
-        raise ConfigError([Problem(KEY, str(path), "; ".join(error.problems), remedy)]) from None
-    problems = compare_shapes(folder.shape, shape, path)
-    if folder.shape.tie_embeddings and not shape.tie_embeddings:  # may be loaded, but has one gradient for our two
+        raise ConfigError([Problem(KEY, str(path), "; ".join(error.problems), REMEDY)]) from None
+    problems = compare_shapes(folder.model_args, shape, path)
+    if folder.model_args.tie_embeddings and not shape.tie_embeddings:  # may be loaded, but has one gradient for our two
         why, remedy = f"the model in {path} has one matrix for embedding and head", "Set model.tie_embeddings = true"
         problems.append(Problem("model.tie_embeddings", False, why, remedy))
     if problems:
@@ -153,7 +158,7 @@ def check_names(config: Config, shape: ModelArgs) -> None:
 
 def check_memory(config: Config, folder: HuggingFaceFolder) -> None:
     """Print the memory that is needed. Raises ConfigError where this host has less."""
-    needed, available = count_bytes(folder.shape, config.model.attention), measure_cpu_memory()
+    needed, available = count_bytes(folder.model_args, config.model.attention), measure_cpu_memory()
     seen = f"it needs about {format_bytes(needed)}: weights twice, gradients once, activations, all in float32"
     print(f"{KEY} {folder.path}: {seen}; this host has {format_bytes(available)}", file=sys.stderr)
     if needed > available:
@@ -180,9 +185,9 @@ def build_ours(config: Config, folder: HuggingFaceFolder) -> nn.Module:
     """Return the config's model file with the folder's weights. Raises ConfigError where one is not finite."""
     model_class, _ = MODELS[config.model.name]
     with torch.device("meta"):
-        model = model_class(folder.shape, attention=config.model.attention)
+        model = model_class(folder.model_args, attention=config.model.attention)
     model.to_empty(device="cpu")
-    if folder.shape.tie_embeddings:  # to_empty made two tensors of the one
+    if folder.model_args.tie_embeddings:  # to_empty made two tensors of the one
         model.output.weight = model.tok_embeddings.weight
     load_weights(folder, dict(model.named_parameters()))
     if bad := [fqn for fqn, parameter in model.named_parameters() if not parameter.isfinite().all()]:
