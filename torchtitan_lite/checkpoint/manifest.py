@@ -16,11 +16,15 @@ Hashes are BLAKE2b with 256 bits; `b2sum -l 256` prints the same.
 
 import hashlib
 import json
+import os
 import re
 import stat
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
+
+from torchtitan_lite.config.json_file import read_regular_file
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # of what is written. Format 1, which is still read, calls the fingerprint "facts"
@@ -45,8 +49,7 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint is not what was saved. The message names the file."""
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor, stored in one file."""
 
     file: str
@@ -100,29 +103,21 @@ def find_steps(folder: Path) -> list[int]:
 
 def encode(manifest: Manifest) -> bytes:
     """Return the content of manifest.json: its hash, then JSON with one line per file and per tensor."""
-    files = {name: vars(record) for name, record in manifest.files.items()}
-    tensors = {
-        name: {
-            "dtype": record.dtype,
-            "shape": record.shape,
-            "chunks": [[chunk.file, chunk.offsets, chunk.sizes] for chunk in record.chunks],
-        }
-        for name, record in manifest.tensors.items()
-    }
     parts = {
         "format": json.dumps(FORMAT),
         "step": json.dumps(manifest.step),
         "fingerprint": json.dumps(manifest.fingerprint),
         "run": json.dumps(manifest.run),
-        "files": encode_lines(files),
-        "tensors": encode_lines(tensors),
+        "files": encode_lines(manifest.files),
+        "tensors": encode_lines(manifest.tensors),
     }
     body = ",\n".join(f'"{name}": {text}' for name, text in parts.items()) + "}\n"
     return FIRST_LINE % hash_bytes(body.encode()).encode() + body.encode()
 
 
-def encode_lines(records: dict[str, object]) -> str:
-    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in records.items()) + "}"
+def encode_lines(records: dict[str, FileRecord] | dict[str, TensorRecord]) -> str:
+    lines = (f"{json.dumps(name)}: {json.dumps(vars(record))}" for name, record in records.items())
+    return "{\n" + ",\n".join(lines) + "}"
 
 
 def hash_bytes(data: bytes) -> str:
@@ -139,16 +134,14 @@ def read_manifest(folder: Path) -> Manifest:
     checkpoint, or one of a later format; DamagedCheckpoint for everything else.
     """
     path = folder / MANIFEST
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}")
     try:
-        found = path.lstat()
-    except OSError as error:
-        raise CheckpointError(f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error.strerror})") from None
-    if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
-        raise DamagedCheckpoint(f"{path} is not a plain file of at most {MOST_BYTES:,} bytes")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror})") from None
+        if path.is_symlink():
+            raise ValueError("is a link")
+        content = read_regular_file(path, MOST_BYTES)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path} {error}") from None
     first_line, body = content[:FIRST_LINE_BYTES], content[FIRST_LINE_BYTES:]
     if first_line != FIRST_LINE % hash_bytes(body).encode():
         raise DamagedCheckpoint(f"{path} has changed since it was written: the hash in its first line does not match")
