@@ -139,11 +139,11 @@ def test_limits_on_what_is_drawn_reach_the_model(checkpoint, generate):
 
 
 def test_a_tied_model_has_its_embedding_as_head(tokenizer, generate, tmp_path):
-    shape = replace(ARGS, tie_embeddings=True)
-    model = Llama3(shape)
+    args = replace(ARGS, tie_embeddings=True)
+    model = Llama3(args)
     initialize_weights(model, init_parameter, seed=1)
-    write_folder(tmp_path / "llama", model.state_dict().__getitem__, Export(shape, "float32"))
-    path = save(tmp_path / "step-40", dict(model.named_parameters()), shape=asdict(shape))
+    write_folder(tmp_path / "llama", model.state_dict().__getitem__, Export(args, "float32"))
+    path = save(tmp_path / "step-40", dict(model.named_parameters()), shape=asdict(args))
     with torch.no_grad():
         tokens = torch.tensor([tokenizer.encode(PROMPT, bos=True)])
         expected = int(model(tokens, positions=torch.arange(tokens.shape[1])[None])[0, -1].argmax())
@@ -175,10 +175,9 @@ def test_the_prompt_is_an_argument_a_file_or_standard_input(checkpoint, generate
         assert generate(checkpoint, *arguments, *short)["prompt_tokens"] == expected["prompt_tokens"]
 
 
-def test_the_newest_checkpoint_of_a_run_is_taken(trained, generate, tmp_path):
+def test_the_newest_checkpoint_of_a_run_is_taken(generate, trained, tmp_path):
     for step in (5, 40, 100):
         save(tmp_path / "checkpoint" / f"step-{step}", trained.state_dict())
-    (tmp_path / "checkpoint" / "step-200.tmp").mkdir()
     for source in (tmp_path, tmp_path / "checkpoint"):
         assert generate(source, "--prompt", "", "--max-new-tokens", 1)["source"].endswith("step-100")
 
@@ -194,13 +193,6 @@ def take(tokens: list[int], tokenizer: Tokenizer) -> tuple[tool.Sample, list[str
     shown: list[str] = []
     end_ids = frozenset([tokenizer.eos_id])
     return tool.take(iter(tokens), tokenizer, end_ids, seed=0, limit="max_new_tokens", show=shown.append), shown
-
-
-def test_a_text_ends_with_the_token_that_ends_a_document_which_is_not_shown(tokenizer):
-    ids = tokenizer.encode("x = 1\n")
-    sample, shown = take([*ids, tokenizer.eos_id, *ids], tokenizer)
-    assert "".join(shown) == sample.text == "x = 1\n"
-    assert (sample.tokens, sample.stopped) == (ids, "end_of_document")
 
 
 def test_a_text_ends_with_any_token_of_generation_config(checkpoint, trained, tokenizer, generate, tmp_path):
@@ -220,11 +212,12 @@ def test_a_text_ends_with_any_token_of_generation_config(checkpoint, trained, to
 
 
 @pytest.mark.parametrize("assets", ["bytes", SHIPPED])
-def test_characters_are_shown_whole_as_soon_as_their_last_byte_is_there(assets):
+def test_characters_are_shown_whole_as_soon_as_their_last_byte_is_there_and_the_token_that_ends_a_text_is_not(assets):
     tokenizer = load_tokenizer(assets)
     text = "aé日\U0001f469\u200d\U0001f467 z"
     ids = tokenizer.encode(text)
-    sample, shown = take(ids, tokenizer)
+    sample, shown = take([*ids, tokenizer.eos_id, *ids], tokenizer)
+    assert (sample.tokens, sample.stopped) == (ids, "end_of_document")
     assert len(shown) == len(ids) + 1 and "".join(shown) == sample.text == text
     so_far = b""
     for n_tokens, piece in enumerate(shown[:-1], 1):
@@ -234,10 +227,8 @@ def test_characters_are_shown_whole_as_soon_as_their_last_byte_is_there(assets):
 
 
 def test_bytes_that_make_no_character_are_shown_as_decoding_has_them():
-    tokenizer = load_tokenizer("bytes")
-    ids = [0x61, 0xF0, 0x9F, 0x62, 0xFF, 0xE6, 0x97]
-    sample, shown = take(ids, tokenizer)
-    assert "".join(shown) == sample.text == tokenizer.decode(ids) == "a\ufffdb\ufffd\ufffd"
+    sample, shown = take([0x61, 0xF0, 0x9F, 0x62, 0xFF, 0xE6, 0x97], load_tokenizer("bytes"))
+    assert "".join(shown) == sample.text == "a\ufffdb\ufffd\ufffd"
 
 
 def test_rows_of_the_head_without_a_token_are_never_drawn(export, generate):
@@ -323,16 +314,44 @@ def test_a_damaged_checkpoint_is_an_error_that_names_the_file(trained, assert_re
     assert_refused(tmp_path, "--prompt", "a", "--no-verify", status=1, named=[str(file)])
 
 
-def test_an_attention_that_the_cache_does_not_compute_is_refused_before_weights_are_loaded(
-    trained, assert_refused, tmp_path, monkeypatch
+def replace_in(**changes):
+    """Change fields of the ModelArgs in the fingerprint."""
+    return {"shape": {**asdict(ARGS), **changes}}
+
+
+SMALL = replace(ARGS, vocab_size=300)
+UNUSABLE = {  # change of the weights, of the manifest | what is named
+    "missing tensor": (lambda weights: weights.pop("norm.weight"), {}, ["model.norm.weight is missing"]),
+    "another size": (lambda weights: weights.update({"norm.weight": torch.ones(1, 128)}), {}, ["weight", "[1, 128]"]),
+    "layers without end": (None, replace_in(n_layers=10**12), ["1000000000000 layers"]),
+    "no shape": (None, {"shape": None}, ["manifest.json"]),
+    "half a shape": (None, {"shape": {"dim": 1}}, ["manifest.json"]),
+    "text": (None, replace_in(dim="128"), ["manifest.json"]),
+    "negative": (None, replace_in(dim=-1), ["manifest.json"]),
+    "beyond all memory": (None, replace_in(dim=2**62), ["manifest.json"]),
+    "name of a scaling": (None, replace_in(rope_scaling="llama3"), ["manifest.json"]),
+    "another tokenizer": (None, {"tokenizer": "0" * 64}, [SHIPPED, "--tokenizer"]),
+    "too few rows": (
+        lambda weights: weights.update(Llama3(SMALL).state_dict()),
+        {"shape": asdict(SMALL)},
+        ["2304 tokens", "300", "--tokenizer"],
+    ),
+    "attention that a cache lacks": (None, {"attention": "sliding_window"}, ['"causal", "document"', "in_cache"]),
+    "unknown attention": (None, {"attention": "of_another_fork"}, ['model.attention = "of_another_fork"']),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_checkpoint_that_cannot_be_used_is_refused_before_weights_are_loaded(
+    trained, assert_refused, tmp_path, monkeypatch, name
 ):
-    row = choices.AttentionRow(uses_documents=True)
-    monkeypatch.setitem(choices.ATTENTIONS, "sliding_window", row)
+    monkeypatch.setitem(choices.ATTENTIONS, "sliding_window", choices.AttentionRow(uses_documents=True))
     monkeypatch.setattr(tool, "build_model", None)  # would raise TypeError
-    for attention in ("sliding_window", "of_another_fork"):
-        source = save(tmp_path / attention / "step-1", trained.state_dict(), attention=attention)
-        named = [f'model.attention = "{attention}"', '"causal", "document"', "in_cache"]
-        assert_refused(source, "--prompt", "a", named=named)
+    change, about, named = UNUSABLE[name]
+    weights = dict(trained.state_dict())
+    if change:
+        change(weights)
+    assert_refused(save(tmp_path / "step-1", weights, **about), "--prompt", "a", named=[str(tmp_path), *named])
 
 
 def test_a_model_trained_with_document_attention_generates_the_same_text(trained, checkpoint, generate, tmp_path):
@@ -341,44 +360,12 @@ def test_a_model_trained_with_document_attention_generates_the_same_text(trained
     assert texts[0][0]["tokens"] == texts[1][0]["tokens"]
 
 
-def test_a_checkpoint_of_another_shape_than_it_says_is_refused(trained, assert_refused, tmp_path):
-    weights = trained.state_dict()
-    norm = weights.pop("norm.weight")
-    missing = save(tmp_path / "step-40", weights)
-    assert_refused(missing, "--prompt", "a", named=["model.norm.weight is missing"])
-    other = save(tmp_path / "step-41", {**weights, "norm.weight": norm[None, :]})
-    assert_refused(other, "--prompt", "a", named=["model.norm.weight", "[1, 128]"])
-    deep = save(tmp_path / "step-42", trained.state_dict(), shape={**asdict(ARGS), "n_layers": 10**12})
-    assert_refused(deep, "--prompt", "a", named=["1000000000000 layers"])
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        None,
-        {"dim": 1},
-        {**asdict(ARGS), "dim": "128"},
-        {**asdict(ARGS), "dim": -1},
-        {**asdict(ARGS), "dim": 2**62},
-        {**asdict(ARGS), "rope_scaling": "llama3"},
-    ],
-    ids=str,
-)
-def test_a_manifest_that_describes_no_model_is_refused(shape, assert_refused, tmp_path):
-    source = save(tmp_path / "step-1", {"norm.weight": torch.ones(128)}, shape=shape)
-    assert_refused(source, "--prompt", "a", named=[str(tmp_path), "manifest.json"])
-
-
-def test_a_wrong_or_missing_tokenizer_is_refused_and_another_may_be_named(
+def test_another_tokenizer_may_be_named_and_a_folder_without_one_asks_for_it(
     trained, export, assert_refused, generate, tmp_path
 ):
     foreign = save(tmp_path / "step-1", trained.state_dict(), tokenizer="0" * 64)
-    assert_refused(foreign, "--prompt", "a", named=[SHIPPED, "--tokenizer"])
     generate(foreign, "--prompt", "a", "--max-new-tokens", 1, "--tokenizer", SHIPPED)
     assert_refused(export, "--prompt", "a", named=[str(export), "--tokenizer FOLDER"])
-    shape = replace(ARGS, vocab_size=300)
-    small = save(tmp_path / "step-2", Llama3(shape).state_dict(), shape=asdict(shape))
-    assert_refused(small, "--prompt", "a", named=["2304 tokens", "300", "--tokenizer"])
 
 
 def test_a_source_that_does_not_say_its_context_asks_for_one(export, assert_refused, generate, tmp_path):

@@ -1,6 +1,5 @@
 """Hugging Face folders: transformers loads what we wrote and gives our logits; we load what it wrote and give its."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -13,18 +12,18 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from torchtitan_lite.checkpoint.hugging_face import (
     Export,
     load_weights,
-    plan_files,
-    read_box,
     read_tensor,
     write_folder,
 )
 from torchtitan_lite.checkpoint.hugging_face_folder import (
+    INDEX,
     HuggingFaceError,
     compare_shapes,
     list_tensors,
     open_folder,
     read_model_args,
 )
+from torchtitan_lite.checkpoint.tensor_files import cut_into_files
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.data.tokenizer_files import describe_for_export
@@ -75,7 +74,10 @@ def test_an_export_gives_our_logits_in_transformers_and_comes_back_bit_by_bit(na
     with torch.no_grad():
         expected = ours(TOKENS, positions=torch.arange(200).expand(2, -1))
         assert (theirs(TOKENS).logits - expected).abs().max() < 1e-5
-    theirs.save_pretrained(tmp_path / "theirs")
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    index, expected = (json.loads((tmp_path / name / INDEX).read_text()) for name in ("ours", "theirs"))
+    assert index["metadata"]["total_size"] == expected["metadata"]["total_size"]
+    assert index["weight_map"].keys() == expected["weight_map"].keys()
     assert open_folder(tmp_path / "theirs").model_args == FLAVORS[name]
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 4
     folder = open_folder(tmp_path / "ours")
@@ -141,58 +143,24 @@ def test_the_listed_tensors_are_the_parameters_of_the_model_in_their_order():
         assert list(list_tensors(args).items()) == [(fqn, tuple(p.shape)) for fqn, p in model.named_parameters()]
 
 
-@pytest.mark.parametrize("fqn", ["layers.1.attention.wk.weight", "layers.0.attention.wo.weight", "norm.weight"])
-def test_any_box_of_a_tensor_is_what_is_cut_out_of_the_whole(fqn, tmp_path):
-    ours = write_ours(PLAIN, tmp_path / "out")
-    folder, whole = open_folder(tmp_path / "out"), ours.state_dict()[fqn]
-    for first, last in itertools.combinations(range(0, whole.shape[0] + 1, 5), 2):  # heads have 16 rows
-        box, offsets = whole[first:last], [first]
-        if whole.dim() == 2:
-            box, offsets = box[:, 3:10], [first, 3]
-        assert torch.equal(read_box(folder, fqn, offsets, box.shape), box)
-
-
 # ---------------------------------------------------------------- files of an export
 
 
-def test_the_index_is_the_one_that_transformers_writes(tmp_path):
-    ours = write_ours(PLAIN, tmp_path / "ours", most_file_bytes=100_000)
-    build_theirs(PLAIN, ours).save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
-    index, expected = (
-        json.loads((tmp_path / name / "model.safetensors.index.json").read_text()) for name in ("ours", "theirs")
-    )
-    assert index["metadata"]["total_size"] == expected["metadata"]["total_size"]
-    assert index["weight_map"].keys() == expected["weight_map"].keys()
-    for name, file in index["weight_map"].items():
-        assert name in load_file(tmp_path / "ours" / file)
-
-
 def test_files_are_as_full_as_allowed_and_a_larger_tensor_has_one_of_its_own():
-    export = Export(PLAIN, "bfloat16", most_file_bytes=2 * 64 * (64 + 64) + 2 * 64)  # wk, wv and wo; not wq besides
-    planned = plan_files(export, [list_tensors(PLAIN)])
-    sizes = {fqn: 2 * torch.Size(size).numel() for fqn, size in list_tensors(PLAIN).items()}
-    n_bytes = [sum(sizes[fqn] for fqn in file.fqns) for file in planned]
-    assert [fqn for file in planned for fqn in file.fqns] == list(list_tensors(PLAIN))
-    for file, following, n in zip(planned, [*planned[1:], None], n_bytes, strict=True):
-        assert n <= export.most_file_bytes or len(file.fqns) == 1
-        assert following is None or n + sizes[following.fqns[0]] > export.most_file_bytes
-    assert [file.name for file in planned] == [
-        f"model-{number:05}-of-{len(planned):05}.safetensors" for number in range(1, len(planned) + 1)
-    ]
+    n_bytes = {"a": 3, "b": 3, "c": 1, "d": 10, "e": 6, "f": 0}
+    assert cut_into_files(n_bytes, 6) == [["a", "b"], ["c"], ["d"], ["e", "f"]]
 
 
 def test_tokenizer_files_travel_where_they_are_hugging_faces(tmp_path):
-    source = tmp_path / "tokenizer"
-    source.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "README.md"):
-        (source / name).write_text(f"content of {name}")
-    told = {"identity": "", "pattern": "", "ranks": {}, "bos_id": 126, "eos_id": 127}
-    write_ours(PLAIN, tmp_path / "a", **describe_for_export(Vocabulary(source / "tokenizer.json", **told)))
+        (tmp_path / name).write_text(f"content of {name}")
+    described = {"identity": "", "pattern": "", "ranks": {}, "bos_id": 126, "eos_id": 127}
+    vocabulary = Vocabulary(tmp_path / "tokenizer.json", **described)
+    write_ours(PLAIN, tmp_path / "a", **describe_for_export(vocabulary))
     write_ours(PLAIN, tmp_path / "b", **describe_for_export(make_byte_vocabulary()))
-    own = {"config.json", "model.safetensors"}
-    assert {path.name for path in (tmp_path / "a").iterdir()} == own | {"tokenizer.json", "tokenizer_config.json"}
+    names = [{path.name for path in (tmp_path / folder).iterdir()} for folder in "ab"]
+    assert names[0] - names[1] == {"tokenizer.json", "tokenizer_config.json"} and names[1] < names[0]
     assert (tmp_path / "a" / "tokenizer.json").read_text() == "content of tokenizer.json"
-    assert {path.name for path in (tmp_path / "b").iterdir()} == own
     config = LlamaForCausalLM.from_pretrained(tmp_path / "a").config
     assert (config.bos_token_id, config.eos_token_id) == (126, 127)
 

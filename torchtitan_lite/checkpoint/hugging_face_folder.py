@@ -270,7 +270,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
 
 
 def count_layers(names: set[str]) -> int:
-    """Return how many layers tensors with these names belong to, if they are numbered from 0."""
+    """Return how many layers the tensors with these names have, if layers are numbered from 0."""
     inside = {f"{name}.weight" for name in THEIR_MODULES.values()}
     numbers = [name.split(".", 3)[2:] for name in names if name.startswith("model.layers.") and name.count(".") > 2]
     return 1 + max((int(n) for n, rest in numbers if n.isdecimal() and len(n) < 9 and rest in inside), default=-1)
