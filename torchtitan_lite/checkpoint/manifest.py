@@ -16,7 +16,6 @@ Hashes are BLAKE2b with 256 bits; `b2sum -l 256` prints the same.
 
 import hashlib
 import json
-import os
 import re
 import stat
 from dataclasses import dataclass
@@ -134,12 +133,14 @@ def read_manifest(folder: Path) -> Manifest:
     checkpoint, or one of a later format; DamagedCheckpoint for everything else.
     """
     path = folder / MANIFEST
-    if not os.path.lexists(path):
-        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}")
     try:
-        if path.is_symlink():
+        found = path.lstat()
+    except OSError as error:
+        raise CheckpointError(f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error.strerror})") from None
+    try:
+        if stat.S_ISLNK(found.st_mode):
             raise ValueError("is a link")
-        content = read_regular_file(path, MOST_BYTES)
+        content = read_regular_file(path, min(found.st_size, MOST_BYTES))  # allocates as many bytes at once
     except ValueError as error:
         raise DamagedCheckpoint(f"{path} {error}") from None
     first_line, body = content[:FIRST_LINE_BYTES], content[FIRST_LINE_BYTES:]
