@@ -59,14 +59,16 @@ def saved(pool, tmp_path_factory):
     """A checkpoint of step 2 of a 3-D run, and what that run did afterwards."""
     folder = tmp_path_factory.mktemp("checkpoints")
     world_size, overrides = IN_3D
-    shares = pool.run(train_and_save, world_size, overrides, str(folder), 2, KEEP_ALL)
-    return folder, merge_states([share[0] for share in shares]), shares[0][1], merge_states([s[2] for s in shares])
+    results = pool.run(train_and_save, world_size, overrides, str(folder), 2, KEEP_ALL)
+    states, losses, last_states = zip(*results, strict=True)
+    return folder, merge_states(states), losses[0], merge_states(last_states)
 
 
 def open_on(pool, world_size: int, overrides: dict, folder, step: int | None = 2, section=KEEP_ALL, **more):
     """The whole state after loading, the losses of three more steps, the last state, the step."""
-    shares = pool.run(load_and_train, world_size, overrides, str(folder), step, section, **more)
-    return merge_states([s[0] for s in shares]), shares[0][1], merge_states([s[2] for s in shares]), shares[0][3]
+    results = pool.run(load_and_train, world_size, overrides, str(folder), step, section, **more)
+    states, losses, last_states, steps = zip(*results, strict=True)
+    return merge_states(states), losses[0], merge_states(last_states), steps[0]
 
 
 @pytest.mark.parametrize(
@@ -83,10 +85,10 @@ def test_a_checkpoint_of_3d_opens_on_another_layout_and_comes_back_with_every_el
 
 
 def test_tied_embeddings_are_one_tensor_on_every_layout(pool, tmp_path):
-    shares = pool.run(train_and_save, 2, {**TIED, **ADAMW}, str(tmp_path), 2, KEEP_ALL)
+    results = pool.run(train_and_save, 2, {**TIED, **ADAMW}, str(tmp_path), 2, KEEP_ALL)
     opened, losses, *_ = open_on(pool, 2, {TP: 2, **TIED, **ADAMW}, tmp_path)
-    assert "model.output.weight" not in opened and list_differing(opened, shares[0][0]) == []
-    assert losses == pytest.approx(shares[0][1], rel=1e-4)
+    assert "model.output.weight" not in opened and list_differing(opened, results[0][0]) == []
+    assert losses == pytest.approx(results[0][1], rel=1e-4)
 
 
 def test_a_resumed_run_is_bit_equal_to_the_unbroken_one(pool, saved):

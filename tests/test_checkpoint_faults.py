@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def try_to_save(saver: CheckpointSaver, step: int, tensors: dict[str, Tensor]) -> str:
-    """What was raised; nothing, where it worked or the run goes on."""
+    """What was raised; nothing, if it worked or the run continues."""
     try:
         saver.save(step, tensors)
         saver.wait()
@@ -61,7 +61,7 @@ def test_without_room_the_save_fails_on_every_rank_and_says_where_and_how_much(p
         open_checkpoint(tmp_path / f"step-{step}")
 
 
-def test_a_run_may_go_on_without_the_checkpoint_that_failed(pool, tmp_path):
+def test_a_run_may_continue_without_the_checkpoint_that_failed(pool, tmp_path):
     assert pool.run(save_without_room, 2, str(tmp_path), "async", "continue") == [["", "", "", ""]] * 2
     assert find_steps(tmp_path) == [1, 3]
 

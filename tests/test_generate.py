@@ -75,7 +75,7 @@ def test_model_trained_with_document_attention_generates_as_inside_one_document(
     model.load_state_dict(sharpen(build_ours(PLAIN)).state_dict())
     tokens = draw_tokens(30)
     with torch.no_grad():
-        # two documents in a row: what is read stands in the second, whose positions begin anew
+        # two documents in a row: `tokens` are the second, whose positions start at 0
         row, doc_ids = torch.tensor([tokens[::-1] + tokens]), torch.tensor([[0] * 30 + [1] * 30])
         expected = model(row, positions=torch.arange(30).repeat(2)[None], doc_ids=doc_ids)[0, -1]
     cached = CachedModel(model, capacity=30)
