@@ -66,22 +66,6 @@ def test_a_run_may_continue_without_the_checkpoint_that_failed(pool, tmp_path):
     assert find_steps(tmp_path) == [1, 3]
 
 
-def save_without_descriptors(rank: int, world_size: int, folder: str) -> str:
-    """Worker: a first save, in which rank 0 can open nothing. What was raised."""
-    saver, limits = make_saver(folder, Checkpoint(enable=True)), resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0 if rank == 0 else limits[0], limits[1]))
-    try:
-        return try_to_save(saver, 3, {"model": torch.ones(2)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_a_save_that_fails_for_want_of_descriptors_leaves_nothing(pool, tmp_path):
-    for said in pool.run(save_without_descriptors, 2, str(tmp_path / "checkpoint")):
-        assert "Too many open files" in said
-    assert list((tmp_path / "checkpoint").iterdir()) == []
-
-
 PAGE = 4096
 NEEDED = 2 * (2 * MIB + PAGE) + PAGE  # by the tensors, by the header of each of the two files, by the manifest
 

@@ -11,7 +11,6 @@ and its step can be saved again. Exports to Hugging Face folders are made and co
 import logging
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.manifest import MANIFEST, UNFINISHED, CheckpointError, Manifest, encode, find_steps
@@ -69,16 +68,9 @@ def commit(final: Path, manifest: Manifest | None = None) -> None:
         raise CheckpointError(f"{final} cannot be committed ({error.strerror}): it is left out") from error
 
 
-def discard(final: Path, file_names: list[str]) -> None:
-    """Delete the failed save of `final`. What cannot be deleted now, the next save removes.
-
-    Opens nothing, because the save may have failed for lack of file descriptors, which rmtree needs too.
-    """
-    unfinished = name_unfinished(final)
-    with suppress(OSError):
-        for name in (*file_names, MANIFEST):
-            (unfinished / name).unlink(missing_ok=True)
-        unfinished.rmdir()
+def discard(final: Path) -> None:
+    """Delete the failed save of `final`. What cannot be deleted now, the next save of the run removes."""
+    shutil.rmtree(name_unfinished(final), ignore_errors=True)
 
 
 def remove_partial(folder: Path) -> None:

@@ -25,7 +25,6 @@ Legend: E head dim, R rows.
 import json
 import logging
 import math
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,7 +160,7 @@ def write_folder(out: Path, read: Callable[[str], Tensor], export: Export) -> No
             write_tensors(unfinished / planned.name, planned.fqns, map(read, planned.fqns), export)
         finish_folder(out, files, export)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        folders.discard(out)
         raise
 
 
@@ -184,7 +183,7 @@ def export_hf(out: Path, parameters: dict[str, Tensor], export: Export, *, group
         do_on_rank_0(group, lambda: finish_folder(out, files, export))
     except CheckpointError:
         if rank == 0:
-            shutil.rmtree(folders.name_unfinished(out), ignore_errors=True)
+            folders.discard(out)
         raise
     logger.info(f"exported {out}")
 

@@ -7,7 +7,6 @@ write_checkpoint(Path("out/step-0"), 0, {"model.norm.weight": (torch.float32, (6
 """
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from math import inf, prod
@@ -108,5 +107,5 @@ def write_checkpoint(
                 records[name] = TensorRecord(DTYPE_NAMES[dtype], shape, chunks)
         folders.commit(folder, Manifest(step, dict(fingerprint or {}), dict(run or {}), files, records))
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        folders.discard(folder)
         raise

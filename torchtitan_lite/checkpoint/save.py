@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint import folders
-from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps, name_file
+from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps
 from torchtitan_lite.checkpoint.state import convert_dtype, name_tensors, name_weights
 from torchtitan_lite.checkpoint.storage import StagedPlanner, StorageWriter, explain_dcp_error, raise_on_all_ranks
 from torchtitan_lite.config.schema import Checkpoint, Config
@@ -171,7 +171,7 @@ class CheckpointSaver:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as error:  # the same on every rank, and no rank is still writing
             if rank == 0:
-                folders.discard(final, [name_file(n) for n in range(dist.get_world_size(self.group))])
+                folders.discard(final)
             raise explain_dcp_error(error) from error
         except RuntimeError as error:  # from a collective: the group is unusable now, so the run cannot continue
             raise RuntimeError(
