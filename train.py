@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.checkpoint.agreement import raise_on_all_ranks
 from torchtitan_lite.checkpoint.hugging_face import Export, export_hf
 from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver, choose_tensors, describe_run, is_saved
+from torchtitan_lite.checkpoint.storage import raise_on_all_ranks
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import Progress, log_rank_on_error, start_logging
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, read_peak_memory
@@ -127,7 +127,6 @@ def main(args: list[str]) -> int:
         run.lr_scheduler,
         is_named=config.checkpoint.load_step != -1 and restarts == 0,
         section=config.checkpoint,
-        shape=model_args,
         fingerprint=fingerprint,
         group=host_group,
     )

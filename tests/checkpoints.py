@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import compare
@@ -12,11 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.checkpoint.load import resume
+from torchtitan_lite.checkpoint.one_process import open_checkpoint, write_checkpoint
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.checkpoint.state import name_tensors
 from torchtitan_lite.config.schema import Checkpoint
@@ -39,12 +43,12 @@ def whole_state(run: stepping.Run) -> dict[str, Tensor]:
     }
 
 
-def make_saver(run: stepping.Run, folder: str, section: Checkpoint) -> CheckpointSaver:
-    group = dist.new_group(backend="gloo")
-    described = {"config": {"model": {"flavor": "table"}}, "certificate": None}
-    return CheckpointSaver(
-        Path(folder), section, run.optimizer, fingerprint=FINGERPRINT, run=described, group=group, device=run.device
-    )
+def make_saver(
+    folder: str | Path, section: Checkpoint, optimizer: Optimizer | None = None, *, fingerprint: dict = FINGERPRINT
+) -> CheckpointSaver:
+    optimizer = optimizer or torch.optim.SGD([torch.zeros(1)])
+    options = {"fingerprint": fingerprint, "run": {"certificate": None}, "device": torch.device("cpu")}
+    return CheckpointSaver(Path(folder), section, optimizer, group=dist.new_group(backend="gloo"), **options)
 
 
 def train_and_save(
@@ -52,19 +56,13 @@ def train_and_save(
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
     """Worker: saves after each of `n_steps`. The whole state then, the losses of three more steps, the last state."""
     run = compare.build_table_run(world_size, overrides)
-    with make_saver(run, folder, section) as saver:
+    with make_saver(folder, section, run.optimizer) as saver:
         for step in range(n_steps):
             train(run, range(step, step + 1))
             saver.check()
             saver.save(step + 1, name_tensors(run.parameters, run.optimizer))
     state = whole_state(run)
     return state, train(run, range(n_steps, n_steps + 3)), whole_state(run)
-
-
-def load(run: stepping.Run, folder: str, step: int | None, section: Checkpoint, fingerprint: dict) -> int:
-    of_run = (run.parameters, run.optimizer, run.lr_scheduler)
-    group = dist.new_group(backend="gloo")
-    return resume(Path(folder), step, *of_run, section=section, fingerprint=fingerprint, group=group)
 
 
 def load_and_train(
@@ -79,32 +77,14 @@ def load_and_train(
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], int]:
     """Worker: the same from a checkpoint, and the step that it was of. May save what it has loaded elsewhere."""
     run = compare.build_table_run(world_size, overrides)
-    step = load(run, folder, step, section, fingerprint)
+    of_run = (run.parameters, run.optimizer, run.lr_scheduler)
+    options = {"section": section, "fingerprint": fingerprint, "group": dist.new_group(backend="gloo")}
+    step = resume(Path(folder), step, *of_run, **options)
     state = whole_state(run)
     if saved_again:
-        with make_saver(run, saved_again, section) as saver:
+        with make_saver(saved_again, section, run.optimizer) as saver:
             saver.save(step, name_tensors(run.parameters, run.optimizer))
     return state, train(run, range(step, step + 3)), whole_state(run), step
-
-
-def load_each_and_train(
-    rank: int, world_size: int, overrides: dict, folders: list[str], step: int, section: Checkpoint
-) -> tuple[dict[str, list[str]], list[float]]:
-    """Worker: one run is put where each folder's checkpoint is, in turn; three losses after the last of them.
-
-    By folder, the tensors of which this rank has another share than from the first.
-    """
-    run, first, differing = compare.build_table_run(world_size, overrides), None, {}
-    for folder in folders:
-        load(run, folder, step, section, FINGERPRINT)
-        named = name_tensors(run.parameters, run.optimizer)
-        shares = {name: compare.local(tensor).clone() for name, tensor in named.items()}
-        first = first or shares
-        differing[folder] = list_differing(shares, first)
-        for tensor in named.values():
-            compare.local(tensor).fill_(torch.nan)  # the next one must bring all of it
-    load(run, folders[-1], step, section, FINGERPRINT)
-    return differing, train(run, range(step, step + 3))
 
 
 def merge_states(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -116,6 +96,30 @@ def list_differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str
     """Names under which there are not the same bits."""
     names = sorted(one.keys() | other.keys())
     return [n for n in names if n not in one or n not in other or not torch.equal(one[n], other[n])]
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor], *, step: int = 0, **about: object) -> Path:
+    """A checkpoint of these tensors, written in one process."""
+    entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_checkpoint(folder, step, entries, tensors.__getitem__, **about)
+    return folder
+
+
+def read_tensors(folder: Path, *, verify: bool = True) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, as a tool reads them."""
+    checkpoint = open_checkpoint(folder, verify=verify)
+    return {name: checkpoint.read(name) for name in checkpoint.tensors}
+
+
+@contextmanager
+def limit_files(n_bytes: int) -> Iterator[None]:
+    """Writing beyond that fails with EFBIG in this process, as on a full disk with ENOSPC."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def assemble(folder: Path) -> dict[str, Tensor]:

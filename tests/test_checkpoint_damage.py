@@ -9,15 +9,15 @@ import random
 import shutil
 import struct
 import tracemalloc
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import FINGERPRINT, edit_header, flip_bit, forge, seal
+from checkpoints import FINGERPRINT, edit_header, flip_bit, forge, make_saver, read_tensors, seal, write_tensors
 
 from torchtitan_lite.checkpoint import load as loading
+from torchtitan_lite.checkpoint import manifest as manifests
 from torchtitan_lite.checkpoint.manifest import (
     FORMAT,
     CheckpointError,
@@ -26,8 +26,7 @@ from torchtitan_lite.checkpoint.manifest import (
     hash_bytes,
     read_manifest,
 )
-from torchtitan_lite.checkpoint.one_process import CheckpointWriter, open_checkpoint
-from torchtitan_lite.checkpoint.save import CheckpointSaver
+from torchtitan_lite.checkpoint.one_process import write_checkpoint
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Checkpoint
@@ -49,10 +48,7 @@ def make_tensors(step: int) -> dict[str, torch.Tensor]:
 
 def save_steps(rank: int, world_size: int, folder: str, steps: list[int]) -> None:
     """Worker: every rank has all tensors, and each writes some of them."""
-    optimizer = torch.optim.SGD([torch.zeros(1)])
-    options = {"fingerprint": FINGERPRINT, "run": {}, "device": torch.device("cpu")}
-    group = dist.new_group(backend="gloo")
-    with CheckpointSaver(Path(folder), Checkpoint(enable=True), optimizer, group=group, **options) as saver:
+    with make_saver(folder, Checkpoint(enable=True)) as saver:
         for step in steps:
             saver.save(step, make_tensors(step))
 
@@ -90,14 +86,8 @@ def load(path: Path, group, *, verify: bool = True) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_all(path: Path, *, verify: bool = True) -> dict[str, torch.Tensor]:
-    """As a tool reads it."""
-    with open_checkpoint(path, verify=verify) as checkpoint:
-        return {name: checkpoint.read(name) for name in checkpoint.tensors}
-
-
 def assert_refused(path: Path, group, *named: str, error: type = DamagedCheckpoint, verify: bool = True) -> None:
-    for read in (lambda: read_all(path, verify=verify), lambda: load(path, group, verify=verify)):
+    for read in (lambda: read_tensors(path, verify=verify), lambda: load(path, group, verify=verify)):
         with pytest.raises(error) as refused:
             read()
         assert type(refused.value) is error and "\n" not in str(refused.value)
@@ -123,48 +113,32 @@ def test_a_whole_checkpoint_is_read_also_in_the_format_that_was_written_before(c
 
     if old:
         forge(checkpoint, to_format_1)
-    for tensors in (read_all(checkpoint), load(checkpoint, group), load(checkpoint, group, verify=False)):
+    for tensors in (read_tensors(checkpoint), load(checkpoint, group), load(checkpoint, group, verify=False)):
         assert all(torch.equal(tensor, make_tensors(8)[name]) for name, tensor in tensors.items())
 
 
 # ---------------------------------------------------------------- damage
 
 
-@pytest.mark.parametrize(
-    ("seed", "n_flips"), [(0, 12), *(pytest.param(seed, 22, marks=pytest.mark.slow) for seed in range(1, 5))]
-)
-def test_flipped_bits_are_refused_and_the_file_is_named(checkpoint, group, seed, n_flips):
-    chosen = random.Random(seed)
-    for number in range(n_flips):
+def test_flipped_bits_are_refused_and_the_file_is_named(checkpoint, group):
+    chosen = random.Random(0)
+    for number in range(12):
         name = FILES[number % 3]
-        n_bytes = (checkpoint / name).stat().st_size
-        place, bit = chosen.randrange(n_bytes), chosen.randrange(8)
+        place, bit = chosen.randrange((checkpoint / name).stat().st_size), chosen.randrange(8)
         flip_bit(checkpoint / name, place, bit)
         assert_refused(checkpoint, group, str(checkpoint / name))
         flip_bit(checkpoint / name, place, bit)
-    read_all(checkpoint)
+    read_tensors(checkpoint)
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def cut_last_byte(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
+def cut_bytes(path: Path, n_bytes: int) -> None:
+    os.truncate(path, max(0, path.stat().st_size - n_bytes))
 
 
 def zero_page(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[8192:12288] = bytes(4096)
     path.write_bytes(content)
-
-
-def take_from_other_step(path: Path) -> None:
-    shutil.copy(path.parent.with_name("step-4") / path.name, path)
 
 
 def exchange_files(path: Path) -> None:
@@ -174,42 +148,28 @@ def exchange_files(path: Path) -> None:
     path.with_name(SECOND).write_bytes(first)
 
 
-def replace_by_link(path: Path) -> None:
-    path.symlink_to(path.rename(path.parent.parent / path.name))
-
-
-def replace_by_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)  # opening it would wait for ever
-
-
-def replace_by_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-HASH, ALWAYS = "found by the hash", "found without it too"
-DAMAGE = [  # action, files, when it is found
-    (truncate, FILES, ALWAYS),
-    (empty, FILES, ALWAYS),
-    (cut_last_byte, FILES, ALWAYS),
-    (zero_page, [FIRST, SECOND], HASH),
-    (take_from_other_step, [FIRST, SECOND], HASH),
-    (exchange_files, [FIRST], HASH),
-    (Path.unlink, [FIRST, SECOND], ALWAYS),
-    (replace_by_link, FILES, ALWAYS),
-    (replace_by_pipe, FILES, ALWAYS),
-    (replace_by_folder, FILES, ALWAYS),
+DAMAGE = [  # what is done to which file; is it found without the hash?
+    (lambda path: cut_bytes(path, 10_000), MANIFEST, True),
+    (lambda path: cut_bytes(path, 10_000), FIRST, True),
+    (lambda path: cut_bytes(path, 1), MANIFEST, True),
+    (lambda path: cut_bytes(path, 1), SECOND, True),
+    (zero_page, FIRST, False),
+    (lambda path: shutil.copy(path.parent.with_name("step-4") / path.name, path), SECOND, False),
+    (exchange_files, FIRST, False),
+    (Path.unlink, SECOND, True),
+    (lambda path: path.symlink_to(path.rename(path.parent.parent / path.name)), MANIFEST, True),
+    (lambda path: path.symlink_to(path.rename(path.parent.parent / path.name)), FIRST, True),
+    (lambda path: (path.unlink(), os.mkfifo(path)), MANIFEST, True),  # opening it would wait for ever
+    (lambda path: (path.unlink(), os.mkfifo(path)), FIRST, True),
+    (lambda path: (path.unlink(), path.mkdir()), SECOND, True),
 ]
 
 
-@pytest.mark.parametrize(
-    ("action", "name", "found"), [(action, name, found) for action, names, found in DAMAGE for name in names]
-)
-def test_a_damaged_file_is_refused_by_its_name(checkpoint, group, action, name, found):
+@pytest.mark.parametrize(("action", "name", "always"), DAMAGE)
+def test_a_damaged_file_is_refused_by_its_name(checkpoint, group, action, name, always):
     action(checkpoint / name)
     assert_refused(checkpoint, group, "rank-0000" if action is exchange_files else str(checkpoint / name))
-    if found is ALWAYS:
+    if always:
         assert_refused(checkpoint, group, str(checkpoint / name), verify=False)
 
 
@@ -222,25 +182,6 @@ def test_a_folder_without_manifest_or_of_a_later_format_or_another_step_is_refus
     (renamed / MANIFEST).unlink()
     assert_refused(renamed, group, MANIFEST, error=CheckpointError)
     assert find_steps(renamed.parent) == [4]
-
-
-def load_on_ranks(rank: int, world_size: int, path: str) -> str:
-    """Worker: each rank hashes some of the files. Return what this one says about the checkpoint."""
-    try:
-        load(Path(path), dist.group.WORLD)
-    except DamagedCheckpoint as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_ranks_refuse_a_file_that_one_of_them_hashes(pool, checkpoint, world_size):
-    assert pool.run(load_on_ranks, world_size, str(checkpoint)) == [""] * world_size
-    for name in (FIRST, SECOND):
-        flip_bit(checkpoint / name)
-        said = pool.run(load_on_ranks, world_size, str(checkpoint))
-        assert str(checkpoint / name) in said[0] and said == [said[0]] * world_size
-        flip_bit(checkpoint / name)
 
 
 # ---------------------------------------------------------------- falling back
@@ -264,12 +205,12 @@ def test_all_ranks_load_the_newest_undamaged_checkpoint_and_rename_the_damaged_o
 
 
 def test_a_manifest_on_a_disk_that_fails_counts_as_damaged(folder, group, monkeypatch):
-    def read_bytes(path: Path) -> bytes:
+    def read(path: Path, most_bytes: int) -> bytes:
         if path.parent.name == "step-8":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return path.open("rb").read()
+            raise ValueError(f"cannot be read ({os.strerror(errno.EIO)})")
+        return path.read_bytes()
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(manifests, "read_regular_file", read)
     assert fall_back(0, 1, str(folder))[0] == 4
 
 
@@ -277,7 +218,7 @@ def test_nothing_is_renamed_where_all_are_damaged_or_the_run_has_other_data(fold
     with pytest.raises(CheckpointError, match="saved with data"):
         loading.load_newest(folder, make_tensors(0), fingerprint={"data": "other"}, verify=True, group=group)
     for step in (4, 8):
-        truncate(folder / f"step-{step}" / FIRST)
+        cut_bytes(folder / f"step-{step}" / FIRST, 1)
     with pytest.raises(CheckpointError, match=r"\(steps \[4, 8\]\)"):
         fall_back(0, 1, str(folder))
     assert find_steps(folder) == [4, 8]
@@ -292,7 +233,7 @@ def test_a_named_step_is_checked_before_torch_starts(folder, tmp_path):
         return preflight(named, machine=Machine("cpu", 1, 2**34, "a laptop")).resumed_step
 
     assert resume_at(8) == 8 and resume_at(4, "--checkpoint.load_only") == 4
-    truncate(folder / "step-8" / FIRST)
+    cut_bytes(folder / "step-8" / FIRST, 1)
     for step, named in ((8, str(folder / "step-8" / FIRST)), (4, "[8]")):  # 4: the run would meet step 8 again
         with pytest.raises(ConfigError) as refused:
             resume_at(step)
@@ -313,72 +254,32 @@ class Bomb:
         return open, (str(self.marker), "w")
 
 
-def zip_pickle(bomb: Bomb) -> bytes:
+def save_with_torch(bomb: Bomb) -> bytes:
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps(bomb))
-        archive.writestr("archive/version", "3")
+    torch.save({WEIGHT: bomb}, file)
     return file.getvalue()
 
 
-def save_with_torch(bomb: Bomb, **options) -> bytes:
-    file = io.BytesIO()
-    torch.save({WEIGHT: bomb}, file, **options)
-    return file.getvalue()
-
-
-def put_behind_header(bomb: Bomb) -> bytes:
-    """A valid header of safetensors with a pickle for numbers."""
-    payload = pickle.dumps(bomb)
-    payload += bytes(N_BYTES - len(payload))
-    header = json.dumps({WEIGHT: {"dtype": "F32", "shape": [64, 48], "data_offsets": [0, N_BYTES]}}).encode()
-    return struct.pack("<Q", len(header)) + header + payload
-
-
-CRAFTED = [
-    *(lambda bomb, number=number: pickle.dumps(bomb, number) for number in (0, 2, 4, 5)),
-    lambda bomb: f"cbuiltins\nopen\n(V{bomb.marker}\nVw\ntR.".encode(),  # opcodes of protocol 0 by hand
-    save_with_torch,
-    lambda bomb: save_with_torch(bomb, _use_new_zipfile_serialization=False),
-    zip_pickle,
-    lambda bomb: struct.pack("<Q", len(pickle.dumps(bomb))) + pickle.dumps(bomb),
-    put_behind_header,
-]
-
-
-def test_a_crafted_pickle_is_never_executed(checkpoint, group, tmp_path):
-    live = tmp_path / "live"
-    pickle.loads(CRAFTED[0](Bomb(live))).close()
-    assert live.exists()
-    for name in FILES:
-        whole = (checkpoint / name).read_bytes()
-        for make in CRAFTED:
-            content = make(Bomb(tmp_path / "executed"))
-            if name == MANIFEST:
-                seal(checkpoint / name, content)
-            else:
-                (checkpoint / name).write_bytes(content)
-                reseal(checkpoint)
-            assert_refused(checkpoint, group, name)
-        (checkpoint / name).write_bytes(whole)
+@pytest.mark.parametrize("name", [MANIFEST, FIRST])
+@pytest.mark.parametrize("make", [pickle.dumps, save_with_torch])
+def test_a_crafted_pickle_is_never_executed(checkpoint, group, tmp_path, name, make):
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "live"))).close()
+    assert (tmp_path / "live").exists()
+    content = make(Bomb(tmp_path / "executed"))
+    if name == MANIFEST:
+        seal(checkpoint / name, content)
+    else:
+        (checkpoint / name).write_bytes(content)
+        reseal(checkpoint)
+    assert_refused(checkpoint, group, name)
     assert not (tmp_path / "executed").exists()
 
 
-def rename_file(manifest: dict, name: str) -> None:
-    """Let the manifest call the first file `name`."""
-    manifest["files"] = {name if file == FIRST else file: record for file, record in manifest["files"].items()}
-    for record in manifest["tensors"].values():
-        for chunk in record["chunks"]:
-            chunk[0] = name if chunk[0] == FIRST else chunk[0]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["../secret.safetensors", "/secret.safetensors", "a/../b.safetensors", ".safetensors", "x\0.safetensors", "..", ""],
-)
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/secret.safetensors", ".safetensors", "x\0.safetensors"])
 def test_a_path_that_leaves_the_folder_is_refused(checkpoint, group, name):
     shutil.copy(checkpoint / FIRST, checkpoint.parent / "secret.safetensors")
-    forge(checkpoint, lambda manifest: rename_file(manifest, name))
+    content = (checkpoint / MANIFEST).read_bytes().split(b"\n", 1)[1]
+    seal(checkpoint / MANIFEST, content.replace(FIRST.encode(), json.dumps(name)[1:-1].encode()))
     assert_refused(checkpoint, group, MANIFEST, verify=False)
 
 
@@ -389,34 +290,24 @@ def set_chunk(manifest: dict, part: int, value: object) -> None:
 
 FORGED = {  # what an edited manifest says
     "shape beyond all memory": lambda m: m["tensors"][WEIGHT].update(shape=[2**62, 48]),
-    "chunk and shape beyond all memory": lambda m: (
-        m["tensors"][WEIGHT].update(shape=[2**40, 48]),
-        set_chunk(m, 2, [2**40, 48]),
-    ),
     "number that no machine has": lambda m: m["tensors"][WEIGHT].update(shape=[2**70, 48]),
     "negative size": lambda m: set_chunk(m, 2, [-64, 48]),
     "negative offset": lambda m: set_chunk(m, 1, [-1, 0]),
-    "offset outside": lambda m: set_chunk(m, 1, [64, 0]),
     "hole": lambda m: set_chunk(m, 2, [63, 48]),
     "overlap": lambda m: m["tensors"]["model.e.weight"]["chunks"].append([FIRST, [0], [7]]),
-    "overlap of a part": lambda m: m["tensors"]["model.e.weight"]["chunks"].append([FIRST, [3], [4]]),
     "dims that do not fit": lambda m: set_chunk(m, 2, [64 * 48]),
     "half a row": lambda m: set_chunk(m, 2, [63.5, 48]),
     "true for one": lambda m: m["tensors"]["model.e.weight"].update(shape=[True]),
     "no chunks": lambda m: m["tensors"][WEIGHT].update(chunks=[]),
-    "chunks that are none": lambda m: m["tensors"][WEIGHT].update(chunks={"a": 1}),
     "unknown dtype": lambda m: m["tensors"][WEIGHT].update(dtype="O"),
-    "another dtype": lambda m: m["tensors"][WEIGHT].update(dtype="F64"),
     "smaller dtype": lambda m: m["tensors"][WEIGHT].update(dtype="BF16"),
     "file that is not listed": lambda m: set_chunk(m, 0, "rank-00009.safetensors"),
     "tensor that is not there": lambda m: m["tensors"].update({"model.f": m["tensors"].pop(WEIGHT)}),
     "name with a path": lambda m: m["tensors"].update({"../f": m["tensors"][WEIGHT]}),
     "huge file": lambda m: m["files"][FIRST].update(size=2**60),
-    "file without size": lambda m: m["files"][FIRST].pop("size"),
     "list of files": lambda m: m.update(files=[]),
     "no tensors": lambda m: m.pop("tensors"),
     "step that is text": lambda m: m.update(step="8"),
-    "format that is text": lambda m: m.update(format="1"),
     "format that is true": lambda m: m.update(format=True),
 }
 
@@ -427,7 +318,7 @@ def test_a_forged_manifest_is_refused_before_anything_is_allocated(checkpoint, g
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError) as refused:
-            read_all(checkpoint, verify=False)[WEIGHT]
+            read_tensors(checkpoint, verify=False)[WEIGHT]
             load(checkpoint, group, verify=False)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
@@ -449,12 +340,9 @@ def test_a_sealed_manifest_that_is_no_manifest_is_refused(checkpoint, body):
 
 HEADERS = {  # what an edited header says about one entry; all but the last three are refused by the safetensors library
     "offsets beyond the file": (WEIGHT, {"data_offsets": [2**40, 2**40 + N_BYTES]}),
-    "offsets that are too far apart": (WEIGHT, {"data_offsets": [0, 2**50]}),
     "negative offsets": (WEIGHT, {"data_offsets": [-N_BYTES, 0]}),
     "offsets that are no numbers": (WEIGHT, {"data_offsets": ["0", N_BYTES]}),
-    "the place of another tensor": (OTHER, {"data_offsets": [0, N_BYTES]}),
     "a place that overlaps with another": (OTHER, {"data_offsets": [4, N_BYTES + 4]}),
-    "a shape that is no shape": (WEIGHT, {"shape": [64.5, 48]}),
     "a shape beyond all memory": (WEIGHT, {"shape": [2**40, 2**40]}),
     "an unknown dtype": (WEIGHT, {"dtype": "O"}),
     "another shape": (WEIGHT, {"shape": [48, 64]}),
@@ -472,7 +360,7 @@ def test_a_forged_header_is_refused_and_the_file_named(checkpoint, group, what):
     assert_refused(checkpoint, group, file)
 
 
-@pytest.mark.parametrize("length", [2**63, 2**40, 99_999_999, 0])
+@pytest.mark.parametrize("length", [2**63, 99_999_999, 0])
 def test_an_absurd_length_of_a_header_is_refused(checkpoint, group, length):
     content = (checkpoint / FIRST).read_bytes()
     (checkpoint / FIRST).write_bytes(struct.pack("<Q", length) + content[8:])
@@ -483,12 +371,15 @@ def test_an_absurd_length_of_a_header_is_refused(checkpoint, group, length):
 # ---------------------------------------------------------------- written by tools
 
 
-def test_a_writer_that_is_left_without_a_commit_leaves_nothing(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        with CheckpointWriter(tmp_path / "step-1", 1, {"model.a": (torch.float32, (3,))}) as writer:
-            writer.write("model.a", torch.zeros(3))
-            raise KeyboardInterrupt
+def test_a_writer_that_is_stopped_leaves_nothing_and_one_that_finds_another_at_work_changes_nothing(tmp_path):
+    entries = {f"model.{name}": (torch.float32, (3,)) for name in "ab"}
+    tensors = iter([torch.zeros(3)])
+    with pytest.raises(StopIteration):
+        write_checkpoint(tmp_path / "step-1", 1, entries, lambda _: next(tensors))
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "step-1.tmp").mkdir()
+    with pytest.raises(CheckpointError, match="step-1.tmp exists"):
+        write_checkpoint(tmp_path / "step-1", 1, entries, lambda _: torch.zeros(3))
 
 
 @pytest.mark.parametrize(("most_file_bytes", "n_files"), [(float("inf"), 1), (50_000, 2)])
@@ -501,13 +392,8 @@ def test_a_written_checkpoint_holds_any_dtype_and_shape_in_one_file_or_several(t
         "model.large": torch.randn(3 * 2**20 + 1),  # more than one piece
         "model.flags": torch.tensor([True, False]),
     }
-    described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     options = {"fingerprint": FINGERPRINT, "most_file_bytes": most_file_bytes}
-    with CheckpointWriter(tmp_path / "step-1", 1, described, **options) as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
-        writer.commit()
-    read = read_all(tmp_path / "step-1")
+    read = read_tensors(write_tensors(tmp_path / "step-1", tensors, step=1, **options))
     assert list(read) == list(tensors) and all(torch.equal(read[name], tensors[name]) for name in tensors)
     manifest = read_manifest(tmp_path / "step-1")
     assert manifest.fingerprint == FINGERPRINT and len(manifest.files) >= n_files

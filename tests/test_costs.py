@@ -319,8 +319,8 @@ def bytes_kept_for_backward(rank: int, world_size: int, overrides: dict[str, obj
     (part,) = run.parts
     dtype = getattr(torch, run.config.training.mixed_precision_param)
     part.to(dtype)
-    hidden = torch.randn(2, 64, part.shape.dim, dtype=dtype, requires_grad=True)
-    rotation = rotary_angles(torch.arange(64).expand(2, -1), part.shape)
+    hidden = torch.randn(2, 64, part.model_args.dim, dtype=dtype, requires_grad=True)
+    rotation = rotary_angles(torch.arange(64).expand(2, -1), part.model_args)
     blocks = list(part.layers.values())
     for block in blocks:
         block(hidden, rotation)  # compiles, where it is compiled

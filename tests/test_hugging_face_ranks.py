@@ -1,6 +1,5 @@
 """Hugging Face folders on many ranks: each reads what it holds, together they write what one process would write."""
 
-import resource
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from torchtitan_lite.checkpoint.hugging_face import (
     Export,
     export_hf,
-    export_weights,
     load_weights,
     read_tensor,
     write_folder,
@@ -23,8 +21,7 @@ from torchtitan_lite.checkpoint.hugging_face import (
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
 from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.manifest import CheckpointError
-from torchtitan_lite.checkpoint.one_process import open_checkpoint
-from torchtitan_lite.checkpoint.save import CheckpointSaver, choose_tensors
+from torchtitan_lite.checkpoint.save import choose_tensors
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.verify.ranks import RankFailure
 
@@ -35,7 +32,6 @@ LAYOUTS = {
     "dp3, uneven shards that cut through heads": (3, SIX),
     "dp4": (4, {}),
     "tp4": (4, {TP: 4}),
-    "dp2 x tp2": (4, {TP: 2}),
     "hsdp2x2": (4, {REPLICATE: 2}),
     "pp4": (4, {PP: 4}),
     "pp2 x dp2 x tp2 Interleaved1F1B": (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
@@ -57,7 +53,7 @@ def source(tmp_path_factory):
 
 
 def load_and_export(rank: int, world_size: int, overrides: dict, source: str, out: str) -> tuple:
-    """Worker. Returns the names of what was not loaded exactly, and the largest number of bytes beside the share."""
+    """Worker. Returns the names of what was not loaded exactly, and the largest number of bytes besides its shards."""
     run = compare.build_table_run(world_size, overrides)
     own = [compare.local(parameter) for parameter in run.parameters.values()]
     with torch.no_grad():
@@ -70,7 +66,7 @@ def load_and_export(rank: int, world_size: int, overrides: dict, source: str, ou
     wrong = [fqn for fqn, tensor in full.items() if not torch.equal(tensor, make_weight(fqn, tuple(tensor.shape)))]
     export = Export(SHAPE, "float32", most_file_bytes=100_000)
     with checkpoints.PeakBytes(own) as exporting:
-        export_weights(Path(out), run.parameters, export, group=dist.group.WORLD)
+        export_hf(Path(out), run.parameters, export, group=dist.group.WORLD)
     return wrong, loading.peak, exporting.peak, list(run.parameters)
 
 
@@ -82,37 +78,32 @@ FAST = ["dp3, uneven shards that cut through heads", "tp4", "pp4"]
 )
 def test_a_folder_is_loaded_and_written_on_any_layout_bit_by_bit(pool, source, tmp_path, name):
     world_size, overrides = LAYOUTS[name]
-    shares = pool.run(load_and_export, world_size, overrides, str(source), str(tmp_path / "out"))
+    results = pool.run(load_and_export, world_size, overrides, str(source), str(tmp_path / "out"))
     largest_bytes = 4 * max(torch.Size(size).numel() for size in list_tensors(SHAPE).values())
-    for wrong, loading_bytes, exporting_bytes, _ in shares:
+    for wrong, loading_bytes, exporting_bytes, _ in results:
         assert wrong == []
         # What is mapped of a file counts here too, though it takes no memory of its own.
         assert loading_bytes <= largest_bytes
         # A whole tensor, and the pieces that it is put together from. The model has ten times as many bytes.
         assert exporting_bytes <= 4 * largest_bytes
-    assert {fqn for share in shares for fqn in share[-1]} == set(list_tensors(SHAPE))
+    assert {fqn for result in results for fqn in result[-1]} == set(list_tensors(SHAPE))
     exported = open_folder(tmp_path / "out")
-    assert exported.shape == SHAPE
+    assert exported.model_args == SHAPE
     for fqn, size in list_tensors(SHAPE).items():
         assert torch.equal(read_tensor(exported, fqn), make_weight(fqn, size)), fqn
     assert not (tmp_path / "out.tmp").exists()
 
 
-# ---------------------------------------------------------------- a run that begins with them, and leaves them
+# ---------------------------------------------------------------- a run that starts with them, and exports them
 
 
-def begin_and_leave(rank: int, world_size: int, overrides: dict, out: str, fingerprint: dict, **keys) -> tuple:
-    """Worker: loads as train.py does, and leaves step 5 as [checkpoint] says. Returns the step and what was loaded."""
+def load_and_save(rank: int, world_size: int, overrides: dict, out: str, fingerprint: dict, **keys) -> tuple:
+    """Worker: loads as train.py does, and saves step 5 as [checkpoint] says. Returns the step and what was loaded."""
     run = compare.build_table_run(world_size, overrides)
     section, group = Checkpoint(enable=True, **keys), dist.group.WORLD
     of_run, common = (run.parameters, run.optimizer), {"section": section, "group": group}
-    step = restore_or_load(
-        Path(out), 0, *of_run, run.lr_scheduler, is_named=False, shape=SHAPE, fingerprint=fingerprint, **common
-    )
-    saver = CheckpointSaver(
-        Path(out), section, run.optimizer, fingerprint=fingerprint, run={}, group=group, device=run.device
-    )
-    with saver:
+    step = restore_or_load(Path(out), 0, *of_run, run.lr_scheduler, is_named=False, fingerprint=fingerprint, **common)
+    with checkpoints.make_saver(out, section, run.optimizer, fingerprint=fingerprint) as saver:
         saver.save(5, choose_tensors(*of_run, is_last=True, **common))
     if section.last_save_in_hf:
         (Path(out) / "step-5-hf.tmp").mkdir(exist_ok=True)  # of an attempt that was killed
@@ -122,51 +113,50 @@ def begin_and_leave(rank: int, world_size: int, overrides: dict, out: str, finge
     return step, compare.gather(run, lambda parameter: parameter)
 
 
-def merge(shares: list[tuple]) -> dict[str, Tensor]:
-    return {fqn: tensor for _, loaded in shares for fqn, tensor in loaded.items()}
+def merge(results: list[tuple]) -> dict[str, Tensor]:
+    return {fqn: tensor for _, loaded in results for fqn, tensor in loaded.items()}
 
 
-def test_a_run_begins_with_a_folder_and_leaves_weights_in_the_type_of_export(pool, source, tmp_path):
+def test_a_run_starts_with_a_folder_and_exports_weights_in_the_type_of_export(pool, source, tmp_path):
     world_size, overrides = 4, {PP: 2, TP: 2}
-    begins = {"initial_load_path": str(source), "initial_load_in_hf": True}
-    leaves = {"last_save_model_only": True, "last_save_in_hf": True, "export_dtype": "bfloat16"}
-    facts = {"shape": asdict(SHAPE)}
-    shares = pool.run(begin_and_leave, world_size, overrides, str(tmp_path), facts, **begins, **leaves)
+    start = {"initial_load_path": str(source), "initial_load_in_hf": True}
+    end = {"last_save_model_only": True, "last_save_in_hf": True, "export_dtype": "bfloat16"}
+    fingerprint = {"shape": asdict(SHAPE)}
+    results = pool.run(load_and_save, world_size, overrides, str(tmp_path), fingerprint, **start, **end)
     expected = {fqn: make_weight(fqn, size) for fqn, size in list_tensors(SHAPE).items()}
-    assert [fqn for fqn, tensor in merge(shares).items() if not torch.equal(tensor, expected[fqn])] == []
+    assert [fqn for fqn, tensor in merge(results).items() if not torch.equal(tensor, expected[fqn])] == []
     exported = open_folder(tmp_path / "step-5-hf")
-    with open_checkpoint(tmp_path / "step-5") as checkpoint:
-        assert set(checkpoint.tensors) == {f"model.{fqn}" for fqn in expected}
-        for fqn, weight in expected.items():
-            assert torch.equal(checkpoint.read(f"model.{fqn}"), weight.bfloat16()), fqn
-            assert torch.equal(read_tensor(exported, fqn), weight.bfloat16()), fqn
+    rounded = {f"model.{fqn}": weight.bfloat16() for fqn, weight in expected.items()}
+    assert checkpoints.list_differing(checkpoints.read_tensors(tmp_path / "step-5"), rounded) == []
+    assert [fqn for fqn in expected if not torch.equal(read_tensor(exported, fqn), rounded[f"model.{fqn}"])] == []
 
-    # Weights alone, opened on another layout: the run has the numbers as they were rounded, and begins at step 0.
-    begins = {"initial_load_path": str(tmp_path / "step-5")}
-    shares = pool.run(begin_and_leave, 4, {TP: 4}, str(tmp_path / "next"), facts, **begins)
-    assert {step for step, _ in shares} == {0}
-    assert [fqn for fqn, w in merge(shares).items() if not torch.equal(w, expected[fqn].bfloat16().float())] == []
+    # Weights alone, opened on another layout: the run has the numbers as they were rounded, and starts at step 0.
+    start = {"initial_load_path": str(tmp_path / "step-5")}
+    results = pool.run(load_and_save, 4, {TP: 4}, str(tmp_path / "next"), fingerprint, **start)
+    assert {step for step, _ in results} == {0}
+    assert [fqn for fqn, w in merge(results).items() if not torch.equal(w, expected[fqn].bfloat16().float())] == []
 
 
-def test_a_run_may_go_on_with_the_step_and_optimizer_of_another(pool, tmp_path):
+def test_a_run_may_continue_with_the_step_and_optimizer_of_another(pool, tmp_path):
     pool.run(checkpoints.train_and_save, 2, {TP: 2, **ADAMW}, str(tmp_path), 3, Checkpoint(enable=True))
-    begins = {"initial_load_path": str(tmp_path / "step-3"), "initial_load_model_only": False}
-    shares = pool.run(begin_and_leave, 2, ADAMW, str(tmp_path / "next"), checkpoints.FINGERPRINT, **begins)
-    assert {step for step, _ in shares} == {3}
-    with open_checkpoint(tmp_path / "step-3") as first, open_checkpoint(tmp_path / "next" / "step-5") as second:
-        assert first.tensors == second.tensors
-        assert any(name.endswith(".exp_avg_sq") for name in first.tensors)
-        assert [name for name in first.tensors if not torch.equal(first.read(name), second.read(name))] == []
+    start = {"initial_load_path": str(tmp_path / "step-3"), "initial_load_model_only": False}
+    results = pool.run(load_and_save, 2, ADAMW, str(tmp_path / "next"), checkpoints.FINGERPRINT, **start)
+    assert {step for step, _ in results} == {3}
+    first, second = (checkpoints.read_tensors(path) for path in (tmp_path / "step-3", tmp_path / "next" / "step-5"))
+    assert any(name.endswith(".exp_avg_sq") for name in first) and checkpoints.list_differing(first, second) == []
 
 
 def test_weights_of_another_model_are_refused_on_every_rank(pool, tmp_path):
-    pool.run(checkpoints.train_and_save, 1, {}, str(tmp_path), 1, Checkpoint(enable=True))  # its facts: dim 64, no more
+    pool.run(
+        checkpoints.train_and_save, 1, {}, str(tmp_path), 1, Checkpoint(enable=True)
+    )  # its fingerprint: dim 64, no more
     with pytest.raises(RankFailure, match="step-1 was saved with shape = {'dim': 64, 'name': 'llama3'}, this run has"):
-        pool.run(begin_and_leave, 2, {}, str(tmp_path), {}, initial_load_path=str(tmp_path / "step-1"))
+        fingerprint = {"shape": asdict(SHAPE)}
+        pool.run(load_and_save, 2, {}, str(tmp_path), fingerprint, initial_load_path=str(tmp_path / "step-1"))
 
 
-def spoil_and_leave(rank: int, world_size: int, overrides: dict, out: str, fqn: str) -> list[str]:
-    """Worker: one number of one rank's share is too large for float16. Returns what each attempt to leave it says."""
+def spoil_and_save(rank: int, world_size: int, overrides: dict, out: str, fqn: str) -> list[str]:
+    """Worker: one number of one rank's shard is too large for float16. Returns what each attempt to save it says."""
     run = compare.build_table_run(world_size, overrides)
     if rank == world_size - 1:
         with torch.no_grad():
@@ -187,34 +177,7 @@ def spoil_and_leave(rank: int, world_size: int, overrides: dict, out: str, fqn: 
 @pytest.mark.parametrize(("name", "fqn"), [("dp4", "layers.2.attention.wo.weight"), ("pp4", "output.weight")])
 def test_what_one_rank_cannot_convert_stops_all_of_them_by_name_and_leaves_nothing(pool, tmp_path, name, fqn):
     world_size, overrides = LAYOUTS[name]
-    said = pool.run(spoil_and_leave, world_size, overrides, str(tmp_path / "out"), fqn)
+    said = pool.run(spoil_and_save, world_size, overrides, str(tmp_path / "out"), fqn)
     assert said == [said[0]] * world_size
     assert len(said[0]) == 2 and all(f"{fqn} has numbers beyond 65,504" in text for text in said[0])
     assert list(tmp_path.iterdir()) == []
-
-
-def leave_on_a_full_disk(rank: int, world_size: int, overrides: dict, out: str) -> str:
-    """Worker: the last rank may write no large file."""
-    run = compare.build_table_run(world_size, overrides)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == world_size - 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
-    try:
-        export_weights(Path(out), run.parameters, Export(SHAPE, "float32"), group=dist.group.WORLD)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_disk_that_is_full_for_one_rank_stops_all_of_them_and_leaves_nothing(pool, tmp_path):
-    said = pool.run(leave_on_a_full_disk, 2, {PP: 2}, str(tmp_path / "out"))
-    assert said[0] == said[1] and "model-00002-of-00002.safetensors cannot be written (File too large)" in said[0]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_export_never_takes_the_place_of_something(pool, source, tmp_path):
-    (tmp_path / "out").mkdir()
-    with pytest.raises(RankFailure, match="out exists already"):
-        pool.run(load_and_export, 2, {}, str(source), str(tmp_path / "out"))
-    assert list((tmp_path / "out").iterdir()) == []

@@ -13,12 +13,16 @@ from test_hugging_face import edit_json
 from test_model import FLAVORS, PLAIN, build_ours, build_theirs
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes
-from torchtitan_lite.checkpoint.hugging_face_folder import MOST_HEADER_BYTES, open_folder
+from torchtitan_lite.checkpoint.hugging_face_folder import (
+    MOST_HEADER_BYTES,
+    HuggingFaceError,
+    compare_shapes,
+    open_folder,
+)
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.flavors import ModelArgs
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 N_BYTES = 4 * 128 * 64  # of it
 INDEX = "model.safetensors.index.json"
 
@@ -79,18 +83,18 @@ def first_file(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
 
-def write(name: str, text: str):
-    return lambda folder: (folder / name).write_text(text)
+def cut_bytes(n_bytes: int):
+    """Take bytes off the end of the first file; a negative number appends some."""
+    return lambda folder: os.truncate(first_file(folder), first_file(folder).stat().st_size - n_bytes)
 
 
-def unlink(name: str):
-    return lambda folder: (folder / name).unlink()
+def change_tensors(change, path=first_file):
+    def edit(folder: Path) -> None:
+        tensors = load_file(path(folder))
+        change(tensors)
+        save_file(tensors, path(folder))
 
-
-def change_tensors(folder: Path, change) -> None:
-    tensors = load_file(first_file(folder))
-    change(tensors)
-    save_file(tensors, first_file(folder))
+    return edit
 
 
 def name_in_index(tensor: str, file: object):
@@ -105,43 +109,21 @@ def name_in_index(tensor: str, file: object):
     return edit
 
 
-def remove(name: str):
-    """Take a tensor out of its file and out of the index."""
-
-    def edit(folder: Path) -> None:
-        path = folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
-        tensors = load_file(path)
-        del tensors[name]
-        save_file(tensors, path)
-        name_in_index(name, None)(folder)
-
-    return edit
+def remove_norm(folder: Path) -> None:
+    """Take the norm out of its file and out of the index."""
+    path = folder / json.loads((folder / INDEX).read_text())["weight_map"][NORM]
+    change_tensors(lambda tensors: tensors.pop(NORM), lambda _: path)(folder)
+    name_in_index(NORM, None)(folder)
 
 
-def add(name: str):
-    def edit(folder: Path) -> None:
-        change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(2)}))
-        name_in_index(name, first_file(folder).name)(folder)
-
-    return edit
+def add_bias(folder: Path) -> None:
+    change_tensors(lambda tensors: tensors.update({"model.norm.bias": torch.ones(2)}))(folder)
+    name_in_index("model.norm.bias", first_file(folder).name)(folder)
 
 
 def set_entry(**changes):
     """Change the header's entry of the embedding. The data stay."""
     return lambda folder: edit_header(first_file(folder), lambda header: header[EMBEDDING].update(changes))
-
-
-def put_gap_before_last(folder: Path) -> None:
-    def move(header: dict) -> None:
-        last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"])
-        header[last]["data_offsets"] = [offset + 8 for offset in header[last]["data_offsets"]]
-
-    edit_header(first_file(folder), move)
-
-
-def append_bytes(folder: Path) -> None:
-    with open(first_file(folder), "ab") as file:
-        file.write(bytes(8))
 
 
 def repeat_entry(folder: Path) -> None:
@@ -162,51 +144,36 @@ def lengthen_header(folder: Path) -> None:
 
 A_FILE = "model-00001-of"
 WRONG_FILES = {  # action, what is named; found when the folder is opened, before torch
-    "no config": (unlink("config.json"), "config.json"),
-    "config is no JSON": (write("config.json", "{"), "config.json"),
-    "config is too deep": (write("config.json", "[" * 100_000), "config.json"),
-    "no index": (unlink(INDEX), INDEX),
-    "index is no JSON": (write(INDEX, "[]"), INDEX),
-    "index without files": (write(INDEX, "{}"), "weight_map"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "config is too deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json"),
+    "no index": (lambda folder: (folder / INDEX).unlink(), INDEX),
+    "index without files": (lambda folder: (folder / INDEX).write_text("{}"), "weight_map"),
     "missing file": (lambda folder: first_file(folder).unlink(), A_FILE),
-    "missing tensor": (remove("model.layers.1.mlp.up_proj.weight"), "missing: model.layers.1.mlp.up_proj.weight"),
-    "missing head": (remove("lm_head.weight"), "missing: lm_head.weight"),
-    "unknown tensor": (add("model.norm.bias"), "unknown: model.norm.bias"),
+    "missing tensor": (remove_norm, f"missing: {NORM}"),
+    "unknown tensor": (add_bias, "unknown: model.norm.bias"),
     "tensor that the index does not name": (name_in_index(EMBEDDING, None), f"name there: {EMBEDDING}"),
     "index that names the wrong file": (
         name_in_index(EMBEDDING, "model-00002-of-00004.safetensors"),
         f"name there: {EMBEDDING}",
     ),
     "path in the index": (name_in_index(EMBEDDING, "../model.safetensors"), "'../model.safetensors'"),
-    "absolute path in the index": (name_in_index(EMBEDDING, "/etc/x.safetensors"), "'/etc/x.safetensors'"),
     "number in the index": (name_in_index(EMBEDDING, 3), "in 3"),
     "another shape": (
-        lambda folder: change_tensors(folder, lambda t: t.update({EMBEDDING: t[EMBEDDING][:, :-1].clone()})),
+        change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:, :-1].clone()})),
         "model.embed_tokens.weight is [128, 63], and config.json calls for [128, 64]",
     ),
     "another type": (
-        lambda folder: change_tensors(folder, lambda t: t.update({EMBEDDING: t[EMBEDDING].char()})),
+        change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].char()})),
         "model.embed_tokens.weight is of type I8",
     ),
-    "cut file": (lambda folder: os.truncate(first_file(folder), 20_000), A_FILE),
-    "last byte cut": (lambda f: os.truncate(first_file(f), first_file(f).stat().st_size - 1), A_FILE),
+    "last byte cut": (cut_bytes(1), A_FILE),
     "empty file": (lambda folder: os.truncate(first_file(folder), 0), A_FILE),
-    "half a header": (lambda folder: os.truncate(first_file(folder), 30), A_FILE),
-    "absurd header": (lambda f: first_file(f).write_bytes((2**60).to_bytes(8, "little") + b"{}"), A_FILE),
     "header beyond the limit": (lengthen_header, A_FILE),
     "header that is no JSON": (lambda f: first_file(f).write_bytes(b"\x02" + bytes(7) + b"{{"), "not JSON"),
     "a name twice": (repeat_entry, "twice"),
     "shape beyond the file": (set_entry(shape=[2**40, 64]), A_FILE),
-    "endless shape": (set_entry(shape=[2**60, 2**60]), A_FILE),
     "negative shape": (set_entry(shape=[-1, 64]), A_FILE),
-    "bytes after the last tensor": (append_bytes, A_FILE),
-}
-WRONG_OFFSETS = {  # found by the safetensors library, when the file is opened to be loaded
-    "tensors that overlap": set_entry(data_offsets=[16, 16 + N_BYTES]),
-    "an offset before the data": set_entry(data_offsets=[-16, N_BYTES - 16]),
-    "an offset that is text": set_entry(data_offsets=["0", 8]),
-    "an offset beyond the file": set_entry(data_offsets=[2**40, 2**40 + N_BYTES]),
-    "tensors with a gap": put_gap_before_last,
+    "bytes after the last tensor": (cut_bytes(-8), A_FILE),
 }
 
 
@@ -219,9 +186,8 @@ def test_a_folder_that_is_not_complete_is_refused_by_the_name_of_what_is_wrong(n
     assert named in str(error.value) and str(folder) in str(error.value)
 
 
-@pytest.mark.parametrize("name", WRONG_OFFSETS)
-def test_offsets_that_are_wrong_are_refused_by_the_library_and_the_file_is_named(name, folder):
-    WRONG_OFFSETS[name](folder)
+def test_offsets_that_overlap_are_refused_by_the_library_and_the_file_is_named(folder):
+    set_entry(data_offsets=[16, 16 + N_BYTES])(folder)
     with pytest.raises(CheckpointError) as error:
         load_weights(open_folder(folder), {"tok_embeddings.weight": torch.empty(128, 64)})
     assert str(first_file(folder)) in str(error.value) and "\n" not in str(error.value)
@@ -238,8 +204,8 @@ def test_pickles_are_not_opened_and_the_remedy_is_named(folder):
 def test_constants_that_old_versions_saved_are_ignored(tmp_path):
     build_theirs(PLAIN, build_ours(PLAIN)).save_pretrained(tmp_path)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    change_tensors(tmp_path, lambda tensors: tensors.update({name: torch.ones(8)}))
-    assert open_folder(tmp_path).shape == PLAIN
+    change_tensors(lambda tensors: tensors.update({name: torch.ones(8)}))(tmp_path)
+    assert open_folder(tmp_path).model_args == PLAIN
 
 
 def test_weights_of_another_shape_are_refused_by_the_keys_of_the_config():

@@ -22,13 +22,22 @@ READ = (  # keys that name files which a run reads
 def check_files(config: Config, restarted: bool) -> list[Problem]:
     """Find every problem with the paths of a run. A job that torchrun `restarted` finds its own files there."""
     problems = check_dump_folder(config, restarted)
-    places, collisions = place_folders(config)
+    emptied, collisions = check_folders(config)
     problems += collisions
     for key in FOLDERS if not problems else ():
         value = get_value(config, key)
         problems += check_writable(key, os.path.join(config.job.dump_folder, value), value)
-    problems += check_writable("training.cache_folder", config.training.cache_folder)
-    return problems + check_cache(config, places) + check_deleted(config, places, restarted)
+    key, value = "training.cache_folder", config.training.cache_folder
+    problems += check_writable(key, value)
+    for name in find_containing(value, emptied):  # all runs share the cache
+        problems.append(Problem(key, value, f"it is in {name}, which job.overwrite empties", "Use another folder"))
+    for key in READ if config.job.overwrite and not restarted else ():
+        values = get_value(config, key)
+        for value in filter(None, [values] if isinstance(values, str) else values):
+            if names := find_containing(value, emptied):
+                why, remedy = f"job.overwrite deletes {names[0]} first", "Copy it to another place"
+                problems.append(Problem(key, value, why, remedy))
+    return problems
 
 
 def check_dump_folder(config: Config, restarted: bool) -> list[Problem]:
@@ -44,60 +53,37 @@ def check_dump_folder(config: Config, restarted: bool) -> list[Problem]:
     return [Problem(key, value, why, remedy)]
 
 
-def place_folders(config: Config) -> tuple[dict[Path, str], list[Problem]]:
-    """Return the path of each file and folder of the dump folder with its name, and what is wrong with these.
+def check_folders(config: Config) -> tuple[dict[Path, str], list[Problem]]:
+    """Return path -> name of each file and folder that job.overwrite empties, and what is wrong with these.
 
-    Folders must be inside the dump folder and apart from each other, because `job.overwrite` empties each of them.
+    Folders must be inside the dump folder and apart from each other, because each of them is emptied alone.
     """
-    dump_folder, default = find_place(config.job.dump_folder), Config()
-    places, problems = {dump_folder / name: f"the run's {name}" for name in FILES}, []
+    default, problems = Config(), []
+    emptied = {resolve_path(config.job.dump_folder) / name: f"the run's {name}" for name in FILES}
     # Keys at their defaults come first: of two that collide, the one that the user has set is to be changed.
     for key in sorted(FOLDERS, key=lambda key: get_value(config, key) != get_value(default, key)):
         value = get_value(config, key)
-        path = Path(value)
-        if path.is_absolute() or ".." in path.parts or path == Path("."):
+        if Path(value).is_absolute() or ".." in Path(value).parts or Path(value) == Path("."):
             why = "it is not a folder inside job.dump_folder"
             problems.append(Problem(key, value, why, "Use a name such as traces, or sub/traces"))
             continue
-        place = find_place(config.job.dump_folder, value)
-        if other := find_overlap(place, places):
-            why = f"it overlaps with {other}"
+        path = resolve_path(config.job.dump_folder, value)
+        overlaps = [name for other, name in emptied.items() if path.is_relative_to(other) or other.is_relative_to(path)]
+        if overlaps:
+            why = f"it overlaps with {overlaps[0]}"
             problems.append(Problem(key, value, why, "Use a name that no other file or folder of the run has"))
-        places[place] = f"{key} = {value!r}"
-    return places, problems
+        emptied[path] = f"{key} = {value!r}"
+    return emptied, problems
 
 
-def check_cache(config: Config, places: dict[Path, str]) -> list[Problem]:
-    """Find a cache folder inside a folder that one run may empty: all runs share the cache."""
-    key, value = "training.cache_folder", config.training.cache_folder
-    inside = [what for place, what in places.items() if find_place(value).is_relative_to(place)]
-    return [
-        Problem(key, value, f"it is in {what}, which job.overwrite empties", "Use another folder") for what in inside
-    ]
+def find_containing(path: str, folders: dict[Path, str]) -> list[str]:
+    """Return the names of the folders that contain `path`, or equal it."""
+    return [name for folder, name in folders.items() if resolve_path(path).is_relative_to(folder)]
 
 
-def check_deleted(config: Config, places: dict[Path, str], restarted: bool) -> list[Problem]:
-    """Find files that the run reads, in a folder that job.overwrite empties first."""
-    problems = []
-    for key in READ if config.job.overwrite and not restarted else ():
-        values = get_value(config, key)
-        for value in filter(None, [values] if isinstance(values, str) else values):
-            deleted = [what for place, what in places.items() if find_place(value).is_relative_to(place)]
-            if deleted:
-                why, remedy = f"job.overwrite deletes {deleted[0]} first", "Copy it to another place"
-                problems.append(Problem(key, value, why, remedy))
-    return problems
-
-
-def find_place(*names: str) -> Path:
+def resolve_path(*names: str) -> Path:
     """Return the path without links. It need not exist."""
     return Path(os.path.realpath(os.path.join(*names)))
-
-
-def find_overlap(place: Path, places: dict[Path, str]) -> str | None:
-    """Return the name of a path that equals, contains or is inside `place`."""
-    overlaps = (what for other, what in places.items() if place.is_relative_to(other) or other.is_relative_to(place))
-    return next(overlaps, None)
 
 
 def check_writable(key: str, folder: str, value: str | None = None) -> list[Problem]:

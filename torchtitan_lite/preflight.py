@@ -24,8 +24,7 @@ from torchtitan_lite.config.schema import Compile, Config, Parallelism
 from torchtitan_lite.data.corpus_folder import DATASETS, check_corpora, check_weights
 from torchtitan_lite.data.vocabulary import Vocabulary
 from torchtitan_lite.file_checks import check_files
-from torchtitan_lite.other_models import check_export, check_initial_load
-from torchtitan_lite.weights_tokenizer import choose_tokenizer
+from torchtitan_lite.weights_checks import check_export, check_initial_load, choose_tokenizer
 
 
 @dataclass(frozen=True)

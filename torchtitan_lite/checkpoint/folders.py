@@ -8,34 +8,36 @@ So whenever the process dies, each name is either whole or ends in .tmp. A damag
 and its step can be saved again. Exports to Hugging Face folders are made and committed in the same way.
 """
 
+import logging
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.manifest import MANIFEST, UNFINISHED, CheckpointError, Manifest, encode, find_steps
 from torchtitan_lite.config.files import sync_folder
+
+logger = logging.getLogger(__name__)
 
 
 def name_unfinished(final: Path) -> Path:
     return final.with_name(final.name + UNFINISHED)
 
 
-def create_unfinished(final: Path, *, replace: bool) -> Path:
-    """Create the empty folder in which `final` is written. Raises CheckpointError.
-
-    `replace` an unfinished folder that a dead process has left; else it is refused, because it may be in use.
-    """
-    unfinished = name_unfinished(final)
+def check_free(final: Path) -> None:
+    """Raise CheckpointError if `final` exists, or if it is being written."""
     if final.exists() or final.is_symlink():
         raise CheckpointError(f"{final} exists already, and is never overwritten")
-    try:
-        if replace and unfinished.exists():
-            shutil.rmtree(unfinished)
-        unfinished.mkdir(parents=True)
-    except FileExistsError:
+    if (unfinished := name_unfinished(final)).exists():
         why = "another process is writing it, or was killed"
-        raise CheckpointError(f"{unfinished} exists: {why}. If none is writing it, delete it.") from None
+        raise CheckpointError(f"{unfinished} exists: {why}. If none is writing it, delete it.")
+
+
+def create_unfinished(final: Path) -> Path:
+    """Create the empty folder in which `final` is written. Raises CheckpointError, also if somebody else writes it."""
+    check_free(final)
+    unfinished = name_unfinished(final)
+    try:
+        unfinished.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(f"{unfinished} cannot be made ({error.strerror})") from error
     return unfinished
@@ -66,16 +68,9 @@ def commit(final: Path, manifest: Manifest | None = None) -> None:
         raise CheckpointError(f"{final} cannot be committed ({error.strerror}): it is left out") from error
 
 
-def discard(final: Path, file_names: list[str]) -> None:
-    """Delete the failed save of `final`. What cannot be deleted now, the next save removes.
-
-    Opens nothing, because the save may have failed for lack of file descriptors, which rmtree needs too.
-    """
-    unfinished = name_unfinished(final)
-    with suppress(OSError):
-        for name in (*file_names, MANIFEST):
-            (unfinished / name).unlink(missing_ok=True)
-        unfinished.rmdir()
+def discard(final: Path) -> None:
+    """Delete the failed save of `final`. What cannot be deleted now, the next save of the run removes."""
+    shutil.rmtree(name_unfinished(final), ignore_errors=True)
 
 
 def remove_partial(folder: Path) -> None:
@@ -93,9 +88,10 @@ def prune(folder: Path, *, keep_latest_k: int, keep_every_m: int) -> list[int]:
     return pruned
 
 
-def quarantine(final: Path) -> Path:
-    """Rename a damaged checkpoint, so that its step can be saved again. Return its new path."""
-    number, aside = 1, final.with_name(f"{final.name}.damaged")
-    while aside.exists():
-        number, aside = number + 1, final.with_name(f"{final.name}.damaged-{number + 1}")
-    return final.rename(aside)
+def quarantine(damaged: list[Path]) -> None:
+    """Rename damaged checkpoints, so that their steps can be saved again."""
+    for final in damaged:
+        number, aside = 1, final.with_name(f"{final.name}.damaged")
+        while aside.exists():
+            number, aside = number + 1, final.with_name(f"{final.name}.damaged-{number + 1}")
+        logger.error(f"{final} is now {final.rename(aside)}: steps from here on are trained again")

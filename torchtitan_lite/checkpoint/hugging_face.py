@@ -25,7 +25,6 @@ Legend: E head dim, R rows.
 import json
 import logging
 import math
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,18 +35,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint import folders
-from torchtitan_lite.checkpoint.agreement import do_on_rank_0, raise_on_all_ranks
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, describe_shape
 from torchtitan_lite.checkpoint.hugging_face_folder import (
+    CONFIG,
     INDEX,
     SINGLE_FILE,
     HuggingFaceFolder,
     list_tensors,
+    make_config,
     name_in_file,
     their_name,
 )
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.state import convert_dtype
+from torchtitan_lite.checkpoint.storage import do_on_rank_0, raise_on_all_ranks
 from torchtitan_lite.checkpoint.tensor_files import TensorFileWriter, cut_into_files, open_tensor_file
 from torchtitan_lite.config.flavors import ModelArgs
 
@@ -89,12 +89,12 @@ def read_box(folder: HuggingFaceFolder, fqn: str, offsets: Sequence[int], sizes:
 
     Raises CheckpointError for a damaged file.
     """
-    head_dim = folder.shape.head_dim
+    head_dim = folder.model_args.head_dim
     unit = head_dim if fqn.endswith(IN_ROTARY_ORDER) else 1  # rows can be reordered in whole heads only
     first, stop = offsets[0] // unit * unit, -(-(offsets[0] + sizes[0]) // unit) * unit
     columns = (slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
     file = open_tensor_file(folder.files[fqn])
-    rows = file.get_slice(name_in_file(fqn, folder.shape))[(slice(first, stop), *columns)]
+    rows = file.get_slice(name_in_file(fqn, folder.model_args))[(slice(first, stop), *columns)]
     if unit > 1:
         rows = to_our_order(rows, head_dim)
     return rows.narrow(0, offsets[0] - first, sizes[0])
@@ -102,7 +102,8 @@ def read_box(folder: HuggingFaceFolder, fqn: str, offsets: Sequence[int], sizes:
 
 def read_tensor(folder: HuggingFaceFolder, fqn: str) -> Tensor:
     """Return one whole tensor, as `read_box` does."""
-    size = list_tensors(folder.shape).get(fqn) or (folder.shape.vocab_size, folder.shape.dim)  # a tied head
+    args = folder.model_args
+    size = list_tensors(args).get(fqn) or (args.vocab_size, args.dim)  # a tied head
     return read_box(folder, fqn, [0] * len(size), size)
 
 
@@ -113,7 +114,7 @@ def read_tensor(folder: HuggingFaceFolder, fqn: str) -> Tensor:
 class Export:
     """Everything in the folder but the weights."""
 
-    shape: ModelArgs
+    model_args: ModelArgs
     dtype: str  # float32, bfloat16 or float16
     most_file_bytes: int = MOST_FILE_BYTES  # a larger tensor has its own file
     # Of the tokenizer: two special tokens, and the files that go beside the weights, name -> content.
@@ -133,7 +134,7 @@ def plan_files(export: Export, held: list[Iterable[str]]) -> list[PlannedFile]:
     """Return every file. `held` are the FQNs of each rank; the first rank that has a tensor writes it."""
     itemsize = getattr(torch, export.dtype).itemsize
     bytes_by_writer: dict[int, dict[str, int]] = {}
-    for fqn, size in list_tensors(export.shape).items():
+    for fqn, size in list_tensors(export.model_args).items():
         writer = next(rank for rank, fqns in enumerate(held) if fqn in fqns)
         bytes_by_writer.setdefault(writer, {})[fqn] = math.prod(size) * itemsize
     cut = [
@@ -152,36 +153,28 @@ def write_folder(out: Path, read: Callable[[str], Tensor], export: Export) -> No
 
     Raises CheckpointError if `out` or an unfinished one exists, or cannot be written; then nothing is left.
     """
-    unfinished = folders.create_unfinished(out, replace=False)
+    unfinished = folders.create_unfinished(out)
     try:
-        files = plan_files(export, [list_tensors(export.shape)])
+        files = plan_files(export, [list_tensors(export.model_args)])
         for planned in files:
             write_tensors(unfinished / planned.name, planned.fqns, map(read, planned.fqns), export)
         finish_folder(out, files, export)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        folders.discard(out)
         raise
 
 
 def export_hf(out: Path, parameters: dict[str, Tensor], export: Export, *, group: dist.ProcessGroup) -> None:
-    """Write `out` into the run's folder of checkpoints, unless an earlier attempt has. Collective.
+    """Write all parameters of a run as the folder `out`, unless an earlier attempt has. Collective.
 
-    Raises CheckpointError. Only the run that holds the lock of the dump folder may call this: unfinished folders there
-    are deleted.
+    `group` has all ranks and uses gloo. Raises CheckpointError, on every rank, if `out` cannot be written; then nothing
+    is left. Only the run that holds the lock of the dump folder may call this: unfinished folders there are deleted.
     """
-    if not do_on_rank_0(group, out.exists):
-        do_on_rank_0(group, lambda: folders.remove_partial(out.parent))
-        export_weights(out, parameters, export, group=group)
-        logger.info(f"exported {out}")
-
-
-def export_weights(out: Path, parameters: dict[str, Tensor], export: Export, *, group: dist.ProcessGroup) -> None:
-    """Write all parameters of a run as the folder `out`. Collective; `group` has all ranks and uses gloo.
-
-    Raises CheckpointError, on every rank, if `out` exists or cannot be written; then nothing is left.
-    """
+    if do_on_rank_0(group, out.exists):
+        return
     rank = dist.get_rank(group)
-    do_on_rank_0(group, lambda: folders.create_unfinished(out, replace=False))
+    do_on_rank_0(group, lambda: folders.remove_partial(out.parent))
+    do_on_rank_0(group, lambda: folders.create_unfinished(out))
     held: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(held, list(parameters), group=group)  # names only
     files = plan_files(export, held)
@@ -190,8 +183,9 @@ def export_weights(out: Path, parameters: dict[str, Tensor], export: Export, *, 
         do_on_rank_0(group, lambda: finish_folder(out, files, export))
     except CheckpointError:
         if rank == 0:
-            shutil.rmtree(folders.name_unfinished(out), ignore_errors=True)
+            folders.discard(out)
         raise
+    logger.info(f"exported {out}")
 
 
 def write_own_files(
@@ -201,7 +195,8 @@ def write_own_files(
     failure = None
     for planned in files:
         # all-gathers each tensor over the ranks that share it
-        gathered = (gather(parameters[fqn]) for fqn in planned.fqns if fqn in parameters)
+        held = (parameters[fqn].detach() for fqn in planned.fqns if fqn in parameters)
+        gathered = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter for parameter in held)
         if planned.writer == rank and failure is None:
             try:
                 write_tensors(folders.name_unfinished(out) / planned.name, planned.fqns, gathered, export)
@@ -213,14 +208,9 @@ def write_own_files(
         raise failure
 
 
-def gather(parameter: Tensor) -> Tensor:
-    """Return the whole of one parameter. Collective over the ranks that share it: all-gathers its bytes."""
-    return parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-
-
 def write_tensors(path: Path, fqns: list[str], tensors: Iterable[Tensor], export: Export) -> None:
     """Write one safetensors file and wait until it is on the disk. One whole tensor is in memory at a time."""
-    sizes, dtype, tensors = list_tensors(export.shape), getattr(torch, export.dtype), iter(tensors)
+    sizes, dtype, tensors = list_tensors(export.model_args), getattr(torch, export.dtype), iter(tensors)
     with TensorFileWriter(path, {their_name(fqn): (dtype, sizes[fqn]) for fqn in fqns}, hashed=False) as file:
         for fqn in fqns:  # no local variable, so a tensor is freed before the next one is gathered
             file.write(their_name(fqn), to_theirs(fqn, next(tensors), export))
@@ -230,15 +220,15 @@ def write_tensors(path: Path, fqns: list[str], tensors: Iterable[Tensor], export
 def to_theirs(fqn: str, tensor: Tensor, export: Export) -> Tensor:
     """Return one parameter in the dtype and row order of their file."""
     converted = convert_dtype(fqn, tensor, getattr(torch, export.dtype))
-    return to_their_order(converted, export.shape.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else converted
+    return to_their_order(converted, export.model_args.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else converted
 
 
 def finish_folder(out: Path, files: list[PlannedFile], export: Export) -> None:
     """Add the other files and commit the folder."""
-    shape, bos_id, eos_id = export.shape, export.bos_id, export.eos_id
-    contents = {CONFIG: encode(describe_shape(shape, dtype=export.dtype, bos_id=bos_id, eos_id=eos_id))}
+    config = make_config(export.model_args, dtype=export.dtype, bos_id=export.bos_id, eos_id=export.eos_id)
+    contents = {CONFIG: encode(config)}
     if len(files) > 1:
-        n_bytes = sum(map(math.prod, list_tensors(shape).values())) * getattr(torch, export.dtype).itemsize
+        n_bytes = sum(map(math.prod, list_tensors(export.model_args).values())) * getattr(torch, export.dtype).itemsize
         file_of = {their_name(fqn): planned.name for planned in files for fqn in planned.fqns}
         contents[INDEX] = encode({"metadata": {"total_size": n_bytes}, "weight_map": file_of})
     for name, content in (contents | export.tokenizer_files).items():

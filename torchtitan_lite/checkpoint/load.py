@@ -8,7 +8,6 @@ for by its number is loaded or refused.
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,15 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint import folders
-from torchtitan_lite.checkpoint.agreement import do_on_rank_0, explain_dcp_error, raise_on_all_ranks
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError, DamagedCheckpoint, Manifest, find_steps, read_manifest
 from torchtitan_lite.checkpoint.state import create_optimizer_state, name_tensors, name_weights, set_step
-from torchtitan_lite.checkpoint.storage import StorageReader
+from torchtitan_lite.checkpoint.storage import StorageReader, do_on_rank_0, explain_dcp_error, raise_on_all_ranks
 from torchtitan_lite.checkpoint.tensor_files import find_damage
 from torchtitan_lite.config.certificates import describe_certificate
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.schema import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -42,7 +39,6 @@ def restore_or_load(
     *,
     is_named: bool,
     section: Checkpoint,
-    shape: ModelArgs,
     fingerprint: dict[str, object],
     group: dist.ProcessGroup,
 ) -> int:
@@ -62,7 +58,7 @@ def restore_or_load(
     if section.initial_load_in_hf:
         raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
     elif section.initial_load_model_only:
-        same_model = {"shape": asdict(shape)}
+        same_model = {"shape": fingerprint["shape"]}
         load_checkpoint(path, name_weights(parameters), fingerprint=same_model, verify=section.verify, group=group)
     else:  # the weights, optimizer state and step of another run
         step = int(path.name.removeprefix("step-"))
@@ -121,17 +117,12 @@ def load_newest(
                 logger.error(f"DAMAGED CHECKPOINT, so an older one is tried: {error}")
             damaged.append(path)
             continue
-        do_on_rank_0(group, lambda: quarantine(damaged))
+        do_on_rank_0(group, lambda: folders.quarantine(damaged))
         return manifest
     raise CheckpointError(
         f"none of the checkpoints in {folder} can be loaded (steps {steps or 'none'}): put a sound one there, "
         "or start again with --job.overwrite, which deletes them"
     )
-
-
-def quarantine(damaged: list[Path]) -> None:
-    for path in damaged:
-        logger.error(f"{path} is now {folders.quarantine(path)}: steps from here on are trained again")
 
 
 def load_checkpoint(

@@ -21,6 +21,9 @@ import stat
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
+
+from torchtitan_lite.config.files import read_regular_file
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # of what is written. Format 1, which is still read, calls the fingerprint "facts"
@@ -45,8 +48,7 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint is not what was saved. The message names the file."""
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor, stored in one file."""
 
     file: str
@@ -84,6 +86,11 @@ def name_entry(name: str, record: TensorRecord, chunk: Chunk) -> str:
     return f"{name}[{','.join(f'{offset}:{offset + size}' for offset, size in pairs)}]"
 
 
+def name_file(number: int) -> str:
+    """Return the name of the file that this rank writes; in one process, of the file with this number."""
+    return f"rank-{number:05}.safetensors"
+
+
 def find_steps(folder: Path) -> list[int]:
     """Return the steps of the checkpoints in `folder`, ascending. Does not check them."""
     names = [path.parent.name.removeprefix("step-") for path in folder.glob(f"step-*/{MANIFEST}")]
@@ -95,29 +102,21 @@ def find_steps(folder: Path) -> list[int]:
 
 def encode(manifest: Manifest) -> bytes:
     """Return the content of manifest.json: its hash, then JSON with one line per file and per tensor."""
-    files = {name: vars(record) for name, record in manifest.files.items()}
-    tensors = {
-        name: {
-            "dtype": record.dtype,
-            "shape": record.shape,
-            "chunks": [[chunk.file, chunk.offsets, chunk.sizes] for chunk in record.chunks],
-        }
-        for name, record in manifest.tensors.items()
-    }
     parts = {
         "format": json.dumps(FORMAT),
         "step": json.dumps(manifest.step),
         "fingerprint": json.dumps(manifest.fingerprint),
         "run": json.dumps(manifest.run),
-        "files": encode_lines(files),
-        "tensors": encode_lines(tensors),
+        "files": encode_lines(manifest.files),
+        "tensors": encode_lines(manifest.tensors),
     }
     body = ",\n".join(f'"{name}": {text}' for name, text in parts.items()) + "}\n"
     return FIRST_LINE % hash_bytes(body.encode()).encode() + body.encode()
 
 
-def encode_lines(records: dict[str, object]) -> str:
-    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in records.items()) + "}"
+def encode_lines(records: dict[str, FileRecord] | dict[str, TensorRecord]) -> str:
+    lines = (f"{json.dumps(name)}: {json.dumps(vars(record))}" for name, record in records.items())
+    return "{\n" + ",\n".join(lines) + "}"
 
 
 def hash_bytes(data: bytes) -> str:
@@ -138,12 +137,12 @@ def read_manifest(folder: Path) -> Manifest:
         found = path.lstat()
     except OSError as error:
         raise CheckpointError(f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error.strerror})") from None
-    if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
-        raise DamagedCheckpoint(f"{path} is not a plain file of at most {MOST_BYTES:,} bytes")
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror})") from None
+        if stat.S_ISLNK(found.st_mode):
+            raise ValueError("is a link")
+        content = read_regular_file(path, min(found.st_size, MOST_BYTES))  # allocates as many bytes at once
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path} {error}") from None
     first_line, body = content[:FIRST_LINE_BYTES], content[FIRST_LINE_BYTES:]
     if first_line != FIRST_LINE % hash_bytes(body).encode():
         raise DamagedCheckpoint(f"{path} has changed since it was written: the hash in its first line does not match")

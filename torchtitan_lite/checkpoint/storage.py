@@ -7,16 +7,23 @@ and one JSON manifest.
 
     save   rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename to step-20/
     load   every rank reads the manifest, and then only the boxes that it needs
+
+If one rank fails, every rank raises the same error; otherwise the others would wait for it in their next collective,
+and report a timeout minutes later. DCP does so for what it calls; `raise_on_all_ranks` does for everything else.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint import StorageReader as Reader
 from torch.distributed.checkpoint import StorageWriter as Writer
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -28,8 +35,56 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan_lite.checkpoint import folders
-from torchtitan_lite.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, name_entry
+from torchtitan_lite.checkpoint.manifest import (
+    CheckpointError,
+    Chunk,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    name_entry,
+    name_file,
+)
 from torchtitan_lite.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, TensorFileReader, TensorFileWriter
+
+Result = TypeVar("Result")
+
+
+# --- errors ---
+
+
+def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Result]) -> Result:
+    """Call `action` on this rank. If it fails on any rank, raise the error of the first such rank. Collective."""
+    result, failure = None, None
+    try:
+        result = action()
+    except Exception as error:
+        failure = as_checkpoint_error(error)
+    failures: list[CheckpointError | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group=group)  # a few hundred bytes per rank
+    if first := next((failure for failure in failures if failure), None):
+        raise first
+    return result
+
+
+def do_on_rank_0(group: dist.ProcessGroup, action: Callable[[], Result]) -> Result:
+    """Call `action` on rank 0 only. Return its result, or raise its error, on every rank. Collective."""
+    results = [raise_on_all_ranks(group, action if dist.get_rank(group) == 0 else lambda: None)]
+    dist.broadcast_object_list(results, group=group, group_src=0)
+    return results[0]
+
+
+def explain_dcp_error(error: CheckpointException) -> CheckpointError:
+    """Return the error of the first rank that failed, out of what DCP raises on all ranks."""
+    rank, (failure, _) = min(error.failures.items())
+    return as_checkpoint_error(failure, f"rank {rank}: ")
+
+
+def as_checkpoint_error(error: BaseException, prefix: str = "") -> CheckpointError:
+    """Return the error itself, or one with its message that any process can unpickle."""
+    return error if isinstance(error, CheckpointError) else CheckpointError(f"{prefix}{type(error).__name__}: {error}")
+
+
+# --- DCP's hooks ---
 
 
 class StagedPlanner(DefaultSavePlanner):
@@ -52,11 +107,30 @@ class StagedPlanner(DefaultSavePlanner):
         return super().lookup_object(index) if self.staged is None else self.staged[index.fqn]
 
 
-def name_file(rank: int) -> str:
-    return f"rank-{rank:05}.safetensors"
+class NoSetUp:
+    """Methods that DCP's interfaces ask for, and that our storage does not need."""
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        pass
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan | LoadPlan) -> SavePlan | LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list) -> list:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        return True
 
 
-class StorageWriter(Writer):
+class StorageWriter(NoSetUp, Writer):
     """Write what DCP has planned for this rank. Rank 0 also creates the folder and commits it.
 
     `unsaved` is the manifest without files and tensors.
@@ -69,7 +143,7 @@ class StorageWriter(Writer):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the folder. DCP calls this on rank 0, before any rank writes."""
         folders.remove_partial(self.final.parent)
-        folders.create_unfinished(self.final, replace=True)
+        folders.create_unfinished(self.final)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -100,26 +174,10 @@ class StorageWriter(Writer):
             name: TensorRecord(DTYPE_NAMES[described.properties.dtype], tuple(described.size), tuple(chunks[name]))
             for name, described in metadata.state_dict_metadata.items()
         }
-        unsaved = self.unsaved
-        folders.commit(self.final, Manifest(unsaved.step, unsaved.fingerprint, unsaved.run, files, tensors))
-
-    # DCP's interface asks for these; our storage does not need them.
-
-    def reset(self, checkpoint_id: object = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        return True
+        folders.commit(self.final, replace(self.unsaved, files=files, tensors=tensors))
 
 
-class StorageReader(Reader):
+class StorageReader(NoSetUp, Reader):
     """Read the boxes that DCP has planned for this rank from the checkpoint `folder`."""
 
     def __init__(self, folder: Path, manifest: Manifest):
@@ -146,27 +204,11 @@ class StorageReader(Reader):
         for name, items in planned.items():
             file = TensorFileReader(self.folder / name, self.manifest.files[name])
             for item, record, chunk in items:
-                entry, target = name_entry(item.storage_index.fqn, record, chunk), planner.resolve_tensor(item)
-                box = file.read(entry, record.dtype, chunk.sizes, tuple(item.storage_offsets), target.shape)
+                target = planner.resolve_tensor(item)
+                box = file.read(item.storage_index.fqn, record, chunk, item.storage_offsets, target.shape)
                 target.detach().copy_(box)
                 planner.commit_tensor(item, target)
         return completed(None)
-
-    def reset(self, checkpoint_id: object = None) -> None:
-        pass
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        return True
 
 
 def completed(result: object) -> Future:

@@ -25,9 +25,12 @@ from torchtitan_lite.checkpoint.manifest import (
     HASH_BYTES,
     MANIFEST,
     CheckpointError,
+    Chunk,
     DamagedCheckpoint,
     FileRecord,
+    TensorRecord,
     check_file,
+    name_entry,
 )
 from torchtitan_lite.config.messages import show_text
 
@@ -161,15 +164,16 @@ class TensorFileReader:
         self.names = set(self.file.keys())
 
     def read(
-        self, entry: str, dtype: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+        self, name: str, record: TensorRecord, chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]
     ) -> Tensor:
-        """Return a box of `sizes` that starts at `offsets` in the entry of this dtype and shape.
+        """Return a box of `sizes` that starts at `offsets` in this chunk of a tensor.
 
         The tensor is a view of the mapped file: its pages are read when it is copied, and it allocates nothing.
         """
+        entry, shape = name_entry(name, record, chunk), list(chunk.sizes)
         found = self.file.get_slice(entry) if entry in self.names else None
-        if found is None or (found.get_dtype(), found.get_shape()) != (dtype, list(shape)):
-            described = f"{entry} of {dtype} and {list(shape)}"
+        if found is None or (found.get_dtype(), found.get_shape()) != (record.dtype, shape):
+            described = f"{entry} of {record.dtype} and {shape}"
             raise DamagedCheckpoint(f"{self.path} does not hold {described}, as {MANIFEST} says")
         box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
         return found[box] if box else found[...]

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchtitan_lite.checkpoint.folders import check_free
 from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, find_unwritable
-from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
-from torchtitan_lite.checkpoint.manifest import UNFINISHED, CheckpointError
-from torchtitan_lite.checkpoint.one_process import CheckpointWriter
+from torchtitan_lite.checkpoint.hugging_face_folder import CONFIG, HuggingFaceError, explain_unwritable, list_tensors
+from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.checkpoint.one_process import write_checkpoint
 from torchtitan_lite.checkpoint.state import convert_dtype
 from torchtitan_lite.config.command_lines import make_convert_parser
 from torchtitan_lite.config.flavors import count_parameters
@@ -49,54 +49,48 @@ def convert(options: argparse.Namespace) -> str:
     started_s = time.monotonic()
     out, to_checkpoint, most_file_bytes = options.out, (options.source / CONFIG).is_file(), int(options.file_gb * 1e9)
     check_out(out, to_checkpoint)
-    with open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify) as source:
-        if source.model_class is not Llama3:
-            why = (
-                f"model.name = {source.shape.name!r} in {source.path}: only llama3 has names in Hugging Face's format."
-            )
-            raise SourceError(
-                f"{why} Convert a checkpoint of model.name = 'llama3', or add the names to hugging_face.py."
-            )
-        norm_dtype = source.read(FINAL_NORM).dtype
-        dtype = options.dtype or str(norm_dtype).removeprefix("torch.")
-        progress = Progress(count_parameters(source.shape) * norm_dtype.itemsize, 0, stream=sys.stderr)
+    source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
+    args = source.model_args
+    if source.model_class is not Llama3:
+        why = f"model.name = {args.name!r} in {source.path}: only llama3 has names in Hugging Face's format"
+        remedy = "Convert a checkpoint of model.name = 'llama3', or add the names to hugging_face_folder.py"
+        raise SourceError(f"{why}. {remedy}.")
+    if not to_checkpoint and (why := explain_unwritable(args)):
+        raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}.")
+    norm_dtype = source.read(FINAL_NORM).dtype
+    dtype = options.dtype or str(norm_dtype).removeprefix("torch.")
+    progress = Progress(count_parameters(args) * norm_dtype.itemsize, 0, stream=sys.stderr)
 
-        def read(fqn: str) -> Tensor:
-            tensor = source.read(fqn)
-            # Weights of several dtypes become one dtype that nobody has chosen only if nothing is lost.
-            if not options.dtype and torch.promote_types(tensor.dtype, norm_dtype) != norm_dtype:
-                raise SourceError(
-                    f"{fqn} is {tensor.dtype}, and {FINAL_NORM} {norm_dtype}. Choose one type with --dtype."
-                )
-            progress.add(tensor.nbytes)
-            return tensor
+    def read(fqn: str) -> Tensor:
+        tensor = source.read(fqn)
+        # Weights of several dtypes become one dtype that nobody has chosen only if nothing is lost.
+        if not options.dtype and torch.promote_types(tensor.dtype, norm_dtype) != norm_dtype:
+            raise SourceError(f"{fqn} is {tensor.dtype}, and {FINAL_NORM} {norm_dtype}. Choose one type with --dtype.")
+        progress.add(tensor.nbytes)
+        return tensor
 
-        try:
-            if to_checkpoint:
-                write_checkpoint(out, source, read, getattr(torch, dtype), most_file_bytes)
-            else:
-                for why in find_unwritable(source.shape):
-                    raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}.")
-                tokenizer = describe_for_export(source.tokenizer.vocabulary)
-                write_folder(out, read, Export(source.shape, dtype, most_file_bytes, **tokenizer))
-        finally:
-            progress.clear()
+    try:
+        if to_checkpoint:
+            write_weights(out, source, read, getattr(torch, dtype), most_file_bytes)
+        else:
+            tokenizer = describe_for_export(source.tokenizer.vocabulary)
+            write_folder(out, read, Export(args, dtype, most_file_bytes, **tokenizer))
+    finally:
+        progress.clear()
     return describe(options, source, dtype, seconds=time.monotonic() - started_s)
 
 
 def check_out(out: Path, to_checkpoint: bool) -> None:
     """Raise SourceError if OUT exists, if it is being written, or if its name is that of another step."""
-    unfinished = out.with_name(out.name + UNFINISHED) if out.name else out
-    if out.exists() or out.is_symlink():
-        raise SourceError(f"{out} exists. Give another OUT: nothing is overwritten.")
-    if unfinished.exists():
-        why = "another conversion is writing it, or was killed"
-        raise SourceError(f"{unfinished} exists: {why}. If none is writing it, delete it.")
+    try:
+        check_free(out)
+    except CheckpointError as error:
+        raise SourceError(f"OUT {error}") from None
     if to_checkpoint and out.name.startswith("step-") and out.name != "step-0":
         raise SourceError(f"OUT {out} names a step, and weights without a run are at step 0. Give step-0, or a name.")
 
 
-def write_checkpoint(
+def write_weights(
     out: Path, source: ModelSource, read: Callable[[str], Tensor], dtype: torch.dtype, most_file_bytes: int
 ) -> None:
     """Write a checkpoint of weights alone. Its manifest says what `generate` needs, as that of a run does."""
@@ -108,15 +102,16 @@ def write_checkpoint(
         "training": {"seq_len": source.context},
     }
     about = {
-        "fingerprint": {"shape": asdict(source.shape), "tokenizer": source.tokenizer.identity},
+        "fingerprint": {"shape": asdict(source.model_args), "tokenizer": source.tokenizer.identity},
         "run": {"config": config, "converted_from": str(source.path.absolute())},
     }
-    sizes = list_tensors(source.shape)
-    tensors = {f"model.{fqn}": (dtype, size) for fqn, size in sizes.items()}
-    with CheckpointWriter(out, 0, tensors, most_file_bytes=most_file_bytes, **about) as writer:
-        for fqn in sizes:
-            writer.write(f"model.{fqn}", convert_dtype(fqn, read(fqn), dtype))
-        writer.commit()
+    tensors = {f"model.{fqn}": (dtype, size) for fqn, size in list_tensors(source.model_args).items()}
+
+    def read_converted(name: str) -> Tensor:
+        fqn = name.removeprefix("model.")
+        return convert_dtype(fqn, read(fqn), dtype)
+
+    write_checkpoint(out, 0, tensors, read_converted, most_file_bytes=most_file_bytes, **about)
 
 
 def describe(options: argparse.Namespace, source: ModelSource, dtype: str, *, seconds: float) -> str:
@@ -124,7 +119,7 @@ def describe(options: argparse.Namespace, source: ModelSource, dtype: str, *, se
     numbers = {
         "source": str(source.path),
         "out": str(options.out),
-        "parameters": count_parameters(source.shape),
+        "parameters": count_parameters(source.model_args),
         "dtype": dtype,
         "files": len(files),
         "bytes": sum(file.stat().st_size for file in files),

@@ -1,4 +1,12 @@
-"""`generate`: continue a text with the model of a checkpoint or a Hugging Face folder."""
+"""`generate`: continue a text with the model of a checkpoint or a Hugging Face folder.
+
+    logits  ->  / temperature  ->  the k most likely  ->  of these, the fewest that hold p of the probability  ->  draw
+
+Temperature 0 takes the most likely token and draws nothing. Tokens are drawn on the CPU from a separate generator, so
+equal logits and seeds give equal tokens on every device. Sources: top-p arXiv:1904.09751.
+
+Legend: V vocabulary.
+"""
 
 import argparse
 import codecs
@@ -8,11 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
+from torchtitan_lite.checkpoint.hugging_face_folder import HuggingFaceError
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config import choices
 from torchtitan_lite.config.command_lines import make_generate_parser
@@ -21,13 +31,21 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.parallel.mesh import choose_device
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
-from torchtitan_lite.tools.sampling import Sampling, generate
 
 REASONS = {  # why a text ends
     "end_of_document": "ended by the model",
     "max_new_tokens": "stopped by --max-new-tokens",
     "context": "stopped because the context is full",
 }
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 1.0  # 0: the most likely token
+    top_k: int = 0  # draw from this many tokens only; 0: all
+    top_p: float = 1.0  # draw only from the most likely tokens that together have this probability; 1: all
 
 
 @dataclass(frozen=True)
@@ -65,13 +83,13 @@ def run(options: argparse.Namespace) -> None:
     """Generate all samples. Raises SourceError for wrong input before any weight is loaded."""
     machine = detect_machine()
     device = choose_device(0, machine.device_type)
-    with open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify) as source:
-        check_attention(source)
-        prompt = read_prompt(options)
-        prompt_tokens, room = encode_prompt(prompt, source, options.context)
-        n_new_tokens = min(options.max_new_tokens, room)
-        capacity = len(prompt_tokens) + n_new_tokens
-        model = CachedModel(build_model(source, device, machine.memory_bytes_per_device, capacity), capacity)
+    source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
+    check_attention(source)
+    prompt = read_prompt(options)
+    prompt_tokens, room = encode_prompt(prompt, source, options.context)
+    n_new_tokens = min(options.max_new_tokens, room)
+    capacity = len(prompt_tokens) + n_new_tokens
+    model = CachedModel(build_model(source, device, machine.memory_bytes_per_device, capacity), capacity)
     print(f"{source.path} on {device.type}, {len(prompt_tokens)} tokens of prompt", file=sys.stderr)
 
     logits = model.read(prompt_tokens)  # in one pass, for all samples
@@ -91,8 +109,9 @@ def run(options: argparse.Namespace) -> None:
         show("\n")
         samples.append(sample)
         if not options.json:
-            n_tokens, rate = len(sample.tokens), len(sample.tokens) / sample.seconds
-            print(f"[{n_tokens} tokens, {rate:.1f} a second, {REASONS[sample.stopped]}]", file=sys.stderr, flush=True)
+            n_tokens = len(sample.tokens)
+            about = f"{n_tokens} tokens, {n_tokens / sample.seconds:.1f} a second, {REASONS[sample.stopped]}"
+            print(f"[{about}]", file=sys.stderr, flush=True)
     if options.json:
         about = {"source": str(source.path), "prompt": prompt, "prompt_tokens": prompt_tokens, **asdict(sampling)}
         print(json.dumps({**about, "samples": [asdict(sample) for sample in samples]}))
@@ -178,3 +197,48 @@ def take(
 def write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+# --- the next token ---
+
+
+def generate(
+    model: CachedModel, logits: Tensor, sampling: Sampling, *, seed: int, usable: Tensor, most_tokens: int
+) -> Iterator[int]:
+    """Yield up to `most_tokens` tokens, each a function of those before it and of `seed`. Does not stop at end tokens.
+
+    `logits` (V,) are those after what `model` has read; `usable` (V,) bool marks the ids that may be drawn.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for n_tokens in range(1, most_tokens + 1):
+        token = choose_token(logits, sampling, generator, usable)
+        yield token
+        if n_tokens < most_tokens:  # nothing follows the last one
+            logits = model.read([token])
+
+
+def choose_token(logits: Tensor, sampling: Sampling, generator: torch.Generator, usable: Tensor) -> int:
+    """Return the id of a token. logits (V,) fp32, usable (V,) bool. Raises FloatingPointError for NaN or infinity."""
+    if not logits.isfinite().all():
+        bad = int((~logits.isfinite()).sum())
+        raise FloatingPointError(f"{bad} of {len(logits)} logits are not finite: these weights do not make a model")
+    logits = logits.masked_fill(~usable, -inf)
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    probabilities = limit(logits, sampling).softmax(0)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def limit(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return logits (V,) fp64 at this temperature, -inf where top-k or top-p exclude one. Keeps the most likely."""
+    # The greatest becomes 0 first: however low the temperature, only what cannot be drawn overflows.
+    logits = (logits.double() - logits.max()) / sampling.temperature
+    if 0 < sampling.top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -inf)
+    if sampling.top_p < 1:
+        ordered, places = logits.sort(descending=True, stable=True)
+        probabilities = ordered.softmax(0)
+        more_likely = probabilities.cumsum(0) - probabilities  # probability of all more likely tokens
+        out = places[more_likely >= sampling.top_p]
+        logits = logits.index_fill(0, out[out != places[0]], -inf)
+    return logits

@@ -7,8 +7,7 @@
 Weights go from file to model one tensor at a time, and are converted on the way.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lite.checkpoint.hugging_face import read_tensor
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, read_beside, read_end_ids
-from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
+from torchtitan_lite.checkpoint.hugging_face_folder import CONFIG, HuggingFaceError, open_folder, read_beside
 from torchtitan_lite.checkpoint.manifest import MANIFEST, Manifest, find_steps
 from torchtitan_lite.checkpoint.one_process import OpenCheckpoint, open_checkpoint
 from torchtitan_lite.config.flavors import ModelArgs, RopeScaling, count_parameters
@@ -27,6 +25,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.kv_cache import count_cache_bytes
 from torchtitan_lite.step import MODELS
 
+GENERATION_CONFIG = "generation_config.json"
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # a CPU is slower in bfloat16
 GIB = 2**30
 
@@ -40,8 +39,8 @@ class ModelSource:
     """A model that is described, and not yet in memory."""
 
     path: Path
-    shape: ModelArgs
-    model_class: Callable[..., nn.Module]  # of a ModelArgs
+    model_args: ModelArgs
+    model_class: Callable[..., nn.Module]
     attention: str  # a key of config/choices.py: ATTENTIONS
     tokenizer: Tokenizer
     end_ids: frozenset[int]  # tokens after which a text ends
@@ -50,14 +49,11 @@ class ModelSource:
     read: Callable[[str], Tensor]  # FQN -> the whole tensor, on the CPU, in the dtype of its file
 
 
-@contextmanager
-def open_source(path: Path, *, tokenizer: str | None, verify: bool) -> Iterator[ModelSource]:
+def open_source(path: Path, *, tokenizer: str | None, verify: bool) -> ModelSource:
     """Open `path`. Raises SourceError where there is no model, CheckpointError or HuggingFaceError for a bad one."""
     if (path / CONFIG).is_file():
-        yield describe_hugging_face(path, tokenizer)
-    else:
-        with open_checkpoint(find_checkpoint(path), verify=verify) as checkpoint:
-            yield describe_checkpoint(checkpoint, tokenizer)
+        return describe_hugging_face(path, tokenizer)
+    return describe_checkpoint(open_checkpoint(find_checkpoint(path), verify=verify), tokenizer)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -78,15 +74,15 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
         config = manifest.run.get("config", {})
         section, context = config.get("model", {}), config.get("training", {}).get("seq_len")
         model_class, _ = MODELS[section.get("name", "llama3")]
-        shape = read_shape(manifest)
-        difference = find_difference(shape, model_class, checkpoint)
+        model_args = read_model_args(manifest)
+        difference = find_difference(model_args, model_class, checkpoint)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
         why = f"{type(error).__name__} {error}"
         raise SourceError(f"{path}: its {MANIFEST} does not describe a model that is known here: {why}.") from None
     if difference:
         raise SourceError(f"{path}: {difference}")
     assets = tokenizer or section.get("hf_assets_path")
-    found = find_tokenizer(assets, shape, path)
+    found = find_tokenizer(assets, model_args, path)
     if not tokenizer and manifest.fingerprint.get("tokenizer", found.identity) != found.identity:
         why = f"{assets} holds another tokenizer than the one that it was trained with"
         raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is not compared.")
@@ -95,7 +91,7 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
         end_ids |= read_end_ids(file.parent)
     return ModelSource(
         path=path,
-        shape=shape,
+        model_args=model_args,
         model_class=model_class,
         attention=section.get("attention", "causal"),  # a converted model does not say
         tokenizer=found,
@@ -106,8 +102,8 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
     )
 
 
-def read_shape(manifest: Manifest) -> ModelArgs:
-    """Return the shape in the fingerprint. Raises KeyError, TypeError or AttributeError if there is none."""
+def read_model_args(manifest: Manifest) -> ModelArgs:
+    """Return the ModelArgs in the fingerprint. Raises KeyError, TypeError or AttributeError if there is none."""
     raw = manifest.fingerprint["shape"]
     scaling = raw["rope_scaling"]
     numbers = {name: value for name, value in raw.items() if name not in ("rope_scaling", "name")} | (scaling or {})
@@ -117,13 +113,13 @@ def read_shape(manifest: Manifest) -> ModelArgs:
     return ModelArgs(**{**raw, "rope_scaling": RopeScaling(**scaling) if scaling else None})
 
 
-def find_difference(shape: ModelArgs, model_class: Callable[..., nn.Module], checkpoint: OpenCheckpoint) -> str | None:
-    """Return what the checkpoint's weights lack to be a model of this shape."""
+def find_difference(args: ModelArgs, model_class: Callable[..., nn.Module], checkpoint: OpenCheckpoint) -> str | None:
+    """Return what the checkpoint's weights lack to be this model."""
     held = {name: size for name, (_, size) in checkpoint.tensors.items()}
-    if shape.n_layers > len(held):
-        return f"it holds {len(held)} tensors, and its {MANIFEST} calls for {shape.n_layers} layers."
+    if args.n_layers > len(held):
+        return f"it holds {len(held)} tensors, and its {MANIFEST} calls for {args.n_layers} layers."
     with torch.device("meta"):
-        model = model_class(shape)
+        model = model_class(args)
     for fqn, parameter in model.named_parameters():
         expected, seen = tuple(parameter.shape), held.get(f"model.{fqn}")
         if seen != expected:
@@ -134,10 +130,10 @@ def find_difference(shape: ModelArgs, model_class: Callable[..., nn.Module], che
 
 def describe_hugging_face(path: Path, tokenizer: str | None) -> ModelSource:
     folder = open_folder(path)
-    found = find_tokenizer(tokenizer or str(path.absolute()), folder.shape, path)
+    found = find_tokenizer(tokenizer or str(path.absolute()), folder.model_args, path)
     return ModelSource(
         path=path,
-        shape=folder.shape,
+        model_args=folder.model_args,
         model_class=MODELS["llama3"][0],
         attention="causal",
         tokenizer=found,
@@ -148,12 +144,29 @@ def describe_hugging_face(path: Path, tokenizer: str | None) -> ModelSource:
     )
 
 
+def read_end_ids(folder: Path) -> frozenset[int]:
+    """Return the tokens that end a text: eos_token_id of generation_config.json, else of config.json, else none.
+
+    Raises HuggingFaceError for a value that is not a token id.
+    """
+    for name in (GENERATION_CONFIG, CONFIG):
+        if not (folder / name).exists():
+            continue
+        value = read_beside(folder, name).get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(id) is int and id >= 0 for id in ids):
+            raise HuggingFaceError(folder, [f"{name}: eos_token_id = {value!r}; the id of a token, or a list of ids"])
+        if ids:
+            return frozenset(ids)
+    return frozenset()
+
+
 def read_length(raw: object) -> int | None:
     """Return a number of tokens out of a file, or None if it is none."""
     return raw if isinstance(raw, int) and raw > 0 else None
 
 
-def find_tokenizer(assets: object, shape: ModelArgs, path: Path) -> Tokenizer:
+def find_tokenizer(assets: object, args: ModelArgs, path: Path) -> Tokenizer:
     """Load the tokenizer. Raises SourceError if there is none, or if it has more tokens than the model."""
     if not isinstance(assets, str):
         raise SourceError(f"{path} does not say which tokenizer it was trained with. Name it with --tokenizer FOLDER.")
@@ -162,24 +175,24 @@ def find_tokenizer(assets: object, shape: ModelArgs, path: Path) -> Tokenizer:
     except ConfigError as error:
         why = error.problems[0].why
         raise SourceError(f"{path}: its tokenizer is not found: {why}. Name it with --tokenizer FOLDER.") from None
-    if tokenizer.vocab_size > shape.vocab_size:
-        why = f"the tokenizer {assets} has {tokenizer.vocab_size} tokens, and the model {shape.vocab_size}"
+    if tokenizer.vocab_size > args.vocab_size:
+        why = f"the tokenizer {assets} has {tokenizer.vocab_size} tokens, and the model {args.vocab_size}"
         raise SourceError(f"{path}: {why}. Name the right one with --tokenizer.")
     return tokenizer
 
 
 def build_model(source: ModelSource, device: torch.device, memory_bytes: int, cached_tokens: int) -> nn.Module:
     """Return the model with its weights. Raises SourceError if it does not fit, with its cache, into `memory_bytes`."""
-    shape, dtype = source.shape, DTYPES[device.type]
-    needed_bytes = count_parameters(shape) * dtype.itemsize + count_cache_bytes(shape, cached_tokens, dtype)
+    args, dtype = source.model_args, DTYPES[device.type]
+    needed_bytes = count_parameters(args) * dtype.itemsize + count_cache_bytes(args, cached_tokens, dtype)
     if needed_bytes > memory_bytes:
         seen = f"with a cache of {cached_tokens} tokens it takes {needed_bytes / GIB:.1f} GiB"
         why = f"and there are {memory_bytes / GIB:.1f} GiB of {device.type} memory"
         raise SourceError(f"{source.path}: {seen}, {why}. Take a smaller model, or ask for fewer tokens.")
     with torch.device("meta"):
-        model = source.model_class(shape)
+        model = source.model_class(args)
     model.to(dtype).to_empty(device=device).eval()
-    if shape.tie_embeddings:  # to_empty made two tensors of the one
+    if args.tie_embeddings:  # to_empty made two tensors of the one
         model.output.weight = model.tok_embeddings.weight
     with torch.no_grad():
         for fqn, parameter in model.named_parameters():

@@ -27,8 +27,13 @@ import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes
-from torchtitan_lite.checkpoint.hugging_face_folder import HuggingFaceFolder, list_tensors, open_folder
+from torchtitan_lite.checkpoint.hugging_face_folder import (
+    HuggingFaceError,
+    HuggingFaceFolder,
+    compare_shapes,
+    list_tensors,
+    open_folder,
+)
 from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import measure_cpu_memory
@@ -64,7 +69,7 @@ def main(reading: ConfigReading, options: argparse.Namespace) -> int:
         return 2
     theirs = build_theirs(transformers, folder.path)
     comparisons = []
-    rows_by_batch = list_rows(folder.shape, attention=reading.config.model.attention)
+    rows_by_batch = list_rows(folder.model_args, attention=reading.config.model.attention)
     for number, (name, rows) in enumerate(rows_by_batch.items()):
         print(f"comparing {name} positions ...", file=sys.stderr)
         comparisons.append(compare(name, ours, theirs, rows, reading.config.debug.seed + number))
@@ -121,8 +126,10 @@ def open_matching(path: Path, config: Config) -> HuggingFaceFolder:
     except HuggingFaceError as error:
         remedy = "Name a folder as transformers saves a Llama, with config.json and safetensors files"
         raise ConfigError([Problem(KEY, str(path), "; ".join(error.problems), remedy)]) from None
-    problems = compare_shapes(folder.shape, model_args, path)
-    if folder.shape.tie_embeddings and not model_args.tie_embeddings:  # can be loaded, but has one gradient for two
+    problems = compare_shapes(folder.model_args, model_args, path)
+    if (
+        folder.model_args.tie_embeddings and not model_args.tie_embeddings
+    ):  # one gradient for two
         why, remedy = f"the model in {path} has one matrix for embedding and head", "Set model.tie_embeddings = true"
         problems.append(Problem("model.tie_embeddings", False, why, remedy))
     if problems:
@@ -132,7 +139,7 @@ def open_matching(path: Path, config: Config) -> HuggingFaceFolder:
 
 def check_memory(config: Config, folder: HuggingFaceFolder) -> None:
     """Print the memory that is needed. Raises ConfigError where this host has less."""
-    needed, available = count_bytes(folder.shape, config.model.attention), measure_cpu_memory()
+    needed, available = count_bytes(folder.model_args, config.model.attention), measure_cpu_memory()
     seen = f"it needs about {format_bytes(needed)}: weights twice, gradients once, activations, all in float32"
     seen += f"; this host has {format_bytes(available)}"
     print(f"{KEY} {folder.path}: {seen}", file=sys.stderr)
@@ -162,9 +169,9 @@ def build_ours(config: Config, folder: HuggingFaceFolder) -> nn.Module:
     """
     model_class, _ = MODELS[config.model.name]
     with torch.device("meta"):
-        model = model_class(folder.shape, attention=config.model.attention)
+        model = model_class(folder.model_args, attention=config.model.attention)
     seen = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
-    expected = list_tensors(folder.shape)
+    expected = list_tensors(folder.model_args)
     if unmatched := [fqn for fqn in [*seen, *expected] if seen.get(fqn) != expected.get(fqn)]:
         why = (
             f"{len(set(unmatched))} of its parameters are not those of a Llama, {unmatched[0]} for one, so there is "
@@ -174,7 +181,7 @@ def build_ours(config: Config, folder: HuggingFaceFolder) -> nn.Module:
         raise ConfigError([Problem("model.name", config.model.name, why, remedy)])
     check_memory(config, folder)
     model.to_empty(device="cpu")
-    if folder.shape.tie_embeddings:  # to_empty made two tensors of the one
+    if folder.model_args.tie_embeddings:  # to_empty made two tensors of the one
         model.output.weight = model.tok_embeddings.weight
     load_weights(folder, dict(model.named_parameters()))
     if bad := [fqn for fqn, parameter in model.named_parameters() if not parameter.isfinite().all()]:

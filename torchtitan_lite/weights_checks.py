@@ -1,0 +1,173 @@
+"""Check the weights that a run starts from, and those that it exports, before torch is imported; choose the tokenizer.
+
+checkpoint.initial_load_path        step-200 of another run, or a checkpoint that `convert` made
+  + initial_load_in_hf              a Hugging Face folder
+checkpoint.last_save_in_hf          what this run exports
+
+    the run's first weights are those of           model.hf_assets_path = "auto" is
+    a checkpoint that it resumes                   what the manifest of that checkpoint names
+    checkpoint.initial_load_path                   what the manifest there names
+      + initial_load_in_hf                         that Hugging Face folder
+    none: initial weights                          assets/tokenizer
+
+Another tokenizer than that of the weights is refused. Its ids are those of other words, and nothing but a high loss
+would say so.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.hugging_face_folder import (
+    CONFIG,
+    REMEDY,
+    HuggingFaceError,
+    compare_shapes,
+    explain_unwritable,
+    open_folder,
+)
+from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps, read_manifest
+from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.tokenizer_files import KEY as TOKENIZER
+from torchtitan_lite.data.tokenizer_files import find_tokenizer, read_vocabulary
+from torchtitan_lite.data.vocabulary import Vocabulary
+
+PATH = "checkpoint.initial_load_path"
+AUTO = "auto"
+SHIPPED = "assets/tokenizer"
+
+
+# --- do the weights fit? ---
+
+
+def check_initial_load(config: Config, model_args: ModelArgs) -> list[Problem]:
+    """Return why the initial weights cannot be loaded into this model. Not called for a run that resumes."""
+    section, path = config.checkpoint, config.checkpoint.initial_load_path
+    if not path:
+        if not section.initial_load_in_hf:
+            return []
+        why, remedy = f"there is no {PATH}", "Name the Hugging Face folder there"
+        return [Problem("checkpoint.initial_load_in_hf", True, why, remedy)]
+    if not section.enable:
+        return [Problem(PATH, path, "checkpoint.enable is false, and nothing is loaded then", "Set it to true")]
+    check = check_hugging_face if section.initial_load_in_hf else check_own
+    return check(path, section.initial_load_model_only, model_args)
+
+
+def check_hugging_face(path: str, model_only: bool, model_args: ModelArgs) -> list[Problem]:
+    if not model_only:
+        why = "a Hugging Face folder has neither optimizer state nor step"
+        return [Problem("checkpoint.initial_load_model_only", False, why, "Set it to true")]
+    try:
+        return compare_shapes(open_folder(Path(path)).model_args, model_args, Path(path))
+    except HuggingFaceError as error:
+        return [Problem(PATH, path, "; ".join(error.problems), REMEDY)]
+
+
+def check_own(path: str, model_only: bool, model_args: ModelArgs) -> list[Problem]:
+    try:
+        manifest = read_manifest(Path(path))
+    except CheckpointError as error:
+        return [Problem(PATH, path, str(error), "Name a checkpoint, such as outputs/debug/checkpoint/step-200")]
+    if not model_only and Path(path).name != f"step-{manifest.step}":
+        why = f"the run would continue from step {manifest.step}, and the name does not say so"
+        return [Problem(PATH, path, why, f"Name it step-{manifest.step}, or set checkpoint.initial_load_model_only")]
+    expected, seen = json.loads(json.dumps(asdict(model_args))), manifest.fingerprint.get("shape")
+    if seen == expected:
+        return []
+    seen = seen if isinstance(seen, dict) else {}
+    names = [name for name in expected if seen.get(name) != expected[name]]
+    different = ", ".join(f"{name} {seen.get(name)!r} instead of {expected[name]!r}" for name in names)
+    return [Problem(PATH, path, f"it is of another model: {different}", "Set the keys of [model] to those")]
+
+
+def check_export(config: Config, model_args: ModelArgs) -> list[Problem]:
+    """Return why transformers could not load an export of this model."""
+    if config.checkpoint.enable and config.checkpoint.last_save_in_hf and (why := explain_unwritable(model_args)):
+        return [Problem("checkpoint.last_save_in_hf", True, why, "Set it to false, or change the shape")]
+    return []
+
+
+# --- which tokenizer were they trained with? ---
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights that a run starts from, and what they say about their tokenizer."""
+
+    path: Path
+    assets: str | None  # what model.hf_assets_path would be
+    identity: str | None  # of the vocabulary
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    assets: str  # model.hf_assets_path, resolved
+    vocabulary: Vocabulary
+    notices: list[str]
+
+
+def choose_tokenizer(config: Config, resumed_step: int) -> TokenizerChoice:
+    """Return the tokenizer of the run. Raises ConfigError if there is none, or another than that of the weights."""
+    named = None if config.model.hf_assets_path == AUTO else config.model.hf_assets_path
+    weights = find_weights(config, resumed_step)
+    if weights is None:
+        return TokenizerChoice(named or SHIPPED, read_vocabulary(named or SHIPPED), [])
+    assets = named or weights.assets
+    if assets is None:
+        why = f"no tokenizer comes with the weights in {weights.path}"
+        raise ConfigError([Problem(TOKENIZER, AUTO, why, "Name the one that they were trained with")])
+    vocabulary = read_vocabulary(assets)
+    if weights.identity not in (None, vocabulary.identity):
+        why = f"the weights in {weights.path} were trained with another tokenizer, so its ids mean other words to them"
+        if named is None:
+            remedy = f"{assets}, which they name, has changed: name the one that they were trained with"
+        else:
+            remedy = f"Leave it out to have theirs ({weights.assets})" if weights.assets else "Name theirs"
+        raise ConfigError([Problem(TOKENIZER, assets, why, remedy)])
+    notices = []
+    if named is None:
+        notices = [f"the tokenizer is that of the weights in {weights.path}: {vocabulary.path}"]
+    elif weights.identity is None:
+        notices = [f"{weights.path} does not say whether {TOKENIZER} = {named!r} is the tokenizer of its weights"]
+    return TokenizerChoice(assets, vocabulary, notices)
+
+
+def find_weights(config: Config, resumed_step: int) -> Weights | None:
+    """Return those that the run resumes, else those of initial_load_path. Other checks report what is wrong there."""
+    section = config.checkpoint
+    folder = Path(config.job.dump_folder) / section.folder
+    for step in reversed(find_steps(folder) if resumed_step else []):
+        if step <= resumed_step and (weights := describe_checkpoint(folder / f"step-{step}")):
+            return weights
+    if not (section.enable and section.initial_load_path):
+        return None
+    path = Path(section.initial_load_path)
+    if section.initial_load_in_hf:
+        return describe_hugging_face(path) if (path / CONFIG).is_file() else None
+    return describe_checkpoint(path)
+
+
+def describe_checkpoint(path: Path) -> Weights | None:
+    """Return what the manifest says, if there is one; its values may have any type."""
+    try:
+        manifest: Manifest = read_manifest(path)
+    except CheckpointError:
+        return None
+    config, identity = manifest.run.get("config"), manifest.fingerprint.get("tokenizer")
+    model = config.get("model") if isinstance(config, dict) else None
+    assets = model.get("hf_assets_path") if isinstance(model, dict) else None
+    return Weights(path, *(text if isinstance(text, str) else None for text in (assets, identity)))
+
+
+def describe_hugging_face(path: Path) -> Weights:
+    """Return the tokenizer beside the weights, if there is one that can be read here."""
+    assets = str(path.absolute())
+    if find_tokenizer(assets) is None:
+        return Weights(path, None, None)
+    try:
+        return Weights(path, assets, read_vocabulary(assets).identity)
+    except ConfigError:  # raised again if it is the one that the run would use
+        return Weights(path, assets, None)
