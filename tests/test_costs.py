@@ -86,7 +86,7 @@ def count_flops(workload: Workload, pp_rank: int) -> int:
     Attention counts in full, and its backward has five matmuls for the forward's two; under cp, pieces that no query
     sees are left out (context_attention.py). Full recompute stops before the last matmul.
     """
-    shape, layout, tokens = workload.shape, workload.layout, workload.n_tokens
+    shape, layout, tokens = workload.args, workload.layout, workload.n_tokens
     linear = 2 * tokens * workload.linear_parameters // layout.tp
     attention = 4 * tokens * workload.seq_len * shape.n_heads * shape.head_dim // layout.tp
     if layout.cp > 1 and not workload.documents:

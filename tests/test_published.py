@@ -94,7 +94,7 @@ def read_published(path: Path = ROWS) -> list[Row]:
 def predict_row(values: dict[str, str]) -> Row:
     number = {name: int(value) for name, value in values.items() if value.isdecimal()}
     workload = Workload(
-        shape=describe_shape(number),
+        args=read_model_args(number),
         layout=describe_layout(number),
         seq_len=number["seq_len"],
         recompute=Counter({values["recompute"]: number["n_layers"]}),
@@ -108,7 +108,7 @@ def predict_row(values: dict[str, str]) -> Row:
     return Row(values, cluster, forecast, estimate_peak(workload, schedule) * cluster.reserve_factor / GIB)
 
 
-def describe_shape(number: dict[str, int]) -> ModelArgs:
+def read_model_args(number: dict[str, int]) -> ModelArgs:
     dim, n_heads = number["dim"], number["n_heads"]
     ffn_dim = number["ffn_dim"] if number["gated"] else number["ffn_dim"] * 2 // 3
     return ModelArgs(

@@ -100,7 +100,7 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, fl
     embedding = workload.vocabulary_parameters * layout.tp * has_embedding
     gradients += MASTER_BYTES * (embedding - embedding / layout.tp) * summed_whole
     has_layers = any(stage.n_layers for stage in stages.values())
-    kept_bytes = list_kept_bytes(workload.shape, workload.compute_bytes, tp=layout.tp)
+    kept_bytes = list_kept_bytes(workload.args, workload.compute_bytes, tp=layout.tp)
     kept_per_layer = workload.average(kept_bytes) * workload.n_tokens * has_layers
     kept = kept_per_layer * sum(stages[index].n_layers * n for index, n in in_flight.items())
     # A stage keeps its output too. A stage with layers has no extra bytes for it: its input is received and kept.
@@ -111,7 +111,7 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, fl
     )
     # A block in backward holds its recomputed activations and temporary gradients besides what is kept.
     again = max(kept_bytes["none"] - kept_bytes[mode] for mode in workload.recompute)
-    temporary = (3 * workload.shape.ffn_dim / layout.tp + workload.shape.dim) * workload.compute_bytes
+    temporary = (3 * workload.args.ffn_dim / layout.tp + workload.args.dim) * workload.compute_bytes
     block = (max(0, again) + temporary) * workload.n_tokens * has_layers
     loss = estimate_loss(workload) * any(stage.has_head for stage in stages.values())
     if layout.n_microbatches > 1:
@@ -144,13 +144,13 @@ def estimate_loss(workload: Workload) -> float:
     tp = workload.layout.tp if workload.shards_loss else 1
     if workload.loss_chunk_tokens:
         width = workload.compute_bytes
-        weight = workload.shape.vocab_size * workload.shape.dim / workload.layout.tp
-        logits = min(workload.loss_chunk_tokens, workload.n_tokens) * workload.shape.vocab_size / tp
+        weight = workload.args.vocab_size * workload.args.dim / workload.layout.tp
+        logits = min(workload.loss_chunk_tokens, workload.n_tokens) * workload.args.vocab_size / tp
         if width == MASTER_BYTES:  # one tensor serves as both, and the contribution is added in place
             return (weight + logits) * MASTER_BYTES
         return weight * MASTER_BYTES + max(logits * (width + MASTER_BYTES), (weight + logits) * width)
     bytes_each = 12 if tp == 1 else 12 + workload.compute_bytes
-    return bytes_each * workload.n_tokens * workload.shape.vocab_size / tp
+    return bytes_each * workload.n_tokens * workload.args.vocab_size / tp
 
 
 def estimate_gathered(workload: Workload, stages: list[Stage]) -> float:

@@ -41,7 +41,7 @@ class Stage:
 class Workload:
     """One optimizer step of a model in a layout. Published runs of other code are described by it too."""
 
-    shape: ModelArgs
+    args: ModelArgs
     layout: Layout
     seq_len: int
     recompute: Counter  # Recompute -> number of layers of the whole model
@@ -73,12 +73,12 @@ class Workload:
     @property
     def hidden_bytes(self) -> int:
         """Bytes of the hidden states of a microbatch, (B, S/cp, D), before tp shards them."""
-        return self.n_tokens * self.shape.dim * self.compute_bytes
+        return self.n_tokens * self.args.dim * self.compute_bytes
 
     @property
     def keys_values_bytes(self) -> int:
         """Bytes of the keys and values of a microbatch on all cp ranks: 2 x (B, K/tp, S, E)."""
-        width = 2 * self.shape.n_kv_heads * self.shape.head_dim // self.layout.tp
+        width = 2 * self.args.n_kv_heads * self.args.head_dim // self.layout.tp
         return self.layout.microbatch_size * self.seq_len * width * self.compute_bytes
 
     @property
@@ -108,7 +108,7 @@ class Workload:
     @cached_property
     def block(self) -> list[BlockModule]:
         """Norms and linear layers of a block. Each norm is followed by linear layers that tp splits by columns."""
-        return list_block(self.shape)
+        return list_block(self.args)
 
     @cached_property
     def n_norms(self) -> int:
@@ -123,7 +123,7 @@ class Workload:
     @cached_property
     def linear_parameters(self) -> int:
         """Weights of a block's matmuls, before tp shards them."""
-        return count_layer_parameters(self.shape, linear_only=True)
+        return count_layer_parameters(self.args, linear_only=True)
 
     @cached_property
     def last_linear_parameters(self) -> int:
@@ -139,18 +139,18 @@ class Workload:
     @cached_property
     def layer_parameters(self) -> int:
         """Parameters of a layer. tp shards the linear layers; every tp rank has the norms."""
-        return count_layer_parameters(self.shape, tp=self.layout.tp)
+        return count_layer_parameters(self.args, tp=self.layout.tp)
 
     @cached_property
     def vocabulary_parameters(self) -> int:
         """Parameters of the embedding, or of the head."""
-        return self.shape.vocab_size * self.shape.dim // self.layout.tp
+        return self.args.vocab_size * self.args.dim // self.layout.tp
 
     def groups_of(self, stage: Stage) -> list[int]:
         """Return the parameters of each FSDP group, in forward order: embedding, layers, head with the final norm."""
         embedding = [self.vocabulary_parameters] * stage.has_embedding
-        head = [self.vocabulary_parameters + self.shape.dim] * stage.has_head
-        if embedding and head and self.shape.tie_embeddings:
+        head = [self.vocabulary_parameters + self.args.dim] * stage.has_head
+        if embedding and head and self.args.tie_embeddings:
             embedding = []
         return embedding + [self.layer_parameters] * stage.n_layers + head
 
@@ -176,7 +176,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
     dtype = config.training.mixed_precision_param
     dtype = "bfloat16" if dtype == "auto" else dtype
     return Workload(
-        shape=args,
+        args=args,
         layout=layout,
         seq_len=config.training.seq_len,
         recompute=count_recompute(config.activation_checkpoint, args.n_layers),

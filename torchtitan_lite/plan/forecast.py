@@ -71,6 +71,6 @@ def list_memory(workload: Workload, order: PipelineOrder) -> list[Memory]:
 def rate_step(workload: Workload, cluster: Cluster, step_time_s: float) -> Rate:
     """Return tokens per second and MFU of a step that takes `step_time_s`, forecast or measured."""
     tokens_per_s = workload.tokens_per_step / step_time_s / workload.layout.world_size
-    flops = count_flops_per_token(workload.shape, workload.seq_len)
+    flops = count_flops_per_token(workload.args, workload.seq_len)
     peak = cluster.peak("float32" if workload.compute_dtype == "float32" else "bfloat16")
     return Rate(step_time_s, tokens_per_s, tokens_per_s * flops.full / peak, tokens_per_s * flops.causal / peak)

@@ -183,10 +183,10 @@ def compare_with_dry_run(number: int, candidate: Candidate) -> tuple[int, str]:
     layout, workload = candidate.workload.layout, candidate.workload
     resolved = resolve_config(candidate.config, layout, "cuda")
     short = fill_pipeline(resolved, layout)
-    short_workload = describe_workload(resolved, workload.shape, short)
+    short_workload = describe_workload(resolved, workload.args, short)
     lines, most = [], 0
     for pp_rank in sorted({0, layout.pp - 1}):
-        measured = dry_run(resolved, workload.shape, short, pp_rank=pp_rank, device_type="cuda")
+        measured = dry_run(resolved, workload.args, short, pp_rank=pp_rank, device_type="cuda")
         further_data = measured.memory["data"] * (layout.n_microbatches / short.n_microbatches - 1)
         live = measured.peak_bytes + int(further_data)
         most = max(most, live)

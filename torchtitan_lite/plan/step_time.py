@@ -76,18 +76,18 @@ class StepTimeModel:
     def attention_s(self) -> float:
         """Forward of a layer's scores and values, the causal half: 2*T*S*H*E FLOPs."""
         w = self.workload
-        flops = 2 * w.n_tokens * w.seq_len * w.shape.n_heads * w.shape.head_dim / w.layout.tp
+        flops = 2 * w.n_tokens * w.seq_len * w.args.n_heads * w.args.head_dim / w.layout.tp
         return flops / (self.cluster.peak(w.compute_dtype) * self.cluster.attention_efficiency)
 
     @cached_property
     def elementwise_s(self) -> float:
         """Forward of the rest of a layer; c bytes an element. Each eager kernel reads and writes its tensors."""
         w, c = self.workload, self.workload.compute_bytes
-        tp, turned = w.layout.tp, (w.shape.n_heads + w.shape.n_kv_heads) * w.shape.head_dim
-        hidden = w.n_norms * (4 if w.compiled else 5) * c * w.shape.dim / tp  # norms, and as many residual additions
+        tp, turned = w.layout.tp, (w.args.n_heads + w.args.n_kv_heads) * w.args.head_dim
+        hidden = w.n_norms * (4 if w.compiled else 5) * c * w.args.dim / tp  # norms, and as many residual additions
         rotary = (2 * c if w.compiled else 2 * c + 16) * turned / tp  # eager: to fp32, product, and back
-        swiglu = (3 if w.compiled else 5) * c * w.shape.ffn_dim / tp
-        scores = 0 if w.fused_attention else UNFUSED_SCORE_BYTES * w.seq_len * w.shape.n_heads / tp
+        swiglu = (3 if w.compiled else 5) * c * w.args.ffn_dim / tp
+        scores = 0 if w.fused_attention else UNFUSED_SCORE_BYTES * w.seq_len * w.args.n_heads / tp
         return self.memory_time(w.n_tokens * (hidden + rotary + swiglu + scores))
 
     @cached_property
@@ -141,8 +141,8 @@ class StepTimeModel:
     def head(self) -> Phases:
         """The head and its loss: logits in compute dtype, and three fp32 tensors of them written and read."""
         w = self.workload
-        linear = self.matmul_time(2 * w.n_tokens * w.shape.dim * w.shape.vocab_size / w.layout.tp, w.compute_dtype)
-        logits = w.n_tokens * w.shape.vocab_size / (w.layout.tp if w.shards_loss else 1)
+        linear = self.matmul_time(2 * w.n_tokens * w.args.dim * w.args.vocab_size / w.layout.tp, w.compute_dtype)
+        logits = w.n_tokens * w.args.vocab_size / (w.layout.tp if w.shards_loss else 1)
         loss, tp_s = self.memory_time(12 * logits), self.collective_time(("tp",), w.hidden_bytes)
         return Phases(linear + loss + tp_s, linear + loss + tp_s, linear, exposed_tp=2 * tp_s)
 

@@ -68,11 +68,11 @@ def add_tensor_parallel(tally: Tally, workload: Workload, stage: Stage) -> None:
     # Sums over several microbatches are in fp32.
     norms = (workload.n_norms * n_layers + stage.has_head) * workload.n_reductions
     width = workload.compute_bytes if workload.n_reductions == m else MASTER_BYTES
-    tally.add(tp, "all-reduce", norms, workload.shape.dim * width)
+    tally.add(tp, "all-reduce", norms, workload.args.dim * width)
     if not stage.has_head:
         return
     if not workload.shards_loss:
-        logits = workload.n_tokens * workload.shape.vocab_size * workload.compute_bytes
+        logits = workload.n_tokens * workload.args.vocab_size * workload.compute_bytes
         tally.add(tp, "all-gather", m * workload.n_loss_chunks, logits / workload.n_loss_chunks)
     elif workload.loss_chunk_tokens:  # from each rank and token: sum of exponentials, the target's logit, in fp32
         sums = workload.layout.tp * workload.n_tokens * 8

@@ -127,9 +127,7 @@ def open_matching(path: Path, config: Config) -> HuggingFaceFolder:
         remedy = "Name a folder as transformers saves a Llama, with config.json and safetensors files"
         raise ConfigError([Problem(KEY, str(path), "; ".join(error.problems), remedy)]) from None
     problems = compare_shapes(folder.model_args, model_args, path)
-    if (
-        folder.model_args.tie_embeddings and not model_args.tie_embeddings
-    ):  # one gradient for two
+    if folder.model_args.tie_embeddings and not model_args.tie_embeddings:  # one gradient for two
         why, remedy = f"the model in {path} has one matrix for embedding and head", "Set model.tie_embeddings = true"
         problems.append(Problem("model.tie_embeddings", False, why, remedy))
     if problems:
