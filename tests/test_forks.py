@@ -79,6 +79,8 @@ def answers(checkout) -> Answers:
         calls |= {f"{tool} {name}": [tool, *keys, "--gpus=4"] for tool in ("plan", "explain")}
     attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2", "--json"]
     calls["refuse an attention"] = ["check", *attention, "--ranks=4"]
+    export = [*SMALL, *FORKS["a model"].keys, "--checkpoint.enable", "--checkpoint.last_save_in_hf", "--json"]
+    calls["refuse an export"] = ["check", *export, "--ranks=4"]
     walk = list_walk("a model", "short run")
     calls |= {"train a model": walk["resume"], "refuse a model": walk["convert"]}
     return run_calls(checkout, calls)
@@ -114,10 +116,16 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
     assert json.loads(of_fork["check"][1])["parameters"] == 2 * block + 2 * 2304 * 64 + 64
 
 
-@pytest.mark.parametrize(("name", "key"), [("an attention", "model.attention"), ("a model", "model.name")])
-def test_what_a_fork_cannot_do_is_refused(answers, name, key):
-    """Context parallel cannot compute another attention; `convert` has no names for another model."""
-    status, out, err = answers[f"refuse {name}"]
+@pytest.mark.parametrize(
+    ("what", "key"),
+    [
+        ("an attention", "model.attention"),  # context parallel cannot compute it
+        ("a model", "model.name"),  # `convert` has no names for it
+        ("an export", "checkpoint.last_save_in_hf"),  # of that model, for the same reason
+    ],
+)
+def test_what_a_fork_cannot_do_is_refused(answers, what, key):
+    status, out, err = answers[f"refuse {what}"]
     assert status == 2, (out, err, answers["train a model"])
     assert key in out + err
 

@@ -84,9 +84,9 @@ def check_own(path: str, model_only: bool, model_args: ModelArgs) -> list[Proble
 
 
 def check_export(config: Config, model_args: ModelArgs) -> list[Problem]:
-    """Return why transformers could not load an export of this model."""
+    """Return why this model cannot be exported for transformers."""
     if config.checkpoint.enable and config.checkpoint.last_save_in_hf and (why := explain_unwritable(model_args)):
-        return [Problem("checkpoint.last_save_in_hf", True, why, "Set it to false, or change the shape")]
+        return [Problem("checkpoint.last_save_in_hf", True, why, "Set it to false, or change [model]")]
     return []
 
 

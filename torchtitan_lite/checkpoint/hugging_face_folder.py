@@ -180,7 +180,9 @@ def make_config(model_args: ModelArgs, *, dtype: str, bos_id: int | None, eos_id
 
 
 def explain_unwritable(args: ModelArgs) -> str | None:
-    """Return why transformers refuses a model that is allowed here, if it does."""
+    """Return why a model that is allowed here cannot be a Hugging Face folder, if so."""
+    if args.name != "llama3":  # its parameters have no names there, or a Llama would compute something else with them
+        return f"model.name = {args.name!r}, and only llama3 has names in Hugging Face's format"
     if args.dim % args.n_heads:
         return f"transformers wants hidden_size ({args.dim}) to be a multiple of {args.n_heads} heads"
     return None

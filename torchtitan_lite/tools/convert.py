@@ -20,7 +20,6 @@ from torchtitan_lite.checkpoint.state import convert_dtype
 from torchtitan_lite.config.command_lines import make_convert_parser
 from torchtitan_lite.config.flavors import count_parameters
 from torchtitan_lite.data.tokenizer_files import describe_for_export
-from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 from torchtitan_lite.tools.prepare import Progress
 
@@ -51,10 +50,6 @@ def convert(options: argparse.Namespace) -> str:
     check_out(out, to_checkpoint)
     source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
     args = source.model_args
-    if source.model_class is not Llama3:
-        why = f"model.name = {args.name!r} in {source.path}: only llama3 has names in Hugging Face's format"
-        remedy = "Convert a checkpoint of model.name = 'llama3', or add the names to hugging_face_folder.py"
-        raise SourceError(f"{why}. {remedy}.")
     if not to_checkpoint and (why := explain_unwritable(args)):
         raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}.")
     norm_dtype = source.read(FINAL_NORM).dtype
