@@ -11,8 +11,6 @@ from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
     KEYS,
     REPOSITORY,
-    WrongValue,
-    convert,
     dump_config_toml,
     is_torchtitan_key,
     read_config,
@@ -20,6 +18,7 @@ from torchtitan_lite.config.reader import (
 )
 from torchtitan_lite.config.schema import Config, Fraction, Steps, get_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, ALIASES
+from torchtitan_lite.config.values import WrongValue, convert
 
 
 @pytest.fixture

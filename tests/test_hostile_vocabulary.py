@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as HuggingFace
 
-from torchtitan_lite.checkpoint.hugging_face_folder import HuggingFaceError
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.config.files import read_json_object
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data import tokenizer_files

@@ -15,14 +15,8 @@ from torchtitan_lite.checkpoint.hugging_face import (
     read_tensor,
     write_folder,
 )
-from torchtitan_lite.checkpoint.hugging_face_folder import (
-    INDEX,
-    HuggingFaceError,
-    compare_shapes,
-    list_tensors,
-    open_folder,
-    read_model_args,
-)
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes, read_model_args
+from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, list_tensors, open_folder
 from torchtitan_lite.checkpoint.tensor_files import cut_into_files
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.data.tokenizer import load_tokenizer

@@ -13,12 +13,8 @@ from test_hugging_face import edit_json
 from test_model import FLAVORS, PLAIN, build_ours, build_theirs
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_folder import (
-    MOST_HEADER_BYTES,
-    HuggingFaceError,
-    compare_shapes,
-    open_folder,
-)
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes
+from torchtitan_lite.checkpoint.hugging_face_folder import MOST_HEADER_BYTES, open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.flavors import ModelArgs
 

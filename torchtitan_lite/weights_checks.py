@@ -18,14 +18,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.hugging_face_folder import (
-    CONFIG,
-    REMEDY,
-    HuggingFaceError,
-    compare_shapes,
-    explain_unwritable,
-    open_folder,
-)
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, compare_shapes, explain_unwritable
+from torchtitan_lite.checkpoint.hugging_face_folder import REMEDY, open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps, read_manifest
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.messages import ConfigError, Problem

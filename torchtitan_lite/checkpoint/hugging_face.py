@@ -35,13 +35,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint import folders
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, make_config
 from torchtitan_lite.checkpoint.hugging_face_folder import (
-    CONFIG,
     INDEX,
     SINGLE_FILE,
     HuggingFaceFolder,
     list_tensors,
-    make_config,
     name_in_file,
     their_name,
 )

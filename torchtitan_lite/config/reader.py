@@ -4,9 +4,8 @@
     TOML          the file that --config (or --job.config_file) names, a path or a bare name          wins over
     default       schema.py
 
-What a key may hold is its type in schema.py, so that a new key needs no line here. There is no guessing: 1 is not true
-and "1" is not 1; only a whole number where a fraction may stand is taken as one (1 is 1.0). A bad value is reported and
-replaced by its default: the checks that follow still run, and the user sees all problems at once.
+What a key may hold is its type in schema.py (values.py), so that a new key needs no line here. A bad value is reported
+and replaced by its default: the checks that follow still run, and the user sees all problems at once.
 """
 
 import json
@@ -15,14 +14,14 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
-from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from torchtitan_lite.config.files import check_depth, read_regular_file
 from torchtitan_lite.config.messages import Problem, show_value
-from torchtitan_lite.config.schema import Config, Job, PathLimits, Range, get_value
+from torchtitan_lite.config.schema import Config, Job, get_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, Absent, is_torchtitan_key, resolve_alias
+from torchtitan_lite.config.values import WrongValue, accepts_flag, convert
 
 try:
     import tomllib
@@ -33,8 +32,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG_FOLDER = REPOSITORY / "configs"
 MOST_TOML_BYTES = 2**16  # ten times the largest config that says everything
 MOST_DOTS = 256  # in a line of TOML: tomllib takes a time that grows with the square of a name's parts
-MOST_OF_TEXT = 4096  # characters: the longest path that Linux takes
-MOST_ITEMS = 2000  # of a list
 MOST_NAMED = 20  # unknown keys whose nearest known key is searched, and old names that are noted
 NO_SUCH_KEY = "there is no such key"
 
@@ -205,106 +202,6 @@ def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from flatten_table(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
-
-
-# ---------------------------------------------------------------- a value to the type of its key
-
-
-class WrongValue(Exception):
-    """A value that a key cannot hold; `why` and `remedy` as in Problem, `value` as far as it could be parsed."""
-
-    def __init__(self, why: str, remedy: str, value: object):
-        super().__init__(why, remedy, value)
-        self.why, self.remedy, self.value = why, remedy, value
-
-
-def convert(annotation: Any, value: object, *, is_text: bool) -> Any:
-    """Return `value` as the type of its key. `is_text`: it comes from the command line and has yet to be parsed.
-
-    A bare flag of the command line is None. Raises WrongValue.
-    """
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if value is None and not accepts_flag(annotation):
-        raise WrongValue("the value is missing", "Write it behind the key, as in --section.key value", value)
-    if origin is Literal:
-        named = {str(argument): argument for argument in arguments} if is_text else {arg: arg for arg in arguments}
-        if type(value) not in {type(argument) for argument in named} or value not in named:
-            raise WrongValue("there is no such choice", f"Choose from {', '.join(map(repr, arguments))}", value)
-        return named[value]
-    if origin is Annotated:
-        converted = convert(arguments[0], value, is_text=is_text)
-        check_limits(arguments[1], converted)
-        return converted
-    if origin is list:
-        separator = ";" if get_origin(arguments[0]) is list else ","
-        items = [item.strip() for item in value.split(separator) if item.strip()] if isinstance(value, str) else value
-        if not isinstance(items, list):
-            remedy = f'Write ["a", "b"] in TOML, a{separator}b on the command line'
-            raise WrongValue("a list is needed", remedy, value)
-        if len(items) > MOST_ITEMS:
-            raise WrongValue(f"it has {len(items):,} items", f"Use {MOST_ITEMS:,} at most", value)
-        return [convert(arguments[0], item, is_text=is_text) for item in items]
-    if type(None) in arguments:  # `X | None`
-        (inner,) = [argument for argument in arguments if argument is not type(None)]
-        try:
-            return convert(inner, value, is_text=is_text)
-        except WrongValue:
-            if is_text and value == "none":  # TOML says the same by leaving the key out
-                return None
-            raise
-    if annotation is bool:
-        if is_text:
-            value = True if value is None else {"true": True, "false": False}.get(str(value).lower(), value)
-        if not isinstance(value, bool):
-            raise WrongValue("a truth value is needed", "Use true or false", value)
-        return value
-    return convert_text(value) if annotation is str else convert_number(annotation, value, is_text=is_text)
-
-
-def accepts_flag(annotation: Any) -> bool:
-    """Whether a key is a truth value, so that its bare name on the command line means true."""
-    return annotation is bool or bool in get_args(annotation)
-
-
-def convert_text(value: object) -> str:
-    if not isinstance(value, str):
-        raise WrongValue("text is needed", f'Put it in quotes: "{show_value(value)}"', value)
-    if "\0" in value or value.encode(errors="ignore").decode() != value:  # Python reads bad bytes as surrogates
-        raise WrongValue("it holds a NUL, or bytes that are not UTF-8", "Leave them out", value)
-    if len(value) > MOST_OF_TEXT:
-        raise WrongValue(f"it has {len(value):,} characters", f"Use {MOST_OF_TEXT:,} at most", value)
-    return value
-
-
-def convert_number(kind: type, value: object, *, is_text: bool) -> int | float:
-    if is_text:
-        try:
-            value = kind(value)
-        except ValueError:
-            pass  # still text, so it is refused below
-    is_whole = isinstance(value, int) and not isinstance(value, bool)  # Python counts True as an int
-    if kind is int and not is_whole:
-        raise WrongValue("a whole number is needed", "Write digits only, as in 8", value)
-    if kind is float and not (is_whole or (isinstance(value, float) and isfinite(value))):
-        raise WrongValue("a finite number is needed", "Write it as in 0.1 or 3e-4", value)
-    try:
-        return kind(value)
-    except OverflowError:  # a whole number beyond every float
-        raise WrongValue("it is too large for a fraction", "Write it as in 0.1 or 3e-4", value) from None
-
-
-def check_limits(limits: Range | PathLimits, value: Any) -> None:
-    """Raise WrongValue if `value` is beyond the limits of its key."""
-    if isinstance(limits, Range):
-        if not limits.low <= value <= limits.high and value != limits.auto:
-            low, high = (f"{n:,}" if isinstance(n, int) else f"{n:g}" for n in (limits.low, limits.high))
-            derived = "" if limits.auto is None else f", or {limits.auto} to have it derived"
-            raise WrongValue("it is out of range", f"Use a value from {low} to {high}{derived}", value)
-        return
-    path = value.encode()
-    if len(path) > limits.path_bytes or any(len(name) > limits.name_bytes for name in path.split(b"/")):
-        why, remedy = "no file system takes so long a name", f"Use at most {limits.name_bytes} bytes a name"
-        raise WrongValue(why, f"{remedy}, and {limits.path_bytes} in all", value)
 
 
 # ---------------------------------------------------------------- what it means

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.folders import check_free
 from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
-from torchtitan_lite.checkpoint.hugging_face_folder import CONFIG, HuggingFaceError, explain_unwritable, list_tensors
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, explain_unwritable
+from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.one_process import write_checkpoint
 from torchtitan_lite.checkpoint.state import convert_dtype

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpoint.hugging_face_folder import HuggingFaceError
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config import choices
 from torchtitan_lite.config.command_lines import make_generate_parser

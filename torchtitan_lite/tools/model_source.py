@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lite.checkpoint.hugging_face import read_tensor
-from torchtitan_lite.checkpoint.hugging_face_folder import CONFIG, HuggingFaceError, open_folder, read_beside
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, read_beside
+from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import MANIFEST, Manifest, find_steps
 from torchtitan_lite.checkpoint.one_process import OpenCheckpoint, open_checkpoint
 from torchtitan_lite.config.flavors import ModelArgs, RopeScaling, count_parameters

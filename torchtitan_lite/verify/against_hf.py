@@ -27,13 +27,8 @@ import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_folder import (
-    HuggingFaceError,
-    HuggingFaceFolder,
-    compare_shapes,
-    list_tensors,
-    open_folder,
-)
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes
+from torchtitan_lite.checkpoint.hugging_face_folder import HuggingFaceFolder, list_tensors, open_folder
 from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import measure_cpu_memory
