@@ -4,6 +4,7 @@ Gradients of layouts: test_layouts.py. Refused configs: test_check.py."""
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import checkpoints
@@ -11,7 +12,7 @@ import compare
 import pytest
 import torch
 from layouts import BFLOAT16, COMPILED, FLOAT8, GATHER, MODE, PRECOMPUTE, REPLICATE, TP, Row
-from mutants import MUTANTS
+from mutants import MUTANTS, apply_mutant
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -138,7 +139,8 @@ def test_blocks_multiply_by_the_weights_of_the_last_step_rounded_once(pool, name
 @pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.trial == "float8"])
 def test_a_broken_gather_is_noticed(pool, name):
     row = MUTANTS[name].row
-    assert max(pool.run(compare.run_mutant, row.world_size, name, measure_rounding, row.overrides)) > 1.1
+    run_ranks = compare.ranks_inside(pool, partial(apply_mutant, name))
+    assert max(run_ranks(measure_rounding, row.world_size, row.overrides)) > 1.1
 
 
 def train_steps(rank: int, world_size: int, overrides: dict, n_steps: int) -> list[float]:
