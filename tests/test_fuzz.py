@@ -136,7 +136,7 @@ def test_what_check_accepts_starts_and_makes_two_steps(small, tmp_path):
             continue
         if prepared.model_args.n_layers > 1000:
             continue  # sound, and slow: a step of 16,383 layers takes three minutes on one core
-        folders = (prepared.dump_folder, prepared.config.training.cache_folder)
+        folders = (prepared.dump_folder, Path(prepared.config.training.cache_folder))
         if not all(folder.resolve().is_relative_to(tmp_path) for folder in folders):
             continue  # it would write outside this folder
         n_runs += 1

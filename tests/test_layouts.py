@@ -28,8 +28,8 @@ def measure(pool, oracle):
         key = row.world_size, str(row.overrides)
         if key not in known:
             path = oracle(row.overrides)
-            shares = pool.run(compare.measure_layout, row.world_size, row.overrides, path)
-            known[key] = compare.merge(shares, fqns=set(torch.load(path, weights_only=False, mmap=True).gradients))
+            ranks = pool.run(compare.measure_layout, row.world_size, row.overrides, path)
+            known[key] = compare.merge(ranks, fqns=set(torch.load(path, weights_only=False, mmap=True).gradients))
         return known[key]
 
     return measure_once
@@ -64,9 +64,9 @@ def test_each_gradient_of_a_float8_layout_errs_at_most_twice_as_much_as_on_one_r
 
 
 def test_a_parameter_that_no_rank_reports_fails_the_comparison(measure):
-    shares = measure(Row(2, {"parallelism.pipeline_parallel_degree": 2})).shares
+    ranks = measure(Row(2, {"parallelism.pipeline_parallel_degree": 2})).ranks
     with pytest.raises(AssertionError, match="not compared"):
-        compare.merge(shares[:1], {fqn for share in shares for fqn in share.gradient})
+        compare.merge(ranks[:1], {fqn for rank in ranks for fqn in rank.gradient})
 
 
 def test_pool_names_the_failing_rank_and_works_again_afterwards(pool):
