@@ -66,7 +66,7 @@ def test_each_gradient_of_a_float8_layout_errs_at_most_twice_as_much_as_on_one_r
 def test_a_parameter_that_no_rank_reports_fails_the_comparison(measure):
     ranks = measure(Row(2, {"parallelism.pipeline_parallel_degree": 2})).ranks
     with pytest.raises(AssertionError, match="not compared"):
-        compare.merge(ranks[:1], {fqn for rank in ranks for fqn in rank.gradient})
+        compare.merge(ranks[:1], {fqn for rank in ranks for fqn in rank.initial_equal})
 
 
 def test_pool_names_the_failing_rank_and_works_again_afterwards(pool):
