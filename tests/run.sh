@@ -10,4 +10,5 @@ export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/outputs/cache/ind
 "$python" -m ruff format --check .
 "$python" -m ruff check .
 [[ ${1:-} != --all ]] || set -- -m "slow or not slow" "${@:2}"
-exec "$python" -m pytest -q "$@"
+# Two files at a time: ranks wait for each other, and leave a third of two cores idle.
+exec "$python" -m pytest -q -n 2 --dist loadfile "$@"
