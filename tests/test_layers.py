@@ -1,6 +1,8 @@
 """The floor plan: imports point down only, none hides inside a function, nothing goes round in a circle."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,13 @@ def test_the_ground_floor_and_the_check_do_not_import_torch():
     for module in [*ground, "torchtitan_lite.__main__", "torchtitan_lite.tools.check"]:
         packages = {name.split(".")[0] for name in list_imports(parse(module))}
         assert not packages & {"torch", "numpy", "tiktoken", "safetensors", "tensorboard"}, module
+
+
+def test_a_run_that_compiles_nothing_does_not_load_the_compiler():
+    """torch.compile loads inductor when it is called: a second and 50 MB, on every rank."""
+    code = "import sys, train; print('torch._inductor.ir' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert answer.stdout == "False\n", answer.stderr
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -26,6 +26,7 @@ Sources: documents in a batch: Llama 3, arXiv:2407.21783; FlexAttention arXiv:24
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +34,6 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128  # tokens
-
-compiled_flex_attention = torch.compile(flex_attention, dynamic=False)  # not compiled, it makes all the scores
 
 
 class CausalAttention(nn.Module):
@@ -68,7 +67,9 @@ def attend_within_documents(
         raise ValueError('model.attention = "document" needs doc_ids (B, S): the model was called without')
     if query.device.type != "cpu":
         block_mask = plan_blocks(doc_ids, query_positions, key_positions)
-        return compiled_flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
+        # A compiled block compiles it too. Not compiled, it makes all the scores.
+        attend = flex_attention if torch.compiler.is_compiling() else compile_flex_attention()
+        return attend(query, key, value, block_mask=block_mask, enable_gqa=True)
     rows, queries, keys = (torch.arange(len(each)) for each in (doc_ids, query_positions, key_positions))
     sees = visibility(doc_ids, query_positions, key_positions)
     mask = sees(rows[:, None, None, None], None, queries[:, None], keys)  # (B, 1, Q, K)
@@ -86,6 +87,12 @@ def visibility(doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor) 
 
 
 # ---------------------------------------------------------------- flex attention
+
+
+@cache
+def compile_flex_attention() -> Callable[..., Tensor]:
+    """Return the compiled operator: at its first use, because torch.compile loads inductor (1 s and 50 MB)."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def plan_blocks(doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor) -> BlockMask:
