@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite.bench.rounds import BenchFailed, Report, measure_rounds, read_setting
+from torchtitan_lite.checkpoint.hugging_face_config import make_config
 from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
@@ -161,19 +162,8 @@ def build_transformers(config: Config, batch: Batch, device: torch.device) -> Tr
     if transformers is None:
         raise Absent("transformers is not installed")
     args = resolve_model(config.model)
-    llama_config = transformers.LlamaConfig(
-        vocab_size=args.vocab_size,
-        hidden_size=args.dim,
-        intermediate_size=args.ffn_dim,
-        num_hidden_layers=args.n_layers,
-        num_attention_heads=args.n_heads,
-        num_key_value_heads=args.n_kv_heads,
-        head_dim=args.head_dim,
-        max_position_embeddings=config.training.seq_len,
-        tie_word_embeddings=args.tie_embeddings,
-        attn_implementation="sdpa",
-        dtype=torch.float32,
-    )
+    written = make_config(args, dtype="float32", bos_id=None, eos_id=None)
+    llama_config = transformers.LlamaConfig(**written, attn_implementation="sdpa")
     with device:
         model = transformers.LlamaForCausalLM(llama_config).train()
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
