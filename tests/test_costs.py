@@ -84,7 +84,7 @@ def count_flops(workload: Workload, pp_rank: int) -> int:
     """FLOPs of one rank's matmuls and attention kernels in a step.
 
     Attention counts in full, and its backward has five matmuls for the forward's two; under cp, pieces that no query
-    sees are left out (context_attention.py). Full recompute stops before the last matmul.
+    sees are left out (context_parallel.py). Full recompute stops before the last matmul.
     """
     shape, layout, tokens = workload.args, workload.layout, workload.n_tokens
     linear = 2 * tokens * workload.linear_parameters // layout.tp

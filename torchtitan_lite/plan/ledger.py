@@ -107,7 +107,7 @@ def open_ledger(config: Config, model_args: ModelArgs, layout: Layout, machine: 
         notes.append("memory: predicted of tensors; measured, the growth of the process from before it built the model")
     if row is None:
         known = ", ".join(CLUSTERS)
-        notes.append(f"no times: config/cluster.py has no row for {machine.name}, only {known}")
+        notes.append(f"no times: config/hardware.py has no row for {machine.name}, only {known}")
     else:
         step = forecast(workload, CLUSTERS[row], order)
         costs["bubble"] = step.bubble if layout.pp > 1 else None
