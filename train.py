@@ -114,7 +114,7 @@ def main(args: list[str]) -> int:
     saver_group = make_host_group("saver", config.comm.init_timeout_seconds)
     set_timeouts(config.comm.init_timeout_seconds, run.schedule)
     fingerprint = {
-        **stream.facts,
+        **stream.fingerprint,
         "tokenizer": tokenizer.identity,
         "global_batch_size": layout.global_batch_size,
         "shape": asdict(model_args),

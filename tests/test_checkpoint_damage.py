@@ -214,13 +214,20 @@ def test_a_manifest_on_a_disk_that_fails_counts_as_damaged(folder, group, monkey
     assert fall_back(0, 1, str(folder))[0] == 4
 
 
-def test_nothing_is_renamed_where_all_are_damaged_or_the_run_has_other_data(folder, group):
+def refuse(rank: int, world_size: int, folder: str) -> str:
+    """Worker: what it says where no checkpoint can be loaded."""
+    with pytest.raises(CheckpointError) as refusal:
+        fall_back(rank, world_size, folder)
+    return str(refusal.value)
+
+
+def test_nothing_is_renamed_where_all_are_damaged_or_the_run_has_other_data(pool, folder, group):
     with pytest.raises(CheckpointError, match="saved with data"):
         loading.load_newest(folder, make_tensors(0), fingerprint={"data": "other"}, verify=True, group=group)
     for step in (4, 8):
         cut_bytes(folder / f"step-{step}" / FIRST, 1)
-    with pytest.raises(CheckpointError, match=r"\(steps \[4, 8\]\)"):
-        fall_back(0, 1, str(folder))
+    refusals = pool.run(refuse, 3, str(folder))
+    assert "(steps [4, 8])" in refusals[0] and refusals == [refusals[0]] * 3
     assert find_steps(folder) == [4, 8]
 
 

@@ -170,28 +170,28 @@ def test_an_id_that_the_model_does_not_know_is_named_with_its_place(tmp_path):
 # ---------------------------------------------------------------- what must not have changed when a run is resumed
 
 
-def read_facts(names: list[Path], *, seq_len: int = 4, weights: tuple = (), seed: int = 0) -> dict[str, object]:
+def read_fingerprint(names: list[Path], *, seq_len: int = 4, weights: tuple = (), seed: int = 0) -> dict[str, object]:
     reader = SampleReader(open_folders(names), seq_len, 2**16)
-    return SampleStream(reader, global_batch_size=2, weights=weights, seed=seed).facts
+    return SampleStream(reader, global_batch_size=2, weights=weights, seed=seed).fingerprint
 
 
 def test_facts_tell_apart_whatever_changes_the_samples_and_name_the_corpus_that_changed(tmp_path):
     one, two, other = (write_corpus(tmp_path / name / "wiki", [[[1, 2, n], [3]]]) for n, name in enumerate("abc"))
     variants = [
-        read_facts([one]),
-        read_facts([two]),
-        read_facts([one, two]),
-        read_facts([two, one]),
-        read_facts([one, two], weights=(1.0, 2.0)),
-        read_facts([one, two], weights=(2.0, 1.0)),
-        read_facts([one], seq_len=5),
-        read_facts([one], seed=1),
+        read_fingerprint([one]),
+        read_fingerprint([two]),
+        read_fingerprint([one, two]),
+        read_fingerprint([two, one]),
+        read_fingerprint([one, two], weights=(1.0, 2.0)),
+        read_fingerprint([one, two], weights=(2.0, 1.0)),
+        read_fingerprint([one], seq_len=5),
+        read_fingerprint([one], seed=1),
     ]
     assert all(a != b for a, b in itertools.combinations(variants, 2))
-    changed = read_facts([other, two])
+    changed = read_fingerprint([other, two])
     assert [name for name in variants[2] if variants[2][name] != changed[name]] == ["data of corpus 1 (wiki)"]
     moved = write_corpus(tmp_path / "elsewhere" / "wiki", [[[1, 2, 0], [3]]])
-    assert read_facts([moved]) == read_facts([Path(f"{one}/")]) == variants[0]
+    assert read_fingerprint([moved]) == read_fingerprint([Path(f"{one}/")]) == variants[0]
 
 
 # ---------------------------------------------------------------- validation

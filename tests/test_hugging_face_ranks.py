@@ -181,3 +181,19 @@ def test_what_one_rank_cannot_convert_stops_all_of_them_by_name_and_leaves_nothi
     assert said == [said[0]] * world_size
     assert len(said[0]) == 2 and all(f"{fqn} has numbers beyond 65,504" in text for text in said[0])
     assert list(tmp_path.iterdir()) == []
+
+
+def export_to_a_small_disk(rank: int, world_size: int, overrides: dict, out: str, writer: int) -> str:
+    """Worker: files of one rank, which writes some, end after 10,000 bytes. Returns what the export says."""
+    run = compare.build_table_run(world_size, overrides)
+    with checkpoints.limit_files(10_000 if rank == writer else 2**30), pytest.raises(CheckpointError) as full:
+        export_hf(Path(out), run.parameters, Export(SHAPE, "float32", most_file_bytes=100_000), group=dist.group.WORLD)
+    return str(full.value)
+
+
+@pytest.mark.parametrize(("name", "writer"), [("dp4", 0), ("pp4", 3)])
+def test_a_file_that_one_rank_cannot_write_stops_all_of_them_by_name_and_leaves_nothing(pool, tmp_path, name, writer):
+    world_size, overrides = LAYOUTS[name]
+    said = pool.run(export_to_a_small_disk, world_size, overrides, str(tmp_path / "out"), writer)
+    assert said == [said[0]] * world_size and "File too large" in said[0] and ".safetensors" in said[0]
+    assert list(tmp_path.iterdir()) == []

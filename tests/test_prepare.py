@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import shutil
 import tracemalloc
 from array import array
 from hashlib import sha256
@@ -285,7 +286,7 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_one_line_on_a_terminal_and_few_lines_elsewhere(monkeypatch):
-    monkeypatch.setattr(tool.shutil, "get_terminal_size", lambda **_: os.terminal_size((120, 24)))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda **_: os.terminal_size((120, 24)))
     for stream, n_lines in ((Terminal(), 0), (io.StringIO(), 3)):
         now_s = 0.0
         progress = Progress(200_000_000, 100_000_000, stream=stream, clock=lambda: now_s)  # noqa: B023

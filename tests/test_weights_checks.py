@@ -169,7 +169,9 @@ def test_the_tokenizer_of_the_weights_is_the_default(tokenizers, args, tokenizer
     assert find_tokenizer(*args)[0] == tokenizer
 
 
-@pytest.mark.parametrize(("weights", "named"), [(FROM_THEIRS, "other"), (FROM_OURS, "assets/tokenizer")])
+@pytest.mark.parametrize(
+    ("weights", "named"), [(FROM_THEIRS, "other"), (FROM_OURS, "assets/tokenizer"), (FROM_OURS, "bytes")]
+)
 def test_another_tokenizer_than_that_of_the_weights_is_refused(tokenizers, weights, named):
     problem = find_one_problem([*MODEL, *weights, f"--model.hf_assets_path={named}"])
     assert (problem.key, problem.value) == ("model.hf_assets_path", named) and "Leave it out" in problem.remedy

@@ -5,7 +5,7 @@ both call preflight, so that a run which `check` accepts does start. All problem
 may follow from another one (a layout computed with the default of a bad key) is left out.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan
 from torchtitan_lite.config.memory import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Compile, Config, Parallelism
+from torchtitan_lite.config.schema import Compile, Config, Parallelism, with_value
 from torchtitan_lite.data.corpus_folder import DATASETS, check_corpora, check_weights
 from torchtitan_lite.data.vocabulary import Vocabulary
 from torchtitan_lite.file_checks import check_files
@@ -54,7 +54,7 @@ def preflight(
     reading = read_config(args)
     config = reading.config
     if config.job.dump_folder == "auto":
-        config = replace(config, job=replace(config.job, dump_folder=f"./outputs/{reading.config_name}"))
+        config = with_value(config, "job.dump_folder", f"./outputs/{reading.config_name}")
     if n_ranks is None:
         n_ranks = choose_n_ranks(config.parallelism, machine, n_hosts)
 
@@ -79,7 +79,7 @@ def preflight(
     tokenizer, resumed_step = None, find_resumed_step(config, restarted)
     try:
         tokenizer = choose_tokenizer(config, resumed_step)
-        config = replace(config, model=replace(config.model, hf_assets_path=tokenizer.assets))
+        config = with_value(config, "model.hf_assets_path", tokenizer.assets)
         problems += check_vocabulary(config, tokenizer.vocabulary, model_args) + check_data(
             config, tokenizer.vocabulary
         )

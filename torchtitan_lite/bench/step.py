@@ -14,7 +14,7 @@ allocates, without weights and optimizer state, measured after the rounds.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -31,7 +31,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import make_config
 from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Training
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Training, with_value
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import ChunkedLoss, Head
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
@@ -147,7 +147,7 @@ def build_trainer(config: Config, batch: Batch, device: torch.device) -> TrainSt
 
 
 def build_compiled(config: Config, batch: Batch, device: torch.device) -> TrainStep:
-    return build_trainer(replace(config, compile=replace(config.compile, enable=True)), batch, device)
+    return build_trainer(with_value(config, "compile.enable", True), batch, device)
 
 
 def build_bare_loop(config: Config, batch: Batch, device: torch.device) -> TrainStep:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
@@ -77,6 +78,7 @@ class TensorFileWriter:
         self.n_bytes = len(header) + sum(prod(shape) * dtype.itemsize for dtype, shape in entries.values())
         self.n_written = 0
         self.digest = hashlib.blake2b(digest_size=HASH_BYTES) if hashed else None
+        self.hasher = ThreadPoolExecutor(max_workers=1)
         try:
             self.file = open(path, "xb", buffering=0)
         except OSError as error:
@@ -94,8 +96,8 @@ class TensorFileWriter:
             self.append(memoryview((ctypes.c_uint8 * len(piece)).from_address(piece.data_ptr())).cast("B"))
 
     def append(self, content: memoryview) -> None:
-        if self.digest:
-            self.digest.update(content)
+        """Write a piece, and hash it meanwhile: both take about as long, and neither needs the interpreter."""
+        hashing = self.hasher.submit(self.digest.update, content) if self.digest else None
         try:
             while content:  # a disk that is nearly full takes a part
                 n = self.file.write(content)
@@ -103,6 +105,9 @@ class TensorFileWriter:
         except OSError as error:
             self.file.close()  # the traceback may keep this object alive
             raise self.explain(error) from error
+        finally:
+            if hashing:
+                hashing.result()
 
     def finish(self) -> FileRecord:
         """Wait until the whole file is on the disk. Return its size and hash."""
@@ -117,6 +122,7 @@ class TensorFileWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.hasher.shutdown()
         self.file.close()
 
     def explain(self, error: OSError) -> CheckpointError:

@@ -87,37 +87,54 @@ def log_rank_on_error(rank: int, coordinates: dict[str, int]) -> Iterator[None]:
         raise
 
 
-class Progress:
-    """One line at the bottom of rank 0's terminal, rewritten in place. Writes nothing where there is no terminal.
+class BottomLine:
+    """The line at the bottom of a terminal, rewritten in place."""
+
+    def __init__(self, stream: TextIO):
+        self.stream, self.on_terminal = stream, stream.isatty()
+
+    def rewrite(self, text: str) -> None:
+        width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be erased
+        self.stream.write(ERASE_LINE + text[:width])
+        self.stream.flush()
+
+    def clear(self) -> None:
+        """Erase the line, if there is a terminal."""
+        if self.on_terminal:
+            self.rewrite("")
+
+
+def draw_bar(share_done: float, width: int = 20) -> str:
+    """`[#########...........]  47%`"""
+    return f"[{'#' * int(share_done * width):.<{width}}] {share_done:4.0%}"
+
+
+class Progress(BottomLine):
+    """How far a run is, on rank 0's terminal. Writes nothing where there is no terminal.
 
     step  137/2000 [#...................]   7%  ETA 0:12:34  waiting for data
     """
 
-    BAR_WIDTH = 20
-
     def __init__(self, rank: int, n_steps: int, *, stream: TextIO, clock: Callable[[], float] = time.monotonic):
-        self.visible = rank == 0 and stream.isatty()
-        self.n_steps, self.stream, self.clock = n_steps, stream, clock
+        super().__init__(stream)
+        self.on_terminal &= rank == 0
+        self.n_steps, self.clock = n_steps, clock
         self.steps_begun = 0
         self.current_step = -1
         self.origin = (0, 0.0)  # the step and the time from which step time is measured
 
     def show(self, step: int, state: str) -> None:
         """Show that `step` (1 = first) is in `state`: "loading", "computing", "saving", ..."""
-        if not self.visible:
+        if not self.on_terminal:
             return
         if step != self.current_step:
             self.current_step = step
             self.steps_begun += 1
             if self.steps_begun <= 2:  # measured from the second on: the first one also compiles and allocates
                 self.origin = (step, self.clock())
-        share_done = (step - 1) / self.n_steps
-        bar = "#" * int(share_done * self.BAR_WIDTH)
         step_of_all = f"{step:{len(str(self.n_steps))}}/{self.n_steps}"
-        line = f"step {step_of_all} [{bar:.<{self.BAR_WIDTH}}] {share_done:4.0%}  ETA {self.estimate_end()}  {state}"
-        width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be erased
-        self.stream.write(ERASE_LINE + line[:width])
-        self.stream.flush()
+        bar = draw_bar((step - 1) / self.n_steps)
+        self.rewrite(f"step {step_of_all} {bar}  ETA {self.estimate_end()}  {state}")
 
     def estimate_end(self) -> str:
         """Return the time left as h:mm:ss, from the mean time of the steps since the second; "?" before the third."""
@@ -126,9 +143,3 @@ class Progress:
             return "?"
         step_time_s = (self.clock() - origin_time) / (self.current_step - origin_step)
         return str(timedelta(seconds=round(step_time_s * (self.n_steps - self.current_step + 1))))
-
-    def clear(self) -> None:
-        """Erase the line, at the end of the run."""
-        if self.visible:
-            self.stream.write(ERASE_LINE)
-            self.stream.flush()

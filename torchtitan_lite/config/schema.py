@@ -5,7 +5,7 @@ The spelling is torchtitan's (v0.2); keys that only exist here are marked `new`.
 these classes from TOML and the command line; `layout.py` plans what follows from them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Annotated, Any, Literal
 
@@ -277,3 +277,9 @@ class Config:
 def get_value(config: Config, key: str) -> Any:
     """Return the value of a dotted name."""
     return reduce(getattr, key.split("."), config)
+
+
+def with_value(section: Any, key: str, value: object) -> Any:
+    """Return a copy of a config, or of one of its sections, in which the dotted name `key` has that value."""
+    name, _, rest = key.partition(".")
+    return replace(section, **{name: with_value(getattr(section, name), rest, value) if rest else value})

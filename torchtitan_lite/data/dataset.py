@@ -209,9 +209,9 @@ class SampleStream:
         self.sampler = Sampler(reader.n_samples, weights=weights, seed=seed)
         names = [Path(corpus.name).name for corpus in reader.corpora]  # a corpus may move to another folder
         # Two streams with equal facts have the same samples in the same order; checkpoints keep them.
-        self.facts = {"dataset": names, "dataset_weights": list(weights), "seq_len": reader.seq_len, "seed": seed}
+        self.fingerprint = {"dataset": names, "dataset_weights": list(weights), "seq_len": reader.seq_len, "seed": seed}
         for number, (name, corpus) in enumerate(zip(names, reader.corpora, strict=True), 1):
-            self.facts[f"data of corpus {number} ({name})"] = corpus.identity
+            self.fingerprint[f"data of corpus {number} ({name})"] = corpus.identity
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return rows `rows` of the global batch of `step`, counted from 0. Raises CorpusError."""

@@ -17,11 +17,12 @@ import os
 import signal
 from array import array
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
-from multiprocessing.pool import IMapUnorderedIterator
 from pathlib import Path
 
 from torchtitan_lite.config.files import replace_file, sync_folder
@@ -115,31 +116,28 @@ def make_units(
         for number in largest_first
     ]
     others = multiprocessing.active_children()
-    # Ctrl-C reaches workers too, but only the parent acts on it: a process inherits which signals are ignored.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        pool = context.Pool(n_processes, initializer=end_with_parent)
-        workers = [child for child in multiprocessing.active_children() if child not in others]
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    with pool:
-        finished = pool.imap_unordered(make_unit_in_worker, tasks)
-        for _ in tasks:
-            report(wait_for_unit(finished, workers))
-
-
-def wait_for_unit(finished: IMapUnorderedIterator, workers: list[multiprocessing.Process]) -> int:
-    """Return the bytes of the next finished unit. A pool replaces a worker that died, but its unit never comes."""
-    while True:
+    # An executor, because a Pool never notices that a process died, and may wait for ever for the lock that it held.
+    with ProcessPoolExecutor(n_processes, context, initializer=end_with_parent) as executor:
+        # Ctrl-C reaches workers too, but only the parent acts on it: a process inherits which signals are ignored.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            return finished.next(timeout=0.5)
-        except multiprocessing.TimeoutError:
+            units = [executor.submit(make_unit_in_worker, task) for task in tasks]
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        workers = [child for child in multiprocessing.active_children() if child not in others]
+        try:
+            for unit in as_completed(units):
+                report(unit.result())
+        except BrokenProcessPool:  # the executor has ended the other workers
+            status = next((w.exitcode for w in workers if w.exitcode not in (None, -signal.SIGTERM)), "unknown")
+            raise Unfinished(
+                f"A worker ended with exit status {status}. If it had too little memory (status -9), "
+                "use fewer --processes. Finished parts are kept, and the same command continues."
+            ) from None
+        except BaseException:  # do not wait for what they are at
             for worker in workers:
-                if not worker.is_alive():
-                    raise Unfinished(
-                        f"A worker ended with exit status {worker.exitcode}. If it had too little memory (status -9), "
-                        "use fewer --processes. Finished parts are kept, and the same command continues."
-                    ) from None
+                worker.kill()
+            raise
 
 
 load_once = lru_cache(maxsize=1)(load_tokenizer)
@@ -243,11 +241,10 @@ class ShardWriter:
 
     def _flush(self) -> None:
         for kind, numbers in self.pending.items():
-            content = memoryview(numbers.tobytes())
-            if kind == "tokens" and self.is_uint16:  # the lower half of each little-endian uint32
-                halves = bytearray(len(content) // 2)
-                halves[0::2], halves[1::2] = content[0::4], content[1::4]
-                content = memoryview(halves)
+            content = memoryview(numbers).cast("B")
+            if kind == "tokens" and self.is_uint16:
+                content = content.cast("H")[::2]  # the lower half of each little-endian uint32
+            content = memoryview(content.tobytes())
             self.digests[kind].update(content)
             while content:  # a disk that is nearly full takes a part
                 content = content[self.files[kind].write(content) :]

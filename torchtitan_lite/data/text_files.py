@@ -261,6 +261,8 @@ def parse_line(line: bytes, field: str, tally: Tally) -> str | None:
         raise ValueError(f"no field {field!r} in it (--field names another): {shown}")
     if not isinstance(value[field], str):
         raise ValueError(f"field {field!r} holds no text: {shown}")
+    if value[field].isascii():  # known without looking
+        return value[field]
     text, n_surrogates = LONE_SURROGATE.subn(REPLACEMENT, value[field])
     tally.n_replaced += n_surrogates
     return text

@@ -41,7 +41,7 @@ from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, r
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.plan.collectives import Collective
 from torchtitan_lite.plan.fake_world import fake_group, kernels_of_gpus, make_batch, static_stages
@@ -90,7 +90,7 @@ def dry_run(
     whole: bool = False,
 ) -> DryRun:
     """Run one optimizer step of the first rank of a pipeline stage. `config` is resolved."""
-    config = replace(config, compile=replace(config.compile, enable=False))
+    config = with_value(config, "compile.enable", False)
     n_run = layout.n_microbatches if whole or not is_uniform(config, layout) else FEW
     short = shorten(layout, min(n_run, layout.n_microbatches))
     meter = Meter(layout, block_bytes=BLOCK_BYTES[device_type])

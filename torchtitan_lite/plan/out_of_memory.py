@@ -11,7 +11,7 @@ No rank talks: the others may be waiting in a collective.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout
 from torchtitan_lite.config.memory import Memory, estimate_memory
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.schema import Config, Training
+from torchtitan_lite.config.schema import Config, Training, with_value
 from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.simulator import count_in_flight, plan_order
 
@@ -72,13 +72,11 @@ def find_memory_options(config: Config, model_args: ModelArgs, layout: Layout, p
         if key == "training.enable_cpu_offload":
             saved = 0.0 if offloads else before.parameters + before.gradients + before.optimizer
         else:
-            section, name = key.split(".")
-            changed = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+            changed = with_value(config, key, value)
             if changed == config or value == 0:
                 continue
-            if name == "data_parallel_shard_degree":  # each rank keeps its rows
-                training = replace(changed.training, global_batch_size=2 * changed.training.global_batch_size)
-                changed = replace(changed, training=training)
+            if key == "parallelism.data_parallel_shard_degree":  # each rank keeps its rows
+                changed = with_value(changed, "training.global_batch_size", 2 * config.training.global_batch_size)
             after = estimate_rank(changed, model_args, n_gpus * layout.world_size, pp_rank)
             saved = count_on_gpu(before, offloads) - count_on_gpu(after, offloads) if after else 0.0
         if saved > 0:

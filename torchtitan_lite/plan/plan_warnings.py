@@ -1,13 +1,13 @@
 """Warn of layouts that run but waste time or memory, each with the number that would be right."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 
 from torchtitan_lite.config.hardware import Cluster
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.reader import format_toml
+from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.dry_run import PlannedRun
 from torchtitan_lite.plan.forecast import forecast, list_memory
@@ -97,30 +97,22 @@ def warn_of_torn_groups(planned: PlannedRun, cluster: Cluster) -> list[str]:
 # ---------------------------------------------------------------- memory
 
 # Changes that free memory, cheapest first
-RELIEFS: dict[str, Callable[[Config], Config]] = {
-    'activation_checkpoint.mode = "full"': lambda config: replace(
-        config, activation_checkpoint=replace(config.activation_checkpoint, mode="full")
-    ),
-    "parallelism.zero_stage = 3": lambda config: replace(config, parallelism=replace(config.parallelism, zero_stage=3)),
-    "training.local_batch_size = 1": lambda config: replace(
-        config, training=replace(config.training, local_batch_size=1)
-    ),
-}
+RELIEFS = (("activation_checkpoint.mode", "full"), ("parallelism.zero_stage", 3), ("training.local_batch_size", 1))
 
 
 def warn_of_memory(planned: PlannedRun, cluster: Cluster) -> str:
     """Name the first changes that make it fit, by the closed form; else how many times as many GPUs would."""
     config, tried = planned.config, []
     what = "it does not fit the memory"
-    for name, relieve in RELIEFS.items():
-        config = relieve(config)
-        tried.append(name)
+    for key, value in RELIEFS:
+        config = with_value(config, key, value)
+        tried.append(f"{key} = {format_toml(value)}")
         needed = estimate_reserved(planned, config, planned.layout.world_size, cluster)
         if needed is not None and needed <= cluster.memory_bytes:
             return f"{what}. With {' and '.join(tried)} it needs {needed / GIB:.0f} GiB, by the closed form"
     for times in (2, 4, 8, 16, 32, 64):
-        section = replace(config.parallelism, data_parallel_shard_degree=planned.layout.dp_shard * times)
-        wider = replace(config, parallelism=section, training=replace(config.training, global_batch_size=-1))
+        wider = with_value(config, "parallelism.data_parallel_shard_degree", planned.layout.dp_shard * times)
+        wider = with_value(wider, "training.global_batch_size", -1)
         n_gpus = planned.layout.world_size * times
         needed = estimate_reserved(planned, wider, n_gpus, cluster)
         if needed is not None and needed <= cluster.memory_bytes:

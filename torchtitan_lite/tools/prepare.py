@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from collections import Counter
@@ -12,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
 
-from torchtitan_lite.components.log import ERASE_LINE
+from torchtitan_lite.components.log import BottomLine, draw_bar
 from torchtitan_lite.config.command_lines import make_prepare_parser
 from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.messages import ConfigError
@@ -137,18 +136,16 @@ def describe(n: dict[str, object], left_out: Counter[str], out: str, *, n_files:
     return "\n".join([f"{out} is whole:", *lines, f"Train on it: ./run_train.sh --training.dataset {out}"])
 
 
-class Progress:
+class Progress(BottomLine):
     """How many bytes are done: a line rewritten in place on a terminal, else one line every half minute.
 
     [#########...........]  47%  1,203.4 of 2,560.0 MB  14.1 MB/s  ETA 0:01:36
     """
 
-    BAR_WIDTH = 20
-
     def __init__(self, n_bytes: int, n_done: int, *, stream: TextIO, clock: Callable[[], float] = time.monotonic):
+        super().__init__(stream)
         self.n_bytes, self.n_done, self.n_done_before = n_bytes, n_done, n_done
-        self.stream, self.clock = stream, clock
-        self.on_terminal = stream.isatty()
+        self.clock = clock
         self.interval_s = 0.2 if self.on_terminal else 30.0
         self.started_s = self.shown_s = clock()
 
@@ -158,20 +155,14 @@ class Progress:
         if now_s - self.shown_s < self.interval_s:
             return
         self.shown_s = now_s
-        width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be erased
-        self.stream.write(ERASE_LINE + self.describe()[:width] if self.on_terminal else self.describe() + "\n")
-        self.stream.flush()
+        if self.on_terminal:
+            self.rewrite(self.describe())
+        else:
+            print(self.describe(), file=self.stream, flush=True)
 
     def describe(self) -> str:
         share = self.n_done / self.n_bytes if self.n_bytes else 1.0
         rate = (self.n_done - self.n_done_before) / max(self.clock() - self.started_s, 1e-9)
         left = str(timedelta(seconds=round((self.n_bytes - self.n_done) / rate))) if rate else "?"
-        return (
-            f"[{'#' * int(share * self.BAR_WIDTH):.<{self.BAR_WIDTH}}] {share:4.0%}  "
-            f"{self.n_done / 1e6:,.1f} of {self.n_bytes / 1e6:,.1f} MB  {rate / 1e6:.1f} MB/s  ETA {left}"
-        )
-
-    def clear(self) -> None:
-        if self.on_terminal:
-            self.stream.write(ERASE_LINE)
-            self.stream.flush()
+        done = f"{self.n_done / 1e6:,.1f} of {self.n_bytes / 1e6:,.1f} MB"
+        return f"{draw_bar(share)}  {done}  {rate / 1e6:.1f} MB/s  ETA {left}"
