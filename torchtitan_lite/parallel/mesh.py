@@ -182,3 +182,5 @@ def renew_pipeline_group(timeout: timedelta, schedule: _PipelineSchedule | None)
         )
         for stage in stages:
             stage.group = group
+            if hasattr(stage, "_downstream_group"):  # torch 2.14 has two more names for it
+                stage._downstream_group = stage._upstream_group = group
