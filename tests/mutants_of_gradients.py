@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from layouts import CHUNKS, COMPILED, MODE, PP, SCHEDULE, TP, WHOLE_LOGITS, ZERO, Row
+from layouts import CHUNKS, COMPILED, MODE, PP, SCHEDULE, TP, ZERO, Row
 from mutant_table import CP2, DOCUMENTS, HEAD, HEAD_GRADIENT, INNER, NORM, RING, mutant
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -19,6 +19,7 @@ from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel import (
     activation_checkpoint,
     context_parallel,
+    exchange,
     fsdp,
     initial_weights,
     parallelize,
@@ -113,17 +114,18 @@ def masked_targets_counted(original, targets):
     return torch.tensor(targets.numel())
 
 
-@mutant(
-    Row(2, {TP: 2, **COMPILED, **WHOLE_LOGITS, MODE: "none", "model.n_layers": 1}),
-    "gradient",
-    ("gradient", "tok_embeddings.weight"),
-    cause="the embedding's AsyncCollectiveTensor",
-    at=(tensor_parallel, "wait_for_collective"),
-)
-def collective_enters_compiled_block(original, module, args, output):
-    """The embedding's AsyncCollectiveTensor goes into a compiled block unwaited: the gradient of tok_embeddings is
-    wrong by 100 % while loss and all other gradients are right."""
-    return None
+@mutant("tp2", "gradient", ("gradient", "norm.weight"), at=(exchange.GatherSequence, "backward"))
+def gathered_sequence_keeps_its_own_gradient(original, ctx, grad):
+    """What was gathered is read by every tensor-parallel rank, and each forms a part of its gradient; backward keeps
+    the own part instead of adding them up. Loss and head are right, everything below learns from a half."""
+    return grad.chunk(ctx.ranks.n, dim=1)[ctx.ranks.own], None
+
+
+@mutant(Row(2, {TP: 2, **COMPILED}), "loss", ("module output", "tok_embeddings"), at=(exchange, "reduce_scatter"))
+def partial_sums_averaged(original, whole, ranks, dim):
+    """Partial sums are averaged, as gradients of replicas are. The loss falls, with a residual stream of half the
+    size."""
+    return original(whole, ranks, dim) / ranks.n
 
 
 @mutant("ddp2", "gradient", HEAD_GRADIENT, dims=("dp_replicate",), at=(parallelize, "apply_fsdp"))
@@ -144,7 +146,7 @@ def recompute_forgets_an_input(original, forward, **options):
     calls = iter(range(1 << 30))
 
     def drifting(x, rotation, doc_ids):
-        return forward(x, rotation if next(calls) % 2 == 0 else rotation.roll(1, dims=-2), doc_ids)
+        return forward(x, rotation if next(calls) % 2 == 0 else rotation.roll(1, dims=-3), doc_ids)
 
     return original(drifting, **options)
 
@@ -202,11 +204,12 @@ def norm_updated_on_one_rank_only(original, optimizer, grad_norm):
     return finite
 
 
-@mutant("tp2", "loss", HEAD, at=(tensor_parallel.VocabularyParallelHead, "make_whole"))
-def loss_counted_by_every_tp_rank(original, module, output, mesh):
+@mutant("tp2", "loss", HEAD, at=(tensor_parallel.SplitHead, "build_forward"))
+def loss_counted_by_every_tp_rank(original, style, module, ranks):
     """All tensor-parallel ranks hold the same loss and it is added up over them. The logged loss is twice what it is,
     which looks like a bad start; gradients are too."""
-    return original(module, output, mesh) * mesh.size()
+    forward = original(style, module, ranks)
+    return lambda hidden, targets=None: forward(hidden, targets) * ranks.n
 
 
 @mutant("tp2", "loss", INNER, at=(llama3.F, "scaled_dot_product_attention"))
@@ -256,10 +259,10 @@ def softmax_over_a_share_of_the_vocabulary(original, loss, log_total, of_target)
     return log_total, original(loss, log_total, of_target)[1]
 
 
-@mutant(Row(2, {TP: 2, **CHUNKS}), "gradient", ("gradient", "norm.weight"))
-def hidden_gradient_of_one_share():
-    """Each rank's gradient of the hidden states stems from its share of the vocabulary; nobody adds them. The loss and
-    the gradient of the head are right, and everything below learns from half of the tokens that it could have said."""
+@mutant("tp2", "gradient", ("gradient", "norm.weight"), dims=("tp",))
+def norm_gradient_of_own_tokens():
+    """Each tensor-parallel rank has a norm weight's gradient of its own tokens, and nobody adds them: the copies get
+    other updates and drift apart."""
     return patch.object(tensor_parallel, "Partial", Replicate)
 
 

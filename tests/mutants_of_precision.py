@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from layouts import CHUNKS, GATHER, PRECOMPUTE, TP, Row
 from mutant_table import CP, CP2, RING, mutant
 from mutants_of_updates import in_place_of
@@ -65,13 +66,13 @@ def microbatches_accumulated_in_bfloat16():
     return patch.object(FSDPParam, "to_accumulated_grad_if_needed", lambda parameter: None)
 
 
-@replacing(torch.nn.RMSNorm, "forward", Row(2, {TP: 2}), "block outputs", BLOCK, dims=("tp",))
-def norms_computed_in_bfloat16_on_one_rank(forward, norm, x):
+@replacing(F, "rms_norm", Row(2, {TP: 2}), "block outputs", BLOCK, dims=("tp",))
+def norms_computed_in_bfloat16_on_one_rank(normalize, x, shape, weight, eps):
     """One tensor-parallel rank squares and adds in bf16 before it takes the root, so that norms of its tokens are off
     in the third digit. The loss is as before within its noise."""
     if dist.get_rank() == 0:
-        return forward(norm, x)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+        return normalize(x, shape, weight, eps)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 @replacing(context_parallel, "merge_into", Row(4, {CP: 4, **RING}), "block outputs", BLOCK, dims=("cp",))

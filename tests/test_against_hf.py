@@ -190,7 +190,7 @@ def in_place_of(owner: object, name: str, *named_and_seen) -> Callable:
 
 @in_place_of(llama3, "rotate", f"{ATTENTION}*token 1 of row 0*")
 def rotary_pairs_in_another_order(rotate, x, rotation):
-    cos, sin = rotation
+    cos, sin = rotation.unbind(-1)
     one, other = x.chunk(2, dim=-1)
     return torch.cat((one * cos - other * sin, one * sin + other * cos), dim=-1)
 

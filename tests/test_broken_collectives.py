@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import compare
@@ -12,16 +12,18 @@ import torch.distributed as dist
 from layouts import CP, PP, REPLICATE, RING, TP
 from mutants import MUTANTS
 from torch import Tensor
-from torch.distributed import _functional_collectives as functional
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.parallel import context_parallel
+from torchtitan_lite.parallel import context_parallel, exchange
 from torchtitan_lite.verify import command as tool
 from torchtitan_lite.verify.certificate import IN_PART, describe_verdict
 from torchtitan_lite.verify.reduction import reduce_config
 
+REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)  # torch 2.13, before
 SHARD = "parallelism.data_parallel_shard_degree"
 
 
@@ -31,7 +33,7 @@ def shards_not_summed() -> AbstractContextManager:
     def keep_own(output: Tensor, input: Tensor, *args, group: dist.ProcessGroup, **options) -> None:
         output.copy_(input.chunk(group.size())[group.rank()])
 
-    return patch.object(dist, find_reduce_scatter(dist), keep_own)
+    return patch.object(dist, REDUCE_SCATTER, keep_own)
 
 
 def keys_not_fetched() -> AbstractContextManager:
@@ -66,16 +68,10 @@ def hidden_states_not_sent() -> AbstractContextManager:
 def partial_products_not_summed() -> AbstractContextManager:
     """Tensor parallel's reduce-scatter leaves each rank its share of its own partial sums."""
 
-    def keep_own(tensor: Tensor, op: str, scatter_dim: int, group, tag: str = "") -> Tensor:
-        mesh, dim = group if isinstance(group, tuple) else (group, 0)
-        return tensor.chunk(mesh.size(dim), dim=scatter_dim)[mesh.get_local_rank(dim)].contiguous()
+    def keep_own(whole: Tensor, ranks: exchange.Ranks, dim: int) -> Tensor:
+        return whole.chunk(ranks.n, dim)[ranks.own].contiguous()
 
-    return patch.object(functional, find_reduce_scatter(functional), keep_own)
-
-
-def find_reduce_scatter(module: ModuleType) -> str:
-    """torch 2.13 has a new name for it."""
-    return "reduce_scatter_single" if hasattr(module, "reduce_scatter_single") else "reduce_scatter_tensor"
+    return patch.object(exchange, "reduce_scatter", keep_own)
 
 
 BROKEN = {  # mesh dim -> what breaks its collective

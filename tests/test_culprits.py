@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import CP, DOCUMENTS, LAYOUTS, PP, TP
+from torch import nn
 
 from torchtitan_lite import step
 from torchtitan_lite.config.layout import plan_layout, resolve_model
@@ -104,17 +105,17 @@ def with_error(share: ModuleErrors, output: dict[str, float], inputs: dict[str, 
 def test_a_module_with_wrong_inputs_is_not_blamed_for_its_output(pool, folder):
     (share,), reference = observe(pool, folder, 1, {})
     name = partial(name_first_output, reference=reference, tolerance=FP32_TOLERANCE / 5)
-    wq, wo = "layers.1.attention.wq", "layers.1.attention.wo"
+    wq, w2 = "layers.1.attention.wq", "layers.1.feed_forward.w2"
     assert name([share]) is None
-    assert name([with_error(share, {wo: 1e-3}, {})]).name == wo
-    both = with_error(share, {wo: 1e-3}, {wo: {"input": 8e-4}})
-    assert (name([both]).kind, name([both]).name) == ("growing error", wo)
+    assert name([with_error(share, {w2: 1e-3}, {})]).name == w2
+    both = with_error(share, {w2: 1e-3}, {w2: {"input": 8e-4}})
+    assert (name([both]).kind, name([both]).name) == ("growing error", w2)
     earlier = with_error(both, {wq: 1e-5}, {})
     assert (name([earlier]).kind, name([earlier]).name) == ("module output", wq)
     at_zero, at_one = (
         replace(one, coordinates={**share.coordinates, "tp": tp}) for tp, one in enumerate((share, both))
     )
-    wrong_elsewhere = with_error(at_zero, {wo: 1e-3}, {})  # a wrong input on another rank may be the reason
+    wrong_elsewhere = with_error(at_zero, {w2: 1e-3}, {})  # a wrong input on another rank may be the reason
     assert name([wrong_elsewhere, at_one]).kind == "growing error"
     lost = name([with_error(share, {"layers.2": 1e-3}, {"layers.2": {"x": 1e-3}})])
     assert (lost.kind, lost.name) == ("module input", "layers.2") and "layers.1" in lost.detail
@@ -138,6 +139,17 @@ def test_a_parameter_that_the_tensor_parallel_plan_does_not_name_is_named(pool, 
     assert (trial.culprit.kind, trial.culprit.name) == ("placement", "layers.0.ffn_norm.weight")
     assert trial.finished and set(trial.faults) == {"crash"}
     assert len(trial.faults["crash"]) < 500 and "plan does not name its module" in trial.culprit.detail
+
+
+class OtherNorm(nn.RMSNorm):
+    """A fork's norm, with arithmetic of its own."""
+
+
+def test_a_module_of_another_class_is_refused_instead_of_computed_as_what_it_is_not():
+    part = step.build_on_meta(compare.TABLE_CONFIG, resolve_model(compare.TABLE_CONFIG.model))
+    part.layers["1"].ffn_norm = OtherNorm(part.model_args.dim)
+    with pytest.raises(MissingFromPlan, match="layers.1.ffn_norm is a OtherNorm, and CopiedNorm computes RMSNorm"):
+        tensor_parallel.apply_tensor_parallel(part, None, tensor_parallel.plan_tensor_parallel(part))
 
 
 def test_of_a_long_crash_its_ends_are_shown():

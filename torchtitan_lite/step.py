@@ -39,7 +39,6 @@ from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule
-from torchtitan_lite.parallel.tensor_parallel import loss_context
 
 # model.name, a row of BLOCKS in config/flavors.py -> (class, rule for the initial weights of one parameter)
 MODELS = {
@@ -161,30 +160,28 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     `batch` comes from `shard_for_cp`, here and in the functions below.
     Returns this rank's part of the loss, () fp32: zero if no stage of this rank holds the head.
     """
-    with loss_context(run.mesh.tp, shard_loss=not run.config.parallelism.disable_loss_parallel):
-        if run.schedule is not None:
-            return run_schedule(run, run.schedule.step, batch, n_tokens)
-        (part,) = run.parts
-        loss = torch.zeros((), device=run.device)
-        for index, micro in enumerate(batch.split(run.layout.n_microbatches), 1):
-            is_last = index == run.layout.n_microbatches
-            prepare_microbatch(part, zero_stage=run.layout.zero_stage, is_last=is_last)
-            micro_loss = part(micro.tokens, **stage_kwargs(micro)) / n_tokens
-            micro_loss.backward()
-            loss += micro_loss.detach()
+    if run.schedule is not None:
+        return run_schedule(run, run.schedule.step, batch, n_tokens)
+    (part,) = run.parts
+    loss = torch.zeros((), device=run.device)
+    for index, micro in enumerate(batch.split(run.layout.n_microbatches), 1):
+        is_last = index == run.layout.n_microbatches
+        prepare_microbatch(part, zero_stage=run.layout.zero_stage, is_last=is_last)
+        micro_loss = part(micro.tokens, **stage_kwargs(micro)) / n_tokens
+        micro_loss.backward()
+        loss += micro_loss.detach()
     return loss
 
 
 @torch.no_grad()
 def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     """Compute the same loss without gradients, for validation. Weights and gradients do not change."""
-    with loss_context(run.mesh.tp, shard_loss=not run.config.parallelism.disable_loss_parallel):
-        if run.schedule is not None:
-            loss = run_schedule(run, run.schedule.eval, batch, n_tokens)
-        else:
-            (part,) = run.parts
-            micros = batch.split(run.layout.n_microbatches)
-            loss = sum(part(micro.tokens, **stage_kwargs(micro)) / n_tokens for micro in micros)
+    if run.schedule is not None:
+        loss = run_schedule(run, run.schedule.eval, batch, n_tokens)
+    else:
+        (part,) = run.parts
+        micros = batch.split(run.layout.n_microbatches)
+        loss = sum(part(micro.tokens, **stage_kwargs(micro)) / n_tokens for micro in micros)
     for part in run.parts:
         free_gathered(part)
     return loss

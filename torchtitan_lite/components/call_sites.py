@@ -21,7 +21,9 @@ import torch
 from torch import nn
 
 PACKAGE = Path(__file__).resolve().parent.parent
-OBSERVERS = (  # files of this package that are on the stack because they observe operators
+NO_CALL_SITES = (  # files of this package that exchange what the model hands over, or observe operators
+    "parallel/exchange.py",
+    "parallel/tensor_parallel.py",
     "components/call_sites.py",
     "components/diagnosis.py",
     "plan/meter.py",
@@ -120,7 +122,7 @@ class CodeKind:
 @cache
 def describe_code(code: CodeType) -> CodeKind:
     path = Path(code.co_filename)
-    is_ours = not code.co_filename.startswith(OF_PYTHON) and not code.co_filename.endswith(OBSERVERS)
+    is_ours = not code.co_filename.startswith(OF_PYTHON) and not code.co_filename.endswith(NO_CALL_SITES)
     name = str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else path.name
     through = next((part for within, part in PARTS_OF_TORCH.items() if within in code.co_filename), "")
     is_param_group = path.name == "_fsdp_param_group.py" and code.co_varnames[:1] == ("self",)

@@ -55,9 +55,9 @@ def list_kept_bytes(args: ModelArgs, compute_bytes: int, *, tp: int = 1) -> dict
 
     In numbers of the compute dtype (1/tp of all but what is marked "whole"); in KiB of 8B in bf16 on one rank:
 
-        none       172.1  input of each norm and its gathered output (whole), outputs of colwise layers (q, k, v, w1,
-                          w3), inputs of rowwise ones (attention's output, the product), output of silu, and
-                          attention's output once more: kernels return (B, H, S, E), wo reads a copy (B, S, H E)
+        none       164.1  input of each norm and its gathered output (whole), outputs of colwise layers (q, k, v, w1,
+                          w3), inputs of rowwise ones (attention's output, the product), output of silu. Queries lie
+                          in memory as (B, S, H, E), and so does what attention returns: wo reads it without a copy
         op         100.1  input of the block, outputs of colwise layers and of attention, outputs of rowwise layers
                           (whole: partial sums), with tp also scattered
         full         8.0  input of the block
@@ -75,7 +75,7 @@ def list_kept_bytes(args: ModelArgs, compute_bytes: int, *, tp: int = 1) -> dict
     of_rowwise = sum(out for out, _ in rowwise)  # partial sums of the whole width
     scattered = of_rowwise / tp * (tp > 1)
     elements = {
-        "none": norms / tp + norms + of_colwise + sum(width for _, width in rowwise) / tp + (args.ffn_dim + heads) / tp,
+        "none": norms / tp + norms + of_colwise + sum(width for _, width in rowwise) / tp + args.ffn_dim / tp,
         "op": hidden + of_colwise + of_rowwise + scattered + heads / tp,
         "full": hidden,
         "alternate": hidden + (heads + args.n_kv_heads * args.head_dim + args.ffn_dim + heads) / tp + args.dim,
@@ -95,10 +95,7 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, fl
     at_rest = n_parameters / workload.n_shards
     summed_whole = layout.zero_stage == 1 or layout.pp > 1
     gradients = MASTER_BYTES * (n_parameters if summed_whole else at_rest)
-    # DTensor forms the embedding's gradient for the whole vocabulary on each tp rank, and sums it in this form.
-    has_embedding = any(stage.has_embedding for stage in stages.values())
-    embedding = workload.vocabulary_parameters * layout.tp * has_embedding
-    gradients += MASTER_BYTES * (embedding - embedding / layout.tp) * summed_whole
+    embedding = workload.vocabulary_parameters * any(stage.has_embedding for stage in stages.values())
     has_layers = any(stage.n_layers for stage in stages.values())
     kept_bytes = list_kept_bytes(workload.args, workload.compute_bytes, tp=layout.tp)
     kept_per_layer = workload.average(kept_bytes) * workload.n_tokens * has_layers
@@ -135,22 +132,21 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, fl
 def estimate_loss(workload: Workload) -> float:
     """Return what the loss holds at its peak.
 
-    In chunks: the gradient of the weight in fp32, and either a chunk's logits in compute dtype and in fp32, or their
-    gradient and its contribution to that of the weight.
+    In chunks, and over tp always: the gradient of the weight in fp32, and either a chunk's logits in compute dtype and
+    in fp32, or their gradient and its contribution to that of the weight.
 
-    All at once, of the logits (T, V): three fp32 tensors in backward, log-softmax and two gradients. Over tp the peak
-    is in forward: the logits, in fp32 too, less their maximum, and the exponentials of that.
+    All at once on one rank, of the logits (T, V): three fp32 tensors in backward, log-softmax and two gradients.
     """
-    tp = workload.layout.tp if workload.shards_loss else 1
-    if workload.loss_chunk_tokens:
-        width = workload.compute_bytes
-        weight = workload.args.vocab_size * workload.args.dim / workload.layout.tp
-        logits = min(workload.loss_chunk_tokens, workload.n_tokens) * workload.args.vocab_size / tp
-        if width == MASTER_BYTES:  # one tensor serves as both, and the contribution is added in place
-            return (weight + logits) * MASTER_BYTES
-        return weight * MASTER_BYTES + max(logits * (width + MASTER_BYTES), (weight + logits) * width)
-    bytes_each = 12 if tp == 1 else 12 + workload.compute_bytes
-    return bytes_each * workload.n_tokens * workload.args.vocab_size / tp
+    layout = workload.layout
+    if layout.tp == 1 and not workload.loss_chunk_tokens:
+        return 12 * workload.n_tokens * workload.args.vocab_size
+    width = workload.compute_bytes
+    weight = workload.args.vocab_size * workload.args.dim / layout.tp
+    chunk_tokens = min(workload.loss_chunk_tokens or workload.n_tokens, workload.n_tokens)
+    logits = chunk_tokens * workload.args.vocab_size / (layout.tp if workload.shards_loss else 1)
+    if width == MASTER_BYTES:  # one tensor serves as both, and the contribution is added in place
+        return (weight + logits) * MASTER_BYTES
+    return weight * MASTER_BYTES + max(logits * (width + MASTER_BYTES), (weight + logits) * width)
 
 
 def estimate_gathered(workload: Workload, stages: list[Stage]) -> float:

@@ -67,6 +67,7 @@ class ChunkedLoss(nn.Module):
     shard = 0  # index of the weight's shard of the vocabulary, which TP cuts into equal ones
 
     def __init__(self, chunk_tokens: int):
+        """`chunk_tokens` 0: one chunk of all tokens."""
         super().__init__()
         self.chunk_tokens = chunk_tokens
 
@@ -75,7 +76,8 @@ class ChunkedLoss(nn.Module):
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         if torch.is_grad_enabled():
             return ChunkedCrossEntropy.apply(hidden, weight, targets, self)
-        chunks = zip(hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
+        n = self.chunk_tokens or len(hidden)
+        chunks = zip(hidden.split(n), targets.split(n), strict=True)
         return sum(self.differentiate(some @ weight.t(), theirs, with_gradient=False)[0] for some, theirs in chunks)
 
     def differentiate(self, logits: Tensor, targets: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -115,7 +117,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # sums of many chunks: not in bf16
-        pieces = (tensor.split(loss.chunk_tokens) for tensor in (hidden, targets, grad_hidden))
+        n = loss.chunk_tokens or len(hidden)
+        pieces = (tensor.split(n) for tensor in (hidden, targets, grad_hidden))
         for some_hidden, some_targets, some_grad_hidden in zip(*pieces, strict=True):
             some_loss, grad_logits = loss.differentiate(some_hidden @ weight.t(), some_targets, with_gradient=True)
             total += some_loss

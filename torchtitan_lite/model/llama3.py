@@ -121,19 +121,26 @@ def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
 
 
 def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
-    """Return cos and sin of every position's angles, (2, B, 1, S, E/2) fp32, shared by all heads and layers.
+    """Return cos and sin of every position's angles, (B, 1, S, E/2, 2) fp32, shared by all heads and layers.
 
     fp32 under every compute dtype: at position 8,191 a bf16 angle would be wrong by up to 16 radians.
     """
     angles = positions[:, None, :, None].float() * rotary_frequencies(model_args, positions.device)
-    return torch.stack((angles.cos(), angles.sin()))
+    return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn the pairs (x[2i], x[2i+1]) by their angles. x (B, heads, S, E) -> same shape and dtype; computed in fp32."""
-    cos, sin = rotation
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, heads, S, E/2)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
+    """Turn the pairs (x[2i], x[2i+1]) by their angles. x (B, heads, S, E) -> same shape and dtype; computed in fp32.
+
+    A pair is a complex number: in eager mode that takes a sixth of the time. Inductor does not fuse complex numbers.
+    """
+    pairs = x.float().unflatten(-1, (-1, 2))  # (B, heads, S, E/2, 2)
+    if torch.compiler.is_compiling():
+        (real, imaginary), (cos, sin) = pairs.unbind(-1), rotation.unbind(-1)
+        turned = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotation.float()))
+    return turned.flatten(-2).type_as(x)
 
 
 def init_parameter(fqn: str, full: Tensor, model_args: ModelArgs, generator: torch.Generator) -> None:

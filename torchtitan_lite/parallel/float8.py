@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from torchtitan_lite.config.float8_plan import plan_float8
@@ -51,16 +51,8 @@ class ParallelFloat8Linear(Float8Linear):
     """A Float8Linear whose weight may be a slice of tp, or gathered as float8, or both."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., K) -> (..., N); under TP DTensors, as torch's ColwiseParallel and RowwiseParallel have them."""
-        if not isinstance(self.weight, DTensor):
-            return self.multiply(x, self.weight)
-        (placement,) = self.weight.placements
-        if placement.is_shard(0):  # colwise: x is whole, its gradient a sum over ranks
-            x, output = x.to_local(grad_placements=[Partial()]), Shard(-1)
-        else:  # rowwise: x is split as w is, y a sum over ranks
-            x, output = x.to_local(), Partial()
-        y = self.multiply(x, self.weight.to_local())
-        return DTensor.from_local(y, self.weight.device_mesh, [output], run_check=False)
+        """x (..., K) -> (..., N). Under TP another forward multiplies by the slice (tensor_parallel.py)."""
+        return self.multiply(x, self.weight)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         held = (weight.data8, weight.scale) if isinstance(weight, Float8GatheredWeight) else (None, None)

@@ -6,7 +6,7 @@
                  chunked loss           2 could change places, but what follows must see them
               3. per-op recompute       inside compile: the partitioner honours the policy
               4. compile                each block's forward, all of which share one graph; the loss of given logits
-              5. full recompute         outside compile: inside, TP's hooks break it ("tensors_saved ... DeviceMesh")
+              5. full recompute         outside compile: inside, it fails under TP ("tensors_saved ... DeviceMesh")
               6. FSDP2                  last: its hooks gather parameters outside the compiled graph
     then      7. allocate, initialise or load, optimizer: parameters are final now   (step.py)
               8. PipelineStage, schedule: they take the parts as they are            (step.py)
@@ -45,11 +45,11 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
         apply_float8(part, config.quantize.linear.float8, layout.tp)
     shard_loss = not config.parallelism.disable_loss_parallel
     if layout.tp > 1:
-        apply_tensor_parallel(part, mesh.tp, plan_tensor_parallel(part, shard_loss=shard_loss))
+        apply_tensor_parallel(part, mesh.tp, plan_tensor_parallel(part))
     if layout.cp > 1:
         method = config.parallelism.context_parallel_rotate_method
         apply_context_parallel(part, mesh.cp, attention=config.model.attention, method=method)
-    if part.output is not None and config.training.loss_chunk_tokens:
+    if part.output is not None and (config.training.loss_chunk_tokens or layout.tp > 1):
         part.output.chunked_loss = build_chunked_loss(config.training.loss_chunk_tokens, mesh.tp, shard_loss=shard_loss)
 
     recompute = plan_recompute(config.activation_checkpoint, [int(layer) for layer in part.layers])

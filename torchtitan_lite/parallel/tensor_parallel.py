@@ -7,15 +7,19 @@
     w2           (D, F)         left half      right half      Shard(1)    rowwise
     embedding, output (V, D)    top half       bottom half     Shard(0)    half of the vocabulary
     norm weights (D,)           all            all             Replicate
-    x            (B, S, D)      S[:S/2]        S[S/2:]         Shard(1)    between the matmuls: sequence parallel
+    x            (B, S, D)      S[:S/2]        S[S/2:]         between the matmuls: sequence parallel
 
 "Colwise" splits *output features*; nn.Linear stores (out, in), so that is `Shard(0)`. Rowwise splits input features.
 
-Traffic per block, forward: 2 all-gathers (before attention, before feed-forward) and 2 reduce-scatters (after them) of
-P = B*S*D*2 bytes in bf16; each moves P(n-1)/n per rank. Backward mirrors them and gathers the two inputs again.
-Embedding: one reduce-scatter; head: one all-gather of P, and with loss parallel only (B, S) numbers beside it.
+Weights are DTensors at rest, so that optimizer and checkpoints see one model. Activations are ordinary tensors: each
+module computes on its slice of the weight, and hands over what others need by the functions of exchange.py.
 
-The chunked loss (model/head.py) of a head whose vocabulary is split, for one chunk of n tokens:
+Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, as many in backward; each moves P(n-1)/n per rank,
+P = B*S*D*2 bytes in bf16. Recompute repeats those whose outputs it does not keep. The embedding costs one
+reduce-scatter, the head one all-gather, and in backward the reverse. The gradient of a norm's weight is a sum over the
+tokens of one rank: FSDP all-reduces it over tp (D*4 bytes) before it reduces it over data-parallel ranks.
+
+The loss of a head whose vocabulary is split, for one chunk of n tokens (of all tokens with loss_chunk_tokens = 0):
 
                       tp rank 0                       tp rank 1
     logits (n, V/2)   of the ids below V/2            of the ids from V/2 on
@@ -24,9 +28,8 @@ The chunked loss (model/head.py) of a head whose vocabulary is split, for one ch
     grad_hidden       what its ids contribute         what its ids contribute      partial sums, added in backward
     grad_weight       top half                        bottom half
 
-Traffic: one all-gather of tp*n*8 bytes per chunk, waited for at once; in backward the reduce-scatter of grad_hidden,
-which the plain head has too. With parallelism.disable_loss_parallel the logits themselves are gathered, N*V*2 bytes in
-bf16 for all chunks together, and every rank computes the whole loss.
+Traffic: one all-gather of tp*n*8 bytes per chunk, waited for at once. With parallelism.disable_loss_parallel the logits
+themselves are gathered, N*V*2 bytes in bf16 for all chunks together, and every rank computes the whole loss.
 
 With parallelism.enable_async_tensor_parallel inductor cuts a matmul and its collective into tp pieces: while one piece
 is computed, the next is copied straight from the memory of another GPU. That path never ran here: it needs two GPUs.
@@ -36,71 +39,61 @@ Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and ch
 """
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.flavors import list_block
 from torchtitan_lite.model.head import ChunkedLoss, Head
+from torchtitan_lite.parallel.exchange import (
+    Ranks,
+    all_gather,
+    gather_sequence,
+    gather_vocabulary,
+    list_ranks,
+    scatter_sequence,
+)
+from torchtitan_lite.parallel.float8 import ParallelFloat8Linear
 
-collectives = torch.ops._c10d_functional  # compile takes them as they are
-
-Plan = dict[str, ParallelStyle]
+Plan = dict[str, "LocalStyle"]
 
 
 class MissingFromPlan(ValueError):
-    """A parameter whose module the tensor-parallel plan does not name. The message starts with its FQN."""
+    """A module that the plan does not name, or that its style cannot compute. The message begins with the FQN."""
 
 
-def plan_tensor_parallel(part: nn.Module, *, shard_loss: bool) -> Plan:
+def plan_tensor_parallel(part: nn.Module) -> Plan:
     """Return FQN -> style for every module of a part that computes differently under TP."""
-    sequence, whole = Shard(1), Replicate()  # of activations (B, S, D)
-    block: Plan = {
-        "attention": PrepareModuleInput(  # all-gathers x (B, S/tp, D) -> (B, S, D); rotation and doc_ids are whole
-            input_layouts=(sequence, None, None), desired_input_layouts=(whole, None, None)
-        ),
-        "feed_forward": PrepareModuleInput(input_layouts=sequence, desired_input_layouts=whole),
-    }
-    styles = {
-        "sequence": SequenceParallel,
-        "heads": partial(SequenceParallel, use_local_output=True),  # the second dim of its input is heads, not tokens
-        "colwise": ColwiseParallel,
-        "rowwise": partial(RowwiseParallel, output_layouts=sequence),  # reduce-scatters the partial sums
-    }
-    block |= {module.name: styles[module.tp]() for module in list_block(part.model_args)}
+    block: Plan = {"attention": GatheredInput(), "feed_forward": GatheredInput()}
+    block |= {module.name: STYLES[module.tp]() for module in list_block(part.model_args)}
     plan: Plan = {f"layers.{layer}.{name}": style for layer in part.layers for name, style in block.items()}
     if part.tok_embeddings is not None:
-        plan["tok_embeddings"] = RowwiseParallel(input_layouts=whole, output_layouts=sequence)
+        plan["tok_embeddings"] = SplitEmbedding()
     if part.output is not None:
-        plan["norm"] = SequenceParallel()
-        plan["output"] = VocabularyParallelHead()
-        if not shard_loss:  # all-gathers the logits: B*S*V*2 bytes, which is what loss parallel saves
-            plan["output.token_loss"] = PrepareModuleInput(
-                input_layouts=(Shard(-1), None), desired_input_layouts=(whole, None), use_local_output=True
-            )
+        plan |= {"norm": CopiedNorm(), "output": SplitHead()}
     return plan
 
 
 def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Shard the parameters of `part` (on meta) by `plan` and hook the collectives in.
+    """Shard the parameters of `part` (on meta) by `plan`, and let its modules compute on the slices.
 
     Raises MissingFromPlan if a parameter would stay an ordinary tensor: its gradient would differ from rank to rank,
     and nothing would add the gradients up.
     """
+    for fqn, module in part.named_modules():
+        if fqn in plan and plan[fqn].computes and type(module) not in plan[fqn].computes:
+            raise MissingFromPlan(
+                f"{fqn} is a {type(module).__name__}, and {type(plan[fqn]).__name__} computes "
+                f"{' and '.join(each.__name__ for each in plan[fqn].computes)}. "
+                "Write a style for it, and name it in STYLES (parallel/tensor_parallel.py)"
+            )
     tied = part.output is not None and part.tok_embeddings is not None and part.model_args.tie_embeddings
     parallelize_module(part, mesh, plan)
     if tied:  # each of the two modules got a DTensor of its own, with equal placements
@@ -112,26 +105,6 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: Plan) -> None
             f"{missing[0]} is no tensor of mesh dim tp{others}: the tensor-parallel plan does not name its module. "
             "Give it a row in the table of its block (config/flavors.py)"
         )
-    if part.tok_embeddings is not None:
-        part.tok_embeddings.register_forward_hook(wait_for_collective)
-
-
-def wait_for_collective(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-    """Turn the embedding's output into an ordinary tensor.
-
-    It is an AsyncCollectiveTensor, which waits when first used. If that first use is inside a compiled block, gradients
-    are wrong without an error (of tok_embeddings by 100 %, torch 2.13). A copy is a use.
-    """
-    return output.clone()
-
-
-def loss_context(mesh: DeviceMesh, *, shard_loss: bool) -> AbstractContextManager:
-    """Context manager of forward and backward: cross entropy of logits that are sharded by vocabulary.
-
-    Three all-reduces of (B, S) numbers over tp (maximum, sum of exponentials, the target's logit) replace an
-    all-gather of the logits (B, S, V).
-    """
-    return loss_parallel() if shard_loss and mesh.size() > 1 else nullcontext()
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
@@ -143,68 +116,168 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
     return {"_micro_pipeline_tp": True}
 
 
-class VocabularyParallelHead(ParallelStyle):
-    """Split the head's weight by vocabulary: each rank computes logits (B, S, V/tp) of its ids.
+# ---------------------------------------------------------------- how modules compute on slices
 
-    A style of its own, because torch's ColwiseParallel lays out what a linear layer returns, and ours returns a loss.
-    """
+
+class LocalStyle(ParallelStyle):
+    """A module whose weight is a DTensor over tp, and which computes on this rank's slice of it."""
+
+    placement: Placement | None = None  # of the weight; None: the module has none of its own
+    computes: tuple[
+        type[nn.Module], ...
+    ] = ()  # classes whose arithmetic the new forward repeats; (): it calls the old one
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, self.shard_weight, self.gather_sequence, self.make_whole)
+        """torch's name for what `parallelize_module` calls."""
+        if self.placement is not None:
+            weight = distribute_tensor(module.weight, device_mesh, [self.placement], src_data_rank=None)
+            module.weight = nn.Parameter(weight)
+        module.forward = self.build_forward(module, list_ranks(device_mesh))
+        return module
+
+    def build_forward(self, module: nn.Module, ranks: Ranks) -> Callable:
+        """Return what replaces `module.forward`."""
+        raise NotImplementedError
+
+
+class GatheredInput(LocalStyle):
+    """A module whose linear layers need all tokens: x is (B, S/tp, D) outside and (B, S, D) inside."""
+
+    def build_forward(self, module: nn.Module, ranks: Ranks) -> Callable:
+        forward = module.forward
+        return lambda x, *rest: forward(gather_sequence(x, ranks), *rest)
+
+
+class ColwiseLinear(LocalStyle):
+    """x (B, S, in) -> (B, S, out/tp): this rank's output features."""
+
+    placement = Shard(0)
+    computes = (nn.Linear, ParallelFloat8Linear)
+
+    def build_forward(self, module: nn.Module, ranks: Ranks) -> Callable:
+        return lambda x: multiply(module, x)
+
+
+class RowwiseLinear(LocalStyle):
+    """x (B, S, in/tp) -> (B, S/tp, out): sums the products of all ranks' input features."""
+
+    placement = Shard(1)
+    computes = (nn.Linear, ParallelFloat8Linear)
+
+    def build_forward(self, module: nn.Module, ranks: Ranks) -> Callable:
+        return lambda x: scatter_sequence(multiply(module, x), ranks)
+
+
+class CopiedNorm(LocalStyle):
+    """A norm of this rank's tokens, or heads, with a weight that all ranks have."""
+
+    placement = Replicate()
+    computes = (nn.RMSNorm,)
+
+    def build_forward(self, module: nn.Module, ranks: Ranks) -> Callable:
+        def forward(x: Tensor) -> Tensor:
+            # The gradient is that of this rank's tokens. Marked as a partial sum: FSDP all-reduces it over tp.
+            weight = local_weight(module, Partial())
+            return F.rms_norm(x, module.normalized_shape, weight, module.eps)
+
+        return forward
+
+
+class SplitEmbedding(LocalStyle):
+    """tokens (B, S) -> (B, S/tp, D). Each rank looks its own ids up; its gradient is of these rows only."""
+
+    placement = Shard(0)
+    computes = (nn.Embedding,)
+
+    def build_forward(self, module: nn.Module, ranks: Ranks) -> Callable:
+        def forward(tokens: Tensor) -> Tensor:
+            weight = local_weight(module)
+            row = tokens - ranks.own * len(weight)
+            is_here = (row >= 0) & (row < len(weight))
+            found = F.embedding(row.where(is_here, 0), weight) * is_here[:, :, None]
+            return scatter_sequence(found, ranks)  # each token has been found by one rank, the others add zero
+
+        return forward
+
+
+class SplitHead(LocalStyle):
+    """hidden (B, S/tp, D) -> logits (B, S, V), or the loss of the targets, () fp32, the same on every rank."""
+
+    placement = Shard(0)
+    computes = (Head,)
+
+    def build_forward(self, module: Head, ranks: Ranks) -> Callable:
+        def forward(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+            hidden, weight = gather_sequence(hidden, ranks), local_weight(module)
+            if targets is None:
+                return gather_vocabulary(F.linear(hidden, weight), ranks)
+            return module.chunked_loss(hidden, weight, targets)
+
+        return forward
+
+
+STYLES = {  # `tp` of a row of config/flavors.py
+    "sequence": CopiedNorm,
+    "heads": CopiedNorm,
+    "colwise": ColwiseLinear,
+    "rowwise": RowwiseLinear,
+}
+
+
+def multiply(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Multiply x by this rank's slice of the weight."""
+    weight = local_weight(linear)
+    return linear.multiply(x, weight) if isinstance(linear, ParallelFloat8Linear) else F.linear(x, weight)
+
+
+def local_weight(module: nn.Module, gradient: Placement | None = None) -> Tensor:
+    """Return this rank's slice of the weight. `gradient`: placement of the gradient, if not that of the weight."""
+    if torch.compiler.is_compiling():
+        return module.weight.to_local(grad_placements=[gradient] if gradient else None)
+    return LocalWeight.apply(module.weight, gradient)
+
+
+class LocalWeight(torch.autograd.Function):
+    """This rank's slice of a weight. DTensor.to_local does the same, and takes three times as long in backward."""
 
     @staticmethod
-    def shard_weight(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        if isinstance(module, Head):
-            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
+    def forward(ctx, weight: DTensor, gradient: Placement | None) -> Tensor:
+        ctx.spec = replace(weight._spec, placements=(gradient,)) if gradient else weight._spec
+        return weight._local_tensor.detach()
 
     @staticmethod
-    def gather_sequence(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
-        """All-gather the hidden states over tp: (B, S/tp, D) -> (B, S, D)."""
-        hidden, *targets = inputs
-        return hidden.redistribute(mesh, [Replicate()]), *targets
-
-    @staticmethod
-    def make_whole(module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
-        """Return an ordinary tensor: the loss, the same on every rank, or the gathered logits."""
-        return output.full_tensor().clone() if isinstance(output, DTensor) else output  # FSDP wants no view
+    def backward(ctx, grad: Tensor) -> tuple[DTensor, None]:
+        return DTensor(grad, ctx.spec, requires_grad=False), None
 
 
-# ---------------------------------------------------------------- chunked loss of a split vocabulary
+# ---------------------------------------------------------------- the loss of a split vocabulary
 
 
 def build_chunked_loss(chunk_tokens: int, mesh: DeviceMesh, *, shard_loss: bool) -> ChunkedLoss:
-    """Build the chunked loss of this rank of `mesh` (tp, of any size)."""
+    """Build the chunked loss of this rank of `mesh` (tp, of any size). `chunk_tokens` 0: one chunk of all tokens."""
     if mesh.size() == 1:
         return ChunkedLoss(chunk_tokens)
-    return (ShardedLoss if shard_loss else GatheredLoss)(chunk_tokens, mesh)
+    return (ShardedLoss if shard_loss else GatheredLoss)(chunk_tokens, list_ranks(mesh))
 
 
 class LossOfShard(ChunkedLoss):
-    """Base of both losses: this rank's rows of the weight, and partial sums as the gradient of `hidden`."""
+    """Base of both losses: of this rank's rows of the weight. The gradient of `hidden` is a partial sum."""
 
-    def __init__(self, chunk_tokens: int, mesh: DeviceMesh):
+    def __init__(self, chunk_tokens: int, ranks: Ranks):
         super().__init__(chunk_tokens)
-        self.rank, self.n_ranks, self.group_name = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
-
-    def forward(self, hidden: DTensor, weight: DTensor, targets: Tensor) -> Tensor:
-        """hidden (B, S, D) replicated, weight (V, D) sharded by rows, targets (B, S) -> () fp32. Collective."""
-        return super().forward(hidden.to_local(grad_placements=[Partial()]), weight.to_local(), targets)
-
-    def gather(self, own: Tensor) -> Tensor:
-        """All-gather along a new first dim, (...) -> (tp, ...)."""
-        gathered = collectives.all_gather_into_tensor(own.contiguous(), self.n_ranks, self.group_name)
-        return collectives.wait_tensor(gathered).view(self.n_ranks, *own.shape)
+        self.ranks = ranks
 
 
 class ShardedLoss(LossOfShard):
     """Loss parallel: logits stay on the rank that computes them."""
 
-    def __init__(self, chunk_tokens: int, mesh: DeviceMesh):
-        super().__init__(chunk_tokens, mesh)
-        self.shard = self.rank
+    def __init__(self, chunk_tokens: int, ranks: Ranks):
+        super().__init__(chunk_tokens, ranks)
+        self.shard = ranks.own
 
     def combine(self, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
-        log_totals, of_targets = self.gather(torch.stack((log_total, of_target))).unbind(1)  # (tp, n, 1) each
+        both = all_gather(torch.stack((log_total, of_target))[None], self.ranks, dim=0)  # (tp, 2, n, 1)
+        log_totals, of_targets = both.unbind(1)
         return log_totals.logsumexp(0), of_targets.sum(0)
 
 
@@ -212,6 +285,6 @@ class GatheredLoss(LossOfShard):
     """Without loss parallel: gathers all logits of a chunk, and keeps the gradient of its own."""
 
     def differentiate(self, logits: Tensor, targets: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        whole = self.gather(logits).transpose(0, 1).flatten(1)  # (n, V): ranks hold neighbouring ids
+        whole = all_gather(logits, self.ranks, dim=1)  # (n, V): ranks hold neighbouring ids
         loss, gradient = super().differentiate(whole, targets, with_gradient=with_gradient)
-        return loss, gradient.chunk(self.n_ranks, dim=1)[self.rank] if with_gradient else None
+        return loss, gradient.chunk(self.ranks.n, dim=1)[self.ranks.own] if with_gradient else None

@@ -1,9 +1,9 @@
 """Describe collectives: operation, mesh axis, bytes that this rank moves. The one counter of dry runs and real runs.
 
-    where it is asked for                        who sees it
-    DTensor, context parallel   _c10d_functional.reduce_scatter_tensor      Meter (meter.py), in a dry run
-    step.py, FSDP, pipeline     dist.all_gather_into_tensor, send ...       Meter
-    everything                  c10d::_allgather_base_ -> gloo, NCCL        count_traffic, in one step of a real run
+    where it is asked for                                                 who sees it
+    tensor, context parallel    _c10d_functional.reduce_scatter_tensor    Meter (meter.py), in a dry run
+    step.py, FSDP, pipeline     dist.all_gather_into_tensor, send ...     Meter
+    everything                  c10d::_allgather_base_ -> gloo, NCCL      count_traffic, in one step of a real run
 
 Bytes are counted per rank, P = bytes of the whole tensor, n ranks: an all-gather, reduce-scatter or all-to-all moves
 P(n-1)/n, an all-reduce 2P(n-1)/n, a broadcast, send or receive P.

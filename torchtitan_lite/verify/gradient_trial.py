@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite import step as stepping
 from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.checks import REFUSED
 from torchtitan_lite.config.layout import resolve_model
@@ -30,7 +29,7 @@ from torchtitan_lite.verify.module_outputs import observe_outputs
 from torchtitan_lite.verify.one_rank import Prepare, measure_layout, start_from_reference
 from torchtitan_lite.verify.ranks import NoAnswer, RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
-from torchtitan_lite.verify.reference import ReferenceRun, load_reference, run_one_process
+from torchtitan_lite.verify.reference import load_reference, run_one_process
 from torchtitan_lite.verify.small_runs import WIDE, Method, SmallRun
 
 FP32_TOLERANCE = 1e-5  # what is right stays below 1e-6: sums are taken in another order. What is wrong is above 1e-3
@@ -166,13 +165,6 @@ def find_cause(config: Config, world_size: int, run_ranks: RunRanks, reference_p
     return "unknown"
 
 
-def wait_for_embedding(run: stepping.Run, reference: ReferenceRun) -> None:
-    """Probe: pass on a copy of the embedding's output, in which no collective is under way."""
-    for part in run.parts:
-        if part.tok_embeddings is not None:
-            part.tok_embeddings.register_forward_hook(lambda module, args, output: output.clone())
-
-
 def refusal_applies(name: str) -> Callable[[Config, Culprit], bool]:
     """Return a function: does a refused combination of checks.py apply to a run? A fork may run it all the same."""
 
@@ -188,10 +180,6 @@ def refusal_applies(name: str) -> Callable[[Config, Culprit], bool]:
 KNOWN_ISSUES = {  # cause -> how to tell
     "the rule of the initial weights alone: with the weights of one process all is right": KnownIssue(
         lambda config, culprit: culprit.kind == "initial weights", prepare=start_from_reference
-    ),
-    "the embedding's AsyncCollectiveTensor enters a compiled block": KnownIssue(
-        lambda config, culprit: config.compile.enable and config.parallelism.tensor_parallel_degree > 1,
-        prepare=wait_for_embedding,
     ),
     "a split backward with resharding": KnownIssue(
         refusal_applies("split backward with resharding"),

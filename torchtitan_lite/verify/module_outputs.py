@@ -154,16 +154,11 @@ def list_rows(coordinates: Coordinates, layout: Layout, microbatch: int | None =
 def compare_piece(
     whole: Tensor, piece: Tensor, coordinates: Coordinates, layout: Layout, rows: range, config: Config
 ) -> float:
-    """Return the relative error of one rank's `piece` for `rows`; infinite where its shape is another one.
-
-    Rows are the first dim, but of rotary angles, (2, B, 1, S, E/2), the second one.
-    """
-    for row_dim in range(min(2, whole.dim())):
-        if whole.shape[row_dim] == layout.global_batch_size:
-            of_rows = whole.narrow(row_dim, rows.start, len(rows))
-            expected = cut_piece(of_rows, piece, coordinates, layout, config)
-            if piece.shape == expected.shape:
-                return relative_error(piece, expected)
+    """Return the relative error of one rank's `piece` for `rows`; infinite where its shape is another one."""
+    if whole.dim() and len(whole) == layout.global_batch_size:
+        expected = cut_piece(whole[rows.start : rows.stop], piece, coordinates, layout, config)
+        if piece.shape == expected.shape:
+            return relative_error(piece, expected)
     return math.inf
 
 

@@ -3,7 +3,6 @@
     sum_partials     partial products of tp ranks, each rounded, added around a ring, rounding each time
     fan_out          one tensor that tp ranks read: their gradients of it are added in the same way
     RoundedLoss      the head's matmul and loss, a chunk of tokens at a time, each tp rank with a part of the vocabulary
-    PlainLoss        the same of all tokens at once, from their logits, as torch's loss parallel computes it
     RoundedContext   attention of context-parallel ranks, part by part of the keys, rounded and merged in fp32
 
 Legend: B batch, S sequence, H query heads, K key/value heads, E head dim, D model dim, V vocabulary, n cp ranks.
@@ -91,35 +90,6 @@ class RoundedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, None, *(grad * grad_total for grad in ctx.saved_tensors)
-
-
-class PlainLoss(torch.autograd.Function):
-    """Compute the summed cross entropy of counted tokens, () fp32, from parts (N, V/tp) fp32 of the logits.
-
-    Ranks agree on the largest logit of a token, then add their sums of exponentials; the gradient is computed from the
-    same logarithms of probabilities. In another order a few gradients would round to another bfloat16 number.
-    """
-
-    @staticmethod
-    def forward(ctx, targets: Tensor, *logits: Tensor) -> Tensor:
-        largest = torch.cat([part.amax(1, keepdim=True) for part in logits], 1).amax(1, keepdim=True)
-        totals = [(part - largest).exp().sum(1, keepdim=True) for part in logits]
-        log_total = sum_partials(totals, None).log()
-        log_probabilities = torch.cat([(part - largest) - log_total for part in logits], 1)
-        ctx.save_for_backward(targets, log_probabilities)
-        ctx.n_ranks, counted = len(logits), targets != IGNORE_INDEX
-        return -log_probabilities[counted].gather(1, targets[counted, None]).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        targets, log_probabilities = ctx.saved_tensors
-        counted = targets != IGNORE_INDEX
-        column = targets[counted, None]
-        grad = log_probabilities.exp()
-        grad[counted] = grad[counted].scatter_add(1, column, -torch.ones_like(column, dtype=grad.dtype))
-        grad = grad * torch.where(counted, grad_total, 0)[:, None]
-        return None, *grad.chunk(ctx.n_ranks, 1)
 
 
 def differentiate(logits: list[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,9 +24,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.flavors import list_block
 from torchtitan_lite.config.float8_plan import plan_float8, uses_float8
 from torchtitan_lite.config.layout import Layout, resolve_model
 from torchtitan_lite.config.schema import Config
@@ -34,9 +34,14 @@ from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.float8_linear import E4M3, Float8MatmulFunction, cast, choose_scale
 from torchtitan_lite.model.head import IGNORE_INDEX, Head
 from torchtitan_lite.parallel.initial_weights import initialize_weights
-from torchtitan_lite.parallel.tensor_parallel import plan_tensor_parallel
+from torchtitan_lite.parallel.tensor_parallel import (
+    ColwiseLinear,
+    CopiedNorm,
+    GatheredInput,
+    RowwiseLinear,
+    plan_tensor_parallel,
+)
 from torchtitan_lite.verify.precision_parts import (
-    PlainLoss,
     RoundedContext,
     RoundedDocumentContext,
     RoundedLoss,
@@ -136,7 +141,8 @@ class RoundedProcess:
         """Replace the forward of each module that holds weights, is an input of several tp ranks, or mixes tokens."""
         section, layout = self.config.quantize.linear.float8, self.layout
         fqns = {id(parameter): fqn for fqn, parameter in self.model.named_parameters()}
-        styles = plan_tensor_parallel(self.model, shard_loss=True) if layout.tp > 1 else {}
+        styles = plan_tensor_parallel(self.model) if layout.tp > 1 else {}
+        by_head = {row.name for row in list_block(self.model.model_args) if row.tp == "heads"}
         modules = dict(self.model.named_modules())
         linears = {
             name: tuple(m.weight.shape) for name, m in modules.items() if type(m) is nn.Linear and m.bias is None
@@ -152,8 +158,9 @@ class RoundedProcess:
             elif own:
                 for key in own:  # what is a parameter cannot be set to a cast of it
                     del module._parameters[key]
-                module.forward = partial(self._call_with_casts, module, own, style, module.forward)
-            elif isinstance(style, PrepareModuleInput):
+                is_of_heads = name.partition(".")[2].partition(".")[2] in by_head  # behind layers.3.
+                module.forward = partial(self._call_with_casts, module, own, style, is_of_heads, module.forward)
+            elif isinstance(style, GatheredInput):
                 module.forward = partial(self._call_on_tp_ranks, module.forward)
         attention, method = self.config.model.attention, self.config.parallelism.context_parallel_rotate_method
         for block in self.model.layers.values():
@@ -184,17 +191,18 @@ class RoundedProcess:
 
     def _slice(self, weight: Tensor, style: object) -> Tensor:
         """Return what the current tp rank holds of the weight of a linear layer."""
-        if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        if not isinstance(style, ColwiseLinear | RowwiseLinear):
             return weight
-        dim = 0 if isinstance(style, ColwiseParallel) else 1
-        return weight.chunk(self.layout.tp, dim)[self.tp_rank].contiguous()
+        return weight.chunk(self.layout.tp, style.placement.dim)[self.tp_rank].contiguous()
 
     def _call_with_casts(
-        self, module: nn.Module, own: dict[str, str], style: object, forward: Callable, x: Tensor
+        self, module: nn.Module, own: dict[str, str], style: object, by_head: bool, forward: Callable, x: Tensor
     ) -> Tensor:
-        """Call a module with the weights of each cp rank for its rows; under sequence parallel tp by tp."""
-        is_copied = isinstance(style, SequenceParallel)
-        by_head = is_copied and style.use_local_output  # inside attention, which is called tp rank by tp rank
+        """Call a module with the weights of each cp rank for its rows; under sequence parallel tp by tp.
+
+        `by_head`: it is inside attention, which is called tp rank by tp rank.
+        """
+        is_copied = isinstance(style, CopiedNorm)
         done = []
         for rank, rows in enumerate(x.chunk(self.layout.cp)):
             pieces = rows.chunk(self.layout.tp, dim=1) if is_copied and not by_head else (rows,)
@@ -240,14 +248,11 @@ class RoundedProcess:
         for rank, (some, theirs) in enumerate(zip(hidden.chunk(cp), targets.chunk(cp), strict=True)):
             weights = self._cast(fqn, rank).chunk(tp)
             copies = fan_out(some, tp, 1)
-            if chunk := self.config.training.loss_chunk_tokens:
+            chunk = self.config.training.loss_chunk_tokens
+            if chunk or tp > 1:
                 flat = (copy.flatten(0, 1) for copy in copies)
-                losses.append(RoundedLoss.apply(theirs.flatten(), chunk, by_part, *flat, *weights))
+                losses.append(RoundedLoss.apply(theirs.flatten(), chunk or theirs.numel(), by_part, *flat, *weights))
             else:
-                logits = [F.linear(copy, weight).flatten(0, 1) for copy, weight in zip(copies, weights, strict=True)]
-                if by_part and tp > 1:
-                    losses.append(PlainLoss.apply(theirs.flatten(), *(part.float() for part in logits)))
-                    continue
-                logits = torch.cat(logits, -1).float()
+                logits = F.linear(some, *weights).flatten(0, 1).float()
                 losses.append(F.cross_entropy(logits, theirs.flatten(), reduction="sum", ignore_index=IGNORE_INDEX))
         return sum(losses)
