@@ -36,10 +36,11 @@ TINY_CONFIG = replace(
     training=Training(local_batch_size=2, seq_len=16, mixed_precision_param="float32"),
     compile=Compile(backend="eager"),  # inductor takes half a minute and a C++ compiler
 )
+TINY_3D_CONFIG = replace(bench_step.STEP_3D_CONFIG, model=TINY_CONFIG.model, training=TINY_CONFIG.training)
 
 
 def run_tiny() -> Report:
-    return bench_step.bench_step(n_rounds=3, n_steps=1, config=TINY_CONFIG)
+    return bench_step.bench_step(n_rounds=3, n_steps=1, config=TINY_CONFIG, config_3d=TINY_3D_CONFIG)
 
 
 def make_report(step_times_s: dict[str, list[float]]) -> Report:
@@ -139,16 +140,18 @@ def test_clocks_are_those_of_the_first_gpu_that_is_used_or_none(visible, asked, 
 def test_step_measures_all_contenders_and_leaves_no_process_group_behind():
     report = run_tiny()
     assert not dist.is_initialized()
-    assert {name: len(times) for name, times in report.step_times_s.items()} == dict.fromkeys(bench_step.CONTENDERS, 3)
+    contenders = [*bench_step.CONTENDERS, "trainer_3d", "bare_3d"]
+    assert {name: len(times) for name, times in report.step_times_s.items()} == dict.fromkeys(contenders, 3)
     assert "MFU" not in describe(report) and "GiB" in describe(report)
     values = json.loads(json.dumps(report_for_programs(report)))
-    assert values["ratios"].keys() == {"bare_loop", "transformers", "compile_over_eager"}
+    assert values["ratios"].keys() == {"bare_loop", "transformers", "compile_over_eager", "bare_3d"}
     assert all(isinstance(ratio, float) and ratio > 0 for ratio in values["ratios"].values())
     assert values["absent"] == {}
     assert values["shape"]["dim"] == 32 and values["batch"] == {"sequences": 2, "seq_len": 16}
     assert values["versions"]["torch"] == torch.__version__
     assert {"bench", "device", "clocks", "threads", "date", "parameters", "dtype", "rounds"} <= values.keys()
-    for name, contender in values["contenders"].items():
+    for name in bench_step.CONTENDERS:
+        contender = values["contenders"][name]
         assert contender["mfu_full"] is None and contender["mfu_causal"] is None, "a CPU's peak is not known"
         # float32: gradients at least, and no more than a few times what this model's activations take
         assert 26784 * 4 / 2**30 < contender["memory_gib"] < 26784 * 80 / 2**30, name
@@ -164,7 +167,7 @@ def test_without_transformers_and_a_compiler_two_rows_say_so_and_the_rest_is_mea
     monkeypatch.setattr(torch, "compile", lambda forward, **options: compile(forward, backend=refuse))
     values = report_for_programs(run_tiny())
     assert values["absent"] == {"transformers": "transformers is not installed", "compiled": "no C++ compiler here"}
-    assert values["ratios"].keys() == {"bare_loop"}
+    assert values["ratios"].keys() == {"bare_loop", "bare_3d"}
 
 
 def test_contenders_that_compute_something_else_are_not_compared(monkeypatch, capsys):

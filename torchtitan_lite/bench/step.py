@@ -6,6 +6,8 @@
                    initial weights
     transformers   Hugging Face's Llama of the same shape in that same loop
     compiled       trainer with compile.enable
+    trainer_3d     on eight ranks of a CPU, beside a hand-written step of the same work: step_3d.py
+    bare_3d
 
 The batch is on the device: loading is not measured. No contender recomputes in backward. Before anything is timed,
 trainer and bare loop must have the same losses, else no ratio is printed. The GiB are the peak of what a step
@@ -27,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite.bench.rounds import BenchFailed, Report, measure_rounds, read_setting
+from torchtitan_lite.bench.step_3d import N_RANKS, STEP_3D_CONFIG, measure_3d
 from torchtitan_lite.checkpoint.hugging_face_config import make_config
 from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
@@ -57,6 +60,7 @@ RATIO_OF = {  # ratio -> (contender, the one it is divided by)
     "bare_loop": ("trainer", "bare_loop"),
     "transformers": ("trainer", "transformers"),
     "compile_over_eager": ("compiled", "trainer"),
+    "bare_3d": ("trainer_3d", "bare_3d"),
 }
 
 GIB = 2**30
@@ -70,8 +74,10 @@ class Absent(Exception):
     """A contender cannot run here; the message says why."""
 
 
-def bench_step(*, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CONFIG) -> Report:
-    """Measure all contenders on one thread, or on one GPU."""
+def bench_step(
+    *, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CONFIG, config_3d: Config = STEP_3D_CONFIG
+) -> Report:
+    """Measure all contenders on one thread, or on one GPU, and then those on eight ranks of a CPU."""
     machine = detect_machine()
     device = choose_device(0, machine.device_type)
     torch.set_num_threads(1)
@@ -86,7 +92,16 @@ def bench_step(*, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CON
             n_steps=n_steps,
             wait_for_device=torch.cuda.synchronize if device.type == "cuda" else lambda: None,
         )
+        n_tokens = dict.fromkeys(step_times_s, batch.tokens.numel())
         memory_gib = {name: measure_step_memory(step, device) / GIB for name, step in contenders.items()}
+    if device.type == "cpu":
+        layout_3d = plan_layout(config_3d, resolve_model(config_3d.model), N_RANKS)
+        batch_3d = make_batch(with_value(config_3d, "training.local_batch_size", layout_3d.global_batch_size))
+        times_3d = measure_3d(config_3d, batch_3d, n_rounds=n_rounds, n_steps=n_steps)
+        step_times_s |= times_3d
+        n_tokens |= dict.fromkeys(times_3d, batch_3d.tokens.numel())
+    else:
+        absent |= dict.fromkeys(("trainer_3d", "bare_3d"), "measured on a CPU only")
     setting = {
         **read_setting("step", "transformers"),
         "threads": torch.get_num_threads(),
@@ -99,12 +114,12 @@ def bench_step(*, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CON
     return Report(
         setting,
         "tokens",
-        dict.fromkeys(step_times_s, batch.tokens.numel()),
+        n_tokens,
         step_times_s,
         absent,
         RATIO_OF,
         compare_head_memory(config.training.loss_chunk_tokens),
-        flops_per_token=dict.fromkeys(step_times_s, count_flops_per_token(model_args, config.training.seq_len)),
+        flops_per_token=dict.fromkeys(contenders, count_flops_per_token(model_args, config.training.seq_len)),
         peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
         memory_gib=memory_gib,
     )
