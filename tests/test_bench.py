@@ -6,7 +6,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import count
+from unittest.mock import patch
 
+import compare
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torchtitan_lite.bench import command as bench
 from torchtitan_lite.bench import io as bench_io
 from torchtitan_lite.bench import rounds
 from torchtitan_lite.bench import step as bench_step
+from torchtitan_lite.bench.bare_3d import Bare3D
 from torchtitan_lite.bench.rounds import (
     BenchFailed,
     Report,
@@ -25,10 +28,12 @@ from torchtitan_lite.bench.rounds import (
     report_for_programs,
 )
 from torchtitan_lite.bench.step import measure_step_memory
+from torchtitan_lite.bench.step_3d import take_turns
 from torchtitan_lite.components import optim
 from torchtitan_lite.config.hardware import Gpu
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Compile, Model, Training
+from torchtitan_lite.verify.ranks import RankFailure
 
 TINY_CONFIG = replace(
     bench_step.STEP_CONFIG,
@@ -180,6 +185,16 @@ def test_contenders_that_compute_something_else_are_not_compared(monkeypatch, ca
     assert bench.main(["step", "--json"]) == 1
     said = capsys.readouterr()
     assert "trainer and bare_loop" in said.err and said.out == ""
+
+
+def norms_left_out():
+    return patch.object(Bare3D, "normalize", lambda bare, x, name: x)
+
+
+def test_a_hand_written_3d_step_that_computes_something_else_is_not_compared(pool):
+    batch = bench_step.make_batch(bench_step.with_value(TINY_3D_CONFIG, "training.local_batch_size", 4))
+    with pytest.raises(RankFailure, match="first losses that start from the same weights differ"):
+        compare.ranks_inside(pool, norms_left_out)(take_turns, 8, TINY_3D_CONFIG, batch, 1, 1)
 
 
 # ---------------------------------------------------------------- bench io

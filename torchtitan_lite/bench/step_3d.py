@@ -19,7 +19,7 @@ from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.step import build_run, train_step
-from torchtitan_lite.verify.ranks import RankPool
+from torchtitan_lite.verify.ranks import RankFailure, RankPool
 
 N_RANKS = 8
 LOSS_TOLERANCE = 1e-5  # relative
@@ -42,13 +42,16 @@ STEP_3D_CONFIG = Config(
 def measure_3d(config: Config, batch: Batch, *, n_rounds: int, n_steps: int) -> dict[str, list[float]]:
     """Return contender -> seconds per step of each round. `batch` is the global one. Raises BenchFailed."""
     with RankPool(N_RANKS) as pool:
-        return pool.run(take_turns, N_RANKS, config, batch, n_rounds, n_steps, timeout_s=3600)[0]
+        try:
+            return pool.run(take_turns, N_RANKS, config, batch, n_rounds, n_steps, timeout_s=3600)[0]
+        except RankFailure as error:
+            raise BenchFailed(str(error)) from error
 
 
 def take_turns(
     rank: int, world_size: int, config: Config, batch: Batch, n_rounds: int, n_steps: int
 ) -> dict[str, list[float]]:
-    """Worker. Collective."""
+    """Worker. Collective. Raises RuntimeError where the contenders do not compute the same."""
     args = resolve_model(config.model)
     layout = plan_layout(config, args, world_size)
     config = resolve_config(config, layout, "cpu")
@@ -65,5 +68,6 @@ def take_turns(
     }
     losses = [torch.stack([step() for _ in range(N_WARM_UP_STEPS)]) for step in contenders.values()]
     if not torch.allclose(*losses, rtol=LOSS_TOLERANCE, atol=0):
-        raise BenchFailed(f"the first losses of {' and '.join(contenders)} are {[each.tolist() for each in losses]}")
+        said = " and ".join(f"{each.tolist()} of {name}" for name, each in zip(contenders, losses, strict=True))
+        raise RuntimeError(f"first losses that start from the same weights differ: {said}")
     return measure_rounds(contenders, n_rounds=n_rounds, n_steps=n_steps, wait_for_device=dist.barrier)
