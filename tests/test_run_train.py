@@ -49,13 +49,14 @@ STUB_SCONTROL = """#!/bin/sh
 
 SPEAK_AND_FAIL = """
 import os, sys
-rank = os.environ["RANK"]
-print("out", rank, sys.stdout.isatty())
-print("err", rank, file=sys.stderr)
-if rank == "1":
-    open("gate").read()  # torchrun stops all ranks when one fails: not before rank 0 has spoken
-    sys.exit(1)
-open("gate", "w").close()
+if __name__ == "__main__":  # the launcher imports train.py once, before it starts the ranks
+    rank = os.environ["RANK"]
+    print("out", rank, sys.stdout.isatty())
+    print("err", rank, file=sys.stderr)
+    if rank == "1":
+        open("gate").read()  # torchrun stops all ranks when one fails: not before rank 0 has spoken
+        sys.exit(1)
+    open("gate", "w").close()
 """
 
 
@@ -93,6 +94,11 @@ class Checkout:
 
     def take_real(self, name: str) -> None:
         self.write(name, (REPOSITORY / name).read_text(encoding="utf-8"))
+
+    def take_package(self) -> None:
+        shutil.rmtree(self.root / "torchtitan_lite")
+        for name in ("torchtitan_lite", "configs", "assets"):
+            shutil.copytree(REPOSITORY / name, self.root / name)
 
     def start(self, *args: str, stdout=subprocess.PIPE, **variables: str) -> subprocess.Popen:
         command = [str(self.root / "run_train.sh"), *args]
@@ -214,9 +220,7 @@ def test_in_a_slurm_allocation_it_starts_itself_once_on_each_node(checkout):
 
 
 def test_a_bare_config_name_is_found_and_a_misspelt_key_refused_by_the_real_check(checkout):
-    shutil.rmtree(checkout.root / "torchtitan_lite")
-    for name in ("torchtitan_lite", "configs", "assets"):
-        shutil.copytree(REPOSITORY / name, checkout.root / name)
+    checkout.take_package()
     checkout.write("torchtitan_lite/launch.py", STUB_LAUNCH)
     checkout.variables["CUDA_VISIBLE_DEVICES"] = ""
     answer = checkout.run("--config", "debug.toml", "--training.step", "20")
@@ -227,7 +231,7 @@ def test_a_bare_config_name_is_found_and_a_misspelt_key_refused_by_the_real_chec
 
 
 def test_the_terminal_shows_one_rank_plainly_and_no_stderr_is_lost(checkout):
-    checkout.take_real("torchtitan_lite/launch.py")
+    checkout.take_package()
     checkout.write("train.py", SPEAK_AND_FAIL)
     os.mkfifo(checkout.folder / "gate")
     terminal, end_of_ranks = pty.openpty()

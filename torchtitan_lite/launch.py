@@ -11,6 +11,7 @@ Exit status: 0 if every rank ended with 0, else 1.
 import argparse
 import errno
 import logging
+import multiprocessing
 import os
 import platform
 import shutil
@@ -25,12 +26,15 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from torchtitan_lite.config.hardware import detect_machine
+
 # Signals that torchrun passes on to the ranks. SIGINT is not among them: here it becomes a KeyboardInterrupt, for which
 # torchrun ends the ranks by SIGTERM, at once; a rank that gets SIGINT itself prints a traceback.
 PASSED_ON = "SIGTERM,SIGHUP,SIGQUIT"
 REPEATED = {  # logger of torchrun -> prefixes of lines that repeat our last line
     "torch.distributed.elastic.agent.server.api": ("Received %s death signal",),
     "torch.distributed.elastic.multiprocessing.api": ("Sending process", "failed (exitcode"),
+    "torch.multiprocessing.spawn": ("Terminating process",),
 }
 
 
@@ -43,6 +47,11 @@ def main(args: list[str]) -> int:
         return 1
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     options.log_dir = str(folder)
+    if sys.platform == "linux" and detect_machine().device_type == "cpu":
+        # Here ranks share few cores, and importing torch costs each of them seconds: one process imports, the ranks are
+        # its forks. Not with GPUs, where a host has cores enough and libraries that do not like to be forked.
+        options.run_path, options.start_method = True, "forkserver"
+        multiprocessing.set_forkserver_preload(["train"])
     print(
         f"The stderr of each of {options.nproc_per_node} ranks on {platform.node()} goes to {folder}, "
         "which is kept if a rank fails.",

@@ -1,5 +1,7 @@
 """A hand-written step on pp x dp x tp ranks in Megatron's style: what the machine can do with the trainer's work.
 
+Short on purpose: 120 lines without imports and docstrings.
+
     tp    sequence parallel: all-gathers before attention, feed-forward and head, reduce-scatters after them
     pp    1F1B, one stage a rank, plain sends and receives
     dp    gradients reduce-scattered and weights all-gathered once per step, as one flat buffer; AdamW on the own slice
@@ -9,7 +11,7 @@ Activations are (S, B, D), so that gathering a sequence copies nothing. Ranks ar
 Sources: arXiv:1909.08053, 2205.05198, 2104.04473.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,19 +25,19 @@ from torchtitan_lite.model.llama3 import rotary_frequencies
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+SPLIT = {"colwise": 0, "rowwise": 1}  # tp of a row of config/flavors.py -> dim of the weight that is cut
 
 
 def gather(own: Tensor, group) -> Tensor:
     """(S/tp, B, D) -> (S, B, D)."""
-    whole = own.new_empty(len(own) * group.size(), *own.shape[1:])
-    all_gather(whole, own.contiguous(), group=group)
+    all_gather(whole := own.new_empty(len(own) * group.size(), *own.shape[1:]), own.contiguous(), group=group)
     return whole
 
 
 def scatter(partial: Tensor, group) -> Tensor:
     """Partial sums (S, B, D) -> (S/tp, B, D)."""
-    own = partial.new_empty(len(partial) // group.size(), *partial.shape[1:])
-    reduce_scatter(own, partial.contiguous(), group=group)
+    size = len(partial) // group.size()
+    reduce_scatter(own := partial.new_empty(size, *partial.shape[1:]), partial.contiguous(), group=group)
     return own
 
 
@@ -52,25 +54,6 @@ class Exchange(Function):
         return ctx.back(grad, ctx.group), None, None, None
 
 
-class Loss(Function):
-    """Logits (T, V/tp) and the targets' columns in them, which may lie on another rank -> the sum of losses, ()."""
-
-    @staticmethod
-    def forward(ctx, logits: Tensor, column: Tensor, group) -> Tensor:
-        here = (column >= 0) & (column < logits.shape[1])
-        column = column.where(here, 0)[:, None]
-        own = torch.stack((logits.logsumexp(1), logits.gather(1, column)[:, 0] * here))
-        all_gather(both := own.new_empty(2 * group.size(), len(column)), own, group=group)
-        total = both[0::2].logsumexp(0)
-        ctx.save_for_backward((logits - total[:, None]).exp_(), column, here)
-        return (total - both[1::2].sum(0)).sum()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        softmax, column, here = ctx.saved_tensors
-        return softmax.scatter_add(1, column, -here[:, None].float()).mul_(grad), None, None
-
-
 class Bare3D:
     """One rank. `full`: the initial weights of the whole model. Every stage has as many layers as any other."""
 
@@ -84,8 +67,7 @@ class Bare3D:
         self.is_first, self.is_last = self.pp.rank() == 0, self.pp.rank() == self.pp.size() - 1
         self.blocks = [f"layers.{self.pp.rank() * n_layers + layer}." for layer in range(n_layers)]
 
-        split = {"colwise": 0, "rowwise": 1}
-        dims = {block + row.name: split.get(row.tp) for block in self.blocks for row in list_block(args)}
+        dims = {block + row.name: SPLIT.get(row.tp) for block in self.blocks for row in list_block(args)}
         dims |= {"tok_embeddings": 0} if self.is_first else {}
         dims |= {"norm": None, "output": 0} if self.is_last else {}
         own = {}
@@ -112,19 +94,18 @@ class Bare3D:
         """Make a step on this rank's rows, (B, S) each. Returns the loss of the global batch, () fp32."""
         self.grads.zero_()
         dist.all_reduce(n_tokens := torch.tensor(targets.numel()), group=self.dp)
-        micros = list(zip(tokens.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True))
-        dist.all_reduce(loss := self.run_1f1b(micros, n_tokens))
+        dist.all_reduce(loss := self.run_1f1b(tokens.chunk(n_microbatches), targets.chunk(n_microbatches), n_tokens))
         dist.all_reduce(self.of_norms, group=self.tp)
         reduce_scatter(self.own.grad, self.grads, group=self.dp)
         dist.all_reduce(squares := (self.own.grad.square() / self.copies).sum())
         self.own.grad.mul_((self.config.training.max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0))
         self.optimizer.step()
         all_gather(self.flat, self.own.detach(), group=self.dp)
-        return loss / self.tp.size()
+        return loss
 
-    def run_1f1b(self, micros: list[tuple[Tensor, Tensor]], n_tokens: Tensor) -> Tensor:
+    def run_1f1b(self, tokens: Sequence[Tensor], targets: Sequence[Tensor], n_tokens: Tensor) -> Tensor:
         """Run forward and backward of all microbatches. Returns what this rank adds to the loss."""
-        stage, (rows, seq_len) = self.pp.rank(), micros[0][0].shape
+        stage, (rows, seq_len) = self.pp.rank(), tokens[0].shape
         total, held, sent = torch.zeros(()), [], []
 
         def send(tensor: Tensor, to: int) -> None:
@@ -140,9 +121,9 @@ class Bare3D:
             if not self.is_first:
                 send(x.grad, stage - 1)
 
-        for index, (tokens, targets) in enumerate(micros):
-            x = tokens if self.is_first else receive(stage - 1).requires_grad_()
-            held.append((x, out := self.compute(x, targets, n_tokens)))
+        for index in range(len(tokens)):
+            x = tokens[index] if self.is_first else receive(stage - 1).requires_grad_()
+            held.append((x, out := self.compute(x, targets[index], n_tokens)))
             if self.is_last:
                 total += out.detach()
             else:
@@ -156,7 +137,7 @@ class Bare3D:
         return total
 
     def compute(self, x: Tensor, targets: Tensor, n_tokens: Tensor) -> Tensor:
-        """Tokens (B, S) or hidden states (S/tp, B, D) -> hidden states, or the loss of the targets."""
+        """Tokens (B, S) or hidden states (S/tp, B, D) -> hidden states, or this rank's part of the loss, ()."""
         if self.is_first:
             table = self.w["tok_embeddings"]
             row = x.t() - self.tp.rank() * len(table)
@@ -172,7 +153,12 @@ class Bare3D:
         if not self.is_last:
             return x
         logits = F.linear(self.gather(self.normalize(x, "norm")), self.w["output"]).flatten(0, 1)
-        return Loss.apply(logits, targets.t().flatten() - self.tp.rank() * logits.shape[1], self.tp) / n_tokens
+        column = targets.t().flatten() - self.tp.rank() * logits.shape[1]
+        here = (column >= 0) & (column < logits.shape[1])
+        of_target = logits.gather(1, column.where(here, 0)[:, None])[:, 0] * here
+        both = self.gather(torch.stack((logits.logsumexp(1), of_target)))  # (2 tp, T): of each rank's ids
+        loss = (both[0::2].logsumexp(0) - both[1::2].sum(0)).sum() / n_tokens
+        return loss / self.tp.size()  # all tp ranks have the same loss, and what they minimise is the sum over ranks
 
     def attend(self, x: Tensor, rotation: Tensor, name: str) -> Tensor:
         x = self.gather(x)
