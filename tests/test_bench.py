@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from unittest.mock import patch
 
 import compare
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torchtitan_lite import __main__ as door
 from torchtitan_lite.bench import command as bench
 from torchtitan_lite.bench import io as bench_io
+from torchtitan_lite.bench import peers as bench_peers
 from torchtitan_lite.bench import rounds
 from torchtitan_lite.bench import step as bench_step
 from torchtitan_lite.bench.bare_3d import Bare3D
@@ -195,6 +197,110 @@ def test_a_hand_written_3d_step_that_computes_something_else_is_not_compared(poo
     batch = bench_step.make_batch(bench_step.with_value(TINY_3D_CONFIG, "training.local_batch_size", 4))
     with pytest.raises(RankFailure, match="first losses that start from the same weights differ"):
         compare.ranks_inside(pool, norms_left_out)(take_turns, 8, TINY_3D_CONFIG, batch, 1, 1)
+
+
+# ---------------------------------------------------------------- bench step --peers
+
+# A trainer that logs speeds and computes nothing. Its first steps are slow, and one of the later ones is.
+STAND_IN = """
+import re, sys
+config = open(sys.argv[-1]).read()
+n_steps, n_ranks = int(re.search(r"\\b(?:total_train_)?steps\\W+(\\d+)", config)[1]), int(sys.argv[1])
+with open({starts!r}, "a") as starts:
+    starts.write(f"{name} {{n_ranks}}\\n")
+for step in range(1, n_steps + 1):
+    print({line!r}.format(step, {speed} / (100 if step < 4 or step == 6 else 1)))
+{ending}
+"""
+SPEEDS = {"torchtitan": "step: {0:2}  loss: -2.00000  memory:  0.00GiB(0.00%)  tps: {1:,.0f}  tflops: 0.02  mfu: 0.01%"}
+SPEEDS["picotron"] = (
+    "[rank 2] Step: {0:<5d} | Loss: 7.1 | Tokens/s: {1:.2f}K | Tokens/s/GPU: 9.99K | Tokens: 8K | MFU: 0%"
+)
+SPEEDS["torchtitan_lite"] = "07:29:31 step  {0}/9  loss  8.1  lr 8.00e-04  {1:,.0f} tokens/s/rank  0.50 GiB  0.719 s"
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    """Return a function that makes stand-ins in tmp_path: name -> what they log as speed, and their last line of code.
+
+    A rank of a real run is started by torchrun, which takes seconds: here a stand-in is told how many it stands for.
+    """
+    scripts = {"torchtitan": "torchtitan/train.py", "picotron": "train.py", "torchtitan_lite": "train.py"}
+
+    def make(**trainers: tuple[float, str]) -> Path:
+        for name, (speed, ending) in trainers.items():
+            values = {"name": name, "line": SPEEDS[name], "speed": speed, "ending": ending}
+            script = tmp_path / name / scripts[name]
+            script.parent.mkdir(parents=True)
+            script.write_text(STAND_IN.format(starts=str(tmp_path / "starts"), **values))
+        return tmp_path
+
+    def start(python: str, n_ranks: int) -> list[str]:
+        code = "import runpy, sys; sys.argv[0:3] = sys.argv[2:0:-1]; runpy.run_path(sys.argv[0])"
+        return [sys.executable, "-S", "-c", code, str(n_ranks)]
+
+    monkeypatch.setattr(bench_peers, "start_ranks", start)
+    monkeypatch.setattr(bench_peers, "REPOSITORY", tmp_path / "torchtitan_lite")
+    command = "{checkout}/torchtitan/train.py --job.config_file {config}"
+    torchtitan = replace(bench_peers.TRAINERS["torchtitan"], command=command)
+    monkeypatch.setitem(bench_peers.TRAINERS, "torchtitan", torchtitan)
+    return make
+
+
+def test_peers_take_turns_and_the_ratio_is_that_of_the_speeds_they_log(stand_ins, tmp_path, capsys):
+    """Medians of the steps after the warm-up, counted over all ranks. picotron logs thousands, of all ranks at once."""
+    folder = stand_ins(torchtitan=(1500, ""), picotron=(6, ""), torchtitan_lite=(3000, ""))
+    assert door.main(["bench", "step", "--peers", str(folder), "--steps", "5", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    expected = {"torchtitan": 2.0, "picotron": 0.5, "torchtitan_3d": 2.0, "picotron_3d": 4.0}
+    assert values["ratios"] == pytest.approx(expected, rel=0.01)
+    assert values["contenders"]["torchtitan_3d"]["tokens_per_s"]["median"] == pytest.approx(12000)
+    turns = ["torchtitan", "picotron", "torchtitan_lite"]
+    orders = [turns[first:] + turns[:first] for first in range(3)]
+    expected = [f"{name} {n_ranks}" for n_ranks in (1, 8) for order in orders for name in order]
+    assert (tmp_path / "starts").read_text().splitlines() == expected
+
+
+def test_a_peer_that_fails_is_absent_with_its_last_line_and_is_not_started_again(stand_ins, tmp_path):
+    ending = "if n_ranks == 8: raise SystemExit('Torch not compiled with CUDA enabled')"
+    folder = stand_ins(torchtitan=(1500, ending), picotron=(6, "sys.exit(1)"), torchtitan_lite=(3000, ""))
+    report = bench_peers.bench_peers(peers=folder, n_steps=5)
+    assert report.absent.keys() == {"torchtitan_3d", "picotron", "picotron_3d"}
+    assert report.absent["torchtitan_3d"].startswith("Torch not compiled with CUDA enabled (what it needs: ")
+    assert report.absent["picotron"].startswith("[rank 2] Step: 8")
+    assert compare_rounds(report).keys() == {"torchtitan"}
+    assert (tmp_path / "starts").read_text().splitlines().count("picotron 1") == 1
+
+
+def test_a_peer_that_hangs_is_stopped_and_one_that_logs_too_little_is_not_measured(stand_ins):
+    folder = stand_ins(picotron=(6, "import signal; signal.pause()"), torchtitan_lite=(3000, ""))
+    config = folder / "picotron.config"
+    config.write_text('{"total_train_steps": 8}')
+    with pytest.raises(bench_step.Absent, match="it took longer than 1 s"):
+        bench_peers.run("picotron", folder / "picotron", config, 1, timeout_s=1)
+    output = bench_peers.run("torchtitan_lite", folder / "torchtitan_lite", config, 1, timeout_s=60)
+    ours = bench_peers.TRAINERS["torchtitan_lite"]
+    assert bench_peers.read_speed(ours, output, n_ranks=1, n_steps=8) == 3000
+    with pytest.raises(bench_step.Absent, match="speed of 8 steps, not of 9"):
+        bench_peers.read_speed(ours, output, n_ranks=1, n_steps=9)
+
+
+def test_the_reason_of_a_failure_is_the_first_exception_of_a_rank():
+    """torchrun's own comes after it."""
+    output = "Traceback:\n  x\n[rank3]: RuntimeError: no CUDA\n...elastic.errors.ChildFailedError: \n=====\n"
+    assert bench_peers.find_reason(output) == "[rank3]: RuntimeError: no CUDA"
+    assert bench_peers.find_reason("killed\n\n") == "killed" and bench_peers.find_reason("") == "it printed nothing"
+
+
+@pytest.mark.parametrize("folders", [None, ["nanotron"]])
+def test_a_folder_without_peers_is_refused_before_anything_starts(folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_peers, "run", None)
+    for name in folders or []:
+        (tmp_path / "peers" / name).mkdir(parents=True)
+    assert door.main(["bench", "step", "--peers", str(tmp_path / "peers")]) == 2
+    why = "it has no folder torchtitan or picotron" if folders else "there is no such folder"
+    said = capsys.readouterr()
+    assert why in said.err and "Beside other trainers" in said.err and said.out == ""
 
 
 # ---------------------------------------------------------------- bench io

@@ -7,6 +7,7 @@ from tempfile import gettempdir
 
 from torchtitan_lite.bench.gpu import bench_gpu
 from torchtitan_lite.bench.io import bench_io
+from torchtitan_lite.bench.peers import bench_peers
 from torchtitan_lite.bench.rounds import BenchFailed, Report, describe, report_for_programs
 from torchtitan_lite.bench.step import bench_step
 from torchtitan_lite.config.command_lines import make_bench_parser
@@ -18,7 +19,8 @@ BENCHES: dict[str, Callable[..., Report]] = {"step": bench_step, "gpu": bench_gp
 def main(args: list[str]) -> int:
     """Return the exit status: 0 measured, 1 failed or contenders that compute different things, 2 wrong input."""
     options = vars(make_bench_parser().parse_args(args))
-    measure, as_json = BENCHES[options.pop("bench")], options.pop("json")
+    bench, as_json = options.pop("bench"), options.pop("json")
+    measure = bench_peers if "peers" in options else BENCHES[bench]
     try:
         report = measure(**options)
     except ConfigError as error:

@@ -73,19 +73,23 @@ def measure_rounds(
 ) -> dict[str, list[float]]:
     """Return name -> seconds per step of each round. `clean_up` follows each turn, outside of its time."""
     step_times_s: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
+    for name in order_turns(list(contenders), n_rounds):
+        with collection_paused():
+            wait_for_device()
+            start_s = read_clock_s()
+            for _ in range(n_steps):
+                contenders[name]()
+            wait_for_device()  # a GPU works long after the call has returned
+            step_times_s[name].append((read_clock_s() - start_s) / n_steps)
+        clean_up()
+    return step_times_s
+
+
+def order_turns(names: list[str], n_rounds: int) -> Iterator[str]:
+    """Yield whose turn it is. Another one is first each round."""
     for number in range(n_rounds):
         first = number % len(names)
-        for name in names[first:] + names[:first]:
-            with collection_paused():
-                wait_for_device()
-                start_s = read_clock_s()
-                for _ in range(n_steps):
-                    contenders[name]()
-                wait_for_device()  # a GPU works long after the call has returned
-                step_times_s[name].append((read_clock_s() - start_s) / n_steps)
-            clean_up()
-    return step_times_s
+        yield from names[first:] + names[:first]
 
 
 @contextmanager

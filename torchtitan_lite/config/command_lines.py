@@ -283,13 +283,22 @@ The numbers are for reading: a bench never fails because something was slow."""
         "--steps": {"dest": "n_steps", "type": number(int, 1), "help": "steps of a turn"},
         "--out": {"metavar": "FILE", "help": "keeps each row as a line of JSON; default: in assets/benchmarks/"},
         "--seconds": {"type": number(int, 1), "help": "for the whole table; what does not fit is named"},
+        "--peers": {
+            "type": Path,
+            "metavar": "DIR",
+            "help": "compare with the checkouts torchtitan and picotron in DIR instead, on CPU ranks",
+        },
         "--tiny": {"action": "store_true", "help": "models that a CPU carries too: its numbers mean nothing"},
     }
     usual = ["--rounds", "--steps"]
     benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
     for name, names, compares in (
-        ("step", usual, "a step with a hand-written loop and with transformers, compiled with eager"),
-        ("gpu", options, "1B, 3B and 8B on one GPU, eager, compiled and in float8, with its largest matmuls"),
+        ("step", [*usual, "--peers"], "a step with a hand-written loop and with transformers, compiled with eager"),
+        (
+            "gpu",
+            [*usual, "--out", "--seconds", "--tiny"],
+            "1B, 3B and 8B on one GPU, eager, compiled and in float8, with its largest matmuls",
+        ),
         ("io", usual, "saving with disk and hash, batches with mapped files, the start of a run with importing torch"),
     ):
         bench = benches.add_parser(name, help=compares, description=compares, allow_abbrev=False)
