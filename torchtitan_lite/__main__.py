@@ -1,4 +1,4 @@
-"""`python -m torchtitan_lite TOOL ...`: call the tool, which reads the rest of the line itself.
+"""`python -m torchtitan_lite TOOL ...`, or `torchtitan-lite TOOL ...` where pip installed the package: call the tool, which reads the rest of the line itself.
 
 If this Python lacks the packages, the tool runs in the Python that run_train.sh would take. Only the chosen tool is
 imported, and environment.py only for a tool that needs packages: `check` answers before torch could be loaded.
@@ -12,8 +12,12 @@ from importlib.util import find_spec
 from torchtitan_lite.config.command_lines import TOOLS
 
 
-def main(args: list[str]) -> int:
-    """Call the tool. Return its exit status (0 fine, 1 the answer is no, 2 wrong input); 2 if there is no such tool."""
+def main(args: list[str] | None = None) -> int:
+    """Call the tool. Return its exit status (0 fine, 1 the answer is no, 2 wrong input); 2 if there is no such tool.
+
+    The console script `torchtitan-lite` calls it without `args`: they are those of the command line.
+    """
+    args = sys.argv[1:] if args is None else args
     if not args or args[0] in ("-h", "--help"):
         print("python -m torchtitan_lite TOOL ...    (TOOL --help says more)\n")
         for name, (_, make_parser) in TOOLS.items():
@@ -33,4 +37,4 @@ def main(args: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
