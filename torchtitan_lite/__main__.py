@@ -1,7 +1,8 @@
-"""`python -m torchtitan_lite TOOL ...`, or `torchtitan-lite TOOL ...` where pip installed the package: call the tool, which reads the rest of the line itself.
+"""`python -m torchtitan_lite TOOL ...`, or where pip installed the package `torchtitan-lite TOOL ...`: call the tool.
 
-If this Python lacks the packages, the tool runs in the Python that run_train.sh would take. Only the chosen tool is
-imported, and environment.py only for a tool that needs packages: `check` answers before torch could be loaded.
+The tool reads the rest of the line itself. If this Python lacks the packages, the tool runs in the Python that
+run_train.sh would take. Only the chosen tool is imported, and environment.py only for a tool that needs packages:
+`check` answers before torch could be loaded.
 """
 
 import importlib

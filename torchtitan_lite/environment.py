@@ -19,7 +19,6 @@ import re
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 from torchtitan_lite.repository import IS_INSTALLED, REPOSITORY
 
