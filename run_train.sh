@@ -9,6 +9,7 @@ Usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key value]...
   ./run_train.sh                                        configs/debug.toml on what this machine has
   ./run_train.sh --config llama3_8b.toml                a bare name in configs/, or the path of a TOML file
   ./run_train.sh --config debug --training.steps 20     every further argument overrides a key of the config
+  python -m torchtitan_lite check --keys [SECTION]      prints every key: type, meaning, default
   NGPU=8 ./run_train.sh --config debug_3d               8 ranks on this host, on GPUs or CPUs
 
 What it does: takes the Python on the PATH if that has the packages that pyproject.toml names, else makes .venv here

@@ -5,6 +5,7 @@ Wording is not tested, but that each problem has a key as in TOML, a reason and 
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,8 +22,8 @@ from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.config.hardware import GIB, Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.reader import CONFIG_FOLDER, REPOSITORY, dump_config_toml
-from torchtitan_lite.config.schema import Config, Model, Parallelism
+from torchtitan_lite.config.reader import CONFIG_FOLDER, KEYS, REPOSITORY, dump_config_toml, flatten_table, tomllib
+from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools import check
 
@@ -482,3 +483,34 @@ def test_the_door_lists_its_tools_and_names_the_nearest_of_an_unknown_one(capsys
     assert __main__.main(["chekc"]) == 2
     assert "nearest is check" in capsys.readouterr().err
     assert all(find_spec(f"torchtitan_lite.{module}") for module, _ in __main__.TOOLS.values())
+
+
+# ---------------------------------------------------------------- other questions
+
+
+def test_keys_are_printed_as_toml_of_the_defaults_with_types_and_the_comments_of_the_schema(capsys):
+    assert check.main(["--keys"]) == 0
+    printed = capsys.readouterr().out
+    config = Config()
+    table = dict(flatten_table(tomllib.loads(printed)))
+    assert table == {key: value for key in KEYS if (value := get_value(config, key)) is not None}
+    left_out = [key.rpartition(".")[2] for key in KEYS if key not in table]
+    assert re.findall(r"^# (\w+) = none$", printed, re.MULTILINE) == left_out
+    assert '# "AdamW" or "SGD". SGD is without momentum\nname = "AdamW"' in printed
+    assert "# number from 1 to 1e+12, or none. base of the rotary wavelengths\n# rope_theta = none" in printed
+    assert "of AdamW's moments; bfloat16 saves 4 bytes per parameter\nmoments_dtype" in printed, "a comment above"
+
+
+def test_keys_of_one_section_or_the_names_of_all(capsys):
+    assert check.main(["--keys", "quantize.linear.float8"]) == 0
+    assert capsys.readouterr().out.count("[quantize.linear.float8]\n") == 1
+    assert check.main(["--keys", "trainin"]) == 2
+    assert "training" in capsys.readouterr().err
+
+
+def test_a_model_that_is_too_large_for_this_cpu_is_refused_with_the_commands_that_work_here():
+    with pytest.raises(ConfigError) as error:
+        preflight(["--config", "llama3_8b.toml"], machine=LAPTOP, n_ranks=2)
+    (problem,) = error.value.problems
+    for command in ("verify --config llama3_8b`", "plan --config llama3_8b --gpus 8`"):
+        assert f"`python -m torchtitan_lite {command}" in problem.remedy

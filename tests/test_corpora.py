@@ -120,6 +120,16 @@ def test_a_file_that_this_user_may_not_read_is_named(monkeypatch, name):
     assert name in problem.why and f"chmod a+r {name}" in problem.remedy
 
 
+def test_a_bad_tokenizer_hides_no_bad_corpus_and_accuses_no_sound_one():
+    names = "--training.dataset=absent,one.bin,others,made"
+    problems = find_problems([names, "--model.hf_assets_path=nowhere", "--model.vocab_size=512"])
+    assert [(problem.key, problem.value) for problem in problems] == [
+        ("model.hf_assets_path", "nowhere"),
+        ("training.dataset", "absent"),
+        ("training.dataset", "one.bin"),
+    ]
+
+
 def test_all_bad_corpora_are_listed_at_once():
     problems = find_problems(["--training.dataset=absent,flat.bin,c4", "--training.dataset_weights=1,2"])
     assert [(problem.key, problem.value) for problem in problems] == [

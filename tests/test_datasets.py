@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -32,8 +33,8 @@ def write_files(folder: Path, n_files: int) -> list[Path]:
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """A small corpus "tiny" of 90 files, some of them empty."""
-    files = write_files(tmp_path / "texts", 90)
+    """A small corpus "tiny" of 180 files, some of them empty."""
+    files = write_files(tmp_path / "texts", 180)
     monkeypatch.setitem(DATASETS, "tiny", lambda: files)
     return files
 
@@ -74,7 +75,7 @@ def test_changed_text_and_another_tokenizer_are_prepared_anew_and_the_place_of_f
 ):
     cache = tmp_path / "cache"
     before = open_corpus("tiny", tokenizer, cache).identity
-    moved = write_files(tmp_path / "elsewhere", 90)
+    moved = write_files(tmp_path / "elsewhere", 180)
     with monkeypatch.context() as patches:
         patches.setitem(DATASETS, "tiny", lambda: moved)
         assert open_corpus("tiny", tokenizer, tmp_path / "other").identity == before
@@ -83,6 +84,22 @@ def test_changed_text_and_another_tokenizer_are_prepared_anew_and_the_place_of_f
     assert open_corpus("tiny", tokenizer, cache).identity != before
     open_corpus("tiny", BYTES, cache)
     assert len(list(cache.glob("tiny-*/manifest.json"))) == 3
+
+
+def test_another_version_of_the_files_holds_out_the_same_ones(files, tokenizer, tmp_path, monkeypatch):
+    """So that the first run validates on the same text with every Python."""
+
+    def hold_out(cache: str) -> list[str]:
+        corpus = open_corpus("tiny", tokenizer, tmp_path / cache, split="validation")
+        tokens, begins = corpus.read(0, corpus.n_tokens)
+        pieces = tokens.tensor_split(begins.nonzero().flatten()[1:])
+        return ["".join(re.findall(r"function_(\d+)_0", tokenizer.decode(piece.tolist()))) for piece in pieces]
+
+    monkeypatch.setattr(corpus_module, "VALIDATION_SHARE_OF_DATASETS", 0.3)
+    before = hold_out("old")
+    for path in files:
+        path.write_text(path.read_text(encoding="utf-8") and f"# newer\n{path.read_text(encoding='utf-8')}")
+    assert hold_out("new") == before and len(before) > 10
 
 
 def flip_bit(path: Path) -> None:

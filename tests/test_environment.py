@@ -182,14 +182,32 @@ def test_a_real_venv_gets_the_tested_version_by_pip(bare_checkout, tmp_path):
 # --- every door ---
 
 
-@pytest.mark.parametrize("command", ["-m torchtitan_lite verify --ranks 2", "train.py --config debug"])
-def test_a_command_of_a_python_without_packages_continues_in_the_one_that_has_them(checkout, command):
+# At its start, a Python of .venv says what it was asked to run, unless that is whether it lacks packages.
+SAY_AND_END = """
+import os, sys
+if "--missing" not in sys.orig_argv:
+    print(*sys.orig_argv[1:], flush=True)
+    os._exit(0)
+"""
+ARGUMENTS = {  # tool -> those that its parser asks for
+    **dict.fromkeys(TOOLS.keys() - {"check", "train"}, ""),  # check needs no packages, and train is run_train.sh
+    "prepare": "notes.txt --out made",
+    "verify": "--ranks 2",
+    "convert": "source out",
+    "generate": "source",
+    "bench": "step",
+}
+
+
+def test_every_command_of_a_python_without_packages_continues_in_the_one_that_has_them(checkout):
     shutil.copytree(REPOSITORY / "torchtitan_lite", checkout.root / "torchtitan_lite", dirs_exist_ok=True)
     shutil.copy(REPOSITORY / "train.py", checkout.root)
     assert checkout.run().stdout == checkout.python
-    (checkout.venv / "site" / "torch.py").write_text("import sys\nsys.exit(' '.join(sys.orig_argv[1:]))\n")
-    answer = checkout.run(command=[sys.executable, *command.split()])
-    assert answer.stderr.splitlines() == [command], "the torch of .venv is the first package that is imported"
+    (checkout.venv / "site" / "sitecustomize.py").write_text(SAY_AND_END)
+    commands = [f"-m torchtitan_lite {tool} {args}".strip() for tool, args in ARGUMENTS.items()]
+    for command in [*commands, "train.py --config debug"]:
+        answer = checkout.run(command=[sys.executable, *command.split()])
+        assert answer.stdout == command, f"{answer.stderr}: .venv runs the same command"
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -198,7 +216,9 @@ def test_help_needs_no_packages(tool):
     answer = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.startswith(f"usage: python -m torchtitan_lite {tool}") and "xit status" in answer.stdout
-    assert ("--config" in answer.stdout) == (tool in ("check", "verify", "plan", "explain"))
+    assert "\nconfig:" in answer.stdout
+    builds_a_run = tool in ("check", "train", "verify", "plan", "explain")
+    assert ("--config NAME_OR_PATH" in answer.stdout) == builds_a_run
 
 
 # --- what can go wrong ---

@@ -13,6 +13,7 @@ FILES = [REPOSITORY / "train.py", *sorted((REPOSITORY / "torchtitan_lite").rglob
 # Floor of a module by the longest name that it starts with. A module may import from floors below its own, and from its
 # own room; rooms on one floor never import each other.
 FLOORS = {
+    "torchtitan_lite.repository": -1,  # a few paths
     "torchtitan_lite.config": 0,  # no torch, so that it loads in milliseconds
     "torchtitan_lite.environment": 0,
     "torchtitan_lite.processes": 0,

@@ -71,6 +71,7 @@ class Checkout:
         self.folder.mkdir(parents=True)
         self.write("run_train.sh", (REPOSITORY / "run_train.sh").read_text(encoding="utf-8"), executable=True)
         self.take_real("torchtitan_lite/environment.py")
+        self.take_real("torchtitan_lite/repository.py")
         self.write("pyproject.toml", "dependencies = [\n]\n")  # the Python of these tests will do
         self.write("train.py", "")
         self.write("torchtitan_lite/__init__.py", "")

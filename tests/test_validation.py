@@ -1,6 +1,7 @@
 """The loss on held-out documents: of exactly those, and the same on every layout."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import compare
@@ -67,14 +68,15 @@ def validate_layout(rank: int, world_size: int, overrides: dict, folder: Path, m
     return validation.validate(run, batches, torch.tensor(load_tokenizer("bytes").bytes_of_tokens()))
 
 
-def validate_in_one_process(folder: Path, n_tokens: int) -> dict[str, float]:
-    """The same by a plain loop over the first tokens of the held-out row, one sample at a time."""
+def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, float]:
+    """The same by a plain loop over samples of the held-out row, one at a time; `starts`: their first tokens."""
     config = compare.override(compare.TABLE_CONFIG, BYTES)
     model = Llama3(resolve_model(config.model))
     initialize_weights(model, init_parameter, config.debug.seed)
-    tokens, begins = open_held_out(folder).read(0, n_tokens)
+    held_out = open_held_out(folder)
+    tokens, begins = held_out.read(0, held_out.n_tokens)
     loss = n_counted = n_bytes = 0
-    for start in range(0, n_tokens - 1, SEQ_LEN):
+    for start in starts:
         row = tokens[start : start + SEQ_LEN + 1]
         with torch.no_grad():
             logits = model(row[None, :-1], positions=torch.arange(len(row) - 1)[None])
@@ -96,15 +98,17 @@ def test_every_layout_has_the_loss_of_one_process_on_all_held_out_documents(pool
     n_tokens = open_held_out(folder).n_tokens
     n_samples = math.ceil((n_tokens - 1) / SEQ_LEN)
     assert 0 < n_samples % compare.GLOBAL_BATCH_SIZE < 4, "most ranks should have only padding in the last batch"
-    expected = validate_in_one_process(folder, n_tokens)
+    expected = validate_in_one_process(folder, range(0, n_tokens - 1, SEQ_LEN))
     world_size, overrides = LAYOUTS[name]
     for found in pool.run(validate_layout, world_size, overrides, folder, -1):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_number_of_batches_means_the_first_samples_on_every_layout(pool, folder):
-    n_tokens = 2 * compare.GLOBAL_BATCH_SIZE * SEQ_LEN + 1
-    expected = validate_in_one_process(folder, n_tokens)
+def test_a_number_of_batches_means_samples_at_equal_distances_on_every_layout(pool, folder):
+    n_samples, n_read = math.ceil((open_held_out(folder).n_tokens - 1) / SEQ_LEN), 2 * compare.GLOBAL_BATCH_SIZE
+    assert n_read < n_samples
+    starts = [math.floor(sample * n_samples / n_read) * SEQ_LEN for sample in range(n_read)]
+    expected = validate_in_one_process(folder, starts)
     for found in pool.run(validate_layout, 4, {TP: 2}, folder, 2):
         assert found == pytest.approx(expected, rel=1e-6)
 

@@ -1,7 +1,8 @@
-"""`python -m torchtitan_lite TOOL ...`: call the tool, which reads the rest of the line itself.
+"""`python -m torchtitan_lite TOOL ...`, or where pip installed the package `torchtitan-lite TOOL ...`: call the tool.
 
-If this Python lacks the packages, the tool runs in the Python that run_train.sh would take. Only the chosen tool is
-imported, and environment.py only for a tool that needs packages: `check` answers before torch could be loaded.
+The tool reads the rest of the line itself. If this Python lacks the packages, the tool runs in the Python that
+run_train.sh would take. Only the chosen tool is imported, and environment.py only for a tool that needs packages:
+`check` answers before torch could be loaded.
 """
 
 import importlib
@@ -12,8 +13,12 @@ from importlib.util import find_spec
 from torchtitan_lite.config.command_lines import TOOLS
 
 
-def main(args: list[str]) -> int:
-    """Call the tool. Return its exit status (0 fine, 1 the answer is no, 2 wrong input); 2 if there is no such tool."""
+def main(args: list[str] | None = None) -> int:
+    """Call the tool. Return its exit status (0 fine, 1 the answer is no, 2 wrong input); 2 if there is no such tool.
+
+    The console script `torchtitan-lite` calls it without `args`: they are those of the command line.
+    """
+    args = sys.argv[1:] if args is None else args
     if not args or args[0] in ("-h", "--help"):
         print("python -m torchtitan_lite TOOL ...    (TOOL --help says more)\n")
         for name, (_, make_parser) in TOOLS.items():
@@ -33,4 +38,4 @@ def main(args: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -4,7 +4,8 @@ The packages and their bounds are in pyproject.toml:
 
     this Python has them                           -> this Python
     .venv at the root of the repository has them   -> .venv/bin/python
-    otherwise                                      -> .venv is made, or pip installs what it lacks, once
+    otherwise                                      -> .venv is made, or pip installs what it lacks, once;
+                                                      refused where pip installed this package
 
 run_train.sh and tests/run.sh run it first; `python -m torchtitan_lite` and train.py call continue_with_packages().
 pip does the work, with the tested versions of constraints.txt. Progress goes to stderr. Exit status: 0, or 1 with the
@@ -18,7 +19,8 @@ import re
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
+
+from torchtitan_lite.repository import IS_INSTALLED, REPOSITORY
 
 try:  # tensorboard needs packaging, so that a Python without it lacks packages
     from packaging.requirements import Requirement
@@ -26,7 +28,6 @@ try:  # tensorboard needs packaging, so that a Python without it lacks packages
 except ImportError:
     Requirement = Version = None
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 VENV = REPOSITORY / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 # Locked while .venv is set up, and contains UNFINISHED until that is done, so that the next start notices if this one
@@ -53,8 +54,11 @@ def continue_with_packages() -> None:
 
 def find_python(extras: list[str]) -> str:
     """Return the path of a Python that has the packages; set up .venv if there is none."""
-    if not list_missing(extras):
+    missing = list_missing(extras)
+    if not missing:
         return sys.executable
+    if IS_INSTALLED:
+        sys.exit(f"{sys.executable} lacks {', '.join(missing)}: install them where you installed torchtitan_lite.")
     if is_unfinished() or list_missing_in_venv(extras):
         LOCK.touch()
         with LOCK.open(encoding="utf-8") as lock:

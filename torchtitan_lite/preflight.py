@@ -80,11 +80,10 @@ def preflight(
     try:
         tokenizer = choose_tokenizer(config, resumed_step)
         config = with_value(config, "model.hf_assets_path", tokenizer.assets)
-        problems += check_vocabulary(config, tokenizer.vocabulary, model_args) + check_data(
-            config, tokenizer.vocabulary
-        )
+        problems += check_vocabulary(config, tokenizer.vocabulary, model_args)
     except ConfigError as error:
         problems += error.problems
+    problems += check_data(config, tokenizer and tokenizer.vocabulary)
     problems += check_files(config, restarted)
     if machine.is_here:
         problems += check_compilers(config.compile, machine.device_type)
@@ -165,8 +164,8 @@ def check_vocabulary(config: Config, vocabulary: Vocabulary, model_args: ModelAr
     return [Problem("model.vocab_size", model_args.vocab_size, why, remedy)]
 
 
-def check_data(config: Config, vocabulary: Vocabulary) -> list[Problem]:
-    """Find corpora that are missing, damaged, or made with another tokenizer."""
+def check_data(config: Config, vocabulary: Vocabulary | None) -> list[Problem]:
+    """Find corpora that are missing, damaged, or made with another tokenizer. None: that is not known."""
     trained, validation = config.training.dataset, config.validation
     problems = check_corpora("training.dataset", trained, split="train", vocabulary=vocabulary)
     problems += check_weights(config.training.dataset_weights, len(trained))

@@ -33,11 +33,11 @@ from torchtitan_lite.config.hardware import Machine, detect_machine, peak_flops
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.memory import estimate_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Optimizer, Training
 from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.parallel.mesh import choose_device
 from torchtitan_lite.processes import end_with_parent
+from torchtitan_lite.repository import IS_INSTALLED, REPOSITORY
 from torchtitan_lite.verify.reduction import override
 
 SECONDS = 9 * 60 - 20  # for the whole table
@@ -79,7 +79,7 @@ def bench_gpu(
     setting = read_setting("gpu") | ({"sizes": "tiny: the numbers mean nothing"} if tiny else {})
     device = re.sub(r"\W+", "-", str(setting["device"]))
     file_name = f"gpu-{device}-{str(setting['date'])[:10]}.jsonl"
-    folder = REPOSITORY / "assets" / "benchmarks" if not tiny else Path("outputs")
+    folder = Path("outputs") if tiny or IS_INSTALLED else REPOSITORY / "assets" / "benchmarks"
     file = Path(out) if out else folder / ("tiny-" * tiny + file_name)
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = build_rows(machine, tiny=tiny)

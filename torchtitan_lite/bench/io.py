@@ -28,11 +28,11 @@ from torchtitan_lite.bench.step import one_rank_group
 from torchtitan_lite.checkpoint.manifest import HASH_BYTES, find_steps
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.config.files import sync_folder
-from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.schema import Checkpoint, Training
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import SampleReader, SampleStream
 from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.repository import REPOSITORY
 
 TENSOR_BYTES, BLOCK_BYTES = 16 * 2**20, 2**20
 TOKENIZER = "assets/tokenizer"

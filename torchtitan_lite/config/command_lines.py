@@ -14,9 +14,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan_lite.config.messages import show_text
+from torchtitan_lite.repository import REPOSITORY
 
 MOST_OPTIONS = 1000  # argparse takes a time that grows with the square of their number
-OF_THE_CONFIG = "Any further argument is the config's: --config NAME_OR_PATH, --section.key value.\n"
+OF_THE_CONFIG = """config:
+  --config NAME_OR_PATH  a bare name in configs/, or the path of a TOML file; default: debug
+  --section.key VALUE    any key of it; `python -m torchtitan_lite check --keys` prints them all
+"""
+NO_CONFIG = "config: none; --config is for tools that build a run.\n"
 
 
 class BoundedParser(ArgumentParser):
@@ -32,12 +37,12 @@ class BoundedParser(ArgumentParser):
         super().error(show_text(message, 400))
 
 
-def make_parser(name: str, description: str, epilog: str) -> ArgumentParser:
+def make_parser(name: str, description: str, epilog: str, *, reads_config: bool = False) -> ArgumentParser:
     """Make the parser of a tool. No option may be shortened, because it could then be a key of the config."""
     return BoundedParser(
         f"python -m torchtitan_lite {name}",
         description=description.strip(),
-        epilog=epilog,
+        epilog=f"{OF_THE_CONFIG if reads_config else NO_CONFIG}\n{epilog}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -73,7 +78,7 @@ the degrees, else 2) on each of NNODES hosts like this one. --ranks and --gpus a
 and files are checked, compilers are not. With --gpus, memory and what only GPUs can do are checked against --gpu. With
 --ranks, memory is not checked, and what only GPUs can do is checked against this host."""
     epilog = "Environment: NGPU (ranks per host; on a CPU too), NNODES (hosts). Exit status: 0 sound, 2 not."
-    parser = make_parser("check", description, OF_THE_CONFIG + epilog)
+    parser = make_parser("check", description, epilog, reads_config=True)
     add = parser.add_argument
     add("--ranks", metavar="N", help="check a run of N ranks elsewhere, without its memory")
     add("--gpus", metavar="N", help="check a run on N GPUs elsewhere, with their memory")
@@ -81,7 +86,19 @@ and files are checked, compilers are not. With --gpus, memory and what only GPUs
     add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
     add("--json", action="store_true", help="print for programs")
     add("--launch", action="store_true", help="print the ranks of one host; the verdict goes to stderr")
+    help = "print every key, or those of a section, as TOML: its type, its meaning, its default"
+    add("--keys", nargs="?", const="", metavar="SECTION", help=help)
     return parser
+
+
+def make_train_parser() -> ArgumentParser:
+    description = """
+Trains a model: ./run_train.sh, in the working directory.
+
+It checks the config, then starts one process per rank with torchrun."""
+    epilog = f"""Environment: NGPU (ranks per host), and what `bash {REPOSITORY / "run_train.sh"} --help`
+lists: several hosts, Slurm, restarts. Exit status: 0 trained, 2 refused by check, 1 anything else."""
+    return make_parser("train", description, epilog, reads_config=True)
 
 
 def make_prepare_parser() -> ArgumentParser:
@@ -142,7 +159,7 @@ the model file with transformers' Llama, both with the weights of that Hugging F
 every parameter."""
     epilog = """Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished.
 With --against-hf: 0 equal, 1 not, 2 wrong input, no transformers, or too little memory."""
-    parser = make_parser("verify", description, OF_THE_CONFIG + epilog)
+    parser = make_parser("verify", description, epilog, reads_config=True)
     add = parser.add_argument
     help = "processes at most, up to 16; default: 8. The more, the nearer to the real mesh"
     add("--ranks", type=int, default=8, choices=range(1, 17), metavar="N", help=help)
@@ -171,7 +188,7 @@ What does this layout cost on these GPUs: memory, traffic, bubble and time? Whic
 `--search` ranks all layouts of the model on these GPUs; `--score` compares a forecast with what a run of yours has
 measured (metrics.measure_ledger)."""
     epilog = "Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input."
-    parser = make_parser("plan", description, OF_THE_CONFIG + epilog)
+    parser = make_parser("plan", description, epilog, reads_config=True)
     add = parser.add_argument
     add("--gpus", type=number(int, 1), metavar="N", help="GPUs in all; default: what the degrees multiply to")
     add("--gpu", default="h100", help="a row of config/hardware.py; default: h100")
@@ -200,7 +217,7 @@ Who holds which slice of which weight? What do ranks exchange in a step, and whi
 Nothing here is a table of what should happen: step.py is run as one rank of that world, and this is what it did. So
 `--against BASE.toml`, or the folder of another checkout, tells what a change of config or code changed."""
     epilog = "Exit status: 0 explained (--against: no difference), 1 --against has found one, 2 wrong input."
-    parser = make_parser("explain", description, OF_THE_CONFIG + epilog)
+    parser = make_parser("explain", description, epilog, reads_config=True)
     add = parser.add_argument
     add("--gpus", type=number(int, 1), metavar="N", help="ranks; default: what the degrees multiply to")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run; default: cuda")
@@ -310,6 +327,7 @@ The numbers are for reading: a bench never fails because something was slow."""
 
 TOOLS = {  # tool -> its module in torchtitan_lite, with `main(args) -> exit status`, and its parser
     "check": ("tools.check", make_check_parser),
+    "train": ("tools.train", make_train_parser),
     "prepare": ("tools.prepare", make_prepare_parser),
     "tokenizer": ("data.train_bpe", make_tokenizer_parser),
     "verify": ("verify.command", make_verify_parser),

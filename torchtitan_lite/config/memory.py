@@ -15,10 +15,10 @@ These are live bytes. The allocator reserves more: Cluster.reserve_factor. Legen
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, prod
+from math import ceil, lcm, prod
 
 from torchtitan_lite.config.flavors import FLAVORS, ModelArgs, count_parameters, list_block
-from torchtitan_lite.config.hardware import GIB, Machine, measure_cpu_memory
+from torchtitan_lite.config.hardware import GIB, Machine, find_cluster, measure_cpu_memory
 from torchtitan_lite.config.layout import plan_batch
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.schema import Config, Optimizer
@@ -276,7 +276,12 @@ def refuse_model(config: Config, args: ModelArgs, bound: MemoryBound, machine: M
         n_gpus = ceil(n_parameters * bytes_each / machine.memory_bytes_per_device)
         remedy += f", or share one copy of the model among at least {n_gpus} such GPUs"
     else:
-        remedy += f", or this config on GPUs with more than {n_parameters * bytes_each / GIB:.0f} GiB among them"
+        n_bytes, name = n_parameters * bytes_each, config.job.config_file.removesuffix(".toml")
+        node = lcm(8, prod(n for key, n in vars(config.parallelism).items() if key.endswith("_degree") and n > 0))
+        n_gpus = node * ceil(n_bytes / (node * find_cluster("h100", None).memory_bytes))
+        remedy += f", or this config on GPUs with more than {n_bytes / GIB:.0f} GiB among them. What works here: "
+        remedy += f"`python -m torchtitan_lite verify --config {name}` proves its layout, and "
+        remedy += f"`python -m torchtitan_lite plan --config {name} --gpus {n_gpus}` says what it costs on GPUs"
     flavor = FLAVORS[config.model.flavor]
     without = {"flavor": n_parameters}  # key -> parameters if it had its flavor's value
     for key, size in vars(args).items():

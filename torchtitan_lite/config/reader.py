@@ -22,13 +22,13 @@ from torchtitan_lite.config.messages import Problem, show_value
 from torchtitan_lite.config.schema import Config, Job, get_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, Absent, is_torchtitan_key, resolve_alias
 from torchtitan_lite.config.values import WrongValue, accepts_flag, convert
+from torchtitan_lite.repository import REPOSITORY
 
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG_FOLDER = REPOSITORY / "configs"
 MOST_TOML_BYTES = 2**16  # ten times the largest config that says everything
 MOST_DOTS = 256  # in a line of TOML: tomllib takes a time that grows with the square of a name's parts

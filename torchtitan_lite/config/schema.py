@@ -237,7 +237,7 @@ class Validation:
     # as training.dataset; none: the held-out part of those corpora
     dataset: list[FilePath] = field(default_factory=list)
     freq: Steps = 10  # steps from one validation to the next; the first and the last step are validated too
-    steps: StepsOrAuto = -1  # batches of training.global_batch_size; auto: all there are
+    steps: StepsOrAuto = -1  # batches of training.global_batch_size; auto: all there are; fewer are spread over them
 
 
 @dataclass(frozen=True)

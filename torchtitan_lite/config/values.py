@@ -5,6 +5,7 @@
 may stand is taken as one (1 is 1.0).
 """
 
+import json
 from math import isfinite
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -102,11 +103,31 @@ def check_limits(limits: Range | PathLimits, value: Any) -> None:
     """Raise WrongValue if `value` is beyond the limits of its key."""
     if isinstance(limits, Range):
         if not limits.low <= value <= limits.high and value != limits.auto:
-            low, high = (f"{n:,}" if isinstance(n, int) else f"{n:g}" for n in (limits.low, limits.high))
-            derived = "" if limits.auto is None else f", or {limits.auto} to have it derived"
-            raise WrongValue("it is out of range", f"Use a value from {low} to {high}{derived}", value)
+            raise WrongValue("it is out of range", f"Use a value {describe_range(limits)}", value)
         return
     path = value.encode()
     if len(path) > limits.path_bytes or any(len(name) > limits.name_bytes for name in path.split(b"/")):
         why, remedy = "no file system takes so long a name", f"Use at most {limits.name_bytes} bytes a name"
         raise WrongValue(why, f"{remedy}, and {limits.path_bytes} in all", value)
+
+
+def describe_range(limits: Range) -> str:
+    low, high = (f"{n:,}" if isinstance(n, int) else f"{n:g}" for n in (limits.low, limits.high))
+    derived = "" if limits.auto is None else f", or {limits.auto} to have it derived"
+    return f"from {low} to {high}{derived}"
+
+
+def describe_type(annotation: Any) -> str:
+    """Return what a key of this type may hold, in the words of a reference."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(json.dumps, arguments))
+    if get_origin(annotation) is Annotated:
+        if isinstance(arguments[1], PathLimits):
+            return "path"
+        return f"{describe_type(arguments[0])} {describe_range(arguments[1])}"
+    if get_origin(annotation) is list:
+        return f"list, each: {describe_type(arguments[0])}"
+    if type(None) in arguments:
+        return f"{describe_type(arguments[0])}, or none"
+    return {bool: "true or false", str: "text", int: "whole number", float: "number"}[annotation]

@@ -225,7 +225,8 @@ def prepare_dataset(name: str, tokenizer: Tokenizer, cache_folder: Path) -> Path
                     logger.warning(f"{fault}. The corpus {name} is prepared again")
                 logger.info(f"Tokenising {name} once: {len(files)} files into {folder}")
                 shutil.rmtree(folder, ignore_errors=True)
-                prepare_files(files, folder, tokenizer, validation_share=VALIDATION_SHARE_OF_DATASETS)
+                share, root = VALIDATION_SHARE_OF_DATASETS, os.path.commonpath(map(os.path.abspath, files))
+                prepare_files(files, folder, tokenizer, validation_share=share, names_below=root)
     return folder
 
 

@@ -221,6 +221,7 @@ class SampleStream:
 class ValidationBatches:
     """All samples of some corpora once, in their order; the last batch is filled up with rows of padding.
 
+    If `most_batches` is fewer, they hold samples at equal distances: the first ones could be all of one odd document.
     Batches have the shape of training's, so they use the same model, schedule and compiled graphs.
     """
 
@@ -233,6 +234,9 @@ class ValidationBatches:
     def batch(self, step: int, rows: range) -> Batch:
         """Return rows `rows` of batch number `step`, counted from 0. Raises CorpusError."""
         numbers = step * self.global_batch_size + torch.tensor(rows)
+        n_read = self.n_batches * self.global_batch_size
+        if n_read < self.ends[-1]:
+            numbers = numbers * self.ends[-1] // n_read
         located = locate_in_parts(numbers.clamp(max=self.ends[-1] - 1), self.reader.n_samples)
         chosen = zip(numbers.tolist(), *(tensor.tolist() for tensor in located), strict=True)
         return self.reader.read([(source, sample) if n < self.ends[-1] else None for n, source, sample in chosen])

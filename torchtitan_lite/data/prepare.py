@@ -42,12 +42,14 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 SOURCES = "sources.jsonl"
 
 
-def prepare_files(files: Iterable[Path], out: Path, tokenizer: Tokenizer, *, validation_share: float) -> CorpusManifest:
+def prepare_files(
+    files: Iterable[Path], out: Path, tokenizer: Tokenizer, *, validation_share: float, names_below: str = ""
+) -> CorpusManifest:
     """Prepare `files` into the folder `out`, in this process. What another plan left there is deleted.
 
     Raises PreparationError, Unfinished.
     """
-    plan = make_plan(find_sources(files)[0], out, Recipe(validation_share), tokenizer)
+    plan = make_plan(find_sources(files)[0], out, Recipe(validation_share, names_below=names_below), tokenizer)
     with open_work(plan, start_over=True) as missing:
         make_units(plan, missing)
         return commit(plan)[0]
@@ -126,6 +128,7 @@ def describe(plan: Plan) -> dict[str, object]:
         "held-out": plan.recipe.validation_share,
         "field": plan.recipe.field,
         "files": sources.hexdigest(),
+        **({"held out by": "name"} if plan.recipe.names_below else {}),
     }
 
 

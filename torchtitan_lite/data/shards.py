@@ -7,7 +7,8 @@
 A unit is a pair of shards, and any process can make it at any time with the same bytes.
 
 A document is `BOS text EOS`, without BOS where the tokenizer has none. A hash of its text says which split it is in:
-equal documents are in one split, and no order of the files changes it. What the files hold is in corpus_folder.py.
+equal documents are in one split, and no order of the files changes it. In a corpus with a name, a hash of the file's
+name says it. What the files hold is in corpus_folder.py.
 """
 
 import hashlib
@@ -22,7 +23,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from itertools import chain
 from pathlib import Path
 
 from torchtitan_lite.config.files import replace_file, sync_folder
@@ -42,6 +42,8 @@ class Recipe:
     validation_share: float  # of the documents, 0 <= share < 1
     field: str = "text"  # of a line of JSON
     skip_bad: bool = False  # a line without text is counted, and no error
+    # A file is held out by its path below this folder, not by its text: another version holds out the same files.
+    names_below: str = ""
 
 
 class Unfinished(RuntimeError):
@@ -163,10 +165,14 @@ def make_unit(work: Path, number: int, parts: list[Part], recipe: Recipe, tokeni
     writers: dict[str, ShardWriter] = {}
     writer: ShardWriter | None = None  # of the current document
     tally = Tally()
-    pieces = (read_documents(part, field=recipe.field, skip_bad=recipe.skip_bad, tally=tally) for part in parts)
+    pieces = (
+        (part.source, *piece)
+        for part in parts
+        for piece in read_documents(part, field=recipe.field, skip_bad=recipe.skip_bad, tally=tally)
+    )
     bos, eos = (pack([] if token_id is None else [token_id]) for token_id in (tokenizer.bos_id, tokenizer.eos_id))
     with ExitStack() as open_writers:
-        for piece, is_first in chain.from_iterable(pieces):
+        for source, piece, is_first in pieces:
             if is_first:
                 if writer is not None:
                     writer.write(eos)
@@ -174,7 +180,9 @@ def make_unit(work: Path, number: int, parts: list[Part], recipe: Recipe, tokeni
                     tally.n_empty += 1
                     writer = None
                     continue
-                split = SPLITS[choose_split(piece, recipe.validation_share)]
+                by_name = recipe.names_below and not source.holds_lines
+                hashed = os.path.relpath(source.path, recipe.names_below) if by_name else piece
+                split = SPLITS[choose_split(hashed, recipe.validation_share)]
                 if split not in writers:
                     dtype = choose_dtype(tokenizer.vocab_size)
                     writers[split] = ShardWriter(work / "corpus", f"{split}-{number:05}", dtype)
@@ -192,12 +200,12 @@ def make_unit(work: Path, number: int, parts: list[Part], recipe: Recipe, tokeni
         file.write(json.dumps({"shards": shards, "tally": asdict(tally)}).encode())
 
 
-def choose_split(first_piece: str, validation_share: float) -> str:
+def choose_split(hashed: str, validation_share: float) -> str:
     """Return the split of a document: texts hash to numbers below 2**64, and the lowest are for validation.
 
-    The first piece decides: when the split is needed, the others have not been read.
+    The first piece of its text decides (when the split is needed, the others have not been read), or its file's name.
     """
-    number = int.from_bytes(hashlib.sha256(first_piece.encode()).digest()[:8], "big")
+    number = int.from_bytes(hashlib.sha256(hashed.encode(errors="surrogateescape")).digest()[:8], "big")
     return "validation" if number < validation_share * 2**64 else "train"
 
 

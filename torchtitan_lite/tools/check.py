@@ -11,6 +11,7 @@ from pathlib import Path
 from torchtitan_lite.config.command_lines import make_check_parser, number
 from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters
 from torchtitan_lite.config.hardware import GIB, Machine, describe_node, detect_machine, find_cluster
+from torchtitan_lite.config.key_list import describe_keys
 from torchtitan_lite.config.memory import MemoryBound
 from torchtitan_lite.config.messages import ConfigError, Problem, show_text
 from torchtitan_lite.preflight import Prepared, preflight
@@ -31,6 +32,9 @@ def main(args: list[str]) -> int:
     options, config_args = make_check_parser().parse_known_args(args)
     prepared, problems = None, []
     try:
+        if options.keys is not None:
+            print(describe_keys(options.keys))
+            return 0
         target = choose_target(options, problems)
         prepared = preflight(config_args, machine=target.machine, n_ranks=target.n_ranks, n_hosts=target.n_hosts)
         world_size = prepared.layout.world_size
