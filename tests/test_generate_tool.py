@@ -242,7 +242,7 @@ def test_rows_of_the_head_without_a_token_are_never_drawn(export, generate):
 
 def test_interrupted_from_the_keyboard_it_ends_quietly(checkpoint, monkeypatch, capsys):
     monkeypatch.setattr(tool, "build_model", lambda *_: signal.raise_signal(signal.SIGINT))
-    assert tool.main([str(checkpoint), "--prompt", PROMPT]) == 1
+    assert tool.main([str(checkpoint), "--prompt", PROMPT]) == 130
     assert capsys.readouterr() == ("", "\n")
 
 

@@ -73,10 +73,9 @@ def test_a_second_signal_ends_the_process_but_a_copy_of_the_first_does_not(reque
 
 
 def test_a_signal_in_the_first_step_ends_the_process():
-    """From C, while the main thread is in a call that Python cannot interrupt."""
-    program = "import time, ctypes; from torchtitan_lite.components.shutdown import StopRequest\n"
-    program += "StopRequest().listen(); print(flush=True); ctypes.PyDLL(None).usleep  # keeps the lock of Python\n"
-    program += "ctypes.CDLL(None).pause(); ctypes.CDLL(None).sleep(100)"
+    """Even if the main thread is in C and never returns to Python, as one that waits for a device."""
+    program = "import ctypes, os; from torchtitan_lite.components.shutdown import StopRequest\n"
+    program += "StopRequest().listen(); print(flush=True); ctypes.CDLL(None).read(os.pipe()[0], ctypes.c_buffer(1), 1)"
     process = subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=-1)
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
