@@ -301,6 +301,9 @@ def test_a_source_without_a_model_is_refused(assert_refused, tmp_path):
     (tmp_path / "step-7.tmp").mkdir()
     for source in ("file", "nowhere", ""):
         assert_refused(tmp_path / source, "--prompt", "a", named=[str(tmp_path / source)])
+    save(tmp_path / "outputs" / "debug" / "checkpoint" / "step-3", {})
+    for source in ("outputs", "outputs/another"):
+        assert_refused(tmp_path / source, "--prompt", "a", named=[str(tmp_path / "outputs" / "debug")])
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert_refused(tmp_path, "--prompt", "a", named=["gpt2"])
 

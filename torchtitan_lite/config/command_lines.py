@@ -222,7 +222,9 @@ The files of SOURCE say what it is. The first kind is for transformers and other
 folder itself too: --checkpoint.initial_load_in_hf.)
 
 One tensor at a time is in memory, so that the model may be larger than that. OUT is whole or absent."""
-    parser = make_parser("convert", description, "Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C.")
+    parser = make_parser(
+        "convert", description, "Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."
+    )
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="checkpoint, run, or Hugging Face folder")
     add("out", type=Path, metavar="OUT", help="the folder to make")
