@@ -12,13 +12,13 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from torchtitan_lite.components.shutdown import StopRequest, describe_stop, end_now
+from torchtitan_lite.components.shutdown import StopRequest, describe_stop
 from torchtitan_lite.data.tokenizer_files import describe_for_export
 from torchtitan_lite.environment import continue_with_packages
 
 if __name__ == "__main__":
     continue_with_packages()  # started by hand, perhaps with a Python that has no torch
-    stop = StopRequest()
+    stop = StopRequest(os.environ.get("RANK", ""))
     stop.listen()  # before the imports, which take seconds
 
 import torch
@@ -314,4 +314,4 @@ if __name__ == "__main__":
         if stop.received is None:
             raise
         # A peer ended at once, by a second signal or in its first step, and this rank waited for it.
-        end_now(stop.received, f"in the midst of a step: {type(error).__name__}")
+        stop.end(stop.received, f"in the midst of a step: {type(error).__name__}")

@@ -33,10 +33,10 @@ class Ended(Exception):
 def requests(monkeypatch) -> list[StopRequest]:
     """Those of three ranks that have met, each at the end of its first step."""
 
-    def end_now(received, when):
+    def end(request, received, when):
         raise Ended(received)
 
-    monkeypatch.setattr(shutdown, "end_now", end_now)
+    monkeypatch.setattr(StopRequest, "end", end)
     store = dist.HashStore()
     requests = [StopRequest() for _ in range(3)]
     for request in requests:

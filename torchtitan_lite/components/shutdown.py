@@ -39,9 +39,13 @@ COPIES_ARRIVE_WITHIN_S = 2.0
 
 
 class StopRequest:
-    """The signal that this process got, and the step after which the run stops for a signal of any rank."""
+    """The signal that this process, `rank` of the run, got; and the step after which the run stops for one of any rank.
 
-    def __init__(self):
+    Without `listen` it never gets one.
+    """
+
+    def __init__(self, rank: str = ""):
+        self.rank = rank
         self.received: signal.Signals | None = None
         self.received_at_s = 0.0
         self.store: Store | None = None  # None: nothing is worth saving yet
@@ -69,12 +73,17 @@ class StopRequest:
         """Keep the first signal for the end of a step, or end this process."""
         now_s = time.monotonic()
         if self.store is None:
-            end_now(received, "before the end of its first step, so there is nothing to save")
+            self.end(received, "before the end of its first step, so there is nothing to save")
         elif self.received is None:
             self.received, self.received_at_s = received, now_s
             logger.info(f"{received.name}: the run stops at the end of a step; a second signal ends it at once")
         elif now_s - self.received_at_s > COPIES_ARRIVE_WITHIN_S:
-            end_now(received, "at once, as this is the second signal")
+            self.end(received, "at once, as this is the second signal")
+
+    def end(self, received: signal.Signals, when: str) -> NoReturn:
+        """End this process from any thread, with the status that shells give to a process which this signal ended."""
+        os.write(2, f"rank {self.rank} was stopped by {received.name} {when}\n".encode())
+        os._exit(128 + received)
 
     def wait_for_steps(self, store: "Store") -> None:
         """From now on, let a signal wait for the end of a step. `store` is the one in which all ranks met."""
@@ -94,12 +103,6 @@ class StopRequest:
 
 def name_key(step: int) -> str:
     return f"stop-after-{step}"
-
-
-def end_now(received: signal.Signals, when: str) -> NoReturn:
-    """End this process from any thread, with the status that shells give to a process which this signal ended."""
-    os.write(2, f"Rank {os.environ.get('RANK', '?')} was stopped by {received.name} {when}.\n".encode())
-    os._exit(128 + received)
 
 
 def describe_stop(
