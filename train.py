@@ -4,6 +4,11 @@ Every rank runs this file from top to bottom. What a step does is in torchtitan_
 said where they do it.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `listen` below: no traceback of an import
+
 import gc
 import logging
 import os

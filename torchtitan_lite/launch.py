@@ -11,13 +11,17 @@ A signal does not end torchrun here, nor do ranks get its 30 seconds: they get t
 Exit status: 0 if every rank ended with 0; 130 if the ranks stopped for SIGINT, 143 for SIGTERM; else 1.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_ranks: no traceback of an import
+
 import argparse
 import errno
 import logging
 import os
 import platform
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -25,9 +29,6 @@ import tempfile
 import traceback
 from pathlib import Path
 from unittest.mock import patch
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of the imports, which take seconds
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
@@ -77,6 +78,8 @@ def main(args: list[str]) -> int:
 def run_ranks(options: argparse.Namespace, folder: Path) -> tuple[int, str | None]:
     """Run torchrun to its end. Return the exit status, and why it is not 0."""
     try:
+        for number in SIGNALS:
+            signal.signal(number, interrupt)
         with patch.object(launcher, "LocalElasticAgent", Agent):  # torchrun has no option for it
             torchrun.run(options)
     except ChildFailedError as error:
@@ -107,7 +110,7 @@ class Agent(LocalElasticAgent):
     def note(self, number: int, frame: object) -> None:
         self.received.append(signal.Signals(number))
         if not self.has_ranks:  # it waits for other hosts
-            raise SignalException("", self.received[0])
+            interrupt(number, frame)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self.has_ranks = True  # before the first one starts: an exception would leave it behind
@@ -132,6 +135,10 @@ class Agent(LocalElasticAgent):
             if failure.exitcode in by_signal:
                 raise SignalException("", by_signal[failure.exitcode])
         return result
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise SignalException("", signal.Signals(number))
 
 
 def send(number: signal.Signals, ranks: list[subprocess.Popen]) -> None:
