@@ -102,7 +102,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.received: list[signal.Signals] = []
-        self.n_passed_on = 0
+        self.is_passed_on = False
         self.has_ranks = False
         for number in SIGNALS:
             signal.signal(number, self.note)
@@ -121,19 +121,19 @@ class Agent(LocalElasticAgent):
         if len(self.received) > 1:
             send(signal.SIGKILL, ranks)
             raise SignalException("", self.received[0])
-        for received in self.received[self.n_passed_on :]:
-            send(received, ranks)  # not to their children, such as compilers
-            self.n_passed_on += 1
-        # How a rank ends for a signal, wherever in the job that arrived; or for ours, before it could listen.
-        by_signal = {128 + number: number for number in SIGNALS} | {-number: number for number in self.received}
-        ends = [rank.poll() for rank in ranks]
-        if any(end and end not in by_signal for end in ends):
+        if self.received and not self.is_passed_on:
+            send(self.received[0], ranks)  # not to their children, such as compilers
+            self.is_passed_on = True
+        stopped = {128 + number: number for number in SIGNALS}  # wherever in the job the signal arrived
+        unheard = {-number: number for number in self.received}  # by ranks that could not listen yet
+        ends = {rank.poll() for rank in ranks}
+        if not ends <= {None, 0, *stopped, *unheard}:
             send(signal.SIGHUP, ranks)  # for the SIGTERM of torchrun they would wait for the one that failed
         result = super()._monitor_workers(worker_group)
         self.has_ranks = result.state == WorkerState.HEALTHY
-        for failure in result.failures.values():
-            if failure.exitcode in by_signal:
-                raise SignalException("", by_signal[failure.exitcode])
+        ends = {failure.exitcode for failure in result.failures.values()}
+        if by_signal := ends & stopped.keys() or (ends if ends <= unheard.keys() else None):
+            interrupt((stopped | unheard)[min(by_signal)], None)
         return result
 
 
