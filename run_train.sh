@@ -14,7 +14,11 @@ Usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key value]...
 
 What it does: takes the Python on the PATH if that has the packages that pyproject.toml names, else makes .venv here
 once; runs `python -m torchtitan_lite check`, which refuses a config that cannot work; hands over to torchrun. The
-working directory stays the caller's. Exit status: 0 trained, 2 refused by check, 1 anything else.
+working directory stays the caller's. Exit status: 0 trained, 2 refused by check, 130 stopped by Ctrl-C, 143 stopped by
+SIGTERM, 1 anything else.
+
+Ctrl-C or SIGTERM, to any process of the run: all ranks finish a step, save it if checkpoint.enable, say how to continue,
+and end. A second one ends them at once, and so does one before the first step is done.
 
 Environment:
   CONFIG_FILE    the same as --config, which wins over it
@@ -36,8 +40,8 @@ Several hosts: start the same command on each, with
                  ranks by host name
   MASTER_ADDR    name or address of that host
   MASTER_PORT    a free port there (default 29500)
-With Slurm: start it once in an allocation of several nodes (sbatch --nodes 4 --gpus-per-node 8 --wrap
-"./run_train.sh --config llama3_70b"); it starts itself on each node by srun. NNODES=1 keeps it on one.
+With Slurm: start it once in an allocation of several nodes; it starts itself on each node by srun. NNODES=1 keeps it on
+one. assets/slurm/train.sbatch does that, and continues a run in further jobs when its time is over.
 HELP
 }
 

@@ -4,6 +4,11 @@ Every rank runs this file from top to bottom. What a step does is in torchtitan_
 said where they do it.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `listen` below: no traceback of an import
+
 import gc
 import logging
 import os
@@ -12,11 +17,14 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from torchtitan_lite.components.shutdown import StopRequest, describe_stop
 from torchtitan_lite.data.tokenizer_files import describe_for_export
 from torchtitan_lite.environment import continue_with_packages
 
-if __name__ == "__main__":  # started by hand, perhaps with a Python that has no torch
-    continue_with_packages()
+if __name__ == "__main__":
+    continue_with_packages()  # started by hand, perhaps with a Python that has no torch
+    stop = StopRequest(os.environ.get("RANK", ""))
+    stop.listen()  # before the imports, which take seconds
 
 import torch
 import torch.distributed as dist
@@ -55,8 +63,13 @@ from torchtitan_lite.validation import is_validated, validate
 logger = logging.getLogger("torchtitan_lite.train")
 
 
-def main(args: list[str]) -> int:
-    """Train. Return the exit status: 0 trained and saved, 1 a step was not finite or a checkpoint was not written."""
+def main(args: list[str], stop: StopRequest | None = None) -> int:
+    """Train. Return the exit status. `stop` listens to the signals of this process, if it is a process of its own.
+
+    0 trained and saved, 1 a step was not finite or a checkpoint was not written, 130 stopped by SIGINT, 143 by SIGTERM.
+    """
+    stop = stop or StopRequest()
+
     # ---- config: every mistake in it is reported before any process group exists
     rank, world_size, local_world_size, local_rank, restarts = read_torchrun_environment(os.environ)
     machine = detect_machine()
@@ -158,7 +171,7 @@ def main(args: list[str]) -> int:
             peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
         )
     progress = Progress(rank, n_steps, stream=sys.stdout)
-    trained = False
+    status = 1
     batches = prefetch(stream, rows, steps=range(resumed_step, n_steps), device=device)
     with (
         log_rank_on_error(rank, mesh.coordinates()),
@@ -175,9 +188,10 @@ def main(args: list[str]) -> int:
                 batch = next(batches)
             progress.show(step, "computing")
             (lr,) = set(run.lr_scheduler.get_last_lr())
+            stop.announce(step)  # if this rank got a signal
             with warn_on_recompile(step - resumed_step), ledger.measured(step, run, host_group, besides=saver_group):
                 result = train_step(run, batch)
-            if not result.finite:  # the same on every rank; waits for the device
+            if not result.finite:  # the same on every rank; waits for the device, and so for all ranks
                 again, coordinates = partial(compute_gradients, run, batch), mesh.coordinates()
                 culprit = find_non_finite(result.local_loss, run.parts, coordinates, again, composed=CONTEXT_ATTENTION)
                 logger.log(
@@ -188,6 +202,7 @@ def main(args: list[str]) -> int:
 
             if step == resumed_step + 1:  # all ranks have compiled, connected and allocated
                 set_timeouts(config.comm.train_timeout_seconds, run.schedule, besides=(host_group, saver_group))
+                stop.wait_for_steps(dist.distributed_c10d._get_default_store())
             validation = {}
             if is_validated(step, config.validation, n_steps):
                 progress.show(step, "validating")
@@ -209,13 +224,20 @@ def main(args: list[str]) -> int:
                 )
             saver.check()  # raises an error of an earlier save
             hashing.check()
-            if is_saved(step, config.checkpoint, n_steps):
+            received = stop.find(step) if step < n_steps else None  # the same on every rank
+            if is_saved(step, config.checkpoint, n_steps, is_stopped=received is not None):
                 progress.show(step, "saving")
                 saver.wait()  # one save at a time, and the last one converts together
                 tensors = choose_tensors(
                     run.parameters, run.optimizer, section=config.checkpoint, is_last=step == n_steps, group=host_group
                 )
                 saver.save(step, tensors)
+            if received:
+                saver.wait()
+                newest = checkpoints / f"step-{saver.newest_step}" if saver.newest_step else None
+                logger.info(describe_stop(received, step, config, newest, args, os.environ.get("NGPU")))
+                status = 128 + received
+                break
             profiler.step()
             if step % config.training.gc_freq == 0:
                 gc.collect(1)
@@ -227,7 +249,7 @@ def main(args: list[str]) -> int:
                 export_hf(checkpoints / f"step-{n_steps}-hf", run.parameters, export=export, group=host_group)
             if saver.failure is None:
                 logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
-                trained = True
+                status = 0
             elif rank == 0:
                 logger.error(f"trained {n_steps} steps, and {saver.describe_saved()}: {saver.failure}")
     progress.clear()
@@ -238,7 +260,7 @@ def main(args: list[str]) -> int:
         lock.close()
     dist.barrier()  # no rank closes its connections while another still communicates
     dist.destroy_process_group()
-    return 0 if trained else 1
+    return status
 
 
 def open_samples(config: Config, vocab_size: int, tokenizer: Tokenizer, names: list[str], split: str) -> SampleReader:
@@ -286,10 +308,15 @@ def record_collectives(section: Comm, dump_folder: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(record(main)(sys.argv[1:]))  # so that torchrun can name the first rank that failed, and why
+        sys.exit(record(main)(sys.argv[1:], stop))  # so that torchrun can name the first rank that failed, and why
     except ConfigError as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
         sys.exit(2)
     except (CheckpointError, CorpusError) as error:
         print(f"This run stops: {error}", file=sys.stderr)
         sys.exit(1)
+    except Exception as error:
+        if stop.received is None:
+            raise
+        # A peer ended at once, by a second signal or in its first step, and this rank waited for it.
+        stop.end(stop.received, f"in the midst of a step: {type(error).__name__}")

@@ -36,13 +36,24 @@ record(main)() if rank == "1" else wait_for_the_end()
 """
 SPEAK = 'sys.exit("the reason") if rank == "0" else wait_for_the_end()'
 DIE = 'os.kill(os.getpid(), signal.SIGKILL) if rank == "1" else wait_for_the_end()'
-ENDINGS = {  # what ranks do, the signal that the launcher gets, the last line, whether stderr is kept
-    "trained": (f"{RANK}print('a warning', file=sys.stderr)", None, None, False),
-    "a rank that is not shown fails": (FAIL, None, "rank 1 failed: OSError: disk 7 is gone", True),
-    "rank 0 says why": (f"{RANK}{SPEAK}", None, "rank 0 ended with exit status 1: see above", True),
-    "a rank is killed": (f"{RANK}{DIE}", None, "rank 1 was killed by SIGKILL, as Linux does", False),
-    "SIGTERM": (f"{RANK}wait_for_the_end()", signal.SIGTERM, "stopped by SIGTERM", False),
-    "Ctrl-C": (f"{RANK}wait_for_the_end()", signal.SIGINT, "stopped by Ctrl-C", False),
+HEAR = "def end(status): signal.signal(signal.SIGTERM, lambda *_: sys.exit(status)); wait_for_the_end()\n"
+SAVE = "for n in (2, 15): signal.signal(n, lambda n, _: sys.exit(128 + n))\nwait_for_the_end()"
+SAVE_ALONE = "sys.exit(143)"
+END, FAIL_LATER = f"{HEAR}end(0)", f"{HEAR}end('no space left')"
+IGNORE = "signal.signal(signal.SIGTERM, lambda *_: signal.pause())\n"
+ENDINGS = {  # what ranks do, the signals that the launcher gets, its exit status, the last line, whether stderr is kept
+    "trained": (f"{RANK}print('a warning', file=sys.stderr)", [], 0, None, False),
+    "a rank that is not shown fails": (FAIL, [], 1, "rank 1 failed: OSError: disk 7 is gone", True),
+    "rank 0 says why": (f"{RANK}{SPEAK}", [], 1, "rank 0 ended with exit status 1: see above", True),
+    "a rank is killed": (f"{RANK}{DIE}", [], 1, "rank 1 was killed by SIGKILL, as Linux does", False),
+    "a rank is killed, the others hear no SIGTERM": (f"{RANK}{IGNORE}{DIE}", [], 1, "rank 1 was killed by SIG", False),
+    "SIGTERM": (f"{RANK}{SAVE}", [signal.SIGTERM], 143, "stopped by SIGTERM", False),
+    "Ctrl-C": (f"{RANK}{SAVE}", [signal.SIGINT], 130, "stopped by SIGINT", False),
+    "SIGTERM that comes when the work is done": (f"{RANK}{END}", [signal.SIGTERM], 0, None, False),
+    "SIGTERM, and the save fails": (f"{RANK}{FAIL_LATER}", [signal.SIGTERM], 1, "rank 0 ended with exit", True),
+    "SIGTERM twice": (f"{RANK}{IGNORE}wait_for_the_end()", [signal.SIGTERM] * 2, 143, "stopped by SIGTERM", False),
+    "SIGTERM to one rank": (f"{RANK}{SAVE_ALONE}", [], 143, "stopped by SIGTERM", False),
+    "SIGTERM before a rank listens": (f"{RANK}wait_for_the_end()", [signal.SIGTERM], 143, "stopped by SIGTERM", False),
 }
 OPTIONS = "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1 --role rank"
 OPTIONS += " --max-restarts 0 --local-ranks-filter 0 --tee 2"  # as run_train.sh gives them
@@ -58,7 +69,7 @@ def run_launcher(folder: Path, stdout: Connection) -> None:
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
-    script, number, expected, is_kept = ENDINGS[name]
+    script, numbers, status, expected, is_kept = ENDINGS[name]
     (tmp_path / "script.py").write_text(script)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)  # as for the pool of ranks
@@ -67,14 +78,16 @@ def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
     process.start()
     of_ranks.close()
     try:
-        if number is not None:
+        if numbers:
             assert open(stdout.fileno(), closefd=False).readline() == "ready\n"
+        for number in numbers:
             os.kill(process.pid, number)
+            process.join(1 if len(numbers) > 1 else None)  # two that arrive together may be one
         process.join()
     finally:
         process.terminate()
     err = (tmp_path / "stderr").read_text()
-    assert process.exitcode == int(expected is not None), err
+    assert process.exitcode == status, err
     if expected:
         assert err.splitlines()[-1].startswith(f"run_train.sh: {expected}"), err
     assert "Traceback" not in err and "torch/distributed" not in err

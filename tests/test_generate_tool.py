@@ -242,7 +242,7 @@ def test_rows_of_the_head_without_a_token_are_never_drawn(export, generate):
 
 def test_interrupted_from_the_keyboard_it_ends_quietly(checkpoint, monkeypatch, capsys):
     monkeypatch.setattr(tool, "build_model", lambda *_: signal.raise_signal(signal.SIGINT))
-    assert tool.main([str(checkpoint), "--prompt", PROMPT]) == 1
+    assert tool.main([str(checkpoint), "--prompt", PROMPT]) == 130
     assert capsys.readouterr() == ("", "\n")
 
 
@@ -301,6 +301,9 @@ def test_a_source_without_a_model_is_refused(assert_refused, tmp_path):
     (tmp_path / "step-7.tmp").mkdir()
     for source in ("file", "nowhere", ""):
         assert_refused(tmp_path / source, "--prompt", "a", named=[str(tmp_path / source)])
+    save(tmp_path / "outputs" / "debug" / "checkpoint" / "step-3", {})
+    for source in ("outputs", "outputs/another"):
+        assert_refused(tmp_path / source, "--prompt", "a", named=[str(tmp_path / "outputs" / "debug")])
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert_refused(tmp_path, "--prompt", "a", named=["gpt2"])
 

@@ -14,9 +14,10 @@ from torchtitan_lite.config.command_lines import TOOLS
 
 
 def main(args: list[str] | None = None) -> int:
-    """Call the tool. Return its exit status (0 fine, 1 the answer is no, 2 wrong input); 2 if there is no such tool.
+    """Call the tool. Return its exit status; 2 if there is no such tool.
 
-    The console script `torchtitan-lite` calls it without `args`: they are those of the command line.
+    0 fine, 1 the answer is no, 2 wrong input, 130 stopped by Ctrl-C. The console script `torchtitan-lite` calls it
+    without `args`: they are those of the command line.
     """
     args = sys.argv[1:] if args is None else args
     if not args or args[0] in ("-h", "--help"):
@@ -34,7 +35,11 @@ def main(args: list[str] | None = None) -> int:
     make_parser().parse_known_args(rest)  # --help and mistyped options end here
     if name != "check" or not (find_spec("tomllib") or find_spec("tomli")):  # check needs no package but a TOML reader
         importlib.import_module("torchtitan_lite.environment").continue_with_packages()
-    return importlib.import_module(f"torchtitan_lite.{module}").main(rest)
+    try:
+        return importlib.import_module(f"torchtitan_lite.{module}").main(rest)
+    except KeyboardInterrupt:
+        print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

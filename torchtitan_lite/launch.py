@@ -2,11 +2,22 @@
 
     run_train.sh:  python -m torchtitan_lite.launch OPTION_OF_TORCHRUN... train.py ARGUMENT...
 
+    on GPUs    launcher -> rank, rank, ...                          each starts Python and imports torch
+    on CPUs    launcher -> a process that imports -> rank, rank, ...    forks of it, which share its memory
+
 torchrun alone would end with its own traceback and a report of every rank that it stopped, below the line that matters.
 The stderr of every rank goes to files in a temporary folder, which is kept if a rank failed and any file is not empty.
 
-Exit status: 0 if every rank ended with 0, else 1.
+A signal does not end torchrun here, nor do ranks get its 30 seconds: they get the signal, finish a step, save and end
+(components/shutdown.py), and that is waited for. A second signal kills them. No restart follows.
+
+Exit status: 0 if every rank ended with 0; 130 if the ranks stopped for SIGINT, 143 for SIGTERM; else 1.
 """
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_ranks: no traceback of an import
 
 import argparse
 import errno
@@ -14,23 +25,29 @@ import logging
 import multiprocessing
 import os
 import platform
+import runpy
 import shutil
-import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import traceback
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest.mock import patch
 
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher import api as launcher
 
 from torchtitan_lite.config.hardware import detect_machine
 
-# Signals that torchrun passes on to the ranks. SIGINT is not among them: here it becomes a KeyboardInterrupt, for which
-# torchrun ends the ranks by SIGTERM, at once; a rank that gets SIGINT itself prints a traceback.
-PASSED_ON = "SIGTERM,SIGHUP,SIGQUIT"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that Agent passes on
+PASSED_ON = "SIGHUP,SIGQUIT"  # that torchrun passes on; they end the ranks at once
 REPEATED = {  # logger of torchrun -> prefixes of lines that repeat our last line
     "torch.distributed.elastic.agent.server.api": ("Received %s death signal",),
     "torch.distributed.elastic.multiprocessing.api": ("Sending process", "failed (exitcode"),
@@ -48,10 +65,10 @@ def main(args: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     options.log_dir = str(folder)
     if sys.platform == "linux" and detect_machine().device_type == "cpu":
-        # Here ranks share few cores, and importing torch costs each of them seconds: one process imports, the ranks are
-        # its forks. Not with GPUs, where a host has cores enough and libraries that do not like to be forked.
+        # Here ranks share few cores, and importing torch takes seconds of each. With GPUs a host has cores enough, and
+        # some of their libraries must not be forked.
         options.run_path, options.start_method = True, "forkserver"
-        multiprocessing.set_forkserver_preload(["train"])
+        multiprocessing.set_forkserver_preload(["train", "torchtitan_lite.launch"])
     print(
         f"The stderr of each of {options.nproc_per_node} ranks on {platform.node()} goes to {folder}, "
         "which is kept if a rank fails.",
@@ -62,33 +79,119 @@ def main(args: list[str]) -> int:
         dropped = tuple(start for start in starts if options.max_restarts == 0 or not start.startswith("failed"))
         logging.getLogger(name).addFilter(lambda record, dropped=dropped: not str(record.msg).startswith(dropped))
 
-    failure = run_ranks(options, folder)
+    status, failure = run_ranks(options, folder)
     has_failed = failure is not None or len(list(folder.glob("*/attempt_*"))) > 1  # torchrun makes one at each start
     if has_failed and any(path.stat().st_size for path in folder.rglob("*") if path.is_file()):
         print(f"The stderr of every rank is in {folder}.", file=sys.stderr)
     else:
         shutil.rmtree(folder, ignore_errors=True)
-    if failure is None:
-        return 0
-    print(f"run_train.sh: {failure}", file=sys.stderr)
-    return 1
+    if failure is not None:
+        print(f"run_train.sh: {failure}", file=sys.stderr)
+    return status
 
 
-def run_ranks(options: argparse.Namespace, folder: Path) -> str | None:
-    """Run torchrun to its end. Return how the run failed; None if it did not."""
+def run_ranks(options: argparse.Namespace, folder: Path) -> tuple[int, str | None]:
+    """Run torchrun to its end. Return the exit status, and why it is not 0."""
     try:
-        torchrun.run(options)
+        for number in SIGNALS:
+            signal.signal(number, interrupt)
+        with (  # torchrun has no option for them
+            patch.object(launcher, "LocalElasticAgent", Agent),
+            patch.object(torchrun, "run_script_path", run_fork),
+        ):
+            torchrun.run(options)
     except ChildFailedError as error:
-        return describe_failure(error.failures, shown_ranks=options.local_ranks_filter.split(","))
+        return 1, describe_failure(error.failures, shown_ranks=options.local_ranks_filter.split(","))
     except SignalException as error:
-        return f"stopped by {error.sigval.name}"
-    except KeyboardInterrupt:
-        return "stopped by Ctrl-C"
+        return 128 + error.sigval, f"stopped by {error.sigval.name}"
     except Exception as error:
         report = folder / "torchrun.txt"
         report.write_text(traceback.format_exc(), encoding="utf-8")
-        return f"torchrun failed: {type(error).__name__}: {first_line(error)} ({report} holds its traceback)"
-    return None
+        return 1, f"torchrun failed: {type(error).__name__}: {first_line(error)} ({report} holds its traceback)"
+    return 0, None
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's process on this host, which starts its ranks and looks at them ten times a second.
+
+    Raises SignalException where a signal has ended the run.
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.received: list[signal.Signals] = []
+        self.is_passed_on = False
+        self.has_ranks = False
+        for number in SIGNALS:
+            signal.signal(number, self.note)
+
+    def note(self, number: int, frame: object) -> None:
+        self.received.append(signal.Signals(number))
+        if not self.has_ranks:  # it waits for other hosts
+            interrupt(number, frame)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        self.has_ranks = True  # before the first one starts: an exception would leave it behind
+        return super()._start_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        is_forked = isinstance(self._pcontext, MultiprocessContext)
+        ranks = (
+            self._pcontext._pc.processes
+            if is_forked
+            else [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
+        )
+        if len(self.received) > 1:
+            send(signal.SIGKILL, ranks)
+            raise SignalException("", self.received[0])
+        if self.received and not self.is_passed_on:
+            send(self.received[0], ranks)  # not to their children, such as compilers
+            self.is_passed_on = True
+        stopped = {128 + number: number for number in SIGNALS}  # wherever in the job the signal arrived
+        unheard = {-number: number for number in self.received}  # by ranks that could not listen yet
+        ends = set(map(read_exit_status, ranks))
+        if self.received and ends == {0}:  # forks that could not listen yet
+            interrupt(self.received[0], None)
+        if not ends <= {None, 0, *stopped, *unheard}:
+            send(signal.SIGHUP, ranks)  # for the SIGTERM of torchrun they would wait for the one that failed
+        result = super()._monitor_workers(worker_group)
+        self.has_ranks = result.state == WorkerState.HEALTHY
+        if is_forked and result.state == WorkerState.FAILED:  # of forks, torchrun names only one
+            result.failures = {
+                worker.global_rank: ProcessFailure(number, rank.pid, rank.exitcode, self._pcontext.error_files[number])
+                for number, (worker, rank) in enumerate(zip(worker_group.workers, ranks, strict=True))
+                if rank.exitcode
+            }
+        ends = {failure.exitcode for failure in result.failures.values()}
+        if by_signal := ends & stopped.keys() or (ends if ends <= unheard.keys() else None):
+            interrupt((stopped | unheard)[min(by_signal)], None)
+        return result
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise SignalException("", signal.Signals(number))
+
+
+def send(number: signal.Signals, ranks: list[subprocess.Popen | BaseProcess]) -> None:
+    for rank in ranks:
+        if read_exit_status(rank) is None:
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(rank.pid, number)
+
+
+def read_exit_status(rank: subprocess.Popen | BaseProcess) -> int | None:
+    """Return None while the rank runs, and -N if signal N has ended it."""
+    return rank.exitcode if isinstance(rank, BaseProcess) else rank.poll()
+
+
+def run_fork(script: str, *args: str) -> None:
+    """Run a script as a rank, in a process that has already imported what it needs."""
+    sys.argv = [script, *args]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except Exception:  # torch.multiprocessing would hand it to the launcher, and not print it
+        traceback.print_exc()
+        sys.exit(1)
 
 
 def describe_failure(failures: dict[int, ProcessFailure], *, shown_ranks: list[str]) -> str:
@@ -108,13 +211,14 @@ def describe_failure(failures: dict[int, ProcessFailure], *, shown_ranks: list[s
 def order_of_failure(numbered: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
     """Return a sort key that puts the cause first. The times of failures are whole seconds and do not suffice.
 
-    A rank that was killed comes first: the others fail because their peer is gone. Last come those that torchrun then
-    ended by SIGTERM. SIGABRT may be an effect as well as the cause.
+    A rank that was killed comes first: the others fail because their peer is gone. Last come those that were ended
+    after that, by Agent or by torchrun. SIGABRT may be an effect as well as the cause.
     """
     rank, failure = numbered
-    killed = failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGABRT)
-    ended_by_torchrun = failure.exitcode == -signal.SIGTERM and not has_message(failure)
-    return ended_by_torchrun, not killed, failure.timestamp, rank
+    ended_here = (-signal.SIGHUP, -signal.SIGTERM)
+    killed = failure.exitcode < 0 and failure.exitcode not in (*ended_here, -signal.SIGABRT)
+    ended_later = failure.exitcode in ended_here and not has_message(failure)
+    return ended_later, not killed, failure.timestamp, rank
 
 
 def has_message(failure: ProcessFailure) -> bool:

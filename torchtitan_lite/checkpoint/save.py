@@ -239,8 +239,13 @@ def describe_run(config: Config, degrees: dict[str, int], certificate: dict[str,
     }
 
 
-def is_saved(step: int, section: Checkpoint, n_steps: int) -> bool:
-    """Return whether a run of `n_steps` saves after this step."""
+def is_saved(step: int, section: Checkpoint, n_steps: int, *, is_stopped: bool = False) -> bool:
+    """Return whether a run of `n_steps` saves after this step. `is_stopped`: a signal ends it here."""
     if not section.enable or section.load_only:
         return False
-    return step % section.interval == 0 or step == n_steps or (step == 1 and section.enable_first_step_checkpoint)
+    return (
+        is_stopped
+        or step % section.interval == 0
+        or step == n_steps
+        or (step == 1 and section.enable_first_step_checkpoint)
+    )

@@ -239,7 +239,9 @@ The files of SOURCE say what it is. The first kind is for transformers and other
 folder itself too: --checkpoint.initial_load_in_hf.)
 
 One tensor at a time is in memory, so that the model may be larger than that. OUT is whole or absent."""
-    parser = make_parser("convert", description, "Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input.")
+    parser = make_parser(
+        "convert", description, "Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."
+    )
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="checkpoint, run, or Hugging Face folder")
     add("out", type=Path, metavar="OUT", help="the folder to make")
@@ -263,7 +265,7 @@ is read from standard input. The text goes to standard output, prompt first; pro
     epilog = """Sample number i is drawn with seed + i, so that it can be had again alone: --seed SEED+i.
 Ends at a token that ends a text (of the tokenizer, or of a generation_config.json beside it or the weights), after
 --max-new-tokens, or where the context is full.
-Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input."""
+Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."""
     parser = make_parser("generate", description, epilog)
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="checkpoint, run, or Hugging Face folder")

@@ -28,7 +28,7 @@ FINAL_NORM = "norm.weight"
 
 
 def main(args: list[str]) -> int:
-    """Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input."""
+    """Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."""
     options = make_convert_parser().parse_args(args)
     try:
         print(convert(options))
@@ -40,7 +40,7 @@ def main(args: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         print(f"Stopped. {options.out} was not made.", file=sys.stderr)
-        return 1
+        return 130
     return 0
 
 

@@ -60,7 +60,7 @@ class Sample:
 
 
 def main(args: list[str]) -> int:
-    """Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input."""
+    """Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."""
     options = make_generate_parser().parse_args(args)
     sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal does not have
     try:
@@ -72,7 +72,7 @@ def main(args: list[str]) -> int:
         return 2 if isinstance(error, SourceError | HuggingFaceError) else 1
     except KeyboardInterrupt:
         print(file=sys.stderr)  # the shell continues on a line of its own
-        return 1
+        return 130
     except BrokenPipeError:  # `generate ... | head`: nobody reads on, and Python must not try to flush when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

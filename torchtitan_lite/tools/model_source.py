@@ -65,7 +65,14 @@ def find_checkpoint(path: Path) -> Path:
         if steps := find_steps(folder):
             return folder / f"step-{steps[-1]}"
     why = "holds no checkpoint and no model of Hugging Face" if path.is_dir() else "is not a folder"
-    raise SourceError(f"{path} {why}. Name a folder such as outputs/debug/checkpoint/step-200, or one with {CONFIG}.")
+    runs = sorted({run for root in (path, path.parent, Path("outputs")) for run in list_runs(root)})
+    there = f"There is {', '.join(map(str, runs[:5]))}" if runs else "A run with --checkpoint.enable makes one"
+    raise SourceError(f"{path} {why}. {there}. Or name a folder with {CONFIG}.")
+
+
+def list_runs(root: Path) -> list[Path]:
+    """List the dump folders in `root` that hold a checkpoint."""
+    return [folder.parent for folder in root.glob("*/checkpoint") if find_steps(folder)]
 
 
 def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> ModelSource:

@@ -41,7 +41,7 @@ def main(args: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         print("Stopped. Finished parts are kept, and the same command continues.", file=sys.stderr)
-        return 1
+        return 130
     return 0
 
 

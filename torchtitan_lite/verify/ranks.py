@@ -187,6 +187,7 @@ def serve(rank: int, connection: Connection) -> None:
     """Worker: take a job, join a group, call, answer, leave; until the parent ends."""
     os.environ.update(WORKER_ENVIRONMENT)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too, but only the parent acts on it
     end_with_parent()
     while True:
         try:
