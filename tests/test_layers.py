@@ -27,6 +27,7 @@ FLOORS = {
     "torchtitan_lite.verify": 5,
     "torchtitan_lite.plan": 5,
     "torchtitan_lite.tools": 5,
+    "torchtitan_lite.tools.eval": 6,  # on the rank pool of verify
     "torchtitan_lite.bench": 6,
     "torchtitan_lite.launch": 6,
     "torchtitan_lite.__main__": 6,
