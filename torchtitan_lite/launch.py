@@ -44,8 +44,7 @@ def main(args: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     options.log_dir = str(folder)
     print(
-        f"The stderr of each of {options.nproc_per_node} ranks on {platform.node()} goes to {folder}, "
-        "which is kept if a rank fails.",
+        f"The stderr of every rank on {platform.node()} goes to {folder}, which is kept if a rank fails.",
         file=sys.stderr,
     )
     for name, starts in REPEATED.items():

@@ -117,7 +117,8 @@ def evaluate(options: argparse.Namespace, config_args: list[str]) -> dict[str, o
         if not options.multiple_choice:
             corpus, split = find_text(options.data, options.split, source, Path(folder))
             evaluation = replace(evaluation, corpus=corpus, split=split)
-        print(f"{source.path} on {device_type}, {n_ranks} rank{'s' * (n_ranks > 1)}: {layout}", file=sys.stderr)
+        if environment.get("RANK", "0") == "0":
+            print(f"{source.path} on {device_type}: {layout}", file=sys.stderr)
         if by_torchrun or n_ranks == 1:
             with join_group(device_type, by_torchrun):
                 result = measure(dist.get_rank(), n_ranks, evaluation, device_type)
