@@ -215,6 +215,7 @@ def test_what_cannot_be_evaluated_is_refused_before_weights_are_loaded(
     assert_refused(checkpoint, *data, "--parallelism.tensor_parallel_degree", 3, named=["model.n_heads = 4"])
     assert_refused(checkpoint, *data, "--parallelism.tensor_parallel_degree", "x", named=["tensor_parallel_degree"])
     assert_refused(checkpoint, "--data", tmp_path / "absent", named=["absent"])
+    assert_refused(checkpoint, *data, "--split", "train", named=["--split"])
     assert_refused(tmp_path, *data, named=[str(tmp_path)])
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({**QUESTIONS[0], "ctx": "word " * 200}))

@@ -96,6 +96,8 @@ def evaluate(options: argparse.Namespace, config_args: list[str]) -> dict[str, o
     """Return the report. Raises ConfigError, SourceError, PreparationError before any weight is loaded."""
     started_s, environment = time.monotonic(), os.environ
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment
+    if by_torchrun and options.ranks:
+        raise SourceError("--ranks starts processes, and torchrun has started some. Leave it out.")
     source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
     config = read_flags(config_args, source)
     n_ranks = int(environment["WORLD_SIZE"]) if by_torchrun else options.ranks
@@ -186,6 +188,10 @@ def find_text(data: Path, split: str | None, source: ModelSource, folder: Path) 
     Raises ConfigError, PreparationError, Unfinished.
     """
     is_corpus = str(data) in DATASETS or data.suffix == ".bin" or (data / MANIFEST).is_file()
+    if not is_corpus and split:
+        raise SourceError(
+            f"--split {split}: {data} is text, of which all is read. Leave it out, or `prepare` a corpus."
+        )
     if not is_corpus:
         prepare_files([data], folder / "corpus", source.tokenizer, validation_share=0.0)
         return str(folder / "corpus"), "train"
