@@ -114,6 +114,8 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
             most_batches=config.validation.steps,
         )
         bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
+    about_data = f"{stream.describe(n_steps)}; tokenizer {config.model.hf_assets_path}, {tokenizer.vocab_size:,} tokens"
+    logger.info(f"data: {about_data}")
     corpora = [*stream.reader.corpora, *(validation_data.reader.corpora if config.validation.enable else [])]
 
     # ---- run: model parts, optimizer, schedules. Before it, the planner forecasts what a step costs
@@ -169,7 +171,9 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
             world_size=world_size,
             flops_per_token=count_flops_per_token(model_args, config.training.seq_len),
             peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
+            settings=asdict(config),
         )
+    texts = {"config": dump_config_toml(config), "data": about_data}  # for the first line that is logged
     progress = Progress(rank, n_steps, stream=sys.stdout)
     status = 1
     batches = prefetch(stream, rows, steps=range(resumed_step, n_steps), device=device)
@@ -221,7 +225,9 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
                     memory=read_peak_memory(device),
                     validation=validation,
                     ledger=ledger.take(),
+                    texts=texts | ledger.take_pictures(),
                 )
+                texts = {}
             saver.check()  # raises an error of an earlier save
             hashing.check()
             received = stop.find(step) if step < n_steps else None  # the same on every rank

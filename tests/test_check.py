@@ -3,6 +3,7 @@
 Wording is not tested, but that each problem has a key as in TOML, a reason and a remedy, and that the status is 2.
 """
 
+import importlib
 import json
 import os
 import re
@@ -258,6 +259,19 @@ def test_exactly_what_cannot_run_is_refused_by_its_keys_and_every_rule_refuses_a
     assert not wrong
     rules = [rule for group in checks.RULES.values() for rule in group]
     assert [rule.key for rule in rules if id(rule) not in used] == ["model.attention"]  # the next test
+
+
+def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # without any package
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "wandb").mkdir()  # as wandb itself leaves it in a working directory
+    assert check.main(["--metrics.enable_wandb"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()[1:]
+    assert "metrics.enable_wandb" in line and "the extra `wandb`" in line
+    (tmp_path / "wandb.py").touch()
+    (tmp_path / "wandb").rmdir()
+    importlib.invalidate_caches()
+    assert check.main(["--metrics.enable_wandb"]) == 0
 
 
 @pytest.mark.parametrize(("under_cp", "key"), [((), "model.attention"), (("ring",), METHOD)])

@@ -111,7 +111,7 @@ def test_traffic_flops_and_memory_of_the_closed_form_are_those_of_a_dry_run(name
     config, shape, layout = read(name, **{DTYPE: "bfloat16"})
     workload, order = describe_workload(config, shape, layout), plan_order(config.parallelism, layout)
     memory = list_memory(workload, order)
-    predicted = open_ledger(config, shape, layout, CPU).predicted
+    predicted = open_ledger(config, shape, layout, CPU)[0].predicted
     assert predicted.memory_bytes == max(each.live for each in memory)
     peaks = []
     for pp_rank in {0, layout.pp - 1}:
@@ -187,7 +187,7 @@ def count_steps(rank: int, world_size: int, all_keys: list[dict]) -> list[tuple[
         counted = dict(count.moved)
         stepping.train_step(run, batch)
         assert count.moved == counted, "later steps are not counted"
-        forecast = open_ledger(run.config, shape, run.layout, CPU)
+        forecast, _ = open_ledger(run.config, shape, run.layout, CPU)
         most = find_most_moved(counted, elsewhere)
         results.append((forecast.predicted.traffic, most, counters["stats"]["unique_graphs"] - n_graphs))
     dist.destroy_process_group(elsewhere)

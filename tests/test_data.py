@@ -94,6 +94,17 @@ def cut_by_hand(documents: list[list[int]], seq_len: int, *, restart: bool) -> l
     return rows
 
 
+@pytest.mark.parametrize("weights", [[], [0.25, 0.75]])
+def test_a_run_says_how_often_it_reads_each_corpus(tmp_path, weights):
+    lengths = (401, 1201)  # 100 and 300 samples of 4 tokens
+    folders = [write_corpus(tmp_path / str(length), [[list(range(length))]]) for length in lengths]
+    case = Case(folders, [], seq_len=4, weights=weights[::-1], seed=0)
+    said = case.open_stream(8).describe(125)  # 1,000 samples: 2.5 epochs of all, or 750 of the smaller corpus
+    epochs = ("7.5", "0.833") if weights else ("2.5", "2.5")
+    corpora = [f"{f} ({n:,} tokens, {epoch} epochs)" for f, n, epoch in zip(folders, lengths, epochs, strict=True)]
+    assert said == f"125 steps of 32 tokens are 4,000, from {', '.join(corpora)}"
+
+
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_an_epoch_is_every_sample_once_as_cut_by_hand_so_every_token_but_a_documents_first_is_a_target(

@@ -105,8 +105,8 @@ def add_package(folder: Path, name: str, version: str) -> str:
 
 def test_requirements_are_read_as_toml_has_them_and_the_tested_versions_meet_them():
     project = load_toml(REPOSITORY / "pyproject.toml")["project"]
-    requirements = environment.read_requirements(["test"])
-    assert requirements == project["dependencies"] + project["optional-dependencies"]["test"]
+    requirements, extras = environment.read_requirements(["wandb", "test"]), project["optional-dependencies"]
+    assert requirements == project["dependencies"] + extras["wandb"] + extras["test"]
     assert project["requires-python"] == ">=3.10"  # what the first lines of environment.py ask for
     lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
     tested = {pin.name: pin.specifier for pin in map(Requirement, (line for line in lines if line[0] != "#"))}

@@ -28,6 +28,7 @@ FLOORS = {
     "torchtitan_lite.verify": 5,
     "torchtitan_lite.plan": 5,
     "torchtitan_lite.tools": 5,
+    "torchtitan_lite.tools.eval": 6,  # on the rank pool of verify
     "torchtitan_lite.bench": 6,
     "torchtitan_lite.launch": 6,
     "torchtitan_lite.__main__": 6,
@@ -37,6 +38,7 @@ FLOORS = {
 
 IMPORTS_LATE = (
     "torchtitan_lite.__main__",  # the door picks its tool
+    "torchtitan_lite.components.sinks",  # wandb: only with metrics.enable_wandb
     "torchtitan_lite.verify.against_hf",  # transformers: training does not need it, and importing it takes seconds
 )
 

@@ -14,11 +14,13 @@ from measure_memory import plan
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.metrics import StepMetrics, format_json_line
 from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.memory import Memory
 from torchtitan_lite.parallel.pipeline import list_stages
 from torchtitan_lite.plan import command as plan_tool
 from torchtitan_lite.plan.ledger import Ledger, RunLedger, describe, open_ledger
 from torchtitan_lite.plan.simulator import plan_order
 from torchtitan_lite.plan.step_measure import METHODS, ActionTimes, gather_timeline, time_actions
+from torchtitan_lite.plan.timeline import draw_memory
 
 CPU = Machine("cpu", 1, 2**34, "x86_64 CPU")
 CSV, MEASURE = "parallelism.pipeline_parallel_schedule_csv", "metrics.measure_ledger"
@@ -26,7 +28,7 @@ CSV, MEASURE = "parallelism.pipeline_parallel_schedule_csv", "metrics.measure_le
 
 def open_for(world_size: int, keys: dict, machine: Machine = CPU) -> Ledger:
     config, shape, layout = plan(world_size, keys, machine.device_type)
-    return open_ledger(config, shape, layout, machine)
+    return open_ledger(config, shape, layout, machine)[0]
 
 
 # ---------------------------------------------------------------- the forecast
@@ -150,8 +152,8 @@ def test_the_measured_timeline_of_each_kind_of_schedule_has_the_planned_order(po
 # ---------------------------------------------------------------- a run
 
 
-def train_with_ledger(rank: int, world_size: int, folder: Path, measure: bool) -> list[tuple[object, bool]]:
-    """Worker: steps from step 11 on; of each what the ledger has for metrics.jsonl, and whether it was timed."""
+def train_with_ledger(rank: int, world_size: int, folder: Path, measure: bool) -> list[tuple[object, bool, dict]]:
+    """Worker: steps from step 11 on; of each what the ledger has for metrics.jsonl, whether it was timed, pictures."""
     logging.disable(logging.CRITICAL)
     run = compare.build_table_run(world_size, {PP: 2, MEASURE: measure})
     ledger = RunLedger(run.config, compare.resolve_model(run.config.model), run.layout, CPU, folder)
@@ -162,7 +164,7 @@ def train_with_ledger(rank: int, world_size: int, folder: Path, measure: bool) -
         with ledger.measured(step, run, group, besides=group):
             is_timed = "forward_one_chunk" in vars(run.schedule._stage)
             stepping.train_step(run, batch)
-        results.append((ledger.take(), is_timed))
+        results.append((ledger.take(), is_timed, ledger.take_pictures()))
     dist.destroy_process_group(group)
     logging.disable(logging.NOTSET)
     return results
@@ -173,9 +175,13 @@ SOME_STEP = StepMetrics(12, 6.1, 1.2, 8e-4, 1000, 100.0, None, None, 0.4, 0.25, 
 
 def test_the_second_step_of_a_process_is_measured_and_scored(pool, tmp_path, capsys):
     of_rank_0, of_rank_1 = pool.run(train_with_ledger, 2, tmp_path, True)
-    assert [is_timed for _, is_timed in of_rank_0] == [is_timed for _, is_timed in of_rank_1] == [False, True, False]
-    before, values, after = (values for values, _ in of_rank_0)
-    assert before is after is None and all(values is None for values, _ in of_rank_1)
+    values_of_0, timed_0, pictures = zip(*of_rank_0, strict=True)
+    values_of_1, timed_1, pictures_of_1 = zip(*of_rank_1, strict=True)
+    assert timed_0 == timed_1 == (False, True, False)
+    before, values, after = values_of_0
+    assert before is after is None and values_of_1 == (None, None, None) and not any(pictures_of_1)
+    names = [{"memory forecast", "pipeline forecast"}, {"ledger", "pipeline measured"}, set()]
+    assert [set(each) for each in pictures] == names, "the ledger comes once, after the measured step"
     assert values["step"] == 12
     measured = values["measured"]
     assert measured["tokens_per_s_per_rank"] == pytest.approx(8 * 32 / measured["step_time_s"] / 2)
@@ -192,13 +198,21 @@ def test_the_second_step_of_a_process_is_measured_and_scored(pool, tmp_path, cap
     assert ratios["bubble"] == measured["bubble"] / values["predicted"]["bubble"]
     assert ratios["over pp"] == 1
     assert plan_tool.main(["--score", str(tmp_path)]) == 0
-    assert "measured / predicted" in capsys.readouterr().out
+    assert "measured / forecast" in capsys.readouterr().out
 
 
 def test_without_the_key_no_step_is_measured_and_nothing_is_patched(pool, tmp_path):
     of_ranks = pool.run(train_with_ledger, 2, tmp_path, False)
-    assert of_ranks == [[(None, False)] * 3] * 2
+    assert [[result[:2] for result in results] for results in of_ranks] == [[(None, False)] * 3] * 2
+    assert "ledger" in of_ranks[0][0][2], "the forecast alone, before the first step"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_bar_of_memory_is_as_long_as_its_share_of_the_largest_rank():
+    ranks = [Memory(10, 10, 20, 0, 40, 0, 0), Memory(5, 5, 10, 0, 20, 0, 0)]
+    first, second, *_ = draw_memory(ranks, width=80).splitlines()
+    assert first == "pp rank 0  " + "P" * 10 + "G" * 10 + "O" * 20 + "A" * 40
+    assert second == "pp rank 1  " + "P" * 5 + "G" * 5 + "O" * 10 + "A" * 20
 
 
 @pytest.mark.parametrize("lines", [None, [format_json_line(SOME_STEP), "step 2 loss 8", "3"]])

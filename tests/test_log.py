@@ -5,6 +5,7 @@ import logging
 import sys
 
 import pytest
+from torch.distributed.tensor import _redistribute
 
 from torchtitan_lite.components.log import ESCAPE_CODE, Progress, paint, start_logging
 
@@ -62,6 +63,21 @@ def test_other_ranks_write_only_warnings_to_stderr_with_their_rank(logger, tmp_p
     assert out == ""
     assert err[8:] == " WARNING rank 3: disk is slow\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dtensors_hint_on_two_gathers_in_a_row_is_not_shown_and_other_warnings_of_torch_are(logger, monkeypatch):
+    shown, of_torch = [], logging.getLogger(_redistribute.__name__)
+    monkeypatch.setattr(
+        of_torch, "handle", lambda record: shown.append(record.msg) if of_torch.filter(record) else None
+    )
+    monkeypatch.setattr(of_torch, "filters", [])
+    for again in range(2):
+        _redistribute._warned_flatten_issues.clear()
+        hint = type("Mesh", (), {"mesh_dim_names": ("dp_shard", "tp")})(), (0, 1), (), (), 2, "all_gather"
+        _redistribute._warn_flatten_optimization_not_possible(*hint, "no_flattened_mesh")
+        of_torch.warning("memory is low")
+        assert len(shown) == (3 if again else 2), "both, and after start_logging the second alone"
+        start_logging(0, None)
 
 
 @pytest.mark.parametrize(

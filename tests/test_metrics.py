@@ -1,6 +1,8 @@
 """The numbers of a run: the clocks and the arithmetic behind them, console line, metrics.jsonl, TensorBoard."""
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ RUN = {
     "world_size": 8,
     "flops_per_token": count_flops_per_token(FLAVORS["8B"], seq_len=8192),
     "peak_flops": peak_flops("NVIDIA H100 80GB HBM3"),
+    "settings": {"training": {"steps": 2000}},
 }
 STEP = {
     "loss": 6.123456,
@@ -34,7 +37,9 @@ STEP = {
     "memory": PeakMemory(peak_gib=1.5),
     "validation": {},
     "ledger": None,
+    "texts": {},
 }
+VALIDATION = {"val_loss": 5.5, "val_perplexity": 244.69, "val_bits_per_byte": 2.25}
 
 
 def make_writer(folder: Path, section: Metrics | None = None, **changes) -> MetricsWriter:
@@ -91,8 +96,7 @@ def test_a_step_is_one_console_line_and_one_json_object_with_throughput_and_mfu(
     # By hand: 8,030 M parameters without embedding and norms are 7,505 M. 6 * 7.505e9 + 12 * 32 * 4096 * 8192 =
     # 45.03e9 + 12.885e9 = 57.91 GFLOP per token; * 5,762 / 989e12 = 33.74 %. Half the attention less: 51.47 GFLOP.
     assert console == [
-        "step   10/2000  loss  6.12346  grad_norm  1.2346  lr 8.00e-04  5,762 tokens/s/rank"
-        "  MFU 33.7% (causal 30.0%)  1.50 GiB  1.422 s"
+        "step   10/2000  loss 6.12346  grad_norm 1.2346  lr 8.00e-04  5,762 tok/s/rank  MFU 33.7%  1.5 GiB  1.42 s"
     ]
     (values,) = read_lines(tmp_path)  # before close
     assert (values.pop("mfu_full"), values.pop("mfu_causal")) == pytest.approx((0.3374, 0.2999), abs=5e-5)
@@ -111,15 +115,23 @@ def test_a_step_is_one_console_line_and_one_json_object_with_throughput_and_mfu(
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_what_is_not_known_is_left_out_and_what_is_validated_is_appended(tmp_path, console):
+def test_what_is_not_known_is_left_out_and_what_is_validated_has_a_line_of_its_own(tmp_path, console):
     writer = make_writer(tmp_path, peak_flops=None)
     writer.write(10, **STEP)
-    writer.write(10, **(STEP | {"validation": dict(val_loss=5.5, val_perplexity=244.69, val_bits_per_byte=2.25)}))
+    writer.write(10, **(STEP | {"validation": VALIDATION}))
     assert "MFU" not in console[0]
-    assert console[1] == console[0] + "  val_loss 5.50000  perplexity 244.7  2.2500 bits/byte"
+    assert console[1:] == [console[0], "step   10/2000  val_loss 5.50000  perplexity 244.7  2.2500 bits/byte"]
     plain, validated = read_lines(tmp_path)
     assert (plain["mfu_full"], plain["mfu_causal"]) == (None, None)
-    assert validated == plain | {"val_loss": 5.5, "val_perplexity": 244.69, "val_bits_per_byte": 2.25}
+    assert validated == plain | VALIDATION
+
+
+def test_lines_of_a_large_run_fit_120_columns_with_the_time_of_day(tmp_path, console):
+    writer = make_writer(tmp_path, n_steps=99_999)
+    large = {"loss": 11.76213, "grad_norm": 1.23456, "memory": PeakMemory(peak_gib=141.23)}
+    large |= {"times": StepTimes(step_time_s=0.6543, data_time_s=0.01), "validation": VALIDATION}
+    writer.write(10_000, **(STEP | large))
+    assert len(console) == 2 and max(len("12:30:01 " + line) for line in console) <= 120
 
 
 def test_a_loss_that_is_not_finite_is_still_json(tmp_path):
@@ -156,13 +168,16 @@ def test_tensorboard_has_torchtitans_tags_and_each_step_once_after_a_resume(tmp_
     assert [event.step for event in events.Scalars("grad_norm")] == [10, 20]
 
     resumed = make_writer(tmp_path, section, resumed_step=10, **run)
-    validation = {"val_loss": 5.5, "val_perplexity": 244.69, "val_bits_per_byte": 2.25}
-    resumed.write(20, **(STEP | {"loss": 2.0, "validation": validation, "times": StepTimes(0.25, 0.01)}))
+    texts = {"config": "[training]\nsteps = 20 # <all>"}
+    more = {"loss": 2.0, "validation": VALIDATION, "times": StepTimes(0.25, 0.01), "texts": texts}
+    resumed.write(20, **(STEP | more))
     resumed.close()
     killed.close()
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     losses = [(event.step, event.value) for event in events.Scalars("loss_metrics/global_avg_loss")]
     assert losses == [(10, 1.0), (20, 2.0)]
+    (text,) = events.Tensors("config/text_summary")
+    assert text.tensor_proto.string_val == [b"    [training]\n    steps = 20 # <all>"] and text.step == 20
     last = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
     assert last == pytest.approx(
         {
@@ -181,6 +196,59 @@ def test_tensorboard_has_torchtitans_tags_and_each_step_once_after_a_resume(tmp_
             "validation_metrics/bits_per_byte": 2.25,
         }
     )
+
+
+FAKE_WANDB = """
+import json
+
+class Html(str):
+    pass
+
+class init:
+    def __init__(self, **given):
+        self.file = open(given["dir"] + "/calls.jsonl", "a")
+        self.note("init", given)
+
+    def note(self, *call):
+        self.file.write(json.dumps(call) + chr(10))
+        self.file.flush()
+
+    def log(self, values, step):
+        self.note("log", step, values)
+
+    def finish(self):
+        self.note("finish")
+"""
+
+
+def test_wandb_gets_config_scalars_and_texts_of_each_step(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text(FAKE_WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    section = Metrics(enable_tensorboard=False, enable_wandb=True)
+    for resumed_step in (0, 10):
+        writer = make_writer(tmp_path, section, resumed_step=resumed_step)
+        writer.write(resumed_step + 10, **(STEP | {"texts": {"pipeline": "F0 <B0>"}, "validation": VALIDATION}))
+        writer.close()
+    sys.modules.pop("wandb")
+    first, *_, last = calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").open()]
+    assert first == ["init", {"dir": str(tmp_path), "config": RUN["settings"], "resume": None}]
+    assert calls[3][1]["resume"] == "auto" and last == ["finish"] and len(calls) == 6
+    name, step, values = calls[1]
+    assert (name, step, values["grad_norm"]) == ("log", 10, 1.23456)
+    assert values["validation_metrics/global_avg_loss"] == 5.5
+    assert values["pipeline"] == "<pre>F0 &lt;B0&gt;</pre>"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the extra wandb")
+def test_wandb_itself_keeps_a_run_in_a_folder_when_it_is_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    writer = make_writer(tmp_path, Metrics(enable_tensorboard=False, enable_wandb=True))
+    writer.write(10, **(STEP | {"texts": {"config": "steps = 10"}}))
+    writer.write(20, **STEP)
+    writer.close()
+    (record,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert record.stat().st_size > 0 and b"loss_metrics/global_avg_loss" in record.read_bytes()
 
 
 @pytest.mark.gpu

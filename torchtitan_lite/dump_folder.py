@@ -2,6 +2,7 @@
 
 config.toml     as resolved              log.txt, metrics.jsonl, tb/                logs
 checkpoint/     step-N/ ...              traces/, comm_traces/, memory_snapshot/    if enabled
+wandb/          files of Weights & Biases if enabled; job.overwrite leaves them, for they may still have to be sent
 timeline.svg, timeline.json              the work of each pipeline rank in an early step: picture, Chrome trace
 lock            locked by the run that writes here
 """

@@ -70,8 +70,7 @@ def main(args: list[str]) -> int:
         options.run_path, options.start_method = True, "forkserver"
         multiprocessing.set_forkserver_preload(["train", "torchtitan_lite.launch"])
     print(
-        f"The stderr of each of {options.nproc_per_node} ranks on {platform.node()} goes to {folder}, "
-        "which is kept if a rank fails.",
+        f"The stderr of every rank on {platform.node()} goes to {folder}, which is kept if a rank fails.",
         file=sys.stderr,
     )
     for name, starts in REPEATED.items():

@@ -6,6 +6,7 @@ may follow from another one (a layout computed with the default of a bad key) is
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan
 from torchtitan_lite.config.memory import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Compile, Config, Parallelism, with_value
+from torchtitan_lite.config.schema import Compile, Config, Metrics, Parallelism, with_value
 from torchtitan_lite.data.corpus_folder import DATASETS, check_corpora, check_weights
 from torchtitan_lite.data.vocabulary import Vocabulary
 from torchtitan_lite.file_checks import check_files
@@ -86,7 +87,7 @@ def preflight(
     problems += check_data(config, tokenizer and tokenizer.vocabulary)
     problems += check_files(config, restarted)
     if machine.is_here:
-        problems += check_compilers(config.compile, machine.device_type)
+        problems += check_compilers(config.compile, machine.device_type) + check_packages(config.metrics)
     if not restarted:
         problems += check_load_step(config)
     if model_args is not None:
@@ -152,6 +153,16 @@ def check_compilers(section: Compile, device_type: str) -> list[Problem]:
         Problem("compile.backend", section.backend, f"its code has to be compiled, and {what}", f"{how}, {otherwise}")
         for what, how in find_missing_compiler(device_type)
     ]
+
+
+def check_packages(section: Metrics) -> list[Problem]:
+    """Find a package of an extra that a key asks for, and that this Python lacks."""
+    found = find_spec("wandb") if section.enable_wandb else None
+    if not section.enable_wandb or (found and found.origin):  # without origin: a folder of that name, as wandb makes
+        return []
+    why = "the package `wandb` is not installed here"
+    remedy = "It is the extra `wandb` (pip install wandb). Or set the key to false: TensorBoard gets the same"
+    return [Problem("metrics.enable_wandb", True, why, remedy)]
 
 
 def check_vocabulary(config: Config, vocabulary: Vocabulary, model_args: ModelArgs | None) -> list[Problem]:

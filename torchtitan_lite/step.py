@@ -89,9 +89,14 @@ def build_parts(config: Config, model_args: ModelArgs, layout: Layout, mesh: Mes
     return parts
 
 
-def materialize(parts: list[nn.Module], config: Config, device: torch.device) -> None:
-    """Allocate the parts on `device`, or on the host under offload (own slices only), and initialise their weights."""
-    _, init_parameter = MODELS[config.model.name]
+def materialize(
+    parts: list[nn.Module], config: Config, device: torch.device, init_parameter: Callable | None = None
+) -> None:
+    """Allocate the parts on `device`, or on the host under offload (own slices only), and initialise their weights.
+
+    `init_parameter`: what fills a whole tensor, of which the rank keeps its slice; by default the model's own rule.
+    """
+    init_parameter = init_parameter or MODELS[config.model.name][1]
     for part in parts:
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
         if part.model_args.tie_embeddings:  # to_empty made two tensors of the one
@@ -100,14 +105,28 @@ def materialize(parts: list[nn.Module], config: Config, device: torch.device) ->
         part.train()
 
 
-def build_run(config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh, device: torch.device) -> Run:
-    """Build a run at step 0. `config` is resolved. Collective."""
-    return start_run(build_parts(config, model_args, layout, mesh), config, layout, mesh, device)
+def build_run(
+    config: Config,
+    model_args: ModelArgs,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    init_parameter: Callable | None = None,
+) -> Run:
+    """Build a run at step 0. `config` is resolved; `init_parameter` as `materialize` takes it. Collective."""
+    return start_run(build_parts(config, model_args, layout, mesh), config, layout, mesh, device, init_parameter)
 
 
-def start_run(parts: list[nn.Module], config: Config, layout: Layout, mesh: Mesh, device: torch.device) -> Run:
+def start_run(
+    parts: list[nn.Module],
+    config: Config,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    init_parameter: Callable | None = None,
+) -> Run:
     """Build a run at step 0 from parts on meta: allocate them, then make optimizer and schedules."""
-    materialize(parts, config, device)
+    materialize(parts, config, device, init_parameter)
     float8_weights = gather_in_float8(parts, config.quantize.linear.float8)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
     optimizer = build_optimizer(config.optimizer, parameters.values())
@@ -160,10 +179,10 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     `batch` comes from `shard_for_cp`, here and in the functions below.
     Returns this rank's part of the loss, () fp32: zero if no stage of this rank holds the head.
     """
-    if run.schedule is not None:
-        return run_schedule(run, run.schedule.step, batch, n_tokens)
-    (part,) = run.parts
     loss = torch.zeros((), device=run.device)
+    if run.schedule is not None:
+        return loss + sum(run_schedule(run, run.schedule.step, batch, n_tokens))
+    (part,) = run.parts
     for index, micro in enumerate(batch.split(run.layout.n_microbatches), 1):
         is_last = index == run.layout.n_microbatches
         prepare_microbatch(part, zero_stage=run.layout.zero_stage, is_last=is_last)
@@ -175,29 +194,33 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """Compute the same loss without gradients, for validation. Weights and gradients do not change."""
+    """Compute the same loss without gradients, microbatch by microbatch: (n_microbatches,) fp32, which add up to it.
+
+    Weights and gradients do not change.
+    """
     if run.schedule is not None:
-        loss = run_schedule(run, run.schedule.eval, batch, n_tokens)
+        losses = run_schedule(run, run.schedule.eval, batch, n_tokens)
     else:
         (part,) = run.parts
         micros = batch.split(run.layout.n_microbatches)
-        loss = sum(part(micro.tokens, **stage_kwargs(micro)) / n_tokens for micro in micros)
+        losses = [part(micro.tokens, **stage_kwargs(micro)) / n_tokens for micro in micros]
     for part in run.parts:
         free_gathered(part)
-    return loss
+    return torch.stack(losses) if losses else torch.zeros(run.layout.n_microbatches, device=run.device)
 
 
-def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """Run the pipeline schedule over all microbatches. `schedule_fn` is its method `step` or `eval`.
+def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor) -> list[Tensor]:
+    """Run the pipeline schedule. Return the loss of each microbatch on the rank that has the head, elsewhere nothing.
 
-    Stages send hidden states and their gradients. Every rank passes the other inputs itself, and torch cuts them into
-    microbatches along the rows. The token count is passed as the target, because torch hands that to the loss function.
+    `schedule_fn` is its method `step` or `eval`. Stages send hidden states and their gradients. Every rank passes the
+    other inputs itself, and torch cuts them into microbatches along the rows. The token count is passed as the target,
+    because torch hands that to the loss function.
     """
     tokens = [batch.tokens] if run.parts[0].tok_embeddings is not None else []
     losses: list[Tensor] = []  # of the microbatches, on the rank that has the head
     target = n_tokens.expand(len(batch.tokens))
     schedule_fn(*tokens, target=target, losses=losses, return_outputs=False, **stage_kwargs(batch))
-    return torch.zeros((), device=run.device) + sum(loss.detach() for loss in losses)
+    return [loss.detach() for loss in losses]
 
 
 def stage_kwargs(batch: Batch) -> dict[str, Tensor]:

@@ -68,8 +68,14 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
         old.close()
     for handler in handlers:
         logger.addHandler(handler)
+    # An export gathers each weight over two mesh dims, one after the other: DTensor warns of the latency, on each rank.
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(is_no_hint_on_latency)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False  # a library that sets up the root logger must not print our lines a second time
+
+
+def is_no_hint_on_latency(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("While redistributing")
 
 
 def describe_rank(rank: int, coordinates: dict[str, int]) -> str:

@@ -1,8 +1,9 @@
 """Measure a run from log line to log line, and write its metrics for people, programs and plots.
 
     console and log.txt   one line             step, loss, grad_norm, lr, throughput, MFU, memory, time
+                          one more             validation, after the steps that have it
     metrics.jsonl         one JSON object      the fields of StepMetrics
-    tb/                   TensorBoard events   the tags of torchtitan v0.2
+    tb/, wandb            see sinks.py         the tags of torchtitan v0.2
 
 Loss and grad_norm are the same on every rank; times and memory are those of rank 0, which writes.
 MFU is the share of the hardware's peak that the model's own FLOPs reach (PaLM, app. B, arXiv:2204.02311).
@@ -21,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from torchtitan_lite.components.log import paint
+from torchtitan_lite.components.sinks import TensorBoardSink, WandbSink
 from torchtitan_lite.config.flavors import FlopsPerToken
 from torchtitan_lite.config.schema import Metrics
 
@@ -139,7 +140,7 @@ def compute_mfu(flops_per_token: int, tokens_per_s_per_rank: float, peak_flops: 
 
 
 class MetricsWriter:
-    """Write every logged step to the console, metrics.jsonl and TensorBoard. Only rank 0 makes one.
+    """Write every logged step to the console, metrics.jsonl and the sinks of [metrics]. Only rank 0 makes one.
 
     A resumed run logs each step once: lines of an earlier attempt beyond `resumed_step` are dropped.
     """
@@ -155,16 +156,18 @@ class MetricsWriter:
         world_size: int,  # all ranks: a pipeline or tensor parallel group shares one batch, and each counts
         flops_per_token: FlopsPerToken,
         peak_flops: float | None,  # of one device, FLOP/s; None: not known
+        settings: dict[str, object],  # the config, section by section, for sinks that show it as a table
     ):
         self.n_steps, self.tokens_per_step, self.world_size = n_steps, tokens_per_step, world_size
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         path = dump_folder / "metrics.jsonl"
         drop_later_steps(path, resumed_step)
         self.jsonl = open(path, "a", encoding="utf-8", buffering=1)  # line-buffered: a kill loses no logged step
-        self.tensorboard = None
+        self.sinks: list[TensorBoardSink | WandbSink] = []
         if section.enable_tensorboard:
-            # TensorBoard never deletes events: its readers skip those of earlier attempts from purge_step on.
-            self.tensorboard = SummaryWriter(str(dump_folder / section.save_tb_folder), purge_step=resumed_step + 1)
+            self.sinks.append(TensorBoardSink(dump_folder / section.save_tb_folder, resumed_step=resumed_step))
+        if section.enable_wandb:
+            self.sinks.append(WandbSink(dump_folder, settings=settings, resumed_step=resumed_step))
 
     def write(
         self,
@@ -177,6 +180,7 @@ class MetricsWriter:
         memory: PeakMemory,
         validation: dict[str, float],  # val_loss and so on; empty if the step was not validated
         ledger: dict[str, object] | None,
+        texts: dict[str, str],  # for the sinks; mostly empty
     ) -> None:
         """Write one step, with the throughput and MFU since the last one that was written."""
         tokens_per_s_per_rank = self.tokens_per_step / times.step_time_s / self.world_size
@@ -196,33 +200,36 @@ class MetricsWriter:
             ledger=ledger,
         )
         self.jsonl.write(format_json_line(metrics))
-        if self.tensorboard is not None:
-            for tag, value in list_scalars(metrics, memory, self.flops_per_token).items():
-                self.tensorboard.add_scalar(tag, value, step)
-            self.tensorboard.flush()  # half a millisecond: a thread of its own writes the file
-        logger.info(format_console_line(metrics, self.n_steps))
+        scalars = list_scalars(metrics, memory, self.flops_per_token)
+        for sink in self.sinks:
+            sink.write(step, scalars, texts)
+        for line in format_console_lines(metrics, self.n_steps):
+            logger.info(line)
 
     def close(self) -> None:
         self.jsonl.close()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
+        for sink in self.sinks:
+            sink.close()
 
 
-def format_console_line(metrics: StepMetrics, n_steps: int) -> str:
-    """Format one line for people, coloured. The time is that of one step."""
-    mfu = validation = ""
-    if metrics.mfu_full is not None:
-        mfu = f"  MFU {metrics.mfu_full:.1%} (causal {metrics.mfu_causal:.1%})"
+def format_console_lines(metrics: StepMetrics, n_steps: int) -> list[str]:
+    """Format a step for people, coloured: one line, and one more if it was validated. The time is that of one step.
+
+    With the time of day before it a line has at most 120 columns up to 99,999 steps, for numbers of the usual size.
+    """
+    step = f"step {metrics.step:{len(str(n_steps))}}/{n_steps}"
+    mfu = "" if metrics.mfu_full is None else f"  MFU {metrics.mfu_full:.1%}"
+    lines = [
+        f"{step}  {paint(f'loss {metrics.loss:.5f}', 'green')}  grad_norm {metrics.grad_norm:.4f}  "
+        f"lr {metrics.lr:.2e}  "
+        + paint(f"{metrics.tokens_per_s_per_rank:,.0f} tok/s/rank", "cyan")
+        + f"{mfu}  {metrics.peak_memory_gib:.3g} GiB  {metrics.step_time_s:.3g} s"
+    ]
     if metrics.val_loss is not None:
-        validation = f"  {paint(f'val_loss {metrics.val_loss:.5f}', 'green')}  perplexity {metrics.val_perplexity:.4g}"
-        validation += f"  {metrics.val_bits_per_byte:.4f} bits/byte"
-    return (
-        f"step {metrics.step:{len(str(n_steps))}}/{n_steps}  "
-        + paint(f"loss {metrics.loss:8.5f}", "green")
-        + f"  grad_norm {metrics.grad_norm:7.4f}  lr {metrics.lr:.2e}  "
-        + paint(f"{metrics.tokens_per_s_per_rank:,.0f} tokens/s/rank", "cyan")
-        + f"{mfu}  {metrics.peak_memory_gib:.2f} GiB  {metrics.step_time_s:.3f} s{validation}"
-    )
+        val_loss = paint(f"val_loss {metrics.val_loss:.5f}", "green")
+        figures = f"perplexity {metrics.val_perplexity:.4g}  {metrics.val_bits_per_byte:.4f} bits/byte"
+        lines.append(f"{step}  {val_loss}  {figures}")
+    return lines
 
 
 def format_json_line(metrics: StepMetrics) -> str:

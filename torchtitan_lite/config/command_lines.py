@@ -289,6 +289,35 @@ Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."""
     return parser
 
 
+def make_eval_parser() -> ArgumentParser:
+    description = """
+How well does a model predict a text: nats per token, perplexity, bits per byte? Which endings does it choose?
+
+SOURCE is what `generate` takes. The text is cut into windows of --training.seq_len tokens (default: as it was trained)
+that do not overlap; every token but a document's first counts once. The number is the same on every layout, which
+--parallelism.tensor_parallel_degree 2 and the like choose; bits per byte are the same measure for every tokenizer.
+
+On several GPUs: torchrun --nproc-per-node 8 -m torchtitan_lite eval SOURCE ..."""
+    epilog = """Further arguments are keys of the config: of [parallelism], and of [training] seq_len, local_batch_size,
+mixed_precision_param, loss_chunk_tokens, cache_folder.
+Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input."""
+    parser = make_parser("eval", description, epilog)
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help="checkpoint, run, or Hugging Face folder")
+    subject = parser.add_mutually_exclusive_group(required=True)
+    help = "text file, folder of texts, prepared corpus, .bin file of token ids, or python_stdlib"
+    subject.add_argument("--data", type=Path, metavar="DATA", help=help)
+    help = "JSONL with ctx, endings, label, as HellaSwag has them: accuracies instead of a loss"
+    subject.add_argument("--multiple-choice", type=Path, metavar="FILE", help=help)
+    add("--split", choices=("validation", "train"), help="of a prepared corpus; default: validation, what it holds out")
+    help = "processes of this CPU; default: what the degrees multiply to"
+    add("--ranks", type=int, choices=range(1, 65), metavar="N", help=help)
+    add("--tokenizer", metavar="FOLDER", help="in the place of the one that SOURCE names")
+    add("--no-verify", action="store_true", help="do not compare a checkpoint with its manifest")
+    add("--json", action="store_true", help="print for programs")
+    return parser
+
+
 def make_bench_parser() -> ArgumentParser:
     """Make a sub-command for each bench, which decides what is not given."""
     description = """
@@ -337,5 +366,6 @@ TOOLS = {  # tool -> its module in torchtitan_lite, with `main(args) -> exit sta
     "explain": ("plan.explain", make_explain_parser),
     "convert": ("tools.convert", make_convert_parser),
     "generate": ("tools.generate", make_generate_parser),
+    "eval": ("tools.eval", make_eval_parser),
     "bench": ("bench.command", make_bench_parser),
 }

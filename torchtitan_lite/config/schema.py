@@ -77,6 +77,7 @@ class Metrics:
     log_freq: Steps = 10  # steps between two log lines; the first step is always logged
     enable_tensorboard: bool = True  # write TensorBoard events
     save_tb_folder: FilePath = "tb"  # inside dump_folder
+    enable_wandb: bool = False  # send the same to Weights & Biases; needs the extra `wandb`
     disable_color_printing: bool = False  # never colour; without it, colour on a terminal only
     measure_ledger: bool = False  # new: measure one early step beside its forecast; patches torch during that step
 

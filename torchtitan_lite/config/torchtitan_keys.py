@@ -43,7 +43,6 @@ ABSENT = {
     "job.save_config_file": Absent(("", "none"), "The resolved config is always saved: config.toml in job.dump_folder"),
     "job.custom_config_module": Absent(("", "none", "torchtitan.config"), _CUSTOM),
     "metrics.save_for_all_ranks": Absent((False,), "Logged numbers are those of the whole job, so rank 0 writes them"),
-    "metrics.enable_wandb": Absent((False,), "Use metrics.enable_tensorboard, or read metrics.jsonl"),
     "model.norm_type": Absent(("rmsnorm",), "Llama 3 has RMSNorm"),
     "optimizer.early_step_in_backward": Absent(
         (False,), "It rules out clipping by the global norm, which is always on"

@@ -213,6 +213,18 @@ class SampleStream:
         for number, (name, corpus) in enumerate(zip(names, reader.corpora, strict=True), 1):
             self.fingerprint[f"data of corpus {number} ({name})"] = corpus.identity
 
+    def describe(self, n_steps: int) -> str:
+        """Return in words which corpora a run of `n_steps` reads, and for how many epochs."""
+        sizes, n_draws = self.reader.n_samples, n_steps * self.global_batch_size
+        parts = self.sampler.counts.tolist() if self.sampler.weights else sizes
+        corpora = [
+            f"{corpus.name} ({corpus.n_tokens:,} tokens, {n_draws * part / sum(parts) / n_samples:.3g} epochs)"
+            for corpus, part, n_samples in zip(self.reader.corpora, parts, sizes, strict=True)
+        ]
+        tokens_per_step = self.global_batch_size * self.reader.seq_len
+        steps = f"{n_steps:,} steps of {tokens_per_step:,} tokens are {n_steps * tokens_per_step:,}"
+        return f"{steps}, from {', '.join(corpora)}"
+
     def batch(self, step: int, rows: range) -> Batch:
         """Return rows `rows` of the global batch of `step`, counted from 0. Raises CorpusError."""
         return self.reader.read(self.sampler.choose(step * self.global_batch_size + torch.tensor(rows)))

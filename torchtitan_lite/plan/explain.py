@@ -52,7 +52,10 @@ def main(args: list[str]) -> int:
 def explain(planned: PlannedRun, groups: dict[int, list[int]], runs: dict[int, DryRun]) -> str:
     """Return the whole explanation, for people."""
     layout = planned.layout
-    blocks = [f"{planned.config_name} on {layout.world_size:,} ranks: {layout}", draw_mesh(layout)]
+    blocks = [
+        f"{planned.config_name} on {layout.world_size:,} rank{'s' * (layout.world_size > 1)}: {layout}",
+        draw_mesh(layout),
+    ]
     for rank, alike in groups.items():
         title = f"pp rank {rank}" + f" (and {len(alike) - 1} like it)" * (len(alike) > 1) if layout.pp > 1 else "rank 0"
         blocks += [
@@ -224,8 +227,9 @@ def describe_step(planned: PlannedRun, runs: dict[int, DryRun]) -> str:
     dtype = config.training.mixed_precision_param
     shard = layout.dp_shard * layout.cp
     micro = f"{layout.n_microbatches} x {layout.microbatch_size}"
+    readers = f"Each of {layout.dp} data-parallel ranks" if layout.dp > 1 else "Every rank"
     sentences = [
-        f"Each of {layout.dp} data-parallel ranks takes {layout.global_batch_size // layout.dp} of "
+        f"{readers} takes {layout.global_batch_size // layout.dp} of "
         f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens, in microbatches: {micro}.",
         f"Of each sequence a cp rank computes an early and a late piece, 1/{layout.cp} in all." * (layout.cp > 1),
         "All ranks add up how many targets count; every loss is divided by that number.",

@@ -1,15 +1,15 @@
 """The ledger of a run: what the closed form forecasts of a step, and what the run measured.
 
-                        predicted            measured
-    over tp             2.1 MiB in 54 calls  2.1 MiB in 54 calls  bytes of the rank that moves most over an axis
-    memory at the peak  25.3 MiB             61.2 MiB             of the rank with the highest peak
-    bubble              20.0%                23.1%                idle share of the pipeline
-    step time           0.0497 s             0.414 s
-    tokens/s/rank       10,300               1,237
+                                   forecast             measured
+    sent over tp                   2.1 MiB in 54 calls  2.1 MiB in 54 calls  by the rank that moves most over an axis
+    peak memory of a rank          25.3 MiB             61.2 MiB             of the one with the highest peak
+    idle in the pipeline (bubble)  20.0%                23.1%                of the time of all ranks
+    time of the step               0.0497 s             0.414 s
+    tokens a second, per rank      10,300               1,237
 
-Every run logs the forecast before it builds the model. With metrics.measure_ledger it also measures one step
-(step_measure.py), logs both columns, writes them to metrics.jsonl, and draws the pipeline. `plan --score RUN` reads
-them back.
+Every run logs it once: the forecast, before it builds the model; with metrics.measure_ledger both columns, after one
+step that it measures (step_measure.py), and metrics.jsonl gets them too. `plan --score RUN` reads them back. Forecast
+memory and pipelines, and the measured pipeline, are also drawn as text for TensorBoard.
 
 The measured step is the second of the process: the first one compiles, connects and allocates. It is the third where
 the second does so again: compiled code meets the optimizer's state for the first time, or a validated pipeline makes
@@ -36,7 +36,7 @@ from torchtitan_lite.plan.collectives import Moved, max_moved, sum_moved
 from torchtitan_lite.plan.forecast import forecast, list_memory
 from torchtitan_lite.plan.simulator import PipelineOrder, Timeline, plan_order
 from torchtitan_lite.plan.step_measure import measure_step, read_peak_bytes
-from torchtitan_lite.plan.timeline import draw_svg, draw_text, trace_chrome
+from torchtitan_lite.plan.timeline import draw_memory, draw_svg, draw_text, trace_chrome
 from torchtitan_lite.plan.traffic import estimate_traffic
 from torchtitan_lite.step import Run
 
@@ -56,10 +56,10 @@ class Costs:
 
 # Field of Costs -> its name for people, and its format.
 QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
-    "memory_bytes": ("memory at the peak", format_bytes),
-    "bubble": ("bubble", "{:.1%}".format),
-    "step_time_s": ("step time", "{:.3g} s".format),
-    "tokens_per_s_per_rank": ("tokens/s/rank", "{:,.0f}".format),
+    "memory_bytes": ("peak memory of a rank", format_bytes),
+    "bubble": ("idle in the pipeline (bubble)", "{:.1%}".format),
+    "step_time_s": ("time of the step", "{:.3g} s".format),
+    "tokens_per_s_per_rank": ("tokens a second, per rank", "{:,.0f}".format),
 }
 
 
@@ -78,15 +78,18 @@ class Ledger:
 # ---------------------------------------------------------------- the forecast
 
 
-def open_ledger(config: Config, model_args: ModelArgs, layout: Layout, machine: Machine) -> Ledger:
-    """Forecast a run on machines like this one, in milliseconds.
+def open_ledger(
+    config: Config, model_args: ModelArgs, layout: Layout, machine: Machine
+) -> tuple[Ledger, dict[str, str]]:
+    """Forecast a run on machines like this one, in milliseconds. Returns the ledger, and pictures by their names.
 
     What cannot be forecast becomes a note and no error: the run does not depend on it.
     """
     row = find_row(machine)
     section = config.parallelism
     schedule = section.pipeline_parallel_schedule_csv or section.pipeline_parallel_schedule
-    batch = f"microbatches: {layout.n_microbatches} x {layout.microbatch_size} x {config.training.seq_len} tokens"
+    n, size = layout.n_microbatches, layout.microbatch_size
+    batch = f"{n} microbatch{'es' * (n > 1)} of {size} x {config.training.seq_len} tokens"
     title = ", ".join([str(layout), *[schedule] * (layout.pp > 1), batch])
     notes: list[str] = []
     ledger = Ledger(title, row or machine.name, Costs(), notes)
@@ -94,28 +97,32 @@ def open_ledger(config: Config, model_args: ModelArgs, layout: Layout, machine: 
         workload = describe_workload(config, model_args, layout)
     except ConfigError as error:
         notes.extend(f"no forecast: {problem}" for problem in error.problems)
-        return ledger
+        return ledger, {}
     order = plan_order(section, layout)
+    memory = list_memory(workload, order)
+    pictures = {"memory forecast": draw_memory(memory)}
     costs = {
         "traffic": estimate_most_moved(workload, order),
-        "memory_bytes": max(memory.live for memory in list_memory(workload, order)),
+        "memory_bytes": max(of_rank.live for of_rank in memory),
     }
     if config.training.enable_cpu_offload:
         costs["memory_bytes"] = None
         notes.append("no memory: with training.enable_cpu_offload part of it is on the host")
     elif machine.device_type == "cpu":
-        notes.append("memory: predicted of tensors; measured, the growth of the process from before it built the model")
+        notes.append("memory: the forecast counts tensors; measured is what the process grew by, libraries included")
     if row is None:
         known = ", ".join(CLUSTERS)
         notes.append(f"no times: config/hardware.py has no row for {machine.name}, only {known}")
     else:
         step = forecast(workload, CLUSTERS[row], order)
-        costs["bubble"] = step.bubble if layout.pp > 1 else None
+        if layout.pp > 1:
+            costs["bubble"] = step.bubble
+            pictures["pipeline forecast"] = draw_text(step.timeline)
         costs["step_time_s"] = step.rate.step_time_s
         costs["tokens_per_s_per_rank"] = step.rate.tokens_per_s_per_gpu
     if row == "cpu":
-        notes.append("times: predicted for one core a rank")
-    return replace(ledger, predicted=Costs(**costs))
+        notes.append("times: the forecast is for ranks that have a core each")
+    return replace(ledger, predicted=Costs(**costs)), pictures
 
 
 def estimate_most_moved(workload: Workload, order: PipelineOrder) -> dict[str, Moved]:
@@ -132,15 +139,18 @@ class RunLedger:
     """The ledger of one process. Every rank makes it before it builds the model: on a CPU, memory counts from here."""
 
     def __init__(self, config: Config, model_args: ModelArgs, layout: Layout, machine: Machine, dump_folder: Path):
-        self.layout, self.dump_folder, self.is_measured = layout, dump_folder, config.metrics.measure_ledger
+        self.layout, self.dump_folder = layout, dump_folder
         again = config.compile.enable or (layout.pp > 1 and config.validation.enable)
         self.n_steps, self.n_th_measured = 0, 3 if again else 2
+        self.is_measured = config.metrics.measure_ledger and config.training.steps >= self.n_th_measured
         self.tokens_per_step = layout.global_batch_size * config.training.seq_len
         self.bytes_before = 0.0 if machine.device_type == "cuda" else read_peak_bytes(torch.device("cpu"))
-        self.ledger, self._for_metrics = None, None
+        self.ledger, self._for_metrics, self._pictures = None, None, {}
         if dist.get_rank() == 0:
-            self.ledger = open_ledger(config, model_args, layout, machine)
-            logger.info(describe(self.ledger))
+            self.ledger, self._pictures = open_ledger(config, model_args, layout, machine)
+            if not self.is_measured:
+                logger.info(describe(self.ledger))
+                self._pictures["ledger"] = describe(self.ledger)
 
     @contextmanager
     def measured(self, step: int, run: Run, group: dist.ProcessGroup, *, besides: dist.ProcessGroup) -> Iterator[None]:
@@ -166,23 +176,29 @@ class RunLedger:
         self.ledger = replace(self.ledger, measured=costs, step=step)
         self._for_metrics = asdict(self.ledger)
         logger.info(describe(self.ledger))
+        self._pictures["ledger"] = describe(self.ledger)
         if timeline:
-            write_timeline(timeline, self.dump_folder, self.ledger.predicted.bubble)
+            self._pictures["pipeline measured"] = draw_text(timeline)
+            write_timeline(timeline, self.dump_folder, step)
 
     def take(self) -> dict[str, object] | None:
         """Return both columns, once, for the next line of metrics.jsonl; None at all other times."""
         taken, self._for_metrics = self._for_metrics, None
         return taken
 
+    def take_pictures(self) -> dict[str, str]:
+        """Return what is new since the last call, name -> text of several lines."""
+        taken, self._pictures = self._pictures, {}
+        return taken
 
-def write_timeline(timeline: Timeline, dump_folder: Path, predicted_bubble: float | None) -> None:
+
+def write_timeline(timeline: Timeline, dump_folder: Path, step: int) -> None:
     """Log the timeline as text; write it to the dump folder as a picture and a Chrome trace."""
-    predicted = "not predicted" if predicted_bubble is None else f"predicted {predicted_bubble:.1%}"
     picture, trace = dump_folder / "timeline.svg", dump_folder / "timeline.json"
     picture.write_text(draw_svg(timeline, "measured"), encoding="utf-8")
     trace.write_text(json.dumps(trace_chrome(timeline)), encoding="utf-8")
     logger.info(
-        f"bubble: {predicted}, measured {timeline.bubble:.1%}. The pipeline of rank 0, also in {picture} and {trace}\n"
+        f"the pipeline of rank 0 in step {step}: F forward, B backward, dots are idle; also in {picture} and {trace}\n"
         f"{draw_text(timeline)}"
     )
 
@@ -192,12 +208,12 @@ def write_timeline(timeline: Timeline, dump_folder: Path, predicted_bubble: floa
 
 def describe(ledger: Ledger) -> str:
     """Return the block of the log; the measured column only after the measured step."""
-    title = f"ledger of a step, forecast for {ledger.hardware}: {ledger.layout}"
-    rows = [("", "predicted", "measured"), *(tuple(cells) for _, *cells in list_quantities(ledger))]
+    title = f"what a step should cost here ({ledger.hardware}): {ledger.layout}"
+    rows = [("", "forecast", "measured"), *(tuple(cells) for _, *cells in list_quantities(ledger))]
     if ledger.measured is None:
         rows = [row[:2] for row in rows]
     else:
-        title = f"ledger of step {ledger.step}, forecast for {ledger.hardware} and measured: {ledger.layout}"
+        title = f"what step {ledger.step} cost, and its forecast ({ledger.hardware}): {ledger.layout}"
     table = [format_table(rows)] * (len(rows) > 1)
     return "\n".join([title, *table, *(f"  {note}" for note in ledger.notes)])
 
@@ -207,7 +223,7 @@ def list_quantities(ledger: Ledger) -> list[tuple[str, str, str, str]]:
     rows = []
     traffic = [costs.traffic if costs else {} for costs in (ledger.predicted, ledger.measured)]
     for axis in {**traffic[0], **traffic[1]}:
-        rows.append((f"over {axis}", f"  over {axis}", *(format_moved(moved.get(axis)) for moved in traffic)))
+        rows.append((f"over {axis}", f"  sent over {axis}", *(format_moved(moved.get(axis)) for moved in traffic)))
     for name, (words, write) in QUANTITIES.items():
         pair = [getattr(costs, name, None) for costs in (ledger.predicted, ledger.measured)]
         if pair != [None, None]:
@@ -231,7 +247,7 @@ def print_score(run: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**asdict(ledger), "measured_over_predicted": ratios}))
         return
-    table = [("", "predicted", "measured", "measured / predicted")]
+    table = [("", "forecast", "measured", "measured / forecast")]
     for name, *cells in list_quantities(ledger):
         table.append((*cells, f"{ratios[name]:.3g}" if name in ratios else "-"))
     print(f"{run}: {ledger.layout}\nforecast ({ledger.hardware}), and measured in step {ledger.step}")

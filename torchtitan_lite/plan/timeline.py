@@ -1,11 +1,14 @@
-"""Draw a pipeline's timeline: text for a terminal, SVG for a page, a trace for chrome://tracing or Perfetto.
+"""Draw a pipeline's timeline: text for a terminal, SVG for a page, a trace for chrome://tracing or Perfetto; memory.
 
 pp rank 0  F0F1F2F3......B0--B1--B2--B3--
 pp rank 1  ..F0F1F2F3B0--B1--B2--B3--....       one column is a slice of time; dots are the bubble
 """
 
 from html import escape
+from itertools import accumulate
 
+from torchtitan_lite.config.memory import Memory
+from torchtitan_lite.config.messages import format_bytes, format_table
 from torchtitan_lite.plan.simulator import Event, Timeline
 
 COLOURS = {"F": "#4e79a7", "B": "#f28e2b", "I": "#edc948", "W": "#b07aa1"}
@@ -29,6 +32,21 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
         text = event.action.kind + str(event.action.microbatch) * numbered
         lines[event.rank][first:last] = text.ljust(last - first, "-")[: last - first]
     return "\n".join(f"{label:{indent}}{''.join(line)}" for label, line in zip(labels, lines, strict=True))
+
+
+def draw_memory(ranks: list[Memory], width: int = 60) -> str:
+    """Return a bar for each pp rank, of what it holds at its peak, on one scale; and the bytes of each part."""
+    per_column = max(memory.live for memory in ranks) / width
+    letters = dict(zip(vars(ranks[0]), "PGOUARW", strict=True))  # U: gathered, so unsharded
+    bars, rows = [], [("", *(f"{letter} {part}" for part, letter in letters.items()), "live")]
+    for rank, memory in enumerate(ranks):
+        ends = [round(end / per_column) for end in accumulate(vars(memory).values())]
+        pieces = zip(letters.values(), [0, *ends], ends, strict=False)
+        bars.append(
+            f"pp rank {rank:<{len(str(len(ranks) - 1))}}  " + "".join(c * (end - start) for c, start, end in pieces)
+        )
+        rows.append((f"pp rank {rank}", *map(format_bytes, [*vars(memory).values(), memory.live])))
+    return "\n".join([*bars, "", format_table(rows)])
 
 
 def draw_svg(timeline: Timeline, title: str = "", width: int = 1000) -> str:

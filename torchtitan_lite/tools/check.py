@@ -111,7 +111,7 @@ def describe(prepared: Prepared, target: Target) -> str:
     rows = {
         "model": f"{config.model.name} {config.model.flavor}, {count_parameters(prepared.model_args):,} parameters, "
         f"{format_flops(flops.full)} per token ({format_flops(flops.causal)} with causal attention)",
-        "mesh": f"{layout.world_size} ranks: {layout}",
+        "mesh": str(layout) if layout.world_size == 1 else f"{layout.world_size} ranks: {layout}",
         "stages": f"{layers} layers on {layout.pp} pp ranks, {config.parallelism.pipeline_parallel_schedule}",
         "batch": f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens make {tokens:,} per step: "
         f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}",
@@ -138,7 +138,8 @@ def describe_memory(bound: MemoryBound) -> str:
         "the batch": bound.batch_bytes,
     }
     shares = ", ".join(f"{n_bytes / GIB:.2f} for {part}" for part, n_bytes in parts.items() if n_bytes)
-    sharing = f"{bound.n_ranks} ranks share" if bound.on_host else "each GPU has"
+    on_host = "1 rank has" if bound.n_ranks == 1 else f"{bound.n_ranks} ranks share"
+    sharing = on_host if bound.on_host else "each GPU has"
     return f"at least {bound.needed_bytes / GIB:.2f} GiB ({shares}); {sharing} {bound.available_bytes / GIB:.1f} GiB"
 
 

@@ -1,0 +1,226 @@
+"""`eval`: the loss of transformers on the same windows, its choice of endings, one number on every layout."""
+
+import json
+import math
+import socket
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_generate_tool import ARGS, SHIPPED, save
+from transformers import LlamaForCausalLM
+
+from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
+from torchtitan_lite.data.prepare import prepare_files
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.model.llama3 import Llama3, init_parameter
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.tools import eval as tool
+from torchtitan_lite.tools.multiple_choice import Question, score
+
+WINDOW = 32
+TEXTS = {"a.txt": "def read(self, n):\n" * 9, "b.md": "Grüße, 世界! " * 12, "c.py": "x = 1\n"}
+QUESTIONS = [
+    {"ctx": "import os", "endings": ["and sys", "# Grüße, 世界", "from x import y as z"], "label": 1},
+    {"ctx": "def f(self): ", "endings": ["return", "pass\n    return self.value + 1"], "label": "0"},
+    {"ctx": "", "endings": ["class A:", "while True:", "if x:", "no"], "label": 3},
+]
+LAYOUTS = {  # ranks, flags; -1 of dp_shard takes what the other degrees leave
+    "dp2": (2, []),
+    "dp2 x tp2 by replicas": (4, ["tensor_parallel_degree 2", "data_parallel_replicate_degree 2"]),
+    "cp2 ring": (2, ["context_parallel_degree 2", "context_parallel_rotate_method ring"]),
+    "pp2 x tp2": (4, ["pipeline_parallel_degree 2", "tensor_parallel_degree 2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama3:
+    model = Llama3(ARGS)
+    initialize_weights(model, init_parameter, seed=3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model, tmp_path_factory) -> Path:
+    return save(tmp_path_factory.mktemp("run") / "step-40", model.state_dict())
+
+
+@pytest.fixture(scope="module")
+def export(model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "llama"
+    write_folder(folder, model.state_dict().__getitem__, Export(ARGS, "float32"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for name, text in TEXTS.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("questions") / "some.jsonl"
+    path.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def evaluate(capsys, monkeypatch, pool):
+    """Function: arguments -> what --json prints. Ranks are those of the tests' own pool."""
+    monkeypatch.setattr(tool, "RankPool", lambda n_ranks: nullcontext(pool))
+
+    def call(*args: object) -> dict:
+        status = tool.main(["--json", *map(str, args)])
+        printed = capsys.readouterr()
+        assert status == 0, printed.err
+        return json.loads(printed.out)
+
+    return call
+
+
+@pytest.fixture
+def assert_refused(capsys):
+    """Function: arguments -> exit status 2, with these words and nothing on standard output."""
+
+    def check(*args: object, named: list[str]) -> None:
+        assert tool.main([str(arg) for arg in args]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and [part for part in named if part not in printed.err] == []
+
+    return check
+
+
+def measure_with_transformers(export: Path) -> dict[str, float]:
+    """The figures of TEXTS by a plain loop over windows of one row of documents."""
+    tokenizer, theirs = load_tokenizer(SHIPPED), LlamaForCausalLM.from_pretrained(export, dtype=torch.float32)
+    documents = [tokenizer.encode(text, bos=True, eos=True) for text in TEXTS.values()]
+    tokens = torch.tensor(sum(documents, []))
+    is_first = torch.tensor(sum(([True] + [False] * (len(document) - 1) for document in documents), []))
+    nats = n_tokens = 0
+    for start in range(0, len(tokens) - 1, WINDOW):
+        window, counted = tokens[start : start + WINDOW + 1], ~is_first[start + 1 : start + WINDOW + 1]
+        with torch.no_grad():
+            logits = theirs(window[None, :-1]).logits[0].double()
+        nats += F.cross_entropy(logits[counted], window[1:][counted], reduction="sum").item()
+        n_tokens += counted.sum().item()
+    n_bytes = sum(len(text.encode()) for text in TEXTS.values())
+    return {
+        "nats_per_token": nats / n_tokens,
+        "perplexity": math.exp(nats / n_tokens),
+        "bits_per_byte": nats / math.log(2) / n_bytes,
+        "tokens": sum(len(document) - 1 for document in documents),
+        "bytes": n_bytes,
+    }
+
+
+def test_a_text_has_the_loss_of_transformers_on_the_same_windows(evaluate, checkpoint, export, texts):
+    expected = measure_with_transformers(export)
+    for source, more in ((checkpoint, ()), (export, ("--tokenizer", SHIPPED))):
+        found = evaluate(source, "--data", texts, "--training.seq_len", WINDOW, *more)
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert (found["tokens"], found["bytes"]) == (expected["tokens"], expected["bytes"])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_has_the_figures_of_one_rank(evaluate, checkpoint, texts, questions, name):
+    n_ranks, keys = LAYOUTS[name]
+    flags = [word for key in keys for word in f"--parallelism.{key}".split()]
+    of_text, of_choice = ("--data", texts, "--training.seq_len", WINDOW), ("--multiple-choice", questions)
+    for what in (of_text, of_choice):
+        expected, found = evaluate(checkpoint, *what), evaluate(checkpoint, *what, "--ranks", n_ranks, *flags)
+        if what is of_text:
+            names = ("nats_per_token", "perplexity", "bits_per_byte", "tokens", "bytes")
+            assert [found[name] for name in names] == pytest.approx([expected[name] for name in names], rel=1e-6)
+        else:
+            for ours, theirs in zip(found["log_likelihoods"], expected["log_likelihoods"], strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-6)
+        assert expected["layout"] == "one rank" != found["layout"]
+
+
+def test_a_prepared_corpus_has_the_figures_of_its_text_and_shows_what_it_holds_out(
+    evaluate, checkpoint, texts, tmp_path, assert_refused
+):
+    prepare_files([texts], tmp_path / "all", load_tokenizer(SHIPPED), validation_share=0.0)
+    window = ("--training.seq_len", WINDOW)
+    of_text = evaluate(checkpoint, "--data", texts, *window)
+    of_corpus = evaluate(checkpoint, "--data", tmp_path / "all", "--split", "train", *window)
+    assert of_corpus["nats_per_token"] == of_text["nats_per_token"] and of_corpus["tokens"] == of_text["tokens"]
+    assert_refused(checkpoint, "--data", tmp_path / "all", named=["--data", "validation"])
+    prepare_files([texts], tmp_path / "bytes", load_tokenizer("bytes"), validation_share=0.5)
+    assert_refused(checkpoint, "--data", tmp_path / "bytes", named=["--data", "tokenizer"])
+
+
+def test_endings_have_the_log_likelihood_of_transformers(evaluate, export, questions):
+    tokenizer, theirs = load_tokenizer(SHIPPED), LlamaForCausalLM.from_pretrained(export, dtype=torch.float32)
+    report = evaluate(export, "--multiple-choice", questions, "--tokenizer", SHIPPED)
+    assert report["questions"] == len(QUESTIONS)
+    for question, found in zip(QUESTIONS, report["log_likelihoods"], strict=True):
+        n_context = len(tokenizer.encode(question["ctx"].rstrip(), bos=True))
+        for ending, log_likelihood in zip(question["endings"], found, strict=True):
+            tokens = torch.tensor(tokenizer.encode(f"{question['ctx']} {ending}", bos=True))
+            with torch.no_grad():
+                logits = theirs(tokens[None]).logits[0, n_context - 1 : -1].double()
+            expected = -F.cross_entropy(logits, tokens[n_context:], reduction="sum").item()
+            assert log_likelihood == pytest.approx(expected, rel=1e-5)
+    labels = [int(question["label"]) for question in QUESTIONS]
+    chosen = [max(range(len(found)), key=found.__getitem__) for found in report["log_likelihoods"]]
+    assert report["acc"] == sum(map(int.__eq__, chosen, labels)) / len(labels)
+
+
+@pytest.mark.parametrize(("label", "right"), [(0, "acc"), (1, "acc_norm"), (2, "acc_bytes")])
+def test_endings_are_chosen_as_they_are_or_by_their_characters_or_by_their_bytes(label, right):
+    question = Question("?", ["a", "abcdefgh", "世界世界"], label)  # 1, 8 and 4 characters, 1, 8 and 12 bytes
+    found = score([question], [[-2.0, -4.0, -5.0]])  # per character -2, -0.5, -1.25; per byte -2, -0.5, -0.417
+    assert found == {name: float(name == right) for name in ("acc", "acc_norm", "acc_bytes")}
+
+
+def test_a_rank_of_torchrun_joins_its_group(evaluate, checkpoint, texts, monkeypatch):
+    expected = evaluate(checkpoint, "--data", texts, "--training.seq_len", WINDOW)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ours = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in {**ours, "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, str(value))
+    found = evaluate(checkpoint, "--data", texts, "--training.seq_len", WINDOW)
+    assert found["nats_per_token"] == expected["nats_per_token"]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("{", ["line 2"]),
+        ('{"ctx": "a", "label": 0}', ["line 2", "endings"]),
+        ('{"ctx": "a", "endings": ["b", "c"], "label": 2}', ["line 2", "label 2"]),
+        ('{"ctx": "a", "endings": ["b", "c"], "label": ""}', ["line 2", "label"]),
+        ('{"ctx": "a", "endings": ["b"], "label": 0}', ["line 2", "endings"]),
+        ("[]", ["line 2"]),
+    ],
+)
+def test_a_line_that_is_no_question_is_refused_by_its_number(checkpoint, tmp_path, assert_refused, line, named):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(QUESTIONS[0]) + f"\n{line}\n")
+    assert_refused(checkpoint, "--multiple-choice", path, named=[str(path), *named])
+
+
+def test_what_cannot_be_evaluated_is_refused_before_weights_are_loaded(
+    checkpoint, texts, tmp_path, assert_refused, model, monkeypatch
+):
+    data = ("--data", texts)
+    assert_refused(checkpoint, *data, "--model.n_layers", 3, named=["model.n_layers", "parallelism"])
+    assert_refused(checkpoint, *data, "--parallelism.tensor_parallel_degree", 3, named=["model.n_heads = 4"])
+    assert_refused(checkpoint, *data, "--parallelism.tensor_parallel_degree", "x", named=["tensor_parallel_degree"])
+    assert_refused(checkpoint, "--data", tmp_path / "absent", named=["absent"])
+    assert_refused(checkpoint, *data, "--split", "train", named=["--split"])
+    assert_refused(tmp_path, *data, named=[str(tmp_path)])
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({**QUESTIONS[0], "ctx": "word " * 200}))
+    assert_refused(checkpoint, "--multiple-choice", long, named=["training.seq_len = 128"])
+    unknown = save(tmp_path / "step-1", model.state_dict(), attention="mine")
+    assert_refused(unknown, *data, named=["model.attention"])
+    monkeypatch.setattr(tool, "measure_cpu_memory", lambda: 10**6)
+    assert_refused(checkpoint, *data, named=["GiB", str(checkpoint)])

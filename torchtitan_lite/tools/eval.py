@@ -1,0 +1,277 @@
+"""`eval`: the loss of a checkpoint or a Hugging Face folder on a text, or its answers to questions, on any layout.
+
+    --data FILE or FOLDER      prepared as `prepare` does, in a temporary folder: documents are BOS text EOS
+           CORPUS              its held-out documents (--split train: the others), a .bin file, or a name of DATASETS
+    --multiple-choice FILE     see multiple_choice.py
+
+A text is cut into windows as the samples of training are (data/dataset.py): all documents in one row, windows of
+training.seq_len that do not overlap, so that a window's first prediction knows one token. Every token is predicted
+once, EOS too, except the first of a document: BOS, or without one in the tokenizer the text's own first token, whose
+bytes then do not count either. So this is the val_loss of a run, if the text is the same.
+
+The model, its weights excepted, is built and run by step.py like that of a run; the ranks are processes of this CPU, or
+those that torchrun has started. One rank on a machine with GPUs takes one.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
+from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.config.choices import ATTENTIONS
+from torchtitan_lite.config.command_lines import make_eval_parser
+from torchtitan_lite.config.flavors import ModelArgs, count_parameters
+from torchtitan_lite.config.hardware import GIB, detect_machine, measure_cpu_memory
+from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_config
+from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.reader import KEYS, parse_arguments
+from torchtitan_lite.config.schema import Config, Model, Training, with_value
+from torchtitan_lite.config.torchtitan_keys import resolve_alias
+from torchtitan_lite.config.values import WrongValue, convert
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, check_corpora
+from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch, rows_of_rank
+from torchtitan_lite.data.prepare import prepare_files
+from torchtitan_lite.data.shards import Unfinished
+from torchtitan_lite.data.text_files import PreparationError
+from torchtitan_lite.parallel.mesh import build_mesh, choose_backend, choose_device, forget_groups, start_process_group
+from torchtitan_lite.step import Run, build_run
+from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
+from torchtitan_lite.tools.multiple_choice import Row, RowBatches, encode_endings, read_questions, score
+from torchtitan_lite.validation import measure_rows, measure_text
+from torchtitan_lite.verify.ranks import RankFailure, RankPool
+
+LONGEST_WINDOW = 8192  # unless training.seq_len asks for more
+LONGEST_S = 7 * 24 * 3600  # how long the ranks may take
+OF_TRAINING = ("seq_len", "local_batch_size", "mixed_precision_param", "loss_chunk_tokens", "cache_folder")
+TAKEN = [key for key in KEYS if key.startswith("parallelism.") or key in {f"training.{name}" for name in OF_TRAINING}]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What every rank needs, checked."""
+
+    source: Path
+    tokenizer: str | None
+    config: Config  # resolved
+    layout: Layout
+    corpus: str = ""  # as open_corpus names it
+    split: str = ""
+    rows: list[Row] = field(default_factory=list)  # of multiple choice; then there is no corpus
+
+
+def main(args: list[str]) -> int:
+    """Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input."""
+    options, config_args = make_eval_parser().parse_known_args(args)
+    try:
+        report = evaluate(options, config_args)
+    except ConfigError as error:
+        print(f"This cannot be evaluated:\n{error}", file=sys.stderr)
+        return 2
+    except (SourceError, HuggingFaceError, PreparationError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (CheckpointError, CorpusError, Unfinished, RankFailure) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 1
+    if os.environ.get("RANK", "0") == "0":  # of torchrun
+        print(json.dumps(report) if options.json else describe(report))
+    return 0
+
+
+def evaluate(options: argparse.Namespace, config_args: list[str]) -> dict[str, object]:
+    """Return the report. Raises ConfigError, SourceError, PreparationError before any weight is loaded."""
+    started_s, environment = time.monotonic(), os.environ
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environment
+    if by_torchrun and options.ranks:
+        raise SourceError("--ranks starts processes, and torchrun has started some. Leave it out.")
+    source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
+    config = read_flags(config_args, source)
+    n_ranks = int(environment["WORLD_SIZE"]) if by_torchrun else options.ranks
+    n_ranks = n_ranks or prod(plan_degrees(config.parallelism, 1).values())
+    machine = detect_machine()
+    device_type = machine.device_type if by_torchrun or n_ranks == 1 else "cpu"
+    questions, rows = [], []
+    if options.multiple_choice:
+        questions = read_questions(options.multiple_choice)
+        rows = encode_endings(questions, source.tokenizer)
+        config = fit_rows(config, rows, plan_degrees(config.parallelism, n_ranks), source)
+    layout = plan_layout(config, source.model_args, n_ranks)
+    memory_bytes = measure_cpu_memory() if device_type == "cpu" else machine.memory_bytes_per_device
+    check_memory(source, layout, memory_bytes, n_sharing=n_ranks if device_type == "cpu" else 1)
+    evaluation = Evaluation(
+        options.source, options.tokenizer, resolve_config(config, layout, device_type), layout, rows=rows
+    )
+    with TemporaryDirectory(prefix="eval-") as folder:
+        if not options.multiple_choice:
+            corpus, split = find_text(options.data, options.split, source, Path(folder))
+            evaluation = replace(evaluation, corpus=corpus, split=split)
+        if environment.get("RANK", "0") == "0":
+            print(f"{source.path} on {device_type}: {layout}", file=sys.stderr)
+        if by_torchrun or n_ranks == 1:
+            with join_group(device_type, by_torchrun):
+                result = measure(dist.get_rank(), n_ranks, evaluation, device_type)
+        else:
+            with RankPool(n_ranks) as pool:
+                result = pool.run(measure, n_ranks, evaluation, "cpu", timeout_s=LONGEST_S)[0]
+    about = {
+        "source": str(source.path),
+        "data": str(options.data or options.multiple_choice),
+        "layout": str(layout),
+        "dtype": evaluation.config.training.mixed_precision_param,
+        "seq_len": config.training.seq_len,
+    }
+    if questions:
+        left = iter(result)
+        log_likelihoods = [[-next(left) for _ in question.endings] for question in questions]
+        result = {"questions": len(questions), **score(questions, log_likelihoods), "log_likelihoods": log_likelihoods}
+    return {**about, **result, "seconds": time.monotonic() - started_s}
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+def read_flags(args: list[str], source: ModelSource) -> Config:
+    """Return a config with the model of `source` and what the command line says of the layout. Raises ConfigError."""
+    name, attention = source.model_args.name, source.attention
+    if attention not in ATTENTIONS:
+        raise SourceError(f'{source.path} was trained with model.attention = "{attention}", which is not known here.')
+    seq_len = min(source.context or LONGEST_WINDOW, LONGEST_WINDOW)
+    config = Config(model=Model(name=name, attention=attention), training=Training(seq_len=seq_len))
+    texts, problems = parse_arguments(args)
+    for written, text in texts.items():
+        key = resolve_alias(written)
+        if key not in TAKEN:
+            why = "eval takes the model from SOURCE, and of a run only its layout"
+            problems.append(Problem(key, text, why, f"Use keys of [parallelism], or of [training] {OF_TRAINING}"))
+            continue
+        try:
+            config = with_value(config, key, convert(KEYS[key], text, is_text=True))
+        except WrongValue as wrong:
+            problems.append(Problem(key, wrong.value, wrong.why, wrong.remedy))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def fit_rows(config: Config, rows: list[Row], degrees: dict[str, int], source: ModelSource) -> Config:
+    """Return the config with windows for the longest row, and microbatches of one row. Raises SourceError."""
+    longest = max(len(row.tokens) for row in rows) - 1
+    if source.context and longest > source.context:
+        why = f"its longest question has {longest} tokens, and {source.context_key} = {source.context}"
+        raise SourceError(f"{source.path}: {why}. Shorten it, or leave it out.")
+    unit = degrees["tp"] * (2 * degrees["cp"] if degrees["cp"] > 1 else 1)
+    config = with_value(config, "training.seq_len", -(-longest // unit) * unit)
+    if degrees["pp"] > 1:
+        return with_value(config, "parallelism.pipeline_parallel_microbatch_size", 1)
+    global_batch_size = config.training.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
+    training = replace(config.training, local_batch_size=1, global_batch_size=global_batch_size)
+    return replace(config, training=training)
+
+
+def find_text(data: Path, split: str | None, source: ModelSource, folder: Path) -> tuple[str, str]:
+    """Return name and split of the corpus, which is prepared in `folder` if there is only text.
+
+    Raises ConfigError, PreparationError, Unfinished.
+    """
+    is_corpus = str(data) in DATASETS or data.suffix == ".bin" or (data / MANIFEST).is_file()
+    if not is_corpus and split:
+        raise SourceError(
+            f"--split {split}: {data} is text, of which all is read. Leave it out, or `prepare` a corpus."
+        )
+    if not is_corpus:
+        prepare_files([data], folder / "corpus", source.tokenizer, validation_share=0.0)
+        return str(folder / "corpus"), "train"
+    split = split or "validation"
+    if problems := check_corpora("--data", [str(data)], split=split, vocabulary=source.tokenizer.vocabulary):
+        raise ConfigError(problems)
+    return str(data), split
+
+
+def check_memory(source: ModelSource, layout: Layout, memory_bytes: int, *, n_sharing: int) -> None:
+    """Raise SourceError where the weights, in float32, cannot fit. `n_sharing`: ranks that share the memory."""
+    shards = layout.world_size // layout.dp_replicate
+    needed_bytes = 4 * count_parameters(source.model_args) * n_sharing / shards
+    if needed_bytes > memory_bytes:
+        seen = f"its weights take {needed_bytes / GIB:.1f} GiB in float32, and there are {memory_bytes / GIB:.1f} GiB"
+        raise SourceError(f"{source.path}: {seen}. Shard them over more GPUs, or take a smaller model.")
+
+
+# ---------------------------------------------------------------- on every rank
+
+
+@contextmanager
+def join_group(device_type: str, by_torchrun: bool):
+    """Context manager: the process group of torchrun's ranks, or of this process alone."""
+    device = choose_device(int(os.environ["LOCAL_RANK"]) if by_torchrun else 0, device_type)
+    if by_torchrun:
+        start_process_group(device, Config().comm.init_timeout_seconds, 0, offload=False)
+    else:
+        dist.init_process_group(choose_backend(device, False), store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget_groups()
+
+
+def measure(rank: int, world_size: int, evaluation: Evaluation, device_type: str) -> dict[str, float] | list[float]:
+    """Return the figures of the text, or the nats of every row, on every rank. Collective."""
+    config, layout = evaluation.config, evaluation.layout
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    source = open_source(evaluation.source, tokenizer=evaluation.tokenizer, verify=False)
+
+    def read_parameter(fqn: str, full: torch.Tensor, args: ModelArgs, generator: torch.Generator) -> None:
+        full.copy_(source.read(fqn))
+
+    run = build_run(config, source.model_args, layout, build_mesh(layout, device_type), device, read_parameter)
+    for part in run.parts:
+        part.eval()
+    if evaluation.rows:
+        batches = RowBatches(evaluation.rows, config.training.seq_len, layout.global_batch_size)
+        return measure_rows(run, read_own(run, batches))[: len(evaluation.rows)].tolist()
+    cache_folder = Path(config.training.cache_folder)
+    corpus = open_corpus(evaluation.corpus, source.tokenizer, cache_folder, split=evaluation.split)
+    reader = SampleReader(
+        [corpus], config.training.seq_len, source.model_args.vocab_size, ATTENTIONS[source.attention].uses_documents
+    )
+    batches = ValidationBatches(reader, global_batch_size=layout.global_batch_size)
+    bytes_of_tokens = torch.tensor(source.tokenizer.bytes_of_tokens(), device=device)
+    loss = measure_text(run, read_own(run, batches), bytes_of_tokens)
+    return {
+        "nats_per_token": loss.nats_per_token.item(),
+        "perplexity": loss.nats_per_token.exp().item(),
+        "bits_per_byte": loss.bits_per_byte.item(),
+        "tokens": loss.n_tokens.item(),
+        "bytes": loss.n_bytes.item(),
+    }
+
+
+def read_own(run: Run, batches: ValidationBatches | RowBatches):
+    """Yield this rank's rows of each batch."""
+    rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
+    return prefetch(batches, rows, steps=range(batches.n_batches), device=run.device)
+
+
+def describe(report: dict[str, object]) -> str:
+    """Return the report for people."""
+    formats = {"nats_per_token": ".5f", "perplexity": ".5g", "bits_per_byte": ".4f", "tokens": ",", "bytes": ","}
+    formats |= {"questions": ",", "acc": ".2%", "acc_norm": ".2%", "acc_bytes": ".2%"}
+    title = f"{report['source']} on {report['data']}, {report['dtype']}, windows of {report['seq_len']} tokens"
+    lines = [
+        f"  {name.replace('_', ' '):15} {report[name]:{style}}" for name, style in formats.items() if name in report
+    ]
+    return "\n".join([title, *lines])
