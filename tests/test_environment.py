@@ -195,6 +195,7 @@ ARGUMENTS = {  # tool -> those that its parser asks for
     "verify": "--ranks 2",
     "convert": "source out",
     "generate": "source",
+    "eval": "source --data text",
     "bench": "step",
 }
 

@@ -22,6 +22,10 @@ OF_THE_CONFIG = """config:
   --section.key VALUE    any key of it; `python -m torchtitan_lite check --keys` prints them all
 """
 NO_CONFIG = "config: none; --config is for tools that build a run.\n"
+LAYOUT_ONLY = """config: none; the model is that of SOURCE.
+  --section.key VALUE    any key of [parallelism], and of [training] seq_len, local_batch_size, mixed_precision_param,
+                         loss_chunk_tokens, cache_folder
+"""
 
 
 class BoundedParser(ArgumentParser):
@@ -37,12 +41,12 @@ class BoundedParser(ArgumentParser):
         super().error(show_text(message, 400))
 
 
-def make_parser(name: str, description: str, epilog: str, *, reads_config: bool = False) -> ArgumentParser:
+def make_parser(name: str, description: str, epilog: str, *, config: str = NO_CONFIG) -> ArgumentParser:
     """Make the parser of a tool. No option may be shortened, because it could then be a key of the config."""
     return BoundedParser(
         f"python -m torchtitan_lite {name}",
         description=description.strip(),
-        epilog=f"{OF_THE_CONFIG if reads_config else NO_CONFIG}\n{epilog}",
+        epilog=f"{config}\n{epilog}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -78,7 +82,7 @@ the degrees, else 2) on each of NNODES hosts like this one. --ranks and --gpus a
 and files are checked, compilers are not. With --gpus, memory and what only GPUs can do are checked against --gpu. With
 --ranks, memory is not checked, and what only GPUs can do is checked against this host."""
     epilog = "Environment: NGPU (ranks per host; on a CPU too), NNODES (hosts). Exit status: 0 sound, 2 not."
-    parser = make_parser("check", description, epilog, reads_config=True)
+    parser = make_parser("check", description, epilog, config=OF_THE_CONFIG)
     add = parser.add_argument
     add("--ranks", metavar="N", help="check a run of N ranks elsewhere, without its memory")
     add("--gpus", metavar="N", help="check a run on N GPUs elsewhere, with their memory")
@@ -98,7 +102,7 @@ Trains a model: ./run_train.sh, in the working directory.
 It checks the config, then starts one process per rank with torchrun."""
     epilog = f"""Environment: NGPU (ranks per host), and what `bash {REPOSITORY / "run_train.sh"} --help`
 lists: several hosts, Slurm, restarts. Exit status: 0 trained, 2 refused by check, 1 anything else."""
-    return make_parser("train", description, epilog, reads_config=True)
+    return make_parser("train", description, epilog, config=OF_THE_CONFIG)
 
 
 def make_prepare_parser() -> ArgumentParser:
@@ -159,7 +163,7 @@ the model file with transformers' Llama, both with the weights of that Hugging F
 every parameter."""
     epilog = """Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished.
 With --against-hf: 0 equal, 1 not, 2 wrong input, no transformers, or too little memory."""
-    parser = make_parser("verify", description, epilog, reads_config=True)
+    parser = make_parser("verify", description, epilog, config=OF_THE_CONFIG)
     add = parser.add_argument
     help = "processes at most, up to 16; default: 8. The more, the nearer to the real mesh"
     add("--ranks", type=int, default=8, choices=range(1, 17), metavar="N", help=help)
@@ -188,7 +192,7 @@ What does this layout cost on these GPUs: memory, traffic, bubble and time? Whic
 `--search` ranks all layouts of the model on these GPUs; `--score` compares a forecast with what a run of yours has
 measured (metrics.measure_ledger)."""
     epilog = "Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input."
-    parser = make_parser("plan", description, epilog, reads_config=True)
+    parser = make_parser("plan", description, epilog, config=OF_THE_CONFIG)
     add = parser.add_argument
     add("--gpus", type=number(int, 1), metavar="N", help="GPUs in all; default: what the degrees multiply to")
     add("--gpu", default="h100", help="a row of config/hardware.py; default: h100")
@@ -217,7 +221,7 @@ Who holds which slice of which weight? What do ranks exchange in a step, and whi
 Nothing here is a table of what should happen: step.py is run as one rank of that world, and this is what it did. So
 `--against BASE.toml`, or the folder of another checkout, tells what a change of config or code changed."""
     epilog = "Exit status: 0 explained (--against: no difference), 1 --against has found one, 2 wrong input."
-    parser = make_parser("explain", description, epilog, reads_config=True)
+    parser = make_parser("explain", description, epilog, config=OF_THE_CONFIG)
     add = parser.add_argument
     add("--gpus", type=number(int, 1), metavar="N", help="ranks; default: what the degrees multiply to")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run; default: cuda")
@@ -298,10 +302,8 @@ that do not overlap; every token but a document's first counts once. The number 
 --parallelism.tensor_parallel_degree 2 and the like choose; bits per byte are the same measure for every tokenizer.
 
 On several GPUs: torchrun --nproc-per-node 8 -m torchtitan_lite eval SOURCE ..."""
-    epilog = """Further arguments are keys of the config: of [parallelism], and of [training] seq_len, local_batch_size,
-mixed_precision_param, loss_chunk_tokens, cache_folder.
-Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input."""
-    parser = make_parser("eval", description, epilog)
+    epilog = "Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."
+    parser = make_parser("eval", description, epilog, config=LAYOUT_ONLY)
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="checkpoint, run, or Hugging Face folder")
     subject = parser.add_mutually_exclusive_group(required=True)

@@ -72,7 +72,7 @@ class Evaluation:
 
 
 def main(args: list[str]) -> int:
-    """Exit status: 0 fine, 1 it failed or was stopped, 2 wrong input."""
+    """Exit status: 0 fine, 1 it failed, 2 wrong input."""
     options, config_args = make_eval_parser().parse_known_args(args)
     try:
         report = evaluate(options, config_args)
@@ -84,8 +84,6 @@ def main(args: list[str]) -> int:
         return 2
     except (CheckpointError, CorpusError, Unfinished, RankFailure) as error:
         print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
         return 1
     if os.environ.get("RANK", "0") == "0":  # of torchrun
         print(json.dumps(report) if options.json else describe(report))
