@@ -264,7 +264,7 @@ def check_memory(config: Config, args: ModelArgs, bounds: list[MemoryBound], mac
 def refuse_model(config: Config, args: ModelArgs, bound: MemoryBound, machine: Machine, where: str) -> Problem:
     """Describe a model whose parameters alone do not fit, by the key of [model] that causes most of them.
 
-    That is the key that is farthest above its flavor's value, else the flavor.
+    That is the key that is farthest above its flavor's value, else the flavor; or the Hugging Face folder.
     """
     n_parameters, bytes_each = count_parameters(args), count_state_bytes(config.optimizer)
     why = (
@@ -277,6 +277,8 @@ def refuse_model(config: Config, args: ModelArgs, bound: MemoryBound, machine: M
         remedy += f", or share one copy of the model among at least {n_gpus} such GPUs"
     else:
         remedy += f", or this config on GPUs with more than {n_parameters * bytes_each / GIB:.0f} GiB among them"
+    if config.checkpoint.initial_load_in_hf:
+        return Problem("checkpoint.initial_load_path", config.checkpoint.initial_load_path, why, remedy)
     flavor = FLAVORS[config.model.flavor]
     without = {"flavor": n_parameters}  # key -> parameters if it had its flavor's value
     for key, size in vars(args).items():
