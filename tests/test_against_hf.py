@@ -316,11 +316,12 @@ def folder(folder_of, tmp_path) -> Path:
 
 
 def test_a_folder_that_lacks_a_file_or_holds_another_shape_is_refused_with_the_key_to_set(folder, folder_of, capsys):
-    assert "Set model.n_layers = 2" in refused(capsys, folder, [*SMALL, "--model.n_layers", "4"])
-    assert "Set model.norm_eps = 1e-05" in refused(capsys, folder, [*SMALL, "--model.norm_eps", "1e-6"])
-    assert "Choose the flavor" not in refused(capsys, folder, [*SMALL, *TIED])
-    assert "Set model.tie_embeddings = true" in refused(capsys, folder_of([*SMALL, *TIED]), SMALL)
-    assert 'Set model.rope_scaling = "none"' in refused(capsys, folder, [*SMALL, *SCALED])
+    assert "model.n_layers = 4: the model in" in refused(capsys, folder, [*SMALL, "--model.n_layers", "4"])
+    assert "has 1e-05" in refused(capsys, folder, [*SMALL, "--model.norm_eps", "1e-6"])
+    assert "has none" in refused(capsys, folder, [*SMALL, *SCALED])
+    assert "model.tie_embeddings = True" in refused(capsys, folder, [*SMALL, *TIED])
+    untied = [*SMALL, "--model.tie_embeddings", "false"]
+    assert "Set model.tie_embeddings = true" in refused(capsys, folder_of([*SMALL, *TIED]), untied)
     assert "config.json cannot be read" in refused(capsys, folder / "nothing", SMALL)
     (folder / "model.safetensors").rename(folder / "elsewhere")
     assert "model.safetensors" in refused(capsys, folder, SMALL)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, prod
 
-from torchtitan_lite.config.flavors import FLAVORS, ModelArgs, count_parameters, list_block
+from torchtitan_lite.config.flavors import AUTO, FLAVORS, ModelArgs, count_parameters, list_block
 from torchtitan_lite.config.hardware import GIB, Machine, measure_cpu_memory
 from torchtitan_lite.config.layout import plan_batch
 from torchtitan_lite.config.messages import Problem
@@ -277,7 +277,7 @@ def refuse_model(config: Config, args: ModelArgs, bound: MemoryBound, machine: M
         remedy += f", or share one copy of the model among at least {n_gpus} such GPUs"
     else:
         remedy += f", or this config on GPUs with more than {n_parameters * bytes_each / GIB:.0f} GiB among them"
-    if config.checkpoint.initial_load_in_hf:
+    if config.model.flavor == AUTO:
         return Problem("checkpoint.initial_load_path", config.checkpoint.initial_load_path, why, remedy)
     flavor = FLAVORS[config.model.flavor]
     without = {"flavor": n_parameters}  # key -> parameters if it had its flavor's value
