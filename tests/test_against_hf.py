@@ -94,6 +94,11 @@ def report(capsys, folder: Path, args: list[str]) -> tuple[int, dict]:
 # ---------------------------------------------------------------- what is right
 
 
+def test_sizes_that_are_not_given_are_those_of_the_folder(folder_of, capsys):
+    status, said = report(capsys, folder_of([*SMALL, *SCALED, *TIED]), ["--config", "debug"])
+    assert status == 0 and len(said["batches"]["near"]["gradients"]) == 3 + 9 * 2 - 1
+
+
 @pytest.mark.parametrize("name", EQUAL)
 def test_the_model_file_is_equal_to_transformers(name, folder_of, capsys):
     args = [*SMALL, *EQUAL[name]]

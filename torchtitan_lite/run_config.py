@@ -32,8 +32,6 @@ def read_run_config(args: list[str], *, restarted: bool = False) -> ConfigReadin
             config = replace(config, model=take_model(config.model, theirs, str(source)))
         except ConfigError as error:
             problems += error.problems
-    elif config.model.flavor == AUTO:
-        config = with_value(config, "model.flavor", "debug")
     return replace(reading, config=config, problems=problems)
 
 

@@ -60,7 +60,7 @@ FLAVORS = {
     "405B": ModelArgs(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=RopeScaling(factor=8.0)),
 }
 FLAVORS["debugmodel"] = FLAVORS["debug"]  # torchtitan's name for it
-AUTO = "auto"  # the model of a Hugging Face folder, where the run starts from one: run_config.py
+AUTO = "auto"  # the model of the Hugging Face folder that the run starts from (run_config.py), else:
 FLAVORS[AUTO] = FLAVORS["debug"]
 
 

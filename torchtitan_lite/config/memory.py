@@ -277,7 +277,7 @@ def refuse_model(config: Config, args: ModelArgs, bound: MemoryBound, machine: M
         remedy += f", or share one copy of the model among at least {n_gpus} such GPUs"
     else:
         remedy += f", or this config on GPUs with more than {n_parameters * bytes_each / GIB:.0f} GiB among them"
-    if config.model.flavor == AUTO:
+    if config.model.flavor == AUTO and config.checkpoint.initial_load_in_hf:
         return Problem("checkpoint.initial_load_path", config.checkpoint.initial_load_path, why, remedy)
     flavor = FLAVORS[config.model.flavor]
     without = {"flavor": n_parameters}  # key -> parameters if it had its flavor's value

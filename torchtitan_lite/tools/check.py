@@ -103,7 +103,9 @@ def describe(prepared: Prepared, target: Target) -> str:
     layers = show_text(str([sum(name.startswith("layers.") for name in stage) for stage in layout.stages]), 300)
     tokens = layout.global_batch_size * config.training.seq_len
     flops = count_flops_per_token(prepared.model_args, config.training.seq_len)
-    flavor = config.model.flavor if config.model.flavor != AUTO else f"of {config.checkpoint.initial_load_path}"
+    flavor = config.model.flavor
+    if flavor == AUTO:
+        flavor = f"of {config.checkpoint.initial_load_path}" if config.checkpoint.initial_load_in_hf else "debug"
     unjudged = f"not judged, because its size is not known. Use --gpus {layout.world_size} --gpu h100, for instance"
     rows = {
         "model": f"{config.model.name} {show_text(flavor, 200)}, {count_parameters(prepared.model_args):,} parameters, "
