@@ -21,12 +21,14 @@ from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.checkpoint.manifest import read_manifest
 from torchtitan_lite.config.certificates import identify
 from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.plan.dry_run import plan_run
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.run_config import read_run_config
 from torchtitan_lite.tools import check, convert, generate
 from torchtitan_lite.tools.model_source import build_model, open_source
+from torchtitan_lite.verify.other_layouts import list_features, turn_off
 
 BOS, EOS, EOT = "<s>", "</s>", "<|eot|>"
 ODD = RopeScaling(factor=5.5, low_freq_factor=1.5, high_freq_factor=3.0, original_length=96)
@@ -170,12 +172,13 @@ def test_every_tool_sees_the_model_of_the_folder_and_its_certificate_is_that_of_
     assert check.main([*args, "--ranks", "2"]) == 0 and str(published) in capsys.readouterr().out
 
     reading = read_run_config(args)
+    assert "rope scaling" in list_features(reading.config, planned.layout)
+    without, _ = turn_off(reading.config, planned.layout, frozenset(["rope scaling"]))
+    assert resolve_model(without.model) == replace(UNTIED, rope_scaling=None)
     model = reading.config.model
     as_toml = [f"--model.{key}={str(value).lower()}" for key, value in vars(model).items() if value not in (None, [])]
-    typed = read_run_config([*text, *(key for key in as_toml if "flavor" not in key)]).config
-    assert identify(replace(typed, model=replace(typed.model, flavor="auto")), planned.layout) == identify(
-        reading.config, planned.layout
-    )
+    typed = read_run_config([*text, *as_toml]).config
+    assert identify(typed, planned.layout) == identify(reading.config, planned.layout)
 
 
 def test_a_number_that_is_not_the_folders_is_one_problem_with_both_values(published, text):
