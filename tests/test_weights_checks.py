@@ -71,6 +71,13 @@ def test_what_fits_and_what_is_not_asked_for_is_no_problem(ours, theirs):
         assert check_initial_load(config, ARGS) + check_export(config, ARGS) == []
 
 
+def test_a_scaled_model_that_was_saved_before_scalings_had_kinds_still_fits():
+    shape = asdict(ARGS)
+    del shape["rope_scaling"]["kind"]
+    write_tensors(Path("old"), TENSORS, step=9, fingerprint={"shape": shape})
+    assert check_initial_load(make_config(initial_load_path="old"), ARGS) == []
+
+
 def assert_one_problem(problems: list, key: str, *named: str) -> None:
     (problem,) = problems
     assert problem.key == key and [part for part in named if part not in str(problem)] == []
