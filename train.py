@@ -150,7 +150,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
         config.checkpoint,
         run.optimizer,
         fingerprint=fingerprint,
-        run=describe_run(config, layout.degrees, prepared.certificate),
+        run=describe_run(config, layout.degrees, prepared.certificate, prepared.published),
         group=saver_group,
         device=device,
     )
@@ -251,7 +251,9 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
             saver.wait()
             if config.checkpoint.last_save_in_hf and is_saved(n_steps, config.checkpoint, n_steps):
                 progress.show(n_steps, "exporting")
-                export = Export(model_args, config.checkpoint.export_dtype, **describe_for_export(prepared.vocabulary))
+                about = {"context": config.training.seq_len, "published": prepared.published}
+                about |= describe_for_export(prepared.vocabulary)
+                export = Export(model_args, config.checkpoint.export_dtype, **about)
                 export_hf(checkpoints / f"step-{n_steps}-hf", run.parameters, export=export, group=host_group)
             if saver.failure is None:
                 logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")

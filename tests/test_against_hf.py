@@ -94,6 +94,11 @@ def report(capsys, folder: Path, args: list[str]) -> tuple[int, dict]:
 # ---------------------------------------------------------------- what is right
 
 
+def test_sizes_that_are_not_given_are_those_of_the_folder(folder_of, capsys):
+    status, said = report(capsys, folder_of([*SMALL, *SCALED, *TIED]), ["--config", "debug"])
+    assert status == 0 and len(said["batches"]["near"]["gradients"]) == 3 + 9 * 2 - 1
+
+
 @pytest.mark.parametrize("name", EQUAL)
 def test_the_model_file_is_equal_to_transformers(name, folder_of, capsys):
     args = [*SMALL, *EQUAL[name]]
@@ -316,11 +321,12 @@ def folder(folder_of, tmp_path) -> Path:
 
 
 def test_a_folder_that_lacks_a_file_or_holds_another_shape_is_refused_with_the_key_to_set(folder, folder_of, capsys):
-    assert "Set model.n_layers = 2" in refused(capsys, folder, [*SMALL, "--model.n_layers", "4"])
-    assert "Set model.norm_eps = 1e-05" in refused(capsys, folder, [*SMALL, "--model.norm_eps", "1e-6"])
-    assert "Choose the flavor" not in refused(capsys, folder, [*SMALL, *TIED])
-    assert "Set model.tie_embeddings = true" in refused(capsys, folder_of([*SMALL, *TIED]), SMALL)
-    assert 'Set model.rope_scaling = "none"' in refused(capsys, folder, [*SMALL, *SCALED])
+    assert "model.n_layers = 4: the model in" in refused(capsys, folder, [*SMALL, "--model.n_layers", "4"])
+    assert "has 1e-05" in refused(capsys, folder, [*SMALL, "--model.norm_eps", "1e-6"])
+    assert "has none" in refused(capsys, folder, [*SMALL, *SCALED])
+    assert "model.tie_embeddings = True" in refused(capsys, folder, [*SMALL, *TIED])
+    untied = [*SMALL, "--model.tie_embeddings", "false"]
+    assert "Set model.tie_embeddings = true" in refused(capsys, folder_of([*SMALL, *TIED]), untied)
     assert "config.json cannot be read" in refused(capsys, folder / "nothing", SMALL)
     (folder / "model.safetensors").rename(folder / "elsewhere")
     assert "model.safetensors" in refused(capsys, folder, SMALL)

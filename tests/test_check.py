@@ -151,6 +151,12 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     ("--model.n_heads 6", "model.n_heads"),
     ("--model.n_kv_heads 3", "model.n_kv_heads"),
     ("--model.head_dim 31", "model.head_dim"),
+    ("--model.rope_factor=2", "model.rope_factor"),
+    ("--model.rope_scaling=linear", "model.rope_scaling"),
+    ("--model.rope_scaling=linear --model.rope_factor=2 --model.rope_low_freq_factor=2 --model.rope_high_freq_factor=3 "
+     "--model.rope_original_max_position_embeddings=64",
+     "model.rope_low_freq_factor model.rope_high_freq_factor model.rope_original_max_position_embeddings"),
+    ("--model.rope_scaling=llama3 --model.rope_low_freq_factor=4", "model.rope_scaling"),
     # mesh
     (f"{TP}=2", f"{P}data_parallel_shard_degree", 3),
     (f"{TP}=2 --{P}data_parallel_shard_degree=1", f"{P}data_parallel_shard_degree", 3),

@@ -226,7 +226,7 @@ def test_a_certificate_travels_in_the_checkpoint_to_the_log_of_the_run_that_resu
             (1, None, "layout not proven"),
             (2, record, "trained on a proven layout: dp_shard2, worst gradient error 2e-07"),
         ):
-            run = describe_run(Config(), {"dp_shard": 2}, certificate)
+            run = describe_run(Config(), {"dp_shard": 2}, certificate, published={})
             saver = CheckpointSaver(tmp_path, KEEP_ALL, optimizer, run=run, device=torch.device("cpu"), **options)
             saver.save(step, name_tensors(parameters, optimizer))
             assert resume(tmp_path, None, *of_run, section=KEEP_ALL, **options) == step

@@ -84,7 +84,7 @@ def checkpoint(trained, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def export(trained, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("export") / "llama"
-    write_folder(folder, trained.state_dict().__getitem__, Export(ARGS, "float32"))
+    write_folder(folder, trained.state_dict().__getitem__, Export(ARGS, "float32", context=1024))
     return folder
 
 
@@ -142,7 +142,7 @@ def test_a_tied_model_has_its_embedding_as_head(tokenizer, generate, tmp_path):
     args = replace(ARGS, tie_embeddings=True)
     model = Llama3(args)
     initialize_weights(model, init_parameter, seed=1)
-    write_folder(tmp_path / "llama", model.state_dict().__getitem__, Export(args, "float32"))
+    write_folder(tmp_path / "llama", model.state_dict().__getitem__, Export(args, "float32", context=1024))
     path = save(tmp_path / "step-40", dict(model.named_parameters()), shape=asdict(args))
     with torch.no_grad():
         tokens = torch.tensor([tokenizer.encode(PROMPT, bos=True)])
@@ -200,7 +200,9 @@ def test_a_text_ends_with_any_token_of_generation_config(checkpoint, trained, to
     (unbroken,) = generate(checkpoint, *greedy)["samples"]
     at = next(n for n, token in enumerate(unbroken["tokens"]) if n > 5 and token not in unbroken["tokens"][:n])
     end = json.dumps({"eos_token_id": [tokenizer.eos_id, unbroken["tokens"][at]]})
-    export = Export(ARGS, "float32", **describe_for_export(tokenizer.vocabulary))  # so no --tokenizer is needed
+    export = Export(
+        ARGS, "float32", context=1024, **describe_for_export(tokenizer.vocabulary)
+    )  # so no --tokenizer is needed
     write_folder(tmp_path / "llama", trained.state_dict().__getitem__, export)
     (tmp_path / "assets").mkdir()
     for name in ("llama", "assets"):

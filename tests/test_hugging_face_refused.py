@@ -13,10 +13,13 @@ from test_hugging_face import edit_json
 from test_model import FLAVORS, PLAIN, build_ours, build_theirs
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, take_model
 from torchtitan_lite.checkpoint.hugging_face_folder import MOST_HEADER_BYTES, open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import Model
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 N_BYTES = 4 * 128 * 64  # of it
@@ -44,7 +47,10 @@ WRONG_CONFIGS = [  # changes, what is named
     ({"attention_bias": True}, "attention_bias = True"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+    ({"rope_scaling": {"type": "linear"}}, "factor = None"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor = None"),
     ({"rope_scaling": 8}, "rope_scaling = 8"),
     ({"hidden_size": "64"}, "hidden_size = '64'"),
@@ -204,18 +210,39 @@ def test_constants_that_old_versions_saved_are_ignored(tmp_path):
     assert open_folder(tmp_path).model_args == PLAIN
 
 
-def test_weights_of_another_shape_are_refused_by_the_keys_of_the_config():
-    def list_keys(theirs: ModelArgs, ours: ModelArgs) -> list[tuple[str, str]]:
-        return [(problem.key, problem.remedy) for problem in compare_shapes(theirs, ours, Path("there"))]
+SCALED = FLAVORS["Llama 3.1, scaled RoPE"]
+GIVEN = [  # [model] | key -> what is named
+    ({"dim": 128, "n_layers": 2}, {"model.dim": ("128", "64")}),
+    ({"rope_scaling": "none"}, {"model.rope_scaling": ("none", "llama3")}),
+    ({"rope_factor": 4.0, "rope_theta": 1e4}, {"model.rope_factor": ("4.0", "8.0"), "model.rope_theta": ("500000.0",)}),
+    ({"rope_scaling": "linear"}, {"model.rope_scaling": ("linear", "llama3")}),
+    ({"tie_embeddings": True}, {"model.tie_embeddings": ("True", "false")}),
+    ({"flavor": "8B", "vocab_size": 128}, {"model.flavor": ("8B", "dim 4096 instead of 64", "8192 instead of 64")}),
+    ({"flavor": "9B"}, {"model.flavor": ("9B",)}),
+]
 
-    other = FLAVORS["Llama 3.1, scaled RoPE"]
-    other = ModelArgs(**{**vars(other), "dim": 128, "tie_embeddings": False})
-    (dim, rope) = list_keys(other, PLAIN)
-    assert dim == ("model.dim", "Set model.dim = 128") and rope[0] == "model.rope_scaling"
-    tied = ModelArgs(**{**vars(PLAIN), "tie_embeddings": True})
-    assert list_keys(PLAIN, tied) == [("model.tie_embeddings", "Set model.tie_embeddings = false")]
-    fork = ModelArgs(**{**vars(PLAIN), "name": "a_fork_with_the_parameters_of_a_llama"})
-    assert list_keys(PLAIN, fork) == []
+
+@pytest.mark.parametrize(("given", "named"), GIVEN, ids=str)
+def test_a_key_that_is_given_and_is_not_that_of_the_weights_is_refused_with_both_values(given, named):
+    with pytest.raises(ConfigError) as error:
+        take_model(Model(**given), SCALED, "there")
+    assert {problem.key for problem in error.value.problems} == named.keys()
+    for problem in error.value.problems:
+        assert [part for part in named[problem.key] if part not in str(problem)] == []
+
+
+def test_keys_that_are_not_given_are_those_of_the_weights():
+    for args in FLAVORS.values():
+        for model in (Model(), Model(n_layers=2, rope_theta=500_000)):
+            assert resolve_model(take_model(model, args, "there")) == args
+    same = Model(flavor="8B", rope_scaling="none")
+    assert resolve_model(take_model(same, resolve_model(same), "there")) == resolve_model(same)
+
+
+def test_a_size_that_no_key_can_hold_is_refused_by_that_key():
+    with pytest.raises(ConfigError) as error:
+        take_model(Model(), ModelArgs(**{**vars(PLAIN), "dim": 2**21}), "there")
+    assert [problem.key for problem in error.value.problems] == ["model.dim"]
 
 
 def test_a_model_with_other_parameters_is_refused_by_their_name(saved):

@@ -18,6 +18,8 @@ FLAVORS = {
     "Llama 3": PLAIN,
     "Llama 3.1, scaled RoPE": replace(PLAIN, rope_scaling=RopeScaling(factor=8.0, original_length=64)),
     "Llama 3.2, tied": replace(PLAIN, rope_scaling=RopeScaling(factor=32.0, original_length=64), tie_embeddings=True),
+    "another scaling of its own": replace(PLAIN, rope_scaling=RopeScaling(5.5, 1.5, 3.0, 96)),
+    "linear scaling": replace(PLAIN, rope_scaling=RopeScaling(2.5, kind="linear")),
     "head dim of its own": replace(PLAIN, head_dim=32),
     "one key/value head": replace(PLAIN, n_kv_heads=1),
 }

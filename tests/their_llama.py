@@ -10,8 +10,10 @@ def make_their_config(args: ModelArgs, **options) -> LlamaConfig:
     rope = {"rope_theta": args.rope_theta, "rope_type": "default"}
     if args.rope_scaling:
         numbers = vars(args.rope_scaling)
-        rope |= {"rope_type": "llama3", "original_max_position_embeddings": numbers["original_length"]}
-        rope |= {name: numbers[name] for name in ("factor", "low_freq_factor", "high_freq_factor")}
+        rope |= {"rope_type": numbers["kind"], "factor": numbers["factor"]}
+        if numbers["kind"] == "llama3":
+            rope |= {name: numbers[name] for name in ("low_freq_factor", "high_freq_factor")}
+            rope["original_max_position_embeddings"] = numbers["original_length"]
     return LlamaConfig(
         vocab_size=args.vocab_size,
         hidden_size=args.dim,

@@ -20,12 +20,12 @@ from torchtitan_lite.config.hardware import Machine, find_missing_compiler
 from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.memory import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Compile, Config, Metrics, Parallelism, with_value
 from torchtitan_lite.data.corpus_folder import DATASETS, check_corpora, check_weights
 from torchtitan_lite.data.vocabulary import Vocabulary
 from torchtitan_lite.file_checks import check_files
-from torchtitan_lite.weights_checks import check_export, check_initial_load, choose_tokenizer
+from torchtitan_lite.run_config import find_resumed_step, read_run_config
+from torchtitan_lite.weights_checks import PATH, check_export, check_initial_load, choose_tokenizer, find_weights
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Prepared:
     resumed_step: int  # the last step that is already done; 0: the run does not resume
     certificate: dict[str, object] | None  # the record of `verify` for this config, these mesh dims and this code
     vocabulary: Vocabulary
+    published: dict[str, dict]  # config.json and generation_config.json of the weights that the run starts from, if any
 
 
 def preflight(
@@ -52,10 +53,8 @@ def preflight(
     Without n_ranks: see choose_n_ranks. A job that torchrun `restarted` finds its own files in the dump folder.
     Writes nothing. Raises ConfigError with every problem.
     """
-    reading = read_config(args)
+    reading = read_run_config(args, restarted=restarted)
     config = reading.config
-    if config.job.dump_folder == "auto":
-        config = with_value(config, "job.dump_folder", f"./outputs/{reading.config_name}")
     if n_ranks is None:
         n_ranks = choose_n_ranks(config.parallelism, machine, n_hosts)
 
@@ -78,8 +77,9 @@ def preflight(
 
     # ---- files and the machine
     tokenizer, resumed_step = None, find_resumed_step(config, restarted)
+    weights = find_weights(config, resumed_step)
     try:
-        tokenizer = choose_tokenizer(config, resumed_step)
+        tokenizer = choose_tokenizer(config, weights)
         config = with_value(config, "model.hf_assets_path", tokenizer.assets)
         problems += check_vocabulary(config, tokenizer.vocabulary, model_args)
     except ConfigError as error:
@@ -101,6 +101,8 @@ def preflight(
     assert model_args and layout and tokenizer, "without a problem there is a plan"
     certificate = find_certificate(config, layout)
     notices = reading.notices + tokenizer.notices + describe_float8(config, model_args, layout.tp)
+    if weights and not config.checkpoint.enable:
+        notices.append("checkpoint.enable is false, so that what is trained is not saved")
     if certificate:
         notices += describe_coverage(certificate, layout)
     return Prepared(
@@ -114,6 +116,7 @@ def preflight(
         resumed_step=resumed_step,
         certificate=certificate,
         vocabulary=tokenizer.vocabulary,
+        published=weights.published if weights else {},
     )
 
 
@@ -127,7 +130,7 @@ def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> 
 
 def drop_follow_ups(problems: list[Problem], causes: list[Problem]) -> list[Problem]:
     """Leave out the problems that may be due to a bad value which was replaced by its default (`causes`)."""
-    follow = {"degrees": {"degrees", "batch"}, "batch": {"batch"}, "shape": {"shape"}}
+    follow = {"degrees": {"degrees", "batch"}, "batch": {"batch"}, "shape": {"shape"}, PATH: {PATH, "shape"}}
     families = {family for cause in causes for family in follow.get(name_family(cause.key), {cause.key})}
     return [problem for problem in problems if name_family(problem.key) not in families]
 
@@ -213,12 +216,3 @@ def check_load_step(config: Config) -> list[Problem]:
     except CheckpointError as error:
         return [Problem(key, value, str(error), f"Resume from another step: there are {steps}")]
     return []
-
-
-def find_resumed_step(config: Config, restarted: bool) -> int:
-    """Return the last step that is already done: checkpoint.load_step, else that of the newest checkpoint, else 0."""
-    if not config.checkpoint.enable or (config.job.overwrite and not restarted):
-        return 0
-    steps = find_steps(Path(config.job.dump_folder) / config.checkpoint.folder)
-    restored = config.checkpoint.load_step
-    return max(steps, default=0) if restored == -1 or restarted else restored

@@ -18,7 +18,13 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, compare_shapes, explain_unwritable
+from torchtitan_lite.checkpoint.hugging_face_config import (
+    CONFIG,
+    HuggingFaceError,
+    explain_unwritable,
+    find_published,
+    read_published,
+)
 from torchtitan_lite.checkpoint.hugging_face_folder import REMEDY, open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps, read_manifest
 from torchtitan_lite.config.flavors import ModelArgs
@@ -44,20 +50,22 @@ def check_initial_load(config: Config, model_args: ModelArgs) -> list[Problem]:
             return []
         why, remedy = f"there is no {PATH}", "Name the Hugging Face folder there"
         return [Problem("checkpoint.initial_load_in_hf", True, why, remedy)]
-    if not section.enable:
-        return [Problem(PATH, path, "checkpoint.enable is false, and nothing is loaded then", "Set it to true")]
-    check = check_hugging_face if section.initial_load_in_hf else check_own
-    return check(path, section.initial_load_model_only, model_args)
+    if section.initial_load_in_hf:
+        return check_hugging_face(path, section.initial_load_model_only)
+    return check_own(path, section.initial_load_model_only, model_args)
 
 
-def check_hugging_face(path: str, model_only: bool, model_args: ModelArgs) -> list[Problem]:
+def check_hugging_face(path: str, model_only: bool) -> list[Problem]:
+    """Find what is wrong with the files. [model] has the sizes in config.json already (run_config.py)."""
     if not model_only:
         why = "a Hugging Face folder has neither optimizer state nor step"
         return [Problem("checkpoint.initial_load_model_only", False, why, "Set it to true")]
     try:
-        return compare_shapes(open_folder(Path(path)).model_args, model_args, Path(path))
+        open_folder(Path(path))
+        read_published(Path(path))
     except HuggingFaceError as error:
         return [Problem(PATH, path, "; ".join(error.problems), REMEDY)]
+    return []
 
 
 def check_own(path: str, model_only: bool, model_args: ModelArgs) -> list[Problem]:
@@ -89,11 +97,12 @@ def check_export(config: Config, model_args: ModelArgs) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights that a run starts from, and what they say about their tokenizer."""
+    """The weights that a run starts from, and what came with them."""
 
     path: Path
     assets: str | None  # what model.hf_assets_path would be
     identity: str | None  # of the vocabulary
+    published: dict[str, dict]  # config.json and generation_config.json, if they ever were in a Hugging Face folder
 
 
 @dataclass(frozen=True)
@@ -103,10 +112,9 @@ class TokenizerChoice:
     notices: list[str]
 
 
-def choose_tokenizer(config: Config, resumed_step: int) -> TokenizerChoice:
+def choose_tokenizer(config: Config, weights: Weights | None) -> TokenizerChoice:
     """Return the tokenizer of the run. Raises ConfigError if there is none, or another than that of the weights."""
     named = None if config.model.hf_assets_path == AUTO else config.model.hf_assets_path
-    weights = find_weights(config, resumed_step)
     if weights is None:
         return TokenizerChoice(named or SHIPPED, read_vocabulary(named or SHIPPED), [])
     assets = named or weights.assets
@@ -136,7 +144,7 @@ def find_weights(config: Config, resumed_step: int) -> Weights | None:
     for step in reversed(find_steps(folder) if resumed_step else []):
         if step <= resumed_step and (weights := describe_checkpoint(folder / f"step-{step}")):
             return weights
-    if not (section.enable and section.initial_load_path):
+    if not section.initial_load_path:
         return None
     path = Path(section.initial_load_path)
     if section.initial_load_in_hf:
@@ -153,15 +161,20 @@ def describe_checkpoint(path: Path) -> Weights | None:
     config, identity = manifest.run.get("config"), manifest.fingerprint.get("tokenizer")
     model = config.get("model") if isinstance(config, dict) else None
     assets = model.get("hf_assets_path") if isinstance(model, dict) else None
-    return Weights(path, *(text if isinstance(text, str) else None for text in (assets, identity)))
+    texts = (text if isinstance(text, str) else None for text in (assets, identity))
+    return Weights(path, *texts, find_published(manifest.run))
 
 
 def describe_hugging_face(path: Path) -> Weights:
-    """Return the tokenizer beside the weights, if there is one that can be read here."""
+    """Return what is beside the weights, as far as it can be read here."""
     assets = str(path.absolute())
-    if find_tokenizer(assets) is None:
-        return Weights(path, None, None)
     try:
-        return Weights(path, assets, read_vocabulary(assets).identity)
+        published = read_published(path)
+    except HuggingFaceError:  # check_hugging_face reports it
+        published = {}
+    if find_tokenizer(assets) is None:
+        return Weights(path, None, None, published)
+    try:
+        return Weights(path, assets, read_vocabulary(assets).identity, published)
     except ConfigError:  # raised again if it is the one that the run would use
-        return Weights(path, assets, None)
+        return Weights(path, assets, None, published)

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint import folders
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, make_config
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, GENERATION_CONFIG, make_config
 from torchtitan_lite.checkpoint.hugging_face_folder import (
     INDEX,
     SINGLE_FILE,
@@ -120,6 +120,8 @@ class Export:
     bos_id: int | None = None
     eos_id: int | None = None
     tokenizer_files: dict[str, bytes] = field(default_factory=dict)
+    context: int | None = None  # tokens of the longest text that the model has learnt to read, if that is known
+    published: dict[str, dict] = field(default_factory=dict)  # config.json and generation_config.json of first weights
 
 
 @dataclass(frozen=True)
@@ -224,13 +226,22 @@ def to_theirs(fqn: str, tensor: Tensor, export: Export) -> Tensor:
 
 def finish_folder(out: Path, files: list[PlannedFile], export: Export) -> None:
     """Add the other files and commit the folder."""
-    config = make_config(export.model_args, dtype=export.dtype, bos_id=export.bos_id, eos_id=export.eos_id)
-    contents = {CONFIG: encode(config)}
+    config = make_config(
+        export.model_args,
+        dtype=export.dtype,
+        bos_id=export.bos_id,
+        eos_id=export.eos_id,
+        context=export.context,
+        published=export.published.get(CONFIG),
+    )
+    contents = export.tokenizer_files | {CONFIG: encode(config)}
+    if GENERATION_CONFIG in export.published:
+        contents[GENERATION_CONFIG] = encode(export.published[GENERATION_CONFIG])
     if len(files) > 1:
         n_bytes = sum(map(math.prod, list_tensors(export.model_args).values())) * getattr(torch, export.dtype).itemsize
         file_of = {their_name(fqn): planned.name for planned in files for fqn in planned.fqns}
         contents[INDEX] = encode({"metadata": {"total_size": n_bytes}, "weight_map": file_of})
-    for name, content in (contents | export.tokenizer_files).items():
+    for name, content in contents.items():
         folders.write_file(folders.name_unfinished(out) / name, content)
     folders.commit(out)
 

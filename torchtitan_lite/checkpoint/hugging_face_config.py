@@ -1,19 +1,31 @@
 """config.json of a Hugging Face folder with a Llama: read as ModelArgs, checked, and written. Needs no torch.
 
 transformers 5 has `rope_parameters`, which contains theta and scaling; version 4 wrote `rope_theta` and `rope_scaling`.
-Both are read. The old form is written, because every version reads it. A Llama with a feature that our model lacks
-(biases, another activation, another kind of RoPE scaling, quantized weights) is refused: it would load, and compute
-something else.
+Both are read. A Llama with a feature that our model lacks (biases, another activation, another kind of RoPE scaling,
+quantized weights) is refused: it would load, and compute something else.
+
+    config.json, generation_config.json   what its authors said of the model: `read_published`
+      -> the run                          the first gives [model] its numbers: `take_model`
+      -> manifest.json of a checkpoint    `run` has both; a run that resumes or starts from it passes them on
+      -> an export                        both, but for what training has changed: `make_config`
+
+An export of a model that never was in such a folder has the old form of config.json, which every version reads.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.files import read_json_object
-from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
-from torchtitan_lite.config.messages import Problem, show_text
+from torchtitan_lite.config.flavors import AUTO, ROPE_KEYS, ModelArgs, RopeScaling
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.messages import ConfigError, Problem, show_text
+from torchtitan_lite.config.reader import KEYS
+from torchtitan_lite.config.schema import Model
+from torchtitan_lite.config.values import WrongValue, convert
 
-CONFIG = "config.json"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+IN_MANIFEST = "hugging_face"  # key in `run` of a manifest: name of a file -> its content
 THEIR_KEYS = {  # field of ModelArgs -> theirs; whole numbers
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -38,6 +50,8 @@ MUST_BE = {  # key -> the value that our model computes with; a missing key mean
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
+LENGTH = "max_position_embeddings"
+DTYPE_KEYS = ("torch_dtype", "dtype")  # of transformers 4 and 5
 LARGEST = 2**24  # of any size; the vocabulary of Llama 3 is 2**17
 MOST_BYTES = 2**24  # of a JSON file beside the weights; the index of the largest models has a tenth
 
@@ -58,9 +72,25 @@ def read_beside(folder: Path, name: str) -> dict[str, Any]:
         raise HuggingFaceError(folder, [f"{name} {error}"]) from None
 
 
+def read_published(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return name -> content of config.json and generation_config.json, where there is one. Raises HuggingFaceError."""
+    return {name: read_beside(folder, name) for name in (CONFIG, GENERATION_CONFIG) if (folder / name).exists()}
+
+
+def find_published(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the same from `run` of a manifest; empty if the weights never were in a Hugging Face folder."""
+    held = run.get(IN_MANIFEST)
+    held = held if isinstance(held, dict) else {}
+    return {name: held[name] for name in (CONFIG, GENERATION_CONFIG) if isinstance(held.get(name), dict)}
+
+
 def read_model_args(folder: Path) -> ModelArgs:
     """Return the model that `folder`/config.json describes. Raises HuggingFaceError."""
-    config = read_beside(folder, CONFIG)
+    return parse_model_args(read_beside(folder, CONFIG), folder)
+
+
+def parse_model_args(config: dict[str, Any], folder: Path) -> ModelArgs:
+    """Return the model that the content of a config.json describes. Raises HuggingFaceError, which names `folder`."""
     problems = [
         f"{key} = {config[key]!r}; a Llama here has {value!r}"
         for key, value in MUST_BE.items()
@@ -97,6 +127,8 @@ def read_model_args(folder: Path) -> ModelArgs:
         rope = {}
     theta = read("rope_theta", 10_000.0, values=rope if rope.get("rope_theta") is not None else config, kind=float)
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        problems.append(f"partial_rotary_factor = {rope['partial_rotary_factor']!r}; a Llama here has 1.0")
     if kind == "llama3":
         kinds = {"original_length": int}
         numbers = {
@@ -105,8 +137,10 @@ def read_model_args(folder: Path) -> ModelArgs:
         scaling = RopeScaling(**numbers)
         if scaling.low_freq_factor >= scaling.high_freq_factor and not problems:
             problems.append("low_freq_factor must be below high_freq_factor")
+    elif kind == "linear":
+        scaling = RopeScaling(factor=read("factor", values=rope, kind=float), kind="linear")
     elif kind != "default":
-        problems.append(f"RoPE is scaled by the rule {kind!r}; the rules here are 'default' and 'llama3'")
+        problems.append(f"RoPE is scaled by the rule {kind!r}; the rules here are 'default', 'linear' and 'llama3'")
     norm_eps = read("rms_norm_eps", 1e-6, kind=float)
     if problems:
         raise HuggingFaceError(folder, [f"{CONFIG}: {problem}" for problem in problems])
@@ -114,8 +148,32 @@ def read_model_args(folder: Path) -> ModelArgs:
     return ModelArgs(**sizes, norm_eps=norm_eps, rope_theta=theta, rope_scaling=scaling, tie_embeddings=tied)
 
 
-def make_config(model_args: ModelArgs, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, object]:
-    """Return the content of config.json. `dtype` is torch's name for it."""
+def make_config(
+    model_args: ModelArgs,
+    *,
+    dtype: str,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+    context: int | None = None,
+    published: dict[str, Any] | None = None,
+) -> dict[str, object]:
+    """Return the content of config.json.
+
+    `dtype` is torch's name for it. `context`: tokens of the longest text that the model has learnt to read, if that is
+    known. `published`: the config.json that the weights came with. It is kept, but for the dtype, for an embedding that
+    was untied, and for texts that were longer in training. Raises HuggingFaceError if it describes another model.
+    """
+    tied = model_args.tie_embeddings
+    if published:
+        theirs = parse_model_args(published, Path(CONFIG))
+        if replace(theirs, tie_embeddings=tied, name=model_args.name) != model_args:
+            raise HuggingFaceError(Path(CONFIG), ["the one in the checkpoint describes another model than its weights"])
+        changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published} or {DTYPE_KEYS[0]: dtype}
+        if tied != theirs.tie_embeddings:
+            changed["tie_word_embeddings"] = tied
+        if context and context > (read_length(published) or context):
+            changed[LENGTH] = context
+        return published | changed
     scaling = model_args.rope_scaling
     config: dict[str, object] = {
         **MUST_BE,
@@ -123,18 +181,26 @@ def make_config(model_args: ModelArgs, *, dtype: str, bos_id: int | None, eos_id
         "rms_norm_eps": model_args.norm_eps,
         "rope_theta": model_args.rope_theta,
         "rope_scaling": None,
-        "tie_word_embeddings": model_args.tie_embeddings,
-        # The longest text, in tokens: 8,192 on the model card of Llama 3, 131,072 on those of 3.1 and 3.2.
-        "max_position_embeddings": 16 * scaling.original_length if scaling else 8192,
+        "tie_word_embeddings": tied,
+        LENGTH: context,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
-        "torch_dtype": dtype,
+        DTYPE_KEYS[0]: dtype,
     }
     del config["partial_rotary_factor"], config["quantization_config"]  # a missing key means the same to more readers
+    if context is None:
+        del config[LENGTH]
     if scaling is not None:
-        numbers = {key: getattr(scaling, field) for field, key in THEIR_SCALING_KEYS.items()}
-        config["rope_scaling"] = {"rope_type": "llama3", **numbers}
+        fields = THEIR_SCALING_KEYS if scaling.kind == "llama3" else ("factor",)
+        numbers = {THEIR_SCALING_KEYS[field]: getattr(scaling, field) for field in fields}
+        config["rope_scaling"] = {"rope_type": scaling.kind, **numbers}
     return config
+
+
+def read_length(config: dict[str, Any]) -> int | None:
+    """Return the tokens of the longest text that a config.json names, or None if it names none."""
+    value = config.get(LENGTH)
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def explain_unwritable(args: ModelArgs) -> str | None:
@@ -146,19 +212,49 @@ def explain_unwritable(args: ModelArgs) -> str | None:
     return None
 
 
-def compare_shapes(theirs: ModelArgs, ours: ModelArgs, folder: Path) -> list[Problem]:
-    """Return why the weights of `folder` cannot be loaded into our model, by key of the run's config.
+def take_model(model: Model, theirs: ModelArgs, source: str) -> Model:
+    """Return [model] with each number that it leaves open taken from `theirs`, the model of the weights in `source`.
 
-    An untied model may load a tied one: its head then starts as a copy of the embedding.
+    Raises ConfigError for each key that differs from it; for numbers of a flavor, model.flavor. An untied model may
+    load a tied one: its head then starts as a copy of the embedding.
     """
-    problems = []
-    for field, value in vars(ours).items():
-        other = getattr(theirs, field)
-        # A fork of the model file under another name may load them too, if its parameters are those of a Llama.
-        if other == value or field == "name" or (field == "tie_embeddings" and other):
-            continue
-        remedy = f"Set model.{field} = {str(other).lower() if isinstance(other, bool) else other}"
-        if field == "rope_scaling":
-            remedy = 'Set model.rope_scaling = "none"' if other is None else "Choose the flavor with that scaling"
-        problems.append(Problem(f"model.{field}", value, f"the model in {folder} has {other}", remedy))
-    return problems
+    expected = list_numbers(theirs)
+    given = {key: value for key in expected if (value := getattr(model, key)) is not None}
+    of_flavor = {} if model.flavor == AUTO else list_numbers(resolve_model(model))
+    different = {key: value for key, value in (of_flavor | given).items() if value != expected[key]}
+    if expected["tie_embeddings"]:
+        different.pop("tie_embeddings", None)
+    remedy = "Leave it out, and all numbers are those of the weights"
+    problems = [
+        Problem(f"model.{key}", value, f"the model in {source} has {show_number(expected[key])}", remedy)
+        for key, value in different.items()
+        if key in given
+    ]
+    if of_row := [key for key in different if key not in given]:
+        row = (f"{key} {show_number(different[key])} instead of {show_number(expected[key])}" for key in of_row)
+        why = f"it is not the model in {source}: {', '.join(row)}"
+        problems.append(Problem("model.flavor", model.flavor, why, remedy))
+    for key, value in expected.items():
+        try:
+            convert(KEYS[f"model.{key}"], show_number(value), is_text=True)
+        except WrongValue as wrong:
+            problems.append(Problem(f"model.{key}", value, f"{wrong.why}, and {source} has it", wrong.remedy))
+    if problems:
+        raise ConfigError(problems)
+    return replace(model, **{**expected, **of_flavor, **given})
+
+
+def list_numbers(args: ModelArgs) -> dict[str, Any]:
+    """Return key of [model] -> its value in this model; None for a number that its RoPE scaling does not read."""
+    scaling = args.rope_scaling
+    fields = {None: (), "linear": ("factor",), "llama3": ROPE_KEYS}[scaling and scaling.kind]
+    return {
+        **{key: value for key, value in vars(args).items() if key != "name"},
+        "rope_scaling": scaling.kind if scaling else "none",
+        **{key: getattr(scaling, field) if field in fields else None for field, key in ROPE_KEYS.items()},
+    }
+
+
+def show_number(value: object) -> str:
+    """Return a value as it is written on the command line."""
+    return str(value).lower()

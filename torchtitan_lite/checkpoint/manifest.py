@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.config.files import read_regular_file
+from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # of what is written. Format 1, which is still read, calls the fingerprint "facts"
@@ -184,8 +185,11 @@ def parse(raw: object) -> Manifest:
     fingerprint = raw["facts" if raw["format"] == 1 else "fingerprint"]
     for part in (fingerprint, raw["run"], raw["files"], raw["tensors"]):
         require(isinstance(part, dict), f"{part!r:.40} is not an object")
-    if raw["format"] == 1 and isinstance(fingerprint.get("shape"), dict):
-        fingerprint["shape"].setdefault("name", "llama3")  # which format 1 left out
+    if isinstance(shape := fingerprint.get("shape"), dict):
+        if raw["format"] == 1:
+            shape.setdefault("name", "llama3")  # which format 1 left out
+        if isinstance(scaling := shape.get("rope_scaling"), dict):
+            scaling.setdefault("kind", "llama3")  # the only one before 2026-11-24
     files = {name: parse_file(name, record) for name, record in raw["files"].items()}
     tensors = {name: parse_tensor(name, record) for name, record in raw["tensors"].items()}
     n_bytes = dict.fromkeys(files, 0)
@@ -196,6 +200,21 @@ def parse(raw: object) -> Manifest:
     for name, record in files.items():
         require(n_bytes[name] <= record.size, f"{name} has {record.size:,} bytes for {n_bytes[name]:,} of tensors")
     return Manifest(parse_count(raw["step"]), fingerprint, raw["run"], files, tensors)
+
+
+def parse_model_args(manifest: Manifest) -> ModelArgs:
+    """Return the ModelArgs in the fingerprint. Raises KeyError, TypeError or AttributeError if there is none."""
+    raw = manifest.fingerprint["shape"]
+    scaling = raw["rope_scaling"]
+    kind = scaling.get("kind") if scaling else "llama3"
+    names = ("rope_scaling", "name", "kind")
+    numbers = {name: value for name, value in (raw | (scaling or {})).items() if name not in names}
+    for name, value in numbers.items():
+        if not isinstance(value, int | float):
+            raise TypeError(f"{name} is {value!r}, not a number")
+    if kind not in ("llama3", "linear"):
+        raise KeyError(f"rope_scaling of the kind {kind!r}")
+    return ModelArgs(**{**raw, "rope_scaling": RopeScaling(**scaling) if scaling else None})
 
 
 def parse_file(name: str, raw: dict) -> FileRecord:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint import folders
+from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps
 from torchtitan_lite.checkpoint.state import convert_dtype, name_tensors, name_weights
 from torchtitan_lite.checkpoint.storage import StagedPlanner, StorageWriter, explain_dcp_error, raise_on_all_ranks
@@ -228,12 +229,15 @@ def choose_tensors(
     )
 
 
-def describe_run(config: Config, degrees: dict[str, int], certificate: dict[str, object] | None) -> dict[str, object]:
-    """Return what a manifest says about the run, for people."""
+def describe_run(
+    config: Config, degrees: dict[str, int], certificate: dict[str, object] | None, published: dict[str, dict]
+) -> dict[str, object]:
+    """Return what a manifest says about the run: for people, but for `published`, the files of its first weights."""
     return {
         "config": asdict(config),
         "layout": degrees,
         "certificate": certificate,
+        IN_MANIFEST: published,
         "torch": torch.__version__,
         "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from torchtitan_lite.config.choices import ATTENTIONS
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.flavors import ROPE_KEYS, ModelArgs
 from torchtitan_lite.config.float8_plan import Float8Plan, list_linears, plan_float8, uses_float8
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.pipeline_csv import find_fault
@@ -52,6 +52,13 @@ class Case:
         """Whether head_dim would be dim / n_heads, and that is no whole number."""
         follows = self.model.head_dim is None and (self.model.dim is not None or self.model.n_heads is not None)
         return follows and self.model_args.dim % self.model_args.n_heads != 0
+
+    @property
+    def rope_keys(self) -> list[str]:
+        """Keys of [model] that the stretching of rotary wavelengths reads."""
+        scaling = self.model_args.rope_scaling
+        read = {"llama3": ROPE_KEYS, "linear": ("factor",)}[scaling.kind] if scaling else ()
+        return [ROPE_KEYS[name] for name in read]
 
     @property
     def tp(self) -> int:

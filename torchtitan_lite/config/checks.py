@@ -22,7 +22,7 @@ from math import prod
 
 from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.choices import OPTIMIZERS
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.flavors import ROPE_KEYS, ModelArgs
 from torchtitan_lite.config.float8_plan import BLOCK, describe_skipped, uses_float8
 from torchtitan_lite.config.hardware import lacks_float8
 from torchtitan_lite.config.messages import Problem
@@ -78,6 +78,21 @@ RULES: dict[str, list[Rule]] = {
         Rule("model.head_dim", lambda c: not c.has_ragged_heads and c.model_args.head_dim % 2,
             "it is odd, and rotary embedding rotates pairs of numbers",
             "Choose model.dim, n_heads or head_dim so that head_dim is even"),
+        *(
+            Rule(f"model.{key}", lambda c, key=key: getattr(c.model, key) is not None and key not in c.rope_keys,
+                'no stretching of rotary wavelengths reads it (with "linear", rope_factor is all that is read)',
+                'Set model.rope_scaling = "llama3", or leave it out')
+            for key in ROPE_KEYS.values()
+        ),
+        Rule("model.rope_scaling", lambda c: c.model.rope_scaling == "linear" and c.model.rope_factor is None,
+            "how far wavelengths are stretched is not given",
+            "Set model.rope_factor"),
+        Rule("model.rope_scaling",
+            lambda c: "rope_low_freq_factor" in c.rope_keys
+            and c.model_args.rope_scaling.low_freq_factor >= c.model_args.rope_scaling.high_freq_factor,
+            "rope_low_freq_factor = {model_args.rope_scaling.low_freq_factor:g} is not below rope_high_freq_factor = "
+            "{model_args.rope_scaling.high_freq_factor:g}",
+            "Choose a lower rope_low_freq_factor, or a higher rope_high_freq_factor"),
     ],
     "mesh": [
         Rule("parallelism.data_parallel_shard_degree", lambda c: prod(c.degrees.values()) != c.world_size,

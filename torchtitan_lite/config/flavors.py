@@ -12,12 +12,24 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 stretches long rotary wavelengths, so that it reads more than `original_length` tokens."""
+    """How rotary wavelengths are stretched, so that a model reads more than the tokens that it was first trained on.
 
-    factor: float  # long wavelengths become this much longer
+    llama3, as Llama 3.1 has it, stretches the long ones; linear stretches all, and reads the factor alone.
+    """
+
+    factor: float  # stretched wavelengths become this much longer
     low_freq_factor: float = 1.0  # wavelengths above original_length / this are stretched in full
     high_freq_factor: float = 4.0  # wavelengths below original_length / this are left alone; between: interpolated
     original_length: int = 8192  # tokens
+    kind: Literal["llama3", "linear"] = "llama3"
+
+
+ROPE_KEYS = {  # number of RopeScaling -> its key in [model]
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_length": "rope_original_max_position_embeddings",
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,8 @@ FLAVORS = {
     "405B": ModelArgs(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=RopeScaling(factor=8.0)),
 }
 FLAVORS["debugmodel"] = FLAVORS["debug"]  # torchtitan's name for it
+AUTO = "auto"  # the model of the Hugging Face folder that the run starts from (run_config.py), else:
+FLAVORS[AUTO] = FLAVORS["debug"]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from math import prod
 
 from torchtitan_lite.config.case import Case, stage_of_reshard
 from torchtitan_lite.config.checks import find_problems, find_refused
-from torchtitan_lite.config.flavors import FLAVORS, ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import FLAVORS, ROPE_KEYS, ModelArgs, RopeScaling
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import Stages, check_microbatches, place_stages, plan_stages
 from torchtitan_lite.config.schema import Config, Model, Parallelism
@@ -30,11 +30,13 @@ def resolve_model(model: Model) -> ModelArgs:
     row = FLAVORS[model.flavor]
     names = [f.name for f in fields(ModelArgs) if f.name not in ("name", "rope_scaling")]
     given = {name: value for name in names if (value := getattr(model, name)) is not None} | {"name": model.name}
-    if model.rope_scaling == "none":
-        given["rope_scaling"] = None
-    elif model.rope_scaling == "llama3" and row.rope_scaling is None:
-        given["rope_scaling"] = RopeScaling(factor=8.0)
-    args = replace(row, **given)
+    scaling = row.rope_scaling
+    if model.rope_scaling not in (None, scaling and scaling.kind):
+        scaling = None if model.rope_scaling == "none" else RopeScaling(factor=8.0, kind=model.rope_scaling)
+    if scaling:
+        numbers = {name: value for name, key in ROPE_KEYS.items() if (value := getattr(model, key)) is not None}
+        scaling = replace(scaling, **numbers)
+    args = replace(row, **given, rope_scaling=scaling)
     if model.head_dim is None and (model.dim or model.n_heads):
         args = replace(args, head_dim=args.dim // args.n_heads)
     if problems := find_problems("model", Case(Config(model=model), args)):

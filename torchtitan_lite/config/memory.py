@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, lcm, prod
 
-from torchtitan_lite.config.flavors import FLAVORS, ModelArgs, count_parameters, list_block
+from torchtitan_lite.config.flavors import AUTO, FLAVORS, ModelArgs, count_parameters, list_block
 from torchtitan_lite.config.hardware import GIB, Machine, find_cluster, measure_cpu_memory
 from torchtitan_lite.config.layout import plan_batch
 from torchtitan_lite.config.messages import Problem
@@ -264,31 +264,33 @@ def check_memory(config: Config, args: ModelArgs, bounds: list[MemoryBound], mac
 def refuse_model(config: Config, args: ModelArgs, bound: MemoryBound, machine: Machine, where: str) -> Problem:
     """Describe a model whose parameters alone do not fit, by the key of [model] that causes most of them.
 
-    That is the key that is farthest above its flavor's value, else the flavor.
+    That is the key that is farthest above its flavor's value, else the flavor; or the Hugging Face folder.
     """
     n_parameters, bytes_each = count_parameters(args), count_state_bytes(config.optimizer)
     why = (
         f"{n_parameters / 1e9:.2f} billion parameters of {bytes_each} bytes (weight, gradient, optimizer state) need "
         f"at least {bound.state_bytes / GIB:.1f} GiB {where}"
     )
-    remedy = "Run `./run_train.sh --config debug` here"
+    remedy, works_here = "Run `./run_train.sh --config debug` here", ""
     if machine.device_type == "cuda" and machine.memory_bytes_per_device:
         n_gpus = ceil(n_parameters * bytes_each / machine.memory_bytes_per_device)
         remedy += f", or share one copy of the model among at least {n_gpus} such GPUs"
     else:
         n_bytes, name = n_parameters * bytes_each, config.job.config_file.removesuffix(".toml")
+        remedy += f", or this config on GPUs with more than {n_bytes / GIB:.0f} GiB among them"
         node = lcm(8, prod(n for key, n in vars(config.parallelism).items() if key.endswith("_degree") and n > 0))
         n_gpus = node * ceil(n_bytes / (node * find_cluster("h100", None).memory_bytes))
-        remedy += f", or this config on GPUs with more than {n_bytes / GIB:.0f} GiB among them. What works here: "
-        remedy += f"`python -m torchtitan_lite verify --config {name}` proves its layout, and "
-        remedy += f"`python -m torchtitan_lite plan --config {name} --gpus {n_gpus}` says what it costs on GPUs"
+        works_here = f". What works here: `python -m torchtitan_lite verify --config {name}` proves its layout, and "
+        works_here += f"`python -m torchtitan_lite plan --config {name} --gpus {n_gpus}` says what it costs on GPUs"
+    if config.model.flavor == AUTO and config.checkpoint.initial_load_in_hf:
+        return Problem("checkpoint.initial_load_path", config.checkpoint.initial_load_path, why, remedy)
     flavor = FLAVORS[config.model.flavor]
     without = {"flavor": n_parameters}  # key -> parameters if it had its flavor's value
     for key, size in vars(args).items():
         if type(size) is int and getattr(config.model, key) is not None:
             without[key] = count_parameters(replace(args, **{key: getattr(flavor, key)}))
     key = min(without, key=without.__getitem__)
-    return Problem(f"model.{key}", getattr(config.model, key), why, remedy)
+    return Problem(f"model.{key}", getattr(config.model, key), why, remedy + works_here)
 
 
 def refuse_tokens(config: Config, bound: MemoryBound, where: str) -> Problem:

@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Annotated, Any, Literal
 
 from torchtitan_lite.config.choices import ATTENTIONS, DECAYS, OPTIMIZERS, SCHEDULES
-from torchtitan_lite.config.flavors import BLOCKS
+from torchtitan_lite.config.flavors import AUTO, BLOCKS
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,9 @@ class Metrics:
 @dataclass(frozen=True)
 class Model:
     name: Literal[tuple(BLOCKS)] = "llama3"  # a row of BLOCKS in flavors.py and of MODELS in step.py
-    flavor: str = "debug"  # a row of flavors.py; the numbers below, where given, override that row
+    # a row of flavors.py; the numbers below, where given, override that row. auto: the model of the Hugging Face folder
+    # that the run starts from (checkpoint.initial_load_in_hf), else debug
+    flavor: str = AUTO
     # folder with tokenizer.json or tokenizer.model, from the working directory, else from this repository; or "bytes";
     # auto: that of the weights which the run resumes or starts from, else assets/tokenizer
     hf_assets_path: FilePath = "auto"
@@ -99,7 +101,12 @@ class Model:
     norm_eps: Annotated[float, Range(1e-12, 1)] | None = None  # new: inside the root of RMSNorm
     rope_theta: Annotated[float, Range(1, 1e12)] | None = None  # new: base of the rotary wavelengths
     attention: Literal[tuple(ATTENTIONS)] = "causal"  # new: document: no token sees another document's
-    rope_scaling: Literal["none", "llama3"] | None = None  # new: "none" turns Llama 3.1 into Llama 3
+    # new: stretched rotary wavelengths; "none" turns Llama 3.1 into Llama 3, "linear" reads rope_factor alone
+    rope_scaling: Literal["none", "llama3", "linear"] | None = None
+    rope_factor: Annotated[float, Range(1e-3, 1e6)] | None = None  # new: how much longer they become; llama3: 8
+    rope_low_freq_factor: Annotated[float, Range(1e-3, 1e6)] | None = None  # new: see RopeScaling in flavors.py
+    rope_high_freq_factor: Annotated[float, Range(1e-3, 1e6)] | None = None  # new
+    rope_original_max_position_embeddings: Annotated[int, Range(1, 2**24)] | None = None  # new: tokens
     # ["float8"]: linear layers compute in float8, as [quantize.linear.float8] says
     converters: list[Literal["float8", "quantize.linear.float8"]] = field(default_factory=list)
     tie_embeddings: bool | None = None  # new: one matrix for tok_embeddings and output
@@ -224,9 +231,9 @@ class Checkpoint:
     load_only: bool = False  # resume, and save nothing
     verify: bool = True  # new: hash every file of a checkpoint before it is loaded, each rank some of them
     exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)  # start with new optimizer state
-    initial_load_path: FilePath = ""  # weights to start from if the dump folder holds no checkpoint
+    initial_load_path: FilePath = ""  # weights to start from if the run does not resume, also without `enable`
     initial_load_model_only: bool = True  # of initial_load_path: without optimizer and step
-    initial_load_in_hf: bool = False  # initial_load_path is a Hugging Face folder
+    initial_load_in_hf: bool = False  # initial_load_path is a Hugging Face folder; its config.json gives [model]
     last_save_model_only: bool = False  # the last step is saved as weights alone, which no run can resume
     last_save_in_hf: bool = False  # and as a Hugging Face folder
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights in those two

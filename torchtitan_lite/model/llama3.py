@@ -106,12 +106,14 @@ class FeedForward(nn.Module):
 
 
 def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
-    """Return radians per position of each rotary pair, (E/2,) fp32, with Llama 3.1's scaling of slow pairs."""
+    """Return radians per position of each rotary pair, (E/2,) fp32, scaled as RopeScaling says."""
     exponents = torch.arange(0, model_args.head_dim, 2, dtype=torch.float32, device=device) / model_args.head_dim
     frequencies = model_args.rope_theta**-exponents
     scaling = model_args.rope_scaling
     if scaling is None:
         return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
     # How often a pair turns within the context that the model was first trained on: often enough to tell positions
     # apart (keep), hardly once (stretch by `factor`), or between (blend).
     turns = scaling.original_length * frequencies / (2 * math.pi)

@@ -18,7 +18,6 @@ from torchtitan_lite.config.command_lines import make_plan_parser
 from torchtitan_lite.config.hardware import Cluster, find_cluster
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
-from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.collectives import Collective, Moved, max_moved, sum_moved
 from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, group_pp_ranks, plan_run
@@ -29,6 +28,7 @@ from torchtitan_lite.plan.plan_warnings import list_warnings
 from torchtitan_lite.plan.search_report import print_search
 from torchtitan_lite.plan.simulator import plan_order
 from torchtitan_lite.plan.timeline import draw_svg, draw_text, trace_chrome
+from torchtitan_lite.run_config import read_run_config
 
 GIB = 2**30
 
@@ -83,7 +83,7 @@ def main(args: list[str]) -> int:
 
 
 def search_layouts(config_args: list[str], options: argparse.Namespace, cluster: Cluster) -> None:
-    reading = read_config(config_args)
+    reading = read_run_config(config_args)
     problems = list(reading.problems)
     if options.gpus is None:
         problems.append(Problem("--gpus", None, "a search needs their number", "Write --gpus 64, for instance"))

@@ -40,7 +40,6 @@ from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.pipeline_plan import splits_backward
-from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.plan.collectives import Collective
@@ -48,6 +47,7 @@ from torchtitan_lite.plan.fake_world import fake_group, kernels_of_gpus, make_ba
 from torchtitan_lite.plan.meter import Meter, find_peak, sum_by_kind
 from torchtitan_lite.plan.simulator import count_in_flight, plan_order
 from torchtitan_lite.preflight import choose_n_ranks
+from torchtitan_lite.run_config import read_run_config
 
 ANY_CPU = Machine("cpu", 1, 0, "CPU")
 CPU = torch.device("cpu")  # the device of fake tensors: torch has CUDA kernels only where there is CUDA
@@ -166,7 +166,7 @@ def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "
     Without n_gpus: the product of the degrees, or two where one of them is automatic. Files, memory and GPUs of this
     machine are not checked.
     """
-    reading = read_config(args)
+    reading = read_run_config(args)
     if reading.problems:
         raise ConfigError(reading.problems)
     model_args = resolve_model(reading.config.model)

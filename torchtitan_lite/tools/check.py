@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torchtitan_lite.config.command_lines import make_check_parser, number
-from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters
+from torchtitan_lite.config.flavors import AUTO, count_flops_per_token, count_parameters
 from torchtitan_lite.config.hardware import GIB, Machine, describe_node, detect_machine, find_cluster
 from torchtitan_lite.config.key_list import describe_keys
 from torchtitan_lite.config.memory import MemoryBound
@@ -107,9 +107,12 @@ def describe(prepared: Prepared, target: Target) -> str:
     layers = show_text(str([sum(name.startswith("layers.") for name in stage) for stage in layout.stages]), 300)
     tokens = layout.global_batch_size * config.training.seq_len
     flops = count_flops_per_token(prepared.model_args, config.training.seq_len)
+    flavor = config.model.flavor
+    if flavor == AUTO:
+        flavor = f"of {config.checkpoint.initial_load_path}" if config.checkpoint.initial_load_in_hf else "debug"
     unjudged = f"not judged, because its size is not known. Use --gpus {layout.world_size} --gpu h100, for instance"
     rows = {
-        "model": f"{config.model.name} {config.model.flavor}, {count_parameters(prepared.model_args):,} parameters, "
+        "model": f"{config.model.name} {show_text(flavor, 200)}, {count_parameters(prepared.model_args):,} parameters, "
         f"{format_flops(flops.full)} per token ({format_flops(flops.causal)} with causal attention)",
         "mesh": str(layout) if layout.world_size == 1 else f"{layout.world_size} ranks: {layout}",
         "stages": f"{layers} layers on {layout.pp} pp ranks, {config.parallelism.pipeline_parallel_schedule}",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.folders import check_free
 from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, explain_unwritable
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, HuggingFaceError, explain_unwritable
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.one_process import write_checkpoint
@@ -69,8 +69,9 @@ def convert(options: argparse.Namespace) -> str:
         if to_checkpoint:
             write_weights(out, source, read, getattr(torch, dtype), most_file_bytes)
         else:
-            tokenizer = describe_for_export(source.tokenizer.vocabulary)
-            write_folder(out, read, Export(args, dtype, most_file_bytes, **tokenizer))
+            about = {"context": source.context, "published": source.published}
+            about |= describe_for_export(source.tokenizer.vocabulary)
+            write_folder(out, read, Export(args, dtype, most_file_bytes, **about))
     finally:
         progress.clear()
     return describe(options, source, dtype, seconds=time.monotonic() - started_s)
@@ -99,7 +100,7 @@ def write_weights(
     }
     about = {
         "fingerprint": {"shape": asdict(source.model_args), "tokenizer": source.tokenizer.identity},
-        "run": {"config": config, "converted_from": str(source.path.absolute())},
+        "run": {"config": config, "converted_from": str(source.path.absolute()), IN_MANIFEST: source.published},
     }
     tensors = {f"model.{fqn}": (dtype, size) for fqn, size in list_tensors(source.model_args).items()}
 

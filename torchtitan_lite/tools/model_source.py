@@ -11,22 +11,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan_lite.checkpoint.hugging_face import read_tensor
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, read_beside
+from torchtitan_lite.checkpoint.hugging_face_config import (
+    CONFIG,
+    GENERATION_CONFIG,
+    LENGTH,
+    HuggingFaceError,
+    find_published,
+    read_length,
+    read_published,
+)
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
-from torchtitan_lite.checkpoint.manifest import MANIFEST, Manifest, find_steps
+from torchtitan_lite.checkpoint.manifest import MANIFEST, find_steps, parse_model_args
 from torchtitan_lite.checkpoint.one_process import OpenCheckpoint, open_checkpoint
-from torchtitan_lite.config.flavors import ModelArgs, RopeScaling, count_parameters
+from torchtitan_lite.config.flavors import ModelArgs, count_parameters
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.kv_cache import count_cache_bytes
 from torchtitan_lite.step import MODELS
 
-GENERATION_CONFIG = "generation_config.json"
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # a CPU is slower in bfloat16
 GIB = 2**30
 
@@ -47,6 +55,7 @@ class ModelSource:
     end_ids: frozenset[int]  # tokens after which a text ends
     context: int | None  # tokens that it was trained to read, if that is known
     context_key: str  # where that is written
+    published: dict[str, dict[str, Any]]  # config.json and generation_config.json that the weights came with, if any
     read: Callable[[str], Tensor]  # FQN -> the whole tensor, on the CPU, in the dtype of its file
 
 
@@ -80,9 +89,11 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
     path, manifest = checkpoint.folder, checkpoint.manifest
     try:
         config = manifest.run.get("config", {})
-        section, context = config.get("model", {}), config.get("training", {}).get("seq_len")
+        section, published = config.get("model", {}), find_published(manifest.run)
+        trained, length = config.get("training", {}).get("seq_len"), read_length(published.get(CONFIG, {}))
+        trained = trained if isinstance(trained, int) and trained > 0 else None
         model_class, _ = MODELS[section.get("name", "llama3")]
-        model_args = read_model_args(manifest)
+        model_args = parse_model_args(manifest)
         difference = find_difference(model_args, model_class, checkpoint)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
         why = f"{type(error).__name__} {error}"
@@ -94,31 +105,22 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
     if not tokenizer and manifest.fingerprint.get("tokenizer", found.identity) != found.identity:
         why = f"{assets} holds another tokenizer than the one that it was trained with"
         raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is not compared.")
-    end_ids = frozenset([found.eos_id])
-    if (file := found.vocabulary.path).is_file():  # a model that was trained further may have more of them
-        end_ids |= read_end_ids(file.parent)
+    if not published and found.vocabulary.path.is_file():  # the folder of the tokenizer may name further end tokens
+        beside = read_published(found.vocabulary.path.parent)
+    else:
+        beside = published
     return ModelSource(
         path=path,
         model_args=model_args,
         model_class=model_class,
         attention=section.get("attention", "causal"),  # a converted model does not say
         tokenizer=found,
-        end_ids=end_ids,
-        context=read_length(context),
-        context_key="training.seq_len",
+        end_ids=read_end_ids(beside, path) | {found.eos_id},
+        context=max(trained or 0, length or 0) or None,  # a model that was trained further still reads long texts
+        context_key=LENGTH if (length or 0) > (trained or 0) else "training.seq_len",
+        published=published,
         read=lambda fqn: checkpoint.read(f"model.{fqn}"),
     )
-
-
-def read_model_args(manifest: Manifest) -> ModelArgs:
-    """Return the ModelArgs in the fingerprint. Raises KeyError, TypeError or AttributeError if there is none."""
-    raw = manifest.fingerprint["shape"]
-    scaling = raw["rope_scaling"]
-    numbers = {name: value for name, value in raw.items() if name not in ("rope_scaling", "name")} | (scaling or {})
-    for name, value in numbers.items():
-        if not isinstance(value, int | float):
-            raise TypeError(f"{name} is {value!r}, not a number")
-    return ModelArgs(**{**raw, "rope_scaling": RopeScaling(**scaling) if scaling else None})
 
 
 def find_difference(args: ModelArgs, model_class: Callable[..., nn.Module], checkpoint: OpenCheckpoint) -> str | None:
@@ -137,7 +139,7 @@ def find_difference(args: ModelArgs, model_class: Callable[..., nn.Module], chec
 
 
 def describe_hugging_face(path: Path, tokenizer: str | None) -> ModelSource:
-    folder = open_folder(path)
+    folder, published = open_folder(path), read_published(path)
     found = find_tokenizer(tokenizer or str(path.absolute()), folder.model_args, path)
     return ModelSource(
         path=path,
@@ -145,33 +147,27 @@ def describe_hugging_face(path: Path, tokenizer: str | None) -> ModelSource:
         model_class=MODELS["llama3"][0],
         attention="causal",
         tokenizer=found,
-        end_ids=read_end_ids(path) | {found.eos_id},
-        context=read_length(read_beside(path, CONFIG).get("max_position_embeddings")),
-        context_key="max_position_embeddings",
+        end_ids=read_end_ids(published, path) | {found.eos_id},
+        context=read_length(published[CONFIG]),
+        context_key=LENGTH,
+        published=published,
         read=partial(read_tensor, folder),
     )
 
 
-def read_end_ids(folder: Path) -> frozenset[int]:
+def read_end_ids(published: dict[str, dict[str, Any]], place: Path) -> frozenset[int]:
     """Return the tokens that end a text: eos_token_id of generation_config.json, else of config.json, else none.
 
     Raises HuggingFaceError for a value that is not a token id.
     """
     for name in (GENERATION_CONFIG, CONFIG):
-        if not (folder / name).exists():
-            continue
-        value = read_beside(folder, name).get("eos_token_id")
+        value = published.get(name, {}).get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(id) is int and id >= 0 for id in ids):
-            raise HuggingFaceError(folder, [f"{name}: eos_token_id = {value!r}; the id of a token, or a list of ids"])
+            raise HuggingFaceError(place, [f"{name}: eos_token_id = {value!r}; the id of a token, or a list of ids"])
         if ids:
             return frozenset(ids)
     return frozenset()
-
-
-def read_length(raw: object) -> int | None:
-    """Return a number of tokens out of a file, or None if it is none."""
-    return raw if isinstance(raw, int) and raw > 0 else None
 
 
 def find_tokenizer(assets: object, args: ModelArgs, path: Path) -> Tokenizer:

@@ -27,12 +27,11 @@ import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, compare_shapes
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, take_model
 from torchtitan_lite.checkpoint.hugging_face_folder import HuggingFaceFolder, list_tensors, open_folder
 from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import measure_cpu_memory
-from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes
 from torchtitan_lite.config.reader import ConfigReading
 from torchtitan_lite.config.schema import Config
@@ -114,19 +113,16 @@ def load_transformers() -> ModuleType:
 
 
 def open_matching(path: Path, config: Config) -> HuggingFaceFolder:
-    """Return the folder. Raises ConfigError where its model has other sizes than the config's."""
-    model_args = resolve_model(config.model)
+    """Return the folder. Raises ConfigError where a size that the config gives is not that of its model."""
     try:
         folder = open_folder(path)
     except HuggingFaceError as error:
         remedy = "Name a folder as transformers saves a Llama, with config.json and safetensors files"
         raise ConfigError([Problem(KEY, str(path), "; ".join(error.problems), remedy)]) from None
-    problems = compare_shapes(folder.model_args, model_args, path)
-    if folder.model_args.tie_embeddings and not model_args.tie_embeddings:  # one gradient for two
+    model = take_model(config.model, folder.model_args, str(path))
+    if folder.model_args.tie_embeddings and not model.tie_embeddings:  # one gradient for two
         why, remedy = f"the model in {path} has one matrix for embedding and head", "Set model.tie_embeddings = true"
-        problems.append(Problem("model.tie_embeddings", False, why, remedy))
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError([Problem("model.tie_embeddings", False, why, remedy)])
     return folder
 
 

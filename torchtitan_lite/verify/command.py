@@ -15,8 +15,8 @@ from torchtitan_lite.config.certificates import write_certificate
 from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.run_config import read_run_config
 from torchtitan_lite.verify import against_hf
 from torchtitan_lite.verify.certificate import (
     CERTIFIED,
@@ -62,7 +62,7 @@ TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
 def main(args: list[str]) -> int:
     """Run the tool. Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished."""
     options, config_args = make_verify_parser().parse_known_args(args)
-    reading = read_config(config_args)
+    reading = read_run_config(config_args)
     if options.against_hf is not None:
         return against_hf.main(reading, options)
     try:

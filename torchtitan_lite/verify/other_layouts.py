@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.flavors import ROPE_KEYS
 from torchtitan_lite.config.layout import MESH_DIMS, Layout, plan_degrees, plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError, format_table
 from torchtitan_lite.config.schema import Config, Model
@@ -43,7 +44,7 @@ FEATURES: dict[str, dict[str, object]] = {  # axis or option -> keys that turn i
     "loss parallel": {"parallelism.disable_loss_parallel": True},
     "documents": {"model.attention": "causal"},
     "tied embeddings": {"model.tie_embeddings": False},
-    "rope scaling": {"model.rope_scaling": "none"},
+    "rope scaling": {"model.rope_scaling": "none", **{f"model.{key}": None for key in ROPE_KEYS.values()}},
     "accumulation": {},  # turn_off makes the batch smaller
 }
 # Axis or option -> the axis that must have several ranks; without them it does nothing.

@@ -1,0 +1,233 @@
+"""A model of Hugging Face, trained further by naming its folder, and given back: transformers computes our model."""
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import warm_start
+from made_corpora import write_corpus
+from test_check import LAPTOP, find_one_problem, find_problems
+from test_hugging_face import spell_as_version_4
+from test_model import PLAIN
+from their_llama import make_their_config
+from tokenizers import Tokenizer as HuggingFace
+from tokenizers import models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+
+from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
+from torchtitan_lite.checkpoint.manifest import read_manifest
+from torchtitan_lite.config.certificates import identify
+from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.plan.dry_run import plan_run
+from torchtitan_lite.preflight import preflight
+from torchtitan_lite.run_config import read_run_config
+from torchtitan_lite.tools import check, convert, generate
+from torchtitan_lite.tools.model_source import build_model, open_source
+from torchtitan_lite.verify.other_layouts import list_features, turn_off
+
+BOS, EOS, EOT = "<s>", "</s>", "<|eot|>"
+ODD = RopeScaling(factor=5.5, low_freq_factor=1.5, high_freq_factor=3.0, original_length=96)
+UNTIED = replace(PLAIN, vocab_size=320, head_dim=24, norm_eps=3e-5, rope_theta=20_000.0, rope_scaling=ODD)
+TEXT = "The cat sat on the mat, and the dog sat on the cat; then both of them ran into the garden. "
+PATH = "checkpoint.initial_load_path"
+TP = "--parallelism.tensor_parallel_degree=2"
+
+
+@dataclass(frozen=True)
+class Case:
+    args: ModelArgs
+    version: int = 5  # of transformers that wrote config.json
+    dtype: str = "float32"  # of the published weights
+    shard_size: str = "1GB"
+    n_ranks: int = 1
+    layout: tuple[str, ...] = ()
+
+
+CASES = {
+    "untied, in several files": Case(UNTIED, version=4, shard_size="60KB"),
+    "tied, published in bfloat16": Case(replace(UNTIED, tie_embeddings=True), dtype="bfloat16"),
+    "linear scaling, on dp2 x tp2": Case(
+        replace(UNTIED, rope_scaling=RopeScaling(2.5, kind="linear")), shard_size="60KB", n_ranks=4, layout=(TP,)
+    ),
+}
+
+
+def publish(folder: Path, case: Case) -> Path:
+    """A Llama with a tokenizer of its own, as transformers saves both."""
+    tokenizer = HuggingFace(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=case.args.vocab_size, special_tokens=[BOS, EOS, EOT], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT, "def read(self):\n    return self.lines\n", *map(str, range(1000))], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    torch.manual_seed(1)
+    theirs = LlamaForCausalLM(make_their_config(case.args, bos_token_id=0, eos_token_id=[1, 2], initializer_range=0.05))
+    theirs.generation_config = GenerationConfig(
+        bos_token_id=0, eos_token_id=[1, 2], do_sample=True, temperature=0.6, top_p=0.9
+    )
+    theirs.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard_size)
+    assert (len(list(folder.glob("*.safetensors"))) > 2) == (case.shard_size != "1GB")
+    if case.version == 4:
+        spell_as_version_4(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return folder
+
+
+def from_folder(folder: Path) -> list[str]:
+    return [f"--{PATH}={folder}", "--checkpoint.initial_load_in_hf"]
+
+
+def write_text(folder: Path, tokenizer_folder: Path) -> list[str]:
+    """A corpus of one sentence. Return the keys of a short run on it, which say nothing of the model."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    document = tokenizer.encode(TEXT * 20, bos=True, eos=True)
+    write_corpus(folder, [[document] * 4], tokenizer_identity=tokenizer.identity)
+    keys = [f"--training.dataset={folder}", "--training.seq_len=32", "--training.global_batch_size=8"]
+    return [*keys, "--validation.no_enable", "--metrics.no_measure_ledger", "--lr_scheduler.warmup_steps=0"]
+
+
+def read_json(folder: Path, name: str = "config.json") -> dict:
+    return json.loads((folder / name).read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(name, pool, tmp_path, capsys):
+    case = CASES[name]
+    source = publish(tmp_path / "source", case)
+    keys = [*write_text(tmp_path / "text", source), *from_folder(source), *case.layout]
+    keys += ["--checkpoint.enable", "--job.no_overwrite", f"--job.dump_folder={tmp_path / 'run'}"]
+    statuses = [0] * case.n_ranks
+    assert pool.run(warm_start.start, case.n_ranks, [*keys, "--training.steps=3"]) == statuses
+
+    # what follows is on a machine that has the checkpoint and the tokenizer, and not the folder
+    config, generation_config = read_json(source), read_json(source, "generation_config.json")
+    (tmp_path / "tokenizer").mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.move(source / file, tmp_path / "tokenizer" / file)
+    before = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+    shutil.rmtree(source)
+    keys += [f"--model.hf_assets_path={tmp_path / 'tokenizer'}", "--training.steps=6", "--checkpoint.last_save_in_hf"]
+    assert pool.run(warm_start.start, case.n_ranks, keys) == statuses
+    step_6, exported, out = tmp_path / "run/checkpoint/step-6", tmp_path / "run/checkpoint/step-6-hf", tmp_path / "out"
+    assert convert.main([str(step_6), str(out)]) == 0
+
+    dtype_key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    assert config[dtype_key] == case.dtype
+    for folder in (out, exported):
+        assert read_json(folder) == {**config, dtype_key: "float32"}
+        assert read_json(folder, "generation_config.json") == generation_config
+
+    ours = build_model(open_source(step_6, tokenizer=None, verify=True), torch.device("cpu"), 2**30, 0)
+    theirs = LlamaForCausalLM.from_pretrained(out)
+    after = theirs.state_dict()
+    assert theirs.dtype == torch.float32 and after.keys() == before.keys()
+    assert all((after[name] - before[name]).abs().max() > 1e-4 for name in after)
+    tokens = torch.randint(case.args.vocab_size, (2, 200), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        difference = theirs(tokens).logits - ours(tokens, positions=torch.arange(200).expand(2, -1))
+    assert difference.abs().max() < 1e-5
+
+    capsys.readouterr()
+    options = ["--prompt", "The cat", "--temperature", "0", "--max-new-tokens", "50", "--json"]
+    assert generate.main([str(step_6), *options]) == 0
+    written = json.loads(capsys.readouterr().out)
+    prompt = AutoTokenizer.from_pretrained(out)("The cat", return_tensors="pt").input_ids
+    assert prompt[0].tolist() == written["prompt_tokens"]
+    expected = theirs.generate(prompt, do_sample=False, max_new_tokens=50)[0, prompt.shape[1] :].tolist()
+    assert written["samples"][0]["tokens"] == expected and len(expected) == 50
+
+
+# ---------------------------------------------------------------- what sees the model, and what is refused
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    return publish(tmp_path_factory.mktemp("published") / "llama", CASES["untied, in several files"])
+
+
+@pytest.fixture
+def text(published, tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    return write_text(tmp_path / "text", published)
+
+
+def test_every_tool_sees_the_model_of_the_folder_and_its_certificate_is_that_of_the_same_numbers(
+    published, text, capsys
+):
+    args = [*text, *from_folder(published)]
+    prepared = preflight(args, machine=LAPTOP, n_ranks=2)
+    planned = plan_run(args, 2, "cpu")
+    assert prepared.model_args == planned.model_args == UNTIED
+    assert prepared.published["config.json"] == read_json(published)
+    assert any("checkpoint.enable" in notice for notice in prepared.notices)
+    assert check.main([*args, "--ranks", "2"]) == 0 and str(published) in capsys.readouterr().out
+
+    reading = read_run_config(args)
+    assert "rope scaling" in list_features(reading.config, planned.layout)
+    without, _ = turn_off(reading.config, planned.layout, frozenset(["rope scaling"]))
+    assert resolve_model(without.model) == replace(UNTIED, rope_scaling=None)
+    model = reading.config.model
+    as_toml = [f"--model.{key}={str(value).lower()}" for key, value in vars(model).items() if value not in (None, [])]
+    typed = read_run_config([*text, *as_toml]).config
+    assert identify(typed, planned.layout) == identify(reading.config, planned.layout)
+
+
+def test_a_number_that_is_not_the_folders_is_one_problem_with_both_values(published, text):
+    args = [*text, *from_folder(published)]
+    for more, key, named in (
+        ("--model.n_layers=3", "model.n_layers", ("3", "has 2")),
+        ("--model.rope_factor=8", "model.rope_factor", ("8.0", "has 5.5")),
+        ("--model.flavor=8B", "model.flavor", ("8B", "dim 4096 instead of 64")),
+    ):
+        problem = find_one_problem([*args, more])
+        assert problem.key == key and [part for part in named if part not in str(problem)] == []
+    assert find_problems([*args, "--model.n_layers=2", "--model.rope_theta=20000"]) == []
+
+
+def test_a_folder_that_is_not_there_or_is_not_a_model_of_ours_is_one_problem(published, text, tmp_path):
+    other = shutil.copytree(published, tmp_path / "other")
+    config = read_json(other)
+    (other / "config.json").write_text(json.dumps({**config, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}))
+    text = text[1:]  # a corpus of another tokenizer would be a second problem
+    assert find_one_problem([*text, *from_folder(tmp_path / "nowhere")]).key == PATH
+    problem = find_one_problem([*text, *from_folder(other)])
+    assert problem.key == PATH and "'yarn'" in problem.why
+    (other / "config.json").write_text(json.dumps(config))
+    (other / "generation_config.json").write_text("{")
+    problem = find_one_problem([*text, *from_folder(other)])
+    assert problem.key == PATH and "generation_config.json" in problem.why
+    assert read_run_config(from_folder(tmp_path / "nowhere")).problems[0].key == PATH
+
+
+def test_weights_that_become_a_checkpoint_keep_what_was_published_with_them(published, tmp_path):
+    assert convert.main([str(published), str(tmp_path / "step-0")]) == 0
+    held = read_manifest(tmp_path / "step-0").run[IN_MANIFEST]
+    assert held == {name: read_json(published, name) for name in ("config.json", "generation_config.json")}
+    assert convert.main([str(tmp_path / "step-0"), str(tmp_path / "back"), "--dtype=bfloat16"]) == 0
+    changed = {"torch_dtype" if "torch_dtype" in held["config.json"] else "dtype": "bfloat16"}
+    assert read_json(tmp_path / "back") == held["config.json"] | changed
+
+
+def test_training_that_unties_the_head_or_reads_longer_texts_says_so_in_config_json(pool, tmp_path):
+    tied = publish(tmp_path / "tied", CASES["tied, published in bfloat16"])
+    edit = read_json(tied) | {"max_position_embeddings": 16}
+    (tied / "config.json").write_text(json.dumps(edit))
+    keys = [*write_text(tmp_path / "text", tied), *from_folder(tied), "--model.tie_embeddings=false"]
+    keys += ["--training.steps=1", "--checkpoint.enable", "--checkpoint.last_save_in_hf"]
+    assert pool.run(warm_start.start, 1, [*keys, f"--job.dump_folder={tmp_path / 'run'}"]) == [0]
+    exported = tmp_path / "run/checkpoint/step-1-hf"
+    assert read_json(exported) == edit | {
+        "dtype": "float32",
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 32,
+    }
+    assert LlamaForCausalLM.from_pretrained(exported).lm_head.weight.shape == (320, 64)
