@@ -36,6 +36,8 @@ FLOORS = {
 
 IMPORTS_LATE = (
     "torchtitan_lite.__main__",  # the door picks its tool
+    "torchtitan_lite.data.chat",  # packages of the extra `data`: training needs none, and pyarrow takes seconds
+    "torchtitan_lite.data.file_kinds",
     "torchtitan_lite.verify.against_hf",  # transformers: training does not need it, and importing it takes seconds
 )
 

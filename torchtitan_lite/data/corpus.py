@@ -51,6 +51,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 VALIDATION_SHARE_OF_DATASETS = 0.02
+MANY_BYTES = 2**26  # of files: from here on it pays to start more processes that tokenise
 MAX_OPEN_SHARDS = 32  # two files each, and a process may often have no more than 1,024
 CHECKED_BORDERS = 2**17  # read at once: 1 MiB
 PIECE_BYTES, N_PIECES = 2**18, 64  # of a flat file that are hashed
@@ -257,9 +258,10 @@ def prepare_dataset(
                 if folder.exists():
                     logger.warning(f"{fault}. The corpus {name} is prepared again")
                 shutil.rmtree(folder, ignore_errors=True)
-                share = {"validation_share": validation_share}
+                n_processes = count_cores() if n_bytes > MANY_BYTES else 1
+                options = {"validation_share": validation_share, "n_processes": n_processes}
                 try:
-                    prepare_files(files, folder, tokenizer, **share, n_processes=count_cores())
+                    prepare_files(files, folder, tokenizer, **options)
                 except (PreparationError, Unfinished) as error:
                     raise CorpusError(str(error)) from None
     return folder

@@ -349,7 +349,9 @@ def list_dataset(name: str, dataset_path: str) -> list[Path]:
         raise CorpusError(f"no files of {name} were found on this machine")
     row = DOWNLOADS[name]
     path = Path(dataset_path or row.folder)
-    folder = path / "en" if (path / "en").is_dir() else path  # the other languages of allenai/c4 are beside it
+    folder = path.parent if path.is_file() else path
+    if (path / "en").is_dir():  # the other languages of allenai/c4 are beside it
+        folder = path / "en"
     files = []
     for file in [path] if path.is_file() else sorted(folder.rglob("*")):
         inside = file.relative_to(folder).as_posix()
@@ -357,7 +359,8 @@ def list_dataset(name: str, dataset_path: str) -> list[Path]:
         is_meant = row.split == "all" or row.is_held_out == ("validation" in inside)
         if is_meant and not is_hidden and file.is_file() and split_suffix(inside)[0] in DOWNLOADED_KINDS:
             files.append(file)
-    remedy = f"{row.advice}, and name its folder in the dataset_path beside this key"
+    keys = "training.dataset_path (validation.dataset_path, where validation has a folder of its own)"
+    remedy = f"{row.advice}, and name its folder in {keys}"
     if not files:
         kinds = ", ".join(DOWNLOADED_KINDS)
         why = f"holds no file of {name} ({kinds}, .gz or .zst)" if path.exists() else f"is where {name} would be"

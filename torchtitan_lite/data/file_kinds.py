@@ -11,7 +11,6 @@ import gzip
 import importlib
 import io
 import os
-import zlib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import BinaryIO
