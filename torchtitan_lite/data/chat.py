@@ -85,7 +85,7 @@ class ChatFormat:
             texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"message {number} has not both a role and a content, as texts")
-        spelled = json.dumps(messages, ensure_ascii=False)
+        spelled = json.dumps(messages, ensure_ascii=False, default=str)  # a row of Parquet may hold a date
         spelled.encode()  # a lone surrogate is a UnicodeEncodeError, which is a ValueError
         for text in (*self.special, BEGIN, END):
             if text in spelled:
