@@ -56,7 +56,7 @@ from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS as CONTEXT
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_group, set_timeouts, start_process_group
 from torchtitan_lite.plan.ledger import RunLedger
 from torchtitan_lite.plan.out_of_memory import explain_out_of_memory
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.preflight import choose_validation, preflight
 from torchtitan_lite.step import build_on_meta, build_run, compute_gradients, train_step
 from torchtitan_lite.validation import is_validated, validate
 
@@ -101,7 +101,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
     tokenizer = Tokenizer(prepared.vocabulary)
     read_split = partial(open_samples, config, model_args.vocab_size, tokenizer)
     stream = SampleStream(
-        read_split(config.training.dataset, "train"),
+        read_split(config.training.dataset, config.training.dataset_path, "train"),
         global_batch_size=layout.global_batch_size,
         weights=config.training.dataset_weights,
         seed=config.debug.seed,
@@ -109,7 +109,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
     rows = rows_of_rank(mesh.data_rank, layout.dp, layout.global_batch_size)
     if config.validation.enable:
         validation_data = ValidationBatches(
-            read_split(config.validation.dataset or config.training.dataset, "validation"),
+            read_split(*choose_validation(config), "validation"),
             global_batch_size=layout.global_batch_size,
             most_batches=config.validation.steps,
         )
@@ -271,11 +271,13 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
     return status
 
 
-def open_samples(config: Config, vocab_size: int, tokenizer: Tokenizer, names: list[str], split: str) -> SampleReader:
+def open_samples(
+    config: Config, vocab_size: int, tokenizer: Tokenizer, names: list[str], dataset_path: str, split: str
+) -> SampleReader:
     """Open one split of these corpora, cut into samples."""
     cache_folder = Path(config.training.cache_folder)
     return SampleReader(
-        [open_corpus(name, tokenizer, cache_folder, split=split) for name in names],
+        [open_corpus(name, tokenizer, cache_folder, split=split, dataset_path=dataset_path) for name in names],
         seq_len=config.training.seq_len,
         vocab_size=vocab_size,
         restart_positions=config.model.attention == "document",

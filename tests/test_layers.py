@@ -39,6 +39,8 @@ FLOORS = {
 IMPORTS_LATE = (
     "torchtitan_lite.__main__",  # the door picks its tool
     "torchtitan_lite.components.sinks",  # wandb: only with metrics.enable_wandb
+    "torchtitan_lite.data.chat",  # packages of the extra `data`: training needs none, and pyarrow takes seconds
+    "torchtitan_lite.data.file_kinds",
     "torchtitan_lite.verify.against_hf",  # transformers: training does not need it, and importing it takes seconds
 )
 

@@ -13,7 +13,9 @@ from torchtitan_lite.dump_folder import FILES, FOLDERS
 READ = (  # keys that name files which a run reads
     "model.hf_assets_path",
     "training.dataset",
+    "training.dataset_path",
     "validation.dataset",
+    "validation.dataset_path",
     "parallelism.pipeline_parallel_schedule_csv",
     "checkpoint.initial_load_path",
 )

@@ -6,6 +6,7 @@ may follow from another one (a layout computed with the default of a bad key) is
 """
 
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -21,7 +22,7 @@ from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan
 from torchtitan_lite.config.memory import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Compile, Config, Metrics, Parallelism, with_value
-from torchtitan_lite.data.corpus_folder import DATASETS, check_corpora, check_weights
+from torchtitan_lite.data.corpus_folder import DATASETS, DOWNLOADS, check_corpora, check_weights
 from torchtitan_lite.data.vocabulary import Vocabulary
 from torchtitan_lite.file_checks import check_files
 from torchtitan_lite.run_config import find_resumed_step, read_run_config
@@ -179,20 +180,38 @@ def check_vocabulary(config: Config, vocabulary: Vocabulary, model_args: ModelAr
 
 
 def check_data(config: Config, vocabulary: Vocabulary | None) -> list[Problem]:
-    """Find corpora that are missing, damaged, or made with another tokenizer. None: that is not known."""
+    """Find corpora that are missing, damaged, or, where the vocabulary is known, made with another tokenizer."""
     trained, validation = config.training.dataset, config.validation
-    problems = check_corpora("training.dataset", trained, split="train", vocabulary=vocabulary)
+    check = partial(check_corpora, vocabulary=vocabulary)
+    problems = check("training.dataset", trained, split="train", dataset_path=config.training.dataset_path)
     problems += check_weights(config.training.dataset_weights, len(trained))
+    names, dataset_path = choose_validation(config)
     if validation.enable and validation.dataset:
-        problems += check_corpora("validation.dataset", validation.dataset, split="validation", vocabulary=vocabulary)
+        problems += check("validation.dataset", names, split="validation", dataset_path=dataset_path)
     elif validation.enable and not problems:
         # A flat file of tokens holds nothing out, so that validating on it would measure what was trained on.
-        if flat := [name for name in trained if name not in DATASETS and not Path(name).is_dir()]:
+        known = (*DATASETS, *DOWNLOADS)
+        if flat := [name for name in trained if name not in known and not Path(name).is_dir()]:
             remedy = "Name corpora to validate on, or set validation.enable = false"
             problems.append(Problem("validation.dataset", [], f"{', '.join(flat)} has nothing held out", remedy))
         else:
-            problems += check_corpora("training.dataset", trained, split="validation", vocabulary=vocabulary)
+            problems += check("training.dataset", trained, split="validation", dataset_path=dataset_path)
+    for key, path, given, is_read in (
+        ("training.dataset", config.training.dataset_path, trained, True),
+        ("validation.dataset", validation.dataset_path, names, validation.enable),
+    ):
+        if path and is_read and not set(given) & DOWNLOADS.keys():
+            why = f"{key} names none of {', '.join(DOWNLOADS)}, whose files it would hold"
+            problems.append(
+                Problem(f"{key}_path", path, why, f"Leave it out: {key} itself takes paths of other corpora")
+            )
     return problems
+
+
+def choose_validation(config: Config) -> tuple[list[str], str]:
+    """Return the corpora to validate on, and the folder with the files of those that are downloaded."""
+    training, validation = config.training, config.validation
+    return validation.dataset or training.dataset, validation.dataset_path or training.dataset_path
 
 
 def check_load_step(config: Config) -> list[Problem]:

@@ -232,7 +232,7 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
     """Count the valid targets of the global batch, () int64. All-reduces 8 bytes over dp_replicate, dp_shard and cp."""
     n_tokens = count_valid_tokens(batch.targets)
     dist.all_reduce(n_tokens, group=run.mesh.dp_cp_mesh.get_group())
-    return n_tokens
+    return n_tokens.clamp(min=1)  # a batch of conversations may have no target: then the loss is 0, not 0/0
 
 
 def sum_losses(run: Run, local_loss: Tensor) -> Tensor:

@@ -105,14 +105,20 @@ lists: several hosts, Slurm, restarts. Exit status: 0 trained, 2 refused by chec
     return make_parser("train", description, epilog, config=OF_THE_CONFIG)
 
 
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def make_prepare_parser() -> ArgumentParser:
     description = """
-Makes a corpus to train on from text, JSONL and folders of these.
+Makes a corpus to train on from text, JSON lines, Parquet, conversations and folders of these.
 
 The corpus is a folder of token shards, which `--training.dataset FOLDER` names. Inputs are .txt, .md and source files
-(one document each), .jsonl (one document a line), .gz of these, and folders. In a folder, files with a suffix that is
-not known as text are left out and counted; hidden files are left out. A file that you name is read, unless it looks
-binary.
+(one document each), .jsonl and .json (one document a line), .parquet (one document a row), .gz and .zst of these, and
+folders. In a folder, files with a suffix that is not known as text are left out and counted; hidden files are left
+out. A file that you name is read, unless it looks binary. Parquet and .zst need pyarrow and zstandard, the extra
+`data`.
 
 You may kill it at any time: the same command continues, with the same bytes at the end. OUT is whole or absent.
 `prepare --check FOLDER` reads a corpus again and compares every file with its manifest."""
@@ -124,13 +130,15 @@ You may kill it at any time: the same command continues, with the same bytes at 
     add("--tokenizer", default="assets/tokenizer", metavar="FOLDER", help="(%(default)s)")
     help = "share of the documents that is kept for validation (%(default)s)"
     add("--held-out", type=number(float, 0, 1, but=1), default=0.01, metavar="SHARE", help=help)
-    add("--field", default="text", help="of a line of .jsonl, which holds the text (%(default)s)")
+    help = "field of a line, or column of a Parquet file, which holds the text (text; with --chat messages)"
+    add("--text-column", "--field", metavar="NAME", help=help)
+    help = "documents are conversations, lists of {role, content}, and targets the tokens of the assistant alone"
+    add("--chat", action="store_true", help=help)
     add("--suffix", action="append", default=[], metavar=".X", help="also read files *.X of folders, one document each")
     help = "count lines that are not JSON or have no text, instead of stopping at the first"
     add("--skip-bad", action="store_true", help=help)
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     help = "(%(default)s, the cores that this process may use)"
-    add("--processes", type=number(int, 1), default=n_cores, metavar="N", help=help)
+    add("--processes", type=number(int, 1), default=count_cores(), metavar="N", help=help)
     add("--overwrite", action="store_true", help="replace the corpus that is there, once the new one is whole")
     add("--start-over", action="store_true", help="delete what another command left unfinished for the same --out")
     add("--json", action="store_true", help="print the result for programs")

@@ -53,13 +53,14 @@ class ModelArgs:
 FLAVORS = {
     # 2,048 tokens of the shipped BPE + Llama 3's 256 special ones
     "debug": ModelArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=352, vocab_size=2304),
+    # torchtitan's: ffn_dim is 8/3 of dim, rounded up to a multiple of 256
+    "debugmodel": ModelArgs(256, 6, 16, 16, 16, 768, 2048, rope_scaling=RopeScaling(factor=8.0)),
     "1B": ModelArgs(2048, 16, 32, 8, 64, 8192, 128256, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
     "3B": ModelArgs(3072, 28, 24, 8, 128, 8192, 128256, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
     "8B": ModelArgs(4096, 32, 32, 8, 128, 14336, 128256, rope_scaling=RopeScaling(factor=8.0)),
     "70B": ModelArgs(8192, 80, 64, 8, 128, 28672, 128256, rope_scaling=RopeScaling(factor=8.0)),
     "405B": ModelArgs(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=RopeScaling(factor=8.0)),
 }
-FLAVORS["debugmodel"] = FLAVORS["debug"]  # torchtitan's name for it
 AUTO = "auto"  # the model of the Hugging Face folder that the run starts from (run_config.py), else:
 FLAVORS[AUTO] = FLAVORS["debug"]
 

@@ -136,8 +136,9 @@ class LRScheduler:
 
 @dataclass(frozen=True)
 class Training:
-    # corpora: names of DATASETS in data/corpus_folder.py, folders made by `prepare`, .bin files of token ids
+    # corpora: names of DATASETS and DOWNLOADS in data/corpus_folder.py, folders made by `prepare`, .bin files of ids
     dataset: list[FilePath] = field(default_factory=lambda: ["python_stdlib"])
+    dataset_path: FilePath = ""  # of c4 and c4_test: the folder, or the file, that was downloaded; none: see DOWNLOADS
     dataset_weights: list[Weight] = field(default_factory=list)  # new: share of the samples of each; none: by size
     cache_folder: FilePath = "outputs/cache"  # new: named corpora as tokens, shared by all runs
     local_batch_size: Sequences = 8  # sequences per data-parallel rank and forward (all microbatches together under PP)
@@ -244,6 +245,7 @@ class Validation:
     enable: bool = False  # the loss on held-out documents, the same ones on every layout
     # as training.dataset; none: the held-out part of those corpora
     dataset: list[FilePath] = field(default_factory=list)
+    dataset_path: FilePath = ""  # as training.dataset_path; none: that one
     freq: Steps = 10  # steps from one validation to the next; the first and the last step are validated too
     steps: StepsOrAuto = -1  # batches of training.global_batch_size; auto: all there are; fewer are spread over them
 

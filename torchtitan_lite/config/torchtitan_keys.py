@@ -47,7 +47,6 @@ ABSENT = {
     "optimizer.early_step_in_backward": Absent(
         (False,), "It rules out clipping by the global norm, which is always on"
     ),
-    "training.dataset_path": Absent(("", "none"), "training.dataset takes the path itself"),
     "training.dtype": Absent(("float32",), "Use training.mixed_precision_param: weights themselves stay in float32"),
     "training.gc_debug": Absent((False,), "training.gc_freq = 1 collects garbage after every step"),
     "parallelism.enable_compiled_autograd": Absent((False,), "compile.enable compiles each block, backward included"),
@@ -62,7 +61,6 @@ ABSENT = {
     "checkpoint.interval_type": Absent(("steps",), "checkpoint.interval counts steps", only_if="checkpoint.enable"),
     "checkpoint.create_seed_checkpoint": Absent((False,), "Initial weights are the same on every layout without one"),
     "comm.mode": Absent(("default",), "Ranks always talk; `check` says what a layout needs without running it"),
-    "validation.dataset_path": Absent(("", "none"), "validation.dataset takes the path itself"),
     "validation.seq_len": Absent((), _SHAPES, only_if="validation.enable"),
     "validation.local_batch_size": Absent((), _SHAPES, only_if="validation.enable"),
     "memory_estimation.enable": Absent((False,), "`python -m torchtitan_lite check` prints a lower bound"),

@@ -22,7 +22,7 @@ import platform
 import shutil
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -31,21 +31,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchtitan_lite.config.command_lines import count_cores
 from torchtitan_lite.data.corpus_folder import (
     AGAIN,
     DATASETS,
+    DOWNLOADS,
     SPLITS,
     CorpusError,
     check_small,
+    list_dataset,
     measure_flat,
     read_manifest,
 )
 from torchtitan_lite.data.prepare import prepare_files
+from torchtitan_lite.data.shards import Unfinished
+from torchtitan_lite.data.text_files import PreparationError
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 VALIDATION_SHARE_OF_DATASETS = 0.02
+MANY_BYTES = 2**26  # of files: from here on it pays to start more processes that tokenise
 MAX_OPEN_SHARDS = 32  # two files each, and a process may often have no more than 1,024
 CHECKED_BORDERS = 2**17  # read at once: 1 MiB
 PIECE_BYTES, N_PIECES = 2**18, 64  # of a flat file that are hashed
@@ -96,6 +102,7 @@ class ShardFiles:
     n_tokens: int
     documents: Path | None = None
     n_documents: int = 0
+    targets: Path | None = None  # a byte for each token: 1 where it is a target
     separator_id: int = -1
 
 
@@ -106,6 +113,7 @@ class OpenShard:
         self.dtype, self.separator_id = dtype, files.separator_id
         self.tokens = NumberFile(files.tokens, files.n_tokens, dtype.itemsize)
         self.borders = NumberFile(files.documents, files.n_documents + 1, 8) if files.documents else None
+        self.targets = NumberFile(files.targets, files.n_tokens, 1) if files.targets else None
 
     def check_borders(self) -> None:
         """Raises CorpusError unless the borders of documents rise from 0 to the number of tokens."""
@@ -163,28 +171,47 @@ class Corpus:
 
         Raises CorpusError.
         """
-        assert 0 <= start < stop <= self.n_tokens, f"{start} to {stop} of {self.n_tokens} tokens"
         ids, begins = bytearray(), bytearray(stop - start)
-        index = bisect_right(self.starts, start) - 1
-        position = start
-        while position < stop:
-            shard, offset = self.open_shard(index), self.starts[index]
-            end = min(stop, offset + len(shard.tokens))
-            ids += shard.tokens.read(position - offset, end - offset)
-            for document in shard.find_documents(position - offset, end - offset):
+        for shard, offset, first, end in self._find_shards(start, stop):
+            ids += shard.tokens.read(first, end)
+            for document in shard.find_documents(first, end):
                 begins[offset + document - start] = True
-            position, index = end, index + 1
         return torch.frombuffer(ids, dtype=self.dtype).long(), torch.frombuffer(begins, dtype=torch.bool)
 
+    def read_targets(self, start: int, stop: int) -> Tensor:
+        """Return whether each of tokens start .. stop-1 may be a target: all but those of a conversation's other turns.
 
-def open_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, *, split: str = "train") -> Corpus:
+        bool, (stop - start,). Raises CorpusError.
+        """
+        marks = bytearray()
+        for shard, _, first, end in self._find_shards(start, stop):
+            marks += shard.targets.read(first, end) if shard.targets else b"\1" * (end - first)
+        return torch.frombuffer(marks, dtype=torch.uint8) == 1
+
+    def _find_shards(self, start: int, stop: int) -> Iterator[tuple[OpenShard, int, int, int]]:
+        """Yield the shards of tokens start .. stop-1: each with its first token's position, and the stretch inside."""
+        assert 0 <= start < stop <= self.n_tokens, f"{start} to {stop} of {self.n_tokens} tokens"
+        index = bisect_right(self.starts, start) - 1
+        while start < stop:
+            shard, offset = self.open_shard(index), self.starts[index]
+            end = min(stop, offset + len(shard.tokens))
+            yield shard, offset, start - offset, end - offset
+            start, index = end, index + 1
+
+
+def open_corpus(
+    name: str, tokenizer: Tokenizer, cache_folder: Path, *, split: str = "train", dataset_path: str = ""
+) -> Corpus:
     """Open the corpus that training.dataset or validation.dataset calls `name`. Raises CorpusError.
 
-    `split` is "train" or "validation"; a flat file is the same in both. One of DATASETS is prepared first, if no
-    process has done so yet. Files that are small together are hashed.
+    `split` is "train" or "validation"; a flat file is the same in both. One of DATASETS, or of DOWNLOADS with its files
+    in `dataset_path`, is prepared first, if no process has done so yet. Files that are small together are hashed.
     """
-    if name in DATASETS:
-        return open_prepared(name, prepare_dataset(name, tokenizer, cache_folder), split)
+    if name in DATASETS or name in DOWNLOADS:
+        is_held_out = name in DOWNLOADS and DOWNLOADS[name].is_held_out  # then it has no training documents
+        share = 0.0 if is_held_out else VALIDATION_SHARE_OF_DATASETS
+        folder = prepare_dataset(name, list_dataset(name, dataset_path), tokenizer, cache_folder, share)
+        return open_prepared(name, folder, "train" if is_held_out else split)
     if Path(name).is_dir():
         return open_prepared(name, Path(name), split)
     return open_flat(name, tokenizer)
@@ -196,7 +223,13 @@ def open_prepared(name: str, folder: Path, split: str) -> Corpus:
     if not shards:
         raise CorpusError(f"{folder} has no {split} documents")
     files = [
-        ShardFiles(folder / f"{s.name}.tokens", s.n_tokens, folder / f"{s.name}.documents", s.n_documents)
+        ShardFiles(
+            folder / f"{s.name}.tokens",
+            s.n_tokens,
+            folder / f"{s.name}.documents",
+            s.n_documents,
+            folder / f"{s.name}.targets" if s.targets_sha256 else None,
+        )
         for s in shards
     ]
     unhashed = check_small(folder, manifest, split)
@@ -206,16 +239,17 @@ def open_prepared(name: str, folder: Path, split: str) -> Corpus:
     return corpus
 
 
-def prepare_dataset(name: str, tokenizer: Tokenizer, cache_folder: Path) -> Path:
-    """Return the folder of a corpus of DATASETS inside the cache; the first process prepares it. Raises CorpusError."""
-    files = DATASETS[name]()
-    if not files:
-        raise CorpusError(f"no files of {name} were found on this machine")
+def prepare_dataset(
+    name: str, files: list[Path], tokenizer: Tokenizer, cache_folder: Path, validation_share: float
+) -> Path:
+    """Return the folder of a named corpus inside the cache; the first process prepares it. Raises CorpusError."""
     stats = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files]
     key = hashlib.sha256("\n".join([tokenizer.identity, platform.python_version(), *stats]).encode()).hexdigest()
     folder = cache_folder / f"{name}-{key[:16]}"
     if find_fault(folder):
         cache_folder.mkdir(parents=True, exist_ok=True)
+        n_bytes = sum(path.stat().st_size for path in files)
+        logger.info(f"Tokenising {name} once: {n_bytes / 1e6:,.1f} MB in {len(files)} files into {folder}")
         # Ranks of a host arrive together: one takes the lock and prepares, the others wait and then find the folder.
         # The system releases the lock of a process that dies, so nobody waits for one that was killed.
         with open(folder.with_suffix(".lock"), "w") as lock:
@@ -223,10 +257,16 @@ def prepare_dataset(name: str, tokenizer: Tokenizer, cache_folder: Path) -> Path
             if fault := find_fault(folder):
                 if folder.exists():
                     logger.warning(f"{fault}. The corpus {name} is prepared again")
-                logger.info(f"Tokenising {name} once: {len(files)} files into {folder}")
                 shutil.rmtree(folder, ignore_errors=True)
-                share, root = VALIDATION_SHARE_OF_DATASETS, os.path.commonpath(map(os.path.abspath, files))
-                prepare_files(files, folder, tokenizer, validation_share=share, names_below=root)
+                options = {
+                    "validation_share": validation_share,
+                    "n_processes": count_cores() if n_bytes > MANY_BYTES else 1,
+                    "names_below": os.path.commonpath(map(os.path.abspath, files)),
+                }
+                try:
+                    prepare_files(files, folder, tokenizer, **options)
+                except (PreparationError, Unfinished) as error:
+                    raise CorpusError(str(error)) from None
     return folder
 
 

@@ -1,6 +1,7 @@
 """The files of a corpus: what `training.dataset` may name, and the manifest of a prepared corpus. No torch.
 
     python_stdlib        a row of DATASETS: tokenised on first use, into training.cache_folder
+    c4                   a row of DOWNLOADS: the same with files that training.dataset_path says where to find
     data/my_corpus       a folder that `python -m torchtitan_lite prepare` wrote
     data/train.bin       a flat file of token ids, as nanoGPT writes it: uint16, or uint32 for a large vocabulary
 
@@ -9,6 +10,7 @@ A prepared corpus is a folder:
     manifest.json            all files with sizes and SHA-256; written last
     train-00000.tokens       token ids, little-endian, document after document
     train-00000.documents    uint64: the position of each document's first token; the last entry is the number of tokens
+    train-00000.targets      of conversations: a byte for each token, 1 where it is a target
     held_out-00000.tokens    the documents for validation, chosen by a hash of their text
     sources.jsonl            the files that were read, one JSON object per line
 
@@ -29,6 +31,7 @@ from typing import Any, Literal
 
 from torchtitan_lite.config.files import find_damage, read_json_object
 from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.data.file_kinds import explain_missing_package, split_suffix
 from torchtitan_lite.data.vocabulary import Vocabulary
 
 FORMAT = 1
@@ -51,7 +54,7 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True)
 class Shard:
-    """One pair of files, NAME.tokens and NAME.documents."""
+    """The files NAME.tokens and NAME.documents, and NAME.targets where it has a hash."""
 
     name: str
     n_tokens: int
@@ -59,6 +62,7 @@ class Shard:
     n_text_bytes: int  # of the documents, in UTF-8
     tokens_sha256: str
     documents_sha256: str
+    targets_sha256: str = ""  # none: each token but a document's first is a target
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,10 @@ class CorpusManifest:
 
     @property
     def identity(self) -> str:
-        """A hash that two corpora share only if all their tokens and documents are equal."""
-        parts = [(name, s.tokens_sha256, s.documents_sha256) for name in SPLITS.values() for s in self.splits[name]]
+        """A hash that two corpora share only if all their tokens, documents and targets are equal."""
+        shards = [(name, shard) for name in SPLITS.values() for shard in self.splits[name]]
+        parts = [(name, s.tokens_sha256, s.documents_sha256, s.targets_sha256) for name, s in shards]
+        parts = [part if part[-1] else part[:-1] for part in parts]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def list_files(self, *splits: str) -> dict[str, tuple[int, str]]:
@@ -84,12 +90,15 @@ class CorpusManifest:
         for shard in (shard for split in splits or SPLITS for shard in self.splits[SPLITS[split]]):
             files[f"{shard.name}.tokens"] = (shard.n_tokens * BYTES_OF[self.dtype], shard.tokens_sha256)
             files[f"{shard.name}.documents"] = ((shard.n_documents + 1) * 8, shard.documents_sha256)
+            if shard.targets_sha256:
+                files[f"{shard.name}.targets"] = (shard.n_tokens, shard.targets_sha256)
         return files
 
 
 def dump_manifest(manifest: CorpusManifest) -> str:
-    """Return the text of manifest.json."""
-    return json.dumps({"format": FORMAT, **asdict(manifest), "identity": manifest.identity}, indent=1) + "\n"
+    """Return the text of manifest.json. A shard without marks does not mention them, as in corpora made before."""
+    content = asdict(manifest, dict_factory=lambda items: {k: v for k, v in items if (k, v) != ("targets_sha256", "")})
+    return json.dumps({"format": FORMAT, **content, "identity": manifest.identity}, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> CorpusManifest:
@@ -212,16 +221,19 @@ def check_weights(weights: Sequence[float], n_corpora: int) -> list[Problem]:
 # ---------------------------------------------------------------- before a run
 
 
-def check_corpora(key: str, names: Sequence[str], *, split: str, vocabulary: Vocabulary | None) -> list[Problem]:
+def check_corpora(
+    key: str, names: Sequence[str], *, split: str, vocabulary: Vocabulary | None, dataset_path: str = ""
+) -> list[Problem]:
     """Return the corpora that cannot be read, or whose ids another vocabulary made. Hashes those that are small.
 
-    Without a vocabulary, because the tokenizer has a problem of its own, ids are not judged.
+    `dataset_path` is where those of DOWNLOADS are. Without a vocabulary, because the tokenizer has a problem of its
+    own, ids are not judged.
     """
-    named = ", ".join(DATASETS)
+    named = ", ".join((*DATASETS, *DOWNLOADS))
     problems = []
     for name in names:
         try:
-            check_corpus(name, split, vocabulary)
+            check_corpus(name, split, vocabulary, dataset_path)
         except CorpusError as error:
             remedy = error.remedy or f"Name a folder made by `prepare`, a .bin file of token ids, or one of {named}"
             problems.append(Problem(key, name, str(error), remedy))
@@ -230,13 +242,17 @@ def check_corpora(key: str, names: Sequence[str], *, split: str, vocabulary: Voc
     return problems
 
 
-def check_corpus(name: str, split: str, vocabulary: Vocabulary | None) -> None:
+def check_corpus(name: str, split: str, vocabulary: Vocabulary | None, dataset_path: str) -> None:
     """Raises CorpusError."""
     path = Path(name)
-    if name in DATASETS:
+    if name in DOWNLOADS:
+        list_dataset(name, dataset_path)
+    if name in DATASETS or name in DOWNLOADS:
         return
     if not path.is_dir():
-        measure_flat(path, vocabulary.vocab_size if vocabulary else 1)
+        check_flat(path)
+        if vocabulary:
+            measure_flat(path, vocabulary.vocab_size)
         return
     manifest = read_manifest(path)
     check_small(path, manifest, split)
@@ -250,13 +266,18 @@ def check_corpus(name: str, split: str, vocabulary: Vocabulary | None) -> None:
         raise CorpusError(f"{path} has no {split} documents", remedy if split == "validation" else "")
 
 
-def measure_flat(path: Path, vocab_size: int) -> tuple[str, int]:
-    """Return type and number of the ids in a flat file. Raises CorpusError."""
+def check_flat(path: Path) -> None:
+    """Raises CorpusError for what is no .bin file that can be read."""
     if not path.is_file():
         raise CorpusError(f"there is no corpus {path}")
     if path.suffix != ".bin":
         raise CorpusError(f"{path} is no .bin file of token ids", "Make token ids with `prepare`, and name its folder")
     check_readable(path)
+
+
+def measure_flat(path: Path, vocab_size: int) -> tuple[str, int]:
+    """Return type and number of the ids in a flat file. Raises CorpusError."""
+    check_flat(path)
     dtype, n_bytes = choose_dtype(vocab_size), path.stat().st_size
     if n_bytes % BYTES_OF[dtype] or n_bytes < 2 * BYTES_OF[dtype]:
         raise CorpusError(
@@ -285,3 +306,68 @@ def list_python_stdlib() -> list[Path]:
 DATASETS: dict[str, Callable[[], list[Path]]] = {
     "python_stdlib": list_python_stdlib,
 }
+
+
+@dataclass(frozen=True)
+class Download:
+    """A corpus of files that the user has downloaded."""
+
+    folder: str  # where they are without a dataset_path: as torchtitan names it
+    split: Literal["train", "validation", "all"]  # of the files there; "validation": those below a name with that word
+    advice: str  # what to download
+
+    @property
+    def is_held_out(self) -> bool:
+        return self.split == "validation"
+
+
+# torchtitan's names. A name for training.dataset or validation.dataset -> where its documents come from.
+DOWNLOADS = {
+    "c4": Download(
+        "allenai/c4",
+        "train",
+        "Download en/c4-train.00000-of-01024.json.gz, and as many of the 1,024 as you want, of the dataset allenai/c4",
+    ),
+    "c4_validation": Download(
+        "allenai/c4",
+        "validation",
+        "Download en/c4-validation.00000-of-00008.json.gz, or all 8, of the dataset allenai/c4",
+    ),
+    "c4_test": Download(
+        "tests/assets/c4_test",
+        "all",
+        "Start in a checkout of torchtitan, which has them, or download a file of the dataset allenai/c4",
+    ),
+}
+DOWNLOADED_KINDS = (".json", ".jsonl", ".parquet")  # one document a line, or a row; also .gz and .zst of the first two
+
+
+def list_dataset(name: str, dataset_path: str) -> list[Path]:
+    """Return the files of a corpus of DATASETS or DOWNLOADS, in its order. Raises CorpusError where there is none."""
+    if name in DATASETS:
+        if files := DATASETS[name]():
+            return files
+        raise CorpusError(f"no files of {name} were found on this machine")
+    row = DOWNLOADS[name]
+    path = Path(dataset_path or row.folder)
+    folder = path.parent if path.is_file() else path
+    if (path / "en").is_dir():  # the other languages of allenai/c4 are beside it
+        folder = path / "en"
+    files = []
+    for file in [path] if path.is_file() else sorted(folder.rglob("*")):
+        inside = file.relative_to(folder).as_posix()
+        is_hidden = any(part.startswith(".") for part in Path(inside).parts)
+        is_meant = row.split == "all" or row.is_held_out == ("validation" in inside)
+        if is_meant and not is_hidden and file.is_file() and split_suffix(inside)[0] in DOWNLOADED_KINDS:
+            files.append(file)
+    keys = "training.dataset_path (validation.dataset_path, where validation has a folder of its own)"
+    remedy = f"{row.advice}, and name its folder in {keys}"
+    if not files:
+        kinds = ", ".join(DOWNLOADED_KINDS)
+        why = f"holds no file of {name} ({kinds}, .gz or .zst)" if path.exists() else f"is where {name} would be"
+        raise CorpusError(f"{path.absolute()} {why}{'' if path.exists() else ', and it does not exist'}", remedy)
+    for file in files:
+        if missing := explain_missing_package(str(file)):
+            raise CorpusError(missing, f"Install it, or {remedy[0].lower()}{remedy[1:]}")
+        check_readable(file)
+    return files

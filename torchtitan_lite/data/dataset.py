@@ -8,8 +8,9 @@ A corpus is one long row of tokens, document after document, cut into samples of
     sample 2   i j k l      targets j k l -
     sample 3   m n . .      targets n - - -         the tail is padded
 
-So each token but a document's first is a target once per epoch. Step s takes the samples that `Sampler` chooses for
-draws s*B .. s*B + B-1, in an order that is shuffled without a table. Ranks share a step by rows:
+So each token but a document's first is a target once per epoch; of conversations, only the assistant's tokens are. Step
+s takes the samples that `Sampler` chooses for draws s*B .. s*B + B-1, in an order that is shuffled without a table.
+Ranks share a step by rows:
 
     global batch of step s     4 ranks    2 ranks    1 rank
     row 0   sample 5121        rank 0     rank 0     rank 0
@@ -81,7 +82,7 @@ class SampleReader:
         """Return a row for each (corpus, sample); None is a row of padding. Raises CorpusError."""
         shape = (len(samples), self.seq_len + 1)
         tokens, begins = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-        n_real = torch.zeros(len(samples), 1, dtype=torch.int64)  # tokens of each row that are not padding
+        is_target = torch.zeros(shape, dtype=torch.bool)
         for row, chosen in enumerate(samples):
             if chosen is None:
                 continue
@@ -89,10 +90,9 @@ class SampleReader:
             start = sample * self.seq_len
             n = min(shape[1], self.corpora[source].n_tokens - start)
             tokens[row, :n], begins[row, :n] = self.corpora[source].read(start, start + n)
+            is_target[row, :n] = self.corpora[source].read_targets(start, start + n) & ~begins[row, :n]
             begins[row, n : n + 1] = True  # padding is a document of its own
-            n_real[row] = n
         self._check_ids(tokens, samples)
-        is_target = ~begins & (torch.arange(shape[1]) < n_real)
         targets = tokens[:, 1:].masked_fill(~is_target[:, 1:], IGNORE_INDEX)
         begins = begins[:, :-1]
         positions = torch.arange(self.seq_len).repeat(len(samples), 1)

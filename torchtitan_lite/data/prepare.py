@@ -20,6 +20,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 
 from torchtitan_lite.config.files import replace_file, sync_folder
@@ -43,15 +44,21 @@ SOURCES = "sources.jsonl"
 
 
 def prepare_files(
-    files: Iterable[Path], out: Path, tokenizer: Tokenizer, *, validation_share: float, names_below: str = ""
+    files: Iterable[Path],
+    out: Path,
+    tokenizer: Tokenizer,
+    *,
+    validation_share: float,
+    n_processes: int = 1,
+    names_below: str = "",
 ) -> CorpusManifest:
-    """Prepare `files` into the folder `out`, in this process. What another plan left there is deleted.
+    """Prepare `files` into the folder `out`. What another plan left there is deleted.
 
     Raises PreparationError, Unfinished.
     """
     plan = make_plan(find_sources(files)[0], out, Recipe(validation_share, names_below=names_below), tokenizer)
     with open_work(plan, start_over=True) as missing:
-        make_units(plan, missing)
+        make_units(plan, missing, n_processes=max(1, min(n_processes, len(missing))))
         return commit(plan)[0]
 
 
@@ -129,6 +136,7 @@ def describe(plan: Plan) -> dict[str, object]:
         "field": plan.recipe.field,
         "files": sources.hexdigest(),
         **({"held out by": "name"} if plan.recipe.names_below else {}),
+        **({"chat": plan.recipe.chat.identity} if plan.recipe.chat else {}),
     }
 
 
@@ -188,7 +196,7 @@ def commit(plan: Plan) -> tuple[CorpusManifest, Tally]:
     assert len(units) == len(plan.units), "commit is called when every unit is finished"
     tallies = [tally for _, tally in units]
     tally = Tally(
-        *(sum(getattr(tally, name) for tally in tallies) for name in ("n_empty", "n_replaced", "n_bad_lines")),
+        **{f.name: sum(getattr(tally, f.name) for tally in tallies) for f in fields(Tally) if f.type is int},
         first_bad_line=next((tally.first_bad_line for tally in tallies if tally.first_bad_line), ""),
     )
     sources = "".join(json.dumps({"path": s.path, "bytes": s.n_bytes}) + "\n" for s in plan.sources).encode()

@@ -6,9 +6,9 @@
 
 A unit is a pair of shards, and any process can make it at any time with the same bytes.
 
-A document is `BOS text EOS`, without BOS where the tokenizer has none. A hash of its text says which split it is in:
-equal documents are in one split, and no order of the files changes it. In a corpus with a name, a hash of the file's
-name says it. What the files hold is in corpus_folder.py.
+A document is `BOS text EOS`, without BOS where the tokenizer has none; a conversation is what its chat template writes.
+A hash of its text says which split it is in: equal documents are in one split, and no order of the files changes it. In
+a corpus with a name, a hash of the file's name says it. What the files hold is in corpus_folder.py.
 """
 
 import hashlib
@@ -26,6 +26,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from torchtitan_lite.config.files import replace_file, sync_folder
+from torchtitan_lite.data.chat import ChatFormat, Conversation
 from torchtitan_lite.data.corpus_folder import MANIFEST, SPLITS, Shard, choose_dtype
 from torchtitan_lite.data.text_files import Part, PreparationError, Source, Tally, read_documents
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer, pack
@@ -40,10 +41,11 @@ class Recipe:
     """How documents become shards, except for the tokenizer."""
 
     validation_share: float  # of the documents, 0 <= share < 1
-    field: str = "text"  # of a line of JSON
+    field: str = "text"  # of a line of JSON, or column of a table
     skip_bad: bool = False  # a line without text is counted, and no error
     # A file is held out by its path below this folder, not by its text: another version holds out the same files.
     names_below: str = ""
+    chat: ChatFormat | None = None  # the field holds a conversation
 
 
 class Unfinished(RuntimeError):
@@ -85,7 +87,7 @@ def make_plan(sources: list[Source], out: Path, recipe: Recipe, tokenizer: Token
     units: list[list[Part]] = []
     small: list[Part] = []
     for source in sources:
-        if source.holds_lines and not source.is_packed and source.n_bytes > unit_bytes:
+        if source.holds_rows and not source.is_packed and source.n_bytes > unit_bytes:
             n_parts = -(-source.n_bytes // unit_bytes)
             borders = [source.n_bytes * n // n_parts for n in range(n_parts + 1)]
             units += [small, *([Part(source, borders[n], borders[n + 1])] for n in range(n_parts))]
@@ -164,35 +166,39 @@ def make_unit(work: Path, number: int, parts: list[Part], recipe: Recipe, tokeni
     """
     writers: dict[str, ShardWriter] = {}
     writer: ShardWriter | None = None  # of the current document
-    tally = Tally()
-    pieces = (
-        (part.source, *piece)
-        for part in parts
-        for piece in read_documents(part, field=recipe.field, skip_bad=recipe.skip_bad, tally=tally)
-    )
+    tally, chat = Tally(), recipe.chat
+    reading = {"field": recipe.field, "skip_bad": recipe.skip_bad, "render": chat.render if chat else None}
+    pieces = ((part.source, *piece) for part in parts for piece in read_documents(part, tally=tally, **reading))
     bos, eos = (pack([] if token_id is None else [token_id]) for token_id in (tokenizer.bos_id, tokenizer.eos_id))
     with ExitStack() as open_writers:
         for source, piece, is_first in pieces:
+            text = piece.text if isinstance(piece, Conversation) else piece
             if is_first:
-                if writer is not None:
+                if writer is not None and not chat:
                     writer.write(eos)
-                if not piece:
+                if not text:
                     tally.n_empty += 1
                     writer = None
                     continue
-                by_name = recipe.names_below and not source.holds_lines
-                hashed = os.path.relpath(source.path, recipe.names_below) if by_name else piece
+                by_name = recipe.names_below and not source.holds_rows
+                hashed = os.path.relpath(source.path, recipe.names_below) if by_name else text
                 split = SPLITS[choose_split(hashed, recipe.validation_share)]
                 if split not in writers:
                     dtype = choose_dtype(tokenizer.vocab_size)
-                    writers[split] = ShardWriter(work / "corpus", f"{split}-{number:05}", dtype)
+                    writers[split] = ShardWriter(work / "corpus", f"{split}-{number:05}", dtype, marks=chat is not None)
                     open_writers.callback(writers[split].close)
                 writer = writers[split]
                 writer.begin_document()
-                writer.write(bos)
-            n_text_bytes = len(piece) if piece.isascii() else len(piece.encode())  # the first is known without looking
-            writer.write(tokenizer.encode_packed(piece), n_text_bytes=n_text_bytes)
-        if writer is not None:
+                if not chat:
+                    writer.write(bos)
+            n_text_bytes = len(text) if text.isascii() else len(text.encode())  # the first is known without looking
+            if chat:
+                ids, targets = tokenizer.encode_spelled(text, piece.turns)
+                tally.n_targets += sum(targets)
+                writer.write(pack(ids), targets, n_text_bytes=n_text_bytes)
+            else:
+                writer.write(tokenizer.encode_packed(text), n_text_bytes=n_text_bytes)
+        if writer is not None and not chat:
             writer.write(eos)
         shards = {split: asdict(writers[split].finish()) for split in sorted(writers)}
     sync_folder(work / "corpus")
@@ -210,13 +216,14 @@ def choose_split(hashed: str, validation_share: float) -> str:
 
 
 class ShardWriter:
-    """Writes NAME.tokens and NAME.documents into `folder`, and hashes them on the way.
+    """Writes NAME.tokens and NAME.documents into `folder`, with `marks` NAME.targets too; hashes them on the way.
 
     The files have no buffer of Python's: after a full disk, it would be written again when it is thrown away.
     """
 
-    def __init__(self, folder: Path, name: str, dtype: str):
-        self.name, self.is_uint16, kinds = name, dtype == "uint16", {"tokens": "I", "documents": "Q"}
+    def __init__(self, folder: Path, name: str, dtype: str, *, marks: bool = False):
+        self.name, self.is_uint16 = name, dtype == "uint16"
+        kinds = {"tokens": "I", "documents": "Q"} | ({"targets": "B"} if marks else {})
         self.pending = {kind: array(code) for kind, code in kinds.items()}
         self.digests = {kind: hashlib.sha256() for kind in kinds}
         self.files = {kind: open(folder / f"{name}.{kind}", "wb", buffering=0) for kind in kinds}
@@ -226,9 +233,14 @@ class ShardWriter:
         self.pending["documents"].append(self.n_tokens)
         self.n_documents += 1
 
-    def write(self, ids: bytes, *, n_text_bytes: int = 0) -> None:
-        """Add ids, uint32, to the current document; they stand for `n_text_bytes` of its text in UTF-8."""
+    def write(self, ids: bytes, targets: bytes = b"", *, n_text_bytes: int = 0) -> None:
+        """Add ids, uint32, to the current document; they stand for `n_text_bytes` of its text in UTF-8.
+
+        `targets` has a byte for each, if the shard has marks.
+        """
         self.pending["tokens"].frombytes(ids)
+        if targets:
+            self.pending["targets"].frombytes(targets)
         self.n_tokens += len(ids) // 4
         self.n_text_bytes += n_text_bytes
         if len(self.pending["tokens"]) >= FLUSHED_TOKENS:
@@ -240,8 +252,8 @@ class ShardWriter:
         self._flush()
         for file in self.files.values():
             os.fsync(file.fileno())
-        hashes = (self.digests[kind].hexdigest() for kind in ("tokens", "documents"))
-        return Shard(self.name, self.n_tokens, self.n_documents, self.n_text_bytes, *hashes)
+        hashes = {f"{kind}_sha256": digest.hexdigest() for kind, digest in self.digests.items()}
+        return Shard(self.name, self.n_tokens, self.n_documents, self.n_text_bytes, **hashes)
 
     def close(self) -> None:
         for file in self.files.values():

@@ -1,8 +1,12 @@
 """Text files to documents: which files are read, in which order, and their texts, in little memory.
 
-    notes.md  main.py  notes.md.gz     one document each
-    posts.jsonl  posts.jsonl.gz        one document a line: the text in one field of a JSON object
-    src/                               the files of known kinds below a folder, sorted by name; hidden ones are left out
+    notes.md  main.py  notes.md.gz         one document each
+    posts.jsonl  posts.jsonl.gz  c4.json   one document a line: the text in one field of a JSON object
+    posts.parquet                          one document a row: the text in one column
+    src/                                   the files of known kinds below a folder, sorted by name, without hidden ones
+
+file_kinds.py unpacks .gz and .zst and reads Parquet. A .json file whose first line is a JSON object holds lines. With
+`prepare --chat` the field holds a conversation, which chat.py makes a document of.
 
 A file that is named is read whatever its suffix, unless it looks binary. A corpus is a pure function of its files, so a
 file that changes while it is read is an error.
@@ -15,7 +19,6 @@ that begin in it, so that several processes can read one file and every line is 
 """
 
 import codecs
-import gzip
 import json
 import math
 import os
@@ -23,14 +26,17 @@ import re
 import stat
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from torchtitan_lite.config.messages import show_value
+from torchtitan_lite.data.file_kinds import explain_missing_package, read_rows, split_suffix, unpack
 from torchtitan_lite.data.tokenizer import MAX_CHARACTERS
 
+TABLE_SUFFIX = ".parquet"
 LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 # Suffixes that are data more often than text (.json, .csv, .xml, .svg) are not here: --suffix adds them.
 TEXT_SUFFIXES = frozenset(
@@ -58,20 +64,25 @@ class Source:
     path: str  # as it was named, or as it was found below a folder that was named
     n_bytes: int
     modified_ns: int
+    is_json_lines: bool = False  # found by its first line
 
     @property
     def is_packed(self) -> bool:
-        return self.path.lower().endswith(".gz")
+        return bool(split_suffix(self.path)[1])
 
     @property
-    def holds_lines(self) -> bool:
-        """Whether each line is a document."""
-        return get_kind(self.path) in LINES_SUFFIXES
+    def is_table(self) -> bool:
+        return get_kind(self.path) == TABLE_SUFFIX
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether each line, or each row of a table, is a document."""
+        return self.is_json_lines or self.is_table or get_kind(self.path) in LINES_SUFFIXES
 
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes start .. stop-1 of a file on disk. Only plain .jsonl files are read in several parts."""
+    """Bytes start .. stop-1 of a file on disk. Only files that hold rows, and are not packed, have several parts."""
 
     source: Source
     start: int
@@ -85,6 +96,7 @@ class Tally:
     n_empty: int = 0  # documents without a character, which are left out
     n_replaced: int = 0  # U+FFFD instead of broken UTF-8
     n_bad_lines: int = 0
+    n_targets: int = 0  # tokens of the assistant's turns, with --chat
     first_bad_line: str = ""  # where it is, and why
 
 
@@ -93,7 +105,8 @@ class Tally:
 
 def get_kind(path: str) -> str:
     """Return the suffix that says what a file holds, in lower case: ".txt" of Notes.TXT.gz."""
-    return os.path.splitext(path.lower().removesuffix(".gz"))[1]
+    kind, packed = split_suffix(path)
+    return kind + packed if kind == TABLE_SUFFIX else kind  # a table is read by position, so it cannot be packed
 
 
 def find_sources(inputs: Iterable[Path], *, more_suffixes: Iterable[str] = ()) -> tuple[list[Source], Counter[str]]:
@@ -101,7 +114,7 @@ def find_sources(inputs: Iterable[Path], *, more_suffixes: Iterable[str] = ()) -
 
     Links to files are followed, links to folders are not. Raises PreparationError.
     """
-    known = LINES_SUFFIXES | TEXT_SUFFIXES | set(more_suffixes)
+    known = LINES_SUFFIXES | TEXT_SUFFIXES | {TABLE_SUFFIX} | set(more_suffixes)
     sources: list[Source] = []
     left_out: Counter[str] = Counter()
 
@@ -111,7 +124,7 @@ def find_sources(inputs: Iterable[Path], *, more_suffixes: Iterable[str] = ()) -
     for given in inputs:
         if not given.is_dir():
             sources.append(look_at(str(given)))
-            if get_kind(str(given)) not in known:
+            if get_kind(str(given)) not in known and not sources[-1].is_json_lines:
                 refuse_binary(sources[-1])
             continue
         for folder, folders, names in os.walk(given, onerror=refuse):
@@ -138,7 +151,19 @@ def look_at(path: str) -> Source:
         raise PreparationError(f"{path} is no regular file. Write what it gives into one, and name that.")
     if not os.access(path, os.R_OK):
         raise PreparationError(f"{path} cannot be read (Permission denied)")
-    return Source(path, status.st_size, status.st_mtime_ns)
+    if missing := explain_missing_package(path):
+        raise PreparationError(f"{missing}.")
+    source = Source(path, status.st_size, status.st_mtime_ns)
+    return replace(source, is_json_lines=get_kind(path) == ".json" and starts_with_object(source))
+
+
+def starts_with_object(source: Source) -> bool:
+    """Whether the first line of a file is a JSON object."""
+    with open_source(source) as file:
+        try:
+            return isinstance(json.loads(file.readline(MAX_LINE_BYTES)), dict)
+        except (ValueError, RecursionError):
+            return False
 
 
 def refuse_binary(source: Source) -> None:
@@ -152,7 +177,7 @@ def open_source(source: Source) -> Iterator[BinaryIO]:
     """Open a file, unpacked. Raises PreparationError where it cannot be read, or is no longer as it was found."""
     try:
         with open(source.path, "rb", buffering=BLOCK_BYTES) as plain:
-            yield gzip.GzipFile(fileobj=plain) if source.is_packed else plain
+            yield unpack(source.path, plain)
             status = os.fstat(plain.fileno())
             if (status.st_size, status.st_mtime_ns) != (source.n_bytes, source.modified_ns):
                 why = "was changed while the corpus was prepared. Try again when it no longer changes."
@@ -164,30 +189,49 @@ def open_source(source: Source) -> Iterator[BinaryIO]:
 # ---------------------------------------------------------------- documents
 
 
-def read_documents(part: Part, *, field: str, skip_bad: bool, tally: Tally) -> Iterator[tuple[str, bool]]:
+def read_documents(
+    part: Part, *, field: str, skip_bad: bool, tally: Tally, render: Callable[[Any], Any] | None = None
+) -> Iterator[tuple[Any, bool]]:
     """Yield the pieces of all documents of `part`, and whether each is the first of its document.
 
-    An empty document is one empty piece. `field` holds the text in a line of JSON. A line without text is counted if
-    `skip_bad`, else it raises PreparationError.
+    An empty document is one empty piece. `field` holds the text in a line of JSON, or is the column of a table. With
+    `render` a document is one piece: what that returns of the value there. A row without text, or for which `render`
+    raises ValueError, is counted if `skip_bad`, else it raises PreparationError.
     """
-    with open_source(part.source) as file:
-        if not part.source.holds_lines:
+    source = part.source
+    with open_source(source) as file:
+        if not source.holds_rows:
             yield from read_text(file, tally)
             return
-        stop = math.inf if part.source.is_packed else part.stop
-        for number, line in enumerate(read_lines(file, part.start, stop), 1):
+        if source.is_table:
+            rows: Iterable[tuple[int, Any]] = read_rows(file, part.start, part.stop, field)
+        else:
+            rows = enumerate(read_lines(file, part.start, math.inf if source.is_packed else part.stop), 1)
+        for number, row in rows:
             try:
-                text = parse_line(line, field, tally)
+                values = {field: row} if source.is_table else parse_line(row, tally)
+                if values is None:
+                    continue
+                if field not in values:
+                    raise ValueError(
+                        f"no field {field!r} in it (--text-column names another): {show_value(values):.60}"
+                    )
+                document = render(values[field]) if render else check_text(values[field], field, tally)
             except ValueError as error:
-                fault = f"{part.source.path}, line {count_lines_before(part) + number}: {error}"
+                if source.is_table:
+                    fault = f"{source.path}, row {number}: {error}"
+                else:
+                    fault = f"{source.path}, line {count_lines_before(part) + number}: {error}"
                 if not skip_bad:
                     raise PreparationError(f"{fault}. Repair it, or leave such lines out with --skip-bad.") from None
                 tally.n_bad_lines += 1
                 tally.first_bad_line = tally.first_bad_line or fault
                 continue
-            if text is not None:
-                for start in range(0, max(len(text), 1), MAX_CHARACTERS):
-                    yield text[start : start + MAX_CHARACTERS], start == 0
+            if render:
+                yield document, True
+                continue
+            for start in range(0, max(len(document), 1), MAX_CHARACTERS):
+                yield document[start : start + MAX_CHARACTERS], start == 0
 
 
 def read_text(file: BinaryIO, tally: Tally) -> Iterator[tuple[str, bool]]:
@@ -242,8 +286,8 @@ def count_lines_before(part: Part) -> int:
     return n_lines
 
 
-def parse_line(line: bytes, field: str, tally: Tally) -> str | None:
-    """Return the text in `field`, None for an empty line. Raises ValueError that says why the line is no document."""
+def parse_line(line: bytes, tally: Tally) -> dict[str, Any] | None:
+    """Return a line's JSON object, None for an empty line. Raises ValueError that says why it is none."""
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"it is longer than {MAX_LINE_BYTES >> 20} MiB")
     content = line.decode("utf-8-sig", errors="replace")
@@ -257,12 +301,19 @@ def parse_line(line: bytes, field: str, tally: Tally) -> str | None:
         raise ValueError(f"not JSON ({error}): {shown}") from None
     if not isinstance(value, dict):
         raise ValueError(f"not a JSON object: {shown}")
-    if field not in value:
-        raise ValueError(f"no field {field!r} in it (--field names another): {shown}")
-    if not isinstance(value[field], str):
-        raise ValueError(f"field {field!r} holds no text: {shown}")
-    if value[field].isascii():  # known without looking
-        return value[field]
-    text, n_surrogates = LONE_SURROGATE.subn(REPLACEMENT, value[field])
+    return value
+
+
+def check_text(value: object, field: str, tally: Tally) -> str:
+    """Return the text of a field; bytes are UTF-8. Raises ValueError if it is none."""
+    if isinstance(value, bytes):
+        text = value.decode(errors="replace")
+        tally.n_replaced += text.count(REPLACEMENT) - value.count(REPLACEMENT.encode())
+        return text
+    if not isinstance(value, str):
+        raise ValueError(f"field {field!r} holds no text: {show_value(value):.60}")
+    if value.isascii():  # known without looking
+        return value
+    text, n_surrogates = LONE_SURROGATE.subn(REPLACEMENT, value)
     tally.n_replaced += n_surrogates
     return text

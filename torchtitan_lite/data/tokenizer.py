@@ -12,13 +12,15 @@ can hold, such as "<think>" or a run of eight spaces. They are found before the 
     "x = 1        # <think>"   ->   "x = 1", id of the eight spaces, "# ", id of "<think>"
 
 Of several that start at one character the longest counts. A special token that is spelled out is plain text, but
-nothing is found inside it, as in Hugging Face's library.
+nothing is found inside it, as in Hugging Face's library. Only `encode_spelled`, of conversations, finds it.
 """
 
 import re
 import unicodedata
 from array import array
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
 import tiktoken
@@ -47,7 +49,7 @@ class Tokenizer:
         self.bytes_of_id |= {token.id: token.text.encode() for token in vocabulary.added}
         if vocabulary.for_package:
             self.package = open_package(vocabulary.for_package)
-            self.finders = []  # the package finds added tokens and normalizes
+            self.finders = self.spelled_finders = []  # the package finds added tokens and normalizes
         else:
             self.package = None
             self.encoding = tiktoken.Encoding(
@@ -56,8 +58,9 @@ class Tokenizer:
                 mergeable_ranks=vocabulary.ranks,
                 special_tokens={UNUSED: vocabulary.vocab_size},
             )
-            of_phases = ([token for token in vocabulary.added if token.normalized == phase] for phase in (False, True))
+            of_phases = [[token for token in vocabulary.added if token.normalized == phase] for phase in (False, True)]
             self.finders = [AddedTokenFinder(tokens) for tokens in of_phases]
+            self.spelled_finders = [AddedTokenFinder(tokens, special=True) for tokens in of_phases]
         # Whether a text is cut into words as it is.
         self.is_plain = not (vocabulary.nfc or any(finder.ids for finder in self.finders))
 
@@ -77,6 +80,32 @@ class Tokenizer:
         if not fill_buffer or not self.is_plain or len(text) > MAX_CHARACTERS:
             return pack(self.encode(text))
         return bytes(fill_buffer(text, frozenset()))
+
+    def encode_spelled(self, text: str, turns: Sequence[tuple[int, int]]) -> tuple[list[int], bytes]:
+        """Return the ids of a text in which special tokens are spelled out, and a byte for each: 1 in one of `turns`.
+
+        `turns` are characters start .. stop-1, in order; a token that reaches into one is in it. Raises ValueError
+        where it is not known which characters an id stands for.
+        """
+        if self.package is not None:
+            self.package.encode_special_tokens = False
+            encoding = self.package.encode(text, add_special_tokens=False)
+            self.package.encode_special_tokens = True
+            ids, spans = encoding.ids, encoding.offsets
+        else:
+            borders = [0, *chain.from_iterable(turns), len(text)]
+            pieces = [text[start:stop] for start, stop in pairwise(borders)]
+            if self.vocabulary.nfc:
+                pieces = [unicodedata.normalize("NFC", piece) for piece in pieces]
+            borders = [0, *accumulate(len(piece.encode()) for piece in pieces)]  # bytes from here on
+            turns = list(zip(borders[1:-1:2], borders[2:-1:2], strict=True))
+            ids = self._encode_finding("".join(pieces), self.spelled_finders)
+            spans = list(pairwise(accumulate((len(self.bytes_of_id[id]) for id in ids), initial=0)))
+            if borders[-1] != sum(stop - start for start, stop in spans):
+                raise ValueError("its tokens do not stand for the bytes of its text")
+        stops = [stop for _, stop in turns]
+        starts = [*(start for start, _ in turns), len(text.encode())]
+        return ids, bytes(starts[bisect_right(stops, start)] < stop for start, stop in spans)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids`, special tokens by name. Bytes that are not UTF-8 become U+FFFD.
@@ -100,8 +129,12 @@ class Tokenizer:
             return self.package.encode(text, add_special_tokens=False).ids
         if self.is_plain:
             return self.encoding.encode_ordinary(text)
+        return self._encode_finding(text, self.finders)
+
+    def _encode_finding(self, text: str, finders: "list[AddedTokenFinder]") -> list[int]:
+        """Encode a text in which `finders` find the tokens outside byte-pair encoding."""
         ids = []
-        as_it_is, normalized = self.finders
+        as_it_is, normalized = finders
         for outer in as_it_is.cut(text):
             if isinstance(outer, int):
                 ids.append(outer)
@@ -124,8 +157,9 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
 class AddedTokenFinder:
     """Cuts texts into the ids of added tokens and the text between them."""
 
-    def __init__(self, tokens: list[AddedToken]):
-        self.ids = {token.text: token.id for token in tokens if not token.special}
+    def __init__(self, tokens: list[AddedToken], *, special: bool = False):
+        """`special`: find special tokens too, which are plain text otherwise."""
+        self.ids = {token.text: token.id for token in tokens if special or not token.special}
         longest_first = sorted((token.text for token in tokens), key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first))) if self.ids else None
 

@@ -2,7 +2,7 @@
 
     bytes                        the word: plain bytes, no file
     assets/tokenizer             a folder: its tokenizer.json, tokenizer.model or original/tokenizer.model
-    some/where/tokenizer.json    either file itself; torchtitan v0.1 names its tokenizer.model so
+    some/where/tokenizer.json    either file itself, under any name; torchtitan v0.1 names its tokenizer.model so
 
 Where a folder holds both, tokenizer.json is read, as torchtitan v0.2 does: it says itself which kind of encoding it
 is, while a tokenizer.model beside it is often one for SentencePiece.
@@ -80,10 +80,11 @@ def read_vocabulary(hf_assets_path: str) -> Vocabulary:
         return make_byte_vocabulary()
     path = find_tokenizer(hf_assets_path)
     if path is None:
-        why = f"{Path(hf_assets_path).absolute()} holds no {' and no '.join(NAMES)}"
+        named = Path(hf_assets_path).absolute()
+        why = f"{named} holds no {' and no '.join(NAMES)}" if named.is_dir() else f"there is no {named}"
         raise ConfigError([Problem(KEY, hf_assets_path, why, REMEDY)])
     try:
-        return read_tokenizer_json(path) if path.name == "tokenizer.json" else read_tokenizer_model(path)
+        return read_tokenizer_json(path) if path.suffix == ".json" else read_tokenizer_model(path)
     except VocabularyError as error:
         raise ConfigError([Problem(KEY, hf_assets_path, f"{path}: {show_text(str(error))}", REMEDY)]) from None
 
@@ -93,7 +94,8 @@ def find_tokenizer(hf_assets_path: str) -> Path | None:
     for folder in (Path.cwd(), REPOSITORY):
         named = folder / hf_assets_path
         in_folder = [*NAMES, "original/tokenizer.model"]  # the last one is where Meta's folders of Llama 3 have it
-        for path in [named] if named.name in NAMES else [named / name for name in in_folder]:
+        is_file = named.name in NAMES or named.is_file()
+        for path in [named] if is_file else [named / name for name in in_folder]:
             if os.path.exists(path):  # a pipe or a folder too: its reader says what is wrong with it
                 return path
     return None
@@ -108,10 +110,10 @@ def describe_for_export(vocabulary: Vocabulary | None) -> dict[str, object]:
     if vocabulary is None:
         return {}
     path, files = vocabulary.path, {}
-    if path.name == "tokenizer.json":
-        beside = [path.with_name(name) for name in EXPORTED]
-        files = {path.name: path.read_bytes() for path in beside if path.is_file()}
-    elif path.name == "tokenizer.model":
+    if path.suffix == ".json":
+        beside = [path.with_name(name) for name in EXPORTED[1:]]
+        files = {NAMES[0]: path.read_bytes(), **{path.name: path.read_bytes() for path in beside if path.is_file()}}
+    elif path != Path(BYTES):
         text_of = {token.id: token.text for token in vocabulary.added}
         plain = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
         config = {  # what transformers does not find in tokenizer.model itself
@@ -124,7 +126,7 @@ def describe_for_export(vocabulary: Vocabulary | None) -> dict[str, object]:
                 str(id): {"content": text, "special": True, **plain} for id, text in text_of.items()
             },
         }
-        files = {path.name: path.read_bytes(), TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
+        files = {NAMES[1]: path.read_bytes(), TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
     return {"bos_id": vocabulary.bos_id, "eos_id": vocabulary.eos_id, "tokenizer_files": files}
 
 

@@ -15,11 +15,13 @@ from torchtitan_lite.components.log import BottomLine, draw_bar
 from torchtitan_lite.config.command_lines import make_prepare_parser
 from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.data.chat import read_chat_format
 from torchtitan_lite.data.corpus_folder import MANIFEST, SPLITS, CorpusError, parse_manifest
 from torchtitan_lite.data.prepare import SOURCES, commit, open_work
 from torchtitan_lite.data.shards import Recipe, Unfinished, count_bytes, make_plan, make_units
-from torchtitan_lite.data.text_files import PreparationError, find_sources
-from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data.text_files import PreparationError, Source, find_sources
+from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.data.vocabulary import VocabularyError
 
 
 def main(args: list[str]) -> int:
@@ -61,7 +63,8 @@ def prepare(options: argparse.Namespace) -> str:
     sources, left_out = find_sources(options.inputs, more_suffixes=[suffix.lower() for suffix in options.suffix])
     if not sources:
         raise PreparationError(f"No file was found to read.{describe_left_out(left_out)}")
-    plan = make_plan(sources, out, Recipe(options.held_out, options.field, options.skip_bad), tokenizer)
+    recipe = make_recipe(options, sources, tokenizer)
+    plan = make_plan(sources, out, recipe, tokenizer)
     with open_work(plan, overwrite=options.overwrite, start_over=options.start_over) as missing:
         n_done = plan.n_bytes - sum(count_bytes(plan.units[number]) for number in missing)
         n_processes = max(1, min(options.processes, len(missing)))
@@ -96,6 +99,20 @@ def prepare(options: argparse.Namespace) -> str:
     return describe(numbers, left_out, options.out, n_files=len(sources))
 
 
+def make_recipe(options: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> Recipe:
+    """Raises PreparationError."""
+    chat = None
+    if options.chat:
+        if texts := [source.path for source in sources if not source.holds_rows]:
+            raise PreparationError(f"{texts[0]} holds no conversations: --chat reads JSON lines and Parquet.")
+        try:
+            chat = read_chat_format(tokenizer.vocabulary)
+        except VocabularyError as error:
+            raise PreparationError(f"--chat with --tokenizer {options.tokenizer}: {error}.") from None
+    column = options.text_column or ("messages" if chat else "text")
+    return Recipe(options.held_out, column, options.skip_bad, chat)
+
+
 def check(folder: Path) -> int:
     """Return 0 where every file is as the manifest says, 1 with the names of those that are not."""
     try:
@@ -127,6 +144,9 @@ def describe(n: dict[str, object], left_out: Counter[str], out: str, *, n_files:
         f"({n['documents_held_out'] / n['documents']:.2%})",
         "tokens": f"{n['tokens']:,} as {n['dtype']}, of which {n['tokens_held_out']:,} are held out; "
         f"{n['text_bytes'] / n['tokens']:.2f} bytes per token",
+        "targets": f"{n['n_targets']:,} tokens of the assistant ({n['n_targets'] / n['tokens']:.1%})"
+        if n["n_targets"]
+        else "",
         "text": f"{n['text_bytes'] / 1e6:,.1f} MB from {n_files:,} files.{describe_left_out(left_out)}",
         "empty": f"{n['n_empty']:,} documents without text, left out" if n["n_empty"] else "",
         "replaced": f"{n['n_replaced']:,} pieces of broken UTF-8, by U+FFFD" if n["n_replaced"] else "",

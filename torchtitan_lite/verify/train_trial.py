@@ -142,6 +142,7 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
             "model.hf_assets_path": TOKENIZER,
             "model.vocab_size": vocab_size,
             "training.dataset": [str(folder / f"corpus-{number}") for number in range(n_corpora)],
+            "training.dataset_path": "",
             "training.dataset_weights": real.training.dataset_weights[:n_corpora],
             "training.cache_folder": str(folder / "cache"),
             "training.enable_cpu_offload": False,  # refused without a GPU

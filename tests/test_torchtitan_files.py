@@ -1,0 +1,309 @@
+"""torchtitan's own Llama 3 files, by their keys and values: they load, start, and train on files of C4."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from two_steps import make_two_steps
+
+from torchtitan_lite.config.flavors import FLAVORS, count_parameters
+from torchtitan_lite.config.hardware import GIB, Machine
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.reader import REPOSITORY, read_config
+from torchtitan_lite.data import corpus_folder
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.corpus_folder import DOWNLOADS
+from torchtitan_lite.data.shards import choose_split
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.preflight import preflight
+
+LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
+EIGHT_H100 = Machine("cuda", 8, 80 * GIB, "NVIDIA H100 80GB HBM3", is_here=False)
+
+# File -> flavor, dataset, batch, sequence, steps, lr, warm-up, tp, recompute, its option, compile | hosts that fit it
+FILES = {
+    "debug_model": (("debugmodel", "c4_test", 8, 2048, 10, 8e-4, 2, 1, "selective", "2", "false"), 1),
+    "base_config": (("debugmodel", "c4_test", 8, 2048, 10, 8e-4, 2, 1, "selective", "2", "false"), 1),  # of its tests
+    "llama3_8b": (("8B", "c4", 1, 8192, 1000, 3e-4, 200, 1, "selective", "op", "false"), 1),
+    "llama3_70b": (("70B", "c4", 8, 8192, 1000, 1.5e-4, 200, 8, "full", "op", "false"), 32),
+    "llama3_405b": (("405B", "c4", 2, 8192, 3000, 8e-5, 600, 8, "full", "op", "true"), 16),
+}
+NAMES = ("flavor", "dataset", "batch", "seq_len", "steps", "lr", "warmup", "tp", "recompute", "option", "compile")
+VERSIONS = ["v0.1.0", "v0.2.0", "v0.2.1", "v0.2.2"]
+SHIPPED = [(version, file) for version in VERSIONS for file in FILES if (version, file) != ("v0.1.0", "base_config")]
+
+COMMON = """
+job = {dump_folder = "./outputs", description = "Llama 3 training"%(job)s}
+profiling = {enable_profiling = false, save_traces_folder = "profile_trace", profile_freq = 100}
+metrics = {log_freq = 10, enable_tensorboard = false, save_tb_folder = "tb"}
+optimizer = {name = "AdamW", lr = %(lr)s, eps = 1e-8}
+activation_checkpoint = {mode = "%(recompute)s", selective_ac_option = "%(option)s"}
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+tensor_parallel_degree = %(tp)s
+enable_async_tensor_parallel = %(compile)s
+pipeline_parallel_degree = 1
+context_parallel_degree = 1
+%(experts)s
+[training]
+seq_len = %(seq_len)s
+max_norm = 1.0
+steps = %(steps)s
+dataset = "%(dataset)s"
+"""
+V01 = """
+batch_size = %(batch)s
+compile = %(compile)s
+[lr_scheduler]
+warmup_steps = %(warmup)s
+lr_min = 0.0
+[model]
+name = "llama3"
+flavor = "%(flavor)s"
+norm_type = "rmsnorm"
+tokenizer_path = "%(tokenizer)s"
+converters = "%(converters)s"
+[checkpoint]
+enable_checkpoint = false
+folder = "checkpoint"
+interval = 500
+model_weights_only = false
+export_dtype = "float32"
+async_mode = "disabled"
+[float8]
+enable_fsdp_float8_all_gather = %(compile)s
+precompute_float8_dynamic_scale_for_fsdp = %(compile)s
+filter_fqns = "output"
+"""
+V02 = """
+local_batch_size = %(batch)s
+[lr_scheduler]
+warmup_steps = %(warmup)s
+decay_ratio = 0.8
+decay_type = "linear"
+min_lr_factor = 0.0
+[model]
+name = "llama3"
+flavor = "%(flavor)s"
+hf_assets_path = "%(tokenizer)s"
+converters = [%(converters)s]
+[checkpoint]
+enable = false
+folder = "checkpoint"
+interval = 500
+last_save_model_only = true
+export_dtype = "float32"
+async_mode = "disabled"
+[compile]
+enable = %(compile)s
+components = ["model", "loss"]
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = %(compile)s
+precompute_float8_dynamic_scale_for_fsdp = %(compile)s
+filter_fqns = ["output"]
+[validation]
+%(validation)s = false
+dataset = "c4_validation"
+freq = 500
+steps = -1
+"""
+
+
+def write_toml(folder: Path, version: str, file: str) -> list[str]:
+    """Write one of their files; return the arguments that read it."""
+    values = dict(zip(NAMES, FILES[file][0], strict=True))
+    is_debug, is_first = values["flavor"] == "debugmodel", version == "v0.1.0"
+    if is_first:
+        tokenizer = "tests/assets/test_tiktoken.model" if is_debug else "assets/tokenizer/original/tokenizer.model"
+        converters = "float8" if file == "llama3_405b" else ""
+    else:
+        tokenizer = "tests/assets/tokenizer" if is_debug else f"assets/hf/Llama-3.1-{values['flavor']}"
+        converters = '"float8"' if file == "llama3_405b" else ""
+    values |= {
+        "tokenizer": f"./{tokenizer}",
+        "converters": converters,
+        "job": ", print_args = false, use_for_integration_test = true" if is_debug else "",
+        "experts": "" if is_first else "expert_parallel_degree = 1\nexpert_tensor_parallel_degree = 1",
+        "validation": "enabled" if version == "v0.2.0" else "enable",
+    }
+    text = (COMMON + (V01 if is_first else V02)) % values
+    if not converters:
+        text = text.replace('converters = ""\n', "").replace("converters = []\n", "")
+    path = folder / f"{file}.toml"
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+@pytest.fixture
+def c4(tmp_path) -> Path:
+    """A folder as a download of allenai/c4 makes it, with a file or two of each split."""
+    folder = tmp_path / "c4"
+    for name, n in {
+        "en/c4-train.00000-of-01024": 30,
+        "en/c4-train.00001-of-01024": 9,
+        "en/c4-validation.0-of-8": 5,
+    }.items():
+        write_lines(folder / f"{name}.json.gz", [f"{name} says {number}: " + "words " * 90 for number in range(n)])
+    write_lines(folder / "de" / "c4-train.00000-of-01024.json.gz", ["not this one"])
+    write_lines(folder / "en" / ".cache" / "c4-train.00002-of-01024.json.gz", ["nor this one"])
+    (folder / "en" / "README.md").write_text("nor this")
+    return folder
+
+
+def write_lines(path: Path, texts: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = "".join(json.dumps({"text": text, "url": "x", "timestamp": "y"}) + "\n" for text in texts).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+@pytest.fixture
+def tokenizer(tmp_path) -> Path:
+    """A tokenizer.model of 2,048 ids, under another name: the first tokens of the one that is shipped."""
+    lines = (REPOSITORY / "assets" / "tokenizer" / "tokenizer.model").read_bytes().splitlines(keepends=True)
+    path = tmp_path / "test_tiktoken.model"
+    path.write_bytes(b"".join(lines[: 2048 - 256]))
+    return path
+
+
+def find_problems(args: list[str], **options) -> list[tuple[str, object]]:
+    try:
+        preflight(args, **{"machine": LAPTOP, **options})
+    except ConfigError as error:
+        return [(problem.key, problem.value) for problem in error.problems]
+    return []
+
+
+# ---------------------------------------------------------------- the files
+
+
+@pytest.mark.parametrize("flavor", ["8b", "70b"])
+@pytest.mark.parametrize("version", ["v0.1.0", "v0.2.2"])
+def test_their_presets_mean_what_ours_do(tmp_path, version, flavor):
+    ours = read_config(["--config", f"llama3_{flavor}"]).config
+    theirs = read_config(write_toml(tmp_path, version, f"llama3_{flavor}"))
+    assert theirs.problems == [] and theirs.config.model.flavor == ours.model.flavor
+    assert theirs.config.training.local_batch_size == ours.training.local_batch_size
+    for section in ("optimizer", "parallelism", "compile", "activation_checkpoint"):
+        assert getattr(theirs.config, section) == getattr(ours, section)
+
+
+@pytest.mark.parametrize(("version", "file"), SHIPPED)
+def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
+    tmp_path, monkeypatch, c4, tokenizer, version, file
+):
+    monkeypatch.chdir(tmp_path)
+    args = write_toml(tmp_path, version, file)
+    flavor, dataset = FILES[file][0][:2]
+    missing = find_problems(args, machine=EIGHT_H100, n_ranks=8 * FILES[file][1], n_hosts=FILES[file][1])
+    named = "./" + str(read_config(args).config.model.hf_assets_path).removeprefix("./")
+    assert missing == [("model.hf_assets_path", named), ("training.dataset", dataset)]  # and nothing else, at once
+    args += [f"--training.dataset_path={c4}", f"--model.hf_assets_path={tokenizer}"]
+    prepared = preflight(args, machine=EIGHT_H100, n_ranks=8 * FILES[file][1], n_hosts=FILES[file][1])
+    assert prepared.model_args == FLAVORS[flavor] and prepared.vocabulary.vocab_size == 2048
+    on_a_laptop = [("model.flavor", flavor)] if flavor != "debugmodel" else []  # it is too large
+    args += ["--parallelism.no_enable_async_tensor_parallel"]  # which needs a GPU
+    assert find_problems(args, n_ranks=prepared.layout.world_size) == on_a_laptop
+
+
+@pytest.mark.parametrize(("version", "file"), [(v, f) for v, f in SHIPPED if FILES[f][0][0] == "debugmodel"])
+def test_the_files_of_the_debug_model_train_two_steps(tmp_path, c4, tokenizer, version, file):
+    args = write_toml(tmp_path, version, file)
+    args += [f"--training.dataset_path={c4}/en/c4-train.00000-of-01024.json.gz", f"--model.hf_assets_path={tokenizer}"]
+    args += [f"--job.dump_folder={tmp_path / 'run'}", f"--training.cache_folder={tmp_path / 'cache'}"]
+    args += ["--training.local_batch_size=2", "--training.seq_len=64", "--metrics.log_freq=1"]
+    assert make_two_steps(args, tmp_path / "log") == (2, "stopped"), (tmp_path / "log").read_text()
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert losses[0] == pytest.approx(7.6246, rel=0.05) and losses[1] < losses[0]  # ln(2048): nothing is learned yet
+    assert "Tokenising c4_test once" in (tmp_path / "log").read_text()
+
+
+def test_their_debug_model_has_the_parameters_of_its_shape():
+    block = 4 * 256 * 256 + 3 * 256 * 768 + 2 * 256  # 768: 2/3 of 4 x 256 is 682, and 3 x 256 is the next multiple
+    assert count_parameters(FLAVORS["debugmodel"]) == 6 * block + 2 * 2048 * 256 + 256
+
+
+# ---------------------------------------------------------------- c4 and its relatives
+
+
+def read_texts(name: str, folder: Path, cache: Path, *, split: str) -> list[str]:
+    tokenizer = load_tokenizer("bytes")
+    corpus = open_corpus(name, tokenizer, cache, split=split, dataset_path=str(folder))
+    ids, begins = corpus.read(0, corpus.n_tokens)
+    starts = [*begins.nonzero().flatten().tolist(), corpus.n_tokens]
+    return [tokenizer.decode(ids[a + 1 : b - 1].tolist()) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+
+
+def test_c4_is_its_training_files_and_c4_validation_the_others_and_both_are_prepared_once(tmp_path, c4, monkeypatch):
+    texts = {
+        split: [
+            json.loads(line)["text"]
+            for path in sorted((c4 / "en").glob(f"c4-{split}*"))
+            for line in gzip.decompress(path.read_bytes()).splitlines()
+        ]
+        for split in ("train", "validation")
+    }
+    for split in ("train", "validation"):
+        held = [text for text in texts["train"] if choose_split(text, 0.02) == split]
+        if held:
+            assert read_texts("c4", c4, tmp_path / "cache", split=split) == held
+        assert read_texts("c4_validation", c4, tmp_path / "cache", split=split) == texts["validation"]
+    assert len(list((tmp_path / "cache").glob("*/manifest.json"))) == 2
+    write_lines(c4 / "en" / "c4-train.00002-of-01024.json.gz", ["one more"])
+    assert "one more" in read_texts("c4", c4, tmp_path / "cache", split="train")
+
+
+def test_c4_test_is_found_where_a_checkout_of_torchtitan_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (row,) = [row for name, row in DOWNLOADS.items() if name == "c4_test"]
+    write_lines(Path(row.folder) / "data.json", ["a text", "another validation"])
+    assert read_texts("c4_test", "", tmp_path / "cache", split="train") == ["a text", "another validation"]
+    assert find_problems(["--training.dataset=c4_test"]) == []
+
+
+def test_validation_reads_c4_validation_of_the_same_folder_unless_it_has_its_own(tmp_path, c4):
+    args = ["--training.dataset=c4", f"--training.dataset_path={c4}", "--validation.enable"]
+    args += ["--validation.dataset=c4_validation"]
+    assert find_problems(args) == []
+    assert find_problems([*args, f"--validation.dataset_path={tmp_path / 'none'}"]) == [
+        ("validation.dataset", "c4_validation")
+    ]
+    (c4 / "en" / "c4-validation.0-of-8.json.gz").unlink()
+    assert find_problems(args) == [("validation.dataset", "c4_validation")]
+
+
+REFUSED = {  # what the folder holds -> a word of the reason, a word of the remedy
+    "no folder": (None, "does not exist", "en/c4-train.00000-of-01024.json.gz"),
+    "no file of c4": ("notes.txt", "holds no file of c4", "en/c4-train.00000-of-01024.json.gz"),
+    "validation alone": ("c4-validation.00000-of-00008.json.gz", "holds no file of c4", "c4-train"),
+    "a file that needs pyarrow": ("0000.parquet", "extra `data`", "c4-train"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_c4_that_cannot_be_read_is_one_problem_that_says_what_to_download(tmp_path, monkeypatch, case):
+    monkeypatch.setattr("torchtitan_lite.data.file_kinds.find_spec", lambda package: None)
+    name, why, remedy = REFUSED[case]
+    if name:
+        (tmp_path / "c4").mkdir()
+        (tmp_path / "c4" / name).write_bytes(b"PAR1")
+    with pytest.raises(ConfigError) as error:
+        preflight(["--training.dataset=c4", f"--training.dataset_path={tmp_path / 'c4'}"], machine=LAPTOP)
+    (problem,) = error.value.problems
+    assert (problem.key, problem.value) == ("training.dataset", "c4")
+    assert why in problem.why and remedy in problem.remedy and "allenai/c4" in problem.remedy
+
+
+def test_a_dataset_path_that_no_corpus_is_read_from_is_refused(tmp_path):
+    for section in ("training", "validation"):
+        args = ["--validation.enable", f"--{section}.dataset_path={tmp_path}"]
+        assert find_problems(args) == [(f"{section}.dataset_path", str(tmp_path))]
+
+
+def test_a_damaged_file_of_c4_stops_the_run_by_its_name(tmp_path, c4):
+    path = c4 / "en" / "c4-train.00001-of-01024.json.gz"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(corpus_folder.CorpusError, match="c4-train.00001-of-01024.json.gz"):
+        open_corpus("c4", load_tokenizer("bytes"), tmp_path / "cache", dataset_path=str(c4))
+    assert not list((tmp_path / "cache").glob("*/manifest.json"))
