@@ -79,7 +79,7 @@ def main(args: list[str]) -> int:
         logging.getLogger(name).addFilter(lambda record, dropped=dropped: not str(record.msg).startswith(dropped))
 
     status, failure = run_ranks(options, folder)
-    has_failed = failure is not None or len(list(folder.glob("*/attempt_*"))) > 1  # torchrun makes one at each start
+    has_failed = status == 1 or len(list(folder.glob("*/attempt_*"))) > 1  # torchrun makes one at each start
     if has_failed and any(path.stat().st_size for path in folder.rglob("*") if path.is_file()):
         print(f"The stderr of every rank is in {folder}.", file=sys.stderr)
     else:

@@ -36,15 +36,8 @@ from torchtitan_lite.repository import REPOSITORY
 
 TENSOR_BYTES, BLOCK_BYTES = 16 * 2**20, 2**20
 TOKENIZER = "assets/tokenizer"
-START = [
-    "bash",
-    str(REPOSITORY / "run_train.sh"),
-    "--config",
-    "debug",
-    "--training.steps",
-    "1",
-    "--checkpoint.no_enable",
-]
+START = ["bash", str(REPOSITORY / "run_train.sh")]
+START += "--config debug --training.steps 1 --checkpoint.no_enable".split()
 RATIO_OF = {
     "save": ("save", "write_or_hash"),
     "batches": ("batches", "raw_windows"),

@@ -114,7 +114,7 @@ def describe_stop(
     """
     stopped = f"stopped by {received.name} after step {step} of {config.training.steps}"
     if newest is None:
-        return f"{stopped}; nothing is saved, which takes --checkpoint.enable"
+        return f"{stopped}; nothing is saved{'' if config.checkpoint.enable else ', which takes --checkpoint.enable'}"
     variable = f"NGPU={ngpu} " if ngpu else ""
     changes = ["--job.no_overwrite"] if config.job.overwrite else []
     changes += ["--checkpoint.load_step=-1"] if config.checkpoint.load_step != -1 else []
