@@ -12,12 +12,14 @@ from checkpoints import assemble, list_differing
 
 from torchtitan_lite.config.reader import REPOSITORY
 
+MARK = "RUN_UNDER_TEST"  # variable in the environment of every process of a run: its dump folder
+
 
 def launch(dump_folder: Path, cache: Path, *keys: str, n_ranks: int, **environment: str) -> subprocess.Popen:
     """./run_train.sh as users start it. torchrun takes the shell's place, so its pid is the one returned."""
     command = [str(REPOSITORY / "run_train.sh"), "--config", "debug", "--job.dump_folder", str(dump_folder)]
     command += ["--training.cache_folder", str(cache), *keys]
-    environment = {**os.environ, "NGPU": str(n_ranks), "PYTHON": sys.executable, **environment}
+    environment = {**os.environ, MARK: str(dump_folder), "NGPU": str(n_ranks), "PYTHON": sys.executable, **environment}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -26,10 +28,21 @@ def kill_rank(process: subprocess.Popen, victim: int, *, after_step: int, delay_
     for line in process.stdout:
         if f"step {after_step:2}/" in line:
             time.sleep(delay_s)
-            ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(ranks[victim]), signal.SIGKILL)
+            os.kill(list_ranks(process)[victim], signal.SIGKILL)
             return
     raise AssertionError(f"the run ended before step {after_step}")
+
+
+def list_ranks(launcher: subprocess.Popen) -> list[int]:
+    """Pids of the ranks, by rank: forks of a process that the launcher has started."""
+    return [rank for child in list_children(launcher.pid) for rank in list_children(child)]
+
+
+def list_children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # it has ended
+        return []
 
 
 def finish(process: subprocess.Popen, *, must_succeed: bool = True) -> str:

@@ -250,9 +250,7 @@ def check_corpus(name: str, split: str, vocabulary: Vocabulary | None, dataset_p
     if name in DATASETS or name in DOWNLOADS:
         return
     if not path.is_dir():
-        check_flat(path)
-        if vocabulary:
-            measure_flat(path, vocabulary.vocab_size)
+        measure_flat(path, vocabulary.vocab_size if vocabulary else 1)
         return
     manifest = read_manifest(path)
     check_small(path, manifest, split)
@@ -266,18 +264,13 @@ def check_corpus(name: str, split: str, vocabulary: Vocabulary | None, dataset_p
         raise CorpusError(f"{path} has no {split} documents", remedy if split == "validation" else "")
 
 
-def check_flat(path: Path) -> None:
-    """Raises CorpusError for what is no .bin file that can be read."""
+def measure_flat(path: Path, vocab_size: int) -> tuple[str, int]:
+    """Return type and number of the ids in a flat file. Raises CorpusError."""
     if not path.is_file():
         raise CorpusError(f"there is no corpus {path}")
     if path.suffix != ".bin":
         raise CorpusError(f"{path} is no .bin file of token ids", "Make token ids with `prepare`, and name its folder")
     check_readable(path)
-
-
-def measure_flat(path: Path, vocab_size: int) -> tuple[str, int]:
-    """Return type and number of the ids in a flat file. Raises CorpusError."""
-    check_flat(path)
     dtype, n_bytes = choose_dtype(vocab_size), path.stat().st_size
     if n_bytes % BYTES_OF[dtype] or n_bytes < 2 * BYTES_OF[dtype]:
         raise CorpusError(
