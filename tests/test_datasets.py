@@ -13,7 +13,8 @@ from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import corpus as corpus_module
 from torchtitan_lite.data import shards
 from torchtitan_lite.data.corpus import open_corpus
-from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError
+from torchtitan_lite.data.corpus_folder import CorpusError
+from torchtitan_lite.data.named_corpora import DATASETS
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
 

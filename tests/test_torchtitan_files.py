@@ -13,7 +13,7 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import REPOSITORY, read_config
 from torchtitan_lite.data import corpus_folder
 from torchtitan_lite.data.corpus import open_corpus
-from torchtitan_lite.data.corpus_folder import DOWNLOADS
+from torchtitan_lite.data.named_corpora import DOWNLOADS
 from torchtitan_lite.data.shards import choose_split
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import preflight

@@ -32,17 +32,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.config.command_lines import count_cores
-from torchtitan_lite.data.corpus_folder import (
-    AGAIN,
-    DATASETS,
-    DOWNLOADS,
-    SPLITS,
-    CorpusError,
-    check_small,
-    list_dataset,
-    measure_flat,
-    read_manifest,
-)
+from torchtitan_lite.data.corpus_folder import AGAIN, SPLITS, CorpusError, check_small, measure_flat, read_manifest
+from torchtitan_lite.data.named_corpora import DATASETS, DOWNLOADS, list_dataset
 from torchtitan_lite.data.prepare import prepare_files
 from torchtitan_lite.data.shards import Unfinished
 from torchtitan_lite.data.text_files import PreparationError
