@@ -120,7 +120,7 @@ def validation_of_one_rank():
 @in_train_py("one rank", "validation", VALIDATION)
 def validation_on_training_documents():
     """What is validated on was trained on: overfitting is never seen."""
-    return train_py_with('config.training.dataset, "validation")', 'config.training.dataset, "train")')
+    return train_py_with('choose_validation(config), "validation")', 'choose_validation(config), "train")')
 
 
 @in_train_py("pp2 GPipe", "validation", VALIDATION)

@@ -163,7 +163,7 @@ def text(published, tmp_path, monkeypatch) -> list[str]:
 def test_every_tool_sees_the_model_of_the_folder_and_its_certificate_is_that_of_the_same_numbers(
     published, text, capsys
 ):
-    args = [*text, *from_folder(published)]
+    args = [*text, *from_folder(published), "--checkpoint.no_enable"]
     prepared = preflight(args, machine=LAPTOP, n_ranks=2)
     planned = plan_run(args, 2, "cpu")
     assert prepared.model_args == planned.model_args == UNTIED

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as HuggingFace
 
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, read_published
 from torchtitan_lite.config.files import read_json_object
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data import tokenizer_files
 from torchtitan_lite.data.byte_level_bpe import PATTERNS, spell_bytes
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.data.tokenizer_files import read_vocabulary
-from torchtitan_lite.tools.model_source import read_end_ids
 
 EOS = "<|end|>"
 MOST_CPU_S = 10  # of this process, on a slow machine; what is listed here took minutes, or never ended
@@ -182,7 +181,7 @@ def test_a_hostile_file_is_refused_in_seconds_by_its_name(what, tmp_path, monkey
 def test_a_hostile_generation_config_is_refused_by_its_name(content, tmp_path):
     write(tmp_path, "generation_config.json", content)
     with pytest.raises(HuggingFaceError, match="generation_config.json (has|is)"):
-        read_end_ids(tmp_path)
+        read_published(tmp_path)
 
 
 def test_a_sound_file_is_read_also_through_a_link(tmp_path):

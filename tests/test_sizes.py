@@ -17,6 +17,9 @@ from torchtitan_lite.step import MODELS
 
 # As the published checkpoints hold them: Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B.
 PUBLISHED_PARAMETERS = {
+    "debug": 1_328_256,
+    "auto": 1_328_256,
+    "debugmodel": 6_163_712,  # as torchtitan logs it
     "1B": 1_235_814_400,
     "3B": 3_212_749_824,
     "8B": 8_030_261_248,
@@ -30,7 +33,7 @@ def test_parameters_are_those_of_the_model_and_of_the_published_checkpoints(flav
     with torch.device("meta"):
         model = Llama3(FLAVORS[flavor])
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert count_parameters(FLAVORS[flavor]) == n_parameters == PUBLISHED_PARAMETERS.get(flavor, 1_328_256)
+    assert count_parameters(FLAVORS[flavor]) == n_parameters == PUBLISHED_PARAMETERS[flavor]
 
 
 def test_flops_of_llama3_8b_at_8192_tokens_are_the_known_ones():

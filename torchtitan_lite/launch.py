@@ -50,7 +50,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that Agent passes on
 PASSED_ON = "SIGHUP,SIGQUIT"  # that torchrun passes on; they end the ranks at once
 REPEATED = {  # logger of torchrun -> prefixes of lines that repeat our last line
     "torch.distributed.elastic.agent.server.api": ("Received %s death signal",),
-    "torch.distributed.elastic.multiprocessing.api": ("Sending process", "failed (exitcode"),
+    "torch.distributed.elastic.multiprocessing.api": ("Sending process", "Closing process", "failed (exitcode"),
     "torch.multiprocessing.spawn": ("Terminating process",),
 }
 
@@ -188,9 +188,14 @@ def run_fork(script: str, *args: str) -> None:
     sys.argv = [script, *args]
     try:
         runpy.run_path(script, run_name="__main__")
-    except Exception:  # torch.multiprocessing would hand it to the launcher, and not print it
+    except Exception:  # multiprocessing would print neither of them to the stderr of the rank
         traceback.print_exc()
         sys.exit(1)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            sys.exit(1)
+        raise
 
 
 def describe_failure(failures: dict[int, ProcessFailure], *, shown_ranks: list[str]) -> str:

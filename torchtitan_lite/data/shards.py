@@ -43,9 +43,9 @@ class Recipe:
     validation_share: float  # of the documents, 0 <= share < 1
     field: str = "text"  # of a line of JSON, or column of a table
     skip_bad: bool = False  # a line without text is counted, and no error
+    chat: ChatFormat | None = None  # the field holds a conversation
     # A file is held out by its path below this folder, not by its text: another version holds out the same files.
     names_below: str = ""
-    chat: ChatFormat | None = None  # the field holds a conversation
 
 
 class Unfinished(RuntimeError):
