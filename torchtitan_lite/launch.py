@@ -68,7 +68,7 @@ def main(args: list[str]) -> int:
         # Here ranks share few cores, and importing torch takes seconds of each. With GPUs a host has cores enough, and
         # some of their libraries must not be forked.
         options.run_path, options.start_method = True, "forkserver"
-        multiprocessing.set_forkserver_preload(["train", "torchtitan_lite.launch"])
+        multiprocessing.set_forkserver_preload(["train", "torch.distributed.run"])
     print(
         f"The stderr of every rank on {platform.node()} goes to {folder}, which is kept if a rank fails.",
         file=sys.stderr,
