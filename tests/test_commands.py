@@ -41,7 +41,7 @@ OUR_VOCABULARY = " --model.vocab_size 2304"  # the folders of Llama's tokenizer 
 
 ROWS = {
     "./run_train.sh": Row(TWO_STEPS),
-    'python -m torchtitan_lite generate outputs/debug --prompt "def "': Row("--max-new-tokens 5"),
+    'python -m torchtitan_lite generate outputs/debug --prompt "def" --max-new-tokens 60': Row(),
     "NGPU=8 ./run_train.sh --config debug_3d.toml": Row(TWO_STEPS),
     "python -m torchtitan_lite check --config llama3_70b --gpus 64 --gpu h100": Row(),
     "python -m torchtitan_lite verify --config debug_3d --ranks 8": Row(),
@@ -54,10 +54,9 @@ ROWS = {
     "python -m torchtitan_lite explain --config debug --gpus 4": Row(),
     "python -m torchtitan_lite eval outputs/debug --data texts/": Row(),
     "python -m torchtitan_lite convert outputs/debug exported/": Row(),
-    "python -m torchtitan_lite bench step": Row("--rounds 1 --steps 1"),
-    "python -m torchtitan_lite check --keys training": Row(),
     "./run_train.sh --help": Row(),
     # bench
+    "python -m torchtitan_lite bench step": Row("--rounds 1 --steps 1"),
     "python -m torchtitan_lite bench step --peers DIR": Row(status=2),  # there are no such checkouts
     "python -m torchtitan_lite bench gpu": Row("--tiny"),
     "python -m torchtitan_lite bench io": Row("--rounds 1"),
