@@ -261,12 +261,14 @@ def test_peers_take_turns_and_the_ratio_is_that_of_the_speeds_they_log(stand_ins
     assert (tmp_path / "starts").read_text().splitlines() == expected
 
 
-def test_a_peer_that_fails_is_absent_with_its_last_line_and_is_not_started_again(stand_ins, tmp_path):
-    ending = "if n_ranks == 8: raise SystemExit('Torch not compiled with CUDA enabled')"
+def test_a_peer_that_fails_is_absent_with_its_exception_and_is_not_started_again(stand_ins, tmp_path):
+    ending = "if n_ranks == 8: raise AssertionError('Torch not compiled with CUDA enabled')"
     folder = stand_ins(torchtitan=(1500, ending), picotron=(6, "sys.exit(1)"), torchtitan_lite=(3000, ""))
     report = bench_peers.bench_peers(peers=folder, n_steps=5)
     assert report.absent.keys() == {"torchtitan_3d", "picotron", "picotron_3d"}
-    assert report.absent["torchtitan_3d"].startswith("Torch not compiled with CUDA enabled (what it needs: ")
+    assert report.absent["torchtitan_3d"].startswith(
+        "AssertionError: Torch not compiled with CUDA enabled (what it needs"
+    )
     assert report.absent["picotron"].startswith("[rank 2] Step: 8")
     assert compare_rounds(report).keys() == {"torchtitan"}
     assert (tmp_path / "starts").read_text().splitlines().count("picotron 1") == 1
