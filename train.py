@@ -28,7 +28,6 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed as dist
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.checkpoint.hugging_face import Export, export_hf
@@ -44,7 +43,7 @@ from torchtitan_lite.config.flavors import count_flops_per_token
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Comm, Config, Debug
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.background_hash import BackgroundHash
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import CorpusError
@@ -57,6 +56,12 @@ from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_g
 from torchtitan_lite.plan.ledger import RunLedger
 from torchtitan_lite.plan.out_of_memory import explain_out_of_memory
 from torchtitan_lite.preflight import choose_validation, preflight
+from torchtitan_lite.process_setup import (
+    keep_compiled_code,
+    make_deterministic,
+    read_torchrun_environment,
+    record_collectives,
+)
 from torchtitan_lite.step import build_on_meta, build_run, compute_gradients, train_step
 from torchtitan_lite.validation import is_validated, validate
 
@@ -282,38 +287,6 @@ def open_samples(
         vocab_size=vocab_size,
         restart_positions=config.model.attention == "document",
     )
-
-
-def read_torchrun_environment(environment: os._Environ) -> tuple[int, int, int, int, int]:
-    """Return rank, world size, ranks on this host, rank on this host, and restarts of the job."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
-    if any(name not in environment for name in names):
-        sys.exit("train.py is one rank of many: start it with ./run_train.sh, or with torchrun")
-    rank, world_size, local_world_size, local_rank = (int(environment[name]) for name in names)
-    return rank, world_size, local_world_size, local_rank, int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
-def make_deterministic(section: Debug) -> None:
-    """Use torch's deterministic algorithms, if asked for. Weights and data depend on the seed only in any case."""
-    if section.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed one
-        torch.use_deterministic_algorithms(True, warn_only=section.deterministic_warn_only)
-
-
-def keep_compiled_code(cache_folder: Path) -> None:
-    """Make inductor write to a folder that the next run reads, unless the user has named one."""
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch names its own when imported
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder.absolute() / "compiled")
-
-
-def record_collectives(section: Comm, dump_folder: Path) -> None:
-    """Make NCCL record its last collectives and write them on a time-out. Call before groups are made."""
-    traces = dump_folder / section.save_traces_folder
-    if section.trace_buf_size and torch.cuda.is_available():
-        traces.mkdir(parents=True, exist_ok=True)
-    os.environ["TORCH_FR_BUFFER_SIZE"] = str(section.trace_buf_size)
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = str(int(section.trace_buf_size > 0))
-    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces / "rank_")
 
 
 if __name__ == "__main__":

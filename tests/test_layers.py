@@ -25,6 +25,7 @@ FLOORS = {
     "torchtitan_lite": 3,  # preflight and its chapters: what can be wrong with a run. No torch either
     "torchtitan_lite.step": 3,
     "torchtitan_lite.validation": 4,
+    "torchtitan_lite.process_setup": 4,  # a door: it reads torchrun's environment
     "torchtitan_lite.verify": 5,
     "torchtitan_lite.plan": 5,
     "torchtitan_lite.tools": 5,
