@@ -56,10 +56,10 @@ ROWS = {
     "python -m torchtitan_lite convert outputs/debug exported/": Row(),
     "./run_train.sh --help": Row(),
     # bench
-    "python -m torchtitan_lite bench step": Row("--rounds 1 --steps 1"),
+    "python -m torchtitan_lite bench step": Row("--rounds 3 --steps 1"),
     "python -m torchtitan_lite bench step --peers DIR": Row(status=2),  # there are no such checkouts
     "python -m torchtitan_lite bench gpu": Row("--tiny"),
-    "python -m torchtitan_lite bench io": Row("--rounds 1"),
+    "python -m torchtitan_lite bench io": Row("--rounds 3"),
     # checkpoint
     "./run_train.sh --checkpoint.enable --checkpoint.interval 100 --checkpoint.async_mode async "
     "--job.no_overwrite": Row(TWO_STEPS + " --job.dump_folder outputs/saved"),
@@ -135,7 +135,7 @@ def desk(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ROWS)
+@pytest.mark.parametrize("command", ROWS, ids=lambda command: command.removeprefix("python -m torchtitan_lite "))
 def test_a_command_that_is_shown_runs(desk, command):
     *variables, program = re.split(r" (?=\./|python )", command) if "=" in command.split()[0] else [command]
     environment = {**os.environ, **dict(each.split("=") for each in variables), "PYTHONPATH": str(REPOSITORY)}
