@@ -142,7 +142,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
     resumed_step = restore_or_load(
         checkpoints,
         prepared.resumed_step,
-        run.parameters,
+        run.saved,
         run.optimizer,
         run.lr_scheduler,
         is_named=config.checkpoint.load_step != -1 and restarts == 0,
@@ -240,7 +240,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
                 progress.show(step, "saving")
                 saver.wait()  # one save at a time, and the last one converts together
                 tensors = choose_tensors(
-                    run.parameters, run.optimizer, section=config.checkpoint, is_last=step == n_steps, group=host_group
+                    run.saved, run.optimizer, section=config.checkpoint, is_last=step == n_steps, group=host_group
                 )
                 saver.save(step, tensors)
             if received:

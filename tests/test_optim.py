@@ -157,7 +157,7 @@ def move(section: Optimizer, gradients: torch.Tensor) -> tuple[torch.Tensor, tor
 def test_moments_in_bfloat16_stay_so_in_a_checkpoint_and_take_four_bytes():
     parameter = torch.zeros(1000, requires_grad=True)
     optimizer = build_optimizer(BFLOAT16, [parameter])
-    create_optimizer_state({"w": parameter}, optimizer)
+    create_optimizer_state(optimizer)
     tensors = name_tensors({"w": parameter}, optimizer)
     moments = [tensors[f"optimizer.w.{name}"] for name in ("exp_avg", "exp_avg_sq")]
     assert [moment.dtype for moment in moments] == [torch.bfloat16] * 2

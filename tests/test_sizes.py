@@ -15,7 +15,7 @@ from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.parallel.context_parallel import CONTEXT_ATTENTIONS
 from torchtitan_lite.step import MODELS
 
-# As the published checkpoints hold them: Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B.
+# As the published checkpoints hold them: Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B, Mixtral v0.1, Qwen3.
 PUBLISHED_PARAMETERS = {
     "debug": 1_328_256,
     "auto": 1_328_256,
@@ -25,6 +25,23 @@ PUBLISHED_PARAMETERS = {
     "8B": 8_030_261_248,
     "70B": 70_553_706_496,
     "405B": 405_853_388_800,
+    "debug_moe": 1_971_328,
+    "Mixtral-8x7B": 46_702_792_704,
+    "Mixtral-8x22B": 140_620_634_112,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
+}
+ACTIVE_PARAMETERS = {  # in billions, as the model cards round them
+    "Mixtral-8x7B": 12.9,
+    "Mixtral-8x22B": 39.2,
+    "Qwen3-30B-A3B": 3.4,
+    "Qwen3-235B-A22B": 22.2,
 }
 
 
@@ -34,6 +51,11 @@ def test_parameters_are_those_of_the_model_and_of_the_published_checkpoints(flav
         model = Llama3(FLAVORS[flavor])
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     assert count_parameters(FLAVORS[flavor]) == n_parameters == PUBLISHED_PARAMETERS[flavor]
+
+
+@pytest.mark.parametrize("flavor", ACTIVE_PARAMETERS)
+def test_a_token_passes_through_the_published_number_of_parameters(flavor):
+    assert round(count_parameters(FLAVORS[flavor], active=True) / 1e9, 1) == ACTIVE_PARAMETERS[flavor]
 
 
 def test_flops_of_llama3_8b_at_8192_tokens_are_the_known_ones():

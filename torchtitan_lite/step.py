@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
+from torchtitan_lite.components.expert_balance import ExpertBalance, build_balance
 from torchtitan_lite.components.optim import (
     build_lr_scheduler,
     build_optimizer,
@@ -32,6 +33,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model import llama3
 from torchtitan_lite.model.head import count_valid_tokens
+from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.parallel.context_parallel import shard_sequence
 from torchtitan_lite.parallel.float8 import Float8AllGatherHook, gather_in_float8, precompute_scales
 from torchtitan_lite.parallel.fsdp import free_gathered, prepare_microbatch
@@ -60,6 +62,12 @@ class Run:
     lr_scheduler: LRScheduler
     schedule: object | None  # of torch.distributed.pipelining; None without PP
     float8_weights: list[Float8AllGatherHook]  # those whose scales are precomputed
+    balance: ExpertBalance | None = None  # None: the model has no experts
+
+    @property
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint holds besides the optimizer state: FQN -> parameter, or bias of a layer's experts."""
+        return self.parameters | (self.balance.biases if self.balance else {})
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class StepResult:
     local_loss: Tensor  # what this rank's tokens and stages contribute to it
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
     finite: Tensor  # False: the gradient norm was not finite and no weight was changed
+    expert_loads: Tensor | None = None  # as ExpertBalance.update returns them
 
 
 def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
@@ -101,6 +110,8 @@ def materialize(
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
         if part.model_args.tie_embeddings:  # to_empty made two tensors of the one
             part.output.weight = part.tok_embeddings.weight
+        for _, mixture in list_mixtures(part):
+            mixture.router.reset(device)
         initialize_weights(part, init_parameter, config.debug.seed, device)
         part.train()
 
@@ -143,7 +154,10 @@ def start_run(
             loss_fn=lambda loss_sum, n_tokens: loss_sum / n_tokens[0],
         )
     lr_scheduler = build_lr_scheduler(config.lr_scheduler, optimizer)
-    return Run(config, layout, mesh, device, parts, parameters, optimizer, lr_scheduler, schedule, float8_weights)
+    balance = build_balance(parts, config.training, layout.global_batch_size, device) if layout.ep else None
+    return Run(
+        config, layout, mesh, device, parts, parameters, optimizer, lr_scheduler, schedule, float8_weights, balance
+    )
 
 
 def train_step(run: Run, batch: Batch) -> StepResult:
@@ -152,14 +166,17 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
     grad_norm = clip_grad_norm(run.parameters.values(), run.config.training.max_norm)  # one float over all ranks
     finite = step_if_finite(run.optimizer, grad_norm)
+    expert_loads = run.balance.update(finite) if run.balance else None  # all-reduces layers x (experts + 1) x 8 bytes
     precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)  # if asked for: all-reduces one float per weight
     run.lr_scheduler.step()
-    return StepResult(loss, local_loss, grad_norm, finite)
+    return StepResult(loss, local_loss, grad_norm, finite, expert_loads)
 
 
 def compute_gradients(run: Run, batch: Batch) -> Tensor:
     """Compute the gradients of `batch`; they replace earlier ones. Returns the local loss of `forward_backward`."""
     run.optimizer.zero_grad()
+    if run.balance:
+        run.balance.reset_loads()
     batch = shard_for_cp(run, batch)
     n_tokens = count_global_tokens(run, batch)  # all-reduces one integer over dp and cp
     return forward_backward(run, batch, n_tokens)  # FSDP reduce-scatters gradients as they come
@@ -169,8 +186,8 @@ def shard_for_cp(run: Run, batch: Batch) -> Batch:
     """Keep this cp rank's pieces of each row: (B, S) -> (B, S/cp); doc_ids stay whole. No communication."""
     if run.layout.cp == 1:
         return batch
-    own = {name: shard_sequence(getattr(batch, name), run.mesh.cp) for name in ("tokens", "targets", "positions")}
-    return replace(batch, **own)
+    names = ["tokens", "targets", "positions"] + ["routes"] * (batch.routes is not None)
+    return replace(batch, **{name: shard_sequence(getattr(batch, name), run.mesh.cp) for name in names})
 
 
 def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
@@ -224,8 +241,9 @@ def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor
 
 
 def stage_kwargs(batch: Batch) -> dict[str, Tensor]:
-    """Return the keyword arguments of every model part, (rows, S) each."""
-    return {"positions": batch.positions, "doc_ids": batch.doc_ids, "targets": batch.targets}
+    """Return the keyword arguments of every model part, (rows, S) each, or with routes (rows, S, layers, top_k)."""
+    kwargs = {"positions": batch.positions, "doc_ids": batch.doc_ids, "targets": batch.targets}
+    return kwargs if batch.routes is None else kwargs | {"routes": batch.routes}
 
 
 def count_global_tokens(run: Run, batch: Batch) -> Tensor:

@@ -67,7 +67,7 @@ class Bare3D:
         self.is_first, self.is_last = self.pp.rank() == 0, self.pp.rank() == self.pp.size() - 1
         self.blocks = [f"layers.{self.pp.rank() * n_layers + layer}." for layer in range(n_layers)]
 
-        dims = {block + row.name: SPLIT.get(row.tp) for block in self.blocks for row in list_block(args)}
+        dims = {block + row.name: SPLIT.get(row.split) for block in self.blocks for row in list_block(args)}
         dims |= {"tok_embeddings": 0} if self.is_first else {}
         dims |= {"norm": None, "output": 0} if self.is_last else {}
         own = {}

@@ -86,7 +86,7 @@ def resume(
         tensors = name_weights(parameters)
         logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
     else:
-        create_optimizer_state(parameters, optimizer)
+        create_optimizer_state(optimizer)
         tensors = name_tensors(parameters, optimizer)
     options = {"fingerprint": fingerprint, "verify": section.verify, "group": group}
     if step is None:

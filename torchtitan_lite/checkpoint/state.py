@@ -1,6 +1,6 @@
 """What a checkpoint of training contains: tensors, by names that do not depend on the layout, and nothing else.
 
-    model.layers.3.attention.wq.weight            the weight, by its FQN in the whole model
+    model.layers.3.attention.wq.weight            the weight, by its FQN in the whole model; of a mixture also the bias
     optimizer.layers.3.attention.wq.weight.exp_avg
 
 The learning rate, the position in the data and the initial weights are functions of step and seed, and a step draws no
@@ -31,13 +31,13 @@ def name_tensors(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[st
     return named
 
 
-def create_optimizer_state(parameters: dict[str, Tensor], optimizer: Optimizer) -> None:
+def create_optimizer_state(optimizer: Optimizer) -> None:
     """Make the optimizer allocate its state, by a step with gradients and learning rate of zero."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in parameters.values():
-        parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -42,7 +42,12 @@ def build_optimizer(section: Optimizer, parameters: Iterable[Tensor]) -> TorchOp
     # DTensor has no fused SGD (torch 2.13): `fused` then means foreach.
     fused = section.implementation == "fused" and OPTIMIZERS[section.name].has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
-    return BUILDERS[section.name](list(parameters), section, {"fused": fused, "foreach": foreach})
+    # One group of parameters for each mesh, because torch's kernels take DTensors of one mesh. Experts have their own.
+    by_mesh: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    groups = [{"params": group} for group in by_mesh.values()]
+    return BUILDERS[section.name](groups, section, {"fused": fused, "foreach": foreach})
 
 
 def compile_optimizer(optimizer: TorchOptimizer, section: Compile) -> None:

@@ -1,12 +1,12 @@
 """The case of one run: its config and what was planned from it, as the conditions and texts of checks.py read it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from torchtitan_lite.config.choices import ATTENTIONS
-from torchtitan_lite.config.flavors import ROPE_KEYS, ModelArgs
+from torchtitan_lite.config.flavors import ROPE_KEYS, MixtureArgs, ModelArgs
 from torchtitan_lite.config.float8_plan import Float8Plan, list_linears, plan_float8, uses_float8
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.pipeline_csv import find_fault
@@ -59,6 +59,24 @@ class Case:
         scaling = self.model_args.rope_scaling
         read = {"llama3": ROPE_KEYS, "linear": ("factor",)}[scaling.kind] if scaling else ()
         return [ROPE_KEYS[name] for name in read]
+
+    @property
+    def mixture(self) -> MixtureArgs:
+        return self.model_args.mixture
+
+    @property
+    def mixture_keys(self) -> list[str]:
+        """Keys of [model] about experts that are given."""
+        return [f.name for f in fields(MixtureArgs) if getattr(self.model, f.name) is not None]
+
+    @property
+    def ep(self) -> int:
+        return self.parallelism.expert_parallel_degree
+
+    @property
+    def ranks_of_experts(self) -> int:
+        """Ranks that share the experts of a layer: by ep, and by FSDP."""
+        return self.degrees["dp_shard"] * self.cp * self.tp
 
     @property
     def tp(self) -> int:

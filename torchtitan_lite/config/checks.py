@@ -17,12 +17,12 @@ The rows of group `refused` are combinations that are known to give wrong number
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 
 from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.choices import OPTIMIZERS
-from torchtitan_lite.config.flavors import ROPE_KEYS, ModelArgs
+from torchtitan_lite.config.flavors import ROPE_KEYS, MixtureArgs, ModelArgs, find_expert_dim
 from torchtitan_lite.config.float8_plan import BLOCK, describe_skipped, uses_float8
 from torchtitan_lite.config.hardware import lacks_float8
 from torchtitan_lite.config.messages import Problem
@@ -44,7 +44,8 @@ class Rule:
     def problem(self, case: Case) -> Problem:
         value = get_value(case.config, self.key)
         if value is None:  # a number of [model] that is the flavor's
-            value = getattr(case.model_args, self.key.removeprefix("model."))
+            name = self.key.removeprefix("model.")
+            value = getattr(case.model_args if hasattr(case.model_args, name) else case.mixture, name)
         why, remedy = (t.format_map(case) if isinstance(t, str) else t(case) for t in (self.why, self.remedy))
         return Problem(self.key, value, why, remedy)
 
@@ -94,6 +95,22 @@ RULES: dict[str, list[Rule]] = {
             "{model_args.rope_scaling.high_freq_factor:g}",
             "Choose a lower rope_low_freq_factor, or a higher rope_high_freq_factor"),
     ],
+    "mixture": [
+        *(
+            Rule(f"model.{field.name}",
+                lambda c, key=field.name: c.model_args.mixture is None and key in c.mixture_keys,
+                "the layers of this flavor have no experts",
+                'Set model.flavor = "debug_moe" or another flavor with experts, or leave it out')
+            for field in fields(MixtureArgs)
+        ),
+        Rule("model.top_k", lambda c: c.model_args.mixture and c.mixture.top_k > c.mixture.n_experts,
+            "a layer has {mixture.n_experts} experts",
+            "Use at most {mixture.n_experts}"),
+        Rule("model.n_experts", lambda c: c.model_args.mixture and c.model_args.n_mixture_layers == 0,
+            "no layer would have them: n_first_dense_layers = {mixture.n_first_dense_layers}, mixture_every = "
+            "{mixture.mixture_every}, n_layers = {model_args.n_layers}",
+            "Lower n_first_dense_layers or mixture_every"),
+    ],
     "mesh": [
         Rule("parallelism.data_parallel_shard_degree", lambda c: prod(c.degrees.values()) != c.world_size,
             "the degrees ({product_of_degrees}) do not multiply to the world size {world_size}",
@@ -134,6 +151,22 @@ RULES: dict[str, list[Rule]] = {
                 "model.vocab_size": "holds an equal share of embedding and head",
             }.items()
         ),
+        Rule("parallelism.expert_parallel_degree", lambda c: c.ep > 1 and not c.model_args.mixture,
+            "the model has no experts",
+            "Leave it out, or choose a flavor with experts"),
+        Rule("parallelism.expert_parallel_degree", lambda c: c.model_args.mixture and c.ranks_of_experts % c.ep,
+            "it does not divide data_parallel_shard_degree {degrees[dp_shard]} x context_parallel_degree {cp} x "
+            "tensor_parallel_degree {tp} = {ranks_of_experts}",
+            "Use a divisor of {ranks_of_experts}"),
+        Rule("parallelism.expert_parallel_degree", lambda c: c.model_args.mixture and c.mixture.n_experts % c.ep,
+            "it does not divide model.n_experts = {mixture.n_experts}: every ep rank holds equally many experts",
+            "Use a divisor of {mixture.n_experts}"),
+        Rule("parallelism.expert_parallel_degree",
+            lambda c: c.model_args.mixture and not c.ranks_of_experts % c.ep and not c.mixture.n_experts % c.ep
+            and find_expert_dim(c.model_args, c.ep, c.ranks_of_experts // c.ep) is None,
+            "{ranks_of_experts} ranks hold {mixture.n_experts} experts of {model_args.dim} x {mixture.expert_ffn_dim}, "
+            "and FSDP finds no dim of these that it can share out evenly",
+            "Use an expert_parallel_degree, or model.dim and model.expert_ffn_dim, with which one can be"),
         Rule("training.seq_len", lambda c: c.training.seq_len % c.sequence_pieces,
             "it does not divide into {sequence_pieces} equal pieces (tp {tp}; cp {cp} cuts 2 x cp)",
             "Use a multiple of {sequence_pieces}"),

@@ -1,7 +1,8 @@
 """Sizes of the models ("flavors"), what a block consists of, and what follows from these alone: parameters and FLOPs.
 
 Legend: D model dim, L layers, H query heads, K key/value heads, E head dim, F ffn dim, V vocabulary, S sequence.
-Published parameter counts that the tests compare with: Llama 3.1 8B / 70B / 405B and Llama 3.2 1B / 3B model cards.
+Published parameter counts that the tests compare with: the model cards of Llama 3.1 8B / 70B / 405B, Llama 3.2 1B / 3B,
+Mixtral 8x7B / 8x22B and Qwen3.
 """
 
 from collections.abc import Callable
@@ -33,6 +34,20 @@ ROPE_KEYS = {  # number of RopeScaling -> its key in [model]
 
 
 @dataclass(frozen=True)
+class MixtureArgs:
+    """The feed-forward of a mixture layer (model/moe.py): of many experts, a router picks a few for each token."""
+
+    n_experts: int
+    top_k: int  # experts that compute a token
+    expert_ffn_dim: int  # inner width of one expert
+    n_shared_experts: int = 0  # computed for every token, as one feed-forward that is this many times as wide
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_top_k: bool = True  # the weights of a token's experts add up to 1
+    n_first_dense_layers: int = 0  # without experts
+    mixture_every: int = 1  # n: only each n-th layer has experts
+
+
+@dataclass(frozen=True)
 class ModelArgs:
     """The architecture of one model: everything that the model code needs to know."""
 
@@ -47,7 +62,43 @@ class ModelArgs:
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
+    qk_norm: bool = False  # an RMSNorm of each query and key head
+    mixture: MixtureArgs | None = None  # None: every layer is dense
     name: str = "llama3"  # a row of BLOCKS
+
+    def is_mixture(self, layer: int) -> bool:
+        """Return whether this layer has experts."""
+        mixture = self.mixture
+        if mixture is None or layer < mixture.n_first_dense_layers:
+            return False
+        return (layer + 1) % mixture.mixture_every == 0
+
+    @property
+    def n_mixture_layers(self) -> int:
+        return sum(map(self.is_mixture, range(self.n_layers)))
+
+
+def mixtral(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> ModelArgs:
+    """Return a Mixtral (arXiv:2401.04088): two of eight experts in every layer."""
+    mixture = MixtureArgs(n_experts=8, top_k=2, expert_ffn_dim=ffn_dim)
+    return ModelArgs(dim, n_layers, n_heads, 8, 128, ffn_dim, 32000, rope_theta=1e6, mixture=mixture)
+
+
+def qwen3(
+    dim: int,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    ffn_dim: int,
+    *,
+    tied: bool = False,
+    expert_ffn_dim: int | None = None,
+) -> ModelArgs:
+    """Return a Qwen3 (arXiv:2505.09388): heads of 128 whatever `dim` is, QK-norm; with experts 8 of 128 a token."""
+    mixture = MixtureArgs(n_experts=128, top_k=8, expert_ffn_dim=expert_ffn_dim) if expert_ffn_dim else None
+    numbers = dim, n_layers, n_heads, n_kv_heads, 128, ffn_dim, 151936
+    family = {"norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True}
+    return ModelArgs(*numbers, **family, tie_embeddings=tied, mixture=mixture)
 
 
 FLAVORS = {
@@ -60,6 +111,20 @@ FLAVORS = {
     "8B": ModelArgs(4096, 32, 32, 8, 128, 14336, 128256, rope_scaling=RopeScaling(factor=8.0)),
     "70B": ModelArgs(8192, 80, 64, 8, 128, 28672, 128256, rope_scaling=RopeScaling(factor=8.0)),
     "405B": ModelArgs(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=RopeScaling(factor=8.0)),
+    # about 2M parameters, of which a token passes through 1M
+    "debug_moe": ModelArgs(
+        *(128, 4, 4, 2, 32, 352, 2304), mixture=MixtureArgs(n_experts=8, top_k=2, expert_ffn_dim=96)
+    ),
+    "Mixtral-8x7B": mixtral(4096, 32, 32, 14336),
+    "Mixtral-8x22B": mixtral(6144, 56, 48, 16384),
+    "Qwen3-0.6B": qwen3(1024, 28, 16, 8, 3072, tied=True),
+    "Qwen3-1.7B": qwen3(2048, 28, 16, 8, 6144, tied=True),
+    "Qwen3-4B": qwen3(2560, 36, 32, 8, 9728, tied=True),
+    "Qwen3-8B": qwen3(4096, 36, 32, 8, 12288),
+    "Qwen3-14B": qwen3(5120, 40, 40, 8, 17408),
+    "Qwen3-32B": qwen3(5120, 64, 64, 8, 25600),
+    "Qwen3-30B-A3B": qwen3(2048, 48, 32, 4, 6144, expert_ffn_dim=768),
+    "Qwen3-235B-A22B": qwen3(4096, 94, 64, 4, 12288, expert_ffn_dim=1536),
 }
 AUTO = "auto"  # the model of the Hugging Face folder that the run starts from (run_config.py), else:
 FLAVORS[AUTO] = FLAVORS["debug"]
@@ -69,57 +134,120 @@ FLAVORS[AUTO] = FLAVORS["debug"]
 class BlockModule:
     """A module of a transformer block with one weight."""
 
-    name: str  # FQN inside the block
-    weight: tuple[int, ...]  # (out, in) features of a linear layer; (size,) of a norm
-    # Colwise, rowwise: tp splits out, or in. Else every tp rank holds the whole weight, and applies it to its slice of
-    # the sequence, or to its heads (B, H/tp, S, E).
-    tp: Literal["colwise", "rowwise", "sequence", "heads"] = "sequence"
+    name: str  # FQN inside the block; of experts that of the parameter
+    # (out, in) features of a linear layer; (size,) of a norm; (experts, in, out) of one matrix of all experts
+    weight: tuple[int, ...]
+    # Colwise, rowwise: tp splits out, or in. Experts: ep splits them, and holds the router whole; tp does not look at
+    # them. Else every tp rank holds the whole weight, and applies it to its slice of the sequence, or to its heads.
+    split: Literal["colwise", "rowwise", "sequence", "heads", "router", "experts"] = "sequence"
 
     @property
     def is_linear(self) -> bool:
+        """Whether it is a linear layer; those of the experts are not."""
         return len(self.weight) == 2
 
+    @property
+    def is_norm(self) -> bool:
+        return len(self.weight) == 1
 
-def list_llama_block(args: ModelArgs) -> list[BlockModule]:
-    """List the modules of a Llama block in the order of the model file: attention and SwiGLU, a norm before each."""
+    @property
+    def is_split(self) -> bool:
+        """Whether each tp rank holds a part."""
+        return self.split in ("colwise", "rowwise")
+
+
+def list_llama_block(args: ModelArgs, mixture: MixtureArgs | None = None) -> list[BlockModule]:
+    """List the modules of a Llama block in the order of the model file: attention and SwiGLU, a norm before each.
+
+    With `mixture` those of a block with experts.
+    """
     query, key = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    of_heads = ["attention.q_norm", "attention.k_norm"] if args.qk_norm else []
     return [
         BlockModule("attention_norm", (args.dim,)),
         BlockModule("attention.wq", (query, args.dim), "colwise"),
         BlockModule("attention.wk", (key, args.dim), "colwise"),
         BlockModule("attention.wv", (key, args.dim), "colwise"),
         BlockModule("attention.wo", (args.dim, query), "rowwise"),
+        *(BlockModule(name, (args.head_dim,), "heads") for name in of_heads),
         BlockModule("ffn_norm", (args.dim,)),
-        BlockModule("feed_forward.w1", (args.ffn_dim, args.dim), "colwise"),
-        BlockModule("feed_forward.w2", (args.dim, args.ffn_dim), "rowwise"),
-        BlockModule("feed_forward.w3", (args.ffn_dim, args.dim), "colwise"),
+        *(list_mixture(args.dim, mixture) if mixture else list_swiglu("feed_forward", args.dim, args.ffn_dim)),
+    ]
+
+
+def list_swiglu(name: str, dim: int, ffn_dim: int) -> list[BlockModule]:
+    return [
+        BlockModule(f"{name}.w1", (ffn_dim, dim), "colwise"),
+        BlockModule(f"{name}.w2", (dim, ffn_dim), "rowwise"),
+        BlockModule(f"{name}.w3", (ffn_dim, dim), "colwise"),
+    ]
+
+
+def list_mixture(dim: int, mixture: MixtureArgs) -> list[BlockModule]:
+    """List the modules of a mixture: router, experts, shared experts."""
+    n_experts, ffn_dim = mixture.n_experts, mixture.expert_ffn_dim
+    shared_dim = mixture.n_shared_experts * ffn_dim
+    return [
+        BlockModule("feed_forward.router", (n_experts, dim), "router"),
+        BlockModule("feed_forward.experts.w1", (n_experts, dim, ffn_dim), "experts"),
+        BlockModule("feed_forward.experts.w2", (n_experts, ffn_dim, dim), "experts"),
+        BlockModule("feed_forward.experts.w3", (n_experts, dim, ffn_dim), "experts"),
+        *(list_swiglu("shared_experts", dim, shared_dim) if shared_dim else []),
     ]
 
 
 # The TP plan, float8, counts, memory, traffic and FLOPs are derived from these tables.
-BLOCKS: dict[str, Callable[[ModelArgs], list[BlockModule]]] = {  # model.name -> the modules of its block
+BLOCKS: dict[str, Callable[..., list[BlockModule]]] = {  # model.name -> the modules of its dense, or mixture block
     "llama3": list_llama_block,
 }
 
 
-def list_block(args: ModelArgs) -> list[BlockModule]:
-    """List the modules with weights of one block of this model."""
-    return BLOCKS[args.name](args)
+def list_block(args: ModelArgs, *, mixture: bool = False) -> list[BlockModule]:
+    """List the modules with weights of one block of this model: of a dense one, or of one with experts."""
+    return BLOCKS[args.name](args, args.mixture) if mixture else BLOCKS[args.name](args)
 
 
-def count_layer_parameters(args: ModelArgs, *, tp: int = 1, linear_only: bool = False) -> int:
-    """Return the parameters of one block that one of `tp` ranks holds."""
+def count_layer_parameters(
+    args: ModelArgs, *, mixture: bool = False, tp: int = 1, linear_only: bool = False, experts: bool = True
+) -> int:
+    """Return the parameters of one block that one of `tp` ranks holds. Without `experts`: those of the rest of it."""
     return sum(
-        prod(module.weight) // (tp if module.is_linear else 1)
-        for module in list_block(args)
-        if module.is_linear or not linear_only
+        prod(module.weight) // (tp if module.is_split else 1)
+        for module in list_block(args, mixture=mixture)
+        if (experts or module.split != "experts") and not (linear_only and module.is_norm)
     )
 
 
-def count_parameters(args: ModelArgs) -> int:
-    """Return the number of all parameters, a tied embedding once. Equals what the model cards publish."""
+def count_expert_parameters(args: ModelArgs) -> int:
+    """Return the parameters of one expert; 0 without experts."""
+    if args.mixture is None:
+        return 0
+    experts = [module for module in list_block(args, mixture=True) if module.split == "experts"]
+    return sum(prod(module.weight[1:]) for module in experts)
+
+
+def find_expert_dim(args: ModelArgs, ep: int, n_ranks: int) -> int | None:
+    """Return the first dim of the experts (E/ep, in, out) that FSDP's `n_ranks` can share evenly, or None."""
+    for dim in range(3):
+        sizes = [module.weight[dim] for module in list_block(args, mixture=True) if module.split == "experts"]
+        if all(size // (ep if dim == 0 else 1) % n_ranks == 0 for size in sizes):
+            return dim
+    return None
+
+
+def count_parameters(args: ModelArgs, *, active: bool = False) -> int:
+    """Return the number of all parameters, a tied embedding once. Equals what the model cards publish.
+
+    `active`: of those that a token passes through, which of the experts are top_k.
+    """
     n_matrices = 1 if args.tie_embeddings else 2  # over the vocabulary
-    return args.n_layers * count_layer_parameters(args) + (n_matrices * args.vocab_size + 1) * args.dim
+    n_mixtures = args.n_mixture_layers
+    of_layers = (args.n_layers - n_mixtures) * count_layer_parameters(args)
+    if n_mixtures:
+        of_layers += n_mixtures * count_layer_parameters(args, mixture=True)
+        idle = args.mixture.n_experts - args.mixture.top_k
+        of_layers -= n_mixtures * idle * count_expert_parameters(args) * active
+    return of_layers + (n_matrices * args.vocab_size + 1) * args.dim
 
 
 @dataclass(frozen=True)
@@ -134,8 +262,14 @@ def count_flops_per_token(args: ModelArgs, seq_len: int) -> FlopsPerToken:
     """Count 6 FLOPs per matmul weight and token, plus 12*L*H*E*S of attention (PaLM, app. B, arXiv:2204.02311).
 
     The embedding is a lookup and costs nothing; the head counts, also where both are one tied matrix. Norms have no
-    matmul. Both conventions are in use: 57.9 GFLOP (full) and 51.5 (causal) for the 8B at 8,192 tokens.
+    matmul, and of the experts only those that a token is routed to count. Both conventions are in use: 57.9 GFLOP
+    (full) and 51.5 (causal) for the 8B at 8,192 tokens.
     """
-    matmul_weights = args.n_layers * count_layer_parameters(args, linear_only=True) + args.vocab_size * args.dim
+    n_mixtures = args.n_mixture_layers
+    matmul_weights = (args.n_layers - n_mixtures) * count_layer_parameters(args, linear_only=True)
+    if n_mixtures:
+        of_mixture = count_layer_parameters(args, mixture=True, linear_only=True, experts=False)
+        matmul_weights += n_mixtures * (of_mixture + args.mixture.top_k * count_expert_parameters(args))
+    matmul_weights += args.vocab_size * args.dim
     attention = 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
     return FlopsPerToken(full=6 * matmul_weights + attention, causal=6 * matmul_weights + attention // 2)

@@ -14,7 +14,7 @@ from math import prod
 
 from torchtitan_lite.config.case import Case, stage_of_reshard
 from torchtitan_lite.config.checks import find_problems, find_refused
-from torchtitan_lite.config.flavors import FLAVORS, ROPE_KEYS, ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import FLAVORS, ROPE_KEYS, MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import Stages, check_microbatches, place_stages, plan_stages
 from torchtitan_lite.config.schema import Config, Model, Parallelism
@@ -28,7 +28,7 @@ def resolve_model(model: Model) -> ModelArgs:
         why, remedy = "there is no such flavor", f"Use one of {', '.join(FLAVORS)}"
         raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
     row = FLAVORS[model.flavor]
-    names = [f.name for f in fields(ModelArgs) if f.name not in ("name", "rope_scaling")]
+    names = [f.name for f in fields(ModelArgs) if f.name not in ("name", "rope_scaling", "mixture")]
     given = {name: value for name in names if (value := getattr(model, name)) is not None} | {"name": model.name}
     scaling = row.rope_scaling
     if model.rope_scaling not in (None, scaling and scaling.kind):
@@ -36,12 +36,19 @@ def resolve_model(model: Model) -> ModelArgs:
     if scaling:
         numbers = {name: value for name, key in ROPE_KEYS.items() if (value := getattr(model, key)) is not None}
         scaling = replace(scaling, **numbers)
-    args = replace(row, **given, rope_scaling=scaling)
+    mixture = row.mixture and replace(row.mixture, **find_mixture_keys(model))
+    args = replace(row, **given, rope_scaling=scaling, mixture=mixture)
     if model.head_dim is None and (model.dim or model.n_heads):
         args = replace(args, head_dim=args.dim // args.n_heads)
-    if problems := find_problems("model", Case(Config(model=model), args)):
+    case = Case(Config(model=model), args)
+    if problems := find_problems("model", case) + find_problems("mixture", case):
         raise ConfigError(problems)
     return args
+
+
+def find_mixture_keys(model: Model) -> dict[str, object]:
+    """Return the numbers of MixtureArgs that [model] gives."""
+    return {f.name: value for f in fields(MixtureArgs) if (value := getattr(model, f.name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class Layout:
     microbatch_size: int  # sequences per rank that go through a model part at once
     n_microbatches: int  # per rank and step: accumulation, and under PP what fills the pipeline
     zero_stage: int  # 1, 2 or 3: what is sharded over dp_shard x cp; fsdp.py says how
+    ep: int = 0  # ranks that share the experts of a layer, of dp_shard x cp x tp; 0: the model has no experts
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -75,6 +83,11 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def efsdp(self) -> int:
+        """Ranks that share what one of `ep` ranks holds of the experts, by FSDP."""
+        return self.dp_shard * self.cp * self.tp // max(1, self.ep)
+
+    @property
     def strides(self) -> dict[str, int]:
         """Distance in ranks of neighbours in the groups of each mesh dim. FSDP's stride is cp's."""
         strides, stride = {}, 1
@@ -89,7 +102,8 @@ class Layout:
 
     def __str__(self) -> str:
         used = [f"{dim}{degree}" for dim, degree in self.degrees.items() if degree > 1]
-        return " x ".join(used) or "one rank"
+        experts = f", ep{self.ep}" if self.ep > 1 else ""
+        return (" x ".join(used) or "one rank") + experts
 
 
 def plan_layout(config: Config, args: ModelArgs, world_size: int) -> Layout:
@@ -110,7 +124,12 @@ def plan_layout(config: Config, args: ModelArgs, world_size: int) -> Layout:
     if problems:
         raise ConfigError(problems)
     return Layout(
-        **degrees, stages=stages, stage_ranks=place_stages(section, len(stages)), **batch, zero_stage=zero_stage
+        **degrees,
+        stages=stages,
+        stage_ranks=place_stages(section, len(stages)),
+        **batch,
+        zero_stage=zero_stage,
+        ep=section.expert_parallel_degree if args.mixture else 0,
     )
 
 

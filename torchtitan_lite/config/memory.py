@@ -67,8 +67,8 @@ def list_kept_bytes(args: ModelArgs, compute_bytes: int, *, tp: int = 1) -> dict
     nothing: its backward needs the angles only. CPU kernels keep one or two more tensors per norm.
     """
     block = list_block(args)
-    colwise = [module.weight for module in block if module.tp == "colwise"]
-    rowwise = [module.weight for module in block if module.tp == "rowwise"]
+    colwise = [module.weight for module in block if module.split == "colwise"]
+    rowwise = [module.weight for module in block if module.split == "rowwise"]
     norms = sum(module.weight[0] for module in block if not module.is_linear)
     heads = args.n_heads * args.head_dim
     hidden, of_colwise = args.dim / tp, sum(out for out, _ in colwise) / tp

@@ -43,6 +43,7 @@ Seconds = Annotated[int, Range(1, 315_360_000)]  # ten years: torch adds them to
 Layers = Annotated[int, Range(1, 2**14)]
 LayersOrZero = Annotated[int, Range(0, 2**14)]
 Width = Annotated[int, Range(1, 2**20)]  # the largest matrix, heads x head_dim x dim, has fewer than 2**63 numbers
+Experts = Annotated[int, Range(1, 2**14)]
 Degree = Annotated[int, Range(1, 2**20)]
 DegreeOrAuto = Annotated[int, Range(1, 2**20, auto=-1)]
 Fraction = Annotated[float, Range(0, 1)]
@@ -110,6 +111,16 @@ class Model:
     # ["float8"]: linear layers compute in float8, as [quantize.linear.float8] says
     converters: list[Literal["float8", "quantize.linear.float8"]] = field(default_factory=list)
     tie_embeddings: bool | None = None  # new: one matrix for tok_embeddings and output
+    qk_norm: bool | None = None  # new: an RMSNorm of each query and key head, as Qwen3 has it
+    # of flavors with experts only, see model/moe.py
+    n_experts: Experts | None = None  # new: of a layer
+    top_k: Experts | None = None  # new: experts of a token
+    expert_ffn_dim: Width | None = None  # new: inner width of one expert
+    n_shared_experts: Annotated[int, Range(0, 2**10)] | None = None  # new: as one feed-forward for every token
+    router_scores: Literal["softmax", "sigmoid"] | None = None  # new: of a token's logits
+    normalize_top_k: bool | None = None  # new: the weights of a token's experts add up to 1
+    n_first_dense_layers: LayersOrZero | None = None  # new: without experts
+    mixture_every: Layers | None = None  # new: n: only each n-th layer has experts
 
 
 @dataclass(frozen=True)
@@ -150,6 +161,10 @@ class Training:
     mixed_precision_reduce: Literal["float32"] = "float32"  # of gradient reduction
     enable_cpu_offload: bool = False  # weights, gradients and optimizer live, and the optimizer runs, on the host
     loss_chunk_tokens: TokensOrZero = 1024  # new: tokens of a rank whose logits exist at a time; 0: all of them
+    # new: by how much the bias of an expert moves in a step, towards an even load; 0: there is no bias
+    expert_bias_rate: Annotated[float, Range(0, 1)] = 1e-3
+    # new: weight of the auxiliary loss of each sequence's load (DeepSeek-V3: 1e-4; Mixtral and Qwen3: 1e-3 or more)
+    expert_balance_loss: Annotated[float, Range(0, 100)] = 0.0
     gc_freq: Steps = 50  # steps between two collections of Python garbage, at the same step on every rank
 
 
@@ -172,6 +187,8 @@ class Parallelism:
     pipeline_parallel_last_stage_less_layers: LayersOrZero = 1  # load of norm and head, in layers
     module_fqns_per_model_part: list[list[str]] = field(default_factory=list)  # the stages, module by module
     context_parallel_degree: Degree = 1  # ranks that share each sequence
+    # ranks that share the experts of a layer, of those that dp_shard, cp and tp have together
+    expert_parallel_degree: Degree = 1
     context_parallel_rotate_method: Literal["allgather", "ring"] = "allgather"  # how keys and values reach all cp ranks
 
 

@@ -51,8 +51,9 @@ ABSENT = {
     "training.gc_debug": Absent((False,), "training.gc_freq = 1 collects garbage after every step"),
     "parallelism.enable_compiled_autograd": Absent((False,), "compile.enable compiles each block, backward included"),
     "parallelism.pipeline_parallel_split_points": Absent(([],), _STAGES),
-    "parallelism.expert_parallel_degree": Absent((1,), "Llama 3 has no experts"),
-    "parallelism.expert_tensor_parallel_degree": Absent((1,), "Llama 3 has no experts"),
+    "parallelism.expert_tensor_parallel_degree": Absent(
+        (1,), "Experts are not split by tp: expert_parallel_degree may take the ranks of tp too"
+    ),
     "activation_checkpoint.debug": Absent((False,), "Use debug.deterministic to make two runs comparable"),
     "activation_checkpoint.determinism_check": Absent(("default", "none"), "Recomputed shapes are always compared"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Absent(
@@ -67,7 +68,7 @@ ABSENT = {
     "fault_tolerance.enable": Absent((False,), "MAX_RESTARTS with checkpoint.enable restarts a failed run"),
     "experimental.custom_import": Absent(("", "none"), _CUSTOM),
     "experimental.custom_args_module": Absent(("", "none"), _CUSTOM),
-    "debug.moe_force_load_balance": Absent((False,), "Llama 3 has no experts"),
+    "debug.moe_force_load_balance": Absent((False,), "training.expert_bias_rate balances the load"),
 }
 
 # Keys that only say how a feature is to work. Any value is accepted: their switch, or the value of one of our own keys

@@ -118,7 +118,7 @@ class Workload:
     @cached_property
     def n_rowwise(self) -> int:
         """Linear layers of a block that tp splits by rows: their partial sums are reduce-scattered."""
-        return sum(module.tp == "rowwise" for module in self.block)
+        return sum(module.split == "rowwise" for module in self.block)
 
     @cached_property
     def linear_parameters(self) -> int:
@@ -128,7 +128,7 @@ class Workload:
     @cached_property
     def last_linear_parameters(self) -> int:
         """Weights of the block's last matmul. Recompute ends before it: backward does not need its output."""
-        return prod([module for module in self.block if module.tp == "rowwise"][-1].weight)
+        return prod([module for module in self.block if module.split == "rowwise"][-1].weight)
 
     def average(self, by_mode: dict[str, float]) -> float:
         """Return the mean over all layers of a number that depends on the recompute mode."""

@@ -2,8 +2,12 @@
 
     tokens -> tok_embeddings -> n_layers x (attention, feed-forward) -> norm -> output -> logits, or the loss
 
+Mixtral is the same with experts for a feed-forward (moe.py). Qwen3 norms each query and key head, with or without
+experts.
+
 Legend: B batch, S sequence, D model dim, H query heads, K key/value heads, E head dim, F ffn dim, V vocabulary.
-Sources: Llama 3, arXiv:2407.21783; RoPE 2104.09864; RMSNorm 1910.07467; SwiGLU 2002.05202; GQA 2305.13245.
+Sources: Llama 3, arXiv:2407.21783; RoPE 2104.09864; RMSNorm 1910.07467; SwiGLU 2002.05202; GQA 2305.13245;
+QK-norm 2302.05442.
 
 Names of modules and parameters are those of Meta's checkpoints (`layers.3.attention.wq.weight`), and so is the order
 of the rotary pairs: neighbouring numbers (2i, 2i+1) of a head turn together.
@@ -18,6 +22,7 @@ from torch import Tensor, nn
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.model.attention import ATTENTIONS
 from torchtitan_lite.model.head import Head
+from torchtitan_lite.model.moe import MixtureOfExperts
 
 
 class Llama3(nn.Module):
@@ -30,7 +35,12 @@ class Llama3(nn.Module):
         self.tok_embeddings = nn.Embedding(model_args.vocab_size, model_args.dim)
         # A dict keyed by layer number, so that a stage that holds layers 3 and 4 still calls them that.
         self.layers = nn.ModuleDict(
-            {str(layer): TransformerBlock(model_args, ATTENTIONS[attention]()) for layer in range(model_args.n_layers)}
+            {
+                str(layer): TransformerBlock(
+                    model_args, ATTENTIONS[attention](), is_mixture=model_args.is_mixture(layer)
+                )
+                for layer in range(model_args.n_layers)
+            }
         )
         self.norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.output = Head(model_args.dim, model_args.vocab_size)
@@ -38,34 +48,59 @@ class Llama3(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def forward(
-        self, x: Tensor, *, positions: Tensor, doc_ids: Tensor | None = None, targets: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor,
+        doc_ids: Tensor | None = None,
+        targets: Tensor | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
         """x: tokens (B, S) int64 for the part that embeds, hidden states (B, S, D) for later parts.
 
-        positions, doc_ids, targets: (B, S) int64; only document attention reads doc_ids. Returns logits (B, S, V), or
-        with targets the sum of token losses, () fp32; a part without head returns hidden states (B, S, D).
+        positions, doc_ids, targets: (B, S) int64; only document attention reads doc_ids. routes: (B, S, layers, top_k)
+        int64, where the routers are not to choose. Returns logits (B, S, V), or with targets the sum of token losses,
+        () fp32; a part without head returns hidden states (B, S, D).
         """
         hidden = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         rotation = rotary_angles(positions, self.model_args)
-        for block in self.layers.values():
-            hidden = block(hidden, rotation, doc_ids)
+        for layer, block in self.layers.items():
+            of_layer = [] if routes is None else [routes[:, :, int(layer)]]
+            hidden = block(hidden, rotation, doc_ids, *of_layer)
         if self.output is None:
             return hidden
         return self.output(self.norm(hidden), targets)
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self, model_args: ModelArgs, inner_attention: nn.Module):
+    def __init__(self, model_args: ModelArgs, inner_attention: nn.Module, *, is_mixture: bool = False):
         super().__init__()
         self.attention_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.attention = Attention(model_args, inner_attention)
         self.ffn_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
-        self.feed_forward = FeedForward(model_args)
+        self.shared_experts = None  # what every token passes through besides its own experts
+        if is_mixture:
+            mixture = model_args.mixture
+            self.feed_forward = MixtureOfExperts(model_args.dim, mixture)
+            if mixture.n_shared_experts:
+                self.shared_experts = FeedForward(model_args.dim, mixture.n_shared_experts * mixture.expert_ffn_dim)
+        else:
+            self.feed_forward = FeedForward(model_args.dim, model_args.ffn_dim)
 
-    def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-        """x (B, S, D) -> (B, S, D)."""
-        x = x + self.attention(self.attention_norm(x), rotation, doc_ids)
-        return x + self.feed_forward(self.ffn_norm(x))
+    def forward(
+        self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None, routes: Tensor | None = None
+    ) -> Tensor:
+        """x (B, S, D) -> (B, S, D). Only a block with experts reads `routes`, (B, S, K)."""
+        x = self.attend(x, rotation, doc_ids)
+        normed = self.ffn_norm(x)
+        if isinstance(self.feed_forward, FeedForward):
+            return x + self.feed_forward(normed)
+        x = x + self.feed_forward(normed, routes)
+        return x if self.shared_experts is None else x + self.shared_experts(normed)
+
+    def attend(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        """Return x with attention added, (B, S, D) -> (B, S, D)."""
+        return x + self.attention(self.attention_norm(x), rotation, doc_ids)
 
 
 class Attention(nn.Module):
@@ -78,6 +113,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(model_args.dim, model_args.n_kv_heads * model_args.head_dim, bias=False)
         self.wv = nn.Linear(model_args.dim, model_args.n_kv_heads * model_args.head_dim, bias=False)
         self.wo = nn.Linear(model_args.n_heads * model_args.head_dim, model_args.dim, bias=False)
+        self.q_norm = nn.RMSNorm(model_args.head_dim, eps=model_args.norm_eps) if model_args.qk_norm else None
+        self.k_norm = nn.RMSNorm(model_args.head_dim, eps=model_args.norm_eps) if model_args.qk_norm else None
         self.inner = inner
 
     def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
@@ -87,6 +124,8 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H or K, S, E)
             for projection in (self.wq, self.wk, self.wv)
         )
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         heads = self.inner(rotate(query, rotation), rotate(key, rotation), value, doc_ids)  # (B, H, S, E)
         return self.wo(heads.transpose(1, 2).flatten(2))
 
@@ -94,11 +133,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1 x) * w3 x)."""
 
-    def __init__(self, model_args: ModelArgs):
+    def __init__(self, dim: int, ffn_dim: int):
         super().__init__()
-        self.w1 = nn.Linear(model_args.dim, model_args.ffn_dim, bias=False)
-        self.w2 = nn.Linear(model_args.ffn_dim, model_args.dim, bias=False)
-        self.w3 = nn.Linear(model_args.dim, model_args.ffn_dim, bias=False)
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
@@ -155,7 +194,7 @@ def init_parameter(fqn: str, full: Tensor, model_args: ModelArgs, generator: tor
         full.fill_(1.0)
         return
     std = 0.02
-    if fqn.endswith(("wo.weight", "w2.weight")):
+    if fqn.endswith(("wo.weight", "w2.weight", "experts.w2")):
         std /= math.sqrt(2 * model_args.n_layers)
     elif fqn == "tok_embeddings.weight" and not model_args.tie_embeddings:
         std = 1.0

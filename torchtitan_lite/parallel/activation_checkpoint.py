@@ -35,7 +35,10 @@ KEPT_OPS = {
         (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
         (torch.ops.aten, "_scaled_dot_product_efficient_attention"),
         (torch.ops.aten, "_scaled_dot_product_cudnn_attention"),
+        (torch.ops.aten, "_grouped_mm"),
+        (torch.ops.aten, "topk"),  # the routes of a mixture: small, and recompute must not find others
         (torch.ops._c10d_functional, "reduce_scatter_tensor"),
+        (torch.ops._c10d_functional, "all_to_all_single"),
     ]
     if hasattr(namespace, name)
 }.union(CONTEXT_ATTENTION, [torch.ops.higher_order.flex_attention])
@@ -62,10 +65,10 @@ def set_memory_budget(section: ActivationCheckpoint) -> None:
         partitioner_config.unsafe_treat_script_objects_as_zero_size = True
 
 
-def apply_recompute(block: nn.Module, *, keep_expensive_ops: bool) -> None:
-    """Replace `block.forward` by one that backward recomputes: all of it, or all but the expensive ops."""
+def apply_recompute(module: nn.Module, *, keep_expensive_ops: bool, method: str = "forward") -> None:
+    """Replace a method of a block, or of a part of one, by one that backward recomputes: all or the cheap ops of it."""
     context = {"context_fn": partial(create_selective_checkpoint_contexts, choose_policy)} if keep_expensive_ops else {}
-    block.forward = recomputed(block.forward, **context)
+    setattr(module, method, recomputed(getattr(module, method), **context))
 
 
 def recomputed(forward: Callable, **options) -> Callable:

@@ -1,13 +1,16 @@
-"""What tensor parallel hands over between ranks: plain tensors, by functions with their own backward (drawn for tp=2).
+"""What tensor and expert parallel hand over between ranks: plain tensors, by functions with their own backward.
 
-                        tp rank 0    tp rank 1         forward             backward             where
+    over tp             tp rank 0    tp rank 1         forward             backward             where
     gather_sequence     S[:S/2]      S[S/2:]    -> S   all-gather          reduce-scatter       before attention,
                                                                                                 feed-forward and head
     scatter_sequence    part of sum  the other  -> S/2 reduce-scatter      all-gather           after wo, w2, embedding
     gather_vocabulary   V[:V/2]      V[V/2:]    -> V   all-gather          none: the own part   logits without a loss
+    over ep
+    exchange_rows       rows for 0 and 1        -> those for this rank     all-to-all, back     around the experts
 
-Each collective moves P(n-1)/n bytes per rank, P those of the whole tensor. It is waited for at once: on a GPU the
-stream waits, not the host. The operators are those that torch.compile takes as they are, so inductor may cut them.
+Drawn for two ranks. Each collective moves P(n-1)/n bytes per rank, P those of the whole tensor. It is waited for at
+once: on a GPU the stream waits, not the host. The operators are those that torch.compile takes as they are, so inductor
+may cut them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -45,6 +48,18 @@ def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
         stacked = torch.cat(whole.chunk(ranks.n, dim))
         summed = collectives.reduce_scatter_tensor.default(stacked, "sum", ranks.n, ranks.group_name)
         return collectives.wait_tensor.default(summed)
+
+
+def all_to_all(rows: Tensor, ranks: Ranks, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
+    """Send each rank its rows, and return those that came, by rank. Collective; not differentiable.
+
+    `received`, `sent`: rows from and for each rank; None: equally many.
+    """
+    with below_autograd():
+        if sent is None:
+            received = sent = [len(rows) // ranks.n] * ranks.n
+        arrived = collectives.all_to_all_single.default(rows.contiguous(), received, sent, ranks.group_name)
+        return collectives.wait_tensor.default(arrived)
 
 
 def below_autograd() -> AbstractContextManager:
@@ -85,6 +100,18 @@ class GatherVocabulary(torch.autograd.Function):
         return grad.chunk(ctx.ranks.n, dim=2)[ctx.ranks.own], None  # every rank has the same gradient of all logits
 
 
+class ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, received: list[int], sent: list[int], ranks: Ranks) -> Tensor:
+        ctx.back = sent, received
+        ctx.ranks = ranks
+        return all_to_all(rows, ranks, received, sent)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grad, ctx.ranks, *ctx.back), None, None, None
+
+
 def gather_sequence(own: Tensor, ranks: Ranks) -> Tensor:
     """(B, S/tp, D) -> (B, S, D): all-gathers over tp. In backward each rank has a part of the gradient's sum."""
     return GatherSequence.apply(own, ranks)
@@ -98,3 +125,8 @@ def scatter_sequence(partial_sum: Tensor, ranks: Ranks) -> Tensor:
 def gather_vocabulary(own: Tensor, ranks: Ranks) -> Tensor:
     """(B, S, V/tp) -> (B, S, V): all-gathers over tp."""
     return GatherVocabulary.apply(own, ranks)
+
+
+def exchange_rows(rows: Tensor, received: list[int], sent: list[int], ranks: Ranks) -> Tensor:
+    """(sum of sent, D) -> (sum of received, D), sorted by rank: all-to-all over ep."""
+    return ExchangeRows.apply(rows, received, sent, ranks)

@@ -28,6 +28,8 @@ clipped on the host too, by collectives of CPU tensors: the process groups then 
 With TP below, rows are split twice: tp rank t holds block t of the rows, and of that dp rank s holds slice s. DTensor
 prints the data-parallel dim as `_StridedShard`: in the order of the mesh (shard, tp) the rows of a rank are strided.
 
+A mixture of experts is a group of its own, over efsdp (expert_parallel.py), gathered with its block.
+
 Sources: ZeRO arXiv:1910.02054; FSDP arXiv:2304.11277; HSDP: MiCS arXiv:2205.00119.
 Effect: parameters are DTensors over fsdp_mesh (x tp); FQNs do not change. Applied even if nothing is sharded, so that
 mixed precision means the same everywhere; left out only if a rank has its stage alone and computes in fp32.
@@ -39,6 +41,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from torchtitan_lite.config.flavors import find_expert_dim
+from torchtitan_lite.model.moe import MixtureOfExperts, list_mixtures
 
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
@@ -59,25 +65,58 @@ def apply_fsdp(
     reduce_dtype: torch.dtype,
     zero_stage: int,
     offload: bool = False,
+    expert_mesh: DeviceMesh | None = None,
+    ep: int = 1,
 ) -> None:
-    """Shard `part` (on meta) over `mesh`, group by group. `offload`: keep the shards on the host, see above.
+    """Shard `part` (on meta) over `mesh`, group by group; what its `ep` ranks hold of experts over `expert_mesh`.
+
+    `offload`: keep the shards on the host, see above.
 
     Gradients are summed, not averaged: each loss is already divided by the tokens of the whole global batch.
     """
     # Inputs are not cast: hidden states have the compute dtype already, and rotary angles must stay in fp32.
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
+    shard = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
+    mixtures = [mixture for _, mixture in list_mixtures(part)]
+    for mixture in mixtures:
+        # Of 8 experts no 64 ranks can have equal shares: then each has a share of every matrix.
+        dim = find_expert_dim(part.model_args, ep, expert_mesh.size(expert_mesh.ndim - 1))
+        shard(
+            mixture,
+            mesh=expert_mesh,
+            reshard_after_forward=zero_stage == 3,
+            shard_placement_fn=lambda weight, dim=dim: Shard(dim if weight.dim() == 3 else 0),
+        )
+    shard = partial(shard, mesh=mesh)
     groups = plan_fsdp_groups(part)
     for group in groups:
         # The head's backward follows its forward at once: freeing it between would gather it twice in a row.
         reshard = zero_stage == 3 and part.output not in group
         shard(group, reshard_after_forward=reshard)
     shard(part, reshard_after_forward=zero_stage == 3)
+    if mixtures:
+        plan_prefetch(list(part.layers.values()))
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum; gloo has no other way to a factor of 1
+
+
+def plan_prefetch(blocks: list[nn.Module]) -> None:
+    """Let each block gather its mixture, and the block that comes next, before it computes.
+
+    torch itself gathers a group when the host gets there, and the host waits in the midst of each mixture
+    (expert_parallel.py). What is gathered does not change.
+    """
+    groups = [
+        [block, block.feed_forward] if isinstance(block.feed_forward, MixtureOfExperts) else [block] for block in blocks
+    ]
+    for before, (block, *mixture), after in zip([[], *groups], groups, [*groups[1:], []], strict=False):
+        if mixture or after:
+            block.set_modules_to_forward_prefetch([*mixture, *after[:1]])
+        if mixture or before:
+            block.set_modules_to_backward_prefetch([*mixture, *before])
 
 
 def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> None:

@@ -7,6 +7,10 @@
     cp             each sequence                  all-gather or send/recv of keys and values, per block
     tp             heads, ffn, vocabulary         all-gather and reduce-scatter of activations, four per block
 
+    of experts     (expert_parallel.py)           on a second mesh over the same ranks
+    efsdp          expert parameters              all-gather and reduce-scatter, per block
+    ep             experts                        all-to-all of tokens, four per block
+
 Every rank has one coordinate on each dim; a group is the ranks that differ in one coordinate only. Groups of one rank
 are made too: they cost nothing, and code that always has its group needs no special case.
 
@@ -44,6 +48,8 @@ class Mesh:
     fsdp_mesh: DeviceMesh  # what fully_shard gets: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
     dp_cp_mesh: DeviceMesh  # 1-D: ranks whose tokens differ, dp_replicate x dp_shard x cp
     loss_mesh: DeviceMesh  # 1-D: ranks whose losses are added up, pp x dp x cp: all but tp
+    expert_fsdp_mesh: DeviceMesh | None = None  # what fully_shard gets for experts: (efsdp) or (dp_replicate, efsdp)
+    ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer; both None: the model has none
 
     # Cached, because torch makes a new slice of a mesh, in 0.15 ms, whenever it is indexed.
 
@@ -75,12 +81,19 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     world = init_device_mesh(device_type, tuple(layout.degrees.values()), mesh_dim_names=MESH_DIMS)
     shard = world["dp_shard", "cp"]._flatten("shard")
     replicate = world["dp_replicate"]
+    of_experts = {}
+    if layout.ep:
+        sizes = (layout.pp, layout.dp_replicate, layout.efsdp, layout.ep)
+        experts = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
+        shared = experts["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else experts["efsdp"]
+        of_experts = {"expert_fsdp_mesh": shared, "ep": experts["ep"]}
     return Mesh(
         world=world,
         # A 1-D mesh shards; a second dim in front of it replicates, which costs FSDP an all-reduce: only where needed.
         fsdp_mesh=DeviceMesh._concatenate([replicate, shard]) if layout.dp_replicate > 1 else shard,
         dp_cp_mesh=world["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp"),
         loss_mesh=world["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss"),
+        **of_experts,
     )
 
 

@@ -1,11 +1,13 @@
 """All parallelisms applied to one model part, in the one right order, with the reason for each place.
 
     on meta   0. float8                 other classes of linear layers: before anything looks at those that are there
-              1. tensor parallel        looks modules up by FQN and replaces their parameters
+              1. tensor parallel,       look modules up by FQN and replace their parameters; of the experts the second
+                 expert parallel
               2. context parallel,      replace attention.inner and output.chunked_loss, which have no parameters: 1 and
                  chunked loss           2 could change places, but what follows must see them
               3. per-op recompute       inside compile: the partitioner honours the policy
-              4. compile                each block's forward, all of which share one graph; the loss of given logits
+              4. compile                each block's forward, all of which share one graph; of a block with experts
+                                        the attention and the shared experts; the loss of given logits
               5. full recompute         outside compile: inside, it fails under TP ("tensors_saved ... DeviceMesh")
               6. FSDP2                  last: its hooks gather parameters outside the compiled graph
     then      7. allocate, initialise or load, optimizer: parameters are final now   (step.py)
@@ -22,12 +24,14 @@ from torch import nn
 from torchtitan_lite.config.float8_plan import uses_float8
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.model.moe import MixtureOfExperts
 from torchtitan_lite.parallel.activation_checkpoint import (
     apply_recompute,
     plan_recompute,
     set_memory_budget,
 )
 from torchtitan_lite.parallel.context_parallel import apply_context_parallel
+from torchtitan_lite.parallel.expert_parallel import apply_expert_parallel, share_sequences
 from torchtitan_lite.parallel.float8 import apply_float8
 from torchtitan_lite.parallel.fsdp import apply_fsdp
 from torchtitan_lite.parallel.mesh import Mesh
@@ -52,17 +56,29 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
     if part.output is not None and (config.training.loss_chunk_tokens or layout.tp > 1):
         part.output.chunked_loss = build_chunked_loss(config.training.loss_chunk_tokens, mesh.tp, shard_loss=shard_loss)
 
+    if layout.ep:
+        apply_expert_parallel(part, mesh.ep, mesh.tp)
+        share_sequences(part, [dim.get_group() for dim in (mesh.cp, mesh.tp) if dim.size() > 1])
+
     recompute = plan_recompute(config.activation_checkpoint, [int(layer) for layer in part.layers])
     set_memory_budget(config.activation_checkpoint)
     options = enable_async_tensor_parallel(mesh.tp) if config.parallelism.enable_async_tensor_parallel else None
+    compiles = config.compile.enable and "model" in config.compile.components
     for layer, block in part.layers.items():
-        if recompute[int(layer)] == "op":
-            apply_recompute(block, keep_expensive_ops=True)
-        if config.compile.enable and "model" in config.compile.components:
-            # Without graph breaks. Blocks are alike, so the first compilation serves all.
-            block.forward = torch.compile(
-                block.forward, backend=config.compile.backend, fullgraph=True, options=options
-            )
+        # A block with experts is compiled, and recomputed by op, in pieces: attention, mixture, shared experts. Between
+        # them are FSDP's hooks for the mixture, and how many rows an expert gets is only known in the midst of it.
+        pieces = [(block, "forward")]
+        if part.model_args.is_mixture(int(layer)):
+            pieces = [(block, "attend"), (block.feed_forward, "forward")]
+            pieces += [(block.shared_experts, "forward")] if block.shared_experts is not None else []
+        for module, method in pieces:
+            if recompute[int(layer)] == "op":
+                apply_recompute(module, method=method, keep_expensive_ops=True)
+            if compiles and not isinstance(module, MixtureOfExperts):
+                # Without graph breaks. Blocks are alike, so the first compilation serves all.
+                forward = getattr(module, method)
+                compiled = torch.compile(forward, backend=config.compile.backend, fullgraph=True, options=options)
+                setattr(module, method, compiled)
         if recompute[int(layer)] == "full":
             apply_recompute(block, keep_expensive_ops=False)
     if part.output is not None and config.compile.enable and "loss" in config.compile.components:
@@ -79,6 +95,8 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
         zero_stage=layout.zero_stage,
         offload=offload,
+        expert_mesh=mesh.expert_fsdp_mesh,
+        ep=layout.ep,
     )
 
 

@@ -52,6 +52,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.flavors import list_block
 from torchtitan_lite.model.head import ChunkedLoss, Head
+from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.parallel.exchange import (
     Ranks,
     all_gather,
@@ -71,9 +72,16 @@ class MissingFromPlan(ValueError):
 
 def plan_tensor_parallel(part: nn.Module) -> Plan:
     """Return FQN -> style for every module of a part that computes differently under TP."""
-    block: Plan = {"attention": GatheredInput(), "feed_forward": GatheredInput()}
-    block |= {module.name: STYLES[module.tp]() for module in list_block(part.model_args)}
-    plan: Plan = {f"layers.{layer}.{name}": style for layer in part.layers for name, style in block.items()}
+    plan: Plan = {}
+    for layer in part.layers:
+        is_mixture = part.model_args.is_mixture(int(layer))
+        rows = list_block(part.model_args, mixture=is_mixture)
+        # A mixture gets this rank's slice of the sequence as it is, and has another mesh: expert_parallel.py.
+        rows = [row for row in rows if row.split not in ("router", "experts")]
+        gathered = sorted({row.name.rpartition(".")[0] for row in rows if row.split == "colwise"})
+        block: Plan = {name: GatheredInput() for name in gathered}
+        block |= {row.name: STYLES[row.split]() for row in rows}
+        plan |= {f"layers.{layer}.{name}": style for name, style in block.items()}
     if part.tok_embeddings is not None:
         plan["tok_embeddings"] = SplitEmbedding()
     if part.output is not None:
@@ -98,7 +106,12 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: Plan) -> None
     parallelize_module(part, mesh, plan)
     if tied:  # each of the two modules got a DTensor of its own, with equal placements
         part.output.weight = part.tok_embeddings.weight
-    missing = [fqn for fqn, parameter in part.named_parameters() if not isinstance(parameter, DTensor)]
+    elsewhere = {id(parameter) for _, mixture in list_mixtures(part) for parameter in mixture.parameters()}
+    missing = [
+        fqn
+        for fqn, parameter in part.named_parameters()
+        if not isinstance(parameter, DTensor) and id(parameter) not in elsewhere
+    ]
     if missing:
         others = f", like {len(missing) - 1} others" if len(missing) > 1 else ""
         raise MissingFromPlan(

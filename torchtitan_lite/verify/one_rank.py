@@ -41,7 +41,9 @@ from torchtitan_lite.verify.step_formulas import compute_clip_scale
 Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
 Prepare = Callable[[stepping.Run, ReferenceRun], None]
 PIECE = 2**20  # numbers that are widened to float64 at a time
-SPLIT_ALONG = {"shard": ("dp_shard", "cp")}  # mesh dims that FSDP's dim stands for; any other stands for itself
+# Mesh dims that FSDP's dim, or one of the experts' mesh, stands for; any other stands for itself.
+OF_EXPERTS = ("dp_shard", "cp", "tp")
+SPLIT_ALONG = {"shard": ("dp_shard", "cp"), "efsdp": OF_EXPERTS, "ep": OF_EXPERTS}
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,7 @@ def build_small_run(config: Config, world_size: int, method: Method = WIDE) -> s
 
 def own_rows(run: stepping.Run, batch: Batch) -> Batch:
     """Return this rank's rows of a global batch."""
-    rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, len(batch.tokens))
-    return Batch(*(field[rows.start : rows.stop] for field in vars(batch).values()))
+    return batch.take_rows(rows_of_rank(run.mesh.data_rank, run.layout.dp, len(batch.tokens)))
 
 
 @torch.no_grad()

@@ -142,7 +142,7 @@ class RoundedProcess:
         section, layout = self.config.quantize.linear.float8, self.layout
         fqns = {id(parameter): fqn for fqn, parameter in self.model.named_parameters()}
         styles = plan_tensor_parallel(self.model) if layout.tp > 1 else {}
-        by_head = {row.name for row in list_block(self.model.model_args) if row.tp == "heads"}
+        by_head = {row.name for row in list_block(self.model.model_args) if row.split == "heads"}
         modules = dict(self.model.named_modules())
         linears = {
             name: tuple(m.weight.shape) for name, m in modules.items() if type(m) is nn.Linear and m.bias is None

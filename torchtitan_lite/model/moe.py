@@ -1,0 +1,207 @@
+"""Mixture of experts as plain single-device code: a router sends each token to a few of many feed-forwards.
+
+    x (T, D) -> router -> K experts of each token, and a weight for each
+    token      0     1     2              routes (T, K), here K = 2 of 3 experts: A B, C A, B C
+    rows       0A 1A | 0B 2B | 1C 2C      (T*K, D): copies of the tokens, sorted by expert
+    experts    one matmul for all groups of rows (grouped_mm): whatever the router chose, no token is dropped
+    output     each token's K rows, times their weights, added up
+
+Balance. Where a few experts get all tokens, the others learn nothing. Two ways keep them busy, both the same on every
+layout:
+
+    bias            added to the scores when experts are chosen, not to the weights; after each step it moves by a fixed
+                    amount, up for experts below the mean load, down for those above (components/expert_balance.py)
+    auxiliary loss  sum over experts of f x P, for each sequence by itself: f the share of its routes that an expert
+                    got (times n_experts, so that 1 is even), P the mean of its normalised scores
+
+The gradient of the auxiliary loss is added where the scores are, so the model's output remains one tensor. There, in
+backward, loads are counted too: backward sees each microbatch once, whether or not it is recomputed, and validation has
+none. All tokens are counted, also those whose target is not.
+
+The routes may be given instead of chosen (`routes`), so that two runs can be compared number by number: a top-k turns
+the last bit of a score into another expert.
+
+Legend: B batch, S sequence, T = B*S tokens, D model dim, F inner width of an expert, E experts, K = top_k, R = T*K.
+Sources: arXiv:1701.06538; Mixtral arXiv:2401.04088; bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3
+arXiv:2412.19437, eq. 17 to 20. There f leaves the bias out of the choice; here f counts the routes that are taken.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lite.config.flavors import MixtureArgs
+
+
+class MixtureOfExperts(nn.Module):
+    """The feed-forward of a block, of experts."""
+
+    def __init__(self, dim: int, args: MixtureArgs):
+        super().__init__()
+        self.router = Router(dim, args)
+        self.experts = Experts(dim, args)
+
+    def forward(self, x: Tensor, routes: Tensor | None = None) -> Tensor:
+        """x (B, S, D) -> (B, S, D). `routes` (B, S, K) int64: the experts of each token; None: the router chooses."""
+        weights, routes = self.router(x, routes)
+        n_copies = routes.shape[-1]
+        order = routes.flatten().argsort(stable=True)  # (R,): rows by expert; row r is copy r % K of token r // K
+        place = invert(order)
+        counts = count_routes(routes, self.router.n_experts).sum(0)
+        rows = take_rows(x.flatten(0, 1), order // n_copies, place, n_copies)
+        rows = self.experts(rows, counts)
+        copies = take_rows(rows, place, order, 1).view(*routes.shape, -1)  # (B, S, K, D)
+        # Weighted and added up in fp32: K rounded products would add up to a rougher token.
+        return (copies.float() * weights[..., None]).sum(2).to(x.dtype)
+
+
+class Router(nn.Module):
+    """A linear layer that scores every expert for a token, and the choice of the K best. Computes in fp32."""
+
+    def __init__(self, dim: int, args: MixtureArgs):
+        super().__init__()
+        self.args, self.n_experts = args, args.n_experts
+        self.weight = nn.Parameter(torch.empty(args.n_experts, dim))
+        self.register_buffer("expert_bias", torch.zeros(args.n_experts, dtype=torch.float32))  # in checkpoints
+        # Of this step's backward passes so far: routes of each expert, and the sum over tokens of the entropy of their
+        # scores, in nats. float64 holds whole numbers up to 2**53.
+        self.register_buffer("load", torch.zeros(args.n_experts + 1, dtype=torch.float64), persistent=False)
+        self.balance_loss = 0.0  # weight of the auxiliary loss of one sequence
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts  # of ranks that share sequences
+
+    def reset(self, device: torch.device) -> None:
+        """Allocate the buffers on `device`: no bias, no load."""
+        self.expert_bias = torch.zeros(self.n_experts, dtype=torch.float32, device=device)
+        self.load = torch.zeros(self.n_experts + 1, dtype=torch.float64, device=device)
+
+    def forward(self, x: Tensor, routes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x (B, S, D) -> weights (B, S, K) fp32 and routes (B, S, K) int64."""
+        return self.route(x, self.weight, routes)
+
+    def route(self, x: Tensor, weight: Tensor, routes: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x.float(), weight.float())  # (B, S, E)
+        if self.args.router_scores == "softmax":
+            scores = probabilities = logits.softmax(-1)
+        else:
+            scores = logits.sigmoid()
+            probabilities = scores / scores.sum(-1, keepdim=True)
+        if routes is None:
+            routes = self.choose(scores.detach())
+        weights = scores.gather(-1, routes)
+        if self.args.normalize_top_k:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return BalanceFunction.apply(weights, probabilities, count_routes(routes, self.n_experts), self), routes
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """Return the K experts of each token, best first. The bias counts for the choice alone."""
+        return (scores + self.expert_bias).topk(self.args.top_k, dim=-1).indices
+
+
+class BalanceFunction(torch.autograd.Function):
+    """Returns the weights as they are. Backward counts the load, and gives the probabilities the auxiliary gradient.
+
+    With f of one sequence of S tokens: d loss / d probability = balance_loss x f / S, for each of its tokens.
+    """
+
+    @staticmethod
+    def forward(ctx, weights: Tensor, probabilities: Tensor, counts: Tensor, router: Router) -> Tensor:
+        ctx.router = router
+        entropy = -torch.xlogy(probabilities, probabilities).sum()
+        ctx.save_for_backward(counts, entropy)
+        ctx.n_tokens = probabilities.shape[1]
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        counts, entropy = ctx.saved_tensors
+        router = ctx.router
+        router.load += torch.cat([counts.sum(0), entropy[None]])
+        if not router.balance_loss:
+            return grad, None, None, None
+        of_sequence = router.sum_over_sequence(counts)  # (B, E) of the whole sequences
+        # f / S, and S = routes of a sequence / top_k
+        n_routes = of_sequence.sum(-1, keepdim=True).float()
+        per_token = router.n_experts * router.args.top_k * of_sequence.float() / n_routes.square()
+        of_probabilities = router.balance_loss * per_token[:, None].expand(-1, ctx.n_tokens, -1)
+        return grad, of_probabilities, None, None
+
+
+class Experts(nn.Module):
+    """SwiGLU of each expert: w2(silu(w1 x) * w3 x), the matrices of all experts in one parameter."""
+
+    def __init__(self, dim: int, args: MixtureArgs):
+        super().__init__()
+        n_experts, ffn_dim = args.n_experts, args.expert_ffn_dim
+        self.w1 = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))  # (E, in, out)
+        self.w2 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
+        self.w3 = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows (R, D), the first counts[0] of them for expert 0; counts (E,) int64 -> (R, D)."""
+        return self.compute(rows, counts, self.w1, self.w2, self.w3)
+
+    def compute(self, rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        """Compute the experts whose matrices are given."""
+        ends = counts.cumsum(0).to(torch.int32)
+        hidden = F.silu(multiply_groups(rows, w1, ends)) * multiply_groups(rows, w3, ends)
+        return multiply_groups(hidden, w2, ends)
+
+
+def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each group of rows by its own matrix: rows (R, in), matrices (E, in, out) -> (R, out).
+
+    `ends` (E,) int32: the row after the last one of each group. The last end is R: rows beyond it would come out
+    uninitialised. Without grouped_mm in this torch: a matmul a group, for which the host waits for `ends`.
+    """
+    if hasattr(F, "grouped_mm"):
+        return F.grouped_mm(rows, matrices, offs=ends)
+    groups = rows.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+    return torch.cat([group @ matrix for group, matrix in zip(groups, matrices, strict=True)])
+
+
+def count_routes(routes: Tensor, n_experts: int) -> Tensor:
+    """Count the routes of each sequence by expert: (B, S, K) -> (B, E) int64."""
+    first = torch.arange(len(routes), device=routes.device)[:, None, None] * n_experts
+    counts = torch.zeros(len(routes) * n_experts, dtype=torch.int64, device=routes.device)
+    counts.scatter_add_(0, (routes + first).flatten(), torch.ones_like(routes).flatten())
+    return counts.view(-1, n_experts)
+
+
+def invert(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation (R,)."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+def take_rows(x: Tensor, rows: Tensor, copies: Tensor, n_copies: int) -> Tensor:
+    """Return x[rows], in which each row of x comes n_copies times: its copies are `copies` (T * n_copies,), in order.
+
+    Backward adds them up in this order. That of x[rows] adds in any order on a GPU, so no two runs would be equal.
+    """
+    return TakeRows.apply(x, rows, copies, n_copies)
+
+
+class TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, rows: Tensor, copies: Tensor, n_copies: int) -> Tensor:
+        ctx.save_for_backward(copies)
+        ctx.n_copies = n_copies
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (copies,) = ctx.saved_tensors
+        grad = grad.index_select(0, copies)
+        if ctx.n_copies > 1:
+            grad = grad.unflatten(0, (-1, ctx.n_copies)).sum(1)
+        return grad, None, None, None
+
+
+def list_mixtures(part: nn.Module) -> Iterator[tuple[int, MixtureOfExperts]]:
+    """Yield layer number and mixture of the layers of a model part that have one."""
+    for layer, block in part.layers.items():
+        if isinstance(block.feed_forward, MixtureOfExperts):
+            yield int(layer), block.feed_forward
