@@ -259,7 +259,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
                 about = {"context": config.training.seq_len, "published": prepared.published}
                 about |= describe_for_export(prepared.vocabulary)
                 export = Export(model_args, config.checkpoint.export_dtype, **about)
-                export_hf(checkpoints / f"step-{n_steps}-hf", run.parameters, export=export, group=host_group)
+                export_hf(checkpoints / f"step-{n_steps}-hf", run.saved, export=export, group=host_group)
             if saver.failure is None:
                 logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
                 status = 0

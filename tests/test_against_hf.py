@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from their_llama import make_their_config
 from torch import nn
 
+from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.config.flavors import RopeScaling
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
@@ -365,7 +366,7 @@ def test_options_of_layouts_and_wrong_configs_are_refused(folder, capsys):
 
 
 def test_the_bound_is_what_rounding_does_and_the_reference_is_left_as_it_was(folder):
-    theirs, args = against_hf.build_theirs(transformers, folder), read_args(SMALL)
+    theirs, args = against_hf.build_theirs(transformers, open_folder(folder)), read_args(SMALL)
     batch = model_comparison.make_batch(model_comparison.list_rows(args, attention="causal")["far"], args, 0)
     forward = model_comparison.forward_theirs(theirs)
     with torch.no_grad():

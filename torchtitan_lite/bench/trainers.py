@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from torchtitan_lite.bench.step_3d import N_RANKS, STEP_3D_CONFIG
 from torchtitan_lite.checkpoint.hugging_face_config import make_config
-from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, their_name
+from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, locate
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, resolve_model
 from torchtitan_lite.config.reader import dump_config_toml, format_toml
@@ -136,5 +136,9 @@ def write_inputs(folder: Path, args: ModelArgs) -> None:
     for name, content in files.items():
         (model / name).write_text(json.dumps(content), encoding="utf-8")
     # picotron reads its tensors' names and shapes from a file of weights, and then draws its own.
-    tensors = {their_name(fqn): torch.zeros(shape) for fqn, shape in list_tensors(args).items()}
+    tensors = {
+        place.name: torch.zeros(place.shape)
+        for fqn, shape in list_tensors(args).items()
+        for place in locate(fqn, shape, args)
+    }
     save_file(tensors, weights / "model.safetensors")

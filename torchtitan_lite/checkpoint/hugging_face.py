@@ -1,4 +1,4 @@
-"""Load and export the weights of a Llama as a Hugging Face folder, in one process or on all ranks of a run.
+"""Load and export weights as a Hugging Face folder, in one process or on all ranks of a run.
 
     load      every rank reads its own rows or columns from the mapped files; no traffic, nothing is allocated
     export    out.tmp/   each pipeline stage all-gathers one tensor after the other; its first rank writes them.
@@ -11,10 +11,11 @@
     model-00002-of-00003.safetensors                             layers 4 to 6
     model-00003-of-00003.safetensors                             layer 7, norm, head
 
-Besides its shards a rank has one whole tensor in memory.
+Besides its shards a rank has one whole tensor in memory; of experts, one matrix when it loads.
 
 Rotary order: both models rotate pairs of numbers of a head. Theirs takes (i, i + E/2), ours (2i, 2i + 1), so the rows
-of wq and wk that produce these numbers have another order within each head. Drawn for E = 6:
+of wq and wk that produce these numbers have another order within each head, and so have the weights of the norms of
+query and key heads. Drawn for E = 6:
 
     theirs   0 1 2 3 4 5      rows of ours in their order:   0 2 4 1 3 5
     ours     0 3 1 4 2 5      rows of theirs in our order
@@ -25,7 +26,7 @@ Legend: E head dim, R rows.
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,12 +38,13 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, GENERATION_CONFIG, make_config
 from torchtitan_lite.checkpoint.hugging_face_folder import (
+    BIAS,
     INDEX,
     SINGLE_FILE,
     HuggingFaceFolder,
+    Place,
     list_tensors,
-    name_in_file,
-    their_name,
+    locate,
 )
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.state import convert_dtype
@@ -52,17 +54,17 @@ from torchtitan_lite.config.flavors import ModelArgs
 
 logger = logging.getLogger(__name__)
 
-IN_ROTARY_ORDER = ("attention.wq.weight", "attention.wk.weight")
+IN_ROTARY_ORDER = tuple(f"attention.{name}.weight" for name in ("wq", "wk", "q_norm", "k_norm"))
 MOST_FILE_BYTES = 5 * 10**9  # as transformers has it
 
 
 def to_our_order(theirs: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows of whole heads (R, D) for our wq and wk: the halves of each head become neighbours."""
+    """Reorder rows of whole heads, (R, D) or (R,), for our wq and wk: the halves of each head become neighbours."""
     return theirs.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def to_their_order(ours: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows of whole heads (R, D) for their q_proj and k_proj: neighbours become the halves of each head."""
+    """Reorder rows of whole heads, (R, D) or (R,), for their q_proj and k_proj: neighbours become the halves of each head."""
     return ours.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -71,39 +73,68 @@ def to_their_order(ours: Tensor, head_dim: int) -> Tensor:
 
 @torch.no_grad()
 def load_weights(folder: HuggingFaceFolder, parameters: dict[str, Tensor]) -> None:
-    """Fill this rank's shards of the parameters, by FQN. Not collective. Raises CheckpointError for a damaged file."""
-    if unknown := parameters.keys() - folder.files.keys():
+    """Fill this rank's shards of the parameters, by FQN, and biases of experts with zeros. Not collective.
+
+    Raises CheckpointError for a damaged file.
+    """
+    known = {*list_tensors(folder.model_args), "output.weight"}
+    if unknown := {fqn for fqn in parameters if not fqn.endswith(BIAS)} - known:
         raise CheckpointError(f"{folder.path} is of another model: it has no {min(unknown)}")
     for fqn, parameter in parameters.items():
+        if fqn.endswith(BIAS):
+            parameter.zero_()
+            continue
         local, offsets = parameter, [0] * parameter.dim()
         if isinstance(parameter, DTensor):
             (chunk,) = parameter.__create_chunk_list__()  # what torch.distributed.checkpoint asks a tensor for
             local, offsets = parameter.to_local(), chunk.offsets
         if local.numel():
-            local.copy_(read_box(folder, fqn, offsets, local.shape))
+            targets = local if local.dim() == 3 else [local]
+            for target, box in zip(
+                targets, read_boxes(folder, fqn, parameter.shape, offsets, local.shape), strict=True
+            ):
+                target.copy_(box)
 
 
-def read_box(folder: HuggingFaceFolder, fqn: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Return a box of one tensor, in our row order and the dtype of its file. A view of the mapped file where it can.
+def read_boxes(
+    folder: HuggingFaceFolder, fqn: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> Iterator[Tensor]:
+    """Yield a box of one tensor of this shape: the whole box, or of experts the matrix of one after the other.
 
-    Raises CheckpointError for a damaged file.
+    In our row order and the dtype of their file; views of the mapped file where that can be. Raises CheckpointError for
+    a damaged file.
     """
+    places = locate(fqn, tuple(shape), folder.model_args, stacked=folder.stacked)
+    if len(shape) < 3:
+        yield read_box(folder, fqn, places[0], offsets, sizes)
+        return
+    first, n_experts = offsets[0], sizes[0]
+    n_in, n_out = (slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
+    for place in places[first : first + n_experts]:
+        yield open_tensor_file(folder.files[place.name]).get_slice(place.name)[place.index(n_out, n_in)].t()
+
+
+def read_box(folder: HuggingFaceFolder, fqn: str, place: Place, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Return a box of a tensor that is not of experts."""
     head_dim = folder.model_args.head_dim
     unit = head_dim if fqn.endswith(IN_ROTARY_ORDER) else 1  # rows can be reordered in whole heads only
     first, stop = offsets[0] // unit * unit, -(-(offsets[0] + sizes[0]) // unit) * unit
     columns = (slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
-    file = open_tensor_file(folder.files[fqn])
-    rows = file.get_slice(name_in_file(fqn, folder.model_args))[(slice(first, stop), *columns)]
+    file = open_tensor_file(folder.files[place.name])
+    rows = file.get_slice(place.name)[place.index(slice(first, stop), *columns)]
     if unit > 1:
         rows = to_our_order(rows, head_dim)
     return rows.narrow(0, offsets[0] - first, sizes[0])
 
 
 def read_tensor(folder: HuggingFaceFolder, fqn: str) -> Tensor:
-    """Return one whole tensor, as `read_box` does."""
+    """Return one whole tensor, as `read_boxes` does. The biases of experts are zero."""
     args = folder.model_args
+    if fqn.endswith(BIAS):
+        return torch.zeros(args.mixture.n_experts)
     size = list_tensors(args).get(fqn) or (args.vocab_size, args.dim)  # a tied head
-    return read_box(folder, fqn, [0] * len(size), size)
+    boxes = read_boxes(folder, fqn, size, [0] * len(size), size)
+    return torch.stack(list(boxes)) if len(size) == 3 else next(boxes)
 
 
 # --- export ---
@@ -149,6 +180,17 @@ def plan_files(export: Export, held: list[Iterable[str]]) -> list[PlannedFile]:
     return [PlannedFile(name, writer, fqns) for name, (writer, fqns) in zip(names, cut, strict=True)]
 
 
+def explain_biases(saved: dict[str, Tensor]) -> str | None:
+    """Return why weights cannot be exported: `saved` has biases of experts, by FQN, that have moved from zero."""
+    moved = [fqn for fqn, tensor in saved.items() if fqn.endswith(BIAS) and tensor.any()]
+    if not moved:
+        return None
+    return (
+        f"{moved[0]} has moved from zero, and no format of Hugging Face has a bias of experts: another model would come "
+        "out. Train with training.expert_bias_rate = 0, and balance experts by training.expert_balance_loss"
+    )
+
+
 def write_folder(out: Path, read: Callable[[str], Tensor], export: Export) -> None:
     """Write the folder `out` in one process. `read(fqn)` returns each whole tensor when it is needed.
 
@@ -165,14 +207,20 @@ def write_folder(out: Path, read: Callable[[str], Tensor], export: Export) -> No
         raise
 
 
+def refuse_biases(saved: dict[str, Tensor]) -> None:
+    if why := explain_biases(saved):
+        raise CheckpointError(why)
+
+
 def export_hf(out: Path, parameters: dict[str, Tensor], export: Export, *, group: dist.ProcessGroup) -> None:
-    """Write all parameters of a run as the folder `out`, unless an earlier attempt has. Collective.
+    """Write all parameters of a run (Run.saved) as the folder `out`, unless an earlier attempt has. Collective.
 
     `group` has all ranks and uses gloo. Raises CheckpointError, on every rank, if `out` cannot be written; then nothing
     is left. Only the run that holds the lock of the dump folder may call this: unfinished folders there are deleted.
     """
     if do_on_rank_0(group, out.exists):
         return
+    raise_on_all_ranks(group, lambda: refuse_biases(parameters))
     rank = dist.get_rank(group)
     do_on_rank_0(group, lambda: folders.remove_partial(out.parent))
     do_on_rank_0(group, lambda: folders.create_unfinished(out))
@@ -212,16 +260,21 @@ def write_own_files(
 def write_tensors(path: Path, fqns: list[str], tensors: Iterable[Tensor], export: Export) -> None:
     """Write one safetensors file and wait until it is on the disk. One whole tensor is in memory at a time."""
     sizes, dtype, tensors = list_tensors(export.model_args), getattr(torch, export.dtype), iter(tensors)
-    with TensorFileWriter(path, {their_name(fqn): (dtype, sizes[fqn]) for fqn in fqns}, hashed=False) as file:
-        for fqn in fqns:  # no local variable, so a tensor is freed before the next one is gathered
-            file.write(their_name(fqn), to_theirs(fqn, next(tensors), export))
+    places = [place for fqn in fqns for place in locate(fqn, sizes[fqn], export.model_args)]
+    with TensorFileWriter(path, {place.name: (dtype, place.shape) for place in places}, hashed=False) as file:
+        for fqn in fqns:
+            write_parameter(file, fqn, tensors, export)
         file.finish()
 
 
-def to_theirs(fqn: str, tensor: Tensor, export: Export) -> Tensor:
-    """Return one parameter in the dtype and row order of their file."""
-    converted = convert_dtype(fqn, tensor, getattr(torch, export.dtype))
-    return to_their_order(converted, export.model_args.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else converted
+def write_parameter(file: TensorFileWriter, fqn: str, tensors: Iterator[Tensor], export: Export) -> None:
+    """Write the next tensor in the dtype and row order of their file; on return it is freed. Experts one by one."""
+    tensor, dtype = next(tensors), getattr(torch, export.dtype)
+    for place in locate(fqn, tensor.shape, export.model_args):
+        own = convert_dtype(fqn, tensor if place.expert is None else tensor[place.expert].t(), dtype)
+        file.write(
+            place.name, to_their_order(own, export.model_args.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else own
+        )
 
 
 def finish_folder(out: Path, files: list[PlannedFile], export: Export) -> None:
@@ -238,8 +291,14 @@ def finish_folder(out: Path, files: list[PlannedFile], export: Export) -> None:
     if GENERATION_CONFIG in export.published:
         contents[GENERATION_CONFIG] = encode(export.published[GENERATION_CONFIG])
     if len(files) > 1:
-        n_bytes = sum(map(math.prod, list_tensors(export.model_args).values())) * getattr(torch, export.dtype).itemsize
-        file_of = {their_name(fqn): planned.name for planned in files for fqn in planned.fqns}
+        sizes = list_tensors(export.model_args)
+        n_bytes = sum(map(math.prod, sizes.values())) * getattr(torch, export.dtype).itemsize
+        file_of = {
+            place.name: planned.name
+            for planned in files
+            for fqn in planned.fqns
+            for place in locate(fqn, sizes[fqn], export.model_args)
+        }
         contents[INDEX] = encode({"metadata": {"total_size": n_bytes}, "weight_map": file_of})
     for name, content in contents.items():
         folders.write_file(folders.name_unfinished(out) / name, content)

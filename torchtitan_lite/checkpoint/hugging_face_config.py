@@ -1,8 +1,11 @@
-"""config.json of a Hugging Face folder with a Llama: read as ModelArgs, checked, and written. Needs no torch.
+"""config.json of a Hugging Face folder: read as ModelArgs, checked, and written. Needs no torch.
+
+Llama, Mixtral, Qwen3 and Qwen3-MoE are rows of FAMILIES.
 
 transformers 5 has `rope_parameters`, which contains theta and scaling; version 4 wrote `rope_theta` and `rope_scaling`.
-Both are read. A Llama with a feature that our model lacks (biases, another activation, another kind of RoPE scaling,
-quantized weights) is refused: it would load, and compute something else.
+Both are read. A model with a feature that ours lacks (biases, a sliding window, another activation, another kind of RoPE
+scaling, quantized weights) is refused: it would load, and compute something else. So is the export of a model for which
+no family has keys.
 
     config.json, generation_config.json   what its authors said of the model: `read_published`
       -> the run                          the first gives [model] its numbers: `take_model`
@@ -12,12 +15,13 @@ quantized weights) is refused: it would load, and compute something else.
 An export of a model that never was in such a folder has the old form of config.json, which every version reads.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.files import read_json_object
-from torchtitan_lite.config.flavors import AUTO, ROPE_KEYS, ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import AUTO, ROPE_KEYS, MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem, show_text
 from torchtitan_lite.config.reader import KEYS
@@ -41,15 +45,72 @@ THEIR_SCALING_KEYS = {  # field of RopeScaling -> theirs
     "high_freq_factor": "high_freq_factor",
     "original_length": "original_max_position_embeddings",
 }
-MUST_BE = {  # key -> the value that our model computes with; a missing key means that value too
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
+DENSE_LAYERS = "mlp_only_layers"  # a list
+MIXTURE_KEYS = {  # field of MixtureArgs -> theirs; a family has some of them
+    "n_experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_ffn_dim": "moe_intermediate_size",
+    "normalize_top_k": "norm_topk_prob",
+    "n_first_dense_layers": DENSE_LAYERS,
+    "mixture_every": "decoder_sparse_step",
 }
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model of transformers that ours computes, and its config.json besides THEIR_KEYS."""
+
+    architecture: str
+    must_be: dict[str, object]  # key -> the value that our model computes with; a missing key means that value too
+    defaults: dict[str, float | bool]  # key that may be missing -> what it means then
+    qk_norm: bool = False
+    experts: dict[str, str] = field(default_factory=dict)  # field of MixtureArgs -> theirs; others have their default
+
+    @property
+    def title(self) -> str:
+        return self.architecture.removesuffix("ForCausalLM")
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """All keys whose value our model fixes."""
+        common = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
+        return {"architectures": [self.architecture], **common, **self.must_be}
+
+
+NO_WINDOW = {"sliding_window": None}
+OF_QWEN = {"attention_bias": False, "use_sliding_window": False, **NO_WINDOW}
+FAMILIES = {  # model_type -> family. One has the norm of query and key heads, or experts, or both, or neither
+    "llama": Family(
+        "LlamaForCausalLM",
+        {"attention_bias": False, "mlp_bias": False},
+        {"rms_norm_eps": 1e-6, "rope_theta": 1e4},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        NO_WINDOW,
+        {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+        experts={
+            "n_experts": "num_local_experts",
+            "top_k": MIXTURE_KEYS["top_k"],
+            "expert_ffn_dim": THEIR_KEYS["ffn_dim"],
+        },
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        OF_QWEN,
+        {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 32, "head_dim": 128},
+        qk_norm=True,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        OF_QWEN,
+        {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 4}
+        | {"decoder_sparse_step": 1, "norm_topk_prob": False},
+        qk_norm=True,
+        experts=MIXTURE_KEYS,
+    ),
+}
+OTHER_SPELLINGS = {"num_experts": "num_local_experts"}  # of transformers 5
 LENGTH = "max_position_embeddings"
 DTYPE_KEYS = ("torch_dtype", "dtype")  # of transformers 4 and 5
 LARGEST = 2**24  # of any size; the vocabulary of Llama 3 is 2**17
@@ -57,7 +118,7 @@ MOST_BYTES = 2**24  # of a JSON file beside the weights; the index of the larges
 
 
 class HuggingFaceError(ValueError):
-    """A folder that does not hold a Llama that we can load. `problems` lists everything that was found."""
+    """A folder that does not hold a model that we can load. `problems` lists everything that was found."""
 
     def __init__(self, folder: Path, problems: list[str]):
         self.problems = [show_text(problem) for problem in problems]
@@ -91,17 +152,27 @@ def read_model_args(folder: Path) -> ModelArgs:
 
 def parse_model_args(config: dict[str, Any], folder: Path) -> ModelArgs:
     """Return the model that the content of a config.json describes. Raises HuggingFaceError, which names `folder`."""
-    problems = [
-        f"{key} = {config[key]!r}; a Llama here has {value!r}"
-        for key, value in MUST_BE.items()
+    problems, kind_of_model = [], config.get("model_type")
+    if kind_of_model is None:
+        problems.append("no model_type, so it may be any model; a Llama has 'llama'")
+    elif kind_of_model not in list(FAMILIES):
+        problems.append(f"model_type = {kind_of_model!r}; those here are {', '.join(map(repr, FAMILIES))}")
+    family = FAMILIES["llama" if problems else kind_of_model]
+    if "use_sliding_window" in family.must_be and not config.get("use_sliding_window"):
+        config = config | NO_WINDOW  # as transformers reads it
+    problems += [
+        f"{key} = {config[key]!r}; a {family.title} here has {value!r}"
+        for key, value in family.constants.items()
         if config.get(key) not in (value, None)
     ]
-    if "model_type" not in config:
-        problems.append("no model_type, so it may be any model; a Llama has 'llama'")
+    if set(config.get("layer_types") or []) - {"full_attention"}:
+        problems.append(f"layer_types = {config['layer_types']!r}; a {family.title} here has full attention alone")
 
     def read(key: str, default: float | None = None, *, values: dict = config, kind: type = int) -> float:
         """Return a positive number; 1 and a problem where there is none."""
-        value = default if values.get(key) is None else values[key]
+        value = values.get(key)
+        value = values.get(OTHER_SPELLINGS.get(key)) if value is None else value
+        value = family.defaults.get(key, default) if value is None else value
         if kind is int and type(value) is int and 0 < value <= LARGEST:
             return value
         if kind is float and type(value) in (int, float) and 0 < value < 1e30:
@@ -113,7 +184,7 @@ def parse_model_args(config: dict[str, Any], folder: Path) -> ModelArgs:
     sizes = {field: read(THEIR_KEYS[field]) for field in ("dim", "n_layers", "n_heads", "ffn_dim", "vocab_size")}
     sizes["n_kv_heads"] = read("num_key_value_heads", sizes["n_heads"])
     sizes["head_dim"] = read("head_dim", sizes["dim"] // sizes["n_heads"])
-    if config.get("head_dim") is None and sizes["dim"] % sizes["n_heads"]:
+    if "head_dim" not in family.defaults and config.get("head_dim") is None and sizes["dim"] % sizes["n_heads"]:
         problems.append(f"hidden_size {sizes['dim']} is no multiple of {sizes['n_heads']} heads")
     if sizes["n_heads"] % sizes["n_kv_heads"]:
         problems.append(f"{sizes['n_heads']} heads cannot share {sizes['n_kv_heads']} key/value heads evenly")
@@ -125,10 +196,10 @@ def parse_model_args(config: dict[str, Any], folder: Path) -> ModelArgs:
     if not isinstance(rope, dict):
         problems.append(f"rope_scaling = {rope!r} is no JSON object")
         rope = {}
-    theta = read("rope_theta", 10_000.0, values=rope if rope.get("rope_theta") is not None else config, kind=float)
+    theta = read("rope_theta", values=rope if rope.get("rope_theta") is not None else config, kind=float)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor") not in (None, 1.0):
-        problems.append(f"partial_rotary_factor = {rope['partial_rotary_factor']!r}; a Llama here has 1.0")
+        problems.append(f"partial_rotary_factor = {rope['partial_rotary_factor']!r}; a {family.title} here has 1.0")
     if kind == "llama3":
         kinds = {"original_length": int}
         numbers = {
@@ -141,11 +212,45 @@ def parse_model_args(config: dict[str, Any], folder: Path) -> ModelArgs:
         scaling = RopeScaling(factor=read("factor", values=rope, kind=float), kind="linear")
     elif kind != "default":
         problems.append(f"RoPE is scaled by the rule {kind!r}; the rules here are 'default', 'linear' and 'llama3'")
-    norm_eps = read("rms_norm_eps", 1e-6, kind=float)
+    norm_eps = read("rms_norm_eps", kind=float)
+    args = ModelArgs(
+        **sizes,
+        norm_eps=norm_eps,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_embeddings=config.get("tie_word_embeddings") is True,
+        qk_norm=family.qk_norm,
+        mixture=read_mixture(config, family, read, problems) if family.experts else None,
+    )
+    if not problems and args.mixture and not any(map(args.is_mixture, range(args.n_layers))):
+        problems.append("no layer has experts")
     if problems:
         raise HuggingFaceError(folder, [f"{CONFIG}: {problem}" for problem in problems])
-    tied = config.get("tie_word_embeddings") is True
-    return ModelArgs(**sizes, norm_eps=norm_eps, rope_theta=theta, rope_scaling=scaling, tie_embeddings=tied)
+    return args
+
+
+def read_mixture(
+    config: dict[str, Any], family: Family, read: Callable[[str], int], problems: list[str]
+) -> MixtureArgs:
+    """Return what a config.json says of experts. Appends to `problems`. `read` returns a positive whole number."""
+    numbers: dict[str, Any] = {}
+    for name, key in family.experts.items():
+        if key == DENSE_LAYERS:
+            dense = config.get(key) or []
+            if not isinstance(dense, list) or dense != list(range(len(dense))):
+                problems.append(f"{key} = {dense!r}; only the first n layers can be without experts, [0, 1] for two")
+                dense = []
+            numbers[name] = len(dense)
+        elif isinstance(family.defaults.get(key), bool):
+            numbers[name] = family.defaults[key] if config.get(key) is None else config[key]
+            if type(numbers[name]) is not bool:
+                problems.append(f"{key} = {config[key]!r}; true or false is needed")
+        else:
+            numbers[name] = read(key)
+    mixture = MixtureArgs(**numbers)
+    if mixture.top_k > mixture.n_experts:
+        problems.append(f"{family.experts['top_k']} = {mixture.top_k}, and a layer has {mixture.n_experts} experts")
+    return mixture
 
 
 def make_config(
@@ -166,7 +271,7 @@ def make_config(
     tied = model_args.tie_embeddings
     if published:
         theirs = parse_model_args(published, Path(CONFIG))
-        if replace(theirs, tie_embeddings=tied, name=model_args.name) != model_args:
+        if replace(theirs, **{name: getattr(model_args, name) for name in list_free(theirs)}) != model_args:
             raise HuggingFaceError(Path(CONFIG), ["the one in the checkpoint describes another model than its weights"])
         changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published} or {DTYPE_KEYS[0]: dtype}
         if tied != theirs.tie_embeddings:
@@ -174,10 +279,16 @@ def make_config(
         if context and context > (read_length(published) or context):
             changed[LENGTH] = context
         return published | changed
-    scaling = model_args.rope_scaling
+    scaling, model_type = model_args.rope_scaling, find_model_type(model_args)
+    family = FAMILIES[model_type]
+    of_mixture = {key: getattr(model_args.mixture, name) for name, key in family.experts.items()}
+    if DENSE_LAYERS in of_mixture:
+        of_mixture[DENSE_LAYERS] = list(range(of_mixture[DENSE_LAYERS]))
     config: dict[str, object] = {
-        **MUST_BE,
-        **{key: getattr(model_args, field) for field, key in THEIR_KEYS.items()},
+        "model_type": model_type,
+        **family.constants,
+        **{key: getattr(model_args, name) for name, key in THEIR_KEYS.items()},
+        **of_mixture,
         "rms_norm_eps": model_args.norm_eps,
         "rope_theta": model_args.rope_theta,
         "rope_scaling": None,
@@ -191,8 +302,8 @@ def make_config(
     if context is None:
         del config[LENGTH]
     if scaling is not None:
-        fields = THEIR_SCALING_KEYS if scaling.kind == "llama3" else ("factor",)
-        numbers = {THEIR_SCALING_KEYS[field]: getattr(scaling, field) for field in fields}
+        names = THEIR_SCALING_KEYS if scaling.kind == "llama3" else ("factor",)
+        numbers = {THEIR_SCALING_KEYS[name]: getattr(scaling, name) for name in names}
         config["rope_scaling"] = {"rope_type": scaling.kind, **numbers}
     return config
 
@@ -207,9 +318,27 @@ def explain_unwritable(args: ModelArgs) -> str | None:
     """Return why a model that is allowed here cannot be a Hugging Face folder, if so."""
     if args.name != "llama3":  # its parameters have no names there, or a Llama would compute something else with them
         return f"model.name = {args.name!r}, and only llama3 has names in Hugging Face's format"
-    if args.dim % args.n_heads:
+    family = FAMILIES[find_model_type(args)]
+    if args.dim % args.n_heads and family is FAMILIES["llama"]:
         return f"transformers wants hidden_size ({args.dim}) to be a multiple of {args.n_heads} heads"
+    for number in fields(MixtureArgs) if args.mixture else ():
+        value = getattr(args.mixture, number.name)
+        if number.name not in family.experts and value != number.default:
+            shown, only = show_number(value), show_number(number.default)
+            return f"model.{number.name} = {shown}, and transformers' {family.title} has {only} alone"
     return None
+
+
+def find_model_type(args: ModelArgs) -> str:
+    """Return the row of FAMILIES of a model. It may lack keys for some numbers: explain_unwritable."""
+    kinds = {(family.qk_norm, bool(family.experts)): name for name, family in FAMILIES.items()}
+    return kinds[args.qk_norm, args.mixture is not None]
+
+
+def list_free(theirs: ModelArgs) -> list[str]:
+    """List the fields in which a model may differ from `theirs` and still have its weights."""
+    unused = ["ffn_dim"] if theirs.n_mixture_layers == theirs.n_layers else []  # no layer is dense
+    return ["tie_embeddings", "name", *unused]
 
 
 def take_model(model: Model, theirs: ModelArgs, source: str) -> Model:
@@ -224,6 +353,8 @@ def take_model(model: Model, theirs: ModelArgs, source: str) -> Model:
     different = {key: value for key, value in (of_flavor | given).items() if value != expected[key]}
     if expected["tie_embeddings"]:
         different.pop("tie_embeddings", None)
+    if "ffn_dim" in list_free(theirs):
+        different.pop("ffn_dim", None)
     remedy = "Leave it out, and all numbers are those of the weights"
     problems = [
         Problem(f"model.{key}", value, f"the model in {source} has {show_number(expected[key])}", remedy)
@@ -245,13 +376,14 @@ def take_model(model: Model, theirs: ModelArgs, source: str) -> Model:
 
 
 def list_numbers(args: ModelArgs) -> dict[str, Any]:
-    """Return key of [model] -> its value in this model; None for a number that its RoPE scaling does not read."""
-    scaling = args.rope_scaling
-    fields = {None: (), "linear": ("factor",), "llama3": ROPE_KEYS}[scaling and scaling.kind]
+    """Return key of [model] -> its value in this model; None for a number of RoPE scaling or experts that it lacks."""
+    scaling, mixture = args.rope_scaling, args.mixture
+    names = {None: (), "linear": ("factor",), "llama3": ROPE_KEYS}[scaling and scaling.kind]
     return {
-        **{key: value for key, value in vars(args).items() if key != "name"},
+        **{key: value for key, value in vars(args).items() if key not in ("name", "mixture")},
         "rope_scaling": scaling.kind if scaling else "none",
-        **{key: getattr(scaling, field) if field in fields else None for field, key in ROPE_KEYS.items()},
+        **{key: getattr(scaling, name) if name in names else None for name, key in ROPE_KEYS.items()},
+        **{number.name: mixture and getattr(mixture, number.name) for number in fields(MixtureArgs)},
     }
 
 

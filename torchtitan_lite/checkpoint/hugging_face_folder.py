@@ -1,4 +1,4 @@
-"""A Hugging Face folder with a Llama, checked down to the last tensor before anything is loaded. Needs no torch.
+"""A Hugging Face folder with a model, checked down to the last tensor before anything is loaded. Needs no torch.
 
     config.json                          the shape of the model
     model.safetensors                    every tensor
@@ -11,15 +11,31 @@
     model.norm.weight                                norm.weight
     lm_head.weight (missing if tied)                 output.weight (the same)
 
-Modules and shapes come from config/flavors.py; only the mapping of names is here. Shapes are the same on both sides.
-The order of the rows of wq and wk differs: hugging_face.py.
+Modules and shapes come from config/flavors.py; only the mapping of names is here. Shapes are the same on both sides,
+but for experts. The order of the rows of wq and wk differs: hugging_face.py.
+
+Experts of a layer, E of them, D model dim, F inner width. Published folders have a matrix for each; transformers 5 holds
+stacks in memory, and `save_pretrained(..., save_original_format=False)` writes them. Both are read, the first is written.
+
+    ours                        (E, D, F)    feed_forward.experts.w1
+    Mixtral, of each    E times (F, D)       block_sparse_moe.experts.0.w1.weight
+    Qwen3-MoE, of each  E times (F, D)       mlp.experts.0.gate_proj.weight
+    stacked             (E, 2F, D)           mlp.experts.gate_up_proj: w1 is rows [:F] of each expert, w3 rows [F:]
 """
 
+import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, read_beside, read_model_args
+from torchtitan_lite.checkpoint.hugging_face_config import (
+    CONFIG,
+    FAMILIES,
+    HuggingFaceError,
+    find_model_type,
+    read_beside,
+    read_model_args,
+)
 from torchtitan_lite.checkpoint.manifest import DTYPE_BYTES
 from torchtitan_lite.config.files import parse_json_object
 from torchtitan_lite.config.flavors import ModelArgs, list_llama_block
@@ -34,6 +50,8 @@ THEIR_MODULES = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
@@ -41,45 +59,102 @@ THEIR_MODULES = {
     "norm": "model.norm",
     "output": "lm_head",
 }
+THEIR_EXPERTS = {  # model_type -> the same for mixture layers; {} is the number of an expert
+    "mixtral": {
+        "feed_forward.router": "block_sparse_moe.gate",
+        "feed_forward.experts.w1": "block_sparse_moe.experts.{}.w1",
+        "feed_forward.experts.w2": "block_sparse_moe.experts.{}.w2",
+        "feed_forward.experts.w3": "block_sparse_moe.experts.{}.w3",
+    },
+    "qwen3_moe": {
+        "feed_forward.router": "mlp.gate",
+        "feed_forward.experts.w1": "mlp.experts.{}.gate_proj",
+        "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
+        "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
+    },
+}
+STACKED = {  # the same where all experts are in one tensor
+    "feed_forward": "mlp",
+    "feed_forward.router": "mlp.gate",
+    "feed_forward.experts.w1": "mlp.experts.gate_up_proj",
+    "feed_forward.experts.w2": "mlp.experts.down_proj",
+    "feed_forward.experts.w3": "mlp.experts.gate_up_proj",
+}
+BIAS = "feed_forward.router.expert_bias"  # has no place in their formats
 NO_WEIGHTS = "rotary_emb.inv_freq"  # a constant that old versions of transformers saved with every layer
 PUBLISHED = ("F32", "BF16", "F16")  # dtypes of published weights; no other is read
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 MOST_NAMED = 8  # tensors in a message
-REMEDY = "Name a folder as transformers saves a Llama, with config.json and safetensors files"
+REMEDY = "Name a folder as transformers saves a Llama, Mixtral or Qwen3, with config.json and safetensors files"
 
 
 @dataclass(frozen=True)
 class HuggingFaceFolder:
-    """A complete Llama: every tensor of its config.json is there, and no other."""
+    """A complete model: every tensor of its config.json is there, and no other."""
 
     path: Path
     model_args: ModelArgs
-    files: dict[str, Path]  # by our FQN, in the order of the model; output.weight too if it is tied
+    files: dict[str, Path]  # by their name
+    stacked: bool  # all experts of a layer are in one tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one of our parameters is in their format, or the matrix of one expert."""
+
+    name: str  # of their tensor
+    shape: tuple[int, ...]  # of the whole of it
+    expert: int | None = None  # whose matrix it is, transposed; None: the parameter is not of experts
+    first_row: int = 0
+
+    def index(self, *box: slice) -> tuple[int | slice, ...]:
+        """Return what to index their tensor with, to get this box of the place."""
+        rows = slice(self.first_row + box[0].start, self.first_row + box[0].stop)
+        of_stack = (self.expert,) if len(self.shape) == 3 else ()
+        return (*of_stack, rows, *box[1:])
 
 
 def list_tensors(args: ModelArgs) -> dict[str, tuple[int, ...]]:
-    """Return FQN -> global shape of every parameter of a Llama, in the order of the model. A tied head has none."""
+    """Return FQN -> global shape of every parameter, in the order of the model. A tied head has none."""
     tensors: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (args.vocab_size, args.dim)}
     for layer in range(args.n_layers):
-        tensors |= {f"layers.{layer}.{module.name}.weight": module.weight for module in list_llama_block(args)}
+        for module in list_llama_block(args, args.mixture if args.is_mixture(layer) else None):
+            suffix = "" if module.split == "experts" else ".weight"
+            tensors[f"layers.{layer}.{module.name}{suffix}"] = module.weight
     tensors["norm.weight"] = (args.dim,)
     if not args.tie_embeddings:
         tensors["output.weight"] = (args.vocab_size, args.dim)
     return tensors
 
 
-def their_name(fqn: str) -> str:
-    """layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight."""
-    module = fqn.removesuffix(".weight")
+def list_biases(args: ModelArgs) -> dict[str, tuple[int, ...]]:
+    """Return FQN -> shape of the biases of experts, which are beside the parameters in checkpoints."""
+    return {f"layers.{n}.{BIAS}": (args.mixture.n_experts,) for n in range(args.n_layers) if args.is_mixture(n)}
+
+
+def their_module(module: str, args: ModelArgs, *, stacked: bool = False) -> str:
+    """layers.3.attention.wq -> model.layers.3.self_attn.q_proj."""
     if not module.startswith("layers."):
-        return f"{THEIR_MODULES[module]}.weight"
+        return THEIR_MODULES[module]
     _, layer, inside = module.split(".", 2)
-    return f"model.layers.{layer}.{THEIR_MODULES[inside]}.weight"
+    of_mixture = {} if not args.is_mixture(int(layer)) else STACKED if stacked else THEIR_EXPERTS[find_model_type(args)]
+    return f"model.layers.{layer}.{of_mixture.get(inside) or THEIR_MODULES[inside]}"
 
 
-def name_in_file(fqn: str, args: ModelArgs) -> str:
-    """Return the name of a parameter's tensor: of a tied head, that of the embedding."""
-    return their_name("tok_embeddings.weight" if fqn == "output.weight" and args.tie_embeddings else fqn)
+def locate(fqn: str, shape: tuple[int, ...], args: ModelArgs, *, stacked: bool = False) -> list[Place]:
+    """Return where a parameter of this shape is: its one place, or that of each expert. A tied head is the embedding."""
+    if fqn == "output.weight" and args.tie_embeddings:
+        fqn = "tok_embeddings.weight"
+    theirs = their_module(fqn.removesuffix(".weight"), args, stacked=stacked)
+    if len(shape) < 3:
+        return [Place(f"{theirs}.weight", tuple(shape))]
+    n_experts, n_in, n_out = shape
+    if not stacked:
+        return [Place(f"{theirs.format(expert)}.weight", (n_out, n_in), expert) for expert in range(n_experts)]
+    sharing = [name for name, other in STACKED.items() if theirs.endswith(other) and ".experts." in name]
+    first_row = n_out * [fqn.endswith(name) for name in sharing].index(True)
+    whole = (n_experts, n_out * len(sharing), n_in)
+    return [Place(theirs, whole, expert, first_row) for expert in range(n_experts)]
 
 
 def open_folder(path: Path) -> HuggingFaceFolder:
@@ -90,8 +165,14 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     if n_layers != args.n_layers:  # before the names of as many layers as the file says are listed
         why = f"{CONFIG}: num_hidden_layers = {args.n_layers}, and the files hold layers 0 to {n_layers - 1}"
         raise HuggingFaceError(path, [why if n_layers else "the files hold no tensor named as those of a Llama"])
+    stacked, n_experts = count_experts(found)
+    if args.mixture and args.mixture.n_experts != n_experts:  # for the same reason
+        key = FAMILIES[find_model_type(args)].experts["n_experts"]
+        why = f"{CONFIG}: {key} = {args.mixture.n_experts}, and the files hold {n_experts} experts of a layer"
+        raise HuggingFaceError(path, [why])
 
-    expected = {their_name(fqn): size for fqn, size in list_tensors(args).items()}
+    places = [place for item in list_tensors(args).items() for place in locate(*item, args, stacked=stacked)]
+    expected = {place.name: place.shape for place in places}
     problems = [
         *describe_names("missing", expected.keys() - found),
         *describe_names("unknown", found.keys() - expected),
@@ -106,8 +187,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             problems.append(f"{file.name}: {name} is {list(seen)}, and {CONFIG} calls for {list(expected[name])}")
     if problems:
         raise HuggingFaceError(path, problems)
-    fqns = dict.fromkeys([*list_tensors(args), "output.weight"])
-    return HuggingFaceFolder(path, args, {fqn: found[name_in_file(fqn, args)][0] for fqn in fqns})
+    return HuggingFaceFolder(path, args, {name: found[name][0] for name in expected}, stacked)
 
 
 def count_layers(names: set[str]) -> int:
@@ -115,6 +195,13 @@ def count_layers(names: set[str]) -> int:
     inside = {f"{name}.weight" for name in THEIR_MODULES.values()}
     numbers = [name.split(".", 3)[2:] for name in names if name.startswith("model.layers.") and name.count(".") > 2]
     return 1 + max((int(n) for n, rest in numbers if n.isdecimal() and len(n) < 9 and rest in inside), default=-1)
+
+
+def count_experts(found: dict[str, tuple[Path, tuple[int, ...]]]) -> tuple[bool, int]:
+    """Return whether the experts of a layer are stacked, and how many a layer has, if they are numbered from 0."""
+    stacks = [shape[0] for name, (_, shape) in found.items() if name.endswith(STACKED["feed_forward.experts.w1"])]
+    numbers = [re.search(r"\.experts\.([0-9]{1,8})\.", name) for name in found]
+    return bool(stacks), max([*stacks, *(int(number[1]) + 1 for number in numbers if number)], default=0)
 
 
 def describe_names(kind: str, names: set[str]) -> list[str]:

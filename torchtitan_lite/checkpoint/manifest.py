@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.config.files import read_regular_file
-from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # of what is written. Format 1, which is still read, calls the fingerprint "facts"
@@ -205,16 +205,22 @@ def parse(raw: object) -> Manifest:
 def parse_model_args(manifest: Manifest) -> ModelArgs:
     """Return the ModelArgs in the fingerprint. Raises KeyError, TypeError or AttributeError if there is none."""
     raw = manifest.fingerprint["shape"]
-    scaling = raw["rope_scaling"]
+    scaling, mixture = raw["rope_scaling"], raw.get("mixture")
     kind = scaling.get("kind") if scaling else "llama3"
-    names = ("rope_scaling", "name", "kind")
-    numbers = {name: value for name, value in (raw | (scaling or {})).items() if name not in names}
+    names = ("rope_scaling", "mixture", "name", "kind", "router_scores")
+    numbers = {name: value for name, value in (raw | (scaling or {}) | (mixture or {})).items() if name not in names}
     for name, value in numbers.items():
         if not isinstance(value, int | float):
             raise TypeError(f"{name} is {value!r}, not a number")
     if kind not in ("llama3", "linear"):
         raise KeyError(f"rope_scaling of the kind {kind!r}")
-    return ModelArgs(**{**raw, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+    if mixture and mixture.get("router_scores") not in ("softmax", "sigmoid"):
+        raise KeyError(f"router_scores {mixture.get('router_scores')!r}")
+    parts = {
+        "rope_scaling": RopeScaling(**scaling) if scaling else None,
+        "mixture": MixtureArgs(**mixture) if mixture else None,
+    }
+    return ModelArgs(**(raw | parts))
 
 
 def parse_file(name: str, raw: dict) -> FileRecord:

@@ -167,6 +167,13 @@ RULES: dict[str, list[Rule]] = {
             "{ranks_of_experts} ranks hold {mixture.n_experts} experts of {model_args.dim} x {mixture.expert_ffn_dim}, "
             "and FSDP finds no dim of these that it can share out evenly",
             "Use an expert_parallel_degree, or model.dim and model.expert_ffn_dim, with which one can be"),
+        Rule("checkpoint.last_save_in_hf",
+            lambda c: c.model_args.mixture and c.checkpoint.enable and c.checkpoint.last_save_in_hf
+            and c.training.expert_bias_rate,
+            "no format of Hugging Face has a bias of experts, and training.expert_bias_rate = "
+            "{training.expert_bias_rate:g} moves it",
+            "Set training.expert_bias_rate = 0, and balance experts by training.expert_balance_loss; or set this key "
+            "to false"),
         Rule("training.seq_len", lambda c: c.training.seq_len % c.sequence_pieces,
             "it does not divide into {sequence_pieces} equal pieces (tp {tp}; cp {cp} cuts 2 x cp)",
             "Use a multiple of {sequence_pieces}"),

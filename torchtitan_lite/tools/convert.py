@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpoint.folders import check_free
-from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
+from torchtitan_lite.checkpoint.hugging_face import Export, explain_biases, write_folder
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, HuggingFaceError, explain_unwritable
-from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
+from torchtitan_lite.checkpoint.hugging_face_folder import list_biases, list_tensors
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.one_process import write_checkpoint
 from torchtitan_lite.checkpoint.state import convert_dtype
@@ -51,7 +51,9 @@ def convert(options: argparse.Namespace) -> str:
     check_out(out, to_checkpoint)
     source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
     args = source.model_args
-    if not to_checkpoint and (why := explain_unwritable(args)):
+    if not to_checkpoint and (
+        why := explain_unwritable(args) or explain_biases({fqn: source.read(fqn) for fqn in list_biases(args)})
+    ):
         raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}.")
     norm_dtype = source.read(FINAL_NORM).dtype
     dtype = options.dtype or str(norm_dtype).removeprefix("torch.")
@@ -104,9 +106,12 @@ def write_weights(
     }
     tensors = {f"model.{fqn}": (dtype, size) for fqn, size in list_tensors(source.model_args).items()}
 
+    biases = list_biases(source.model_args)
+    tensors |= {f"model.{fqn}": (torch.float32, size) for fqn, size in biases.items()}
+
     def read_converted(name: str) -> Tensor:
         fqn = name.removeprefix("model.")
-        return convert_dtype(fqn, read(fqn), dtype)
+        return source.read(fqn) if fqn in biases else convert_dtype(fqn, read(fqn), dtype)
 
     write_checkpoint(out, 0, tensors, read_converted, most_file_bytes=most_file_bytes, **about)
 

@@ -26,13 +26,14 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     read_length,
     read_published,
 )
-from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
+from torchtitan_lite.checkpoint.hugging_face_folder import list_biases, open_folder
 from torchtitan_lite.checkpoint.manifest import MANIFEST, find_steps, parse_model_args
 from torchtitan_lite.checkpoint.one_process import OpenCheckpoint, open_checkpoint
 from torchtitan_lite.config.flavors import ModelArgs, count_parameters
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.kv_cache import count_cache_bytes
+from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.step import MODELS
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # a CPU is slower in bfloat16
@@ -130,8 +131,8 @@ def find_difference(args: ModelArgs, model_class: Callable[..., nn.Module], chec
         return f"it holds {len(held)} tensors, and its {MANIFEST} calls for {args.n_layers} layers."
     with torch.device("meta"):
         model = model_class(args)
-    for fqn, parameter in model.named_parameters():
-        expected, seen = tuple(parameter.shape), held.get(f"model.{fqn}")
+    for fqn, size in {**{fqn: p.shape for fqn, p in model.named_parameters()}, **list_biases(args)}.items():
+        expected, seen = tuple(size), held.get(f"model.{fqn}")
         if seen != expected:
             problem = "is missing" if seen is None else f"has the shape {list(seen)}"
             return f"model.{fqn} {problem}, and its {MANIFEST} calls for {list(expected)}."
@@ -198,7 +199,10 @@ def build_model(source: ModelSource, device: torch.device, memory_bytes: int, ca
     model.to(dtype).to_empty(device=device).eval()
     if args.tie_embeddings:  # to_empty made two tensors of the one
         model.output.weight = model.tok_embeddings.weight
+    for _, mixture in list_mixtures(model):
+        mixture.router.reset(device)
+    biases = {fqn: model.get_buffer(fqn) for fqn in list_biases(args)}
     with torch.no_grad():
-        for fqn, parameter in model.named_parameters():
-            parameter.copy_(source.read(fqn))
+        for fqn, tensor in {**dict(model.named_parameters()), **biases}.items():
+            tensor.copy_(source.read(fqn))
     return model

@@ -1,10 +1,11 @@
-"""`verify --against-hf FOLDER`: the model file beside transformers' Llama, with the weights of FOLDER.
+"""`verify --against-hf FOLDER`: the model file beside that of transformers, with the weights of FOLDER.
 
 The other trials compare a layout with one process, and both run the same model file: an error in it is in both. Here
 the reference is the code of others.
 
     FOLDER -> our loader    -> the model file, attention and loss as the config has them  -+
-           -> transformers  -> LlamaForCausalLM, eager attention, its own loader          -+-> model_comparison.py
+           -> transformers  -> LlamaForCausalLM, MixtralForCausalLM, ...: eager attention -+-> model_comparison.py
+                               and experts, its own loader
 
 Everything in float32, in one process, on the CPU.
 
@@ -27,8 +28,8 @@ import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, take_model
-from torchtitan_lite.checkpoint.hugging_face_folder import HuggingFaceFolder, list_tensors, open_folder
+from torchtitan_lite.checkpoint.hugging_face_config import FAMILIES, HuggingFaceError, find_model_type, take_model
+from torchtitan_lite.checkpoint.hugging_face_folder import REMEDY, HuggingFaceFolder, list_tensors, open_folder
 from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import measure_cpu_memory
@@ -36,6 +37,7 @@ from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes
 from torchtitan_lite.config.reader import ConfigReading
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.head import ChunkedLoss
+from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.step import MODELS
 from torchtitan_lite.verify.certificate import Measure
 from torchtitan_lite.verify.model_comparison import FLOOR, LENGTH, N_ROUNDINGS, Comparison, compare, list_rows
@@ -61,7 +63,7 @@ def main(reading: ConfigReading, options: argparse.Namespace) -> int:
             print(json.dumps({"equal": False, "problems": [problem.for_json() for problem in error.list_first()]}))
         print(f"Nothing was compared:\n{error}", file=sys.stderr)
         return 2
-    theirs = build_theirs(transformers, folder.path)
+    theirs = build_theirs(transformers, folder)
     comparisons = []
     rows_by_batch = list_rows(folder.model_args, attention=reading.config.model.attention)
     for number, (name, rows) in enumerate(rows_by_batch.items()):
@@ -72,6 +74,7 @@ def main(reading: ConfigReading, options: argparse.Namespace) -> int:
         "model": reading.config.model.name,
         "attention": reading.config.model.attention,
         "folder": str(folder.path),
+        "reference": type(theirs).__name__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "seconds": time.monotonic() - start,
@@ -117,8 +120,7 @@ def open_matching(path: Path, config: Config) -> HuggingFaceFolder:
     try:
         folder = open_folder(path)
     except HuggingFaceError as error:
-        remedy = "Name a folder as transformers saves a Llama, with config.json and safetensors files"
-        raise ConfigError([Problem(KEY, str(path), "; ".join(error.problems), remedy)]) from None
+        raise ConfigError([Problem(KEY, str(path), "; ".join(error.problems), REMEDY)]) from None
     model = take_model(config.model, folder.model_args, str(path))
     if folder.model_args.tie_embeddings and not model.tie_embeddings:  # one gradient for two
         why, remedy = f"the model in {path} has one matrix for embedding and head", "Set model.tie_embeddings = true"
@@ -142,7 +144,8 @@ def count_bytes(args: ModelArgs, attention: str) -> int:
     in_float64 = 2 * 3 * max(sizes)  # a gradient, its reference, and their difference
     heads = args.n_heads * args.head_dim
     # Eager attention keeps its scores, before and after the softmax, and repeats keys and values for every head.
-    per_layer = 12 * args.dim + 5 * args.ffn_dim + 8 * heads + 4 * args.n_heads * LENGTH
+    ffn_dim = args.mixture.top_k * (args.mixture.expert_ffn_dim + args.dim) if args.mixture else args.ffn_dim
+    per_layer = 12 * args.dim + 5 * ffn_dim + 8 * heads + 4 * args.n_heads * LENGTH
     n_tokens = LENGTH * max(map(len, list_rows(args, attention=attention).values()))
     activations = n_tokens * (args.n_layers * per_layer + 6 * args.vocab_size)
     return FLOAT_BYTES * (3 * sum(sizes) + in_float64 + activations)
@@ -154,7 +157,7 @@ def count_bytes(args: ModelArgs, attention: str) -> int:
 def build_ours(config: Config, folder: HuggingFaceFolder) -> nn.Module:
     """Return the config's model file with the folder's weights.
 
-    Raises ConfigError where a parameter has no counterpart in a Llama, memory is short, or a weight is not finite.
+    Raises ConfigError where a parameter has no counterpart there, memory is short, or a weight is not finite.
     """
     model_class, _ = MODELS[config.model.name]
     with torch.device("meta"):
@@ -162,9 +165,10 @@ def build_ours(config: Config, folder: HuggingFaceFolder) -> nn.Module:
     seen = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
     expected = list_tensors(folder.model_args)
     if unmatched := [fqn for fqn in [*seen, *expected] if seen.get(fqn) != expected.get(fqn)]:
+        title = FAMILIES[find_model_type(folder.model_args)].title
         why = (
-            f"{len(set(unmatched))} of its parameters are not those of a Llama, {unmatched[0]} for one, so there is "
-            "nothing in transformers' Llama to compare them with"
+            f"{len(set(unmatched))} of its parameters are not those of a {title}, {unmatched[0]} for one, so there is "
+            f"nothing in transformers' {title} to compare them with"
         )
         remedy = "Compare such a model with a reference of its own, or with its parent: keep its parameters' names"
         raise ConfigError([Problem("model.name", config.model.name, why, remedy)])
@@ -172,6 +176,8 @@ def build_ours(config: Config, folder: HuggingFaceFolder) -> nn.Module:
     model.to_empty(device="cpu")
     if folder.model_args.tie_embeddings:  # to_empty made two tensors of the one
         model.output.weight = model.tok_embeddings.weight
+    for _, mixture in list_mixtures(model):
+        mixture.router.reset(torch.device("cpu"))
     load_weights(folder, dict(model.named_parameters()))
     if bad := [fqn for fqn, parameter in model.named_parameters() if not parameter.isfinite().all()]:
         why, remedy = f"{bad[0]} holds NaN or infinity, so nothing can be computed", "Name a folder with whole weights"
@@ -181,10 +187,12 @@ def build_ours(config: Config, folder: HuggingFaceFolder) -> nn.Module:
     return model
 
 
-def build_theirs(transformers: ModuleType, path: Path) -> nn.Module:
+def build_theirs(transformers: ModuleType, folder: HuggingFaceFolder) -> nn.Module:
     """Return transformers' model of the folder. Nothing is loaded from a network."""
-    return transformers.LlamaForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager", local_files_only=True, use_safetensors=True
+    family = FAMILIES[find_model_type(folder.model_args)]
+    options = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if family.experts else {})
+    return getattr(transformers, family.architecture).from_pretrained(
+        folder.path, dtype=torch.float32, local_files_only=True, use_safetensors=True, **options
     )
 
 
@@ -193,7 +201,7 @@ def build_theirs(transformers: ModuleType, path: Path) -> nn.Module:
 
 def describe(about: dict[str, object], comparisons: list[Comparison], equal: bool, *, verbose: bool) -> str:
     lines = [
-        f"{about['config']}: {about['model']} beside LlamaForCausalLM of transformers {about['transformers']}, "
+        f"{about['config']}: {about['model']} beside {about['reference']} of transformers {about['transformers']}, "
         f"both with the weights of {about['folder']}, in float32, {about['seconds']:.0f} s",
         "",
         "relative error, and the largest that is right: "
