@@ -64,7 +64,7 @@ def to_our_order(theirs: Tensor, head_dim: int) -> Tensor:
 
 
 def to_their_order(ours: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows of whole heads, (R, D) or (R,), for their q_proj and k_proj: neighbours become the halves of each head."""
+    """Reorder rows of whole heads, (R, D) or (R,), for their q_proj and k_proj: neighbours become halves of a head."""
     return ours.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -89,10 +89,8 @@ def load_weights(folder: HuggingFaceFolder, parameters: dict[str, Tensor]) -> No
             (chunk,) = parameter.__create_chunk_list__()  # what torch.distributed.checkpoint asks a tensor for
             local, offsets = parameter.to_local(), chunk.offsets
         if local.numel():
-            targets = local if local.dim() == 3 else [local]
-            for target, box in zip(
-                targets, read_boxes(folder, fqn, parameter.shape, offsets, local.shape), strict=True
-            ):
+            boxes = read_boxes(folder, fqn, parameter.shape, offsets, local.shape)
+            for target, box in zip(local if local.dim() == 3 else [local], boxes, strict=True):
                 target.copy_(box)
 
 
@@ -186,8 +184,8 @@ def explain_biases(saved: dict[str, Tensor]) -> str | None:
     if not moved:
         return None
     return (
-        f"{moved[0]} has moved from zero, and no format of Hugging Face has a bias of experts: another model would come "
-        "out. Train with training.expert_bias_rate = 0, and balance experts by training.expert_balance_loss"
+        f"{moved[0]} has moved from zero, and no format of Hugging Face has a bias of experts, so another model would "
+        "come out. Train with training.expert_bias_rate = 0, and balance experts by training.expert_balance_loss"
     )
 
 

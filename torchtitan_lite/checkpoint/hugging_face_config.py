@@ -3,9 +3,9 @@
 Llama, Mixtral, Qwen3 and Qwen3-MoE are rows of FAMILIES.
 
 transformers 5 has `rope_parameters`, which contains theta and scaling; version 4 wrote `rope_theta` and `rope_scaling`.
-Both are read. A model with a feature that ours lacks (biases, a sliding window, another activation, another kind of RoPE
-scaling, quantized weights) is refused: it would load, and compute something else. So is the export of a model for which
-no family has keys.
+Both are read. A model with a feature that ours lacks (biases, a sliding window, another activation, another kind of
+RoPE scaling, quantized weights) is refused: it would load, and compute something else. So is the export of a model for
+which no family has keys.
 
     config.json, generation_config.json   what its authors said of the model: `read_published`
       -> the run                          the first gives [model] its numbers: `take_model`

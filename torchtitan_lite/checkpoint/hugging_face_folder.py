@@ -14,8 +14,8 @@
 Modules and shapes come from config/flavors.py; only the mapping of names is here. Shapes are the same on both sides,
 but for experts. The order of the rows of wq and wk differs: hugging_face.py.
 
-Experts of a layer, E of them, D model dim, F inner width. Published folders have a matrix for each; transformers 5 holds
-stacks in memory, and `save_pretrained(..., save_original_format=False)` writes them. Both are read, the first is written.
+Experts of a layer, E of them, D model dim, F inner width. Published folders have matrices of each; transformers 5 has
+stacks in memory, which `save_pretrained(..., save_original_format=False)` writes. Both are read, the first is written.
 
     ours                        (E, D, F)    feed_forward.experts.w1
     Mixtral, of each    E times (F, D)       block_sparse_moe.experts.0.w1.weight
@@ -142,7 +142,7 @@ def their_module(module: str, args: ModelArgs, *, stacked: bool = False) -> str:
 
 
 def locate(fqn: str, shape: tuple[int, ...], args: ModelArgs, *, stacked: bool = False) -> list[Place]:
-    """Return where a parameter of this shape is: its one place, or that of each expert. A tied head is the embedding."""
+    """Return where a parameter of this shape is: in one place, or for each expert in its own. A tied head has none."""
     if fqn == "output.weight" and args.tie_embeddings:
         fqn = "tok_embeddings.weight"
     theirs = their_module(fqn.removesuffix(".weight"), args, stacked=stacked)
@@ -198,10 +198,10 @@ def count_layers(names: set[str]) -> int:
 
 
 def count_experts(found: dict[str, tuple[Path, tuple[int, ...]]]) -> tuple[bool, int]:
-    """Return whether the experts of a layer are stacked, and how many a layer has, if they are numbered from 0."""
-    stacks = [shape[0] for name, (_, shape) in found.items() if name.endswith(STACKED["feed_forward.experts.w1"])]
-    numbers = [re.search(r"\.experts\.([0-9]{1,8})\.", name) for name in found]
-    return bool(stacks), max([*stacks, *(int(number[1]) + 1 for number in numbers if number)], default=0)
+    """Return whether the experts of a layer are stacked, and how many a layer has."""
+    stacks = [shape for name, (_, shape) in found.items() if name.endswith(STACKED["feed_forward.experts.w1"])]
+    numbers = {number[1] for name in found if (number := re.search(r"\.experts\.([0-9]+)\.", name))}
+    return bool(stacks), max([len(numbers), *(shape[0] for shape in stacks if shape)])
 
 
 def describe_names(kind: str, names: set[str]) -> list[str]:

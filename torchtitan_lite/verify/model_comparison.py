@@ -262,7 +262,7 @@ def measure_errors(
     theirs.zero_grad()  # sets them to None: the only reference is here
 
     def measure(
-        forward: Forward, parameters: dict[str, Tensor], take: Callable, routers: dict[int, nn.Module]
+        forward: Forward, parameters: dict[str, Tensor], take: Callable[[str, Tensor], Tensor], routers: dict
     ) -> Errors:
         errors, routes, fqns = dict.fromkeys(parameters, inf), dict.fromkeys(scores, inf), defaultdict(list)
         for fqn, parameter in parameters.items():
