@@ -1,13 +1,14 @@
 """Hugging Face folders: transformers loads what we wrote and gives our logits; we load what it wrote and give its."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_model import FLAVORS, PLAIN, build_ours, build_theirs
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face import (
     Export,
@@ -16,6 +17,7 @@ from torchtitan_lite.checkpoint.hugging_face import (
     write_folder,
 )
 from torchtitan_lite.checkpoint.hugging_face_config import (
+    FAMILIES,
     HuggingFaceError,
     read_model_args,
     read_published,
@@ -32,6 +34,7 @@ from torchtitan_lite.data.vocabulary import Vocabulary, make_byte_vocabulary
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.tools.model_source import read_end_ids
 
+STACKED = "5, stacked"  # how save_pretrained spells a folder
 TOKENS = torch.randint(128, (2, 200), generator=torch.Generator().manual_seed(3))  # longer than original_length
 
 
@@ -71,7 +74,7 @@ def spell_as_version_4(folder: Path) -> None:
 @pytest.mark.parametrize("name", FLAVORS)
 def test_an_export_gives_our_logits_in_transformers_and_comes_back_bit_by_bit(name, tmp_path):
     ours = write_ours(FLAVORS[name], tmp_path / "ours", most_file_bytes=20_000)
-    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
     with torch.no_grad():
         expected = ours(TOKENS, positions=torch.arange(200).expand(2, -1))
         assert (theirs(TOKENS).logits - expected).abs().max() < 1e-5
@@ -96,28 +99,53 @@ def test_an_export_gives_our_logits_in_transformers_and_comes_back_bit_by_bit(na
         ("linear scaling", 4, "float32", "1GB"),
         ("head dim of its own", 4, "float16", "30KB"),
         ("one key/value head", 5, "float32", "1GB"),
+        ("Qwen3", 4, "float32", "1GB"),
+        ("Qwen3, tied", 5, "bfloat16", "30KB"),
+        ("Mixtral", 4, "float32", "1GB"),
+        ("Mixtral", 5, "bfloat16", "30KB"),
+        ("Mixtral", STACKED, "bfloat16", "30KB"),
+        ("Qwen3-MoE", 4, "float32", "30KB"),
+        ("Qwen3-MoE, a dense layer, weights as they are", 5, "float32", "1GB"),
+        ("Qwen3-MoE, a dense layer, weights as they are", STACKED, "float32", "30KB"),
+        ("Qwen3-MoE, each second layer", 5, "float16", "1GB"),
     ],
 )
 def test_we_load_what_transformers_saved_and_give_its_logits(name, version, dtype, file_size, tmp_path):
     theirs = build_theirs(FLAVORS[name], build_ours(FLAVORS[name])).to(getattr(torch, dtype))
-    theirs.save_pretrained(tmp_path, max_shard_size=file_size)
+    theirs.save_pretrained(tmp_path, max_shard_size=file_size, save_original_format=version != STACKED)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 4) == (file_size == "30KB")
     if version == 4:
         spell_as_version_4(tmp_path)
-    assert open_folder(tmp_path).model_args == FLAVORS[name]
+    folder = open_folder(tmp_path)
+    assert folder.model_args == FLAVORS[name] and folder.stacked == (version == STACKED)
     with torch.no_grad():
-        expected = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(TOKENS).logits
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(TOKENS).logits
     assert (logits_of_ours(tmp_path) - expected).abs().max() < 1e-5
+
+    # Back again: the same tensors by the same names, but for stacks, which are written as a matrix of each expert.
+    write_folder(tmp_path / "back", partial(read_tensor, folder), Export(folder.model_args, dtype))
+    if version == STACKED:
+        theirs.save_pretrained(tmp_path)
+        (tmp_path / INDEX).unlink(missing_ok=True)
+    files = [tmp_path / "model.safetensors"] if version == STACKED else set(folder.files.values())
+    expected = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == expected.keys() and all(torch.equal(back[name], expected[name]) for name in back)
 
 
 @pytest.mark.parametrize("left_out", ["num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters"])
-def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(left_out, tmp_path):
-    build_theirs(PLAIN, build_ours(PLAIN)).save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3", "qwen3_moe"])
+def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(family, left_out, tmp_path):
+    args = {"num_attention_heads": 128, "hidden_size": 256, "num_experts_per_tok": 2, "vocab_size": 128}
+    AutoConfig.for_model(family, **args, architectures=FAMILIES[family].constants["architectures"]).save_pretrained(
+        tmp_path
+    )
     edit_json(tmp_path / "config.json", **{left_out: None})
-    args, config = read_model_args(tmp_path), LlamaConfig.from_pretrained(tmp_path)
+    args, config = read_model_args(tmp_path), AutoConfig.from_pretrained(tmp_path)
     seen = (args.n_kv_heads, args.head_dim, args.norm_eps, args.rope_theta)
     theta = config.rope_parameters["rope_theta"]
-    assert seen == (config.num_key_value_heads, config.head_dim, config.rms_norm_eps, theta)
+    head_dim = getattr(config, "head_dim", None) or 2
+    assert seen == (config.num_key_value_heads, head_dim, config.rms_norm_eps, theta)
     assert args.rope_scaling is None
 
 

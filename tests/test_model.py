@@ -1,4 +1,4 @@
-"""The single-device model against transformers' Llama: logits and every parameter's gradient."""
+"""The single-device model against transformers': logits, every parameter's gradient, and routes."""
 
 from dataclasses import replace
 
@@ -6,11 +6,12 @@ import pytest
 import torch
 from their_llama import make_their_config
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.llama3 import Llama3, init_parameter, rotary_angles
+from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 PLAIN = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=128)
@@ -22,7 +23,16 @@ FLAVORS = {
     "linear scaling": replace(PLAIN, rope_scaling=RopeScaling(2.5, kind="linear")),
     "head dim of its own": replace(PLAIN, head_dim=32),
     "one key/value head": replace(PLAIN, n_kv_heads=1),
+    "Qwen3": replace(PLAIN, qk_norm=True, head_dim=24, norm_eps=1e-6),
+    "Qwen3, tied": replace(PLAIN, qk_norm=True, tie_embeddings=True),
+    "Mixtral": replace(PLAIN, ffn_dim=40, mixture=MixtureArgs(4, 2, 40)),
+    "Qwen3-MoE": replace(PLAIN, qk_norm=True, head_dim=32, mixture=MixtureArgs(8, 3, 40)),
+    "Qwen3-MoE, a dense layer, weights as they are": replace(
+        PLAIN, qk_norm=True, mixture=MixtureArgs(8, 2, 24, normalize_top_k=False, n_first_dense_layers=1)
+    ),
+    "Qwen3-MoE, each second layer": replace(PLAIN, qk_norm=True, mixture=MixtureArgs(4, 2, 24, mixture_every=2)),
 }
+MIXTURES = [name for name, args in FLAVORS.items() if args.mixture]
 
 
 def build_ours(args: ModelArgs) -> Llama3:
@@ -35,10 +45,10 @@ def build_ours(args: ModelArgs) -> Llama3:
     return model
 
 
-def build_theirs(args: ModelArgs, ours: Llama3) -> LlamaForCausalLM:
-    theirs = LlamaForCausalLM(make_their_config(args, attn_implementation="sdpa"))
-    weights = {their_name(fqn): in_their_order(fqn, tensor, args) for fqn, tensor in ours.state_dict().items()}
-    theirs.load_state_dict(weights, strict=True)
+def build_theirs(args: ModelArgs, ours: Llama3) -> PreTrainedModel:
+    options = {"experts_implementation": "eager"} if args.mixture else {}
+    theirs = AutoModelForCausalLM.from_config(make_their_config(args, attn_implementation="sdpa"), **options)
+    theirs.load_state_dict(to_theirs(ours.state_dict(), args), strict=True)
     return theirs
 
 
@@ -52,10 +62,28 @@ THEIR_NAMES = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.router": "mlp.gate",
 }
+
+
+def to_theirs(tensors: dict[str, Tensor], args: ModelArgs) -> dict[str, Tensor]:
+    """Weights or gradients as transformers' model in memory has them: experts stacked, gate above up."""
+    theirs = {}
+    for fqn, tensor in tensors.items():
+        block = f"model.layers.{fqn.split('.')[1]}.mlp.experts"
+        if fqn.endswith("experts.w1"):
+            up = tensors[fqn.replace("w1", "w3")]
+            theirs[f"{block}.gate_up_proj"] = torch.cat([tensor.mT, up.mT], dim=1)
+        elif fqn.endswith("experts.w2"):
+            theirs[f"{block}.down_proj"] = tensor.mT
+        elif not fqn.endswith(("experts.w3", "expert_bias")):
+            theirs[their_name(fqn)] = in_their_order(fqn, tensor, args)
+    return theirs
 
 
 def their_name(fqn: str) -> str:
@@ -68,7 +96,7 @@ def their_name(fqn: str) -> str:
 
 def in_their_order(fqn: str, tensor: Tensor, args: ModelArgs) -> Tensor:
     """They turn the pairs (i, i + E/2) of a head, we (2i, 2i + 1): the rows of wq and wk stand in another order."""
-    if not fqn.endswith(("wq.weight", "wk.weight")):
+    if not fqn.endswith(("wq.weight", "wk.weight", "q_norm.weight", "k_norm.weight")):
         return tensor
     return tensor.unflatten(0, (-1, args.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
@@ -92,11 +120,32 @@ def test_logits_and_gradients_are_those_of_transformers(name):
     assert loss_sum.item() / 500 == pytest.approx(their_loss.item(), rel=1e-6)
     (loss_sum / 500).backward()
     their_loss.backward()
-    their_parameters = dict(theirs.named_parameters())
-    for fqn, parameter in ours.named_parameters():
-        expected = their_parameters[their_name(fqn)].grad
-        difference = (in_their_order(fqn, parameter.grad, args) - expected).norm() / expected.norm()
-        assert difference < 2e-5, f"gradient of {fqn} is off by {difference:.1e}"
+    gradients = to_theirs({fqn: parameter.grad for fqn, parameter in ours.named_parameters()}, args)
+    assert gradients.keys() == dict(theirs.named_parameters()).keys()
+    for name, parameter in theirs.named_parameters():
+        difference = (gradients[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert difference < 1e-5, f"gradient of {name} is off by {difference:.1e}"
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_routes_and_their_weights_are_those_of_transformers(name):
+    args = FLAVORS[name]
+    ours, seen = build_ours(args), {}
+    theirs = build_theirs(args, ours)
+    tokens = torch.randint(args.vocab_size, (2, 300), generator=torch.Generator().manual_seed(2))
+    gates = {n: block.mlp.gate for n, block in enumerate(theirs.model.layers) if hasattr(block.mlp, "gate")}
+    for side, routers in (("ours", {n: m.router for n, m in list_mixtures(ours)}), ("theirs", gates)):
+        for layer, router in routers.items():
+            router.register_forward_hook(
+                lambda router, inputs, output, key=(side, layer): seen.update({key: output[-2:]})
+            )
+    with torch.no_grad():
+        ours(tokens, positions=torch.arange(300).expand(2, -1)), theirs(tokens)
+    assert len(gates) == args.n_mixture_layers and len(seen) == 2 * len(gates)
+    for layer in gates:
+        (weights, routes), (their_weights, their_routes) = seen["ours", layer], seen["theirs", layer]
+        assert torch.equal(routes.flatten(0, 1), their_routes) and routes.unique().numel() == args.mixture.n_experts
+        assert (weights.flatten(0, 1) - their_weights).abs().max() < 1e-6
 
 
 def test_positions_decide_the_rotation_not_the_place_in_the_row():

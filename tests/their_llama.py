@@ -1,12 +1,12 @@
-"""Transformers' own description of a Llama, from the sizes of ours: the oracle's side of several tests."""
+"""Transformers' own description of a model, from the sizes of ours: the oracle's side of several tests."""
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from torchtitan_lite.config.flavors import ModelArgs
 
 
-def make_their_config(args: ModelArgs, **options) -> LlamaConfig:
-    """Return the config of transformers' Llama of these sizes."""
+def make_their_config(args: ModelArgs, **options) -> PreTrainedConfig:
+    """Return the config of transformers' model of these sizes."""
     rope = {"rope_theta": args.rope_theta, "rope_type": "default"}
     if args.rope_scaling:
         numbers = vars(args.rope_scaling)
@@ -14,7 +14,19 @@ def make_their_config(args: ModelArgs, **options) -> LlamaConfig:
         if numbers["kind"] == "llama3":
             rope |= {name: numbers[name] for name in ("low_freq_factor", "high_freq_factor")}
             rope["original_max_position_embeddings"] = numbers["original_length"]
-    return LlamaConfig(
+    mixture, of_experts = args.mixture, {}
+    if mixture:
+        of_experts = {"num_experts_per_tok": mixture.top_k, "num_local_experts": mixture.n_experts}
+    if mixture and args.qk_norm:
+        of_experts |= {
+            "num_experts": of_experts.pop("num_local_experts"),
+            "moe_intermediate_size": mixture.expert_ffn_dim,
+            "norm_topk_prob": mixture.normalize_top_k,
+            "mlp_only_layers": list(range(mixture.n_first_dense_layers)),
+            "decoder_sparse_step": mixture.mixture_every,
+        }
+    kinds = {(False, False): LlamaConfig, (False, True): MixtralConfig, (True, False): Qwen3Config}
+    return kinds.get((args.qk_norm, mixture is not None), Qwen3MoeConfig)(
         vocab_size=args.vocab_size,
         hidden_size=args.dim,
         intermediate_size=args.ffn_dim,
@@ -26,5 +38,6 @@ def make_their_config(args: ModelArgs, **options) -> LlamaConfig:
         rope_parameters=rope,
         tie_word_embeddings=args.tie_embeddings,
         max_position_embeddings=131072,
+        **of_experts,
         **options,
     )

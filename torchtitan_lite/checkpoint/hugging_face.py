@@ -267,12 +267,10 @@ def write_tensors(path: Path, fqns: list[str], tensors: Iterable[Tensor], export
 
 def write_parameter(file: TensorFileWriter, fqn: str, tensors: Iterator[Tensor], export: Export) -> None:
     """Write the next tensor in the dtype and row order of their file; on return it is freed. Experts one by one."""
-    tensor, dtype = next(tensors), getattr(torch, export.dtype)
-    for place in locate(fqn, tensor.shape, export.model_args):
+    tensor, dtype, args = next(tensors), getattr(torch, export.dtype), export.model_args
+    for place in locate(fqn, tensor.shape, args):
         own = convert_dtype(fqn, tensor if place.expert is None else tensor[place.expert].t(), dtype)
-        file.write(
-            place.name, to_their_order(own, export.model_args.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else own
-        )
+        file.write(place.name, to_their_order(own, args.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else own)
 
 
 def finish_folder(out: Path, files: list[PlannedFile], export: Export) -> None:
