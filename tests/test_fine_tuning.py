@@ -15,12 +15,12 @@ from test_model import PLAIN
 from their_llama import make_their_config
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.checkpoint.manifest import read_manifest
 from torchtitan_lite.config.certificates import identify
-from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.plan.dry_run import plan_run
@@ -35,7 +35,8 @@ ODD = RopeScaling(factor=5.5, low_freq_factor=1.5, high_freq_factor=3.0, origina
 UNTIED = replace(PLAIN, vocab_size=320, head_dim=24, norm_eps=3e-5, rope_theta=20_000.0, rope_scaling=ODD)
 TEXT = "The cat sat on the mat, and the dog sat on the cat; then both of them ran into the garden. "
 PATH = "checkpoint.initial_load_path"
-TP = "--parallelism.tensor_parallel_degree=2"
+TP, EP = (f"--parallelism.{name}_parallel_degree=2" for name in ("tensor", "expert"))
+NO_BIAS = ("--training.expert_bias_rate=0", "--training.expert_balance_loss=0.01")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,14 @@ CASES = {
     "linear scaling, on dp2 x tp2": Case(
         replace(UNTIED, rope_scaling=RopeScaling(2.5, kind="linear")), shard_size="60KB", n_ranks=4, layout=(TP,)
     ),
+    "Mixtral, on dp2 with ep2": Case(
+        replace(UNTIED, ffn_dim=48, mixture=MixtureArgs(4, 2, 48)), version=4, n_ranks=2, layout=(EP, *NO_BIAS)
+    ),
+    "Qwen3-MoE, published in bfloat16": Case(
+        replace(UNTIED, qk_norm=True, mixture=MixtureArgs(6, 2, 24, n_first_dense_layers=1)),
+        dtype="bfloat16",
+        layout=NO_BIAS,
+    ),
 }
 
 
@@ -68,7 +77,8 @@ def publish(folder: Path, case: Case) -> Path:
     tokenizer.train_from_iterator([TEXT, "def read(self):\n    return self.lines\n", *map(str, range(1000))], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
     torch.manual_seed(1)
-    theirs = LlamaForCausalLM(make_their_config(case.args, bos_token_id=0, eos_token_id=[1, 2], initializer_range=0.05))
+    config = make_their_config(case.args, bos_token_id=0, eos_token_id=[1, 2], initializer_range=0.05)
+    theirs = AutoModelForCausalLM.from_config(config)
     theirs.generation_config = GenerationConfig(
         bos_token_id=0, eos_token_id=[1, 2], do_sample=True, temperature=0.6, top_p=0.9
     )
@@ -113,7 +123,7 @@ def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(name, poo
     (tmp_path / "tokenizer").mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.move(source / file, tmp_path / "tokenizer" / file)
-    before = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+    before = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
     shutil.rmtree(source)
     keys += [f"--model.hf_assets_path={tmp_path / 'tokenizer'}", "--training.steps=6", "--checkpoint.last_save_in_hf"]
     assert pool.run(warm_start.start, case.n_ranks, keys) == statuses
@@ -127,7 +137,7 @@ def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(name, poo
         assert read_json(folder, "generation_config.json") == generation_config
 
     ours = build_model(open_source(step_6, tokenizer=None, verify=True), torch.device("cpu"), 2**30, 0)
-    theirs = LlamaForCausalLM.from_pretrained(out)
+    theirs = AutoModelForCausalLM.from_pretrained(out)
     after = theirs.state_dict()
     assert theirs.dtype == torch.float32 and after.keys() == before.keys()
     assert all((after[name] - before[name]).abs().max() > 1e-4 for name in after)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.files import read_json_object
-from torchtitan_lite.config.flavors import AUTO, ROPE_KEYS, MixtureArgs, ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import AUTO, AUTO_WITH_EXPERTS, ROPE_KEYS, MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem, show_text
 from torchtitan_lite.config.reader import KEYS
@@ -372,7 +372,8 @@ def take_model(model: Model, theirs: ModelArgs, source: str) -> Model:
             problems.append(Problem(f"model.{key}", value, f"{wrong.why}, and {source} has it", wrong.remedy))
     if problems:
         raise ConfigError(problems)
-    return replace(model, **{**expected, **of_flavor, **given})
+    flavor = AUTO_WITH_EXPERTS if theirs.mixture and model.flavor == AUTO else model.flavor
+    return replace(model, **{**expected, **of_flavor, **given}, flavor=flavor)
 
 
 def list_numbers(args: ModelArgs) -> dict[str, Any]:

@@ -128,6 +128,7 @@ FLAVORS = {
 }
 AUTO = "auto"  # the model of the Hugging Face folder that the run starts from (run_config.py), else:
 FLAVORS[AUTO] = FLAVORS["debug"]
+AUTO_WITH_EXPERTS = "debug_moe"  # stands for AUTO where that model has experts: each of its numbers is then given
 
 
 @dataclass(frozen=True)

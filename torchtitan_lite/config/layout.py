@@ -14,7 +14,7 @@ from math import prod
 
 from torchtitan_lite.config.case import Case, stage_of_reshard
 from torchtitan_lite.config.checks import find_problems, find_refused
-from torchtitan_lite.config.flavors import AUTO, FLAVORS, ROPE_KEYS, MixtureArgs, ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import FLAVORS, ROPE_KEYS, MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import Stages, check_microbatches, place_stages, plan_stages
 from torchtitan_lite.config.schema import Config, Model, Parallelism
@@ -36,12 +36,7 @@ def resolve_model(model: Model) -> ModelArgs:
     if scaling:
         numbers = {name: value for name, key in ROPE_KEYS.items() if (value := getattr(model, key)) is not None}
         scaling = replace(scaling, **numbers)
-    numbers = find_mixture_keys(model)
-    if row.mixture:
-        mixture = replace(row.mixture, **numbers)
-    else:  # the numbers may be those of a Hugging Face folder
-        is_whole = model.flavor == AUTO and {"n_experts", "top_k", "expert_ffn_dim"} <= numbers.keys()
-        mixture = MixtureArgs(**numbers) if is_whole else None
+    mixture = row.mixture and replace(row.mixture, **find_mixture_keys(model))
     args = replace(row, **given, rope_scaling=scaling, mixture=mixture)
     if model.head_dim is None and (model.dim or model.n_heads):
         args = replace(args, head_dim=args.dim // args.n_heads)

@@ -112,7 +112,7 @@ class Model:
     converters: list[Literal["float8", "quantize.linear.float8"]] = field(default_factory=list)
     tie_embeddings: bool | None = None  # new: one matrix for tok_embeddings and output
     qk_norm: bool | None = None  # new: an RMSNorm of each query and key head, as Qwen3 has it
-    # of flavors and Hugging Face folders with experts only, see model/moe.py
+    # of flavors with experts only, see model/moe.py
     n_experts: Experts | None = None  # new: of a layer
     top_k: Experts | None = None  # new: experts of a token
     expert_ffn_dim: Width | None = None  # new: inner width of one expert
