@@ -1,4 +1,4 @@
-"""`verify --against-hf`: a right model file is equal to transformers' Llama; the fault of a broken one is named."""
+"""`verify --against-hf`: a right model file is equal to transformers' model; the fault of a broken one is named."""
 
 import json
 import shutil
@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 from their_llama import make_their_config
 from torch import nn
 
-from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
+from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
 from torchtitan_lite.config.flavors import RopeScaling
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.model import attention as attentions
-from torchtitan_lite.model import head, llama3
+from torchtitan_lite.model import head, llama3, moe
 from torchtitan_lite.step import MODELS
 from torchtitan_lite.verify import against_hf, model_comparison
 from torchtitan_lite.verify import command as tool
@@ -37,12 +37,18 @@ SMALL = ["--config", "debug", "--model.dim", "64", "--model.n_layers", "2", "--m
 SMALL += ["--model.head_dim", "16", "--model.ffn_dim", "96"]
 SCALED, TIED = ["--model.rope_scaling", "llama3"], ["--model.tie_embeddings", "true"]
 DOCUMENTS = ["--model.attention", "document"]
+QWEN = ["--model.qk_norm", "true", "--model.norm_eps", "1e-6"]
+MIXTURE = ["--model.flavor", "debug_moe", "--model.expert_ffn_dim", "96"]
+SECOND_LAYER = ["--model.n_first_dense_layers", "1", "--model.normalize_top_k", "false"]
 EQUAL = {
     "as it is": [],
     "tied, scaled RoPE": [*SCALED, *TIED],
     "documents": DOCUMENTS,
     "the loss of all logits, one key/value head": ["--training.loss_chunk_tokens", "0", "--model.n_kv_heads", "1"],
     "a key/value head for each head, of another size": ["--model.n_kv_heads", "4", "--model.head_dim", "40"],
+    "Mixtral": [*MIXTURE, *DOCUMENTS],
+    "Qwen3": [*QWEN, *TIED],
+    "Qwen3-MoE": [*MIXTURE, *QWEN, *SECOND_LAYER, "--model.top_k", "3"],
     "another theta and epsilon": ["--model.rope_theta", "10000", "--model.norm_eps", "1e-6"],
 }
 
@@ -52,9 +58,9 @@ def read_args(args: list[str]):
 
 
 def save_theirs(folder: Path, args: list[str], *, sharpness=1.0, embedding=1.0, dtype=torch.float32) -> Path:
-    """A Llama that transformers itself initializes, of the sizes of these arguments, as transformers saves it."""
+    """A model that transformers itself initializes, of the sizes of these arguments, as transformers saves it."""
     torch.manual_seed(1)
-    model = transformers.LlamaForCausalLM(make_their_config(read_args(args)))
+    model = transformers.AutoModelForCausalLM.from_config(make_their_config(read_args(args)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms of 1 would hide a norm that is left out
@@ -108,11 +114,12 @@ def test_the_model_file_is_equal_to_transformers(name, folder_of, capsys):
     for batch in said["batches"].values():
         assert batch["first_to_differ"] is None
         assert all(measure["right"] for measure in [*batch["measures"], *batch["gradients"].values()])
-        tied = "--model.tie_embeddings" in args
-        assert len(batch["gradients"]) == 3 + 9 * 2 - tied  # every parameter, a tied matrix once
+        assert batch["gradients"].keys() == list_tensors(read_args(args)).keys()  # every parameter, a tied matrix once
     near, far = said["batches"]["near"], said["batches"]["far"]
     assert max(measure["error"] for measure in near["gradients"].values()) < 5e-6
-    assert len(near["measures"]) == (4 if "--model.attention" in args else 3) and len(far["measures"]) == 3
+    n_routed = read_args(args).n_mixture_layers  # the routes of a layer are another measure
+    assert len(near["measures"]) == (4 if "--model.attention" in args else 3) + n_routed
+    assert len(far["measures"]) == 3 + n_routed
     said_of_far = " ".join(measure["of"] for measure in far["measures"])
     assert ("0 to 16383" if "--model.rope_scaling" in args else "0 to 8191") in said_of_far
 
@@ -242,6 +249,33 @@ def gate_and_up_exchanged(forward, self, x):
 @in_place_of(llama3.FeedForward, "forward", BACKWARD)
 def no_gradient_through_the_gate(forward, self, x):
     return self.w2(F.silu(self.w1(x)).detach() * self.w3(x))
+
+
+@in_place_of(llama3.Attention, "forward", "the input of layers.0.attention.q_norm, *token 1 of row 0*", QWEN)
+def norm_of_heads_after_the_rotation(forward, self, x, rotation, doc_ids):
+    query, key, value = (
+        projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for projection in (self.wq, self.wk, self.wv)
+    )
+    query, key = self.q_norm(llama3.rotate(query, rotation)), self.k_norm(llama3.rotate(key, rotation))
+    return self.wo(self.inner(query, key, value, doc_ids).transpose(1, 2).flatten(2))
+
+
+@in_place_of(moe.Router, "route", "the output of layers.0.feed_forward.router, *token 0 of row 0 *", MIXTURE)
+def sigmoid_instead_of_softmax(route, self, x, weight, routes):
+    self.args = replace(self.args, router_scores="sigmoid")
+    return route(self, x, weight, routes)
+
+
+@in_place_of(moe.Router, "choose", "the routes of layers.0.feed_forward.router", MIXTURE)
+def the_second_best_expert_passed_over(choose, self, scores):
+    return scores.topk(self.args.top_k + 1, dim=-1).indices[..., [0, 2]]
+
+
+@in_place_of(moe.MixtureOfExperts, "forward", "the output of layers.0.feed_forward, *", MIXTURE)
+def weights_for_the_next_token(forward, self, x, routes=None):
+    weights, routes = self.router(x, routes)
+    with patch.object(self.router, "forward", lambda *_: (weights.roll(1, dims=1), routes)):
+        return forward(self, x, routes)
 
 
 @in_place_of(head.ChunkedLoss, "differentiate", BACKWARD)

@@ -222,19 +222,22 @@ def compare(name: str, ours: nn.Module, theirs: nn.Module, rows: list[Row], seed
         batch = replace(batch, routes=routes)
     seen, rounding = measure_errors(ours, theirs, batch, scores)
     gradients = {fqn: judge(fqn, error, rounding.gradients[fqn], name) for fqn, error in seen.gradients.items()}
+    routes = {
+        layer: judge(f"routes, {name} layer {layer}", error, rounding.routes[layer], "scores of the chosen experts")
+        for layer, error in seen.routes.items()
+    }
     measures = [
         *(
             judge(f"logits, {name} row {number}", seen.logits[number], rounding.logits[number], row.what)
             for number, row in enumerate(rows)
         ),
         judge(f"loss, {name}", seen.loss, rounding.loss, "mean of all counted tokens"),
-        *(
-            judge(f"routes, {name} layer {layer}", error, rounding.routes[layer], "the chosen experts")
-            for layer, error in seen.routes.items()
-        ),
+        *routes.values(),
     ]
     right = all(measure.is_right for measure in [*measures, *gradients.values()])
-    return Comparison(name, measures, gradients, "" if right else find_first(ours, theirs, batch))
+    otherwise = [f"the routes of layers.{layer}.feed_forward.router" for layer in routes if not routes[layer].is_right]
+    otherwise.append("no module's output differs, only the loss or the backward")
+    return Comparison(name, measures, gradients, "" if right else find_first(ours, theirs, batch) or otherwise[0])
 
 
 def measure_errors(
@@ -314,7 +317,7 @@ def judge(what: str, error: float, rounding: float, of: str, *, floor: float = F
 Seen = dict[str, tuple[Tensor, Tensor]]  # module by our name, in the order of the forward -> its input and its output
 
 
-def find_first(ours: nn.Module, theirs: nn.Module, batch: Batch) -> str:
+def find_first(ours: nn.Module, theirs: nn.Module, batch: Batch) -> str | None:
     """Return the first module with weights whose input or output is beyond its bound."""
     args = ours.model_args
     # Experts get other rows in each of the models: the whole feed-forward is compared instead.
@@ -340,7 +343,7 @@ def find_first(ours: nn.Module, theirs: nn.Module, batch: Batch) -> str:
             if not measure.is_right:
                 place = describe_first_token(own, right, measure.bound, batch)
                 return f"the {side} of {name}, off by {measure.error:.1e} {place}"
-    return "no module's output differs, only the loss or the backward"
+    return None
 
 
 def watch(modules: dict[str, nn.Module], forward: Forward, batch: Batch) -> Seen:
