@@ -251,7 +251,7 @@ def no_gradient_through_the_gate(forward, self, x):
     return self.w2(F.silu(self.w1(x)).detach() * self.w3(x))
 
 
-@in_place_of(llama3.Attention, "forward", "the input of layers.0.attention.q_norm, *token 1 of row 0*", QWEN)
+@in_place_of(llama3.Attention, "forward", "the input of layers.0.attention.q_norm, *", QWEN)
 def norm_of_heads_after_the_rotation(forward, self, x, rotation, doc_ids):
     query, key, value = (
         projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for projection in (self.wq, self.wk, self.wv)
