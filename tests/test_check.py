@@ -191,6 +191,7 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{SPLIT} --activation_checkpoint.mode=selective", "activation_checkpoint.selective_ac_option"),
     (f"{SPLIT} --activation_checkpoint.mode=none --compile.enable --compile.backend=aot_eager", "compile.enable"),
     (f"{CP}=2 --{METHOD}=ring --model.attention=document", METHOD),
+    ("--model.flavor=debug_moe --checkpoint.enable --checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf"),
     # run
     ("--activation_checkpoint.selective_ac_option=ops", "activation_checkpoint.selective_ac_option"),
     ("--activation_checkpoint.selective_ac_option=0", "activation_checkpoint.selective_ac_option"),

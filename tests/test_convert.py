@@ -1,7 +1,7 @@
 """convert: checkpoints to Hugging Face folders and back, bit by bit, one tensor at a time."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,10 @@ from checkpoints import PeakBytes, flip_bit, limit_files, list_differing, read_t
 from safetensors.torch import load_file, save_file
 from test_hugging_face import edit_json
 from test_model import FLAVORS, PLAIN, build_ours, build_theirs
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
-from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
+from torchtitan_lite.checkpoint.hugging_face_folder import list_biases, list_tensors
 from torchtitan_lite.checkpoint.manifest import read_manifest
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.reader import REPOSITORY
@@ -28,9 +28,12 @@ def with_room_for_bytes(shape: ModelArgs, **changes) -> ModelArgs:
     return ModelArgs(**{**vars(shape), "vocab_size": 258, **changes})
 
 
-def save_ours(folder: Path, shape: ModelArgs, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """A checkpoint of weights. Returns them."""
+def save_ours(
+    folder: Path, shape: ModelArgs, dtype: torch.dtype = torch.float32, bias: float = 0.0
+) -> dict[str, torch.Tensor]:
+    """A checkpoint of weights, and of biases of experts. Returns them."""
     weights = {f"model.{fqn}": p.detach().to(dtype) for fqn, p in build_ours(shape).named_parameters()}
+    weights |= {f"model.{fqn}": torch.full(size, float(bias)) for fqn, size in list_biases(shape).items()}
     fingerprint = {"shape": asdict(shape), "tokenizer": make_byte_vocabulary().identity}
     run = {"config": {"model": {"name": "llama3", "hf_assets_path": "bytes"}, "training": {"seq_len": 64}}}
     write_tensors(folder, weights, step=7, fingerprint=fingerprint, run=run)
@@ -47,13 +50,13 @@ def run(*arguments: object) -> int:
     return convert.main([str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("name", ["Llama 3.1, scaled RoPE", "Llama 3.2, tied"])
+@pytest.mark.parametrize("name", ["Llama 3.1, scaled RoPE", "Llama 3.2, tied", "Mixtral", "Qwen3-MoE", "Qwen3, tied"])
 def test_a_checkpoint_becomes_a_folder_that_gives_our_logits_and_comes_back_bit_by_bit(name, tmp_path):
     args = with_room_for_bytes(FLAVORS[name])
     weights = save_ours(tmp_path / "step-7", args)
     assert run(tmp_path / "step-7", tmp_path / "hf", "--file-gb", "1e-4") == 0
     tokens = torch.arange(200)[None] % 258
-    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     with torch.no_grad():
         difference = theirs(tokens).logits - build_ours(args)(tokens, positions=torch.arange(200)[None])
     assert difference.abs().max() < 1e-5
@@ -154,6 +157,33 @@ def test_a_wrong_source_or_tokenizer_is_refused(ours, theirs, tmp_path, assert_r
 def test_a_shape_that_transformers_refuses_is_not_exported(tmp_path, assert_refused):
     save_ours(tmp_path / "step-7", with_room_for_bytes(PLAIN, n_heads=6, n_kv_heads=2))
     assert_refused(tmp_path / "step-7", tmp_path / "out", named="multiple of 6")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "bias", "named"),
+    [
+        ("Mixtral", {}, 0.25, "layers.0.feed_forward.router.expert_bias has moved from zero"),
+        ("Mixtral", {"router_scores": "sigmoid"}, 0.0, "model.router_scores = sigmoid, and transformers' Mixtral has"),
+        (
+            "Mixtral",
+            {"n_first_dense_layers": 1},
+            0.0,
+            "model.n_first_dense_layers = 1, and transformers' Mixtral has 0",
+        ),
+        (
+            "Mixtral",
+            {"normalize_top_k": False},
+            0.0,
+            "model.normalize_top_k = false, and transformers' Mixtral has true",
+        ),
+        ("Mixtral", {"mixture_every": 2}, 0.0, "model.mixture_every = 2, and transformers' Mixtral has 1"),
+        ("Qwen3-MoE", {"n_shared_experts": 1}, 0.0, "model.n_shared_experts = 1, and transformers' Qwen3Moe has 0"),
+    ],
+)
+def test_a_mixture_that_no_family_has_is_not_exported(name, changes, bias, named, tmp_path, assert_refused):
+    shape = with_room_for_bytes(FLAVORS[name], mixture=replace(FLAVORS[name].mixture, **changes))
+    save_ours(tmp_path / "step-7", shape, bias=bias)
+    assert_refused(tmp_path / "step-7", tmp_path / "out", named=named)
 
 
 def test_weights_of_several_types_ask_for_one(theirs, tmp_path, capsys):
