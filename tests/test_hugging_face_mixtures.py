@@ -30,7 +30,7 @@ from torchtitan_lite.model.llama3 import Llama3
 
 EP = "parallelism.expert_parallel_degree"
 SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "head_dim": 24, "vocab_size": 64}
-MIXTURE = {"n_experts": 8, "top_k": 2, "expert_ffn_dim": 96}
+MIXTURE = {"n_experts": 8, "top_k": 2, "expert_ffn_dim": 128}
 KEYS = {f"model.{key}": value for key, value in (SIZES | MIXTURE).items()} | {"model.flavor": "debug_moe"}
 OF_QWEN = {"model.qk_norm": True, "model.ffn_dim": 48, "model.n_first_dense_layers": 1, "model.norm_eps": 1e-6}
 LAYOUTS = {  # ranks, overrides
@@ -213,8 +213,7 @@ def test_a_folder_with_experts_is_loaded_and_written_on_any_layout_bit_by_bit(po
     assert loaded.keys() == list_tensors(args).keys()
     assert [fqn for fqn in loaded if not torch.equal(loaded[fqn], read_tensor(folder, fqn))] == []
     for _, n_bytes, said in results:
-        # Two of their tensors are mapped, the one before and the next; no memory is allocated, least of all for a stack.
-        assert n_bytes <= 2 * largest
+        assert n_bytes <= largest  # one of their tensors is mapped; no memory is allocated, least of all for a stack
         assert "expert_bias has moved from zero" in said and "training.expert_bias_rate = 0" in said
     write_folder(tmp_path / "expected", partial(read_tensor, folder), Export(args, "float32"))
     expected, out = load_file(tmp_path / "expected" / "model.safetensors"), {}

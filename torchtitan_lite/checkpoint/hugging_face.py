@@ -90,8 +90,8 @@ def load_weights(folder: HuggingFaceFolder, parameters: dict[str, Tensor]) -> No
             local, offsets = parameter.to_local(), chunk.offsets
         if local.numel():
             boxes = read_boxes(folder, fqn, parameter.shape, offsets, local.shape)
-            for target, box in zip(local if local.dim() == 3 else [local], boxes, strict=True):
-                target.copy_(box)
+            for target in local if local.dim() == 3 else [local]:
+                target.copy_(next(boxes))  # no variable: one of their tensors is mapped at a time
 
 
 def read_boxes(
