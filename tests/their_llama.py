@@ -14,10 +14,12 @@ def make_their_config(args: ModelArgs, **options) -> PreTrainedConfig:
         if numbers["kind"] == "llama3":
             rope |= {name: numbers[name] for name in ("low_freq_factor", "high_freq_factor")}
             rope["original_max_position_embeddings"] = numbers["original_length"]
-    mixture, of_experts = args.mixture, {}
+    mixture, of_experts, width = args.mixture, {}, args.ffn_dim
     if mixture:
         of_experts = {"num_experts_per_tok": mixture.top_k, "num_local_experts": mixture.n_experts}
+        width = mixture.expert_ffn_dim
     if mixture and args.qk_norm:
+        width = args.ffn_dim
         of_experts |= {
             "num_experts": of_experts.pop("num_local_experts"),
             "moe_intermediate_size": mixture.expert_ffn_dim,
@@ -29,7 +31,7 @@ def make_their_config(args: ModelArgs, **options) -> PreTrainedConfig:
     return kinds.get((args.qk_norm, mixture is not None), Qwen3MoeConfig)(
         vocab_size=args.vocab_size,
         hidden_size=args.dim,
-        intermediate_size=args.ffn_dim,
+        intermediate_size=width,
         num_hidden_layers=args.n_layers,
         num_attention_heads=args.n_heads,
         num_key_value_heads=args.n_kv_heads,
