@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.config.files import read_regular_file
-from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # of what is written. Format 1, which is still read, calls the fingerprint "facts"
@@ -190,6 +190,8 @@ def parse(raw: object) -> Manifest:
             shape.setdefault("name", "llama3")  # which format 1 left out
         if isinstance(scaling := shape.get("rope_scaling"), dict):
             scaling.setdefault("kind", "llama3")  # the only one before 2026-11-24
+        shape.setdefault("qk_norm", False)  # not there before 2026-11-24
+        shape.setdefault("mixture", None)
     files = {name: parse_file(name, record) for name, record in raw["files"].items()}
     tensors = {name: parse_tensor(name, record) for name, record in raw["tensors"].items()}
     n_bytes = dict.fromkeys(files, 0)
@@ -205,16 +207,20 @@ def parse(raw: object) -> Manifest:
 def parse_model_args(manifest: Manifest) -> ModelArgs:
     """Return the ModelArgs in the fingerprint. Raises KeyError, TypeError or AttributeError if there is none."""
     raw = manifest.fingerprint["shape"]
-    scaling = raw["rope_scaling"]
-    kind = scaling.get("kind") if scaling else "llama3"
-    names = ("rope_scaling", "name", "kind")
-    numbers = {name: value for name, value in (raw | (scaling or {})).items() if name not in names}
-    for name, value in numbers.items():
-        if not isinstance(value, int | float):
+    scaling, mixture = raw["rope_scaling"], raw["mixture"]
+    kinds = {"kind": ("llama3", "linear"), "router_scores": ("softmax", "sigmoid")}
+    for name, value in (raw | (scaling or {}) | (mixture or {})).items():
+        if name in kinds and value not in kinds[name]:
+            raise KeyError(f"{name} is {value!r}")
+        if name not in ("rope_scaling", "mixture", "name", *kinds) and not isinstance(value, int | float):
             raise TypeError(f"{name} is {value!r}, not a number")
-    if kind not in ("llama3", "linear"):
-        raise KeyError(f"rope_scaling of the kind {kind!r}")
-    return ModelArgs(**{**raw, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+    return ModelArgs(
+        **{
+            **raw,
+            "rope_scaling": RopeScaling(**scaling) if scaling else None,
+            "mixture": MixtureArgs(**mixture) if mixture else None,
+        }
+    )
 
 
 def parse_file(name: str, raw: dict) -> FileRecord:

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.one_process import write_checkpoint
 from torchtitan_lite.checkpoint.state import convert_dtype
 from torchtitan_lite.config.command_lines import make_convert_parser
-from torchtitan_lite.config.flavors import count_parameters
+from torchtitan_lite.config.flavors import count_parameters, list_expert_biases
 from torchtitan_lite.data.tokenizer_files import describe_for_export
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 from torchtitan_lite.tools.prepare import Progress
@@ -103,12 +103,15 @@ def write_weights(
         "run": {"config": config, "converted_from": str(source.path.absolute()), IN_MANIFEST: source.published},
     }
     tensors = {f"model.{fqn}": (dtype, size) for fqn, size in list_tensors(source.model_args).items()}
+    biases = {f"model.{fqn}": (torch.float32, size) for fqn, size in list_expert_biases(source.model_args).items()}
 
     def read_converted(name: str) -> Tensor:
+        if name in biases:  # Hugging Face's models of these families have none
+            return torch.zeros(biases[name][1])
         fqn = name.removeprefix("model.")
         return convert_dtype(fqn, read(fqn), dtype)
 
-    write_checkpoint(out, 0, tensors, read_converted, most_file_bytes=most_file_bytes, **about)
+    write_checkpoint(out, 0, tensors | biases, read_converted, most_file_bytes=most_file_bytes, **about)
 
 
 def describe(options: argparse.Namespace, source: ModelSource, dtype: str, *, seconds: float) -> str:
