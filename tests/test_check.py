@@ -193,7 +193,10 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{SPLIT} --activation_checkpoint.mode=none --compile.enable --compile.backend=aot_eager", "compile.enable"),
     (f"{CP}=2 --{METHOD}=ring --model.attention=document", METHOD),
     # experts
-    ("--model.n_experts=8", "model.n_experts"),
+    ("--model.n_experts=8 --model.top_k=2 --model.expert_ffn_dim=8 --model.n_shared_experts=1 "
+     "--model.router_scores=sigmoid --model.normalize_top_k --model.n_first_dense_layers=1 --model.mixture_every=2",
+     "model.n_experts model.top_k model.expert_ffn_dim model.n_shared_experts model.router_scores "
+     "model.normalize_top_k model.n_first_dense_layers model.mixture_every"),
     (f"--{EP}=2", EP),
     (f"{MOE} --model.top_k=9", "model.top_k"),
     (f"{MOE} --model.n_first_dense_layers=4", "model.n_experts"),
