@@ -6,22 +6,25 @@ import compare
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import list_differing, load_and_train, merge_states, train_and_save
+from checkpoints import list_differing, load_and_train, merge_states, train, train_and_save
 from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, PP, SCHEDULE, TP, TWO_LAYERS
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_metrics import STEP, VALIDATION, make_writer, read_lines
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components import expert_balance, metrics
 from torchtitan_lite.components.expert_balance import CollapseWatch, describe_load
 from torchtitan_lite.components.log import ESCAPE_CODE
-from torchtitan_lite.config.flavors import MixtureArgs
+from torchtitan_lite.config.flavors import MixtureArgs, count_flops_per_token
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.schema import Checkpoint, Model
-from torchtitan_lite.model.llama3 import Llama3
+from torchtitan_lite.config.schema import Checkpoint, Metrics, Model
+from torchtitan_lite.model.kv_cache import CachedModel
+from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.model.moe import MixtureOfExperts, list_mixtures, multiply_groups
 
-RATE = "training.expert_bias_rate"
+RATE, IMPLEMENTATION = "training.expert_bias_rate", "optimizer.implementation"
 MOE = {"model.flavor": "debug_moe", "model.expert_ffn_dim": 48, "model.head_dim": 8}
 TOKENS = compare.GLOBAL_BATCH_SIZE * compare.SEQ_LEN
 
@@ -203,8 +206,10 @@ def test_a_logged_step_has_a_line_on_its_load_and_three_numbers(tmp_path, monkey
     load = describe_load(make_loads([[0] * 4, [16, 8, 8, 0], [8, 8, 8, 8]], entropy=16 * 1.25), top_k=2)
     assert (load.max_over_mean, load.layer, load.dead_share, load.router_entropy) == (2.0, 1, 0.125, 1.25)
     assert load.picture.splitlines()[1:] == ["layer   1   2.00  █▄▄ ", "layer   2   1.00  ▄▄▄▄"]
-    writer = make_writer(tmp_path)
+    writer = make_writer(tmp_path, Metrics(enable_tensorboard=True))
     writer.write(10, **(STEP | {"validation": VALIDATION, "experts": load}))
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert b"layer   1   2.00" in events.Tensors("expert_loads/text_summary")[0].tensor_proto.string_val[0]
     assert lines[2] == "step   10/2000  expert load 2.00 of mean  12.5% dead  router entropy 1.250 nats"
     (line,) = read_lines(tmp_path)
     assert (line["expert_max_over_mean"], line["expert_dead_share"], line["router_entropy"]) == (2.0, 0.125, 1.25)
@@ -220,3 +225,52 @@ def test_a_load_that_stays_on_one_expert_is_warned_of_once_with_layer_and_keys(m
     (warning,) = warnings
     assert warning.startswith("step 6: an expert of layer 1 gets 4.0 times the mean load")
     assert "training.expert_bias_rate" in warning and "training.expert_balance_loss" in warning
+
+
+# ---------------------------------------------------------------- with the rest of the trainer
+
+
+def step_with(rank: int, world_size: int, overrides: dict) -> dict[str, Tensor]:
+    """Worker: this rank's slices of the weights after two steps."""
+    run = compare.build_table_run(world_size, {**MOE, **TWO_LAYERS, **overrides})
+    train(run, range(2))
+    return {fqn: compare.local(parameter).detach().clone() for fqn, parameter in run.parameters.items()}
+
+
+OPTIMIZERS = {"foreach": {IMPLEMENTATION: "foreach"}, "SGD": {"optimizer.name": "SGD", IMPLEMENTATION: "foreach"}}
+OPTIMIZERS |= {"fused": {IMPLEMENTATION: "fused"}, "bf16 moments": {"optimizer.moments_dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_steps_the_parameters_of_both_meshes(pool, name):
+    keys = {**ADAMW, TP: 2, EP: 4, **OPTIMIZERS[name]}
+    moved = pool.run(step_with, 4, keys)
+    one_by_one = pool.run(step_with, 4, {**keys, "optimizer.moments_dtype": "float32", IMPLEMENTATION: "for-loop"})
+    tolerance = 0.02 if name == "bf16 moments" else 1e-6
+    for rank, expected in zip(moved, one_by_one, strict=True):
+        assert rank.keys() == expected.keys()
+        assert all(compare.relative_error(rank[fqn], expected[fqn]) < tolerance for fqn in rank)
+
+
+def test_a_cache_gives_the_logits_of_the_whole_text():
+    torch.manual_seed(0)
+    args = resolve_model(Model(flavor="debug_moe", n_layers=2, qk_norm=True, n_shared_experts=1))
+    model, tokens = Llama3(args), torch.randint(args.vocab_size, (9,)).tolist()
+    for fqn, parameter in model.named_parameters():
+        init_parameter(fqn, parameter.data, args, torch.Generator().manual_seed(len(fqn)))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens]), positions=torch.arange(9)[None])[0, -1]
+    cached = CachedModel(model, capacity=16)
+    cached.read(tokens[:6])
+    assert compare.relative_error([cached.read([token]) for token in tokens[6:]][-1], expected) < 1e-5
+
+
+def test_flops_are_those_of_the_experts_that_a_token_is_routed_to(monkeypatch):
+    monkeypatch.delattr(F, "grouped_mm")  # torch's counter does not know it
+    args = resolve_model(Model(flavor="debug_moe", n_layers=2, n_shared_experts=1))
+    model = Llama3(args)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 64, dtype=torch.int64), positions=torch.arange(64)[None])
+    counted = count_flops_per_token(args, 64)
+    attention = 4 * args.n_layers * args.n_heads * args.head_dim * 64  # which the counter has, or not, by kernel
+    assert 3 * counter.get_total_flops() / 64 in (counted.full, counted.full - 3 * attention)
