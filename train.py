@@ -36,6 +36,7 @@ from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver, choose_tensors, describe_run, is_saved
 from torchtitan_lite.checkpoint.storage import raise_on_all_ranks
 from torchtitan_lite.components.diagnosis import find_non_finite
+from torchtitan_lite.components.expert_balance import CollapseWatch
 from torchtitan_lite.components.log import Progress, log_rank_on_error, start_logging
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, read_peak_memory
 from torchtitan_lite.components.profiling import profile_steps, warn_on_recompile
@@ -179,6 +180,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
             settings=asdict(config),
         )
     texts = {"config": dump_config_toml(config), "data": about_data}  # for the first line that is logged
+    collapse_watch = CollapseWatch(model_args.mixture) if model_args.mixture else None
     progress = Progress(rank, n_steps, stream=sys.stdout)
     status = 1
     batches = prefetch(stream, rows, steps=range(resumed_step, n_steps), device=device)
@@ -221,6 +223,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
             if writer and (validation or step % config.metrics.log_freq == 0 or step in (resumed_step + 1, n_steps)):
                 check_still_held(lock)
                 saver.notice_loss()
+                load = collapse_watch.read(step, result.expert_loads) if collapse_watch else None
                 writer.write(
                     step,
                     loss=result.loss.item(),
@@ -231,6 +234,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
                     validation=validation,
                     ledger=ledger.take(),
                     texts=texts | ledger.take_pictures(),
+                    experts=load,
                 )
                 texts = {}
             saver.check()  # raises an error of an earlier save

@@ -25,7 +25,7 @@ from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.checkpoint.state import name_tensors
 from torchtitan_lite.config.schema import Checkpoint
 
-FINGERPRINT = {"data": "of this test", "shape": {"dim": 64, "name": "llama3"}}
+FINGERPRINT = {"data": "of this test", "shape": {"dim": 64, "name": "llama3", "qk_norm": False, "mixture": None}}
 
 
 def train(run: stepping.Run, steps: range) -> list[float]:
@@ -36,7 +36,7 @@ def train(run: stepping.Run, steps: range) -> list[float]:
 
 def whole_state(run: stepping.Run) -> dict[str, Tensor]:
     """Full copies of weights and optimizer states, by name. Collective."""
-    named = name_tensors(run.parameters, run.optimizer)
+    named = name_tensors(run.saved, run.optimizer)
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
         for name, tensor in named.items()
@@ -60,7 +60,7 @@ def train_and_save(
         for step in range(n_steps):
             train(run, range(step, step + 1))
             saver.check()
-            saver.save(step + 1, name_tensors(run.parameters, run.optimizer))
+            saver.save(step + 1, name_tensors(run.saved, run.optimizer))
     state = whole_state(run)
     return state, train(run, range(n_steps, n_steps + 3)), whole_state(run)
 
@@ -77,13 +77,13 @@ def load_and_train(
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], int]:
     """Worker: the same from a checkpoint, and the step that it was of. May save what it has loaded elsewhere."""
     run = compare.build_table_run(world_size, overrides)
-    of_run = (run.parameters, run.optimizer, run.lr_scheduler)
+    of_run = (run.saved, run.optimizer, run.lr_scheduler)
     options = {"section": section, "fingerprint": fingerprint, "group": dist.new_group(backend="gloo")}
     step = resume(Path(folder), step, *of_run, **options)
     state = whole_state(run)
     if saved_again:
         with make_saver(saved_again, section, run.optimizer) as saver:
-            saver.save(step, name_tensors(run.parameters, run.optimizer))
+            saver.save(step, name_tensors(run.saved, run.optimizer))
     return state, train(run, range(step, step + 3)), whole_state(run), step
 
 

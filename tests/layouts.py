@@ -14,6 +14,7 @@ PP, TP = "parallelism.pipeline_parallel_degree", "parallelism.tensor_parallel_de
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 ZERO = "parallelism.zero_stage"
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
+EP = "parallelism.expert_parallel_degree"
 RESHARD = "parallelism.fsdp_reshard_after_forward"
 MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 ACCUMULATION_4 = {"training.local_batch_size": 1, "training.global_batch_size": 8}

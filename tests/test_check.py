@@ -97,6 +97,7 @@ RESHARD, MICROBATCH = f"--{P}fsdp_reshard_after_forward", f"{P}pipeline_parallel
 FLOAT8, GATHER = "--model.converters=float8", "--quantize.linear.float8.enable_fsdp_float8_all_gather"
 F8 = "quantize.linear.float8."
 STAGES = f"{P}module_fqns_per_model_part"
+MOE, EP = "--model.flavor=debug_moe", f"{P}expert_parallel_degree"
 SPLIT = f"{PP}=2 {SCHEDULE}=ZBVZeroBubble"
 BF16 = "--optimizer.moments_dtype=bfloat16"
 CHECKPOINT = "--checkpoint.enable --checkpoint.folder"
@@ -191,7 +192,21 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{SPLIT} --activation_checkpoint.mode=selective", "activation_checkpoint.selective_ac_option"),
     (f"{SPLIT} --activation_checkpoint.mode=none --compile.enable --compile.backend=aot_eager", "compile.enable"),
     (f"{CP}=2 --{METHOD}=ring --model.attention=document", METHOD),
-    ("--model.flavor=debug_moe --checkpoint.enable --checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf"),
+    # experts
+    ("--model.n_experts=8 --model.top_k=2 --model.expert_ffn_dim=8 --model.n_shared_experts=1 "
+     "--model.router_scores=sigmoid --model.normalize_top_k --model.n_first_dense_layers=1 --model.mixture_every=2",
+     "model.n_experts model.top_k model.expert_ffn_dim model.n_shared_experts model.router_scores "
+     "model.normalize_top_k model.n_first_dense_layers model.mixture_every"),
+    (f"--{EP}=2", EP),
+    (f"{MOE} --model.top_k=9", "model.top_k"),
+    (f"{MOE} --model.n_first_dense_layers=4", "model.n_experts"),
+    (f"{MOE} --{EP}=4", EP),  # of two ranks
+    (f"{MOE} --model.n_experts=9 --{EP}=2", EP),
+    (f"{MOE} --model.n_experts=3 --model.expert_ffn_dim=31 --model.dim=36 --model.n_heads=2 --model.n_kv_heads=1",
+     EP, 8),
+    (f"{MOE} {FLOAT8}", "model.converters"),
+    (f"{MOE} --checkpoint.enable --checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf"),
+    (f"{MOE} --{P}expert_tensor_parallel_degree=2", f"{P}expert_tensor_parallel_degree"),
     # run
     ("--activation_checkpoint.selective_ac_option=ops", "activation_checkpoint.selective_ac_option"),
     ("--activation_checkpoint.selective_ac_option=0", "activation_checkpoint.selective_ac_option"),

@@ -47,6 +47,7 @@ ROWS = {
     "python -m torchtitan_lite verify --config debug_3d --ranks 8": Row(),
     "python -m torchtitan_lite plan --config llama3_70b --gpus 64 --gpu h100": Row(),
     "./run_train.sh --config llama3_8b.toml --checkpoint.enable": Row(status=2),  # too large for any CPU host here
+    "NGPU=8 ./run_train.sh --config debug_moe_3d.toml": Row(TWO_STEPS),
     "./run_train.sh --checkpoint.initial_load_path Llama-3.2-1B --checkpoint.initial_load_in_hf "
     "--checkpoint.enable": Row(TWO_STEPS + " --job.dump_folder outputs/tuned"),
     "python -m torchtitan_lite prepare texts/ --out data/mine": Row(),

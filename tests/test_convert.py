@@ -13,9 +13,9 @@ from test_model import FLAVORS, PLAIN, build_ours, build_theirs
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
-from torchtitan_lite.checkpoint.hugging_face_folder import list_biases, list_tensors
+from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import read_manifest
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.flavors import ModelArgs, list_expert_biases
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data.vocabulary import make_byte_vocabulary
 from torchtitan_lite.tools import convert
@@ -33,7 +33,7 @@ def save_ours(
 ) -> dict[str, torch.Tensor]:
     """A checkpoint of weights, and of biases of experts. Returns them."""
     weights = {f"model.{fqn}": p.detach().to(dtype) for fqn, p in build_ours(shape).named_parameters()}
-    weights |= {f"model.{fqn}": torch.full(size, float(bias)) for fqn, size in list_biases(shape).items()}
+    weights |= {f"model.{fqn}": torch.full(size, float(bias)) for fqn, size in list_expert_biases(shape).items()}
     fingerprint = {"shape": asdict(shape), "tokenizer": make_byte_vocabulary().identity}
     run = {"config": {"model": {"name": "llama3", "hf_assets_path": "bytes"}, "training": {"seq_len": 64}}}
     write_tensors(folder, weights, step=7, fingerprint=fingerprint, run=run)

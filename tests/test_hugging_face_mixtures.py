@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face import Export, export_hf, load_weights, read_tensor, write_folder
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, make_config, parse_model_args, take_model
-from torchtitan_lite.checkpoint.hugging_face_folder import list_biases, list_tensors, open_folder
+from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.flavors import FLAVORS as OUR_FLAVORS
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.flavors import ModelArgs, list_expert_biases
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Model
@@ -74,7 +74,7 @@ def saved(tmp_path_factory):
 def test_biases_are_what_the_model_saves_besides_its_parameters(name):
     model = Llama3(FLAVORS[name])
     saved = {fqn: tuple(tensor.shape) for fqn, tensor in model.state_dict().items()}
-    assert saved == list_tensors(FLAVORS[name]) | list_biases(FLAVORS[name])
+    assert saved == list_tensors(FLAVORS[name]) | list_expert_biases(FLAVORS[name])
 
 
 @pytest.mark.parametrize("name", [name for name, args in OUR_FLAVORS.items() if args.mixture or args.qk_norm])

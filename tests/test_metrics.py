@@ -111,6 +111,7 @@ def test_a_step_is_one_console_line_and_one_json_object_with_throughput_and_mfu(
         "step_time_s": 8192 / 5762,
         "data_time_s": 0.01,
         **dict.fromkeys(["val_loss", "val_perplexity", "val_bits_per_byte", "ledger"]),
+        **dict.fromkeys(["expert_max_over_mean", "expert_dead_share", "router_entropy"]),
     }
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 

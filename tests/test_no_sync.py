@@ -11,12 +11,27 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import ADAMW, BFLOAT16, CP, DOCUMENTS, PP, PRECOMPUTE, RING, ROWWISE, TP, TWO_LAYERS
+from layouts import (
+    ACCUMULATION_4,
+    ADAMW,
+    BFLOAT16,
+    CP,
+    DOCUMENTS,
+    EP,
+    MODE,
+    PP,
+    PRECOMPUTE,
+    RING,
+    ROWWISE,
+    TP,
+    TWO_LAYERS,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
+from torchtitan_lite.parallel import expert_parallel
 from torchtitan_lite.parallel.mesh import build_mesh
 
 # What reads a number, or has as many results as the data say.
@@ -25,6 +40,8 @@ WAITING = (
     "unique_consecutive unique_dim_consecutive bincount histc repeat_interleave.Tensor _assert_async"
 ).split()
 BY_MASK = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")  # masks among the indices count
+
+EXPERTS = {"model.flavor": "debug_moe", "model.expert_ffn_dim": 48}
 
 RUNS = {
     "one rank": (1, {}),
@@ -38,6 +55,8 @@ RUNS = {
     "dp2 x tp2, bf16 moments": (4, {TP: 2, "optimizer.moments_dtype": "bfloat16"}),
     "pp2": (2, {PP: 2}),
     "cp2": (2, {CP: 2}),
+    "one rank, experts": (1, EXPERTS),
+    "dp2 x tp2, experts without ep": (4, {TP: 2, **EXPERTS}),
     "cp2, ring": (2, {CP: 2, **RING}),
 }
 
@@ -121,6 +140,21 @@ def list_waits(rank: int, world_size: int, runs: dict[str, dict[str, object]]) -
 def test_no_host_waits_for_the_device_inside_a_step(pool, n_ranks):
     runs = {name: overrides for name, (world_size, overrides) in RUNS.items() if world_size == n_ranks}
     assert pool.run(list_waits, n_ranks, runs) == [{}] * n_ranks
+
+
+def count_waits(rank: int, world_size: int, overrides: dict[str, object]) -> int:
+    """Worker: how often the host reads the rows of an all-to-all in a step."""
+    run = compare.build_table_run(world_size, overrides)
+    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    with patch.object(expert_parallel, "read_splits", side_effect=expert_parallel.read_splits) as reader:
+        stepping.train_step(run, batch)
+    return reader.call_count
+
+
+@pytest.mark.parametrize(("mode", "n_waits"), [("none", 2 * 4), ("full", 2 * 2 * 4)])
+def test_with_ep_the_host_waits_once_a_layer_and_microbatch_and_again_where_it_is_recomputed(pool, mode, n_waits):
+    overrides = {EP: 2, MODE: mode, **ACCUMULATION_4, **EXPERTS, **TWO_LAYERS}
+    assert pool.run(count_waits, 2, overrides) == [n_waits] * 2
 
 
 @pytest.fixture

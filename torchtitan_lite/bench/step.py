@@ -8,6 +8,7 @@
     compiled       trainer with compile.enable
     trainer_3d     on eight ranks of a CPU, beside a hand-written step of the same work: step_3d.py
     bare_3d
+    experts ...    a mixture of experts beside a dense model and beside transformers' Mixtral: step_experts.py
 
 The batch is on the device: loading is not measured. No contender recomputes in backward. Before anything is timed,
 trainer and bare loop must have the same losses, else no ratio is printed. The GiB are the peak of what a step
@@ -30,6 +31,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite.bench.rounds import BenchFailed, Report, measure_rounds, read_setting
 from torchtitan_lite.bench.step_3d import N_RANKS, STEP_3D_CONFIG, measure_3d
+from torchtitan_lite.bench.step_experts import EXPERTS_CONFIG, make_dense, measure_ep, without_grouped_mm
+from torchtitan_lite.bench.step_experts import RATIO_OF as RATIO_OF_EXPERTS
 from torchtitan_lite.checkpoint.hugging_face_config import make_config
 from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
@@ -56,7 +59,7 @@ STEP_CONFIG = Config(
     activation_checkpoint=ActivationCheckpoint(mode="none"),
 )
 
-RATIO_OF = {  # ratio -> (contender, the one it is divided by)
+RATIO_OF = {  # ratio -> (contender, the one it is divided by); those of experts: step_experts.py
     "bare_loop": ("trainer", "bare_loop"),
     "transformers": ("trainer", "transformers"),
     "compile_over_eager": ("compiled", "trainer"),
@@ -75,33 +78,39 @@ class Absent(Exception):
 
 
 def bench_step(
-    *, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CONFIG, config_3d: Config = STEP_3D_CONFIG
+    *,
+    n_rounds: int = 5,
+    n_steps: int = 5,
+    config: Config = STEP_CONFIG,
+    config_3d: Config = STEP_3D_CONFIG,
+    config_experts: Config = EXPERTS_CONFIG,
 ) -> Report:
     """Measure all contenders on one thread, or on one GPU, and then those on eight ranks of a CPU."""
     machine = detect_machine()
     device = choose_device(0, machine.device_type)
     torch.set_num_threads(1)
     model_args = resolve_model(config.model)
-    batch = make_batch(config).to(device)
+    batch, batch_experts = (make_batch(each).to(device) for each in (config, config_experts))
+    rounds = {"n_rounds": n_rounds, "n_steps": n_steps}
+    wait_for_device = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     with one_rank_group(device):
         builders = {name: partial(build, config, batch, device) for name, build in CONTENDERS.items()}
         contenders, absent = warm_up(builders)
-        step_times_s = measure_rounds(
-            contenders,
-            n_rounds=n_rounds,
-            n_steps=n_steps,
-            wait_for_device=torch.cuda.synchronize if device.type == "cuda" else lambda: None,
-        )
+        step_times_s = measure_rounds(contenders, **rounds, wait_for_device=wait_for_device)
         n_tokens = dict.fromkeys(step_times_s, batch.tokens.numel())
         memory_gib = {name: measure_step_memory(step, device) / GIB for name, step in contenders.items()}
+        with_experts, absent_experts = build_experts(config_experts, batch_experts, device)
+        step_times_s |= measure_rounds(with_experts, **rounds, wait_for_device=wait_for_device)
+        absent |= absent_experts
     if device.type == "cpu":
         layout_3d = plan_layout(config_3d, resolve_model(config_3d.model), N_RANKS)
         batch_3d = make_batch(with_value(config_3d, "training.local_batch_size", layout_3d.global_batch_size))
-        times_3d = measure_3d(config_3d, batch_3d, n_rounds=n_rounds, n_steps=n_steps)
-        step_times_s |= times_3d
+        times_3d = measure_3d(config_3d, batch_3d, **rounds)
+        step_times_s |= times_3d | measure_ep(config_experts, batch_experts, **rounds)
         n_tokens |= dict.fromkeys(times_3d, batch_3d.tokens.numel())
     else:
-        absent |= dict.fromkeys(("trainer_3d", "bare_3d"), "measured on a CPU only")
+        absent |= dict.fromkeys(("trainer_3d", "bare_3d", "experts_dp2", "experts_ep2"), "measured on a CPU only")
+    n_tokens = dict.fromkeys(step_times_s, batch_experts.tokens.numel()) | n_tokens
     setting = {
         **read_setting("step", "transformers"),
         "threads": torch.get_num_threads(),
@@ -109,7 +118,7 @@ def bench_step(
         "shape": asdict(model_args),
         "batch": {"sequences": config.training.local_batch_size, "seq_len": config.training.seq_len},
         "dtype": config.training.mixed_precision_param,
-        "rounds": {"n_rounds": n_rounds, "n_steps": n_steps},
+        "rounds": rounds,
     }
     return Report(
         setting,
@@ -117,7 +126,7 @@ def bench_step(
         n_tokens,
         step_times_s,
         absent,
-        RATIO_OF,
+        RATIO_OF | RATIO_OF_EXPERTS,
         compare_head_memory(config.training.loss_chunk_tokens),
         flops_per_token=dict.fromkeys(contenders, count_flops_per_token(model_args, config.training.seq_len)),
         peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
@@ -173,17 +182,17 @@ def build_bare_loop(config: Config, batch: Batch, device: torch.device) -> Train
 
 
 def build_transformers(config: Config, batch: Batch, device: torch.device) -> TrainStep:
-    """Return a step of transformers' Llama, with its own initial weights: the speed does not depend on them."""
+    """Return a step of transformers' model, with its own initial weights: the speed does not depend on them."""
     if transformers is None:
         raise Absent("transformers is not installed")
     args = resolve_model(config.model)
     written = make_config(args, dtype="float32", bos_id=None, eos_id=None)
-    llama_config = transformers.LlamaConfig(**written, attn_implementation="sdpa")
+    theirs = transformers.AutoConfig.for_model(written.pop("model_type"), **written, attn_implementation="sdpa")
     with device:
-        model = transformers.LlamaForCausalLM(llama_config).train()
+        model = transformers.AutoModelForCausalLM.from_config(theirs).train()
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     if n_parameters != count_parameters(args):
-        raise BenchFailed(f"transformers' Llama has {n_parameters} parameters, not {count_parameters(args)}")
+        raise BenchFailed(f"transformers' model has {n_parameters} parameters, not {count_parameters(args)}")
     return write_bare_loop(model, lambda: model(batch.tokens, use_cache=False).logits, batch.targets, config)
 
 
@@ -210,6 +219,24 @@ def write_bare_loop(
         return loss.detach()
 
     return step
+
+
+def build_experts(config: Config, batch: Batch, device: torch.device) -> tuple[dict[str, TrainStep], dict[str, str]]:
+    """Build the contenders of step_experts.py that run in this process. Return them warm, and why others are absent."""
+    steps = {
+        "experts": build_trainer(config, batch, device),
+        "dense": build_trainer(make_dense(config), batch, device),
+        "expert_loop": without_grouped_mm(build_trainer(config, batch, device)),
+    }
+    absent = {}
+    try:
+        steps["mixtral"] = build_transformers(config, batch, device)
+    except Absent as error:
+        absent["mixtral"] = str(error)
+    for step in steps.values():
+        for _ in range(N_WARM_UP_STEPS):
+            step()
+    return steps, absent
 
 
 def warm_up(builders: dict[str, Callable[[], TrainStep]]) -> tuple[dict[str, TrainStep], dict[str, str]]:

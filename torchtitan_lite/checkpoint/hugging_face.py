@@ -38,7 +38,6 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, GENERATION_CONFIG, make_config
 from torchtitan_lite.checkpoint.hugging_face_folder import (
-    BIAS,
     INDEX,
     SINGLE_FILE,
     HuggingFaceFolder,
@@ -50,7 +49,7 @@ from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.state import convert_dtype
 from torchtitan_lite.checkpoint.storage import do_on_rank_0, raise_on_all_ranks
 from torchtitan_lite.checkpoint.tensor_files import TensorFileWriter, cut_into_files, open_tensor_file
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.flavors import ModelArgs, list_expert_biases
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +76,11 @@ def load_weights(folder: HuggingFaceFolder, parameters: dict[str, Tensor]) -> No
 
     Raises CheckpointError for a damaged file.
     """
-    known = {*list_tensors(folder.model_args), "output.weight"}
-    if unknown := {fqn for fqn in parameters if not fqn.endswith(BIAS)} - known:
+    biases = list_expert_biases(folder.model_args)
+    if unknown := parameters.keys() - {*list_tensors(folder.model_args), "output.weight", *biases}:
         raise CheckpointError(f"{folder.path} is of another model: it has no {min(unknown)}")
     for fqn, parameter in parameters.items():
-        if fqn.endswith(BIAS):
+        if fqn in biases:
             parameter.zero_()
             continue
         local, offsets = parameter, [0] * parameter.dim()
@@ -126,10 +125,8 @@ def read_box(folder: HuggingFaceFolder, fqn: str, place: Place, offsets: Sequenc
 
 
 def read_tensor(folder: HuggingFaceFolder, fqn: str) -> Tensor:
-    """Return one whole tensor, as `read_boxes` does. The biases of experts are zero."""
+    """Return one whole tensor, as `read_boxes` does."""
     args = folder.model_args
-    if fqn.endswith(BIAS):
-        return torch.zeros(args.mixture.n_experts)
     size = list_tensors(args).get(fqn) or (args.vocab_size, args.dim)  # a tied head
     boxes = read_boxes(folder, fqn, size, [0] * len(size), size)
     return torch.stack(list(boxes)) if len(size) == 3 else next(boxes)
@@ -178,9 +175,9 @@ def plan_files(export: Export, held: list[Iterable[str]]) -> list[PlannedFile]:
     return [PlannedFile(name, writer, fqns) for name, (writer, fqns) in zip(names, cut, strict=True)]
 
 
-def explain_biases(saved: dict[str, Tensor]) -> str | None:
+def explain_biases(saved: dict[str, Tensor], args: ModelArgs) -> str | None:
     """Return why weights cannot be exported: `saved` has biases of experts, by FQN, that have moved from zero."""
-    moved = [fqn for fqn, tensor in saved.items() if fqn.endswith(BIAS) and tensor.any()]
+    moved = [fqn for fqn in list_expert_biases(args) if fqn in saved and saved[fqn].any()]
     if not moved:
         return None
     return (
@@ -205,8 +202,8 @@ def write_folder(out: Path, read: Callable[[str], Tensor], export: Export) -> No
         raise
 
 
-def refuse_biases(saved: dict[str, Tensor]) -> None:
-    if why := explain_biases(saved):
+def refuse_biases(saved: dict[str, Tensor], args: ModelArgs) -> None:
+    if why := explain_biases(saved, args):
         raise CheckpointError(why)
 
 
@@ -218,7 +215,7 @@ def export_hf(out: Path, parameters: dict[str, Tensor], export: Export, *, group
     """
     if do_on_rank_0(group, out.exists):
         return
-    raise_on_all_ranks(group, lambda: refuse_biases(parameters))
+    raise_on_all_ranks(group, lambda: refuse_biases(parameters, export.model_args))
     rank = dist.get_rank(group)
     do_on_rank_0(group, lambda: folders.remove_partial(out.parent))
     do_on_rank_0(group, lambda: folders.create_unfinished(out))

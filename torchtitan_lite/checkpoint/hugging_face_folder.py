@@ -80,7 +80,6 @@ STACKED = {  # the same where all experts are in one tensor
     "feed_forward.experts.w2": "mlp.experts.down_proj",
     "feed_forward.experts.w3": "mlp.experts.gate_up_proj",
 }
-BIAS = "feed_forward.router.expert_bias"  # has no place in their formats
 NO_WEIGHTS = "rotary_emb.inv_freq"  # a constant that old versions of transformers saved with every layer
 PUBLISHED = ("F32", "BF16", "F16")  # dtypes of published weights; no other is read
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -125,11 +124,6 @@ def list_tensors(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     if not args.tie_embeddings:
         tensors["output.weight"] = (args.vocab_size, args.dim)
     return tensors
-
-
-def list_biases(args: ModelArgs) -> dict[str, tuple[int, ...]]:
-    """Return FQN -> shape of the biases of experts, which are beside the parameters in checkpoints."""
-    return {f"layers.{n}.{BIAS}": (args.mixture.n_experts,) for n in range(args.n_layers) if args.is_mixture(n)}
 
 
 def their_module(module: str, args: ModelArgs, *, stacked: bool = False) -> str:

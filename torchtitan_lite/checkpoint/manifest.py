@@ -190,6 +190,8 @@ def parse(raw: object) -> Manifest:
             shape.setdefault("name", "llama3")  # which format 1 left out
         if isinstance(scaling := shape.get("rope_scaling"), dict):
             scaling.setdefault("kind", "llama3")  # the only one before 2026-11-24
+        shape.setdefault("qk_norm", False)  # not there before 2026-11-24
+        shape.setdefault("mixture", None)
     files = {name: parse_file(name, record) for name, record in raw["files"].items()}
     tensors = {name: parse_tensor(name, record) for name, record in raw["tensors"].items()}
     n_bytes = dict.fromkeys(files, 0)
@@ -205,22 +207,20 @@ def parse(raw: object) -> Manifest:
 def parse_model_args(manifest: Manifest) -> ModelArgs:
     """Return the ModelArgs in the fingerprint. Raises KeyError, TypeError or AttributeError if there is none."""
     raw = manifest.fingerprint["shape"]
-    scaling, mixture = raw["rope_scaling"], raw.get("mixture")
-    kind = scaling.get("kind") if scaling else "llama3"
-    names = ("rope_scaling", "mixture", "name", "kind", "router_scores")
-    numbers = {name: value for name, value in (raw | (scaling or {}) | (mixture or {})).items() if name not in names}
-    for name, value in numbers.items():
-        if not isinstance(value, int | float):
+    scaling, mixture = raw["rope_scaling"], raw["mixture"]
+    kinds = {"kind": ("llama3", "linear"), "router_scores": ("softmax", "sigmoid")}
+    for name, value in (raw | (scaling or {}) | (mixture or {})).items():
+        if name in kinds and value not in kinds[name]:
+            raise KeyError(f"{name} is {value!r}")
+        if name not in ("rope_scaling", "mixture", "name", *kinds) and not isinstance(value, int | float):
             raise TypeError(f"{name} is {value!r}, not a number")
-    if kind not in ("llama3", "linear"):
-        raise KeyError(f"rope_scaling of the kind {kind!r}")
-    if mixture and mixture.get("router_scores") not in ("softmax", "sigmoid"):
-        raise KeyError(f"router_scores {mixture.get('router_scores')!r}")
-    parts = {
-        "rope_scaling": RopeScaling(**scaling) if scaling else None,
-        "mixture": MixtureArgs(**mixture) if mixture else None,
-    }
-    return ModelArgs(**(raw | parts))
+    return ModelArgs(
+        **{
+            **raw,
+            "rope_scaling": RopeScaling(**scaling) if scaling else None,
+            "mixture": MixtureArgs(**mixture) if mixture else None,
+        }
+    )
 
 
 def parse_file(name: str, raw: dict) -> FileRecord:

@@ -224,9 +224,11 @@ def choose_tensors(
     if not (is_last and section.last_save_model_only):
         return name_tensors(parameters, optimizer)
     weights, dtype = name_weights(parameters), getattr(torch, section.export_dtype)
-    return raise_on_all_ranks(
-        group, lambda: {name: convert_dtype(name, tensor, dtype) for name, tensor in weights.items()}
-    )
+
+    def convert(name: str, tensor: Tensor) -> Tensor:
+        return tensor if name.endswith("expert_bias") else convert_dtype(name, tensor, dtype)
+
+    return raise_on_all_ranks(group, lambda: {name: convert(name, tensor) for name, tensor in weights.items()})
 
 
 def describe_run(

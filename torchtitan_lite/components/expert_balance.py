@@ -9,14 +9,22 @@ rounded. It is saved in checkpoints. A step whose gradients are not finite moves
 Sources: arXiv:2408.15664; the auxiliary loss beside it: model/moe.py.
 """
 
+import logging
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan_lite.config.flavors import MixtureArgs
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.model.moe import Router, list_mixtures
+
+logger = logging.getLogger(__name__)
+
+BARS = " ▁▂▃▄▅▆▇█"  # of a load from 0 to twice the mean, and above
+COLLAPSED = 4.0  # max over mean; at least, or three quarters of what top_k allows
+STEPS_TO_WARN = 3  # logged steps in a row
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,8 @@ class ExpertBalance:
     @property
     def biases(self) -> dict[str, Tensor]:
         """FQN -> bias, (experts,) fp32."""
-        return {f"layers.{layer}.feed_forward.router.expert_bias": r.expert_bias for layer, r in self.routers.items()}
+        held = self.routers.items()
+        return {f"layers.{layer}.feed_forward.router.expert_bias": router.expert_bias for layer, router in held}
 
     def reset_loads(self) -> None:
         for router in self.routers.values():
@@ -70,3 +79,59 @@ def build_balance(
     for router in routers.values():
         router.balance_loss = section.expert_balance_loss / global_batch_size
     return ExpertBalance(routers, args.n_layers, args.mixture.n_experts, section.expert_bias_rate, device)
+
+
+# ---------------------------------------------------------------- what the log says of it
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """The load of a step in three numbers and a picture."""
+
+    max_over_mean: float  # of the expert that got most, in its layer
+    layer: int  # the one with this expert
+    dead_share: float  # of all experts: those that no token was routed to
+    router_entropy: float  # of a token's scores, in nats: the mean over tokens and layers
+    picture: str  # a row a layer, a column an expert
+
+
+def describe_load(loads: Tensor, top_k: int) -> ExpertLoad:
+    """Describe a step's `loads`, (layers, experts + 1) as `ExpertBalance.update` returns them. Waits for the device."""
+    loads = loads.cpu()
+    layers = loads[:, :-1].sum(1).nonzero().flatten()
+    counts, entropies = loads[layers, :-1], loads[layers, -1]
+    over_mean = counts / counts.mean(1, keepdim=True)
+    most = over_mean.amax(1)
+    rows = [
+        f"layer {layer:3}  {most[row]:5.2f}  "
+        + "".join(BARS[min(8, round(4 * share))] for share in over_mean[row].tolist())
+        for row, layer in enumerate(layers.tolist())
+    ]
+    return ExpertLoad(
+        max_over_mean=most.max().item(),
+        layer=int(layers[most.argmax()]),
+        dead_share=(counts == 0).double().mean().item(),
+        router_entropy=(entropies.sum() / counts.sum() * top_k).item(),  # each token has top_k routes
+        picture="\n".join(["max over mean, and the load of each expert: a full bar is twice the mean", *rows]),
+    )
+
+
+class CollapseWatch:
+    """Reads the load of logged steps, and warns when that of a layer stays on few experts."""
+
+    def __init__(self, mixture: MixtureArgs):
+        self.top_k = mixture.top_k
+        self.limit = min(COLLAPSED, 0.75 * mixture.n_experts / mixture.top_k)
+        self.n_steps = 0
+
+    def read(self, step: int, loads: Tensor) -> ExpertLoad:
+        """Describe the loads of a logged step."""
+        load = describe_load(loads, self.top_k)
+        self.n_steps = self.n_steps + 1 if load.max_over_mean >= self.limit else 0
+        if self.n_steps == STEPS_TO_WARN:
+            logger.warning(
+                f"step {step}: an expert of layer {load.layer} gets {load.max_over_mean:.1f} times the mean load, and "
+                f"{load.dead_share:.0%} of all experts get none, for {STEPS_TO_WARN} logged steps: raise "
+                "training.expert_bias_rate or training.expert_balance_loss, or lower optimizer.lr"
+            )
+        return load

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_lite.components.expert_balance import ExpertLoad
 from torchtitan_lite.components.log import paint
 from torchtitan_lite.components.sinks import TensorBoardSink, WandbSink
 from torchtitan_lite.config.flavors import FlopsPerToken
@@ -130,6 +131,10 @@ class StepMetrics:
     val_loss: float | None = None  # on held-out documents, nats per token; None where the step was not validated
     val_perplexity: float | None = None
     val_bits_per_byte: float | None = None
+    # Of a model with experts (expert_balance.py); None without
+    expert_max_over_mean: float | None = None
+    expert_dead_share: float | None = None
+    router_entropy: float | None = None
     # Forecast and measured costs of one early step (plan/ledger.py), in the first line after that step.
     ledger: dict[str, object] | None = None
 
@@ -181,6 +186,7 @@ class MetricsWriter:
         validation: dict[str, float],  # val_loss and so on; empty if the step was not validated
         ledger: dict[str, object] | None,
         texts: dict[str, str],  # for the sinks; mostly empty
+        experts: ExpertLoad | None = None,
     ) -> None:
         """Write one step, with the throughput and MFU since the last one that was written."""
         tokens_per_s_per_rank = self.tokens_per_step / times.step_time_s / self.world_size
@@ -198,7 +204,11 @@ class MetricsWriter:
             data_time_s=times.data_time_s,
             **validation,
             ledger=ledger,
+            expert_max_over_mean=experts and experts.max_over_mean,
+            expert_dead_share=experts and experts.dead_share,
+            router_entropy=experts and experts.router_entropy,
         )
+        texts = texts | ({"expert_loads": experts.picture} if experts else {})
         self.jsonl.write(format_json_line(metrics))
         scalars = list_scalars(metrics, memory, self.flops_per_token)
         for sink in self.sinks:
@@ -215,7 +225,8 @@ class MetricsWriter:
 def format_console_lines(metrics: StepMetrics, n_steps: int) -> list[str]:
     """Format a step for people, coloured: one line, and one more if it was validated. The time is that of one step.
 
-    With the time of day before it a line has at most 120 columns up to 99,999 steps, for numbers of the usual size.
+    A model with experts has a line on their load. With the time of day before it a line has at most 120 columns up to
+    99,999 steps, for numbers of the usual size.
     """
     step = f"step {metrics.step:{len(str(n_steps))}}/{n_steps}"
     mfu = "" if metrics.mfu_full is None else f"  MFU {metrics.mfu_full:.1%}"
@@ -229,6 +240,11 @@ def format_console_lines(metrics: StepMetrics, n_steps: int) -> list[str]:
         val_loss = paint(f"val_loss {metrics.val_loss:.5f}", "green")
         figures = f"perplexity {metrics.val_perplexity:.4g}  {metrics.val_bits_per_byte:.4f} bits/byte"
         lines.append(f"{step}  {val_loss}  {figures}")
+    if metrics.router_entropy is not None:
+        load = paint(f"expert load {metrics.expert_max_over_mean:.2f} of mean", "cyan")
+        lines.append(
+            f"{step}  {load}  {metrics.expert_dead_share:.1%} dead  router entropy {metrics.router_entropy:.3f} nats"
+        )
     return lines
 
 
@@ -257,6 +273,9 @@ def list_scalars(metrics: StepMetrics, memory: PeakMemory, flops_per_token: Flop
         "memory/max_reserved(%)": memory.reserved_percent,
         "memory/num_alloc_retries": memory.n_alloc_retries,
         "memory/num_ooms": memory.n_ooms,
+        "experts/max_over_mean": metrics.expert_max_over_mean,
+        "experts/dead_share": metrics.expert_dead_share,
+        "experts/router_entropy": metrics.router_entropy,
         "validation_metrics/global_avg_loss": metrics.val_loss,
         "validation_metrics/perplexity": metrics.val_perplexity,  # this and the next are ours
         "validation_metrics/bits_per_byte": metrics.val_bits_per_byte,

@@ -183,6 +183,10 @@ RULES: dict[str, list[Rule]] = {
         Rule("model.converters", lambda c: c.float8 and not c.float8.fqns,
             lambda c: f"no linear layer is left to compute in float8 ({'; '.join(describe_skipped(c.float8))})",
             'Leave out "float8"'),
+        Rule("model.converters",
+            lambda c: c.float8 and c.model_args.mixture and "experts" not in c.float8_section.filter_fqns,
+            "the grouped matmul of experts does not compute in float8 here",
+            f'Leave out "float8", or add "experts" to {FLOAT8}.filter_fqns: the rest of the layers computes in it'),
         Rule("training.seq_len", lambda c: c.float8 and c.tokens_per_microbatch % BLOCK,
             f"float8 needs a multiple of {BLOCK} tokens in a microbatch of a rank, and the "
             "{tokens_per_microbatch} tokens here (cp {cp}) are none",

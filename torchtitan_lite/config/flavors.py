@@ -197,6 +197,12 @@ def list_mixture(dim: int, mixture: MixtureArgs) -> list[BlockModule]:
     ]
 
 
+def list_expert_biases(args: ModelArgs) -> dict[str, tuple[int]]:
+    """Return FQN -> size of what checkpoints hold besides parameters: the bias of each mixture layer (moe.py), fp32."""
+    layers = filter(args.is_mixture, range(args.n_layers))
+    return {f"layers.{layer}.feed_forward.router.expert_bias": (args.mixture.n_experts,) for layer in layers}
+
+
 # The TP plan, float8, counts, memory, traffic and FLOPs are derived from these tables.
 BLOCKS: dict[str, Callable[..., list[BlockModule]]] = {  # model.name -> the modules of its dense, or mixture block
     "llama3": list_llama_block,

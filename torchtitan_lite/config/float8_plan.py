@@ -8,6 +8,7 @@ The matrix units take float8 in blocks of 16, so every dim of every matmul must 
                                                      cannot start
 
 The head never computes in float8: its logits decide between tokens, and torchtitan's filter leaves it out as well.
+Nor does a mixture of experts: its grouped matmul has no float8 here.
 """
 
 from dataclasses import dataclass
@@ -45,9 +46,13 @@ def plan_float8(linears: dict[str, tuple[int, int]], section: Float8, tp: int) -
 
 
 def list_linears(args: ModelArgs) -> dict[str, tuple[int, int]]:
-    """Return FQN -> (out, in) features of every linear layer except the head."""
-    of_block = {module.name: module.weight for module in list_block(args) if module.is_linear}
-    return {f"layers.{layer}.{name}": weight for layer in range(args.n_layers) for name, weight in of_block.items()}
+    """Return FQN -> (out, in) features of every linear layer except the head, routers and experts."""
+    return {
+        f"layers.{layer}.{module.name}": module.weight
+        for layer in range(args.n_layers)
+        for module in list_block(args, mixture=args.is_mixture(layer))
+        if module.is_linear and module.split != "router"
+    }
 
 
 def describe_float8(config: Config, args: ModelArgs, tp: int) -> list[str]:

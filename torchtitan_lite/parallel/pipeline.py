@@ -32,6 +32,7 @@ from torch.distributed.pipelining.schedules import (
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Parallelism
+from torchtitan_lite.model.moe import list_mixtures
 
 
 def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
@@ -82,11 +83,18 @@ def list_stages(schedule: _PipelineSchedule | None) -> list["Stage"]:
 
 
 class Stage(PipelineStage):
-    """A stage that also runs forward only, for validation.
+    """A stage that also runs forward only, for validation, and counts the load of experts once.
 
-    Two neighbouring stages on one rank (V schedules) hand gradients to each other directly; torch 2.13 does so even
-    where there is no backward and so no gradient.
+    Before its first step torch runs a backward to learn the shapes of gradients (2.13): what experts counted in it is
+    forgotten. Two neighbouring stages on one rank (V schedules) hand gradients to each other directly; torch 2.13 does
+    so even where there is no backward and so no gradient.
     """
+
+    def _prepare_backward_infra(self, *args, **kwargs):
+        shapes = super()._prepare_backward_infra(*args, **kwargs)
+        for _, mixture in list_mixtures(self.submod):
+            mixture.router.load.zero_()
+        return shapes
 
     def get_local_bwd_output(self, mb_index: int):
         return super().get_local_bwd_output(mb_index) if self.has_backward else None

@@ -111,9 +111,11 @@ def describe(prepared: Prepared, target: Target) -> str:
     flavor = config.model.flavor
     if flavor == AUTO:
         flavor = f"of {config.checkpoint.initial_load_path}" if config.checkpoint.initial_load_in_hf else "debug"
+    args = prepared.model_args
+    active = f" ({count_parameters(args, active=True):,} active)" if args.mixture else ""
     unjudged = f"not judged, because its size is not known. Use --gpus {layout.world_size} --gpu h100, for instance"
     rows = {
-        "model": f"{config.model.name} {show_text(flavor, 200)}, {count_parameters(prepared.model_args):,} parameters, "
+        "model": f"{config.model.name} {show_text(flavor, 200)}, {count_parameters(args):,} parameters{active}, "
         f"{format_flops(flops.full)} per token ({format_flops(flops.causal)} with causal attention)",
         "mesh": str(layout) if layout.world_size == 1 else f"{layout.world_size} ranks: {layout}",
         "stages": f"{layers} layers on {layout.pp} pp ranks, {config.parallelism.pipeline_parallel_schedule}",
@@ -160,6 +162,7 @@ def describe_json(prepared: Prepared, target: Target) -> str:
         {
             "sound": True,
             "parameters": count_parameters(prepared.model_args),
+            "active_parameters": count_parameters(prepared.model_args, active=True),
             "flops_per_token": asdict(flops),
             "world_size": prepared.layout.world_size,
             "layout": asdict(prepared.layout),

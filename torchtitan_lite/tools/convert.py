@@ -14,12 +14,12 @@ from torch import Tensor
 from torchtitan_lite.checkpoint.folders import check_free
 from torchtitan_lite.checkpoint.hugging_face import Export, explain_biases, write_folder
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, HuggingFaceError, explain_unwritable
-from torchtitan_lite.checkpoint.hugging_face_folder import list_biases, list_tensors
+from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.one_process import write_checkpoint
 from torchtitan_lite.checkpoint.state import convert_dtype
 from torchtitan_lite.config.command_lines import make_convert_parser
-from torchtitan_lite.config.flavors import count_parameters
+from torchtitan_lite.config.flavors import count_parameters, list_expert_biases
 from torchtitan_lite.data.tokenizer_files import describe_for_export
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 from torchtitan_lite.tools.prepare import Progress
@@ -51,10 +51,10 @@ def convert(options: argparse.Namespace) -> str:
     check_out(out, to_checkpoint)
     source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
     args = source.model_args
-    if not to_checkpoint and (
-        why := explain_unwritable(args) or explain_biases({fqn: source.read(fqn) for fqn in list_biases(args)})
-    ):
-        raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}.")
+    if not to_checkpoint:
+        biases = {fqn: source.read(fqn) for fqn in list_expert_biases(args)}
+        if why := explain_unwritable(args) or explain_biases(biases, args):
+            raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}.")
     norm_dtype = source.read(FINAL_NORM).dtype
     dtype = options.dtype or str(norm_dtype).removeprefix("torch.")
     progress = Progress(count_parameters(args) * norm_dtype.itemsize, 0, stream=sys.stderr)
@@ -105,15 +105,15 @@ def write_weights(
         "run": {"config": config, "converted_from": str(source.path.absolute()), IN_MANIFEST: source.published},
     }
     tensors = {f"model.{fqn}": (dtype, size) for fqn, size in list_tensors(source.model_args).items()}
-
-    biases = list_biases(source.model_args)
-    tensors |= {f"model.{fqn}": (torch.float32, size) for fqn, size in biases.items()}
+    biases = {f"model.{fqn}": (torch.float32, size) for fqn, size in list_expert_biases(source.model_args).items()}
 
     def read_converted(name: str) -> Tensor:
+        if name in biases:  # Hugging Face's models of these families have none
+            return torch.zeros(biases[name][1])
         fqn = name.removeprefix("model.")
-        return source.read(fqn) if fqn in biases else convert_dtype(fqn, read(fqn), dtype)
+        return convert_dtype(fqn, read(fqn), dtype)
 
-    write_checkpoint(out, 0, tensors, read_converted, most_file_bytes=most_file_bytes, **about)
+    write_checkpoint(out, 0, tensors | biases, read_converted, most_file_bytes=most_file_bytes, **about)
 
 
 def describe(options: argparse.Namespace, source: ModelSource, dtype: str, *, seconds: float) -> str:

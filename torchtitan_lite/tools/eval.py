@@ -237,6 +237,8 @@ def measure(rank: int, world_size: int, evaluation: Evaluation, device_type: str
         full.copy_(source.read(fqn))
 
     run = build_run(config, source.model_args, layout, build_mesh(layout, device_type), device, read_parameter)
+    for fqn, bias in run.balance.biases.items() if run.balance and source.has_biases else ():
+        bias.copy_(source.read(fqn))
     for part in run.parts:
         part.eval()
     if evaluation.rows:

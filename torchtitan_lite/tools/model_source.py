@@ -26,10 +26,10 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     read_length,
     read_published,
 )
-from torchtitan_lite.checkpoint.hugging_face_folder import list_biases, open_folder
+from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import MANIFEST, find_steps, parse_model_args
 from torchtitan_lite.checkpoint.one_process import OpenCheckpoint, open_checkpoint
-from torchtitan_lite.config.flavors import ModelArgs, count_parameters
+from torchtitan_lite.config.flavors import ModelArgs, count_parameters, list_expert_biases
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.kv_cache import count_cache_bytes
@@ -57,6 +57,7 @@ class ModelSource:
     context: int | None  # tokens that it was trained to read, if that is known
     context_key: str  # where that is written
     published: dict[str, dict[str, Any]]  # config.json and generation_config.json that the weights came with, if any
+    has_biases: bool  # of experts: a Hugging Face folder has none
     read: Callable[[str], Tensor]  # FQN -> the whole tensor, on the CPU, in the dtype of its file
 
 
@@ -120,6 +121,7 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
         context=max(trained or 0, length or 0) or None,  # a model that was trained further still reads long texts
         context_key=LENGTH if (length or 0) > (trained or 0) else "training.seq_len",
         published=published,
+        has_biases=True,
         read=lambda fqn: checkpoint.read(f"model.{fqn}"),
     )
 
@@ -131,8 +133,9 @@ def find_difference(args: ModelArgs, model_class: Callable[..., nn.Module], chec
         return f"it holds {len(held)} tensors, and its {MANIFEST} calls for {args.n_layers} layers."
     with torch.device("meta"):
         model = model_class(args)
-    for fqn, size in {**{fqn: p.shape for fqn, p in model.named_parameters()}, **list_biases(args)}.items():
-        expected, seen = tuple(size), held.get(f"model.{fqn}")
+    sizes = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()} | list_expert_biases(args)
+    for fqn, expected in sizes.items():
+        seen = held.get(f"model.{fqn}")
         if seen != expected:
             problem = "is missing" if seen is None else f"has the shape {list(seen)}"
             return f"model.{fqn} {problem}, and its {MANIFEST} calls for {list(expected)}."
@@ -152,6 +155,7 @@ def describe_hugging_face(path: Path, tokenizer: str | None) -> ModelSource:
         context=read_length(published[CONFIG]),
         context_key=LENGTH,
         published=published,
+        has_biases=False,
         read=partial(read_tensor, folder),
     )
 
@@ -197,12 +201,13 @@ def build_model(source: ModelSource, device: torch.device, memory_bytes: int, ca
     with torch.device("meta"):
         model = source.model_class(args)
     model.to(dtype).to_empty(device=device).eval()
-    if args.tie_embeddings:  # to_empty made two tensors of the one
-        model.output.weight = model.tok_embeddings.weight
     for _, mixture in list_mixtures(model):
         mixture.router.reset(device)
-    biases = {fqn: model.get_buffer(fqn) for fqn in list_biases(args)}
+    if args.tie_embeddings:  # to_empty made two tensors of the one
+        model.output.weight = model.tok_embeddings.weight
     with torch.no_grad():
-        for fqn, tensor in {**dict(model.named_parameters()), **biases}.items():
-            tensor.copy_(source.read(fqn))
+        for fqn, parameter in model.named_parameters():
+            parameter.copy_(source.read(fqn))
+        for fqn in list_expert_biases(args) if source.has_biases else ():
+            model.get_buffer(fqn).copy_(source.read(fqn))
     return model

@@ -1,0 +1,276 @@
+"""Mixtures of experts: what one process computes, what is counted, how the bias moves, what the log says."""
+
+import math
+
+import compare
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoints import list_differing, load_and_train, merge_states, train, train_and_save
+from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, PP, SCHEDULE, TP, TWO_LAYERS
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_metrics import STEP, VALIDATION, make_writer, read_lines
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.components import expert_balance, metrics
+from torchtitan_lite.components.expert_balance import CollapseWatch, describe_load
+from torchtitan_lite.components.log import ESCAPE_CODE
+from torchtitan_lite.config.flavors import MixtureArgs, count_flops_per_token
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.schema import Checkpoint, Metrics, Model
+from torchtitan_lite.model.kv_cache import CachedModel
+from torchtitan_lite.model.llama3 import Llama3, init_parameter
+from torchtitan_lite.model.moe import MixtureOfExperts, list_mixtures, multiply_groups
+
+RATE, IMPLEMENTATION = "training.expert_bias_rate", "optimizer.implementation"
+MOE = {"model.flavor": "debug_moe", "model.expert_ffn_dim": 48, "model.head_dim": 8}
+TOKENS = compare.GLOBAL_BATCH_SIZE * compare.SEQ_LEN
+
+
+# ---------------------------------------------------------------- one mixture in one process
+
+
+def make_mixture(**numbers) -> MixtureOfExperts:
+    torch.manual_seed(0)
+    mixture = MixtureOfExperts(16, MixtureArgs(**{"n_experts": 6, "top_k": 2, "expert_ffn_dim": 24} | numbers))
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return mixture
+
+
+def compute_plainly(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
+    """The paper's formula, token by token."""
+    args, experts = mixture.router.args, mixture.experts
+    rows = []
+    for token in x.flatten(0, 1):
+        logits = mixture.router.weight @ token
+        scores = logits.softmax(0) if args.router_scores == "softmax" else logits.sigmoid()
+        chosen = (scores.detach() + mixture.router.expert_bias).topk(args.top_k).indices.tolist()
+        total = sum(scores[e] for e in chosen) if args.normalize_top_k else 1.0
+        outputs = [(F.silu(token @ experts.w1[e]) * (token @ experts.w3[e])) @ experts.w2[e] for e in chosen]
+        rows.append(sum(scores[e] / total * output for e, output in zip(chosen, outputs, strict=True)))
+    return torch.stack(rows).view_as(x)
+
+
+@pytest.mark.parametrize(
+    "numbers", [{}, {"router_scores": "sigmoid"}, {"normalize_top_k": False}, {"top_k": 6}], ids=str
+)
+def test_a_mixture_and_its_gradients_are_those_of_the_formula(numbers):
+    mixture, x = make_mixture(**numbers), torch.randn(2, 5, 16, requires_grad=True)
+    mixture.router.expert_bias[3] = 0.4  # counts for the choice, not for the weights
+    results = []
+    for compute in (mixture, lambda x: compute_plainly(mixture, x)):
+        output = compute(x)
+        tensors = [x, *mixture.parameters()]
+        results.append([output, *torch.autograd.grad(output.square().sum(), tensors)])
+    for ours, plain in zip(*results, strict=True):
+        assert compare.relative_error(ours, plain) < 1e-6
+
+
+def test_given_routes_are_taken_and_each_sequence_keeps_its_own():
+    mixture, x = make_mixture(), torch.randn(2, 5, 16)
+    _, chosen = mixture.router(x)
+    assert torch.equal(mixture(x), mixture(x, chosen))
+    others = (chosen + 1) % 6
+    mixture.zero_grad()
+    mixture(x, others).sum().backward()
+    assert mixture.router.load[:6].tolist() == torch.bincount(others.flatten(), minlength=6).tolist()
+
+
+def test_the_auxiliary_gradient_is_that_of_the_papers_loss():
+    """Sum over experts of f x P for each sequence, f without gradient (DeepSeek-V3, eq. 17 to 20)."""
+    mixture, x = make_mixture(router_scores="sigmoid"), torch.randn(3, 7, 16)
+    mixture.router.balance_loss = 0.25
+    weights, routes = mixture.router(x)
+    (0 * weights.sum()).backward()
+    injected, mixture.router.weight.grad = mixture.router.weight.grad, None
+    scores = (x @ mixture.router.weight.T).sigmoid()
+    share = F.one_hot(routes, 6).sum(2).float().mean(1) * 6 / 2  # f (B, E)
+    mean_score = (scores / scores.sum(-1, keepdim=True)).mean(1)  # P (B, E)
+    (0.25 * (share * mean_score).sum()).backward()
+    assert compare.relative_error(injected, mixture.router.weight.grad) < 1e-6
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero_and_no_rows_give_none():
+    mixture = make_mixture()
+    routes = torch.tensor([0, 1]).expand(1, 4, 2)
+    mixture(torch.randn(1, 4, 16), routes).sum().backward()
+    assert [bool(grad.any()) for grad in mixture.experts.w1.grad] == [True, True, False, False, False, False]
+    rows = torch.empty(0, 16, requires_grad=True)
+    multiply_groups(rows, mixture.experts.w1, torch.zeros(6, dtype=torch.int32)).square().sum().backward()
+    assert rows.grad.shape == (0, 16)
+
+
+def test_without_grouped_mm_the_numbers_are_the_same(monkeypatch):
+    mixture, x = make_mixture(), torch.randn(2, 5, 16)
+    expected = mixture(x)
+    monkeypatch.delattr(F, "grouped_mm")
+    assert compare.relative_error(mixture(x), expected) < 1e-6
+
+
+def test_layers_without_experts_are_where_the_numbers_say():
+    model = Model(flavor="debug_moe", n_layers=6, n_first_dense_layers=2, mixture_every=2, n_shared_experts=1)
+    args = resolve_model(model)
+    with torch.device("meta"):
+        built = Llama3(args)
+    assert [layer for layer, _ in list_mixtures(built)] == [3, 5]
+    assert [block.shared_experts is not None for block in built.layers.values()] == [
+        layer in (3, 5) for layer in range(6)
+    ]
+
+
+# ---------------------------------------------------------------- loads and biases of a step
+
+
+def count_step(rank: int, world_size: int, overrides: dict, n_steps: int = 1) -> dict[str, object]:
+    """Worker: loads of the last step, and the biases after it, of all layers."""
+    run = compare.build_table_run(world_size, {**MOE, **overrides})
+    for step in range(n_steps):
+        batch = compare.own_rows(run, compare.make_batch(step, run.config.model.vocab_size))
+        stepping.forward_only(run, stepping.shard_for_cp(run, batch), torch.ones(()))  # validation counts nothing
+        loads = stepping.train_step(run, batch).expert_loads
+    biases = {fqn: bias.tolist() for fqn, bias in run.balance.biases.items()}
+    return {"loads": loads[:, :-1].tolist(), "entropy": loads[:, -1].tolist(), "biases": biases}
+
+
+ALONE = (1, {MODE: "none", **TWO_LAYERS})
+COUNTED_ALIKE = {
+    "full recompute": (1, {MODE: "full", **TWO_LAYERS}),
+    "accumulation": (1, {**ACCUMULATION_4, **TWO_LAYERS}),
+    "pp2 ZBVZeroBubble": (2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "full", **TWO_LAYERS}),
+    "cp2 x tp2, ep4": (4, {CP: 2, TP: 2, EP: 4, **TWO_LAYERS}),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED_ALIKE)
+def test_every_layout_counts_each_token_once_and_moves_the_same_biases(pool, name):
+    (alone,) = pool.run(count_step, *ALONE)
+    assert [sum(load) for load in alone["loads"]] == [2 * TOKENS] * 2
+    for load, bias in zip(alone["loads"], alone["biases"].values(), strict=True):
+        mean = sum(load) / 8
+        signs = [(mean > n) - (mean < n) for n in load]
+        assert bias == pytest.approx([1e-3 * sign for sign in signs])
+    biases = {}
+    for rank in pool.run(count_step, *COUNTED_ALIKE[name]):
+        assert rank["loads"] == alone["loads"]
+        assert rank["entropy"] == pytest.approx(alone["entropy"])
+        biases |= rank["biases"]
+    assert biases == alone["biases"]
+
+
+def step_with_nan(rank: int, world_size: int) -> tuple[bool, float]:
+    """Worker: whether a step with a broken weight was finite, and the largest bias after it."""
+    run = compare.build_table_run(world_size, {**MOE, **TWO_LAYERS})
+    run.parameters["norm.weight"].data[3] = math.nan
+    result = stepping.train_step(run, compare.make_batch(0, run.config.model.vocab_size))
+    return bool(result.finite), max(bias.abs().max().item() for bias in run.balance.biases.values())
+
+
+def test_a_step_that_is_not_finite_moves_no_bias(pool):
+    assert pool.run(step_with_nan, 1) == [(False, 0.0)]
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+TRAINED = {**MOE, **ADAMW, **TWO_LAYERS, RATE: 0.01}
+OPENED_ON = {"dp2, ep1": (2, {EP: 1}), "tp2 x dp2, ep4": (4, {TP: 2, EP: 4}), "pp2": (2, {PP: 2})}
+
+
+@pytest.mark.parametrize("name", OPENED_ON)
+def test_a_checkpoint_of_ep2_opens_on_another_layout_with_every_element_and_bias_equal(pool, tmp_path, name):
+    section = Checkpoint(enable=True)
+    saved = pool.run(train_and_save, 2, {**TRAINED, EP: 2}, str(tmp_path), 3, section)
+    world_size, keys = OPENED_ON[name]
+    opened = pool.run(load_and_train, world_size, {**TRAINED, **keys}, str(tmp_path), 3, section)
+    state = merge_states([rank[0] for rank in saved])
+    assert list_differing(merge_states([rank[0] for rank in opened]), state) == []
+    biases = [tensor for fqn, tensor in state.items() if fqn.endswith("expert_bias")]
+    assert len(biases) == 2 and all(bias.abs().max() >= 0.0099 for bias in biases)
+    assert opened[0][1] == pytest.approx(saved[0][1], rel=1e-4)  # the losses of three more steps
+
+
+# ---------------------------------------------------------------- the log
+
+
+def make_loads(rows: list[list[float]], entropy: float = 0.0) -> Tensor:
+    return torch.tensor([[*row, entropy] for row in rows], dtype=torch.float64)
+
+
+def test_a_logged_step_has_a_line_on_its_load_and_three_numbers(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(metrics.logger, "info", lambda line: lines.append(ESCAPE_CODE.sub("", line)))
+    # 16 tokens of two routes each; layer 0 is dense
+    load = describe_load(make_loads([[0] * 4, [16, 8, 8, 0], [8, 8, 8, 8]], entropy=16 * 1.25), top_k=2)
+    assert (load.max_over_mean, load.layer, load.dead_share, load.router_entropy) == (2.0, 1, 0.125, 1.25)
+    assert load.picture.splitlines()[1:] == ["layer   1   2.00  █▄▄ ", "layer   2   1.00  ▄▄▄▄"]
+    writer = make_writer(tmp_path, Metrics(enable_tensorboard=True))
+    writer.write(10, **(STEP | {"validation": VALIDATION, "experts": load}))
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert b"layer   1   2.00" in events.Tensors("expert_loads/text_summary")[0].tensor_proto.string_val[0]
+    assert lines[2] == "step   10/2000  expert load 2.00 of mean  12.5% dead  router entropy 1.250 nats"
+    (line,) = read_lines(tmp_path)
+    assert (line["expert_max_over_mean"], line["expert_dead_share"], line["router_entropy"]) == (2.0, 0.125, 1.25)
+
+
+def test_a_load_that_stays_on_one_expert_is_warned_of_once_with_layer_and_keys(monkeypatch):
+    warnings = []
+    monkeypatch.setattr(expert_balance.logger, "warning", warnings.append)
+    watch = CollapseWatch(MixtureArgs(n_experts=8, top_k=2, expert_ffn_dim=1))
+    even, uneven = [[4] * 8, [4] * 8], [[4] * 8, [16, 16, *[0] * 6]]
+    for step, rows in enumerate([uneven, uneven, even, uneven, uneven, uneven, uneven], 1):
+        watch.read(step, make_loads(rows))
+    (warning,) = warnings
+    assert warning.startswith("step 6: an expert of layer 1 gets 4.0 times the mean load")
+    assert "training.expert_bias_rate" in warning and "training.expert_balance_loss" in warning
+
+
+# ---------------------------------------------------------------- with the rest of the trainer
+
+
+def step_with(rank: int, world_size: int, overrides: dict) -> dict[str, Tensor]:
+    """Worker: this rank's slices of the weights after two steps."""
+    run = compare.build_table_run(world_size, {**MOE, **TWO_LAYERS, **overrides})
+    train(run, range(2))
+    return {fqn: compare.local(parameter).detach().clone() for fqn, parameter in run.parameters.items()}
+
+
+OPTIMIZERS = {"foreach": {IMPLEMENTATION: "foreach"}, "SGD": {"optimizer.name": "SGD", IMPLEMENTATION: "foreach"}}
+OPTIMIZERS |= {"fused": {IMPLEMENTATION: "fused"}, "bf16 moments": {"optimizer.moments_dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_steps_the_parameters_of_both_meshes(pool, name):
+    keys = {**ADAMW, TP: 2, EP: 4, **OPTIMIZERS[name]}
+    moved = pool.run(step_with, 4, keys)
+    one_by_one = pool.run(step_with, 4, {**keys, "optimizer.moments_dtype": "float32", IMPLEMENTATION: "for-loop"})
+    tolerance = 0.02 if name == "bf16 moments" else 1e-6
+    for rank, expected in zip(moved, one_by_one, strict=True):
+        assert rank.keys() == expected.keys()
+        assert all(compare.relative_error(rank[fqn], expected[fqn]) < tolerance for fqn in rank)
+
+
+def test_a_cache_gives_the_logits_of_the_whole_text():
+    torch.manual_seed(0)
+    args = resolve_model(Model(flavor="debug_moe", n_layers=2, qk_norm=True, n_shared_experts=1))
+    model, tokens = Llama3(args), torch.randint(args.vocab_size, (9,)).tolist()
+    for fqn, parameter in model.named_parameters():
+        init_parameter(fqn, parameter.data, args, torch.Generator().manual_seed(len(fqn)))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens]), positions=torch.arange(9)[None])[0, -1]
+    cached = CachedModel(model, capacity=16)
+    cached.read(tokens[:6])
+    assert compare.relative_error([cached.read([token]) for token in tokens[6:]][-1], expected) < 1e-5
+
+
+def test_flops_are_those_of_the_experts_that_a_token_is_routed_to(monkeypatch):
+    monkeypatch.delattr(F, "grouped_mm")  # torch's counter does not know it
+    args = resolve_model(Model(flavor="debug_moe", n_layers=2, n_shared_experts=1))
+    model = Llama3(args)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 64, dtype=torch.int64), positions=torch.arange(64)[None])
+    counted = count_flops_per_token(args, 64)
+    attention = 4 * args.n_layers * args.n_heads * args.head_dim * 64  # which the counter has, or not, by kernel
+    assert 3 * counter.get_total_flops() / 64 in (counted.full, counted.full - 3 * attention)
