@@ -116,8 +116,8 @@ computes in them. Where something differs, it names the first thing that does.
 The layout that was asked for is tried where it fits the ranks; else a smaller one, and the verdict says which.
 
 Both sides share the model file, so that a mistake in it is in both. `--against-hf FOLDER` runs no layout: it compares
-the model file with transformers' Llama, both with the weights of that Hugging Face folder: logits, loss, gradient of
-every parameter."""
+the model file with transformers' model (Llama, Mixtral, Qwen3, Qwen3-MoE), both with the weights of that Hugging Face
+folder: logits, loss, gradient of every parameter, experts of every token."""
     epilog = """Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished.
 With --against-hf: 0 equal, 1 not, 2 wrong input, no transformers, or too little memory."""
     parser = make_parser("verify", description, epilog, config=OF_THE_CONFIG)
@@ -132,7 +132,7 @@ With --against-hf: 0 equal, 1 not, 2 wrong input, no transformers, or too little
     add("--bisect", action="store_true", help="where the wide trial fails, find the smallest combination that does")
     add("--matrix", action="store_true", help="thirty layouts of this model instead of its own")
     add("--verbose", action="store_true", help="every parameter instead of the worst of each kind")
-    help = "instead of a layout, compare the model file with transformers' Llama of this Hugging Face folder"
+    help = "instead of a layout, compare the model file with transformers' model of this Hugging Face folder"
     add("--against-hf", type=Path, metavar="FOLDER", help=help)
     add("--json", action="store_true", help="print for programs, every parameter included")
     return parser
