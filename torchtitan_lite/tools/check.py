@@ -109,8 +109,10 @@ def describe(prepared: Prepared, target: Target) -> str:
     tokens = layout.global_batch_size * config.training.seq_len
     flops = count_flops_per_token(prepared.model_args, config.training.seq_len)
     flavor = config.model.flavor
-    if flavor == AUTO:
-        flavor = f"of {config.checkpoint.initial_load_path}" if config.checkpoint.initial_load_in_hf else "debug"
+    if config.checkpoint.initial_load_in_hf:
+        flavor = f"of {config.checkpoint.initial_load_path}"
+    elif flavor == AUTO:
+        flavor = "debug"
     args = prepared.model_args
     active = f" ({count_parameters(args, active=True):,} active)" if args.mixture else ""
     unjudged = f"not judged, because its size is not known. Use --gpus {layout.world_size} --gpu h100, for instance"
