@@ -31,6 +31,7 @@ from torchtitan_lite.bench.rounds import (
 )
 from torchtitan_lite.bench.step import measure_step_memory
 from torchtitan_lite.bench.step_3d import take_turns
+from torchtitan_lite.bench.step_experts import EXPERTS_CONFIG, RATIO_OF
 from torchtitan_lite.components import optim
 from torchtitan_lite.config.hardware import Gpu
 from torchtitan_lite.config.messages import ConfigError, Problem
@@ -44,10 +45,16 @@ TINY_CONFIG = replace(
     compile=Compile(backend="eager"),  # inductor takes half a minute and a C++ compiler
 )
 TINY_3D_CONFIG = replace(bench_step.STEP_3D_CONFIG, model=TINY_CONFIG.model, training=TINY_CONFIG.training)
+TINY_EXPERTS_CONFIG = replace(
+    EXPERTS_CONFIG,
+    model=Model(flavor="debug_moe", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, expert_ffn_dim=64, vocab_size=512),
+    training=TINY_CONFIG.training,
+)
 
 
 def run_tiny() -> Report:
-    return bench_step.bench_step(n_rounds=3, n_steps=1, config=TINY_CONFIG, config_3d=TINY_3D_CONFIG)
+    configs = {"config": TINY_CONFIG, "config_3d": TINY_3D_CONFIG, "config_experts": TINY_EXPERTS_CONFIG}
+    return bench_step.bench_step(n_rounds=3, n_steps=1, **configs)
 
 
 def make_report(step_times_s: dict[str, list[float]]) -> Report:
@@ -147,11 +154,12 @@ def test_clocks_are_those_of_the_first_gpu_that_is_used_or_none(visible, asked, 
 def test_step_measures_all_contenders_and_leaves_no_process_group_behind():
     report = run_tiny()
     assert not dist.is_initialized()
-    contenders = [*bench_step.CONTENDERS, "trainer_3d", "bare_3d"]
+    of_experts = {contender for pair in RATIO_OF.values() for contender in pair}
+    contenders = [*bench_step.CONTENDERS, "trainer_3d", "bare_3d", *of_experts]
     assert {name: len(times) for name, times in report.step_times_s.items()} == dict.fromkeys(contenders, 3)
     assert "MFU" not in describe(report) and "GiB" in describe(report)
     values = json.loads(json.dumps(report_for_programs(report)))
-    assert values["ratios"].keys() == {"bare_loop", "transformers", "compile_over_eager", "bare_3d"}
+    assert values["ratios"].keys() == {"bare_loop", "transformers", "compile_over_eager", "bare_3d", *RATIO_OF}
     assert all(isinstance(ratio, float) and ratio > 0 for ratio in values["ratios"].values())
     assert values["absent"] == {}
     assert values["shape"]["dim"] == 32 and values["batch"] == {"sequences": 2, "seq_len": 16}
@@ -173,8 +181,9 @@ def test_without_transformers_and_a_compiler_two_rows_say_so_and_the_rest_is_mea
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda forward, **options: compile(forward, backend=refuse))
     values = report_for_programs(run_tiny())
-    assert values["absent"] == {"transformers": "transformers is not installed", "compiled": "no C++ compiler here"}
-    assert values["ratios"].keys() == {"bare_loop", "bare_3d"}
+    theirs = dict.fromkeys(("transformers", "mixtral"), "transformers is not installed")
+    assert values["absent"] == {**theirs, "compiled": "no C++ compiler here"}
+    assert values["ratios"].keys() == {"bare_loop", "bare_3d", *RATIO_OF} - {"experts_over_mixtral"}
 
 
 def test_contenders_that_compute_something_else_are_not_compared(monkeypatch, capsys):
