@@ -32,6 +32,7 @@ from torch.distributed.pipelining.schedules import (
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Parallelism
+from torchtitan_lite.model.moe import list_mixtures
 
 
 def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
@@ -82,7 +83,7 @@ def list_stages(schedule: _PipelineSchedule | None) -> list["Stage"]:
 
 
 class Stage(PipelineStage):
-    """A stage that also runs forward only, for validation.
+    """A stage that also runs forward only, for validation, and that counts no routes of made-up tokens.
 
     Two neighbouring stages on one rank (V schedules) hand gradients to each other directly; torch 2.13 does so even
     where there is no backward and so no gradient.
@@ -94,3 +95,13 @@ class Stage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Forget the loads of the experts so far. torch calls this before the first microbatch.
+
+        In the first step, and in each that follows a validation, torch 2.13 learns shapes by a forward and a backward
+        pass over uninitialised hidden states, and routers count in backward.
+        """
+        super()._post_metadata_inference_cleanup()
+        for _, mixture in list_mixtures(self.submod):
+            mixture.router.load.zero_()
