@@ -14,7 +14,6 @@ from itertools import combinations
 
 from torchtitan_lite.verify.one_rank import Coordinates, RankResult, Slice
 
-
 EXACT = ("expert_loads", "expert_biases")  # whole numbers, and sums of a few equal amounts
 
 

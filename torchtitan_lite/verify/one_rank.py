@@ -5,8 +5,8 @@
     the parent      adds up the squared errors of all slices (difference.py)
 
 The routers are given the routes that the reference took, because a top-k turns the last bit of a score into another
-expert; route_flips.py lets them choose. Each parameter is compared by itself, because loss and gradient norm hide broken
-gradients; and its update by SGD, because AdamW hides gradients of the wrong scale.
+expert; route_flips.py lets them choose. Each parameter is compared by itself, because loss and gradient norm hide
+broken gradients; and its update by SGD, because AdamW hides gradients of the wrong scale.
 """
 
 import logging
@@ -27,6 +27,7 @@ from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_m
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch, rows_of_rank
 from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.verify.degrees import OF_EXPERTS
 from torchtitan_lite.verify.plain_mixture import set_biases
 from torchtitan_lite.verify.reduction import override
 from torchtitan_lite.verify.reference import (
@@ -45,7 +46,6 @@ Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
 Prepare = Callable[[stepping.Run, ReferenceRun], None]
 PIECE = 2**20  # numbers that are widened to float64 at a time
 # Mesh dims that FSDP's dim, or one of the experts' mesh, stands for; any other stands for itself.
-OF_EXPERTS = ("dp_shard", "cp", "tp")
 SPLIT_ALONG = {"shard": ("dp_shard", "cp"), "efsdp": OF_EXPERTS, "ep": OF_EXPERTS}
 
 

@@ -64,7 +64,8 @@ def measure_routes(rank: int, world_size: int, config: Config, reference_path: s
             mixture.router.register_forward_hook(partial(note_routes, chosen[layer]))
     stepping.forward_only(run, batch, stepping.count_global_tokens(run, batch))
 
-    at = stepping.shard_for_cp(run, own_rows(run, replace(whole, tokens=numbers))).tokens.chunk(run.layout.n_microbatches)
+    own_numbers = stepping.shard_for_cp(run, own_rows(run, replace(whole, tokens=numbers))).tokens
+    at = own_numbers.chunk(run.layout.n_microbatches)
     order, seq_len = list_forward_order(config, run.layout), whole.tokens.shape[1]
     tp, n_routes, flips = run.mesh.tp, 0, {}
     for layer, calls in chosen.items():
