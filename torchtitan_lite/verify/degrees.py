@@ -13,7 +13,7 @@ ep                         the largest divisor of the ranks that dp_shard, cp an
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.schema import Parallelism
@@ -93,6 +93,11 @@ def choose_ep(asked: int, n_ranks: int, n_real: int) -> int:
     if fitting[-1] == n_ranks and asked < n_real and n_ranks > 2:  # else FSDP would have nothing to share
         return fitting[-2] if fitting[-2] > 1 else n_ranks
     return fitting[-1]
+
+
+def limit_ep(section: Parallelism, degrees: dict[str, int]) -> int:
+    """Return the largest divisor of ep that other degrees have room for."""
+    return gcd(section.expert_parallel_degree, prod(degrees[dim] for dim in OF_EXPERTS))
 
 
 def shrink(given: dict[str, int], max_ranks: int, pinned: Collection[str], *, wants_shards: bool) -> dict[str, int]:

@@ -146,9 +146,9 @@ def list_measures(difference: Difference) -> list[Measure]:
     if difference.has_experts:
         loads = torch.stack(difference.ranks[0].expert_loads)
         loads = loads[:, loads.sum((0, 2)) > 0]  # a dense layer has none
-        spread = f"{loads.min():.0f} to {loads.max():.0f} tokens an expert, with routes as one process takes them"
+        spread = f"{loads.min():.0f} to {loads.max():.0f} tokens an expert; all above is with the routes of one process"
         measures += [
-            Measure("expert loads", difference.expert_loads, 0, f"of {loads.shape[1]} layers, {spread}"),
+            Measure("expert loads", difference.expert_loads, 0, spread),
             Measure("router entropy", difference.router_entropy, FP32_TOLERANCE, "of the scores of all tokens"),
         ]
     if difference.has_experts and difference.weight:

@@ -13,7 +13,7 @@ part. What is refused could not train either, and is missing nowhere.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import gcd, prod
+from math import prod
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.flavors import ROPE_KEYS
@@ -21,7 +21,7 @@ from torchtitan_lite.config.layout import MESH_DIMS, Layout, plan_degrees, plan_
 from torchtitan_lite.config.messages import ConfigError, format_table
 from torchtitan_lite.config.schema import Config, Model
 from torchtitan_lite.verify.certificate import CERTIFIED, CERTIFIED_IN_PART, IN_PART, NOT_FINISHED, WRONG, Trial
-from torchtitan_lite.verify.degrees import DEGREE_KEYS, EP_KEY, OF_EXPERTS
+from torchtitan_lite.verify.degrees import DEGREE_KEYS, EP_KEY, limit_ep
 from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
 
 # ---------------------------------------------------------------- the smallest combination that fails
@@ -73,16 +73,11 @@ def turn_off(config: Config, layout: Layout, names: frozenset[str]) -> tuple[Con
     for name in names:
         config = override(config, FEATURES[name])
     degrees = plan_degrees(config.parallelism, 1)
-    config = override(config, {EP_KEY: limit_ep(config, degrees)})
+    config = override(config, {EP_KEY: limit_ep(config.parallelism, degrees)})
     n_rows = config.training.local_batch_size if "accumulation" in names else layout.global_batch_size // layout.dp
     dp = degrees["dp_replicate"] * degrees["dp_shard"]
     config = override(config, {"training.global_batch_size": n_rows * dp})
     return config, plan_layout(config, resolve_model(config.model), prod(degrees.values()))
-
-
-def limit_ep(config: Config, degrees: dict[str, int]) -> int:
-    """Return the largest ep that these degrees and that of the config have room for."""
-    return gcd(config.parallelism.expert_parallel_degree, prod(degrees[dim] for dim in OF_EXPERTS))
 
 
 def find_smallest(
@@ -168,7 +163,7 @@ def plan_cell(config: Config, row: str, column: str, max_ranks: int) -> Reductio
     degrees = {**dict.fromkeys(MESH_DIMS, 1), "pp": 1 if column == NO_PIPELINE else 2, **ROWS[row]}
     keys = {key: degrees[dim] for dim, key in DEGREE_KEYS.items()}
     keys |= {
-        EP_KEY: limit_ep(config, degrees),
+        EP_KEY: limit_ep(config.parallelism, degrees),
         "training.local_batch_size": 8,
         "training.global_batch_size": -1,
         "parallelism.pipeline_parallel_schedule_csv": "",

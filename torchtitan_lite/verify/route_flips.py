@@ -112,7 +112,7 @@ def judge_routes(ranks: list[RankRoutes]) -> RouteFlips:
     ]
     n_routes, n_flips = sum(rank.n_routes for rank in ranks), sum(n for rank in ranks for n, _ in rank.flips.values())
     widest = max((margin for _, margin, _ in judged), default=0.0)
-    of = f"{n_flips} of {n_routes:,} routes that the layout chooses by itself; widest margin of their scores"
+    of = f"widest margin; of {n_routes:,} routes that routers choose themselves, {n_flips} are others"
     wide = [(layer, coordinates) for layer, margin, coordinates in judged if margin > MOST_MARGIN]
     layer = min((layer for layer, _ in wide), default=0)
     wrong = [coordinates for at, coordinates in wide if at == layer]
