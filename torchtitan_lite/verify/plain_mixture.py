@@ -136,6 +136,16 @@ def draw_biases(args: ModelArgs) -> dict[str, Tensor]:
     return biases
 
 
+def draw_routes(args: ModelArgs, n_rows: int, seq_len: int, step: int) -> Tensor:
+    """Return random routes (B, S, layers, K): uneven, and one expert of each layer gets no token, if all need not."""
+    generator = torch.Generator().manual_seed(step)
+    layers, n_experts, top_k = args.n_layers, args.mixture.n_experts, args.mixture.top_k
+    scores = torch.rand(n_rows, seq_len, layers, n_experts, generator=generator)
+    scores += torch.linspace(0, 0.5, n_experts)
+    scores[..., torch.arange(layers), torch.arange(layers) % n_experts] = NEVER
+    return scores.topk(top_k).indices
+
+
 @torch.no_grad()
 def set_biases(biases: dict[str, Tensor], values: dict[str, Tensor]) -> None:
     """Give the routers of `biases` (of some layers) these values."""
