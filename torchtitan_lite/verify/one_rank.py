@@ -45,8 +45,7 @@ from torchtitan_lite.verify.step_formulas import compute_clip_scale
 Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
 Prepare = Callable[[stepping.Run, ReferenceRun], None]
 PIECE = 2**20  # numbers that are widened to float64 at a time
-# Mesh dims that FSDP's dim, or one of the experts' mesh, stands for; any other stands for itself.
-SPLIT_ALONG = {"shard": ("dp_shard", "cp"), "efsdp": OF_EXPERTS, "ep": OF_EXPERTS}
+SPLIT_ALONG = {"shard": ("dp_shard", "cp")}  # mesh dims that FSDP's dim stands for; any other stands for itself
 
 
 @dataclass(frozen=True)
@@ -261,10 +260,6 @@ def measure_slices(tensors: dict[str, Tensor], full: dict[str, Tensor], at: Coor
     """Compare this rank's slices with those of the reference's `full` tensors."""
     slices = {}
     for fqn, tensor in tensors.items():
-        split: set[str] = set()
-        if isinstance(tensor, DTensor):
-            for name, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True):
-                split |= set() if placement.is_replicate() else set(SPLIT_ALONG.get(name, (name,)))
         wrong = squared = product = 0.0
         own, expected = own_slice(tensor), cut_slice(full[fqn], tensor)
         for numbers, right in zip(own.flatten().split(PIECE), expected.flatten().split(PIECE), strict=True):
@@ -272,9 +267,21 @@ def measure_slices(tensors: dict[str, Tensor], full: dict[str, Tensor], at: Coor
             wrong += (numbers - right).square().sum().item()
             squared += right.square().sum().item()
             product += torch.dot(numbers, right).item()
-        whole = tuple((dim, coordinate) for dim, coordinate in at.items() if dim not in split)
-        slices[fqn] = Slice(whole, wrong, squared, product)
+        slices[fqn] = Slice(find_whole(tensor, at), wrong, squared, product)
     return slices
+
+
+def find_whole(tensor: Tensor, at: Coordinates) -> tuple[tuple[str, int], ...]:
+    """Return the coordinates that ranks share whose slices of a tensor make one whole."""
+    split: set[str] = set()
+    copies = dict(at)  # coordinates on the dims along which there may be copies
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for name, placement, own in zip(mesh.mesh_dim_names, tensor.placements, mesh.get_coordinate(), strict=True):
+            if name in ("efsdp", "ep"):  # these two stand for three dims of the world's mesh
+                copies = {dim: place for dim, place in copies.items() if dim not in OF_EXPERTS} | {name: own}
+            split |= set() if placement.is_replicate() else set(SPLIT_ALONG.get(name, (name,)))
+    return tuple((dim, coordinate) for dim, coordinate in copies.items() if dim not in split)
 
 
 def measure_clipping(run: stepping.Run, before: dict[str, Slice], scale: float) -> float:

@@ -115,7 +115,7 @@ def judge_routes(ranks: list[RankRoutes]) -> RouteFlips:
     of = f"widest margin; of {n_routes:,} routes that routers choose themselves, {n_flips} are others"
     wide = [(layer, coordinates) for layer, margin, coordinates in judged if margin > MOST_MARGIN]
     layer = min((layer for layer, _ in wide), default=0)
-    wrong = [coordinates for at, coordinates in wide if at == layer]
+    wrong = [coordinates for _, coordinates in wide]
     detail = f"{n_flips} of {n_routes:,} routes are others, and scores that differ by {widest:.1e} are no tie"
     is_right = [(rank.coordinates, rank.coordinates not in wrong) for rank in ranks]
     culprit = blame("routes", f"layers.{layer}.feed_forward.router", detail, is_right)
