@@ -127,7 +127,7 @@ def combine_weights_in_bfloat16(original, router, x, weight, routes):
     return weights.bfloat16().float(), routes
 
 
-@mutant(SHARED_TP2, "loss", ("module output", "layers.1.shared_experts"), at=(parallelize, "apply_tensor_parallel"))
+@mutant(SHARED_TP2, "gradient", ("module output", "layers.1.shared_experts"), at=(parallelize, "apply_tensor_parallel"))
 def shared_experts_counted_by_every_tp_rank(original, part, mesh, plan):
     """Shared experts are computed whole and then added up over tp, as partial sums are. They count tp times."""
     original(part, mesh, plan)

@@ -275,8 +275,8 @@ def name_first_bias(difference: Difference, reference: ReferenceRun) -> Culprit:
         if wrong:
             moved, wanted = (x - reference.experts.initial_biases[fqn] for x in (wrong[0][1], right))
             expert = (moved - wanted).abs().argmax()
-            detail = f"every load is right, and the steps move the bias of expert {expert} by {moved[expert]:.4g} "
-            detail += f"instead of {wanted[expert]:.4g}{describe_ranks([at for at, _ in wrong], len(held))}"
+            detail = f"every load is right, and the steps move the bias of expert {expert} by {moved[expert]:.3g} "
+            detail += f"instead of {wanted[expert]:.3g}{describe_ranks([at for at, _ in wrong], len(held))}"
             return Culprit("expert biases", fqn, detail, find_disagreement(is_right, 0))
     raise AssertionError("a bias is wrong")
 

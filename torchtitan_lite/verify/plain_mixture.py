@@ -24,7 +24,7 @@ from torchtitan_lite.config.schema import Training
 from torchtitan_lite.model.moe import MixtureOfExperts, Router, list_mixtures
 
 NEVER = -10.0  # a bias below any difference of two scores, which are between 0 and 1
-APART = 0.02  # standard deviation of the other biases: about that of the scores at the start
+APART = 0.005  # standard deviation of the other biases: a third of that of the scores at the start
 
 
 @dataclass

@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import list_block
 from torchtitan_lite.config.float8_plan import plan_float8, uses_float8
 from torchtitan_lite.config.layout import Layout, resolve_model
@@ -52,7 +51,8 @@ from torchtitan_lite.verify.precision_parts import (
     fan_out,
     sum_partials,
 )
-from torchtitan_lite.verify.reference import PlainDocumentAttention
+from torchtitan_lite.verify.reference import PlainDocumentAttention, choose_model
+from torchtitan_lite.verify.small_runs import WIDE
 
 UNDER_CP: dict[str, Callable[[int, str], nn.Module]] = {  # model.attention -> attention of cp ranks, rotate method
     "causal": RoundedContext,
@@ -93,7 +93,7 @@ class RoundedProcess:
     """The model of `config` (resolved, for its dtype), rounding as the ranks of `layout` do."""
 
     def __init__(self, config: Config, layout: Layout):
-        model_class, init_parameter = stepping.MODELS[config.model.name]
+        model_class, init_parameter = choose_model(config, WIDE)
         self.config, self.layout = config, layout
         self.dtype = getattr(torch, config.training.mixed_precision_param)
         self.model = model_class(resolve_model(config.model), attention=config.model.attention)

@@ -79,9 +79,23 @@ def choose_max_norm(config: Config, step: int) -> float:
 
 
 def choose_model(config: Config, method: Method) -> tuple[type[nn.Module], Callable]:
-    """Return the user's class and its rule of the initial weights, or one that repeats a block drawn by that rule."""
+    """Return the user's class and its rule of the initial weights, changed as `method` says."""
     model_class, init_parameter = stepping.MODELS[config.model.name]
+    if method.enlarges_experts:
+        init_parameter = partial(enlarge_experts, init_parameter)
     return model_class, partial(repeat_block, init_parameter) if method.repeats_weights else init_parameter
+
+
+def enlarge_experts(
+    init_parameter: Callable, fqn: str, full: Tensor, args: ModelArgs, generator: torch.Generator
+) -> None:
+    """Fill the full tensor of one parameter in place; that of experts is larger in narrow models.
+
+    Without that, experts made 1e-5 of the norm of all gradients at dim 32: a norm that forgets them would be right.
+    """
+    init_parameter(fqn, full, args, generator)
+    if full.dim() == 3:
+        full.mul_(max(1.0, 50 / math.sqrt(args.dim)))  # from 0.02 to 1 / sqrt(dim)
 
 
 def repeat_block(init_parameter: Callable, fqn: str, full: Tensor, args: ModelArgs, generator: torch.Generator) -> None:

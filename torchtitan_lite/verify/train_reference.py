@@ -30,7 +30,7 @@ from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.verify.plain_mixture import ExpertRecord, PlainMixtures
 from torchtitan_lite.verify.reference import build_model, measure_norm
-from torchtitan_lite.verify.small_runs import WIDE
+from torchtitan_lite.verify.small_runs import AS_TRAINED
 from torchtitan_lite.verify.step_formulas import FORMULAS, compute_clip_scale, compute_rate_factor
 
 TOKENIZER = "bytes"
@@ -146,7 +146,7 @@ def run_reference(
         [cut_samples(text, config.training.seq_len, restart_positions=restart_positions) for text in texts]
         for texts in (train, held_out)
     )
-    model = build_model(config, WIDE)
+    model = build_model(config, AS_TRAINED)
     mixtures = PlainMixtures(model, config.training)
     parameters = dict(model.named_parameters())
     weights = {fqn: parameter.detach().double() for fqn, parameter in parameters.items()}
