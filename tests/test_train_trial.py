@@ -17,6 +17,7 @@ from layouts import (
     COMPILED,
     CP,
     DOCUMENTS,
+    EP,
     LAYOUTS,
     MODE,
     OFFLOAD,
@@ -24,6 +25,7 @@ from layouts import (
     REPLICATE,
     RING,
     SCHEDULE,
+    SHARED,
     TP,
     Row,
 )
@@ -51,6 +53,7 @@ HEALTHY = {
     "dp2 tied, documents, two corpora": Row(2, {"model.tie_embeddings": True, **DOCUMENTS, **TWO_CORPORA, **ADAMW}),
     "pp2 x cp2 documents": Row(4, {PP: 2, CP: 2, **DOCUMENTS, **ASYNC}),
     "pp2 DualPipeV": Row(2, {PP: 2, SCHEDULE: "DualPipeV", MODE: "none", **ADAMW, **ASYNC}),
+    "experts on tp2, ep2": Row(2, {TP: 2, EP: 2, **SHARED, **ADAMW, **ASYNC}),
 }
 SLOW = {  # many ranks, or compiled
     "one rank offloaded": Row(1, OFFLOAD),

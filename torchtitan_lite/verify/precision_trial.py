@@ -14,8 +14,8 @@ parts in the order of gloo's ring. The only sums in another order are then in fp
       split backward      2e-2    5e-3                  torch's runtime adds the weight gradients of microbatches that
                                                         follow each other in the compute dtype: which, the schedule says
 
-Under ep the gradients of experts and routers are rounded in other groups (precision_reference.py): the bound is that of
-a split backward, and their reduction is not looked at. All routes are given: of the choice the wide trial says more.
+Under ep the gradients of experts and routers are rounded in other groups (precision_reference.py), which makes 2.5e-3:
+the bound is that of a split backward, and their reduction is not looked at. All routes are given.
 
 "gradient reduction" is the share of a gradient's numbers that bfloat16 holds exactly, less that of one process: a sum
 of many bfloat16 numbers has more digits, unless it is rounded again. It tells a sum in bfloat16 from a sum of bfloat16
