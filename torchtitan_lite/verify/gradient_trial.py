@@ -71,7 +71,7 @@ def try_layout(
             flips = judge_routes(run_ranks(measure_routes, world_size, config, reference_path))
             faults = {"routes": flips.fault} if flips.fault else {}
             culprit = flips.culprit if faults else None
-    except NoAnswer as failure:
+    except RankFailure as failure:  # no answer; or a crash of the pass that chooses its routes
         return describe_failure(name, failure, time.monotonic() - start)
     if faults and find_culprit:
         if culprit is None:
