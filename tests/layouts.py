@@ -37,6 +37,16 @@ ADAMW = {
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 TWO_LAYERS = {"model.n_layers": 2}  # of many ranks on two cores each layer takes seconds
 TIED = {"model.tie_embeddings": True}
+EP = "parallelism.expert_parallel_degree"
+MIXTURE = {"model.flavor": "debug_moe", "model.expert_ffn_dim": 48, **TWO_LAYERS}  # 2 of 8 experts a token
+FIVE_EXPERTS = {**MIXTURE, "model.n_experts": 5}  # which FSDP cannot share out: each rank has a part of every matrix
+SHARED = {  # as DeepSeek-V3 has them; and an auxiliary loss that is no small part of the gradients
+    **MIXTURE,
+    "model.n_shared_experts": 2,
+    "model.router_scores": "sigmoid",
+    "model.n_first_dense_layers": 1,
+    "training.expert_balance_loss": 0.1,
+}
 # As in Llama 3, the first stage is the embedding alone and the last one norm and head. Two layers on four stages make
 # that too.
 ENDS_ALONE = [["tok_embeddings"], ["layers.0", "layers.1"], ["layers.2", "layers.3"], ["norm", "output"]]
@@ -141,6 +151,55 @@ FAST = {
     },
 }
 
+# Of mixtures: on how many ranks, ep, and what else.
+EXPERTS = {
+    "one rank": Row(1),
+    "accumulation 2": Row(1, accumulate(4)),
+    **{f"one rank, {name} recompute": Row(1, keys) for name, keys in RECOMPUTE.items()},
+    "one rank, 3 experts of 8": Row(1, {"model.top_k": 3, "model.normalize_top_k": False}),
+    "dp2": Row(2),
+    "dp2, matrices shared": Row(2, FIVE_EXPERTS),
+    "tp2": Row(2, {TP: 2}),
+    "cp2": Row(2, {CP: 2}),
+    "pp2": Row(2, {PP: 2}),
+    "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "full", "model.n_layers": 4}),
+    "pp2 Interleaved1F1B": Row(2, {PP: 2, SCHEDULE: "Interleaved1F1B", "model.n_layers": 4}),
+    "dp2, ep2": Row(2, {EP: 2}),
+    "tp2, ep2": Row(2, {TP: 2, EP: 2}),
+    "cp2 ring, ep2": Row(2, {CP: 2, EP: 2, **RING}),
+    "dp2, ep2, full recompute": Row(2, {EP: 2, MODE: "full"}),
+    "dp2, ep2, compile": Row(2, {EP: 2, **COMPILED}),
+    "dp2, ep2, offloaded": Row(2, {EP: 2, **OFFLOAD}),
+    "dp2, ep2, documents": Row(2, {EP: 2, **DOCUMENTS}),
+    **{f"dp2, ep2, accumulation 4 ZeRO-{stage}": Row(2, {EP: 2, ZERO: stage, **ACCUMULATION_4}) for stage in (1, 2, 3)},
+    "dp4, ep2": Row(4, {EP: 2}),
+    "dp4, ep4": Row(4, {EP: 4}),
+    "hsdp2x2, ep2": Row(4, {REPLICATE: 2, EP: 2}),
+    "ddp2 x tp2, ep2": Row(4, {REPLICATE: 2, TP: 2, EP: 2}),
+    "dp2 x tp2, ep2": Row(4, {TP: 2, EP: 2}),
+    "dp2 x tp2, ep4": Row(4, {TP: 2, EP: 4}),
+    "dp2 x cp2, ep4": Row(4, {CP: 2, EP: 4}),
+    "pp2 x dp2, ep2": Row(4, {PP: 2, EP: 2}),
+    "pp2 x dp2 x tp2, ep4": Row(8, {PP: 2, TP: 2, EP: 4}),
+    "tp2, ep2, shared experts": Row(2, {TP: 2, EP: 2, **SHARED}),
+    "cp2, ep2, shared experts": Row(2, {CP: 2, EP: 2, **SHARED}),
+    "pp2, shared experts": Row(2, {PP: 2, **SHARED}),
+}
+EXPERTS = {f"experts, {name}": Row(row.world_size, {**MIXTURE, **row.overrides}) for name, row in EXPERTS.items()}
+FAST |= EXPERTS
+SLOW_EXPERTS = {
+    "dp8, ep8": Row(8, {EP: 8}),
+    "dp2 x cp2 x tp2, ep8": Row(8, {CP: 2, TP: 2, EP: 8}),
+    "dp2 x cp2 x tp2, ep2": Row(8, {CP: 2, TP: 2, EP: 2}),
+    "hsdp2x2 x tp2, ep4": Row(8, {REPLICATE: 2, TP: 2, EP: 4}),
+    "pp2 x cp2 x tp2, ep4, shared experts": Row(8, {PP: 2, CP: 2, TP: 2, EP: 4, **SHARED}),
+    "pp2 x dp2 x tp2, ep2, resharded": Row(8, {PP: 2, TP: 2, EP: 2, RESHARD: "always"}),
+    "pp2 x dp2 x tp2, ep4, DualPipeV": Row(
+        8, {PP: 2, TP: 2, EP: 4, SCHEDULE: "DualPipeV", MODE: "none", "model.n_layers": 4}
+    ),
+    "dp2 x tp2, ep4, compile": Row(4, {TP: 2, EP: 4, **COMPILED}),
+}
+
 # Every value of one axis with every value of another, and what has three axes. Slow: minutes.
 CROSSES = {
     **{f"pp4 {name}": Row(4, {PP: 4, SCHEDULE: name, "model.n_layers": 8, **PLAIN_FOR[name]}) for name in SCHEDULES},
@@ -197,6 +256,7 @@ CROSSES = {
     "cp2 documents, no recompute": Row(2, {CP: 2, **DOCUMENTS, MODE: "none"}),
     "pp2 x cp2 x tp2 documents": Row(8, {PP: 2, CP: 2, TP: 2, **DOCUMENTS, **TWO_LAYERS}),
 }
+CROSSES |= {f"experts, {name}": Row(row.world_size, {**MIXTURE, **row.overrides}) for name, row in SLOW_EXPERTS.items()}
 LAYOUTS = {**CROSSES, **FAST}
 
 BFLOAT16_LAYOUTS = {

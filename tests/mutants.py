@@ -11,6 +11,7 @@ from pathlib import Path
 import compare
 
 # Each adds its patches to the table.
+import mutants_of_experts  # noqa: F401
 import mutants_of_gradients  # noqa: F401
 import mutants_of_precision  # noqa: F401
 import mutants_of_sizes  # noqa: F401

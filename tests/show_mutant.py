@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from torchtitan_lite.environment import continue_with_packages
 
 if __name__ == "__main__":
-    continue_with_packages(extras=["test"])
+    continue_with_packages()
 
 from mutants import MUTANTS, try_mutant
 

@@ -11,7 +11,7 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import CP, DOCUMENTS, LAYOUTS, PP, TP
+from layouts import CP, DOCUMENTS, EP, LAYOUTS, PP, SHARED, TP
 from torch import nn
 
 from torchtitan_lite import step
@@ -27,6 +27,7 @@ from torchtitan_lite.verify.module_outputs import ModuleErrors, observe_outputs
 from torchtitan_lite.verify.one_rank import Slice
 from torchtitan_lite.verify.ranks import RankKilled, RankPool, RankTimeout, describe_stack
 from torchtitan_lite.verify.reference import load_reference
+from torchtitan_lite.verify.route_flips import RankRoutes, find_flips, judge_routes
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)  # other combinations of wh
         (2, LAYOUTS["pp2 Interleaved1F1B, embedding and head alone"].overrides),
         (2, {PP: 2, **DOCUMENTS}),
         (4, {CP: 2, TP: 2}),
+        (4, {**SHARED, CP: 2, TP: 2, EP: 4}),
         slow(2, LAYOUTS["pp2 DualPipeV"].overrides),
         slow(8, LAYOUTS["pp2 x dp2 x tp2 Interleaved1F1B"].overrides),
         slow(4, {PP: 2, CP: 2, **DOCUMENTS}),
@@ -92,7 +94,7 @@ def test_every_module_of_a_healthy_layout_is_compared_and_none_is_accused(pool, 
     assert {name for rank in ranks for name in rank.inputs} == set(reference.inputs) == set(reference.outputs)
     assert {name for rank in ranks for name in rank.error} == set(reference.outputs)
     config = compare.complete(overrides, world_size)
-    fields = {"targets", "positions", "doc_ids"}
+    fields = {"targets", "positions", "doc_ids"} | ({"routes"} if reference.experts else set())
     stages = {fqns[0]: fields for fqns in plan_layout(config, resolve_model(config.model), world_size).stages}
     given = {name: set(errors) for rank in ranks for name, errors in rank.stage_pieces.items()}
     assert given == {**stages, "tok_embeddings": {"x", *fields}}
@@ -119,6 +121,27 @@ def test_a_module_with_wrong_inputs_is_not_blamed_for_its_output(pool, folder):
     assert name([wrong_elsewhere, at_one]).kind == "growing error"
     lost = name([with_error(share, {"layers.2": 1e-3}, {"layers.2": {"x": 1e-3}})])
     assert (lost.kind, lost.name) == ("module input", "layers.2") and "layers.1" in lost.detail
+
+
+# ---------------------------------------------------------------- routes that routers choose themselves
+
+
+def test_the_margin_of_a_flip_is_that_of_the_expert_that_was_lost():
+    scores = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).expand(3, -1)
+    right, own = torch.tensor([[0, 1]] * 3), torch.tensor([[1, 0], [0, 2], [3, 2]])
+    n_flips, margins = find_flips(own, right, scores)
+    assert n_flips.tolist() == [0, 1, 2]
+    assert torch.allclose(margins[1:], torch.tensor([0.1, 0.3]))
+
+
+def test_a_tie_is_no_fault_and_what_follows_from_it_is_not_judged():
+    ties = [RankRoutes({"tp": 0}, 500, {(0, 1): (1, 1e-7), (2, 1): (3, 0.1)}), RankRoutes({"tp": 1}, 500, {})]
+    flips = judge_routes(ties)
+    assert flips.fault == "" and flips.measure.error == 1e-7 and flips.measure.is_right
+    assert "of 1,000 routes that routers choose themselves, 4 are others" in flips.measure.of
+    wide = judge_routes([ties[0], RankRoutes({"tp": 1}, 500, {(1, 3): (1, 1e-3)})])
+    assert "5 of 1,000 routes" in wide.fault and not wide.measure.is_right
+    assert (wide.culprit.name, wide.culprit.mesh_dims) == ("layers.1.feed_forward.router", ["tp"])
 
 
 # ---------------------------------------------------------------- a module that the tensor-parallel plan does not name

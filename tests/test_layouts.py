@@ -16,7 +16,9 @@ from layouts import (
     Row,
 )
 
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.verify.ranks import RankFailure
+from torchtitan_lite.verify.route_flips import judge_routes, measure_routes
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,17 @@ def mark_slow(names) -> list:
 @pytest.mark.parametrize("name", [*FAST, *mark_slow(CROSSES.keys() - FAST.keys())])
 def test_layout_computes_the_single_device_model(measure, name):
     assert compare.find_faults(measure(LAYOUTS[name]), FP32_TOLERANCE) == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["dp2, ep2", "tp2, ep2", "cp2 ring, ep2", "accumulation 2", "pp2 ZBVZeroBubble", "tp2, ep2, shared experts"]
+)
+def test_routers_choose_the_experts_that_those_of_one_process_choose(pool, oracle, name):
+    row = LAYOUTS[f"experts, {name}"]
+    config = compare.complete(row.overrides, row.world_size)
+    flips = judge_routes(pool.run(measure_routes, row.world_size, config, oracle(row.overrides)))
+    n_routes = 8 * 32 * 2 * resolve_model(config.model).n_mixture_layers
+    assert flips.fault == "" and f"of {n_routes:,} routes" in flips.measure.of
 
 
 @pytest.mark.parametrize("name", BFLOAT16_LAYOUTS)

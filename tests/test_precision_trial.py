@@ -15,6 +15,7 @@ from layouts import (
     CHUNKS,
     CP,
     DOCUMENTS,
+    EP,
     GATHER,
     MODE,
     NO_LOSS_PARALLEL,
@@ -26,6 +27,7 @@ from layouts import (
     ROWWISE,
     ROWWISE_HP,
     SCHEDULE,
+    SHARED,
     TP,
     TWO_LAYERS,
     WHOLE_LOGITS,
@@ -58,6 +60,8 @@ HEALTHY = {
     "tp2, whole logits": Row(2, {**ROWWISE_HP, TP: 2, **NO_LOSS_PARALLEL, **WHOLE_LOGITS}),
     "cp2 x tp2 ring": Row(4, {**ROWWISE, CP: 2, TP: 2, **RING, **TWO_LAYERS}),
     "dp2 x cp2 documents": Row(4, {**PRECOMPUTE, CP: 2, **DOCUMENTS}),
+    "experts on dp2 x tp2": Row(4, {**PRECOMPUTE, **SHARED, TP: 2}),
+    "experts on pp2 x dp2 x cp2": Row(8, {**ROWWISE, **SHARED, PP: 2, CP: 2, EP: 2}),
     "pp2 x dp2 ZBVZeroBubble": Row(4, {**GATHER, PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none"}),
 }
 SLOW = {
@@ -75,7 +79,12 @@ SLOW = {
 
 
 # In the float8 trial all but the linear layers is in bfloat16, so it shows most of what the other one shows.
-IN_BOTH = ("hsdp2x2, accumulation, ZeRO-1", "cp2 x tp2 ring", "pp2 x dp2 ZBVZeroBubble")
+IN_BOTH = (
+    "hsdp2x2, accumulation, ZeRO-1",
+    "experts on pp2 x dp2 x cp2",
+    "cp2 x tp2 ring",
+    "pp2 x dp2 ZBVZeroBubble",
+)
 CASES = [(try_float8, name) for name in HEALTHY] + [(try_bfloat16, name) for name in IN_BOTH]
 FURTHER = [(try_it, name) for try_it in (try_bfloat16, try_float8) for name in {**HEALTHY, **SLOW}]
 FURTHER = [pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER if case not in CASES]

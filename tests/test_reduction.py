@@ -5,7 +5,7 @@ from pathlib import Path
 
 import compare
 import pytest
-from layouts import CP, PP, SCHEDULE, TP
+from layouts import CP, EP, PP, SCHEDULE, TP
 
 from torchtitan_lite.config.flavors import FLAVORS, count_parameters
 from torchtitan_lite.config.layout import MESH_DIMS, plan_layout, resolve_model
@@ -15,6 +15,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.degrees import DEGREE_KEYS, choose_degrees
 from torchtitan_lite.verify.other_layouts import turn_off
 from torchtitan_lite.verify.reduction import count_layers, override, reduce_config
+from torchtitan_lite.verify.reference import run_one_process
 from torchtitan_lite.verify.small_runs import (
     MOST_PARAMETERS,
     deepen,
@@ -132,6 +133,54 @@ def test_accumulation_documents_recompute_and_sizes_that_do_not_divide_are_kept(
     assert reduce_config(override(odd, {"model.vocab_size": 2304}), 4).args.vocab_size % 4 == 0
     with pytest.raises(ConfigError, match="n_kv_heads"):  # the real run could not start
         reduce_config(read("--config", "debug", f"--{TP}=4"), 8)
+
+
+# ---------------------------------------------------------------- experts
+
+MIXTRAL = ("--config", "llama3_8b", "--model.flavor=Mixtral-8x7B")
+QWEN = ("--config", "llama3_8b", "--model.flavor=Qwen3-30B-A3B")
+
+
+@pytest.mark.parametrize(
+    ("args", "ranks", "ep", "efsdp", "n_experts", "top_k"),
+    [
+        ((*MIXTRAL, f"--{EP}=8", f"--{SHARD}=8"), 8, 8, 1, 8, 2),
+        ((*MIXTRAL, f"--{EP}=8", f"--{SHARD}=64"), 8, 4, 2, 12, 2),  # FSDP shares matrices before and after
+        ((*MIXTRAL, f"--{EP}=4", f"--{SHARD}=4", f"--{TP}=2"), 4, 2, 2, 8, 2),  # it shares experts
+        ((*MIXTRAL, f"--{EP}=8", f"--{SHARD}=16"), 2, 2, 1, 8, 2),  # of two ranks there is nothing to share
+        ((*MIXTRAL, f"--{EP}=8"), 8, 8, 1, 8, 2),  # an automatic dp_shard
+        ((*MIXTRAL, f"--{EP}=8"), 1, 1, 1, 8, 2),
+        ((*QWEN, f"--{EP}=8", f"--{SHARD}=8"), 8, 8, 1, 16, 8),
+        ((*QWEN, f"--{EP}=2", f"--{SHARD}=4", f"--{TP}=2"), 8, 2, 4, 16, 8),
+        (("--config", "debug_moe_3d"), 8, 4, 1, 8, 2),
+        (("--config", "debug_moe_3d"), 2, 1, 1, 8, 2),
+    ],
+)
+def test_experts_keep_top_k_and_are_shared_as_before(args, ranks, ep, efsdp, n_experts, top_k):
+    config = read(*args)
+    reduction = reduce_config(config, ranks)
+    asked = config.parallelism.expert_parallel_degree
+    assert (reduction.layout.ep, reduction.layout.efsdp) == (ep, efsdp)
+    assert ("ep" in reduction.degrees.reduced) == (ep < asked) and ("ep" in reduction.degrees.given_up) == (ep == 1)
+    for run in (reduction.config, *(make(reduction).config for make in (deepen, lengthen, keep_width))):
+        mixture = resolve_model(run.model).mixture
+        assert (mixture.n_experts, mixture.top_k) == (n_experts, top_k)
+        assert run.training.seq_len not in (mixture.n_experts, mixture.expert_ffn_dim, top_k)
+        assert mixture.expert_ffn_dim % 8 == 0  # which grouped_mm needs
+
+
+def test_layers_without_experts_are_kept_where_there_are_two():
+    layers = ("--model.n_first_dense_layers=3", "--model.mixture_every=4", "--model.n_shared_experts=1")
+    reduction = reduce_config(read("--config", "debug_moe", "--model.n_layers=8", *layers), 2)
+    assert [reduction.args.is_mixture(layer) for layer in range(4)] == [False, True, False, True]
+    assert resolve_model(keep_width(reduction).config.model).n_mixture_layers == 1
+    assert {"model.n_first_dense_layers", "model.mixture_every"} <= {change.key for change in reduction.changes}
+
+
+def test_loads_are_uneven_and_one_expert_of_each_layer_gets_no_token():
+    loads = run_one_process(reduce_config(read("--config", "debug_moe"), 2).config).experts.loads
+    for of_layer in (layer for step in loads for layer in step.tolist()):
+        assert of_layer.count(0) == 1 and max(of_layer) > 1.5 * sorted(of_layer)[1]
 
 
 # ---------------------------------------------------------------- every shipped config

@@ -83,18 +83,11 @@ def list_stages(schedule: _PipelineSchedule | None) -> list["Stage"]:
 
 
 class Stage(PipelineStage):
-    """A stage that also runs forward only, for validation, and counts the load of experts once.
+    """A stage that also runs forward only, for validation, and that counts no routes of made-up tokens.
 
-    Before its first step torch runs a backward to learn the shapes of gradients (2.13): what experts counted in it is
-    forgotten. Two neighbouring stages on one rank (V schedules) hand gradients to each other directly; torch 2.13 does
-    so even where there is no backward and so no gradient.
+    Two neighbouring stages on one rank (V schedules) hand gradients to each other directly; torch 2.13 does so even
+    where there is no backward and so no gradient.
     """
-
-    def _prepare_backward_infra(self, *args, **kwargs):
-        shapes = super()._prepare_backward_infra(*args, **kwargs)
-        for _, mixture in list_mixtures(self.submod):
-            mixture.router.load.zero_()
-        return shapes
 
     def get_local_bwd_output(self, mb_index: int):
         return super().get_local_bwd_output(mb_index) if self.has_backward else None
@@ -102,3 +95,13 @@ class Stage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Forget the loads of the experts so far. torch calls this before the first microbatch.
+
+        In the first step, and in each that follows a validation, torch 2.13 learns shapes by a forward and a backward
+        pass over uninitialised hidden states, and routers count in backward.
+        """
+        super()._post_metadata_inference_cleanup()
+        for _, mixture in list_mixtures(self.submod):
+            mixture.router.load.zero_()

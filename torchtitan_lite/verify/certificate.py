@@ -163,8 +163,8 @@ def describe_verdict(certificate: Certificate) -> list[str]:
             lines.append(f"smallest combination that fails: {parts}")
         return lines
     if verdict == IN_PART:
-        missing = " and ".join(f"{dim} {degrees.asked[dim]}" for dim in degrees.given_up)
-        n_ranks = prod(2 if degree > 1 else 1 for degree in degrees.asked.values())
+        missing = " and ".join(f"{dim} {degrees.reduced[dim]}" for dim in degrees.given_up)
+        n_ranks = degrees.least_ranks
         remedy = (
             f"--ranks {n_ranks} would try every dim" if n_ranks <= 16 else f"all of them would take {n_ranks} ranks"
         )

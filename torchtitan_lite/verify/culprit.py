@@ -3,9 +3,11 @@
     1. initial weights                  6. the loss: all outputs are right, so their sum over the ranks is not
     2. pieces, positions, documents     7. gradients, in backward order: all outputs are right, so a backward or a
     3. counted tokens                      reduction is not
-    4. microbatches                     8. gradient norm
-    5. rotary angles, documents and     9. copies that are to be equal
+    4. microbatches                     8. loads of experts
+    5. rotary angles, documents and     9. gradient norm, copies that are to be equal, biases of experts
        modules, in forward order       10. updated weights
+
+Routes that a layout chooses by itself are compared if all of this is right (route_flips.py).
 
 What comes later is a consequence of it, most likely. A module is blamed only if what it is given is right, on every
 rank: its output is then wrong by much more than its inputs, and by more than rounding.
@@ -16,6 +18,8 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from torchtitan_lite.config.messages import show_text
 from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
@@ -80,6 +84,8 @@ def name_culprit(
         return Culprit("loss", "sum_losses", detail, find_dims(losses))
     if "gradient" in faults:
         return name_first_gradient(difference, reference, tolerance)
+    if culprit := name_first_load(difference, faults, reference):
+        return culprit
     norm_error = max(largest_relative([norm], reference.grad_norms[:1]) for norm in norms)
     if norm_error > tolerance:
         detail = f"every gradient is right, and their norm is off by {norm_error:.1e}"
@@ -88,6 +94,8 @@ def name_culprit(
         order = list(reference.initial)
         name, dim = min(difference.unequal_replicas, key=lambda pair: order.index(pair[0]))
         return Culprit("replicas", name, "every gradient is right, and its copies are not bit-equal", [dim])
+    if "expert_biases" in faults:
+        return name_first_bias(difference, reference)
     if "clipping" in faults or not difference.weight:
         return Culprit("clipping", "clip_grad_norm", f"the gradient norm is right, and {'; '.join(faults.values())}")
     name = max(difference.weight, key=difference.weight.get)
@@ -231,6 +239,46 @@ def name_first_gradient(difference: Difference, reference: ReferenceRun, toleran
     if only_scaled and max(scales) - min(scales) <= 1e-3 * abs(scales[0]):
         detail += f", all of it {scales[0]:.4g} times what it should be"
     return Culprit("gradient", name, detail, find_disagreement(scales_of_first, tolerance))
+
+
+# ---------------------------------------------------------------- experts
+
+
+def name_first_load(difference: Difference, faults: dict[str, str], reference: ReferenceRun) -> Culprit | None:
+    """Return the first layer, in the first step, whose experts were counted other tokens than were sent to them."""
+    for step, right in enumerate(reference.experts.loads if "expert_loads" in faults else []):
+        for rank in difference.ranks:
+            loads = rank.expert_loads[step]
+            wrong = (loads != right).nonzero().tolist()
+            if not wrong:
+                continue
+            layer, expert = wrong[0]
+            detail = f"every gradient is right, and in step {step + 1} {loads[layer, expert]:.0f} tokens are counted "
+            detail += f"for expert {expert} instead of {right[layer, expert]}"
+            factor = (loads.sum() / right.sum()).item()
+            if torch.equal(loads, factor * right):
+                detail += f"; all loads are {factor:.4g} times what they should be"
+            of_ranks = [(each.coordinates, each.expert_loads[step][layer, expert].item()) for each in difference.ranks]
+            dims = find_disagreement(of_ranks, 0)
+            return Culprit("expert loads", f"layers.{layer}.feed_forward.router", detail, dims)
+    if "router_entropy" in faults:
+        return Culprit("router entropy", "ExpertBalance.update", f"every load is right, and {faults['router_entropy']}")
+    return None
+
+
+def name_first_bias(difference: Difference, reference: ReferenceRun) -> Culprit:
+    """Return the first bias that is not the reference's after the last step."""
+    for fqn, right in reference.experts.biases.items():
+        held = [(rank.coordinates, rank.expert_biases[fqn]) for rank in difference.ranks if fqn in rank.expert_biases]
+        is_right = [(coordinates, float(torch.equal(bias, right))) for coordinates, bias in held]
+        wrong = [(at, bias) for (at, bias), (_, ok) in zip(held, is_right, strict=True) if not ok]
+        if wrong:
+            moved, wanted = (x - reference.experts.initial_biases[fqn] for x in (wrong[0][1], right))
+            expert = (moved - wanted).abs().argmax()
+            detail = f"every load is right, and the steps move the bias of expert {expert} by {moved[expert]:.3g} "
+            detail += f"instead of {wanted[expert]:.3g}{describe_ranks([at for at, _ in wrong], len(held))}"
+            return Culprit("expert biases", fqn, detail, find_disagreement(is_right, 0))
+    raise AssertionError("a bias is wrong")
 
 
 def name_crash(text: str) -> Culprit:

@@ -7,11 +7,13 @@ it does not fit            each degree above 1 becomes 2, and so does an automat
                            then all grow through the divisors of the real degree, outermost first
 not even 2 of each fit     dims are given up: dp_shard where it is automatic, then dp_replicate, dp_shard, cp, tp,
                            pp. What is given up has not been looked at, so there is no certificate
+ep                         the largest divisor of the ranks that dp_shard, cp and tp then have, up to the one that was
+                           asked for; a smaller one if that leaves FSDP experts to share, as the real one does
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.schema import Parallelism
@@ -23,6 +25,8 @@ DEGREE_KEYS = {  # mesh dim -> key
     "cp": "parallelism.context_parallel_degree",
     "tp": "parallelism.tensor_parallel_degree",
 }
+EP_KEY = "parallelism.expert_parallel_degree"
+OF_EXPERTS = ("dp_shard", "cp", "tp")  # whose ranks share the experts of a layer
 AUTOMATIC = -1
 GIVEN_UP_FIRST = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
@@ -33,21 +37,31 @@ class Degrees:
 
     asked: dict[str, int]  # mesh dim -> degree; AUTOMATIC where the config leaves it open
     tried: dict[str, int]
+    asked_ep: int = 1  # ranks that share the experts of a layer: no dim of the mesh, but of a second one
+    ep: int = 1  # tried
 
     @property
     def reduced(self) -> dict[str, int]:
         """Return the dims that are tried with fewer ranks than were asked for, with the degree asked for."""
-        return {dim: asked for dim, asked in self.asked.items() if self.tried[dim] < asked}
+        smaller = {dim: asked for dim, asked in self.asked.items() if self.tried[dim] < asked}
+        return smaller | ({"ep": self.asked_ep} if self.ep < self.asked_ep else {})
 
     @property
     def given_up(self) -> list[str]:
         """Return the dims that were asked for and are not tried at all."""
-        return [dim for dim in self.reduced if self.tried[dim] == 1]
+        return [dim for dim in self.reduced if {**self.tried, "ep": self.ep}[dim] == 1]
+
+    @property
+    def least_ranks(self) -> int:
+        """Return the ranks with which every dim that was asked for could be tried."""
+        n_ranks = prod(2 if degree > 1 else 1 for degree in self.asked.values())
+        return n_ranks * (2 if self.asked_ep > 1 and all(self.asked[dim] <= 1 for dim in OF_EXPERTS) else 1)
 
     @property
     def mesh(self) -> str:
-        """Return the mesh that is tried: `pp2 x tp2`."""
-        return " x ".join(f"{dim}{degree}" for dim, degree in self.tried.items() if degree > 1) or "one rank"
+        """Return the mesh that is tried: `pp2 x tp2`, or `dp_shard2 x tp2, ep4`."""
+        dims = " x ".join(f"{dim}{degree}" for dim, degree in self.tried.items() if degree > 1) or "one rank"
+        return f"{dims}, ep{self.ep}" if self.ep > 1 else dims
 
     def __str__(self) -> str:
         """Return `pp2 x tp2; pp 16 was reduced`."""
@@ -68,7 +82,22 @@ def choose_degrees(section: Parallelism, max_ranks: int) -> Degrees:
         tried = {**given, "dp_shard": max_ranks // n_given} if is_automatic else given
     else:
         tried = shrink(given, max_ranks, pinned, wants_shards=is_automatic)
-    return Degrees(asked, tried)
+    asked_ep = section.expert_parallel_degree
+    n_real = 0 if is_automatic else prod(asked[dim] for dim in OF_EXPERTS)
+    return Degrees(asked, tried, asked_ep, choose_ep(asked_ep, prod(tried[dim] for dim in OF_EXPERTS), n_real))
+
+
+def choose_ep(asked: int, n_ranks: int, n_real: int) -> int:
+    """Return the ep for `n_ranks` that share the experts of a layer, where `asked` is that for `n_real`; 0: unknown."""
+    fitting = [degree for degree in range(1, min(asked, n_ranks) + 1) if n_ranks % degree == 0]
+    if fitting[-1] == n_ranks and asked < n_real and n_ranks > 2:  # else FSDP would have nothing to share
+        return fitting[-2] if fitting[-2] > 1 else n_ranks
+    return fitting[-1]
+
+
+def limit_ep(section: Parallelism, degrees: dict[str, int]) -> int:
+    """Return the largest divisor of ep that other degrees have room for."""
+    return gcd(section.expert_parallel_degree, prod(degrees[dim] for dim in OF_EXPERTS))
 
 
 def shrink(given: dict[str, int], max_ranks: int, pinned: Collection[str], *, wants_shards: bool) -> dict[str, int]:

@@ -14,6 +14,8 @@ from itertools import combinations
 
 from torchtitan_lite.verify.one_rank import Coordinates, RankResult, Slice
 
+EXACT = ("expert_loads", "expert_biases")  # whole numbers, and sums of a few equal amounts
+
 
 @dataclass(frozen=True)
 class TensorError:
@@ -40,6 +42,13 @@ class Difference:
     clipping: float  # of the first step
     ranks: list[RankResult]  # what it was merged from
     gradients_of_ranks: list[dict[str, TensorError]]  # by rank and FQN: of the whole that the rank's slice belongs to
+    expert_loads: float = 0.0  # of the worst step; these are zero without experts
+    router_entropy: float = 0.0
+    expert_biases: float = 0.0  # after the last step
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(self.ranks[0].expert_loads)
 
 
 def merge(ranks: list[RankResult], fqns: Collection[str]) -> Difference:
@@ -98,12 +107,13 @@ def find_faults(difference: Difference, tolerance: float) -> dict[str, str]:
     if unequal := [fqn for fqn, equal in difference.initial_equal.items() if not equal]:
         n = len(difference.initial_equal)
         faults["initial"] = f"{len(unequal)} of {n} initial weights differ, {unequal[0]} first"
-    for name in ("n_tokens", "loss", "gradient", "weight", "grad_norm", "clipping", "update"):
+    of_experts = ("router_entropy", "expert_loads", "expert_biases")
+    for name in ("n_tokens", "loss", "gradient", "weight", "grad_norm", "clipping", "update", *of_experts):
         what, error = name, getattr(difference, name)
         if isinstance(error, dict):  # by FQN
             worst = max(error, key=error.get, default=None)
             what, error = f"{name} of {worst}", error.get(worst, 0.0)
-        if error > tolerance:
+        if error > (0 if name in EXACT else tolerance):
             faults[name] = f"{what} is off by {error:.1e}"
     if difference.unequal_replicas:
         fqn, dim = min(difference.unequal_replicas)

@@ -30,6 +30,7 @@ from torchtitan_lite.verify.one_rank import Prepare, measure_layout, start_from_
 from torchtitan_lite.verify.ranks import NoAnswer, RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
 from torchtitan_lite.verify.reference import load_reference, run_one_process
+from torchtitan_lite.verify.route_flips import judge_routes, measure_routes
 from torchtitan_lite.verify.small_runs import WIDE, Method, SmallRun
 
 FP32_TOLERANCE = 1e-5  # what is right stays below 1e-6: sums are taken in another order. What is wrong is above 1e-3
@@ -65,10 +66,15 @@ def try_layout(
     reference_path = save_reference(config, folder, method)
     try:
         difference, faults, culprit = measure_faults(config, world_size, run_ranks, reference_path)
-    except NoAnswer as failure:
+        flips = None
+        if not faults and difference.has_experts:
+            flips = judge_routes(run_ranks(measure_routes, world_size, config, reference_path))
+            faults = {"routes": flips.fault} if flips.fault else {}
+            culprit = flips.culprit if faults else None
+    except RankFailure as failure:  # no answer; or a crash of the pass that chooses its routes
         return describe_failure(name, failure, time.monotonic() - start)
     if faults and find_culprit:
-        if difference is not None:
+        if culprit is None:
             try:
                 outputs = run_ranks(observe_outputs, world_size, config, reference_path)
             except RankFailure:
@@ -78,6 +84,7 @@ def try_layout(
         cause = find_cause(config, world_size, run_ranks, reference_path, culprit)
         culprit = replace(culprit, cause=cause)
     measures = [] if difference is None else list_measures(difference)
+    measures += [flips.measure] if flips else []
     return Trial(name, measures, faults, culprit, time.monotonic() - start, difference, subject=subject)
 
 
@@ -85,7 +92,8 @@ def save_reference(config: Config, folder: Path, method: Method = WIDE) -> str:
     """Return a file with the run of one process on model, batch, seed and optimizer of `config`. Made once."""
     training = config.training
     of_batch = (training.global_batch_size, training.seq_len, training.max_norm)
-    key = repr((config.model, config.optimizer, of_batch, config.debug.seed, method))
+    of_experts = (training.expert_balance_loss, training.expert_bias_rate)
+    key = repr((config.model, config.optimizer, of_batch, of_experts, config.debug.seed, method))
     path = folder / f"reference-{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
     if not path.exists():
         torch.save(run_one_process(config, method), path)
@@ -135,6 +143,16 @@ def list_measures(difference: Difference) -> list[Measure]:
             Measure("updates", difference.update, FP32_TOLERANCE, "all of them together"),
             Measure("copies", n_unequal, 0, f"of {n} not bit-equal on all ranks that hold one"),
         ]
+    if difference.has_experts:
+        loads = torch.stack(difference.ranks[0].expert_loads)
+        loads = loads[:, loads.sum((0, 2)) > 0]  # a dense layer has none
+        spread = f"{loads.min():.0f} to {loads.max():.0f} tokens an expert; all above is with the routes of one process"
+        measures += [
+            Measure("expert loads", difference.expert_loads, 0, spread),
+            Measure("router entropy", difference.router_entropy, FP32_TOLERANCE, "of the scores of all tokens"),
+        ]
+    if difference.has_experts and difference.weight:
+        measures.append(Measure("expert biases", difference.expert_biases, 0, f"after {n_steps} steps"))
     return measures
 
 

@@ -19,8 +19,8 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_csv import read_rows
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify.one_rank import Coordinates, build_small_run, own_rows, own_slice
-from torchtitan_lite.verify.reference import load_reference, make_batch_of, name_inputs, relative_error
+from torchtitan_lite.verify.one_rank import Coordinates, build_small_run, own_rows, own_slice, start_experts
+from torchtitan_lite.verify.reference import find_tensor, load_reference, make_batch_of, name_inputs, relative_error
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ def observe_outputs(rank: int, world_size: int, config: Config, reference_path: 
     """Worker: run forward and backward; compare every module's inputs and outputs. Collective."""
     reference = load_reference(reference_path)
     run = build_small_run(config, world_size, reference.method)
-    whole = make_batch_of(run.config, 0, reference.method)
+    start_experts(run, reference)
+    whole = reference.pin_routes(make_batch_of(run.config, 0, reference.method), 0)
     batch = stepping.shard_for_cp(run, own_rows(run, whole))
     n_tokens = stepping.count_global_tokens(run, batch)
     if run.schedule is not None:  # in its first step it also calls each part once to learn the shapes
@@ -72,7 +73,8 @@ def observe_outputs(rank: int, world_size: int, config: Config, reference_path: 
     def measure_all(name: str, expected: dict[str, Tensor], seen: dict[str, list[Tensor]]) -> dict[str, float]:
         return {key: measure(name, expected[key], pieces) for key, pieces in seen.items() if key in expected}
 
-    rows, fields = list_rows(coordinates, layout), vars(whole)
+    rows = list_rows(coordinates, layout)
+    fields = {key: value for key, value in vars(whole).items() if value is not None}
     return ModuleErrors(
         coordinates,
         pieces={
@@ -114,8 +116,8 @@ def note_output_into(pieces: list[Tensor]) -> Callable:
     """Return a forward hook that copies each output."""
 
     def note(module: nn.Module, args: tuple, output: object) -> None:
-        if isinstance(output, Tensor) and is_first_forward():
-            pieces.append(own_slice(output).clone())
+        if (tensor := find_tensor(output)) is not None and is_first_forward():
+            pieces.append(own_slice(tensor).clone())
 
     return note
 

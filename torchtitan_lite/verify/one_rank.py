@@ -4,8 +4,9 @@
     the reference   whole tensors in a file; each rank cuts its own slices out of it, so nothing is gathered
     the parent      adds up the squared errors of all slices (difference.py)
 
-Each parameter is compared by itself, because loss and gradient norm hide broken gradients; and its update by SGD,
-because AdamW hides gradients of the wrong scale.
+The routers are given the routes that the reference took, because a top-k turns the last bit of a score into another
+expert; route_flips.py lets them choose. Each parameter is compared by itself, because loss and gradient norm hide
+broken gradients; and its update by SGD, because AdamW hides gradients of the wrong scale.
 """
 
 import logging
@@ -26,6 +27,8 @@ from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_m
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch, rows_of_rank
 from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.verify.degrees import OF_EXPERTS
+from torchtitan_lite.verify.plain_mixture import set_biases
 from torchtitan_lite.verify.reduction import override
 from torchtitan_lite.verify.reference import (
     ReferenceRun,
@@ -34,6 +37,7 @@ from torchtitan_lite.verify.reference import (
     largest_relative,
     load_reference,
     make_batch_of,
+    relative_error,
 )
 from torchtitan_lite.verify.small_runs import WIDE, Method
 from torchtitan_lite.verify.step_formulas import compute_clip_scale
@@ -41,9 +45,7 @@ from torchtitan_lite.verify.step_formulas import compute_clip_scale
 Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
 Prepare = Callable[[stepping.Run, ReferenceRun], None]
 PIECE = 2**20  # numbers that are widened to float64 at a time
-# Mesh dims that FSDP's dim, or one of the experts' mesh, stands for; any other stands for itself.
-OF_EXPERTS = ("dp_shard", "cp", "tp")
-SPLIT_ALONG = {"shard": ("dp_shard", "cp"), "efsdp": OF_EXPERTS, "ep": OF_EXPERTS}
+SPLIT_ALONG = {"shard": ("dp_shard", "cp")}  # mesh dims that FSDP's dim stands for; any other stands for itself
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,15 @@ class RankResult:
     n_tokens: int  # of the first batch
     losses: list[float]  # by step
     grad_norms: list[float]
-    errors: dict[str, float]  # n_tokens, loss, grad_norm, clipping -> relative error of the worst step
+    errors: dict[str, float]  # n_tokens, loss, grad_norm, clipping, of experts -> relative error of the worst step
     gradients: dict[str, Slice]  # of the first step, before clipping
     # With updates only:
     weights: dict[str, Slice]  # after the last step
     squared_updates: dict[str, float]  # FQN -> squared norm of the reference's update of the whole parameter
     unequal_replicas: set[tuple[str, str]]  # FQN, mesh dim of copies that differ along it
+    # With experts only:
+    expert_loads: list[Tensor]  # by step: (layers, experts), whole numbers
+    expert_biases: dict[str, Tensor]  # FQN -> (experts,) after the last step, of this rank's layers; with updates
 
 
 # ---------------------------------------------------------------- the run
@@ -100,6 +105,12 @@ def start_from_reference(run: stepping.Run, reference: ReferenceRun) -> None:
         own_slice(parameter).copy_(cut_slice(reference.initial[fqn], parameter))
 
 
+def start_experts(run: stepping.Run, reference: ReferenceRun) -> None:
+    """Give the run's routers the biases with which the reference started."""
+    if run.balance:
+        set_biases(run.balance.biases, reference.experts.initial_biases)
+
+
 # ---------------------------------------------------------------- its steps beside the reference's
 
 
@@ -118,9 +129,11 @@ def measure_layout(
         fqn: torch.equal(own_slice(parameter), cut_slice(reference.initial[fqn], parameter))
         for fqn, parameter in run.parameters.items()
     }
+    start_experts(run, reference)
     if prepare is not None:
         prepare(run, reference)
-    batches = [own_rows(run, make_batch_of(run.config, step, method)) for step in range(method.n_steps)]
+    whole = [reference.pin_routes(make_batch_of(run.config, step, method), step) for step in range(method.n_steps)]
+    batches = [own_rows(run, batch) for batch in whole]
     n_tokens = int(stepping.count_global_tokens(run, stepping.shard_for_cp(run, batches[0])))
     gradients: dict[str, Slice] = {}
 
@@ -129,13 +142,14 @@ def measure_layout(
             own = list_tensors(run, lambda parameter: parameter.grad)
             gradients.update(measure_slices(own, reference.gradients, coordinates))
 
-    losses, grad_norms, clipping = [], [], 0.0
+    losses, grad_norms, clipping, loads = [], [], 0.0, []
     with called_before_clipping(measure_first_gradients):
         for step, batch in enumerate(batches):
             step_config = override(run.config, {"training.max_norm": choose_max_norm(run.config, step)})
-            loss, grad_norm = make_step(replace(run, config=step_config), batch, updates=method.updates)
-            losses.append(loss.item())
-            grad_norms.append(grad_norm.item())
+            result = make_step(replace(run, config=step_config), batch, updates=method.updates)
+            losses.append(result.loss.item())
+            grad_norms.append(result.grad_norm.item())
+            loads += [result.expert_loads] if run.balance else []
             if step == 0:
                 scale = compute_clip_scale(reference.grad_norms[0], step_config.training.max_norm)
                 clipping = measure_clipping(run, gradients, scale)
@@ -152,6 +166,7 @@ def measure_layout(
             "loss": largest_relative(losses, reference.losses),
             "grad_norm": largest_relative(grad_norms, reference.grad_norms),
             "clipping": clipping,
+            **(measure_experts(run, reference, loads) if run.balance else {}),
         },
         gradients=gradients,
         weights=weights,
@@ -159,17 +174,34 @@ def measure_layout(
             fqn: (reference.weights[fqn] - reference.initial[fqn]).square().sum().item() for fqn in weights
         },
         unequal_replicas=find_unequal_replicas(run.parameters) if method.updates else set(),
+        expert_loads=[of_step[:, :-1].clone() for of_step in loads],
+        expert_biases=run.balance.biases if run.balance and method.updates else {},
     )
 
 
-def make_step(run: stepping.Run, batch: Batch, *, updates: bool) -> tuple[Tensor, Tensor]:
-    """Make a step of the run; return loss and gradient norm. Collective."""
+def make_step(run: stepping.Run, batch: Batch, *, updates: bool) -> stepping.StepResult:
+    """Make a step of the run. Collective."""
     if updates:
-        result = stepping.train_step(run, batch)
-        return result.loss, result.grad_norm
+        return stepping.train_step(run, batch)
     # DTensor would take a second to plan updates of each new size.
-    loss = stepping.sum_losses(run, stepping.compute_gradients(run, batch))
-    return loss, stepping.clip_grad_norm(run.parameters.values(), run.config.training.max_norm)
+    local_loss = stepping.compute_gradients(run, batch)
+    loss = stepping.sum_losses(run, local_loss)
+    grad_norm = stepping.clip_grad_norm(run.parameters.values(), run.config.training.max_norm)
+    loads = run.balance.sum_loads() if run.balance else None
+    return stepping.StepResult(loss, local_loss, grad_norm, grad_norm.isfinite(), loads)
+
+
+def measure_experts(run: stepping.Run, reference: ReferenceRun, loads: list[Tensor]) -> dict[str, float]:
+    """Return the relative errors of loads, of the scores' entropies, and of this rank's biases after the last step."""
+    experts = reference.experts
+    pairs = [(of_step[:, :-1], right) for of_step, right in zip(loads, experts.loads, strict=True)]
+    entropies = [(of_step[:, -1], right) for of_step, right in zip(loads, experts.entropies, strict=True)]
+    biases = [(bias, experts.biases[fqn]) for fqn, bias in run.balance.biases.items() if experts.biases]
+    of_measures = {"expert_loads": pairs, "router_entropy": entropies, "expert_biases": biases}
+    return {
+        measure: max((relative_error(*pair) for pair in of_measure), default=0.0)
+        for measure, of_measure in of_measures.items()
+    }
 
 
 @contextmanager
@@ -228,10 +260,6 @@ def measure_slices(tensors: dict[str, Tensor], full: dict[str, Tensor], at: Coor
     """Compare this rank's slices with those of the reference's `full` tensors."""
     slices = {}
     for fqn, tensor in tensors.items():
-        split: set[str] = set()
-        if isinstance(tensor, DTensor):
-            for name, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True):
-                split |= set() if placement.is_replicate() else set(SPLIT_ALONG.get(name, (name,)))
         wrong = squared = product = 0.0
         own, expected = own_slice(tensor), cut_slice(full[fqn], tensor)
         for numbers, right in zip(own.flatten().split(PIECE), expected.flatten().split(PIECE), strict=True):
@@ -239,9 +267,21 @@ def measure_slices(tensors: dict[str, Tensor], full: dict[str, Tensor], at: Coor
             wrong += (numbers - right).square().sum().item()
             squared += right.square().sum().item()
             product += torch.dot(numbers, right).item()
-        whole = tuple((dim, coordinate) for dim, coordinate in at.items() if dim not in split)
-        slices[fqn] = Slice(whole, wrong, squared, product)
+        slices[fqn] = Slice(find_whole(tensor, at), wrong, squared, product)
     return slices
+
+
+def find_whole(tensor: Tensor, at: Coordinates) -> tuple[tuple[str, int], ...]:
+    """Return the coordinates that ranks share whose slices of a tensor make one whole."""
+    split: set[str] = set()
+    copies = dict(at)  # coordinates on the dims along which there may be copies
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for name, placement, own in zip(mesh.mesh_dim_names, tensor.placements, mesh.get_coordinate(), strict=True):
+            if name in ("efsdp", "ep"):  # these two stand for three dims of the world's mesh
+                copies = {dim: place for dim, place in copies.items() if dim not in OF_EXPERTS} | {name: own}
+            split |= set() if placement.is_replicate() else set(SPLIT_ALONG.get(name, (name,)))
+    return tuple((dim, coordinate) for dim, coordinate in copies.items() if dim not in split)
 
 
 def measure_clipping(run: stepping.Run, before: dict[str, Slice], scale: float) -> float:

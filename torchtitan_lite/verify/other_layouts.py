@@ -21,7 +21,7 @@ from torchtitan_lite.config.layout import MESH_DIMS, Layout, plan_degrees, plan_
 from torchtitan_lite.config.messages import ConfigError, format_table
 from torchtitan_lite.config.schema import Config, Model
 from torchtitan_lite.verify.certificate import CERTIFIED, CERTIFIED_IN_PART, IN_PART, NOT_FINISHED, WRONG, Trial
-from torchtitan_lite.verify.degrees import DEGREE_KEYS
+from torchtitan_lite.verify.degrees import DEGREE_KEYS, EP_KEY, limit_ep
 from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
 
 # ---------------------------------------------------------------- the smallest combination that fails
@@ -30,6 +30,7 @@ from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
 FEATURES: dict[str, dict[str, object]] = {  # axis or option -> keys that turn it off
     # Axes first: with each, the trials that follow have fewer ranks.
     **{dim: {DEGREE_KEYS[dim]: 1} for dim in MESH_DIMS},
+    "ep": {EP_KEY: 1},
     "pp": {DEGREE_KEYS["pp"]: 1, "parallelism.module_fqns_per_model_part": []},  # without pp none may be listed
     "compile": {"compile.enable": False},
     "recompute": {"activation_checkpoint.mode": "none"},
@@ -72,6 +73,7 @@ def turn_off(config: Config, layout: Layout, names: frozenset[str]) -> tuple[Con
     for name in names:
         config = override(config, FEATURES[name])
     degrees = plan_degrees(config.parallelism, 1)
+    config = override(config, {EP_KEY: limit_ep(config.parallelism, degrees)})
     n_rows = config.training.local_batch_size if "accumulation" in names else layout.global_batch_size // layout.dp
     dp = degrees["dp_replicate"] * degrees["dp_shard"]
     config = override(config, {"training.global_batch_size": n_rows * dp})
@@ -158,9 +160,10 @@ class Cell:
 
 def plan_cell(config: Config, row: str, column: str, max_ranks: int) -> Reduction:
     """Return the reduced run of one cell. Raises ConfigError where it is refused."""
-    degrees = {"pp": 1 if column == NO_PIPELINE else 2, **ROWS[row]}
-    keys = {key: degrees.get(dim, 1) for dim, key in DEGREE_KEYS.items()}
+    degrees = {**dict.fromkeys(MESH_DIMS, 1), "pp": 1 if column == NO_PIPELINE else 2, **ROWS[row]}
+    keys = {key: degrees[dim] for dim, key in DEGREE_KEYS.items()}
     keys |= {
+        EP_KEY: limit_ep(config.parallelism, degrees),
         "training.local_batch_size": 8,
         "training.global_batch_size": -1,
         "parallelism.pipeline_parallel_schedule_csv": "",

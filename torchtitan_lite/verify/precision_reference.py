@@ -7,6 +7,9 @@
     tensor parallel        each rank's slice of a matmul by itself; partial products, and partial gradients of what
                            several ranks read, are rounded and then added in the order of the ranks, rounding each time
     pipeline               nothing: hidden states are sent as they are
+    experts                each rank's tokens by themselves, with weights, and so gradients, of its own. On the ranks of
+                           one ep the gradient of an expert is that of all their tokens together, rounded once, and
+                           that of the router a rounded sum: precision_trial.py has a wider bound for these
     float8                 each rank rounds its slice with its own scale; a weight that is gathered as float8 has one
                            scale for its whole tp slice, and is rounded from fp32
 
@@ -25,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import list_block
 from torchtitan_lite.config.float8_plan import plan_float8, uses_float8
 from torchtitan_lite.config.layout import Layout, resolve_model
@@ -33,6 +35,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.float8_linear import E4M3, Float8MatmulFunction, cast, choose_scale
 from torchtitan_lite.model.head import IGNORE_INDEX, Head
+from torchtitan_lite.model.moe import MixtureOfExperts, count_routes, list_mixtures
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.tensor_parallel import (
     ColwiseLinear,
@@ -48,7 +51,8 @@ from torchtitan_lite.verify.precision_parts import (
     fan_out,
     sum_partials,
 )
-from torchtitan_lite.verify.reference import PlainDocumentAttention
+from torchtitan_lite.verify.reference import PlainDocumentAttention, choose_model
+from torchtitan_lite.verify.small_runs import WIDE
 
 UNDER_CP: dict[str, Callable[[int, str], nn.Module]] = {  # model.attention -> attention of cp ranks, rotate method
     "causal": RoundedContext,
@@ -89,7 +93,7 @@ class RoundedProcess:
     """The model of `config` (resolved, for its dtype), rounding as the ranks of `layout` do."""
 
     def __init__(self, config: Config, layout: Layout):
-        model_class, init_parameter = stepping.MODELS[config.model.name]
+        model_class, init_parameter = choose_model(config, WIDE)
         self.config, self.layout = config, layout
         self.dtype = getattr(torch, config.training.mixed_precision_param)
         self.model = model_class(resolve_model(config.model), attention=config.model.attention)
@@ -114,7 +118,9 @@ class RoundedProcess:
                 for micro in rows.split(self.layout.n_microbatches):
                     self.casts.clear()
                     tokens, targets, positions = map(self._cut_for_cp, (micro.tokens, micro.targets, micro.positions))
-                    loss_sum = self.model(tokens, positions=positions, doc_ids=micro.doc_ids, targets=targets)
+                    given = {} if micro.routes is None else {"routes": self._cut_for_cp(micro.routes)}
+                    given |= {"positions": positions, "doc_ids": micro.doc_ids, "targets": targets}
+                    loss_sum = self.model(tokens, **given)
                     (loss_sum / n_tokens).backward()
                     loss += (loss_sum / n_tokens).detach()
         for hook in hooks:
@@ -148,6 +154,13 @@ class RoundedProcess:
             name: tuple(m.weight.shape) for name, m in modules.items() if type(m) is nn.Linear and m.bias is None
         }
         self.in_float8 = set(plan_float8(linears, section, layout.tp).fqns) if uses_float8(self.config) else set()
+        for layer, mixture in list_mixtures(self.model):
+            sequences = self.config.training.global_batch_size
+            mixture.router.balance_loss = self.config.training.expert_balance_loss / sequences
+            mixture.forward = partial(self._mix, f"layers.{layer}.feed_forward", mixture, mixture.forward)
+            for module in (mixture.router, mixture.experts):
+                for key in list(module._parameters):  # what is a parameter cannot be set to a cast of it
+                    del module._parameters[key]
         for name, module in modules.items():
             own = {key: fqns[id(parameter)] for key, parameter in module.named_parameters(recurse=False)}
             style = styles.get(name)
@@ -223,6 +236,23 @@ class RoundedProcess:
             self.tp_rank = rank
             parts.append(forward(copy, *rest))
         return sum_partials(parts, 1)
+
+    def _mix(self, name: str, mixture: MixtureOfExperts, forward: Callable, x: Tensor, routes: Tensor) -> Tensor:
+        """Call a mixture with the tokens of each rank: pieces of a sequence over cp, and of these over tp."""
+        cp, tp = self.layout.cp, self.layout.tp
+        of_pieces = count_routes(routes, mixture.router.n_experts)
+        of_sequences = of_pieces.unflatten(0, (cp, -1)).sum(0)
+        mixture.router.sum_over_sequence = lambda counts: of_sequences
+        done = []
+        for rank, (rows, theirs) in enumerate(zip(x.chunk(cp), routes.chunk(cp), strict=True)):
+            results = []
+            for part, own in enumerate(zip(rows.chunk(tp, dim=1), theirs.chunk(tp, dim=1), strict=True)):
+                mixture.router.weight = self._cast(f"{name}.router.weight", rank, part)
+                for key in ("w1", "w2", "w3"):
+                    setattr(mixture.experts, key, self._cast(f"{name}.experts.{key}", rank, part))
+                results.append(forward(*own))
+            done.append(torch.cat(results, dim=1))
+        return torch.cat(done)
 
     def _multiply_in_float8(self, fqn: str, style: object, x: Tensor) -> Tensor:
         section = self.config.quantize.linear.float8

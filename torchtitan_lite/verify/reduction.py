@@ -4,7 +4,7 @@
     kept relations  query heads per key/value head; one or several key/value heads per tp rank; which sizes tp x
                     dp_shard divides; one or several stages per rank; even or uneven stages; embedding or head alone on
                     a stage; more, as many, or fewer microbatches than stages, and whether the stages divide them;
-                    accumulation or none
+                    accumulation or none; whether FSDP shares experts or matrices of them, layers without experts
     kept as is      schedule, ZeRO stage, recompute, documents, ring, tied embeddings, rotary scaling, loss parallel
     replaced        what would hide a fault or cannot be had on a CPU: AdamW, bf16, float8, inductor, async TP
 
@@ -13,19 +13,24 @@ Whatever differs from the real config is listed, because it is not certified. No
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, lcm, prod
 from typing import Any
 
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.flavors import ModelArgs, find_expert_dim
 from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, Parallelism, get_value
-from torchtitan_lite.verify.degrees import AUTOMATIC, DEGREE_KEYS, Degrees, choose_degrees
+from torchtitan_lite.verify.degrees import AUTOMATIC, DEGREE_KEYS, EP_KEY, OF_EXPERTS, Degrees, choose_degrees
 
 SIZES = ("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")  # of a model
+EXPERT_SIZES = ("n_experts", "top_k", "expert_ffn_dim")  # of one with experts
+LEAST_EXPERTS = 8
+UNCHOSEN = 2  # experts at least that a token does not go to
+# grouped_mm reads rows of 16 bytes each: dim and expert_ffn_dim are multiples of so many numbers.
+ALIGNED = 8
 REPLACED = {  # values under which a fault shows, and the CPU can follow
     "optimizer.name": "SGD",  # AdamW's first steps amplify rounding, and it hides gradients of the wrong scale
     "optimizer.implementation": "for-loop",  # computes the same; with tp, DTensor plans lists of parameters for seconds
@@ -70,7 +75,7 @@ class Reduction:
 def reduce_config(config: Config, max_ranks: int) -> Reduction:
     """Return the small run that stands for a real one. Raises ConfigError where the real one could not start."""
     args = resolve_model(config.model)
-    real = plan_layout(config, args, prod(plan_degrees(config.parallelism, 1).values()))
+    real = plan_real_layout(config, args)
     chosen = choose_degrees(config.parallelism, max_ranks)
     degrees = chosen.tried
     if prod(degrees.values()) > max_ranks:
@@ -80,8 +85,11 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         raise ConfigError([Problem("parallelism.pipeline_parallel_schedule_csv", path, why, remedy)])
 
     small = override(config, {**REPLACED, **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()}})
+    small = override(small, {EP_KEY: chosen.ep})
     small = override(small, reduce_stages(config.parallelism, args.n_layers, real, degrees["pp"]))
     sizes = reduce_sizes(args, real, degrees, n_shards_known=chosen.asked["dp_shard"] != AUTOMATIC)
+    sizes |= reduce_experts(args, real, degrees, chosen.ep, sizes["dim"])
+    small = keep_mixture_layers(small, args)
     small = override(small, {f"model.{name}": size for name, size in sizes.items()})
     option = config.activation_checkpoint.selective_ac_option
     if option.isdecimal() and int(option) > 2:
@@ -92,6 +100,15 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     small_args = resolve_model(small.model)
     layout = plan_layout(small, small_args, prod(degrees.values()))
     return Reduction(config, chosen, small, small_args, layout, list_changes(config, small))
+
+
+def plan_real_layout(config: Config, args: ModelArgs) -> Layout:
+    """Return the layout that was asked for; an automatic dp_shard has as many ranks as ep needs. Raises ConfigError."""
+    degrees = plan_degrees(config.parallelism, 1)
+    ep = config.parallelism.expert_parallel_degree
+    is_automatic = config.parallelism.data_parallel_shard_degree == AUTOMATIC
+    n_more = ep // gcd(ep, degrees["cp"] * degrees["tp"]) if args.mixture and is_automatic else 1
+    return plan_layout(config, args, prod(degrees.values()) * n_more)
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:
@@ -109,7 +126,8 @@ def set_key(section: Any, names: list[str], value: object) -> Any:
 
 def list_changes(config: Config, small: Config) -> list[Change]:
     """Return every key whose value differs; for sizes that a flavor gives, that size."""
-    args, small_args = (vars(resolve_model(each.model)) for each in (config, small))
+    args, small_args = (resolve_model(each.model) for each in (config, small))
+    args, small_args = (vars(each) | (vars(each.mixture) if each.mixture else {}) for each in (args, small_args))
     pairs = {key: (get_value(config, key), get_value(small, key)) for key in KEYS}
     for name in args.keys() - {"rope_scaling"}:
         if f"model.{name}" in pairs:
@@ -140,6 +158,46 @@ def reduce_sizes(args: ModelArgs, real: Layout, degrees: dict[str, int], *, n_sh
         reduce_size(args.vocab_size, 256, tp, split),
     )
     return dict(zip(SIZES, (dim, n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size), strict=True))
+
+
+def reduce_experts(args: ModelArgs, real: Layout, degrees: dict[str, int], ep: int, dim: int) -> dict[str, int]:
+    """Return the sizes of a mixture: about LEAST_EXPERTS experts, and as many for each token as before, if not all.
+
+    FSDP shares whole experts exactly where the real run does, else a part of each matrix. Nothing without experts.
+    """
+    mixture = args.mixture
+    if mixture is None:
+        return {}
+    n_ranks = prod(degrees[dim] for dim in OF_EXPERTS)
+    efsdp = n_ranks // ep
+    top_k = min(mixture.top_k, LEAST_EXPERTS)
+    wanted = min(mixture.n_experts, max(LEAST_EXPERTS, top_k + UNCHOSEN))
+    shares_experts = find_expert_dim(args, real.ep, real.efsdp) == 0 or efsdp == 1 or dim % efsdp > 0
+    candidates = range(-(-wanted // ep) * ep, wanted + 2 * n_ranks + 1, ep)
+    fitting = (n for n in candidates if (n // ep % efsdp == 0) == shares_experts)
+    return {
+        "n_experts": next(fitting),
+        "top_k": top_k,
+        "expert_ffn_dim": round_up(min(mixture.expert_ffn_dim, dim // 2), lcm(ALIGNED, efsdp, degrees["tp"])),
+    }
+
+
+def round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def keep_mixture_layers(small: Config, args: ModelArgs) -> Config:
+    """Return the config with at least one layer of experts, and of two or more one without, if the real model has."""
+    if args.mixture is None:
+        return small
+    several = small.model.n_layers > 1
+    return override(
+        small,
+        {
+            "model.n_first_dense_layers": min(args.mixture.n_first_dense_layers, 1) * several,
+            "model.mixture_every": min(args.mixture.mixture_every, 2) if several else 1,
+        },
+    )
 
 
 def reduce_size(real: int, wanted: int, tp: int, split: tuple[int, int]) -> int:

@@ -3,6 +3,7 @@
     model       the user's own class, on one device; document attention by one explicit mask
     batch       random tokens, of which 100 to 10 % count from row to row, and in one row none
     step        one backward over all rows; loss and norm in float64, clipping and SGD by step_formulas.py
+    experts     plain_mixture.py: each of them computes all tokens; the routes are recorded
 
 What it shares with a run on many ranks is the model file and the rule of the initial weights, nothing else.
 """
@@ -10,7 +11,7 @@ What it shares with a run on many ranks is the model file and the rule of the in
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -25,6 +26,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.verify.plain_mixture import ExpertRecord, PlainMixtures, draw_biases, set_biases
 from torchtitan_lite.verify.small_runs import WIDE, Method
 from torchtitan_lite.verify.step_formulas import compute_clip_scale, move_sgd
 
@@ -77,9 +79,23 @@ def choose_max_norm(config: Config, step: int) -> float:
 
 
 def choose_model(config: Config, method: Method) -> tuple[type[nn.Module], Callable]:
-    """Return the user's class and its rule of the initial weights, or one that repeats a block drawn by that rule."""
+    """Return the user's class and its rule of the initial weights, changed as `method` says."""
     model_class, init_parameter = stepping.MODELS[config.model.name]
+    if method.enlarges_experts:
+        init_parameter = partial(enlarge_experts, init_parameter)
     return model_class, partial(repeat_block, init_parameter) if method.repeats_weights else init_parameter
+
+
+def enlarge_experts(
+    init_parameter: Callable, fqn: str, full: Tensor, args: ModelArgs, generator: torch.Generator
+) -> None:
+    """Fill the full tensor of one parameter in place; that of experts is larger in narrow models.
+
+    Without that, experts made 1e-5 of the norm of all gradients at dim 32: a norm that forgets them would be right.
+    """
+    init_parameter(fqn, full, args, generator)
+    if full.dim() == 3:
+        full.mul_(max(1.0, 50 / math.sqrt(args.dim)))  # from 0.02 to 1 / sqrt(dim)
 
 
 def repeat_block(init_parameter: Callable, fqn: str, full: Tensor, args: ModelArgs, generator: torch.Generator) -> None:
@@ -109,6 +125,11 @@ class ReferenceRun:
     losses: list[float]
     grad_norms: list[float]
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # module -> argument -> value, as `outputs`
+    experts: ExpertRecord | None = None  # None: the model has none
+
+    def pin_routes(self, batch: Batch, step: int) -> Batch:
+        """Return the global batch of `step` with the routes that this process took."""
+        return replace(batch, routes=self.experts.routes[step]) if self.experts else batch
 
 
 def load_reference(path: str) -> ReferenceRun:
@@ -117,7 +138,10 @@ def load_reference(path: str) -> ReferenceRun:
 
 
 def build_model(config: Config, method: Method) -> nn.Module:
-    """Return the user's model with its initial weights; "document" attention is replaced by an explicit mask."""
+    """Return the user's model with its initial weights; "document" attention is replaced by an explicit mask.
+
+    What has experts is for PlainMixtures to replace.
+    """
     model_class, init_parameter = choose_model(config, method)
     model = model_class(resolve_model(config.model), attention=config.model.attention)
     if config.model.attention == "document":
@@ -135,14 +159,20 @@ def run_one_process(config: Config, method: Method = WIDE) -> ReferenceRun:
     initial = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
     if method.updates:
         initial = {fqn: parameter.clone() for fqn, parameter in initial.items()}
+    mixtures = PlainMixtures(model, config.training)
     reference = ReferenceRun(method, initial, {}, 0, {}, {}, [], [])
+    if mixtures.routers:
+        reference.experts = ExpertRecord(draw_biases(model.model_args))
+        set_biases(mixtures.biases, reference.experts.initial_biases)
     hooks = record_first_backward(model, reference)
     for step in range(method.n_steps):
         batch = make_batch_of(config, step, method)
         model.zero_grad()
         logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
         loss = F.cross_entropy(logits.flatten(0, 1).double(), batch.targets.flatten())  # the mean over counted tokens
-        loss.backward()
+        (loss + mixtures.sum_balance_losses()).backward()
+        if reference.experts:
+            mixtures.record(reference.experts)
         if step == 0:
             reference.n_tokens = int((batch.targets != IGNORE_INDEX).sum())
             token_losses = F.cross_entropy(logits.detach().flatten(0, 1), batch.targets.flatten(), reduction="none")
@@ -159,8 +189,11 @@ def run_one_process(config: Config, method: Method = WIDE) -> ReferenceRun:
                     weight, gradient = parameter.double(), scale * parameter.grad.double()
                     move = move_sgd(config.optimizer, weight, gradient, {}, rate=config.optimizer.lr, step=step + 1)
                     parameter.copy_(weight + move.update)
+            mixtures.move_biases()
     if method.updates:
         reference.weights = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
+        if reference.experts:
+            reference.experts.biases = mixtures.biases
     return reference
 
 
@@ -178,8 +211,8 @@ def record_first_backward(model: nn.Module, reference: ReferenceRun) -> list:
         reference.inputs[name] = {argument: value.detach() for argument, value in given.items()}
 
     def note_output(module, args, output, *, name):
-        if isinstance(output, Tensor):
-            reference.outputs[name] = output.detach()
+        if (tensor := find_tensor(output)) is not None:
+            reference.outputs[name] = tensor.detach()
 
     def note_gradient(parameter, *, fqn):
         reference.gradients[fqn] = parameter.grad
@@ -199,6 +232,12 @@ def name_inputs(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> di
     # The class is asked, because recompute and compile put another `forward` on the module itself.
     given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     return {name: value for name, value in given.items() if isinstance(value, Tensor)}
+
+
+def find_tensor(output: object) -> Tensor | None:
+    """Return what is compared of a module's output: the tensor, or the first one of several (a router's weights)."""
+    first = output[0] if isinstance(output, tuple) else output
+    return first if isinstance(first, Tensor) else None
 
 
 class PlainDocumentAttention(nn.Module):

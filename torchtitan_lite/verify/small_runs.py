@@ -21,14 +21,19 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism
 from torchtitan_lite.verify.reduction import (
+    EXPERT_SIZES,
     SIZES,
     Reduction,
     count_layers,
     count_pieces,
+    keep_mixture_layers,
     list_widths,
     override,
+    plan_real_layout,
+    reduce_experts,
     reduce_sequence,
     reduce_size,
+    round_up,
 )
 
 LEAST_LAYERS = 12  # so that some numbers have two digits: as text, 10 comes before 2
@@ -36,7 +41,8 @@ LEAST_TOKENS, MOST_TOKENS = 512, 2048  # of a sequence of the long run
 FAR_POSITION = 8192  # the first position of the long run, unless seq_len or original_length is larger
 N_CHUNKS = 12  # of each row's loss in the long run
 MOST_PARAMETERS = 48 * 10**6  # of the run of real width, without --full-width: about five seconds on two cores
-LEAST_SIZES = {"vocab_size": 2000, "ffn_dim": 1000, "dim": 500}  # of it: halved in this order, to these at least
+# Of it: halved in this order, to these at least.
+LEAST_SIZES = {"vocab_size": 2000, "ffn_dim": 1000, "expert_ffn_dim": 500, "dim": 500}
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Method:
     updates: bool = True  # two steps, of which the first is clipped and the second is not; else one without an update
     farthest_position: int = 0  # of the first token of row 0; of further rows it is nearer to 0, in equal distances
     tokens_per_document: int = 8  # on average, of document attention
+    enlarges_experts: bool = True  # initial weights of experts are larger, so that they count for as much as the rest
     repeats_weights: bool = False  # large weights are a block of random numbers over and over, which is drawn faster
 
     @property
@@ -54,6 +61,7 @@ class Method:
 
 
 WIDE = Method()
+AS_TRAINED = Method(enlarges_experts=False)
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,7 @@ def deepen(reduction: Reduction) -> SmallRun:
     """Return a run of many narrow layers. Several stages of a rank are unequally long."""
     degrees, args = reduction.layout.degrees, resolve_model(reduction.real.model)
     sizes = choose_sizes(args, degrees["tp"], head_dim=4, dim=16, ffn_dim=24, vocab_size=64)
+    sizes |= choose_expert_sizes(reduction, sizes["dim"])
     small = plan_own_stages(reduction.config)
     small = override(small, {"model.n_layers": choose_depth(small.parallelism)})
     small = resize(small, degrees, sizes, n_rows=2, n_microbatches=1, seq_len=reduce_sequence(degrees, sizes, 24))
@@ -84,6 +93,7 @@ def lengthen(reduction: Reduction) -> SmallRun:
     """Return a run of the real sequence length, within LEAST_TOKENS and MOST_TOKENS, in one layer or two."""
     degrees, real = reduction.layout.degrees, reduction.real
     sizes = choose_sizes(resolve_model(real.model), degrees["tp"], head_dim=12, vocab_size=100)
+    sizes |= choose_expert_sizes(reduction, sizes["dim"])
     pieces, widths = count_pieces(degrees), list_widths(sizes)
     real_length = real.training.seq_len
     wanted = max(LEAST_TOKENS, min(real_length, MOST_TOKENS))
@@ -120,19 +130,27 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
     most = memory_bytes // bytes_each
     if not reduction.full_width:
         most = min(most, MOST_PARAMETERS)
-    args = fit_sizes(replace(real, n_layers=n_layers), degrees["tp"], most)
-    sizes = {name: getattr(args, name) for name in SIZES}
+    args, unit = replace(real, n_layers=n_layers), degrees["tp"]
+    if real.mixture:
+        unit *= reduction.layout.efsdp
+        experts = {**choose_expert_sizes(reduction, real.dim), "expert_ffn_dim": real.mixture.expert_ffn_dim}
+        args = replace(args, mixture=replace(real.mixture, n_first_dense_layers=0, mixture_every=1, **experts))
+    args = fit_sizes(args, unit, most)
+    sizes = {name: find_size(args, name) for name in (*SIZES, *(EXPERT_SIZES if real.mixture else ()))}
     small = override(small, {"model.n_layers": n_layers})
     small = resize(small, degrees, sizes, n_rows=1, n_microbatches=1, seq_len=reduce_sequence(degrees, sizes, 16))
     subject = [f"{n_layers} layer{'s' * (n_layers > 1)}, {count_parameters(args):,} parameters"]
-    for name, word in (("dim", "dim"), ("ffn_dim", "ffn_dim"), ("vocab_size", "vocabulary")):
-        size, real_size = getattr(args, name), getattr(real, name)
+    words = {"dim": "dim", "ffn_dim": "ffn_dim", "vocab_size": "vocabulary"}
+    words |= {"n_experts": "experts", "expert_ffn_dim": "expert_ffn_dim"} if real.mixture else {}
+    for name, word in words.items():
+        size, real_size = find_size(args, name), find_size(real, name)
         subject.append(f"{word} {size:,} real" if size == real_size else f"{word} {size:,} of {real_size:,}")
     subject += ["1F1B, one stage a rank"] * (degrees["pp"] > 1)
     return describe_run(reduction, small, Method(updates=False, repeats_weights=True), ", ".join(subject))
 
 
 def describe_run(reduction: Reduction, small: Config, method: Method, subject: str) -> SmallRun:
+    small = keep_mixture_layers(small, resolve_model(reduction.real.model))
     plan_layout(small, resolve_model(small.model), reduction.layout.world_size)  # so that no rank raises ConfigError
     if small.compile.enable != reduction.real.compile.enable:
         subject += ", not compiled"
@@ -169,9 +187,6 @@ def choose_float8_sizes(reduction: Reduction) -> dict[str, object]:
     width = BLOCK * layout.tp
     tokens = BLOCK * layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
 
-    def round_up(size: int, unit: int) -> int:
-        return -(-size // unit) * unit
-
     return {
         "model.head_dim": BLOCK,
         "model.dim": round_up(args.dim * BLOCK // args.head_dim, width),
@@ -203,14 +218,26 @@ def choose_sizes(
     }
 
 
-def fit_sizes(args: ModelArgs, tp: int, most_parameters: int) -> ModelArgs:
-    """Return the model itself, or a smaller one of `most_parameters`, or of LEAST_SIZES."""
+def choose_expert_sizes(reduction: Reduction, dim: int) -> dict[str, int]:
+    """Return the sizes of a mixture in a model of this width; none without experts."""
+    args, layout = resolve_model(reduction.real.model), reduction.layout
+    real = plan_real_layout(reduction.real, args)
+    return reduce_experts(args, real, layout.degrees, layout.ep, dim)
+
+
+def find_size(args: ModelArgs, name: str) -> int:
+    return getattr(args.mixture if name in EXPERT_SIZES else args, name)
+
+
+def fit_sizes(args: ModelArgs, unit: int, most_parameters: int) -> ModelArgs:
+    """Return the model itself, or a smaller one of `most_parameters`, or of LEAST_SIZES. `unit` divides each size."""
     for name, least in LEAST_SIZES.items():
-        while count_parameters(args) > most_parameters:
-            half, rest = divmod(getattr(args, name), 2)
-            if rest or half % tp or half < least:
+        while count_parameters(args) > most_parameters and (args.mixture or name not in EXPERT_SIZES):
+            half, rest = divmod(find_size(args, name), 2)
+            if rest or half % unit or half < least:
                 break
-            args = replace(args, **{name: half})
+            size = {name: half}
+            args = replace(args, **({"mixture": replace(args.mixture, **size)} if name in EXPERT_SIZES else size))
     return args
 
 

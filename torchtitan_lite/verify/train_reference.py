@@ -28,8 +28,9 @@ from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Shard, 
 from torchtitan_lite.data.dataset import Batch, Sampler
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.verify.plain_mixture import ExpertRecord, PlainMixtures
 from torchtitan_lite.verify.reference import build_model, measure_norm
-from torchtitan_lite.verify.small_runs import WIDE
+from torchtitan_lite.verify.small_runs import AS_TRAINED
 from torchtitan_lite.verify.step_formulas import FORMULAS, compute_clip_scale, compute_rate_factor
 
 TOKENIZER = "bytes"
@@ -116,7 +117,7 @@ def make_batch(samples: Iterable[Sample]) -> Batch:
 State = dict[str, dict[str, Tensor]]  # "weight", or the name of a moment -> FQN -> full tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Expected:
     """Numbers of one process. Step n is number n - 1 of a list; there is one batch more than steps."""
 
@@ -125,7 +126,8 @@ class Expected:
     losses: list[float]
     grad_norms: list[float]
     validation: list[dict[str, float]]  # what `validate` must return after the step
-    states: list[State]  # number n is after step n; number 0 is before the first step
+    states: list[State]  # number n is after step n; number 0 is before the first; biases of experts are weights
+    experts: ExpertRecord | None = None  # None: the model has none
 
 
 def run_reference(
@@ -144,7 +146,8 @@ def run_reference(
         [cut_samples(text, config.training.seq_len, restart_positions=restart_positions) for text in texts]
         for texts in (train, held_out)
     )
-    model = build_model(config, WIDE)
+    model = build_model(config, AS_TRAINED)
+    mixtures = PlainMixtures(model, config.training)
     parameters = dict(model.named_parameters())
     weights = {fqn: parameter.detach().double() for fqn, parameter in parameters.items()}
     state: State = {"weight": weights}
@@ -152,12 +155,16 @@ def run_reference(
     held_out_batch = make_batch(chain.from_iterable(held_out_samples))
     batches = [read_batch(config, train_samples, step) for step in range(n_steps + 1)]
     # A run makes its moments in the first step: before it there are weights alone.
-    expected = Expected(batches, [], [], [], [], [copy_state({"weight": weights})])
+    expected = Expected(batches, [], [], [], [], [copy_state({"weight": weights | mixtures.biases})])
+    if mixtures.routers:
+        expected.experts = ExpertRecord(mixtures.biases)
     for step, batch in enumerate(batches[:n_steps]):
         model.zero_grad()
         logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())  # the mean over counted tokens
-        loss.backward()
+        (loss + mixtures.sum_balance_losses()).backward()
+        if expected.experts:
+            mixtures.record(expected.experts)
         rate = section.lr * compute_rate_factor(config.lr_scheduler, step)
         norm = measure_norm(parameter.grad for parameter in parameters.values())
         scale = compute_clip_scale(norm, config.training.max_norm)
@@ -169,17 +176,22 @@ def run_reference(
             for name, moment in move.moments.items():
                 state[name][fqn] = moment
             parameter.data.copy_(weights[fqn])
+        mixtures.move_biases()
         expected.rates.append(rate)
         expected.losses.append(loss.item())
         expected.grad_norms.append(norm)
-        expected.states.append(copy_state(state))
+        expected.states.append(copy_state({**state, "weight": weights | mixtures.biases}))
         expected.validation.append(validate_plainly(model, held_out_batch))
     return expected
 
 
 def copy_state(state: State) -> State:
     """Return weights and moments as they are now, fp32."""
-    return {name: {fqn: tensor.float() for fqn, tensor in of_all.items()} for name, of_all in state.items()}
+
+    def copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {fqn: tensor.to(torch.float32, copy=True) for fqn, tensor in tensors.items()}
+
+    return {name: copy(tensors) for name, tensors in state.items()}
 
 
 def read_batch(config: Config, samples: Sequence[list[Sample]], step: int) -> Batch:

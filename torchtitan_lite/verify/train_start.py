@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -148,12 +148,15 @@ class Recorder:
         """Record rows, learning rates, loss, norm, and the errors of weights and moments."""
         self.record.rows.append(self.find_rows(batch))
         self.record.rates.append([float(group["lr"]) for group in run.optimizer.param_groups])
+        if self.expected.experts:  # a top-k would turn the last bit of a score into another expert
+            rows = slice(self.own_rows.start, self.own_rows.stop)
+            batch = replace(batch, routes=self.expected.experts.routes[self.step][rows])
         result = original(run, batch)
         self.step += 1
         self.record.losses.append(result.loss.item())
         self.record.grad_norms.append(result.grad_norm.item())
         if self.step < len(self.expected.states):
-            self.record.trained.append(self.measure_state(run.parameters, run.optimizer))
+            self.record.trained.append(self.measure_state(run.saved, run.optimizer))
             self.record.updates.append(self.measure_update(run.parameters))
         return result
 
@@ -179,8 +182,9 @@ class Recorder:
         """Compare this rank's slices of weights and moments with those of one process after the same step."""
         gaps: StateGaps = {}
         for name, full_tensors in self.expected.states[self.step].items():
-            moments = {fqn: optimizer.state[parameter].get(name) for fqn, parameter in parameters.items()}
-            own = parameters if name == "weight" else moments
+            own = {fqn: tensor for fqn, tensor in parameters.items() if fqn in full_tensors}
+            if name != "weight":
+                own = {fqn: optimizer.state[parameter].get(name) for fqn, parameter in own.items()}
             gaps[name] = {fqn: measure_slice(tensor, full_tensors[fqn]) for fqn, tensor in own.items()}
         return gaps
 
@@ -213,5 +217,5 @@ def measure_slice(tensor: Tensor | None, full: Tensor, *, roundings: int = 0) ->
 
 def split_rows(batch: Batch) -> list[bytes]:
     """Return each row of a batch, with targets, positions and documents, as a key."""
-    fields = torch.stack(list(vars(batch).values()), dim=1).contiguous()  # (B, 4, S)
+    fields = torch.stack([batch.tokens, batch.targets, batch.positions, batch.doc_ids], dim=1)  # (B, 4, S)
     return [bytes(row.flatten().view(torch.uint8).tolist()) for row in fields]

@@ -10,6 +10,7 @@ time, so that the first difference is named.
     kept        the layout, as reduced; the optimizer, because a resume has to restore its moments; the form of the
                 learning rate's schedule, the number of corpora (two at most) and their weights, the way of saving
     replaced    paths; numbers of the optimizer that amplify rounding; layers and microbatches: as few as can run
+    given       the routes of training: routers choose their own in validation alone
     left out    CPU offload, which train.py refuses without a GPU; TensorBoard, traces, exports
 """
 
@@ -38,7 +39,7 @@ from torchtitan_lite.config.schema import (
     Validation,
 )
 from torchtitan_lite.verify.certificate import RunRanks, Trial, describe_failure
-from torchtitan_lite.verify.degrees import DEGREE_KEYS
+from torchtitan_lite.verify.degrees import DEGREE_KEYS, EP_KEY, limit_ep
 from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
 from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT
@@ -239,6 +240,7 @@ def choose_other_layout(config: Config, layout: Layout) -> tuple[Config, Layout]
             choices.append(
                 {
                     **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()},
+                    EP_KEY: limit_ep(config.parallelism, degrees),
                     "training.local_batch_size": max(1, config.training.global_batch_size // dp),
                     "parallelism.pipeline_parallel_schedule": "GPipe",  # which takes any number of microbatches
                     "parallelism.pipeline_parallel_microbatch_size": 1,

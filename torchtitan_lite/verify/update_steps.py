@@ -108,7 +108,7 @@ def step_without_effect(run: stepping.Run, name: str, value: float, sizes: dict[
     gradients = draw_gradients(run, 0, sizes)
     if dist.get_rank() == dist.get_world_size() - 1:
         next(slice_ for slice_ in gradients.values() if slice_.numel()).view(-1)[0] = value
-    tensors = name_tensors(run.parameters, run.optimizer)
+    tensors = name_tensors(run.saved, run.optimizer)
     before = {tensor_name: local_tensor(tensor).clone() for tensor_name, tensor in tensors.items()}
     with gradients_given(run, gradients):
         result = stepping.train_step(run, None)
@@ -155,6 +155,8 @@ def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator
         for fqn, parameter in run.parameters.items():
             parameter.grad = torch.zeros_like(parameter)
             local_tensor(parameter.grad).copy_(gradients[fqn])
+        for router in run.balance.routers.values() if run.balance else ():
+            router.load.zero_()[0] = 1  # a load of its own, so that the step would move the biases
         return torch.zeros((), device=run.device)
 
     def note_and_step(*args) -> Tensor:
