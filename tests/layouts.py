@@ -37,7 +37,6 @@ ADAMW = {
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 TWO_LAYERS = {"model.n_layers": 2}  # of many ranks on two cores each layer takes seconds
 TIED = {"model.tie_embeddings": True}
-EP = "parallelism.expert_parallel_degree"
 MIXTURE = {"model.flavor": "debug_moe", "model.expert_ffn_dim": 48, **TWO_LAYERS}  # 2 of 8 experts a token
 FIVE_EXPERTS = {**MIXTURE, "model.n_experts": 5}  # which FSDP cannot share out: each rank has a part of every matrix
 SHARED = {  # as DeepSeek-V3 has them; and an auxiliary loss that is no small part of the gradients

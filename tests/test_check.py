@@ -202,8 +202,12 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{MOE} --model.n_first_dense_layers=4", "model.n_experts"),
     (f"{MOE} --{EP}=4", EP),  # of two ranks
     (f"{MOE} --model.n_experts=9 --{EP}=2", EP),
-    (f"{MOE} --model.n_experts=3 --model.expert_ffn_dim=31 --model.dim=36 --model.n_heads=2 --model.n_kv_heads=1",
-     EP, 8),
+    (f"{MOE} --model.n_experts=3 --model.expert_ffn_dim=24 --model.dim=40 --model.n_heads=2 --model.n_kv_heads=1",
+     EP, 16),
+    (f"{MOE} --model.n_shared_experts=1 --model.expert_ffn_dim=88 --model.n_heads=16 --model.n_kv_heads=16 {TP}=16 "
+     f"--{EP}=8",
+     "model.expert_ffn_dim", 16),
+    (f"{MOE} --model.dim=100 --model.head_dim=32 --model.expert_ffn_dim=100", "model.dim model.expert_ffn_dim"),
     (f"{MOE} {FLOAT8}", "model.converters"),
     (f"{MOE} --checkpoint.enable --checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf"),
     (f"{MOE} --{P}expert_tensor_parallel_degree=2", f"{P}expert_tensor_parallel_degree"),

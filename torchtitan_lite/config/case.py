@@ -79,6 +79,11 @@ class Case:
         return self.degrees["dp_shard"] * self.cp * self.tp
 
     @property
+    def group_alignment(self) -> int:
+        """Numbers in 16 bytes of the compute dtype; of "auto" those of bfloat16."""
+        return 4 if self.training.mixed_precision_param == "float32" else 8
+
+    @property
     def tp(self) -> int:
         return self.degrees["tp"]
 

@@ -174,6 +174,20 @@ RULES: dict[str, list[Rule]] = {
             "{training.expert_bias_rate:g} moves it",
             "Set training.expert_bias_rate = 0, and balance experts by training.expert_balance_loss; or set this key "
             "to false"),
+        Rule("model.expert_ffn_dim", lambda c: c.model_args.mixture and c.mixture.n_shared_experts
+            and c.mixture.n_shared_experts * c.mixture.expert_ffn_dim % c.tp,
+            "parallelism.tensor_parallel_degree = {tp} does not divide the width of the shared experts, "
+            "n_shared_experts x expert_ffn_dim: every tp rank holds an equal share",
+            "Use a multiple of {tp}"),
+        *(
+            Rule(f"model.{key}", lambda c, size=size: c.model_args.mixture and size(c) % c.group_alignment,
+                "the grouped matmul of experts reads rows of multiples of 16 bytes",
+                "Use a multiple of {group_alignment}")
+            for key, size in {
+                "dim": lambda c: c.model_args.dim,
+                "expert_ffn_dim": lambda c: c.mixture.expert_ffn_dim,
+            }.items()
+        ),
         Rule("training.seq_len", lambda c: c.training.seq_len % c.sequence_pieces,
             "it does not divide into {sequence_pieces} equal pieces (tp {tp}; cp {cp} cuts 2 x cp)",
             "Use a multiple of {sequence_pieces}"),
