@@ -138,7 +138,9 @@ def split_step(candidate: Candidate, forecast: Forecast) -> dict[str, float]:
         "waiting for cp": exposed["cp"],
         "waiting for parameters, gradients": exposed["dp"],
     }
-    again = m * model.max_over_ranks([stage.n_layers for stage in candidate.workload.stages]) * model.again_s
+    if "ep" in exposed:
+        waits["waiting for experts' rows"] = exposed["ep"]
+    again = m * model.max_over_ranks([phases.again for phases in model.stages])
     idle = forecast.rate.step_time_s - busy - model.once_s - model.optimizer_s
     rest = {"recompute": again, "pipeline idle (bubble)": max(0.0, idle), "optimizer": model.optimizer_s}
     computing = forecast.rate.step_time_s - sum(waits.values()) - sum(rest.values())
