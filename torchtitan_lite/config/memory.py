@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, lcm, prod
 
-from torchtitan_lite.config.flavors import AUTO, FLAVORS, ModelArgs, count_parameters, list_block
+from torchtitan_lite.config.flavors import AUTO, FLAVORS, ModelArgs, count_parameters, find_expert_dim, list_block
 from torchtitan_lite.config.hardware import GIB, Machine, find_cluster, measure_cpu_memory
 from torchtitan_lite.config.layout import plan_batch
 from torchtitan_lite.config.messages import Problem
@@ -134,21 +134,32 @@ def list_mixture_bytes(
 def estimate_layer(workload: Workload, kind: LayerKind) -> tuple[float, float]:
     """Return the bytes that a layer keeps of a microbatch, the mean over recompute modes, and those of its backward.
 
-    In backward it holds its recomputed activations and temporary gradients besides what is kept.
+    In backward it holds its recomputed activations and temporary gradients besides what is kept. A mixture, large as it
+    is, may need more at two other moments: while the next one is gathered, by a buffer and copies of its slices; and
+    when its gradients are reduced, once in compute dtype and once in fp32. By then its activations are freed, and under
+    ZeRO 3 its parameters.
     """
-    args, tp, width = workload.args, workload.layout.tp, workload.compute_bytes
-    experts = {"ep": workload.layout.ep, "imbalance": workload.imbalance} if kind.is_mixture else {}
-    pieces = list_kept_pieces(args, width, tp=tp, mixture=kind.is_mixture, **experts)
-    again = 0.0
+    args, layout, width = workload.args, workload.layout, workload.compute_bytes
+    kept_by = {"tp": layout.tp, "mixture": kind.is_mixture}
+    if not kind.is_mixture:
+        (piece,) = list_kept_pieces(args, width, **kept_by)
+        again = max(piece["none"] - piece[mode] for mode in kind.recompute)
+        temporary = (3 * args.ffn_dim / layout.tp + args.dim) * width
+        return kind.average(piece) * workload.n_tokens, (max(0, again) + temporary) * workload.n_tokens
+
+    rest, mixture = list_kept_pieces(args, width, **kept_by, ep=layout.ep, imbalance=workload.imbalance)
+    temporary = workload.n_rows_received * (3 * args.mixture.expert_ffn_dim + args.dim) * width
+    is_cut = find_expert_dim(args, layout.ep, layout.efsdp) != 0  # FSDP then joins the slices in a further copy
+    moments = [kind.mixture_parameters * width * (1 + is_cut) * (layout.zero_stage == 3)]
     for mode in kind.recompute:
-        of_pieces = [max(0.0, piece["none"] - piece[mode]) for piece in pieces]
-        again = max(again, max(of_pieces) if mode == "op" else sum(of_pieces))
-    temporary = (3 * args.ffn_dim / tp + args.dim) * width
-    if kind.is_mixture:
-        n_rows = workload.n_rows_received / workload.n_tokens
-        temporary = n_rows * (3 * args.mixture.expert_ffn_dim + args.dim) * width
-    kept = sum(kind.average(piece) for piece in pieces)
-    return kept * workload.n_tokens, (again + temporary) * workload.n_tokens
+        of_rest, of_mixture = rest["none"] - rest[mode], mixture["none"] - mixture[mode]
+        again = max(of_rest, of_mixture) if mode == "op" else of_rest + of_mixture
+        moments.append(again * workload.n_tokens + temporary)
+        if layout.pp == 1:
+            freed = mixture[mode] - of_rest * (mode == "full")
+            n_bytes = MASTER_BYTES + width * (layout.zero_stage < 3)
+            moments.append(kind.mixture_parameters * n_bytes - freed * workload.n_tokens)
+    return (kind.average(rest) + kind.average(mixture)) * workload.n_tokens, max(moments)
 
 
 def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, float]) -> Memory:
@@ -163,16 +174,9 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, fl
     summed_whole = layout.zero_stage == 1 or layout.pp > 1
     gradients = MASTER_BYTES * (n_parameters if summed_whole else at_rest)
     embedding = workload.vocabulary_parameters * any(stage.has_embedding for stage in stages.values())
-    layers = {
-        kind.is_mixture: (
-            *estimate_layer(workload, kind),
-            {index: count_layers(s, kind) for index, s in stages.items()},
-        )
-        for kind in workload.kinds
-    }
-    present = [costs[:2] for *costs, counts in layers.values() if any(counts.values())]
+    layers = [(kind, *estimate_layer(workload, kind)) for kind in workload.kinds]
     kept = sum(
-        of_layer * counts[index] * n for of_layer, _, counts in layers.values() for index, n in in_flight.items()
+        of_layer * count_layers(stages[i], kind) * n for kind, of_layer, _ in layers for i, n in in_flight.items()
     )
     # A stage keeps its output too. A stage with layers has no extra bytes for it: its input is received and kept.
     kept += sum(
@@ -180,12 +184,16 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, fl
         for index, n in in_flight.items()
         if stages[index].has_embedding and not stages[index].n_layers
     )
-    kept_of_layer, block = (max(costs) for costs in zip(*present, strict=True)) if present else (0.0, 0.0)
-    loss = estimate_loss(workload) * any(stage.has_head for stage in stages.values())
+    present = [costs for kind, *costs in layers if any(count_layers(stage, kind) for stage in stages.values())]
+    kept_of_layer, block = map(max, zip(*present, strict=True)) if present else (0.0, 0.0)
+    has_head = any(stage.has_head for stage in stages.values())
+    loss = estimate_loss(workload) * has_head
+    # The head's gradients are freed when those of a whole block are reduced: after the last mixture's backward.
+    of_head = workload.vocabulary_parameters * MASTER_BYTES * has_head * (layout.pp == 1 and layout.ep > 0)
     if layout.n_microbatches > 1:
-        moments = [(gradients, kept, max(block, loss, embedding * workload.compute_bytes))]
+        moments = [(gradients, kept, max(block + of_head, loss, embedding * workload.compute_bytes))]
     else:  # gradients come as activations go: the peak is at the logits, or at the very end
-        moments = [(0, kept, max(block, loss)), (gradients, kept_of_layer, block)]
+        moments = [(0, kept, max(block + of_head, loss)), (gradients, kept_of_layer, block)]
     gradients, kept, working = max(moments, key=sum)
     # Receive buffers hold hidden states for all stages but the model's first, and gradients for all but its last.
     n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in stages)
@@ -224,7 +232,8 @@ def estimate_gathered(workload: Workload, stages: list[Stage]) -> float:
     """Return the bytes of gathered parameters.
 
     ZeRO 3: two blocks, and the head from its forward to its backward, or an embedding that is alone on its stage; and
-    the gradients of a block, once in compute dtype and once as they are reduced. ZeRO 1 and 2: all parameters.
+    the gradients of a block without its mixture, once in compute dtype and once as they are reduced. ZeRO 1 and 2: all
+    parameters.
     """
     if workload.is_whole:
         return 0
@@ -233,11 +242,10 @@ def estimate_gathered(workload: Workload, stages: list[Stage]) -> float:
         return whole * workload.compute_bytes
     has_layers = any(stage.n_layers for stage in stages)
     has_matrix = any(stage.has_head for stage in stages) or not has_layers
-    layers = [
-        kind.parameters + kind.mixture_parameters for s in stages for kind in workload.kinds if count_layers(s, kind)
-    ]
-    of_layer = max(layers, default=0)
-    reduced = of_layer * (workload.compute_bytes + MASTER_BYTES) * (workload.layout.pp == 1)
+    kinds = [kind for kind in workload.kinds if any(count_layers(stage, kind) for stage in stages)]
+    of_layer = max((kind.parameters + kind.mixture_parameters for kind in kinds), default=0)
+    of_block = max((kind.parameters for kind in kinds), default=0)
+    reduced = of_block * (workload.compute_bytes + MASTER_BYTES) * (workload.layout.pp == 1)
     gathered = 2 * of_layer + workload.vocabulary_parameters * has_matrix
     return gathered * workload.compute_bytes + reduced
 
