@@ -43,7 +43,7 @@ def test_slices_are_those_that_the_rank_holds(keys, rank):
 
 
 def test_a_mesh_is_drawn_with_every_rank_at_its_place():
-    assert draw_mesh(plan(8, {PP: 2, TP: 2, BATCH: 4})[2]).splitlines() == [
+    assert draw_mesh(plan(8, {PP: 2, TP: 2, BATCH: 4})[2].degrees).splitlines() == [
         "mesh: tp in brackets, dp_shard across",
         "  pp 0  [0 1]  [2 3]",
         "  pp 1  [4 5]  [6 7]",

@@ -38,7 +38,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
-from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.config.workload import Workload, count_rows, describe_workload
@@ -173,7 +173,9 @@ class PlannedRun:
         return describe_workload(self.config, self.model_args, self.layout, imbalance=self.imbalance)
 
 
-def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"]) -> PlannedRun:
+def plan_run(
+    args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"], *, imbalance: float = 1.0
+) -> PlannedRun:
     """Return the run of these arguments of a config. Raises ConfigError with every problem.
 
     Without n_gpus: the product of the degrees, or two where one of them is automatic. Files, memory and GPUs of this
@@ -185,7 +187,11 @@ def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "
     model_args = resolve_model(reading.config.model)
     layout = plan_layout(reading.config, model_args, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1))
     config = resolve_config(reading.config, layout, device_type)
-    return PlannedRun(reading.config_name, config, model_args, layout, device_type)
+    if imbalance > max(1, layout.ep):
+        why = f"the most loaded of {max(1, layout.ep)} ranks that share experts cannot have more than all tokens"
+        remedy = f"Use 1 to {max(1, layout.ep)}, or a larger parallelism.expert_parallel_degree"
+        raise ConfigError([Problem("--imbalance", imbalance, why, remedy)])
+    return PlannedRun(reading.config_name, config, model_args, layout, device_type, imbalance)
 
 
 def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:
