@@ -37,6 +37,9 @@ ADAMW = {
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 TWO_LAYERS = {"model.n_layers": 2}  # of many ranks on two cores each layer takes seconds
 TIED = {"model.tie_embeddings": True}
+HEAD_NORMS = {"model.qk_norm": True}
+EXPERTS = {"model.flavor": "debug_moe", "model.expert_ffn_dim": 192}  # 2 of 8 for each token
+BALANCE_LOSS = {"training.expert_balance_loss": 0.01}
 # As in Llama 3, the first stage is the embedding alone and the last one norm and head. Two layers on four stages make
 # that too.
 ENDS_ALONE = [["tok_embeddings"], ["layers.0", "layers.1"], ["layers.2", "layers.3"], ["norm", "output"]]

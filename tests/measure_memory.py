@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import compare
 import torch
-from layouts import ADAMW, BFLOAT16, EP, MODE, OPTION, PP, TP
+from layouts import ADAMW, BFLOAT16, EP, EXPERTS, MODE, OPTION, PP, TP
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -45,7 +45,6 @@ MODEL = {  # small, but with activations larger than its weights
     "model.ffn_dim": 352,
     "model.vocab_size": 512,
 }
-EXPERTS = {"model.flavor": "debug_moe", "model.expert_ffn_dim": 192}  # 2 of 8 for each token
 BFLOAT16_LONG = {"training.seq_len": 1024, BATCH: 2, MODE: "full", **BFLOAT16}
 STEPS_ON_GLOO = 2
 A_STEP = "a step that is measured"

@@ -117,11 +117,12 @@ def list_mixture_bytes(
     op      logits, routes, outputs of the experts' matmuls; with ep > 1 the rows that arrive and those that return
     """
     n_experts, width = args.mixture.n_experts, args.mixture.expert_ffn_dim
-    sent = args.mixture.top_k
+    sent, normalized = args.mixture.top_k, args.mixture.normalize_top_k  # those keep weights before and after, and sums
     received = sent * imbalance if ep > 1 else sent
     kept = {
         "none": 4 * (args.dim + n_experts + sent * args.dim)
-        + sent * (3 * 4 + 3 * 8)
+        + sent * (4 + 4 * normalized + 3 * 8)
+        + 4 * normalized
         + received * ((args.dim + 4 * width) * compute_bytes + 2 * 8 * (ep > 1)),
         "op": 4 * n_experts
         + sent * (4 + 8)

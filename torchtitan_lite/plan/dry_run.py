@@ -187,9 +187,10 @@ def plan_run(
     model_args = resolve_model(reading.config.model)
     layout = plan_layout(reading.config, model_args, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1))
     config = resolve_config(reading.config, layout, device_type)
-    if imbalance > max(1, layout.ep):
-        why = f"the most loaded of {max(1, layout.ep)} ranks that share experts cannot have more than all tokens"
-        remedy = f"Use 1 to {max(1, layout.ep)}, or a larger parallelism.expert_parallel_degree"
+    most = max(1, layout.ep)
+    if imbalance > most:
+        why = f"parallelism.expert_parallel_degree = {most}: no rank can compute more than {most} times the mean"
+        remedy = f"Use {f'1 to {most}' if most > 1 else '1'}, or a larger parallelism.expert_parallel_degree"
         raise ConfigError([Problem("--imbalance", imbalance, why, remedy)])
     return PlannedRun(reading.config_name, config, model_args, layout, device_type, imbalance)
 

@@ -171,7 +171,10 @@ def list_sections(run: DryRun) -> list[Section]:
     """Return the collectives in the order of their first call; equal sections and equal layers once."""
     sections: list[Section] = []
     walks = {"forward": "forward", "": "between"}
-    for walk, group in groupby(run.collectives, key=lambda pair: walks.get(pair[0].place.walk, "backward")):
+    # Where only the last of many microbatches reduces gradients, these are a section of their own.
+    for (walk, _), group in groupby(
+        run.collectives, key=lambda pair: (walks.get(pair[0].place.walk, "backward"), pair[1])
+    ):
         collectives, times = zip(*group, strict=True)
         folded = fold_layers(collectives)
         known = next((section for section in sections if (section.walk, section.folded) == (walk, folded)), None)
