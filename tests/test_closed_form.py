@@ -137,7 +137,7 @@ def test_an_uneven_load_costs_memory_and_time_by_its_share():
     even, uneven = (replace(describe(config, 2048), imbalance=x) for x in (1.0, 1.5))
     order = plan_order(config.parallelism, even.layout)
     more = list_memory(uneven, order)[1].working - list_memory(even, order)[1].working
-    assert more == 0.5 * 2048 * (2 * (7 * 16384 + 2 * 6144) + 16), "recomputed, and three gradients"
+    assert more == 0.5 * 2048 * (2 * (7 * 16384 + 2 * 6144) + 16), "recomputed, and three gradients of hidden rows"
     (kind, fast), (_, slow) = (StepTimeModel(workload, H100).layers[0] for workload in (even, uneven))
     assert slow.backward_weight - fast.backward_weight == pytest.approx(
         0.5 * 2 * 2048 * 3 * 6144 * 16384 / (989e12 * 0.65)

@@ -149,7 +149,11 @@ def estimate_layer(workload: Workload, kind: LayerKind) -> tuple[float, float]:
         return kind.average(piece) * workload.n_tokens, (max(0, again) + temporary) * workload.n_tokens
 
     rest, mixture = list_kept_pieces(args, width, **kept_by, ep=layout.ep, imbalance=workload.imbalance)
-    temporary = workload.n_rows_received * (3 * args.mixture.expert_ffn_dim + args.dim) * width
+    weighted = workload.n_rows * args.dim * MASTER_BYTES  # what the weights of a token multiply, in fp32
+    of_experts = workload.n_rows_received * (3 * args.mixture.expert_ffn_dim + args.dim) * width
+    exchanged = (3 * workload.n_rows_received + 2 * workload.n_rows) * args.dim * width * (layout.ep > 1)
+    # Gradients of rows and of weights; before they are weighted: rows that travel in forward, gradients of the experts.
+    temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
     is_cut = find_expert_dim(args, layout.ep, layout.efsdp) != 0  # FSDP then joins the slices in a further copy
     moments = [kind.mixture_parameters * width * (1 + is_cut) * (layout.zero_stage == 3)]
     for mode in kind.recompute:
