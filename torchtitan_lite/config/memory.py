@@ -3,9 +3,11 @@
 `check`, plan, search, the out-of-memory report and `bench gpu` all use it; the dry run and tests/measure_memory.py are
 its measure.
 
-    at rest      parameters, gradients (fp32), optimizer state: of the rank's stages, over tp and over dp_shard x cp
+    at rest      parameters, gradients (fp32), optimizer state: of the rank's stages, over tp and over dp_shard x cp, of
+                 experts over ep and over efsdp
     gathered     whole parameters in compute dtype: of a block and the next (ZeRO 3), or of everything (ZeRO 1, 2)
-    activations  what forward keeps for backward, by recompute mode, times microbatches in flight
+    activations  what forward keeps for backward, by recompute mode, times microbatches in flight; of experts on the
+                 most loaded rank
     received     a pipeline's receive buffers: torch makes those of all microbatches of a step at once
     working      temporary tensors of the block in backward, or the logits and their gradients
 

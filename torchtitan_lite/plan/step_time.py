@@ -107,7 +107,8 @@ class StepTimeModel:
         w, c = self.workload, self.workload.compute_bytes
         tp, turned = w.layout.tp, (w.args.n_heads + w.args.n_kv_heads) * w.args.head_dim
         per_norm, per_product = (4 if w.compiled else 5) * c, (3 if w.compiled else 5) * c
-        hidden = 2 * per_norm * w.args.dim / tp  # norms, and as many residual additions
+        n_norms = sum(norm.split == "sequence" for norm in kind.norms)
+        hidden = n_norms * per_norm * w.args.dim / tp  # and as many residual additions
         rotary = ((2 * c if w.compiled else 2 * c + 16) + per_norm * w.args.qk_norm) * turned / tp
         swiglu = per_product * sum(kind.product_widths) / tp
         scores = 0 if w.fused_attention else UNFUSED_SCORE_BYTES * w.seq_len * w.args.n_heads / tp
@@ -131,7 +132,7 @@ class StepTimeModel:
         if_full = kind.average({"none": 0, "op": 0, "full": 1, "alternate": 0})
         rows_s = 2 * self.exchange_time(w.n_rows_received) if kind.is_mixture else 0.0
         ep_forward = rows_s + self.cluster.latency_s * (rows_s > 0)  # the counts
-        left_out = kind.left_out_parameters / kind.linear_parameters * (linear if not kind.is_mixture else 0.0)
+        left_out = self.matmul_time(2 * w.n_tokens * kind.left_out_parameters / w.layout.tp, w.matmul_dtype)
         again_s = kind.average(
             {
                 "none": 0.0,
