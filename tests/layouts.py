@@ -11,10 +11,10 @@ from torchtitan_lite.config.choices import SCHEDULES
 FP32_TOLERANCE = 1e-5
 
 PP, TP = "parallelism.pipeline_parallel_degree", "parallelism.tensor_parallel_degree"
+EP = "parallelism.expert_parallel_degree"
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 ZERO = "parallelism.zero_stage"
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
-EP = "parallelism.expert_parallel_degree"
 RESHARD = "parallelism.fsdp_reshard_after_forward"
 MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 ACCUMULATION_4 = {"training.local_batch_size": 1, "training.global_batch_size": 8}
@@ -46,6 +46,9 @@ SHARED = {  # as DeepSeek-V3 has them; and an auxiliary loss that is no small pa
     "model.n_first_dense_layers": 1,
     "training.expert_balance_loss": 0.1,
 }
+HEAD_NORMS = {"model.qk_norm": True}
+EXPERTS = {"model.flavor": "debug_moe", "model.expert_ffn_dim": 192}  # 2 of 8 for each token
+BALANCE_LOSS = {"training.expert_balance_loss": 0.01}
 # As in Llama 3, the first stage is the embedding alone and the last one norm and head. Two layers on four stages make
 # that too.
 ENDS_ALONE = [["tok_embeddings"], ["layers.0", "layers.1"], ["layers.2", "layers.3"], ["norm", "output"]]

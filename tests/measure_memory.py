@@ -16,13 +16,14 @@ peak still counts, so each step is measured too high, and the least of a few ste
 import gc
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import compare
 import torch
-from layouts import ADAMW, BFLOAT16, MODE, OPTION, PP, TP
+from layouts import ADAMW, BFLOAT16, EP, EXPERTS, MODE, OPTION, PP, TP
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -51,6 +52,10 @@ LAYOUTS = {
     "one rank": (1, {BATCH: 8}),
     "dp2 x tp2": (4, {TP: 2, BATCH: 4}),
     "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2, BATCH: 4}),
+    "experts, dp2": (2, {BATCH: 4, **EXPERTS}),
+    "experts, dp2, ep2": (2, {BATCH: 4, **EXPERTS, EP: 2}),
+    "experts, tp2, ep2": (2, {TP: 2, BATCH: 4, **EXPERTS, EP: 2}),
+    "experts, pp2 x dp2 x tp2, ep4": (8, {PP: 2, TP: 2, BATCH: 4, **EXPERTS, EP: 4}),
 }
 RECOMPUTE = {
     "none": {MODE: "none"},
@@ -88,12 +93,20 @@ def measure_steps(config: Config, shape: ModelArgs, layout: Layout, *, n_steps: 
         mesh = build_mesh(layout, "cpu")
         run = stepping.build_run(config, shape, layout, mesh, torch.device("cpu"))
         batch = make_batch(layout, config.training.seq_len)
+        if shape.mixture:
+            batch = replace(batch, routes=make_even_routes(shape, *batch.tokens.shape))
         stepping.train_step(run, batch)
         for _ in range(n_steps):
             gc.collect()
             with record_function(A_STEP):
                 stepping.train_step(run, batch)
     return follow(recording.profiler.kineto_results.experimental_event_tree())
+
+
+def make_even_routes(shape: ModelArgs, n_rows: int, seq_len: int) -> torch.Tensor:
+    """Return routes (rows, S, layers, top_k) by which every expert gets as many of each slice of a few tokens."""
+    size = n_rows, seq_len, shape.n_layers, shape.mixture.top_k
+    return (torch.arange(n_rows * seq_len * size[-1]) % shape.mixture.n_experts).view(*size[:2], 1, -1).expand(size)
 
 
 def follow(events: list) -> list[int]:
@@ -132,10 +145,11 @@ if __name__ == "__main__":
                 on_gloo = pool.run(measure_on_gloo, world_size, *run)
                 for pp_rank in range(run[2].pp):
                     steps = on_gloo[pp_rank * world_size // run[2].pp]
-                    alone, planned = measure_peak(*run, pp_rank), dry_run(*run, pp_rank=pp_rank).peak_bytes
+                    planned = dry_run(*run, pp_rank=pp_rank).peak_bytes
+                    alone = f"{planned / measure_peak(*run, pp_rank) - 1:+.3%}" if run[2].ep < 2 else "(no counts)"
                     print(
-                        f"{name:16} recompute {recompute:18} stage {pp_rank}: plan {planned:11,} bytes, against alone "
-                        f"{planned / alone - 1:+.3%}, on gloo {planned / min(steps) - 1:+.2%} "
+                        f"{name:29} recompute {recompute:18} stage {pp_rank}: plan {planned:11,} bytes, against alone "
+                        f"{alone}, on gloo {planned / min(steps) - 1:+.2%} "
                         f"({planned / max(steps) - 1:+.2%} in the worst of {STEPS_ON_GLOO} steps)",
                         flush=True,
                     )

@@ -91,6 +91,18 @@ def test_keys_and_values_travel_over_cp_in_bf16_and_their_gradients_in_fp32():
     assert ring["cp", "all-to-all"][1] == in_all + 32 * elements * 4 / 4  # gradients go home: one more of the n parts
 
 
+def test_tokens_travel_to_their_experts_and_parameters_over_the_ranks_that_share_them():
+    """Mixtral 8x22B, tp8 x pp4 x dp64, ep 8, by hand: 14 layers, 16 microbatches, ZeRO 1. Of 8,192 tokens a rank has
+    1,024, and 2,048 rows; 7/8 of them leave, four times. It has one expert, shared by 64 x 8 x 8 / 8 / 8 ranks."""
+    moved = traffic_of(read("mixtral_8x22b"), 2048)
+    rows, counts = 2048 * 6144 * 2 * 7 / 8, 8 * 8 * 7 / 8
+    assert moved["ep", "all-to-all"] == (16 * 14 * 5, 16 * 14 * (4 * rows + counts))
+    expert, router = 3 * 6144 * 16384, 64 * 6144  # one row of the router for each of 64 ranks
+    assert moved["efsdp", "all-gather"] == (14, 14 * (expert + router) * 2 * 63 / 64)
+    assert moved["efsdp", "reduce-scatter"] == (14, 14 * (expert + router) * 4 * 63 / 64)
+    assert moved["ep", "all-reduce"] == (14, 14 * 8 * 6144 * 4 * 2 * 7 / 8)
+
+
 # ---------------------------------------------------------------- FLOPs and memory
 
 
@@ -103,6 +115,41 @@ def test_kept_bytes_of_the_8b_are_those_of_the_tensors_in_its_block():
     assert (none / KIB, by_op / KIB) == (164.125, 100.125)
     gathered = 2 * 4096 * 2  # tp shares all but the gathered inputs of the matmuls
     assert list_kept_bytes(FLAVORS["8B"], 2, tp=4)["none"] == (none - gathered) / 4 + gathered
+
+
+def test_kept_bytes_of_experts_are_those_of_the_tensors_in_their_block():
+    """Mixtral 8x7B by hand, bf16, per token: D = 4,096, K E = 1,024, F = 14,336, 2 of 8 experts."""
+    attention = 2 * (3 * 4096 + 2 * 4096 + 2 * 1024) + 4 * 32  # inputs of both norms, q, attention's output, k, v ...
+    routing = 4 * (4096 + 8) + 4 * 5 + 8 * 6  # input and scores; weights twice, and their sum; routes, two orders
+    rows = 2 * 2 * (4096 + 4 * 14336) + 4 * 2 * 4096  # inputs, outputs, product; what is weighted, in fp32
+    kept = list_kept_bytes(FLAVORS["Mixtral-8x7B"], 2, mixture=True)
+    assert kept["none"] == attention + routing + rows
+    uneven = list_kept_bytes(FLAVORS["Mixtral-8x7B"], 2, mixture=True, ep=4, imbalance=1.5)["none"]
+    assert uneven == kept["none"] + 0.5 * 2 * 2 * (4096 + 4 * 14336) + 1.5 * 2 * 8 * 2  # and two orders elsewhere
+    of_heads = 2 * (32 + 8) * 128 + 4 * (32 + 8)  # queries and keys before their norms
+    with_norms = replace(FLAVORS["8B"], qk_norm=True)
+    assert list_kept_bytes(with_norms, 2)["none"] == list_kept_bytes(FLAVORS["8B"], 2)["none"] + of_heads
+    assert list_kept_bytes(with_norms, 2)["op"] == list_kept_bytes(FLAVORS["8B"], 2)["op"]
+
+
+def test_an_uneven_load_costs_memory_and_time_by_its_share():
+    config = read("mixtral_8x22b", "--activation_checkpoint.mode full")
+    even, uneven = (replace(describe(config, 2048), imbalance=x) for x in (1.0, 1.5))
+    order = plan_order(config.parallelism, even.layout)
+    more = list_memory(uneven, order)[1].working - list_memory(even, order)[1].working
+    assert more == 0.5 * 2048 * (2 * (7 * 16384 + 2 * 6144) + 16), "recomputed, and three gradients of hidden rows"
+    (kind, fast), (_, slow) = (StepTimeModel(workload, H100).layers[0] for workload in (even, uneven))
+    assert slow.backward_weight - fast.backward_weight == pytest.approx(
+        0.5 * 2 * 2048 * 3 * 6144 * 16384 / (989e12 * 0.65)
+    )
+    assert slow.exposed_ep == pytest.approx(1.5 * fast.exposed_ep, rel=0.1)
+
+
+def test_tokens_that_leave_the_node_go_by_its_network_cards():
+    """64 ranks of one expert each: 56 of 64 parts of 2,048 x 6,144 x 2 bytes for other nodes, at 0.8 x 50 GB/s."""
+    workload = describe(read("mixtral_8x22b", "--model.n_experts 64 --parallelism.expert_parallel_degree 64"), 2048)
+    seconds = StepTimeModel(workload, H100).exchange_time(workload.n_rows_received)
+    assert seconds == pytest.approx(2048 * 6144 * 2 * 56 / 64 / (0.8 * 50e9) + H100.latency_s)
 
 
 def test_a_gpipe_holds_all_microbatches_and_1f1b_as_many_as_there_are_stages():
@@ -183,9 +230,11 @@ def test_a_rate_follows_from_the_seconds_of_a_step():
 
 def test_matmuls_alone_take_their_flops_over_the_peak():
     model = StepTimeModel(describe(read("llama3_8b", "--activation_checkpoint.mode none"), 8), H100)
-    assert model.linear_s == pytest.approx(2 * 8192 * 218_103_808 / (989e12 * 0.65))
-    assert model.layer.backward_weight == model.linear_s
-    assert model.layer.forward == pytest.approx(model.linear_s + model.attention_s + model.elementwise_s)
+    ((kind, layer),) = model.layers
+    linear_s = model.linear_time(kind)
+    assert linear_s == pytest.approx(2 * 8192 * 218_103_808 / (989e12 * 0.65))
+    assert layer.backward_weight == linear_s
+    assert layer.forward == pytest.approx(linear_s + model.attention_s + model.elementwise_time(kind))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +250,7 @@ def test_no_schedule_undercuts_the_bound_by_which_layouts_are_pruned(schedule, b
 def test_tensor_parallel_across_nodes_costs_more_than_inside():
     """Two nodes of four share a group of eight, whose ranks have four network cards in each."""
     workload = describe(read("llama3_405b", degrees(tp=8)), 256)
-    inside, across = (StepTimeModel(workload, replace(H100, node_size=n)).layer.exposed_tp for n in (8, 4))
+    inside, across = (StepTimeModel(workload, replace(H100, node_size=n)).layers[0][1].exposed_tp for n in (8, 4))
     assert across == pytest.approx(inside * 450 / 200, rel=0.02)
 
 

@@ -1,6 +1,7 @@
 """Closed form = dry run = real step: memory, traffic and FLOPs of the same layouts, three ways."""
 
 from collections import Counter
+from dataclasses import replace
 
 import compare
 import pytest
@@ -9,9 +10,13 @@ import torch.distributed as dist
 from layouts import (
     ACCUMULATION_4,
     ADAMW,
+    BALANCE_LOSS,
     COMPILED,
     CP,
     DOCUMENTS,
+    EP,
+    EXPERTS,
+    HEAD_NORMS,
     MODE,
     OPTION,
     PP,
@@ -22,22 +27,27 @@ from layouts import (
     TWO_LAYERS,
     ZERO,
 )
-from measure_memory import BATCH, GLOBAL_BATCH, MODEL, measure_on_gloo, measure_peak, plan
+from measure_memory import BATCH, GLOBAL_BATCH, MODEL, make_even_routes, measure_on_gloo, measure_peak, plan
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import FLAVORS, count_flops_per_token, count_parameters
+from torchtitan_lite.config.flavors import (
+    FLAVORS,
+    count_expert_parameters,
+    count_flops_per_token,
+    count_parameters,
+)
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.memory import bound_memory, count_state_bytes, list_kept_bytes
-from torchtitan_lite.config.workload import Workload, describe_workload
+from torchtitan_lite.config.workload import Workload, count_layers, describe_workload
 from torchtitan_lite.model.attention import CausalAttention
 from torchtitan_lite.model.llama3 import TransformerBlock, rotary_angles
 from torchtitan_lite.plan.collectives import Moved, count_traffic, find_most_moved, sum_moved
 from torchtitan_lite.plan.dry_run import DryRun, dry_run, plan_run
-from torchtitan_lite.plan.fake_world import kernels_of_gpus
+from torchtitan_lite.plan.fake_world import kernels_of_gpus, loaded_experts
 from torchtitan_lite.plan.forecast import list_memory
 from torchtitan_lite.plan.ledger import open_ledger
 from torchtitan_lite.plan.meter import Meter
@@ -46,6 +56,7 @@ from torchtitan_lite.plan.traffic import estimate_traffic
 
 CPU = Machine("cpu", 1, 2**34, "x86_64 CPU")
 EVERY_SECOND = {MODE: "selective", OPTION: "2"}
+SHARED, SOME_LAYERS = {"model.n_shared_experts": 1}, {"model.mixture_every": 2, "model.n_layers": 4}
 DTYPE = "training.mixed_precision_param"
 
 # name -> world size, keys. Every axis, ZeRO stage, recompute mode and attention, and three schedules.
@@ -60,6 +71,20 @@ LAYOUTS = {
     "pp2, ZeRO 3": (4, {PP: 2, BATCH: 4, ZERO: 3, MODE: "full"}),
     "pp2, V": (2, {PP: 2, BATCH: 4, SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 4}),
     "norm and head alone": (12, {PP: 6, TP: 2, BATCH: 4, SCHEDULE: "GPipe", "model.n_layers": 4, MODE: "none"}),
+    "tp2, norms of heads": (2, {TP: 2, BATCH: 4, MODE: "none", **HEAD_NORMS}),
+    "experts, dp2": (2, {BATCH: 4, MODE: "none", **EXPERTS}),
+    "experts, dp2, ep2": (2, {BATCH: 4, EP: 2, **EXPERTS}),
+    "experts, tp2, ep2": (2, {BATCH: 4, TP: 2, EP: 2, MODE: "full", **EXPERTS, **BALANCE_LOSS}),
+    "experts, pp2 x dp2 x tp2, ep4": (
+        8,
+        {BATCH: 4, PP: 2, TP: 2, EP: 4, **EXPERTS, **EVERY_SECOND, "model.n_layers": 4},
+    ),
+    "experts of some layers, replicas, cp2, ep2": (
+        8,
+        {BATCH: 4, REPLICATE: 2, CP: 2, TP: 2, EP: 2, **EXPERTS, **SOME_LAYERS, **HEAD_NORMS, **BALANCE_LOSS},
+    ),
+    "experts and shared ones, ZeRO 2": (4, {EP: 2, ZERO: 2, **EXPERTS, **SHARED, **ACCUMULATION_4, GLOBAL_BATCH: 16}),
+    "experts and shared ones, tp2, full": (2, {TP: 2, BATCH: 4, MODE: "full", **EXPERTS, **SHARED}),
 }
 
 
@@ -87,15 +112,18 @@ def count_flops(workload: Workload, pp_rank: int) -> int:
     sees are left out (context_parallel.py). Full recompute stops before the last matmul.
     """
     shape, layout, tokens = workload.args, workload.layout, workload.n_tokens
-    linear = 2 * tokens * workload.linear_parameters // layout.tp
     attention = 4 * tokens * workload.seq_len * shape.n_heads * shape.head_dim // layout.tp
     if layout.cp > 1 and not workload.documents:
         attention = attention * (layout.cp + 1) // (2 * layout.cp)
-    last = 2 * tokens * workload.last_linear_parameters // layout.tp
-    again = workload.average({"none": 0, "op": 0, "full": linear + attention - last})
     head = 2 * tokens * shape.dim * shape.vocab_size // layout.tp
     stages = [workload.stages[index] for index in layout.stages_of(pp_rank)]
-    total = sum(s.n_layers * (3 * linear + 3.5 * attention + again) + 3 * head * s.has_head for s in stages)
+    total = sum(3 * head * stage.has_head for stage in stages)
+    for kind in workload.kinds:
+        linear = 2 * tokens * (kind.linear_parameters + kind.router_parameters) // layout.tp
+        linear += 2 * workload.n_rows_received * count_expert_parameters(shape) if kind.is_mixture else 0
+        last = 2 * tokens * kind.left_out_parameters // layout.tp
+        again = kind.average({"none": 0, "op": 0, "full": linear + attention - last})
+        total += sum(count_layers(stage, kind) for stage in stages) * (3 * linear + 3.5 * attention + again)
     return round(total * layout.n_microbatches)
 
 
@@ -131,6 +159,21 @@ def test_traffic_flops_and_memory_of_the_closed_form_are_those_of_a_dry_run(name
         assert bound.needed_bytes < max(peaks) < 3 * bound.needed_bytes
 
 
+@pytest.mark.parametrize("imbalance", [1.25, 2.0])
+def test_an_uneven_load_is_that_of_a_dry_run(imbalance):
+    """Of the most loaded rank: traffic and FLOPs exactly, and by how much more memory its activations take."""
+    config, shape, layout = read("experts, dp2, ep2", **{DTYPE: "bfloat16", MODE: "none", "model.n_layers": 8})
+    order, peaks, closed = plan_order(config.parallelism, layout), [], []
+    for x in (1.0, imbalance):
+        workload = describe_workload(config, shape, layout, imbalance=x)
+        run = dry_run(config, shape, layout, device_type="cuda", imbalance=x)
+        assert_equal_traffic(estimate_traffic(workload, 0, order), count_moved(run))
+        assert count_flops(workload, 0) == run.n_flops
+        peaks.append(run.peak_bytes)
+        closed.append(list_memory(workload, order)[0].live)
+    assert closed[1] - closed[0] == pytest.approx(peaks[1] - peaks[0], rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
@@ -141,9 +184,27 @@ def test_traffic_flops_and_memory_of_the_closed_form_are_those_of_a_dry_run(name
     ],
 )
 def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_the_8b(keys, error):
-    planned = plan_run(["--config", "llama3_8b", *keys], 8, "cuda")
-    workload = describe_workload(planned.config, planned.model_args, planned.layout)
-    memory = list_memory(workload, plan_order(planned.config.parallelism, planned.layout))
+    assert_memory_of_a_dry_run(["--config", "llama3_8b", *keys], 8, error)
+
+
+@pytest.mark.parametrize(
+    ("name", "n_gpus", "keys", "error"),
+    [
+        ("mixtral_8x22b", 2048, [], 0.02),
+        ("qwen3_30b_a3b", 64, ["--model.n_layers=12"], 0.02),
+        pytest.param("mixtral_8x22b", 2048, ["--activation_checkpoint.mode=none"], 0.02, marks=pytest.mark.slow),
+        pytest.param("qwen3_30b_a3b", 64, ["--activation_checkpoint.mode=none"], 0.02, marks=pytest.mark.slow),
+        pytest.param("qwen3_30b_a3b", 64, ["--activation_checkpoint.mode=selective"], 0.02, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_large_mixtures(name, n_gpus, keys, error):
+    assert_memory_of_a_dry_run(["--config", name, *keys], n_gpus, error)
+
+
+def assert_memory_of_a_dry_run(args: list[str], n_gpus: int, error: float) -> None:
+    """Compare the closed form with the dry run of the first pp rank."""
+    planned = plan_run(args, n_gpus, "cuda")
+    memory = list_memory(planned.describe_workload(), plan_order(planned.config.parallelism, planned.layout))
     assert memory[0].live == pytest.approx(planned.dry_run(0).peak_bytes, rel=error)
 
 
@@ -152,16 +213,23 @@ def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_the_8b(keys, error):
 
 @pytest.mark.parametrize(
     ("name", "pp_rank"),
-    [("one rank", 0), pytest.param("dp2 x tp2", 0, marks=pytest.mark.slow), ("pp2 x dp2 x tp2", 1)],
+    [
+        ("one rank", 0),
+        pytest.param("dp2 x tp2", 0, marks=pytest.mark.slow),
+        ("pp2 x dp2 x tp2", 1),
+        ("tp2, norms of heads", 0),
+        ("experts, dp2", 0),
+    ],
 )
 def test_memory_of_a_dry_run_is_what_the_allocator_gives_out(name, pp_rank):
     run = read(name)
     assert dry_run(*run, pp_rank=pp_rank).peak_bytes == pytest.approx(measure_peak(*run, pp_rank), rel=0.001)
 
 
-def test_memory_of_a_dry_run_is_that_of_real_ranks_over_gloo(pool):
-    run = read("dp2 x tp2", **{MODE: "full"})
-    least = min(min(steps) for steps in pool.run(measure_on_gloo, 4, *run))
+@pytest.mark.parametrize("name", ["dp2 x tp2", "experts, dp2, ep2", "experts, tp2, ep2"])
+def test_memory_of_a_dry_run_is_that_of_real_ranks_over_gloo(pool, name):
+    run = read(name, **{MODE: "full"})
+    least = min(min(steps) for steps in pool.run(measure_on_gloo, run[2].world_size, *run))
     assert dry_run(*run, pp_rank=0).peak_bytes == pytest.approx(least, rel=0.02)
 
 
@@ -177,6 +245,8 @@ def count_steps(rank: int, world_size: int, all_keys: list[dict]) -> list[tuple[
         run = compare.build_table_run(world_size, keys)
         shape = resolve_model(run.config.model)
         batch = compare.own_rows(run, compare.make_batch(0, shape.vocab_size))
+        if shape.mixture:
+            batch = replace(batch, routes=make_even_routes(shape, *batch.tokens.shape))
         stepping.train_step(run, batch)
         if run.schedule is not None or run.config.compile.enable:  # sets itself up, or compiles, once more
             stepping.train_step(run, batch)
@@ -198,6 +268,8 @@ def count_steps(rank: int, world_size: int, all_keys: list[dict]) -> list[tuple[
     ("world_size", "all_keys"),
     [
         (4, [{PP: 2, TP: 2}, {TP: 2, MODE: "full"}, {CP: 2, **DOCUMENTS}, {REPLICATE: 2}, {PP: 2, **ACCUMULATION_4}]),
+        (4, [{EP: 2, **EXPERTS}, {TP: 2, EP: 4, MODE: "full", **EXPERTS, **BALANCE_LOSS}]),
+        (4, [{PP: 2, TP: 2, EP: 2, **EXPERTS, **HEAD_NORMS}]),
         pytest.param(2, [{CP: 2, **RING}, {TP: 2, **COMPILED}, {CP: 2, **COMPILED}], marks=pytest.mark.slow),
     ],
 )
@@ -207,6 +279,24 @@ def test_a_real_step_moves_what_was_forecast(pool, world_size, all_keys):
         for forecast, counted, n_compiled in of_rank:
             assert_equal_traffic(forecast, counted)
             assert n_compiled == 0, "counting leaves compiled code as it is"
+
+
+def count_uneven_step(rank: int, world_size: int, keys: dict) -> tuple[Moved, Moved]:
+    """Worker: what a step sends to experts that are all on rank 0; and the forecast of its most loaded rank."""
+    run = compare.build_table_run(world_size, keys)
+    shape = resolve_model(run.config.model)
+    batch = compare.own_rows(run, compare.make_batch(0, shape.vocab_size))
+    routes = torch.arange(shape.mixture.top_k).expand(*batch.tokens.shape, shape.n_layers, -1)
+    with count_traffic(run.layout, besides=dist.new_group(backend="gloo")) as count:
+        stepping.train_step(run, replace(batch, routes=routes))
+    workload = describe_workload(run.config, shape, run.layout, imbalance=world_size)
+    forecast = estimate_traffic(workload, 0, plan_order(run.config.parallelism, run.layout))
+    return count.moved["ep"], sum_moved((axis, m.n_calls, m.n_bytes) for (axis, _), m in forecast.items())["ep"]
+
+
+def test_a_real_step_with_uneven_loads_moves_what_was_forecast_for_them(pool):
+    (counted, forecast), _ = pool.run(count_uneven_step, 2, {EP: 2, **EXPERTS, **TWO_LAYERS})
+    assert_equal_traffic({"ep": forecast}, {"ep": counted})
 
 
 def gather_by_inductor(rank: int, world_size: int) -> tuple[dict, int]:
@@ -338,23 +428,30 @@ def test_kept_bytes_per_token_are_those_by_which_memory_grows(pool, mode, name):
     assert kept == pytest.approx(list_kept_bytes(shape, 4)[name] + of_norms, abs=1e-6)
 
 
-def test_a_block_of_the_8b_keeps_164_kib_per_token_on_a_gpu():
-    """The rotation in fp32 keeps nothing. Norms keep 1 / rms, 4 bytes each."""
-    shape, n_tokens = FLAVORS["8B"], 128
+@pytest.mark.parametrize("name", ["8B", "Qwen3-8B", "Mixtral-8x7B", "Qwen3-30B-A3B"])
+def test_a_block_keeps_the_bytes_per_token_of_the_closed_form_on_a_gpu(name):
+    """The rotation in fp32 keeps nothing. Norms keep 1 / rms, 4 bytes each; a router its weight in fp32 and, once for
+    all tokens, a few numbers for each expert."""
+    shape, n_tokens = FLAVORS[name], 128
+    has_experts = shape.mixture is not None
     torch.set_default_dtype(torch.bfloat16)
     try:
         with FakeTensorMode():
-            block = TransformerBlock(shape, CausalAttention())
+            block = TransformerBlock(shape, CausalAttention(), is_mixture=has_experts)
             hidden = torch.randn(1, n_tokens, shape.dim, requires_grad=True)
             rotation = rotary_angles(torch.arange(n_tokens)[None], shape)
             meter = Meter(plan(1, {})[2])
-            with kernels_of_gpus(), meter.watching():
+            with kernels_of_gpus(), loaded_experts(0, 1, 1.0), meter.watching():
+                if has_experts:
+                    block.feed_forward.router.reset(hidden.device)
                 meter.assign("parameters", [*block.parameters(), hidden, rotation])
                 hidden = block(hidden, rotation)  # alive: its output is the next block's input
             live = sum(storage.n_bytes for storage in meter._storages.values() if storage.kind == "activations")
     finally:
         torch.set_default_dtype(torch.float32)
-    assert live / n_tokens == list_kept_bytes(shape, 2)["none"] + 2 * 4
+    once = live - n_tokens * (list_kept_bytes(shape, 2, mixture=has_experts)["none"] + 2 * 4)
+    n_experts = shape.mixture.n_experts if has_experts else 0
+    assert 0 <= once - 4 * n_experts * shape.dim <= 40 * n_experts
 
 
 @pytest.mark.slow

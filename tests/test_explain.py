@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import CP, PP, REPLICATE, TP, TWO_LAYERS
+from layouts import CP, EP, EXPERTS, PP, REPLICATE, TP, TWO_LAYERS
 from measure_memory import BATCH, plan
 from torch.distributed.tensor import distribute_tensor
 
@@ -24,13 +24,23 @@ TP2 = ["--gpus", "2", "--parallelism.tensor_parallel_degree", "2"]
 
 def cut(full: torch.Tensor, text: str) -> torch.Tensor:
     """The slice that a text such as "rows 0..3, columns 2..5" means."""
-    for dim, name in enumerate(("rows|elements", "columns")):
+    names = ("experts", "rows", "columns") if full.dim() == 3 else ("rows|elements", "columns")
+    for dim, name in enumerate(names):
         if found := re.search(rf"(?:{name}) (\d+)\.\.(\d+)", text):
             full = full.narrow(dim, int(found[1]), int(found[2]) - int(found[1]) + 1)
     return full if text != "nothing" else full[:0]
 
 
-@pytest.mark.parametrize(("keys", "rank"), [({TP: 2, REPLICATE: 2, BATCH: 2}, 3), ({CP: 2, TP: 2, BATCH: 2}, 6)])
+@pytest.mark.parametrize(
+    ("keys", "rank"),
+    [
+        ({TP: 2, REPLICATE: 2, BATCH: 2}, 3),
+        ({CP: 2, TP: 2, BATCH: 2}, 6),
+        ({TP: 2, REPLICATE: 2, EP: 2, BATCH: 2, **EXPERTS}, 7),
+        ({TP: 2, EP: 1, BATCH: 2, **EXPERTS}, 5),
+        ({EP: 4, BATCH: 2, **EXPERTS, "model.n_experts": 4}, 6),  # one expert a rank: efsdp splits it
+    ],
+)
 def test_slices_are_those_that_the_rank_holds(keys, rank):
     config, model_args, layout = plan(8, {**keys, **TWO_LAYERS})
     with fake_group(8, rank=rank):
@@ -43,11 +53,31 @@ def test_slices_are_those_that_the_rank_holds(keys, rank):
 
 
 def test_a_mesh_is_drawn_with_every_rank_at_its_place():
-    assert draw_mesh(plan(8, {PP: 2, TP: 2, BATCH: 4})[2]).splitlines() == [
+    assert draw_mesh(plan(8, {PP: 2, TP: 2, BATCH: 4})[2].degrees).splitlines() == [
         "mesh: tp in brackets, dp_shard across",
         "  pp 0  [0 1]  [2 3]",
         "  pp 1  [4 5]  [6 7]",
     ]
+
+
+def test_experts_are_explained_with_their_mesh_slices_and_exchange(capsys):
+    args = ["--config", "debug_moe_3d", "--gpus", "16", "--parallelism.data_parallel_shard_degree", "4"]
+    args += ["--training.global_batch_size", "16", "--training.seq_len", "32", "--stage", "1", "--imbalance", "1.5"]
+    assert explain.main(args) == 0
+    printed = capsys.readouterr().out
+    mesh = "  pp 0  [0 1 2 3]  [4 5 6 7]\n  pp 1  [8 9 10 11]  [12 13 14 15]"
+    assert f"mesh: ep in brackets, efsdp across\n{mesh}" in printed
+    (slices,) = (line for line in printed.splitlines() if "feed_forward.experts.w1" in line)
+    held = [f"experts {first}..{first}" for first in (0, 2, 4, 6, 1, 3, 5, 7)]
+    assert re.split(r"  +", slices) == ["layers.2-3.feed_forward.experts.w1", "[8, 128, 96]", *held]
+    # Of 32 rows, 12 stay: 20 are sent. 48 arrive, and the results of 36 go back. In bf16, 128 wide.
+    exchanged = ["[8] int64", "48 B", "[32, 128] bfloat16", "5.0 KiB", "[48, 128] bfloat16", "9.0 KiB"]
+    forward = printed[printed.index("forward, once") : printed.index("backward")]
+    assert [
+        cell for line in forward.splitlines() if "over ep" in line for cell in re.split(r"  +", line)[2:4]
+    ] == exchanged
+    assert "reduce-scatter over efsdp" in printed[printed.index("backward, once") :]
+    assert "picks 2 of 8 experts for each token. Each of 4 ep ranks has 2" in printed
 
 
 def test_collectives_are_printed_in_order_and_equal_layers_once(capsys):
@@ -108,6 +138,8 @@ def test_what_is_no_checkout_or_fails_there_is_refused_in_one_line(capsys, tmp_p
     [
         (["--config", "llama3_405b", "--gpus", "320", f"--{TP}", "3"], "n_kv_heads"),
         ([*SMALL, "--stage", "1"], "Use 0 to 0"),
+        ([*SMALL, "--imbalance", "1.5"], "--imbalance = 1.5"),
+        (["--config", "debug_moe", "--gpus", "2", "--imbalance", "2.1"], "Use 1 to 2"),
         ([*SMALL, "--against", "nowhere.toml"], "no such file"),
     ],
 )

@@ -75,6 +75,14 @@ def test_a_key_saves_what_two_dry_runs_differ_by(key, value, keys):
     assert saved > 0 and saved == pytest.approx(peaks[0] - peaks[1], abs=0.15 * peaks[0])
 
 
+def test_twice_as_many_expert_ranks_save_half_of_two_gathered_mixtures():
+    """Qwen3 30B-A3B on 64 ranks, ep 2 to 4: a rank has 32 instead of 64 experts of each of two layers, in bf16."""
+    args = ["--config", "qwen3_30b_a3b", "--parallelism.expert_parallel_degree=2", f"--{MODE}=none"]
+    saved = find_options(read_config(args).config, 64)["parallelism.expert_parallel_degree"]
+    routers = 48 * 128 * 2048 * (1 / 16 - 1 / 32) * 12  # each ep rank has them whole
+    assert saved == pytest.approx((2 * 32 * 3 * 2048 * 768 * 2 - routers) / GIB, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size", "absent"),
     [
@@ -87,6 +95,7 @@ def test_a_key_saves_what_two_dry_runs_differ_by(key, value, keys):
         ({"training.local_batch_size": 1}, 1, "training.local_batch_size"),
         ({"training.enable_cpu_offload": True}, 1, DTYPE),
         ({TP: 8}, 8, TP),
+        ({}, 2, "parallelism.expert_parallel_degree"),
         ({PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "full", "training.local_batch_size": 4}, 4, ZERO),
     ],
 )

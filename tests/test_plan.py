@@ -1,6 +1,7 @@
 """`plan`: figures of the dry run and of the closed form side by side, and warnings whose remedies work."""
 
 import json
+import re
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from torchtitan_lite.plan.dry_run import group_pp_ranks, plan_run
 from torchtitan_lite.plan.plan_warnings import (
     simulate_bubble,
     warn_of_bubble,
+    warn_of_expert_parallel,
     warn_of_few_microbatches,
     warn_of_memory,
     warn_of_tensor_parallel,
@@ -105,6 +107,32 @@ def test_tensor_parallel_over_nodes_or_across_two_gets_a_degree_that_stays_insid
     assert "tp 4 take 4 GPUs, which do not divide a node of 6" in warning and "1 or 2" in warning
 
 
+def test_experts_across_nodes_get_a_degree_that_stays_inside():
+    (warning,) = warn_of_expert_parallel(llama("qwen3_30b_a3b", 64, expert_parallel_degree=32), H100)
+    assert "expert_parallel_degree = 8" in warning
+    assert not warn_of_expert_parallel(llama("qwen3_30b_a3b", 64), H100)
+
+
+def test_a_plan_of_experts_names_their_ranks_and_the_load(capsys):
+    args = ["--config", "debug_moe_3d", "--gpus", "8", "--training.seq_len", "32", "--imbalance", "1.5"]
+    assert plan.main(args) == 0
+    printed = capsys.readouterr().out
+    assert "pp2 x dp_shard2 x tp2, ep4" in printed
+    assert "2 of 8 experts; each rank has 2 of them" in printed and "gets 1.5 times the mean" in printed
+    assert re.search(r"\n  ep +all-to-all +\d+ calls", printed)
+    assert plan.main([*args, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["layout"]["ep"], values["layout"]["efsdp"], values["imbalance"]) == (4, 1, 1.5)
+
+
+@pytest.mark.slow
+def test_mixtral_on_2048_gpus_is_planned_and_fits(capsys):
+    assert plan.main(["--config", "mixtral_8x22b", "--gpus", "2048", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["fits"] and values["warnings"] == []
+    assert [rank["alike"] for rank in values["pp_ranks"].values()] == [[0], [1, 2], [3]]
+
+
 def test_too_much_for_the_memory_gets_a_number_of_gpus_that_would_do():
     warning = warn_of_memory(llama("llama3_405b", 64), H100)
     n_gpus = int(warning.split("fits ")[1].split(" ")[0].replace(",", ""))
@@ -116,6 +144,7 @@ def test_too_much_for_the_memory_gets_a_number_of_gpus_that_would_do():
     [
         ([*SMALL, "--gpu", "h1000"], "--gpu"),
         ([*SMALL, "--search"], "--gpus"),
+        ([*SMALL, "--imbalance", "2"], "--imbalance"),
         (
             [*SMALL, "--gpus", "320", f"--{PP}", "10", "--parallelism.data_parallel_shard_degree", "8"],
             "parallelism.data_parallel_shard_degree",

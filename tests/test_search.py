@@ -57,6 +57,19 @@ def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
     assert recompute == {("none",), ("op",), ("full",), ("full", "none")}
 
 
+def test_a_search_of_experts_has_every_degree_that_divides_them_and_loads_the_fullest_rank():
+    config, model_args = read("debug_moe", "--training.global_batch_size 8 --model.n_experts 4")
+    candidates = {x: list(list_candidates(config, model_args, 8, H100, Search(), x)) for x in (1.0, 3.0)}
+    layouts = {candidate.workload.layout for candidate in candidates[1.0]}
+    for pp in (1, 2, 4):
+        assert {layout.ep for layout in layouts if layout.pp == pp} == {n for n in (1, 2, 4) if 8 // pp % n == 0}
+    for even, loaded in zip(*candidates.values(), strict=True):
+        ep = even.workload.layout.ep
+        assert loaded.workload.imbalance == min(3, ep)
+        assert loaded.live_bytes >= even.live_bytes
+        assert (loaded.step_time.lower_bound_s > even.step_time.lower_bound_s) == (ep > 1)
+
+
 def test_the_ten_best_are_those_that_simulating_all_would_give(found_8b):
     simulated = sorted(
         (forecast_candidate(candidate).rate.step_time_s, candidate.live_bytes) for candidate in found_8b.fitting

@@ -155,6 +155,7 @@ measured (metrics.measure_ledger)."""
     add("--gpu", default="h100", help="a row of config/hardware.py; default: h100")
     add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
     add("--full", action="store_true", help="run every microbatch instead of a few that stand for all")
+    add_imbalance(parser)
     help = "also say the days of this many; default: training.steps"
     add("--tokens", type=number(float, 0, but=0), metavar="N", help=help)
     add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
@@ -164,6 +165,11 @@ measured (metrics.measure_ledger)."""
     add("--score", type=Path, metavar="RUN", help="a dump folder: what was forecast for that run, and what it measured")
     add("--json", action="store_true", help="print for programs")
     return parser
+
+
+def add_imbalance(parser: ArgumentParser) -> None:
+    help = "tokens of the most loaded of the ranks that share experts, over their mean; default: 1.0, all equal"
+    parser.add_argument("--imbalance", type=number(float, 1), default=1.0, metavar="X", help=help)
 
 
 def make_explain_parser() -> ArgumentParser:
@@ -183,6 +189,7 @@ Nothing here is a table of what should happen: step.py is run as one rank of tha
     add("--gpus", type=number(int, 1), metavar="N", help="ranks; default: what the degrees multiply to")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run; default: cuda")
     add("--stage", type=int, metavar="P", help="only this pp rank; default: one of each kind")
+    add_imbalance(parser)
     add("--against", metavar="BASE", help="a TOML file, or the folder of another checkout")
     add("--json", action="store_true", help="print for programs, every collective by itself")
     return parser

@@ -89,12 +89,13 @@ class Layout:
 
     @property
     def strides(self) -> dict[str, int]:
-        """Distance in ranks of neighbours in the groups of each mesh dim. FSDP's stride is cp's."""
+        """Distance in ranks of neighbours in the groups of each mesh dim. FSDP's stride is cp's, of experts ep's."""
         strides, stride = {}, 1
         for dim, degree in reversed(self.degrees.items()):
             strides[dim] = stride
             stride *= degree
-        return {**strides, "fsdp": strides["cp"]}
+        of_experts = {"ep": 1, "efsdp": self.ep} if self.ep else {}
+        return {**strides, "fsdp": strides["cp"], **of_experts}
 
     def stages_of(self, pp_rank: int) -> list[int]:
         """Return the stages of one pp rank, first to last."""

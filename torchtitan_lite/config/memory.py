@@ -3,9 +3,11 @@
 `check`, plan, search, the out-of-memory report and `bench gpu` all use it; the dry run and tests/measure_memory.py are
 its measure.
 
-    at rest      parameters, gradients (fp32), optimizer state: of the rank's stages, over tp and over dp_shard x cp
+    at rest      parameters, gradients (fp32), optimizer state: of the rank's stages, over tp and over dp_shard x cp, of
+                 experts over ep and over efsdp
     gathered     whole parameters in compute dtype: of a block and the next (ZeRO 3), or of everything (ZeRO 1, 2)
-    activations  what forward keeps for backward, by recompute mode, times microbatches in flight
+    activations  what forward keeps for backward, by recompute mode, times microbatches in flight; of experts on the
+                 most loaded rank
     received     a pipeline's receive buffers: torch makes those of all microbatches of a step at once
     working      temporary tensors of the block in backward, or the logits and their gradients
 
@@ -17,12 +19,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, lcm, prod
 
-from torchtitan_lite.config.flavors import AUTO, FLAVORS, ModelArgs, count_parameters, list_block
+from torchtitan_lite.config.flavors import AUTO, FLAVORS, ModelArgs, count_parameters, find_expert_dim, list_block
 from torchtitan_lite.config.hardware import GIB, Machine, find_cluster, measure_cpu_memory
 from torchtitan_lite.config.layout import plan_batch
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.schema import Config, Optimizer
-from torchtitan_lite.config.workload import MASTER_BYTES, Stage, Workload, count_moment_bytes
+from torchtitan_lite.config.workload import (
+    MASTER_BYTES,
+    LayerKind,
+    Stage,
+    Workload,
+    count_layers,
+    count_moment_bytes,
+)
 
 BATCH_BYTES = 4 * 8  # per token of a step: the four fields of data/dataset.py's Batch, int64
 
@@ -49,9 +58,20 @@ def count_state_bytes(section: Optimizer) -> int:
     return 2 * MASTER_BYTES + count_moment_bytes(section)
 
 
+Kept = dict[str, float]  # recompute mode -> bytes that are kept for backward, per token of T
+
+
+def list_kept_bytes(args: ModelArgs, compute_bytes: int, *, tp: int = 1, mixture: bool = False, **experts) -> Kept:
+    """Return the bytes that a layer keeps per token, by recompute mode. `experts`: as list_mixture_bytes takes them."""
+    pieces = list_kept_pieces(args, compute_bytes, tp=tp, mixture=mixture, **experts)
+    return {mode: sum(piece[mode] for piece in pieces) for mode in pieces[0]}
+
+
 @lru_cache
-def list_kept_bytes(args: ModelArgs, compute_bytes: int, *, tp: int = 1) -> dict[str, float]:
-    """Return the bytes that a layer keeps per token for its backward, by recompute mode.
+def list_kept_pieces(
+    args: ModelArgs, compute_bytes: int, *, tp: int = 1, mixture: bool = False, **experts
+) -> list[Kept]:
+    """Return what the pieces of a layer keep: all of a dense one; of one with experts its mixture, and the rest.
 
     In numbers of the compute dtype (1/tp of all but what is marked "whole"); in KiB of 8B in bf16 on one rank:
 
@@ -64,24 +84,89 @@ def list_kept_bytes(args: ModelArgs, compute_bytes: int, *, tp: int = 1) -> dict
         alternate   62.1  input of the block, outputs of wq, wv, w1, attention and w2 (whole)
 
     and 4 bytes per head of attention's log-sum-exp, unless backward runs attention's forward again. Rotation keeps
-    nothing: its backward needs the angles only. CPU kernels keep one or two more tensors per norm.
+    nothing: its backward needs the angles only. A norm of heads keeps its input, and 4 bytes per head. CPU kernels keep
+    one or two more tensors per norm. With experts "op" recomputes piece by piece: the norm before the mixture is in no
+    piece, and its input and output are kept.
     """
-    block = list_block(args)
-    colwise = [module.weight for module in block if module.split == "colwise"]
+    block = list_block(args, mixture=mixture)
+    colwise = [module for module in block if module.split == "colwise"]
     rowwise = [module.weight for module in block if module.split == "rowwise"]
-    norms = sum(module.weight[0] for module in block if not module.is_linear)
-    heads = args.n_heads * args.head_dim
-    hidden, of_colwise = args.dim / tp, sum(out for out, _ in colwise) / tp
+    norms = sum(module.weight[0] for module in block if module.split == "sequence")
+    gathered = args.dim * len({module.name.rpartition(".")[0] for module in colwise})
+    heads, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    hidden, of_colwise = args.dim / tp, sum(module.weight[0] for module in colwise) / tp
     of_rowwise = sum(out for out, _ in rowwise)  # partial sums of the whole width
     scattered = of_rowwise / tp * (tp > 1)
+    of_products = sum(width for _, width in rowwise) + sum(width for _, width in rowwise[1:])
     elements = {
-        "none": norms / tp + norms + of_colwise + sum(width for _, width in rowwise) / tp + args.ffn_dim / tp,
-        "op": hidden + of_colwise + of_rowwise + scattered + heads / tp,
+        "none": norms / tp + gathered + of_colwise + (of_products + (heads + keys) * args.qk_norm) / tp,
+        "op": hidden + of_colwise + of_rowwise + scattered + heads / tp + 2 * hidden * mixture,
         "full": hidden,
-        "alternate": hidden + (heads + args.n_kv_heads * args.head_dim + args.ffn_dim + heads) / tp + args.dim,
+        "alternate": hidden + (heads + keys + args.ffn_dim + heads) / tp + args.dim,
     }
-    log_sum_exp = {"none": 4, "op": 4, "full": 0, "alternate": 4}
-    return {mode: n * compute_bytes + log_sum_exp[mode] * args.n_heads / tp for mode, n in elements.items()}
+    of_heads = {"none": args.n_heads + (args.n_heads + args.n_kv_heads) * args.qk_norm, "full": 0}
+    rest = {mode: n * compute_bytes + 4 * of_heads.get(mode, args.n_heads) / tp for mode, n in elements.items()}
+    return [rest, list_mixture_bytes(args, compute_bytes, tp=tp, **experts)] if mixture else [rest]
+
+
+def list_mixture_bytes(
+    args: ModelArgs, compute_bytes: int, *, tp: int = 1, ep: int = 1, imbalance: float = 1.0
+) -> Kept:
+    """Return what router and experts keep per token. A rank has 1/tp of the tokens, and `imbalance` times its rows.
+
+    none    in fp32: input and scores of the router, weights, what the weights multiply; routes and orders (int64);
+            rows sorted by expert, outputs of w1 and w3, output of silu, the product
+    op      logits, routes, outputs of the experts' matmuls; with ep > 1 the rows that arrive and those that return
+    """
+    n_experts, width = args.mixture.n_experts, args.mixture.expert_ffn_dim
+    sent, normalized = args.mixture.top_k, args.mixture.normalize_top_k  # those keep weights before and after, and sums
+    received = sent * imbalance if ep > 1 else sent
+    kept = {
+        "none": 4 * (args.dim + n_experts + sent * args.dim)
+        + sent * (4 + 4 * normalized + 3 * 8)
+        + 4 * normalized
+        + received * ((args.dim + 4 * width) * compute_bytes + 2 * 8 * (ep > 1)),
+        "op": 4 * n_experts
+        + sent * (4 + 8)
+        + (received * (2 * width + args.dim) + (received + sent) * args.dim * (ep > 1)) * compute_bytes,
+        "full": 0.0,
+    }
+    return {mode: n_bytes / tp for mode, n_bytes in {**kept, "alternate": kept["op"]}.items()}
+
+
+def estimate_layer(workload: Workload, kind: LayerKind) -> tuple[float, float]:
+    """Return the bytes that a layer keeps of a microbatch, the mean over recompute modes, and those of its backward.
+
+    In backward it holds its recomputed activations and temporary gradients besides what is kept. A mixture, large as it
+    is, may need more at two other moments: while the next one is gathered, by a buffer and copies of its slices; and
+    when its gradients are reduced, once in compute dtype and once in fp32. By then its activations are freed, and under
+    ZeRO 3 its parameters.
+    """
+    args, layout, width = workload.args, workload.layout, workload.compute_bytes
+    kept_by = {"tp": layout.tp, "mixture": kind.is_mixture}
+    if not kind.is_mixture:
+        (piece,) = list_kept_pieces(args, width, **kept_by)
+        again = max(piece["none"] - piece[mode] for mode in kind.recompute)
+        temporary = (3 * args.ffn_dim / layout.tp + args.dim) * width
+        return kind.average(piece) * workload.n_tokens, (max(0, again) + temporary) * workload.n_tokens
+
+    rest, mixture = list_kept_pieces(args, width, **kept_by, ep=layout.ep, imbalance=workload.imbalance)
+    weighted = workload.n_rows * args.dim * MASTER_BYTES  # what the weights of a token multiply, in fp32
+    of_experts = workload.n_rows_received * (3 * args.mixture.expert_ffn_dim + args.dim) * width
+    exchanged = (3 * workload.n_rows_received + 2 * workload.n_rows) * args.dim * width * (layout.ep > 1)
+    # Gradients of rows and of weights; before they are weighted: rows that travel in forward, gradients of the experts.
+    temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
+    is_cut = find_expert_dim(args, layout.ep, layout.efsdp) != 0  # FSDP then joins the slices in a further copy
+    moments = [kind.mixture_parameters * width * (1 + is_cut) * (layout.zero_stage == 3)]
+    for mode in kind.recompute:
+        of_rest, of_mixture = rest["none"] - rest[mode], mixture["none"] - mixture[mode]
+        again = max(of_rest, of_mixture) if mode == "op" else of_rest + of_mixture
+        moments.append(again * workload.n_tokens + temporary)
+        if layout.pp == 1:
+            freed = mixture[mode] - of_rest * (mode == "full")
+            n_bytes = MASTER_BYTES + width * (layout.zero_stage < 3)
+            moments.append(kind.mixture_parameters * n_bytes - freed * workload.n_tokens)
+    return (kind.average(rest) + kind.average(mixture)) * workload.n_tokens, max(moments)
 
 
 def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, float]) -> Memory:
@@ -91,30 +176,31 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[int, fl
     """
     layout = workload.layout
     stages = {index: workload.stages[index] for index in layout.stages_of(pp_rank)}
-    n_parameters = sum(map(workload.count_stage_parameters, stages.values()))
-    at_rest = n_parameters / workload.n_shards
+    n_parameters = sum(workload.count_stage_parameters(s) + workload.count_stage_mixtures(s) for s in stages.values())
+    at_rest = sum(map(workload.count_at_rest, stages.values()))
     summed_whole = layout.zero_stage == 1 or layout.pp > 1
     gradients = MASTER_BYTES * (n_parameters if summed_whole else at_rest)
     embedding = workload.vocabulary_parameters * any(stage.has_embedding for stage in stages.values())
-    has_layers = any(stage.n_layers for stage in stages.values())
-    kept_bytes = list_kept_bytes(workload.args, workload.compute_bytes, tp=layout.tp)
-    kept_per_layer = workload.average(kept_bytes) * workload.n_tokens * has_layers
-    kept = kept_per_layer * sum(stages[index].n_layers * n for index, n in in_flight.items())
+    layers = [(kind, *estimate_layer(workload, kind)) for kind in workload.kinds]
+    kept = sum(
+        of_layer * count_layers(stages[i], kind) * n for kind, of_layer, _ in layers for i, n in in_flight.items()
+    )
     # A stage keeps its output too. A stage with layers has no extra bytes for it: its input is received and kept.
     kept += sum(
         workload.hidden_bytes / layout.tp * n
         for index, n in in_flight.items()
         if stages[index].has_embedding and not stages[index].n_layers
     )
-    # A block in backward holds its recomputed activations and temporary gradients besides what is kept.
-    again = max(kept_bytes["none"] - kept_bytes[mode] for mode in workload.recompute)
-    temporary = (3 * workload.args.ffn_dim / layout.tp + workload.args.dim) * workload.compute_bytes
-    block = (max(0, again) + temporary) * workload.n_tokens * has_layers
-    loss = estimate_loss(workload) * any(stage.has_head for stage in stages.values())
+    present = [costs for kind, *costs in layers if any(count_layers(stage, kind) for stage in stages.values())]
+    kept_of_layer, block = map(max, zip(*present, strict=True)) if present else (0.0, 0.0)
+    has_head = any(stage.has_head for stage in stages.values())
+    loss = estimate_loss(workload) * has_head
+    # The head's gradients are freed when those of a whole block are reduced: after the last mixture's backward.
+    of_head = workload.vocabulary_parameters * MASTER_BYTES * has_head * (layout.pp == 1 and layout.ep > 0)
     if layout.n_microbatches > 1:
-        moments = [(gradients, kept, max(block, loss, embedding * workload.compute_bytes))]
+        moments = [(gradients, kept, max(block + of_head, loss, embedding * workload.compute_bytes))]
     else:  # gradients come as activations go: the peak is at the logits, or at the very end
-        moments = [(0, kept, max(block, loss)), (gradients, kept_per_layer, block)]
+        moments = [(0, kept, max(block + of_head, loss)), (gradients, kept_of_layer, block)]
     gradients, kept, working = max(moments, key=sum)
     # Receive buffers hold hidden states for all stages but the model's first, and gradients for all but its last.
     n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in stages)
@@ -153,16 +239,21 @@ def estimate_gathered(workload: Workload, stages: list[Stage]) -> float:
     """Return the bytes of gathered parameters.
 
     ZeRO 3: two blocks, and the head from its forward to its backward, or an embedding that is alone on its stage; and
-    the gradients of a block, once in compute dtype and once as they are reduced. ZeRO 1 and 2: all parameters.
+    the gradients of a block without its mixture, once in compute dtype and once as they are reduced. ZeRO 1 and 2: all
+    parameters.
     """
     if workload.is_whole:
         return 0
     if workload.layout.zero_stage < 3:
-        return sum(map(workload.count_stage_parameters, stages)) * workload.compute_bytes
+        whole = sum(workload.count_stage_parameters(stage) + workload.count_stage_mixtures(stage) for stage in stages)
+        return whole * workload.compute_bytes
     has_layers = any(stage.n_layers for stage in stages)
     has_matrix = any(stage.has_head for stage in stages) or not has_layers
-    reduced = workload.layer_parameters * (workload.compute_bytes + MASTER_BYTES) * (workload.layout.pp == 1)
-    gathered = 2 * workload.layer_parameters * has_layers + workload.vocabulary_parameters * has_matrix
+    kinds = [kind for kind in workload.kinds if any(count_layers(stage, kind) for stage in stages)]
+    of_layer = max((kind.parameters + kind.mixture_parameters for kind in kinds), default=0)
+    of_block = max((kind.parameters for kind in kinds), default=0)
+    reduced = of_block * (workload.compute_bytes + MASTER_BYTES) * (workload.layout.pp == 1)
+    gathered = 2 * of_layer + workload.vocabulary_parameters * has_matrix
     return gathered * workload.compute_bytes + reduced
 
 
@@ -231,8 +322,11 @@ def bound_rank(
     # A compiler may keep less than the closed form for eager mode, and blocks that recompute differ from one another.
     section = config.activation_checkpoint
     by_op = not config.compile.compiles_blocks and (section.is_by_op or section.mode == "none")
-    per_layer = list_kept_bytes(args, itemsize)["op" if by_op else "full"]
-    activations = n_tokens / degrees["tp"] * args.n_layers * per_layer
+    n_mixtures = args.n_mixture_layers
+    counts = {False: args.n_layers - n_mixtures, True: n_mixtures}
+    mode = "op" if by_op else "full"
+    of_layers = sum(list_kept_bytes(args, itemsize, mixture=has)[mode] * n for has, n in counts.items() if n)
+    activations = n_tokens / degrees["tp"] * of_layers
     n_at_once = min(training.loss_chunk_tokens or n_tokens, n_tokens)
     logits = itemsize * n_at_once * args.vocab_size / degrees["tp"]
     activation_bytes = int((activations + logits) / degrees["pp"])

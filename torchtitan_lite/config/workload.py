@@ -5,17 +5,24 @@
                                                 ->  plan/step_time.py   seconds
 
 Legend: B sequences of a microbatch, S sequence, D model dim, H query heads, K key/value heads, E head dim, F ffn dim,
-V vocabulary, T = B*S/cp tokens of a microbatch on one rank.
+V vocabulary, T = B*S/cp tokens of a microbatch on one rank, R = T/tp * top_k rows that it sends to experts.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import ceil, prod
 from typing import Literal
 
 from torchtitan_lite.config.choices import OPTIMIZERS
-from torchtitan_lite.config.flavors import BlockModule, ModelArgs, count_layer_parameters, list_block
+from torchtitan_lite.config.flavors import (
+    BlockModule,
+    ModelArgs,
+    count_expert_parameters,
+    count_layer_parameters,
+    list_block,
+)
 from torchtitan_lite.config.float8_plan import uses_float8
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError, Problem
@@ -35,6 +42,89 @@ class Stage:
     n_layers: int
     has_embedding: bool
     has_head: bool  # and the final norm
+    n_mixtures: int = 0  # of the layers: those with experts
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that are alike: the dense ones, or those with experts."""
+
+    args: ModelArgs
+    is_mixture: bool
+    recompute: Counter  # Recompute -> number of layers of this kind in the whole model
+    tp: int
+    ep: int
+    efsdp: int
+
+    @cached_property
+    def block(self) -> list[BlockModule]:
+        """The modules of a block with weights."""
+        return list_block(self.args, mixture=self.is_mixture)
+
+    @cached_property
+    def norms(self) -> list[BlockModule]:
+        return [module for module in self.block if module.is_norm]
+
+    @cached_property
+    def n_gathers(self) -> int:
+        """Modules whose input tp all-gathers: those with linear layers that it splits by columns."""
+        return len({module.name.rpartition(".")[0] for module in self.block if module.split == "colwise"})
+
+    @cached_property
+    def n_rowwise(self) -> int:
+        """Linear layers that tp splits by rows: their partial sums are reduce-scattered."""
+        return sum(module.split == "rowwise" for module in self.block)
+
+    @cached_property
+    def product_widths(self) -> list[int]:
+        """Inner widths of the feed-forwards that tp splits: the one of a dense block, or the shared experts."""
+        return [module.weight[1] for module in self.block if module.split == "rowwise"][1:]
+
+    @cached_property
+    def ends_in_rowwise(self) -> bool:
+        """Whether the block's last matmul is rowwise. Full recompute ends before it: backward does not need its output.
+
+        The results of experts are multiplied by their weights, so backward needs them.
+        """
+        return self.block[-1].split != "experts"
+
+    @cached_property
+    def left_out_parameters(self) -> int:
+        """Return the weights of the matmul that full recompute leaves out, before tp shards them."""
+        last = [module for module in self.block if module.split == "rowwise"][-1]
+        return prod(last.weight) * self.ends_in_rowwise
+
+    def average(self, by_mode: dict[str, float]) -> float:
+        """Return the mean over the layers of a number that depends on the recompute mode."""
+        return sum(by_mode[mode] * n for mode, n in self.recompute.items()) / self.recompute.total()
+
+    # ------------------------------------------------------------ parameters of one rank, before FSDP shards them
+
+    @cached_property
+    def router_parameters(self) -> int:
+        """Parameters of the router, before FSDP pads it: every ep rank has the whole."""
+        return sum(prod(module.weight) for module in self.block if module.split == "router")
+
+    @cached_property
+    def linear_parameters(self) -> int:
+        """Weights of the matmuls that tp shares, before it does."""
+        linears = count_layer_parameters(self.args, mixture=self.is_mixture, linear_only=True, experts=False)
+        return linears - self.router_parameters
+
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters of the block without its mixture. tp shards the linear layers; every tp rank has the norms."""
+        whole = count_layer_parameters(self.args, mixture=self.is_mixture, tp=self.tp, experts=False)
+        return whole - self.router_parameters
+
+    @cached_property
+    def mixture_parameters(self) -> int:
+        """Parameters of router and experts on one of `ep` ranks. FSDP pads the router to equal rows for its ranks."""
+        if not self.is_mixture:
+            return 0
+        n_experts = self.args.mixture.n_experts
+        router = self.router_parameters // n_experts * ceil(n_experts / self.efsdp) * self.efsdp
+        return router + n_experts // max(1, self.ep) * count_expert_parameters(self.args)
 
 
 @dataclass(frozen=True)
@@ -55,6 +145,9 @@ class Workload:
     ring: bool = False  # under cp, keys and values travel around a ring; else by all-gather
     documents: bool = False  # attention stays inside documents
     fused_attention: bool = True  # False: the scores (S, S) are written to memory, as before FlashAttention
+    recompute_of_mixtures: Counter = field(default_factory=Counter)  # of the layers with experts
+    imbalance: float = 1.0  # rows that the most loaded of `ep` ranks receives, over their mean
+    balances_by_loss: bool = False  # the auxiliary loss counts the routes of whole sequences
 
     @property
     def compute_bytes(self) -> int:
@@ -88,6 +181,11 @@ class Workload:
         return self.layout.n_microbatches if per_microbatch else 1
 
     @property
+    def reduced_bytes(self) -> int:
+        """Bytes of a number of a gradient that is summed over tp or ep. Sums over several microbatches are in fp32."""
+        return self.compute_bytes if self.n_reductions == self.layout.n_microbatches else MASTER_BYTES
+
+    @property
     def tokens_per_step(self) -> int:
         return self.layout.global_batch_size * self.seq_len
 
@@ -103,43 +201,33 @@ class Workload:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        return count_modules(self.layout.stages)
+        return count_modules(self.layout.stages, self.args)
 
     @cached_property
-    def block(self) -> list[BlockModule]:
-        """Norms and linear layers of a block. Each norm is followed by linear layers that tp splits by columns."""
-        return list_block(self.args)
+    def kinds(self) -> list[LayerKind]:
+        """The kinds of layers that the model has."""
+        of_dense = self.recompute - self.recompute_of_mixtures
+        kinds = (False, of_dense), (True, self.recompute_of_mixtures)
+        degrees = self.layout.tp, self.layout.ep, self.layout.efsdp
+        return [LayerKind(self.args, is_mixture, modes, *degrees) for is_mixture, modes in kinds if modes]
 
-    @cached_property
-    def n_norms(self) -> int:
-        """Norms of a block: tp all-gathers the output of each."""
-        return sum(not module.is_linear for module in self.block)
+    # ------------------------------------------------------------ rows of a mixture
 
-    @cached_property
-    def n_rowwise(self) -> int:
-        """Linear layers of a block that tp splits by rows: their partial sums are reduce-scattered."""
-        return sum(module.split == "rowwise" for module in self.block)
+    @property
+    def n_rows(self) -> int:
+        return count_rows(self.args, self.layout, self.seq_len)
 
-    @cached_property
-    def linear_parameters(self) -> int:
-        """Weights of a block's matmuls, before tp shards them."""
-        return count_layer_parameters(self.args, linear_only=True)
+    @property
+    def n_rows_each(self) -> int:
+        """Rows that the most loaded ep rank receives from each of them, itself included."""
+        return count_rows_each(self.n_rows, self.layout.ep, self.imbalance)
 
-    @cached_property
-    def last_linear_parameters(self) -> int:
-        """Weights of the block's last matmul. Recompute ends before it: backward does not need its output."""
-        return prod([module for module in self.block if module.split == "rowwise"][-1].weight)
-
-    def average(self, by_mode: dict[str, float]) -> float:
-        """Return the mean over all layers of a number that depends on the recompute mode."""
-        return sum(by_mode[mode] * n for mode, n in self.recompute.items()) / self.recompute.total()
+    @property
+    def n_rows_received(self) -> int:
+        """Rows whose experts the most loaded rank computes."""
+        return self.n_rows_each * max(1, self.layout.ep)
 
     # ------------------------------------------------------------ parameters of one rank, before dp shards them
-
-    @cached_property
-    def layer_parameters(self) -> int:
-        """Parameters of a layer. tp shards the linear layers; every tp rank has the norms."""
-        return count_layer_parameters(self.args, tp=self.layout.tp)
 
     @cached_property
     def vocabulary_parameters(self) -> int:
@@ -147,27 +235,60 @@ class Workload:
         return self.args.vocab_size * self.args.dim // self.layout.tp
 
     def groups_of(self, stage: Stage) -> list[int]:
-        """Return the parameters of each FSDP group, in forward order: embedding, layers, head with the final norm."""
+        """Return the parameters of each FSDP group, in forward order: embedding, layers, head with the final norm.
+
+        Mixtures are groups of their own, over other ranks: see `count_stage_mixtures`.
+        """
         embedding = [self.vocabulary_parameters] * stage.has_embedding
         head = [self.vocabulary_parameters + self.args.dim] * stage.has_head
         if embedding and head and self.args.tie_embeddings:
             embedding = []
-        return embedding + [self.layer_parameters] * stage.n_layers + head
+        layers = [kind.parameters for kind in self.kinds for _ in range(count_layers(stage, kind))]
+        return embedding + layers + head
 
     def count_stage_parameters(self, stage: Stage) -> int:
+        """Return the parameters of a stage without its mixtures."""
         return sum(self.groups_of(stage))
+
+    def count_stage_mixtures(self, stage: Stage) -> int:
+        return sum(kind.mixture_parameters * count_layers(stage, kind) for kind in self.kinds)
+
+    def count_at_rest(self, stage: Stage) -> float:
+        """Return the parameters of a stage that one rank holds between steps."""
+        of_mixtures = self.count_stage_mixtures(stage) / self.layout.efsdp
+        return self.count_stage_parameters(stage) / self.n_shards + of_mixtures
+
+
+def count_layers(stage: Stage, kind: LayerKind) -> int:
+    """Return the layers of this kind on a stage."""
+    return stage.n_mixtures if kind.is_mixture else stage.n_layers - stage.n_mixtures
+
+
+def count_rows(args: ModelArgs, layout: Layout, seq_len: int) -> int:
+    """Return R: copies of a rank's own tokens of a microbatch, one for each expert of a token."""
+    return layout.microbatch_size * seq_len // layout.cp // layout.tp * args.mixture.top_k
+
+
+def count_rows_each(n_rows: int, ep: int, imbalance: float) -> int:
+    """Return how many of its `n_rows` rows each of `ep` ranks sends to the most loaded one.
+
+    That one receives `imbalance` times the mean. No rank has more than all rows, so ep is the largest imbalance.
+    """
+    return min(n_rows, round(n_rows * imbalance / ep)) if ep > 1 else n_rows
 
 
 @lru_cache
-def count_modules(stages: Stages) -> tuple[Stage, ...]:
+def count_modules(stages: Stages, args: ModelArgs) -> tuple[Stage, ...]:
     """Return what each stage holds, from the names of its modules. Cached: a search asks for few different stages."""
-    return tuple(
-        Stage(sum(fqn.startswith("layers.") for fqn in fqns), "tok_embeddings" in fqns, "output" in fqns)
-        for fqns in stages
-    )
+    found = []
+    for fqns in stages:
+        layers = [int(fqn.removeprefix("layers.")) for fqn in fqns if fqn.startswith("layers.")]
+        n_mixtures = sum(map(args.is_mixture, layers))
+        found.append(Stage(len(layers), "tok_embeddings" in fqns, "output" in fqns, n_mixtures))
+    return tuple(found)
 
 
-def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Workload:
+def describe_workload(config: Config, args: ModelArgs, layout: Layout, *, imbalance: float = 1.0) -> Workload:
     """Return the workload of a run. A compute dtype of "auto" counts as a GPU's. Raises ConfigError."""
     if config.activation_checkpoint.mode == "memory_budget":
         why = "the compiler decides what is recomputed, so no closed form exists"
@@ -179,7 +300,12 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         args=args,
         layout=layout,
         seq_len=config.training.seq_len,
-        recompute=count_recompute(config.activation_checkpoint, args.n_layers),
+        recompute=count_recompute(config.activation_checkpoint, range(args.n_layers)),
+        recompute_of_mixtures=count_recompute(
+            config.activation_checkpoint, filter(args.is_mixture, range(args.n_layers))
+        ),
+        imbalance=imbalance,
+        balances_by_loss=config.training.expert_balance_loss > 0,
         compute_dtype=dtype,
         matmul_dtype="float8" if uses_float8(config) else dtype,
         moment_bytes=count_moment_bytes(config.optimizer),
@@ -197,9 +323,9 @@ def count_moment_bytes(section: Optimizer) -> int:
     return OPTIMIZERS[section.name].n_moments * {"float32": 4, "bfloat16": 2}[section.moments_dtype]
 
 
-def count_recompute(section: ActivationCheckpoint, n_layers: int) -> Counter:
-    """Return mode -> number of layers, as plan_recompute of activation_checkpoint.py has it layer by layer."""
+def count_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> Counter:
+    """Return mode -> number of these layers, as plan_recompute of activation_checkpoint.py has it layer by layer."""
     if section.mode != "selective" or section.is_by_op:
-        return Counter({"op" if section.is_by_op else section.mode: n_layers})
-    n_full = -(-n_layers // int(section.selective_ac_option))  # layers 0, n, 2n ...
-    return Counter({"full": n_full, "none": n_layers - n_full})
+        return Counter("op" if section.is_by_op else section.mode for _ in layers)
+    every = int(section.selective_ac_option)
+    return Counter("none" if layer % every else "full" for layer in layers)

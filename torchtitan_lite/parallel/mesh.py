@@ -84,7 +84,12 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     of_experts = {}
     if layout.ep:
         sizes = (layout.pp, layout.dp_replicate, layout.efsdp, layout.ep)
-        experts = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
+        # With a backend of its own to name, a group of all ranks is a new one: the tokens of one layer do not queue
+        # behind the parameters of the next, and the group has the name of its dim.
+        own_groups = dict.fromkeys(("efsdp", "ep"), dist.get_backend())
+        experts = init_device_mesh(
+            device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"), backend_override=own_groups
+        )
         shared = experts["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else experts["efsdp"]
         of_experts = {"expert_fsdp_mesh": shared, "ep": experts["ep"]}
     return Mesh(

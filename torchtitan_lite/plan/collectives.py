@@ -48,7 +48,10 @@ OPERATIONS = {  # torch's name of a collective -> ours
     "_c10d_functional::all_to_all_single": "all-to-all",
     "_dtensor::shard_dim_alltoall": "all-to-all",
 }
-INPUT_SPLITS = {"c10d::alltoall_base_": 4, "_c10d_functional::all_to_all_single": 2}  # position among the arguments
+# Positions of the input and of its splits among the arguments
+INPUT_SPLITS = {"c10d::alltoall_base_": (1, 4), "_c10d_functional::all_to_all_single": (0, 2)}
+GROUPS_OF_EXPERTS = {"mesh_efsdp": "efsdp", "mesh_ep": "ep"}  # DeviceMesh's description of a group -> mesh dim
+AXES = [*(" x ".join(dims) for n in range(1, len(MESH_DIMS) + 1) for dims in combinations(MESH_DIMS, n)), "efsdp", "ep"]
 FRONT = torch.DispatchKey.BackendSelect  # runs before the kernels of all devices; c10d has no kernels there
 
 
@@ -129,13 +132,19 @@ class CollectiveReader:
             return None
         if group.group_name not in self._groups:
             ranks = dist.get_process_group_ranks(group)
-            self._groups[group.group_name] = name_axis(self.layout, ranks), ranks[1] - ranks[0]
+            # Groups of the experts' mesh may have the ranks of another group.
+            axis = GROUPS_OF_EXPERTS.get(group.group_desc) or name_axis(self.layout, ranks)
+            self._groups[group.group_name] = axis, ranks[1] - ranks[0]
         axis, stride = self._groups[group.group_name]
-        # The larger side of the call, an argument or the result, is the whole tensor.
+        # The larger side of the call, an argument or the result, is the whole tensor; of rows that are split unevenly
+        # it is what this rank sends.
         sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)]
         whole = max(sides, key=lambda side: sum(tensor.numel() for tensor in side))
-        splits = args[INPUT_SPLITS[name]] if len(args) > INPUT_SPLITS.get(name, len(args)) else ()
-        fraction = fraction_moved(operation, n, group.rank(), splits if isinstance(splits, list) else ())
+        given, at = INPUT_SPLITS.get(name, (0, len(args)))
+        splits = args[at] if len(args) > at and isinstance(args[at], list) else []
+        if splits:
+            whole = sides[given]
+        fraction = fraction_moved(operation, n, group.rank(), splits)
         return Collective(
             operation=operation,
             axis=axis,
@@ -190,14 +199,13 @@ def count_traffic(layout: Layout, *, besides: dist.ProcessGroup) -> Iterator[Tra
 def find_most_moved(moved: dict[str, Moved], group: dist.ProcessGroup) -> dict[str, Moved]:
     """Return, for each axis, the traffic of the rank that moves most over it.
 
-    Two all-reduces of 248 bytes in `group`: all ranks, by gloo. Each rank may know other axes.
+    Two all-reduces of 264 bytes in `group`: all ranks, by gloo. Each rank may know other axes.
     """
-    axes = [" x ".join(dims) for n in range(1, len(MESH_DIMS) + 1) for dims in combinations(MESH_DIMS, n)]
-    own = [moved.get(axis, Moved(0, 0.0)) for axis in axes]
+    own = [moved.get(axis, Moved(0, 0.0)) for axis in AXES]
     own_bytes = torch.tensor([each.n_bytes for each in own], dtype=torch.float64)
     most_bytes = own_bytes.clone()
     dist.all_reduce(most_bytes, dist.ReduceOp.MAX, group=group)
     n_calls = torch.tensor([each.n_calls for each in own]) * (own_bytes == most_bytes)
     dist.all_reduce(n_calls, dist.ReduceOp.MAX, group=group)
-    most = zip(axes, n_calls.tolist(), most_bytes.tolist(), strict=True)
+    most = zip(AXES, n_calls.tolist(), most_bytes.tolist(), strict=True)
     return {axis: Moved(calls, n_bytes) for axis, calls, n_bytes in most if calls}

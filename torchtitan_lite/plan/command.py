@@ -18,7 +18,6 @@ from torchtitan_lite.config.command_lines import make_plan_parser
 from torchtitan_lite.config.hardware import Cluster, find_cluster
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
-from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.collectives import Collective, Moved, max_moved, sum_moved
 from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, group_pp_ranks, plan_run
 from torchtitan_lite.plan.forecast import Forecast, forecast
@@ -90,17 +89,19 @@ def search_layouts(config_args: list[str], options: argparse.Namespace, cluster:
     if problems:
         raise ConfigError(problems)
     toml_file = options.toml or Path(f"{reading.config_name}_{options.gpus}_{options.gpu}.toml")
-    print_search(reading.config, resolve_model(reading.config.model), options.gpus, cluster, toml_file)
+    model_args = resolve_model(reading.config.model)
+    print_search(reading.config, model_args, options.gpus, cluster, toml_file, imbalance=options.imbalance)
 
 
 def make_plan(config_args: list[str], options: argparse.Namespace, cluster: Cluster) -> Plan:
-    planned = plan_run(config_args, options.gpus, "cpu" if options.gpu == "cpu" else "cuda")
+    device_type = "cpu" if options.gpu == "cpu" else "cuda"
+    planned = plan_run(config_args, options.gpus, device_type, imbalance=options.imbalance)
     groups, runs = group_pp_ranks(planned), {}
     for pp_rank in groups:
         start = time.monotonic()
         runs[pp_rank] = planned.dry_run(pp_rank, whole=options.full)
         print(f"  pp rank {pp_rank} run in {time.monotonic() - start:.1f} s", file=sys.stderr)
-    workload = describe_workload(planned.config, planned.model_args, planned.layout)
+    workload = planned.describe_workload()
     order = plan_order(planned.config.parallelism, planned.layout)
     return Plan(planned, options.gpu, cluster, groups, runs, forecast(workload, cluster, order))
 
@@ -119,7 +120,8 @@ def describe(plan: Plan, n_tokens: float | None) -> str:
     blocks = [
         f"{planned.config_name} on {layout.world_size:,} x {plan.gpu}: {layout}" + schedule * (layout.pp > 1),
         f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens_per_step:,} tokens a step: "
-        f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}",
+        f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}"
+        f"{describe_experts(planned)}",
         f"peak memory of a GPU, of {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
         f"traffic of one step, of the rank that moves most\n{describe_traffic(plan)}",
         f"FLOPs of one step (matmuls and attention, recompute included): {', '.join(flops)}",
@@ -134,6 +136,18 @@ def describe(plan: Plan, n_tokens: float | None) -> str:
         blocks.append("compile is on: its fusions are not known here, so activations need at most this much.")
     blocks += [f"warning: {warning}" for warning in plan.warnings]
     return "\n\n".join(blocks)
+
+
+def describe_experts(planned: PlannedRun) -> str:
+    """Return a line about the mixtures; none for a dense model."""
+    mixture, layout = planned.model_args.mixture, planned.layout
+    if mixture is None:
+        return ""
+    line = f"\na token passes through {mixture.top_k} of {mixture.n_experts} experts"
+    if layout.ep == 1:
+        return f"{line}, which each rank computes for its own tokens"
+    held = f"each rank has {mixture.n_experts // layout.ep} of them, shared with {layout.efsdp - 1} others by FSDP"
+    return f"{line}; {held}; the most loaded rank gets {planned.imbalance:g} times the mean of the tokens"
 
 
 def describe_memory(plan: Plan) -> str:
@@ -173,7 +187,8 @@ def sum_traffic(plan: Plan) -> dict[tuple[str, str, str], Moved]:
 def list_for_json(plan: Plan) -> dict[str, object]:
     layout, rate = plan.planned.layout, plan.forecast.rate
     return {
-        "layout": layout.degrees,
+        "layout": layout.degrees | ({"ep": layout.ep, "efsdp": layout.efsdp} if layout.ep else {}),
+        "imbalance": plan.planned.imbalance,
         "gpu": plan.gpu,
         "fits": plan.fits,
         "pp_ranks": {

@@ -38,12 +38,13 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
-from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config, with_value
+from torchtitan_lite.config.workload import Workload, count_rows, describe_workload
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.plan.collectives import Collective
-from torchtitan_lite.plan.fake_world import fake_group, kernels_of_gpus, make_batch, static_stages
+from torchtitan_lite.plan.fake_world import fake_group, kernels_of_gpus, loaded_experts, make_batch, static_stages
 from torchtitan_lite.plan.meter import Meter, find_peak, sum_by_kind
 from torchtitan_lite.plan.simulator import count_in_flight, plan_order
 from torchtitan_lite.preflight import choose_n_ranks
@@ -88,8 +89,12 @@ def dry_run(
     pp_rank: int = 0,
     device_type: Literal["cuda", "cpu"] = "cpu",
     whole: bool = False,
+    imbalance: float = 1.0,
 ) -> DryRun:
-    """Run one optimizer step of the first rank of a pipeline stage. `config` is resolved."""
+    """Run one optimizer step of the first rank of a pipeline stage. `config` is resolved.
+
+    `imbalance`: rows of a mixture that this rank receives, over the mean of its ep group.
+    """
     config = with_value(config, "compile.enable", False)
     n_run = layout.n_microbatches if whole or not is_uniform(config, layout) else FEW
     short = shorten(layout, min(n_run, layout.n_microbatches))
@@ -100,6 +105,9 @@ def dry_run(
         stack.enter_context(static_stages(config, model_args, short, meter))
         if device_type == "cuda":
             stack.enter_context(kernels_of_gpus())
+        if model_args.mixture:
+            n_rows = count_rows(model_args, layout, config.training.seq_len)
+            stack.enter_context(loaded_experts(n_rows, layout.ep, imbalance))
         # Initial weights do not matter here, and take as long as a microbatch.
         stack.enter_context(patch.object(stepping, "initialize_weights", lambda *args: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -153,14 +161,21 @@ class PlannedRun:
     model_args: ModelArgs
     layout: Layout
     device_type: Literal["cuda", "cpu"]
+    imbalance: float = 1.0  # of the rows of the most loaded of ep ranks
 
     def dry_run(self, pp_rank: int = 0, *, whole: bool = False) -> DryRun:
         """Run one step of the first rank of a pipeline stage."""
         run = self.config, self.model_args, self.layout
-        return dry_run(*run, pp_rank=pp_rank, device_type=self.device_type, whole=whole)
+        options = {"device_type": self.device_type, "whole": whole, "imbalance": self.imbalance}
+        return dry_run(*run, pp_rank=pp_rank, **options)
+
+    def describe_workload(self) -> Workload:
+        return describe_workload(self.config, self.model_args, self.layout, imbalance=self.imbalance)
 
 
-def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"]) -> PlannedRun:
+def plan_run(
+    args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"], *, imbalance: float = 1.0
+) -> PlannedRun:
     """Return the run of these arguments of a config. Raises ConfigError with every problem.
 
     Without n_gpus: the product of the degrees, or two where one of them is automatic. Files, memory and GPUs of this
@@ -172,7 +187,12 @@ def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "
     model_args = resolve_model(reading.config.model)
     layout = plan_layout(reading.config, model_args, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1))
     config = resolve_config(reading.config, layout, device_type)
-    return PlannedRun(reading.config_name, config, model_args, layout, device_type)
+    most = max(1, layout.ep)
+    if imbalance > most:
+        why = f"parallelism.expert_parallel_degree = {most}: no rank can compute more than {most} times the mean"
+        remedy = f"Use {f'1 to {most}' if most > 1 else '1'}, or a larger parallelism.expert_parallel_degree"
+        raise ConfigError([Problem("--imbalance", imbalance, why, remedy)])
+    return PlannedRun(reading.config_name, config, model_args, layout, device_type, imbalance)
 
 
 def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:
@@ -184,10 +204,17 @@ def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:
     alike: dict[tuple, list[int]] = {}
     for rank in range(layout.pp):
         stages = [layout.stages[index] for index in layout.stages_of(rank)]
-        costs = tuple(tuple("layer" if fqn.startswith("layers.") else fqn for fqn in stage) for stage in stages)
+        costs = tuple(tuple(name_alike(fqn, planned.model_args) for fqn in stage) for stage in stages)
         alike.setdefault(costs, []).append(rank)
     in_flight = [count_in_flight(row).total() for row in plan_order(planned.config.parallelism, layout)]
     return {max(ranks, key=in_flight.__getitem__): ranks for ranks in alike.values()}
+
+
+def name_alike(fqn: str, model_args: ModelArgs) -> str:
+    """Return the same name for modules that cost the same."""
+    if not fqn.startswith("layers."):
+        return fqn
+    return "mixture layer" if model_args.is_mixture(int(fqn.removeprefix("layers."))) else "dense layer"
 
 
 # ---------------------------------------------------------------- from a few microbatches to all

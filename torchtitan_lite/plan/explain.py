@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
+from math import prod
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ def main(args: list[str]) -> int:
     options, config_args = make_explain_parser().parse_known_args(args)
     torch.set_num_threads(1)
     try:
-        planned = plan_run(config_args, options.gpus, options.device)
+        planned = plan_run(config_args, options.gpus, options.device, imbalance=options.imbalance)
         if options.stage is not None and not 0 <= options.stage < planned.layout.pp:
             why, remedy = f"there are {planned.layout.pp} pp ranks", f"Use 0 to {planned.layout.pp - 1}"
             raise ConfigError([Problem("--stage", options.stage, why, remedy)])
@@ -54,7 +55,8 @@ def explain(planned: PlannedRun, groups: dict[int, list[int]], runs: dict[int, D
     layout = planned.layout
     blocks = [
         f"{planned.config_name} on {layout.world_size:,} rank{'s' * (layout.world_size > 1)}: {layout}",
-        draw_mesh(layout),
+        draw_mesh(layout.degrees),
+        *([f"experts of a layer, on the same ranks\n{draw_mesh(list_expert_mesh(layout))}"] if layout.ep else []),
     ]
     for rank, alike in groups.items():
         title = f"pp rank {rank}" + f" (and {len(alike) - 1} like it)" * (len(alike) > 1) if layout.pp > 1 else "rank 0"
@@ -70,14 +72,20 @@ def explain(planned: PlannedRun, groups: dict[int, list[int]], runs: dict[int, D
 # ---------------------------------------------------------------- mesh and parameters
 
 
-def draw_mesh(layout: Layout) -> str:
+def list_expert_mesh(layout: Layout) -> dict[str, int]:
+    """Return the size of each dim of the experts' mesh, outermost first."""
+    return {dim: getattr(layout, dim) for dim in ("pp", "dp_replicate", "efsdp", "ep")}
+
+
+def draw_mesh(degrees: dict[str, int]) -> str:
     """Draw every rank in the mesh: the innermost dim in brackets, the next across, the outer ones down."""
-    used = [dim for dim, degree in layout.degrees.items() if degree > 1] or ["tp"]
+    used = [dim for dim, degree in degrees.items() if degree > 1] or [list(degrees)[-1]]
     *down, across, inner = [None, *used] if len(used) == 1 else used
-    strides = {None: 0, **layout.strides}
+    sizes = list(degrees.values())
+    strides = {None: 0, **{dim: prod(sizes[place + 1 :]) for place, dim in enumerate(degrees)}}
 
     def steps(dim: str | None) -> list[int | None]:
-        return elide(range(getattr(layout, dim) if dim else 1))
+        return elide(range(degrees[dim] if dim else 1))
 
     def group(start: int) -> str:
         return f"[{' '.join('..' if i is None else str(start + i * strides[inner]) for i in steps(inner))}]"
@@ -120,14 +128,17 @@ def format_parameters(layout: Layout, run: DryRun) -> str:
 
 
 def describe_slice(parameter: Sharding, layout: Layout, rank: int) -> str:
-    """Return the slice of a parameter that this rank holds: "rows 0..31, columns 16..31"."""
+    """Return the slice of a parameter that this rank holds: "rows 0..31, columns 16..31".
+
+    A matrix of all experts has its rows as (in, out) features.
+    """
     coordinates = {dim: rank // stride % getattr(layout, dim, 1) for dim, stride in layout.strides.items()}
     coordinates["shard"] = coordinates["dp_shard"] * layout.cp + coordinates["cp"]
     degrees, coordinate = tuple(parameter.degrees.values()), [coordinates[dim] for dim in parameter.degrees]
     shape, offset = _compute_local_shape_and_global_offset(parameter.shape, degrees, coordinate, parameter.placements)
     if 0 in shape:
         return "nothing"
-    names = ("rows", "columns") if len(shape) == 2 else ("elements",)
+    names = {1: ("elements",), 2: ("rows", "columns"), 3: ("experts", "rows", "columns")}[len(shape)]
     parts = [
         f"{name} {begin}..{begin + size - 1}"
         for name, begin, size, whole in zip(names, offset, shape, parameter.shape, strict=True)
@@ -160,7 +171,10 @@ def list_sections(run: DryRun) -> list[Section]:
     """Return the collectives in the order of their first call; equal sections and equal layers once."""
     sections: list[Section] = []
     walks = {"forward": "forward", "": "between"}
-    for walk, group in groupby(run.collectives, key=lambda pair: walks.get(pair[0].place.walk, "backward")):
+    # Where only the last of many microbatches reduces gradients, these are a section of their own.
+    for (walk, _), group in groupby(
+        run.collectives, key=lambda pair: (walks.get(pair[0].place.walk, "backward"), pair[1])
+    ):
         collectives, times = zip(*group, strict=True)
         folded = fold_layers(collectives)
         known = next((section for section in sections if (section.walk, section.folded) == (walk, folded)), None)
@@ -242,6 +256,7 @@ def describe_step(planned: PlannedRun, runs: dict[int, DryRun]) -> str:
         "gives back its share of the sequence." * (layout.tp > 1),
         f"Attention fetches the other cp ranks' keys and values ({config.parallelism.context_parallel_rotate_method})."
         * (layout.cp > 1),
+        *describe_exchange(planned),
         {"none": "", "full": "Backward computes each block once more, collectives included."}.get(
             config.activation_checkpoint.mode, "Backward computes part of each block once more."
         ),
@@ -254,6 +269,21 @@ def describe_step(planned: PlannedRun, runs: dict[int, DryRun]) -> str:
         f"{', '.join(f'{format_bytes(most.n_bytes)} over {axis}' for axis, most in moved.items())}." * bool(moved),
     ]
     return "\n".join(f"  {number}. {line}" for number, line in enumerate(filter(None, sentences), 1))
+
+
+def describe_exchange(planned: PlannedRun) -> list[str]:
+    """Say where the tokens of a mixture are computed."""
+    mixture, layout = planned.model_args.mixture, planned.layout
+    if mixture is None:
+        return []
+    chosen = (
+        f"In {planned.model_args.n_mixture_layers} layers a router picks {mixture.top_k} of {mixture.n_experts} experts"
+    )
+    if layout.ep == 1:
+        return [f"{chosen} for each token, and every rank computes its own tokens with all of them."]
+    n_held = mixture.n_experts // layout.ep
+    exchange = f"{chosen} for each token. Each of {layout.ep} ep ranks has {n_held}: tokens are sent there, and back"
+    return [f"{exchange}; here the most loaded rank gets {planned.imbalance:g} times the mean."]
 
 
 # ---------------------------------------------------------------- differences
@@ -272,7 +302,7 @@ def read_base(options: argparse.Namespace, config_args: list[str], config_name: 
     """Return the collectives of another config with this code, or of this config with another checkout's code."""
     folder = Path(options.against)
     if not folder.is_dir():
-        base = plan_run(["--config", options.against], options.gpus, options.device)
+        base = plan_run(["--config", options.against], options.gpus, options.device, imbalance=options.imbalance)
         ranks = group_pp_ranks(base) if options.stage is None else [options.stage]
         return list_for_json({rank: base.dry_run(rank) for rank in ranks})
     if not (folder / "torchtitan_lite" / "__main__.py").is_file():
@@ -282,6 +312,7 @@ def read_base(options: argparse.Namespace, config_args: list[str], config_name: 
     command += ["--config", str(find_config_file(config_name).resolve())]  # ours: that checkout's own may differ
     command += ["--gpus", str(options.gpus)] * (options.gpus is not None)
     command += ["--stage", str(options.stage)] * (options.stage is not None)
+    command += ["--imbalance", str(options.imbalance)] * (options.imbalance != 1)
     # Python imports torchtitan_lite from its working directory first.
     answer = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if answer.returncode != 0:

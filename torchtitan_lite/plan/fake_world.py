@@ -3,6 +3,7 @@
     dist.init_process_group("fake")    all ranks, no processes: collectives return at once
     StaticStage                        a pipeline stage that knows what it receives, and marks its actions in a Meter
     kernels_of_gpus                    what CUDA's kernels keep for backward, on fake CPU tensors
+    loaded_experts                     rows of a mixture for a stated load, and its matmuls by any dtype
 
 Effect: none outside of the context managers.
 """
@@ -23,9 +24,10 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.workload import count_rows_each
 from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.model import attention
-from torchtitan_lite.parallel import context_parallel, pipeline
+from torchtitan_lite.model import attention, moe
+from torchtitan_lite.parallel import context_parallel, expert_parallel, pipeline
 from torchtitan_lite.parallel.mesh import forget_groups
 from torchtitan_lite.plan.meter import Meter
 
@@ -113,6 +115,37 @@ def kernels_of_gpus() -> Iterator[None]:
         patch.object(F, "rms_norm", lambda x, shape, weight, eps: FusedNorm.apply(x, weight)),
     ):
         yield
+
+
+@contextmanager
+def loaded_experts(n_rows: int, ep: int, imbalance: float) -> Iterator[None]:
+    """Context manager: rank 0 of `ep`, as which a dry run runs, receives `imbalance` times the mean of `n_rows` rows.
+
+    Fake routes have no values. torch's own shape function of grouped_mm takes bfloat16 only (torch 2.13).
+    """
+    each = count_rows_each(n_rows, ep, imbalance)
+    sent = [each, *((n_rows - each + other) // (ep - 1) for other in range(ep - 1))]
+    with (
+        patch.object(expert_parallel, "read_splits", lambda ours, theirs: (sent, [each] * ep)),
+        patch.object(moe, "multiply_groups", lambda rows, matrices, ends: GroupedProduct.apply(rows, matrices)),
+    ):
+        yield
+
+
+class GroupedProduct(torch.autograd.Function):
+    """The tensors and FLOPs of grouped_mm: all rows times one matrix."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, matrices)
+        return rows @ matrices[0]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        rows, matrices = ctx.saved_tensors
+        of_matrices = torch.empty_like(matrices)
+        torch.mm(rows.T, grad, out=of_matrices[0])
+        return grad @ matrices[0].T, of_matrices
 
 
 def attend_without_mask(query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor, **places: Tensor) -> Tensor:

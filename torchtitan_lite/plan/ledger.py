@@ -110,6 +110,8 @@ def open_ledger(
         notes.append("no memory: with training.enable_cpu_offload part of it is on the host")
     elif machine.device_type == "cpu":
         notes.append("memory: the forecast counts tensors; measured is what the process grew by, libraries included")
+    if layout.ep > 1:
+        notes.append("experts: the forecast counts even loads; measured are those of the step's tokens")
     if row is None:
         known = ", ".join(CLUSTERS)
         notes.append(f"no times: config/hardware.py has no row for {machine.name}, only {known}")

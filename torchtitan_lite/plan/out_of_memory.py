@@ -60,6 +60,7 @@ def find_memory_options(config: Config, model_args: ModelArgs, layout: Layout, p
     tries = [  # key, value, its price, GPUs
         ("activation_checkpoint.mode", "full", "a third more FLOPs", 1),
         ("parallelism.zero_stage", 3, "parameters travel more often", 1),
+        ("parallelism.expert_parallel_degree", 2 * layout.ep, "tokens travel to their experts", 1),
         ("optimizer.moments_dtype", "bfloat16", "moments keep 8 bits", 1),
         (microbatch_key, layout.microbatch_size // 2, "smaller matmuls", 1),
         ("training.loss_chunk_tokens", chunk, "the loss is computed in chunks", 1),

@@ -8,7 +8,6 @@ from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import format_toml
 from torchtitan_lite.config.schema import Config, with_value
-from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.dry_run import PlannedRun
 from torchtitan_lite.plan.forecast import forecast, list_memory
 from torchtitan_lite.plan.simulator import plan_order
@@ -24,6 +23,7 @@ def list_warnings(planned: PlannedRun, cluster: Cluster, *, bubble: float, fits:
         *warn_of_few_microbatches(planned),
         *warn_of_tensor_parallel(planned, cluster),
         *warn_of_torn_groups(planned, cluster),
+        *warn_of_expert_parallel(planned, cluster),
     ]
     return warnings if fits else [*warnings, warn_of_memory(planned, cluster)]
 
@@ -52,7 +52,7 @@ def simulate_bubble(planned: PlannedRun, cluster: Cluster, n_microbatches: int) 
     """Return the bubble of the same layout with another number of microbatches."""
     batch = n_microbatches * planned.layout.microbatch_size * planned.layout.dp
     layout = replace(planned.layout, n_microbatches=n_microbatches, global_batch_size=batch)
-    workload = describe_workload(planned.config, planned.model_args, layout)
+    workload = replace(planned, layout=layout).describe_workload()
     return forecast(workload, cluster, plan_order(planned.config.parallelism, layout)).bubble
 
 
@@ -94,6 +94,18 @@ def warn_of_torn_groups(planned: PlannedRun, cluster: Cluster) -> list[str]:
     return warnings
 
 
+def warn_of_expert_parallel(planned: PlannedRun, cluster: Cluster) -> list[str]:
+    """Experts that could stay inside a node, with tokens that travel between nodes."""
+    ep = planned.layout.ep
+    if ep <= 1 or cluster.find_tier(1, ep) == "node":
+        return []
+    most = max(n for n in range(1, cluster.node_size + 1) if cluster.node_size % n == 0 and ep % n == 0)
+    return [
+        f"ep {ep} sends tokens four times a layer across nodes of {cluster.node_size}. "
+        f"Use parallelism.expert_parallel_degree = {most}, if its memory suffices"
+    ]
+
+
 # ---------------------------------------------------------------- memory
 
 # Changes that free memory, cheapest first
@@ -126,5 +138,6 @@ def estimate_reserved(planned: PlannedRun, config: Config, world_size: int, clus
         layout = plan_layout(config, planned.model_args, world_size)
     except ConfigError:
         return None
-    memory = list_memory(describe_workload(config, planned.model_args, layout), plan_order(config.parallelism, layout))
+    workload = replace(planned, config=config, layout=layout).describe_workload()
+    memory = list_memory(workload, plan_order(config.parallelism, layout))
     return max(each.live for each in memory) * cluster.reserve_factor

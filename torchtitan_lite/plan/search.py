@@ -57,14 +57,25 @@ class Search:
             self.examples.setdefault(problem.key, problem)
 
 
-def search(config: Config, model_args: ModelArgs, world_size: int, cluster: Cluster, *, n_best: int = 10) -> Search:
-    """Rank all layouts of `config`'s model on `world_size` GPUs with its global batch. Raises ConfigError."""
+def search(
+    config: Config,
+    model_args: ModelArgs,
+    world_size: int,
+    cluster: Cluster,
+    *,
+    n_best: int = 10,
+    imbalance: float = 1.0,
+) -> Search:
+    """Rank all layouts of `config`'s model on `world_size` GPUs with its global batch. Raises ConfigError.
+
+    `imbalance`: of the most loaded ep rank; where ep is smaller, ep.
+    """
     if world_size > cluster.node_size and world_size % cluster.node_size:
         remedy = f"Use a multiple of {cluster.node_size}, or say node_size in a --hardware file"
         why = f"nodes of this kind have {cluster.node_size} GPUs, and the last one would not be full"
         raise ConfigError([Problem("--gpus", world_size, why, remedy)])
     found = Search()
-    for candidate in list_candidates(config, model_args, world_size, cluster, found):
+    for candidate in list_candidates(config, model_args, world_size, cluster, found, imbalance):
         found.n_accepted += 1
         if candidate.live_bytes * cluster.reserve_factor <= cluster.memory_bytes:
             found.fitting.append(candidate)
@@ -85,7 +96,12 @@ def forecast_candidate(candidate: Candidate) -> Forecast:
 
 
 def list_candidates(
-    config: Config, model_args: ModelArgs, world_size: int, cluster: Cluster, found: Search
+    config: Config,
+    model_args: ModelArgs,
+    world_size: int,
+    cluster: Cluster,
+    found: Search,
+    imbalance: float = 1.0,
 ) -> Iterator[Candidate]:
     """Yield the layouts that `check` accepts; count the others in `found`."""
     for proposal in list_proposals(config, model_args, world_size, cluster, found):
@@ -100,11 +116,13 @@ def list_candidates(
             if problems := find_refused(candidate, model_args, layout.zero_stage):
                 found.refuse(problems)
                 continue
-            yield describe_candidate(candidate, model_args, layout, cluster)
+            yield describe_candidate(candidate, model_args, layout, cluster, imbalance)
 
 
-def describe_candidate(config: Config, model_args: ModelArgs, layout: Layout, cluster: Cluster) -> Candidate:
-    workload = describe_workload(config, model_args, layout)
+def describe_candidate(
+    config: Config, model_args: ModelArgs, layout: Layout, cluster: Cluster, imbalance: float
+) -> Candidate:
+    workload = describe_workload(config, model_args, layout, imbalance=min(imbalance, max(1, layout.ep)))
     live_bytes = estimate_peak(workload, config.parallelism.pipeline_parallel_schedule)
     return Candidate(config, workload, live_bytes, StepTimeModel(workload, cluster))
 
@@ -124,14 +142,22 @@ def list_proposals(
                     found.refuse([Problem("training.global_batch_size", global_batch, why, remedy)])
                     continue
                 for dp_shard in {n for n in (dp, 64, 8) if dp % n == 0}:
-                    degrees = {
-                        "tensor_parallel_degree": tp,
-                        "pipeline_parallel_degree": pp,
-                        "context_parallel_degree": cp,
-                        "data_parallel_shard_degree": dp_shard,
-                        "data_parallel_replicate_degree": dp // dp_shard,
-                    }
-                    yield from list_batches(config, degrees, global_batch // dp, model_args)
+                    for ep in list_expert_degrees(model_args, dp_shard * cp * tp):
+                        degrees = {
+                            "tensor_parallel_degree": tp,
+                            "pipeline_parallel_degree": pp,
+                            "context_parallel_degree": cp,
+                            "data_parallel_shard_degree": dp_shard,
+                            "data_parallel_replicate_degree": dp // dp_shard,
+                            "expert_parallel_degree": ep,
+                        }
+                        yield from list_batches(config, degrees, global_batch // dp, model_args)
+
+
+def list_expert_degrees(model_args: ModelArgs, n_ranks: int) -> list[int]:
+    """Return the degrees of ep that `n_ranks` and the experts divide into."""
+    n_experts = model_args.mixture.n_experts if model_args.mixture else 1
+    return [n for n in divisors(n_experts, n_ranks) if n_ranks % n == 0]
 
 
 def list_batches(config: Config, degrees: dict[str, int], n_sequences: int, model_args: ModelArgs) -> Iterator[Config]:
@@ -223,24 +249,26 @@ def fits_at_all(config: Config, model_args: ModelArgs, cluster: Cluster, world_s
     """Return whether some layout fits with ZeRO 3, full recompute and one sequence a data-parallel rank."""
     for tp in divisors(world_size, cluster.node_size):
         for cp in divisors(world_size // tp, max(1, config.training.seq_len // LEAST_TOKENS)):
-            parallelism = replace(
-                type(config.parallelism)(),
-                tensor_parallel_degree=tp,
-                context_parallel_degree=cp,
-                data_parallel_shard_degree=world_size // tp // cp,
-                zero_stage=3,
-            )
-            lean = replace(
-                config,
-                parallelism=parallelism,
-                training=replace(config.training, local_batch_size=1, global_batch_size=-1),
-                activation_checkpoint=replace(config.activation_checkpoint, mode="full"),
-            )
-            try:
-                layout = plan_layout(lean, model_args, world_size)
-            except ConfigError:
-                continue
-            live_bytes = describe_candidate(lean, model_args, layout, cluster).live_bytes
-            if live_bytes * cluster.reserve_factor <= cluster.memory_bytes:
-                return True
+            for ep in list_expert_degrees(model_args, world_size):
+                parallelism = replace(
+                    type(config.parallelism)(),
+                    tensor_parallel_degree=tp,
+                    context_parallel_degree=cp,
+                    data_parallel_shard_degree=world_size // tp // cp,
+                    expert_parallel_degree=ep,
+                    zero_stage=3,
+                )
+                lean = replace(
+                    config,
+                    parallelism=parallelism,
+                    training=replace(config.training, local_batch_size=1, global_batch_size=-1),
+                    activation_checkpoint=replace(config.activation_checkpoint, mode="full"),
+                )
+                try:
+                    layout = plan_layout(lean, model_args, world_size)
+                except ConfigError:
+                    continue
+                live_bytes = describe_candidate(lean, model_args, layout, cluster, 1.0).live_bytes
+                if live_bytes * cluster.reserve_factor <= cluster.memory_bytes:
+                    return True
     return False

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,6 @@ from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
 from torchtitan_lite.config.messages import ConfigError, Problem, format_table
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.plan.dry_run import dry_run, is_uniform, shorten
 from torchtitan_lite.plan.forecast import Forecast
 from torchtitan_lite.plan.search import (
@@ -43,9 +43,10 @@ def print_search(
     toml_file: Path,
     *,
     n_dry_runs: int = N_DRY_RUNS,
+    imbalance: float = 1.0,
 ) -> None:
     """Search, print, and write the winner. Raises ConfigError where no layout fits."""
-    found = search(config, model_args, world_size, cluster)
+    found = search(config, model_args, world_size, cluster, imbalance=imbalance)
     batch = find_global_batch(config, world_size)
     print(
         f"{found.n_accepted:,} layouts on {world_size:,} GPUs with {batch:,} sequences of {config.training.seq_len:,} "
@@ -58,7 +59,7 @@ def print_search(
             [describe_misfit(found.leanest, cluster, find_least_gpus(config, model_args, cluster, world_size))]
         )
     print(f"\n{format_choices(found.best, cluster)}\n")
-    print(explain_own(config, model_args, world_size, cluster, found.best[0]))
+    print(explain_own(config, model_args, world_size, cluster, found.best[0], imbalance))
     number = choose_by_dry_run(found.best, cluster, n_dry_runs) if n_dry_runs else 1
     toml_file.write_text(format_winner(found.best[number - 1], world_size), encoding="utf-8")
     print(f"\nNumber {number} is written to {toml_file}.")
@@ -105,10 +106,13 @@ def name_layout(candidate: Candidate) -> str:
 # ---------------------------------------------------------------- the config's own layout
 
 
-def explain_own(config: Config, model_args: ModelArgs, world_size: int, cluster: Cluster, best: Choice) -> str:
+def explain_own(
+    config: Config, model_args: ModelArgs, world_size: int, cluster: Cluster, best: Choice, imbalance: float
+) -> str:
     """Say where the layout of the config loses against the best."""
     try:
-        own = describe_candidate(config, model_args, plan_layout(config, model_args, world_size), cluster)
+        layout = plan_layout(config, model_args, world_size)
+        own = describe_candidate(config, model_args, layout, cluster, imbalance)
     except ConfigError as error:
         return f"The config's own layout does not run on {world_size:,} GPUs:\n{error}"
     forecast = forecast_candidate(own)
@@ -138,7 +142,9 @@ def split_step(candidate: Candidate, forecast: Forecast) -> dict[str, float]:
         "waiting for cp": exposed["cp"],
         "waiting for parameters, gradients": exposed["dp"],
     }
-    again = m * model.max_over_ranks([stage.n_layers for stage in candidate.workload.stages]) * model.again_s
+    if "ep" in exposed:
+        waits["waiting for experts' rows"] = exposed["ep"]
+    again = m * model.max_over_ranks([phases.again for phases in model.stages])
     idle = forecast.rate.step_time_s - busy - model.once_s - model.optimizer_s
     rest = {"recompute": again, "pipeline idle (bubble)": max(0.0, idle), "optimizer": model.optimizer_s}
     computing = forecast.rate.step_time_s - sum(waits.values()) - sum(rest.values())
@@ -183,10 +189,11 @@ def compare_with_dry_run(number: int, candidate: Candidate) -> tuple[int, str]:
     layout, workload = candidate.workload.layout, candidate.workload
     resolved = resolve_config(candidate.config, layout, "cuda")
     short = fill_pipeline(resolved, layout)
-    short_workload = describe_workload(resolved, workload.args, short)
+    short_workload = replace(workload, layout=short)
     lines, most = [], 0
     for pp_rank in sorted({0, layout.pp - 1}):
-        measured = dry_run(resolved, workload.args, short, pp_rank=pp_rank, device_type="cuda")
+        options = {"pp_rank": pp_rank, "device_type": "cuda", "imbalance": workload.imbalance}
+        measured = dry_run(resolved, workload.args, short, **options)
         further_data = measured.memory["data"] * (layout.n_microbatches / short.n_microbatches - 1)
         live = measured.peak_bytes + int(further_data)
         most = max(most, live)

@@ -5,6 +5,7 @@
     elementwise   bytes / memory bandwidth               norms, rotary, SwiGLU, residual, loss; less where compiled
     tp            bytes / link bandwidth                 exposed: nothing overlaps it
     cp            the same, less the attention that overlaps it
+    ep            the same, exposed, of the most loaded rank: the others wait for it
     dp            the same, less the block (ZeRO 3) or the pass (ZeRO 1, 2) that overlaps it
 
 All constants are in config/hardware.py: one set for each GPU. Legend in config/workload.py.
@@ -13,10 +14,12 @@ All constants are in config/hardware.py: one set for each GPU. Legend in config/
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
+from torchtitan_lite.config.flavors import count_expert_parameters
 from torchtitan_lite.config.hardware import Cluster
-from torchtitan_lite.config.workload import MASTER_BYTES, Stage, Workload
+from torchtitan_lite.config.workload import MASTER_BYTES, LayerKind, Stage, Workload, count_layers
 from torchtitan_lite.plan.simulator import Durations
 
 # Unfused attention: bytes per score (fp16) that softmax, dropout and two matmuls read and write.
@@ -31,6 +34,8 @@ class Phases(NamedTuple):
     backward_weight: float = 0.0
     exposed_tp: float = 0.0
     exposed_cp: float = 0.0
+    exposed_ep: float = 0.0
+    again: float = 0.0  # recompute, in backward_input
 
     @property
     def backward(self) -> float:
@@ -66,11 +71,26 @@ class StepTimeModel:
 
     # ------------------------------------------------------------ a layer, a stage
 
-    @cached_property
-    def linear_s(self) -> float:
-        """Forward of a layer's matmuls."""
+    def exchange_time(self, n_rows: float) -> float:
+        """Return the seconds of an all-to-all over ep in which a rank sends or receives `n_rows` rows, its own too.
+
+        Rows for other nodes leave by the rank's own network card, beside those for its node.
+        """
+        w, n, cluster = self.workload, max(1, self.workload.layout.ep), self.cluster
+        if n == 1:
+            return 0.0
+        n_bytes, n_near = n_rows * w.args.dim * w.compute_bytes / n, min(n, cluster.node_size)
+        near, far = (n_near - 1) * n_bytes / cluster.link_bandwidth, (n - n_near) * n_bytes / cluster.network_bandwidth
+        return max(near, far) / cluster.link_efficiency + cluster.latency_s
+
+    def linear_time(self, kind: LayerKind) -> float:
+        """Return the seconds of forward's matmuls in a layer; with experts those of the most loaded rank."""
         w = self.workload
-        return self.matmul_time(2 * w.n_tokens * w.linear_parameters / w.layout.tp, w.matmul_dtype)
+        seconds = self.matmul_time(2 * w.n_tokens * kind.linear_parameters / w.layout.tp, w.matmul_dtype)
+        if kind.is_mixture:
+            seconds += self.matmul_time(2 * w.n_tokens * kind.router_parameters / w.layout.tp, "float32")
+            seconds += self.matmul_time(2 * w.n_rows_received * count_expert_parameters(w.args), w.compute_dtype)
+        return seconds
 
     @cached_property
     def attention_s(self) -> float:
@@ -79,47 +99,63 @@ class StepTimeModel:
         flops = 2 * w.n_tokens * w.seq_len * w.args.n_heads * w.args.head_dim / w.layout.tp
         return flops / (self.cluster.peak(w.compute_dtype) * self.cluster.attention_efficiency)
 
-    @cached_property
-    def elementwise_s(self) -> float:
-        """Forward of the rest of a layer; c bytes an element. Each eager kernel reads and writes its tensors."""
+    def elementwise_time(self, kind: LayerKind) -> float:
+        """Return the seconds of the rest of a layer's forward. Each eager kernel reads and writes its tensors.
+
+        c bytes an element. Rows are copied where they are sorted, twice more where they travel, and added up in fp32.
+        """
         w, c = self.workload, self.workload.compute_bytes
         tp, turned = w.layout.tp, (w.args.n_heads + w.args.n_kv_heads) * w.args.head_dim
-        hidden = w.n_norms * (4 if w.compiled else 5) * c * w.args.dim / tp  # norms, and as many residual additions
-        rotary = (2 * c if w.compiled else 2 * c + 16) * turned / tp  # eager: to fp32, product, and back
-        swiglu = (3 if w.compiled else 5) * c * w.args.ffn_dim / tp
+        per_norm, per_product = (4 if w.compiled else 5) * c, (3 if w.compiled else 5) * c
+        n_norms = sum(norm.split == "sequence" for norm in kind.norms)
+        hidden = n_norms * per_norm * w.args.dim / tp  # and as many residual additions
+        rotary = ((2 * c if w.compiled else 2 * c + 16) + per_norm * w.args.qk_norm) * turned / tp
+        swiglu = per_product * sum(kind.product_widths) / tp
         scores = 0 if w.fused_attention else UNFUSED_SCORE_BYTES * w.seq_len * w.args.n_heads / tp
-        return self.memory_time(w.n_tokens * (hidden + rotary + swiglu + scores))
+        n_bytes = w.n_tokens * (hidden + rotary + swiglu + scores)
+        if kind.is_mixture:
+            n_bytes += w.n_rows * w.args.dim * (5 * c + 16)
+            n_bytes += w.n_rows_received * (5 * c * w.args.mixture.expert_ffn_dim)
+            n_bytes += w.n_rows_received * w.args.dim * 4 * c * (w.layout.ep > 1)
+        return self.memory_time(n_bytes)
 
-    @cached_property
-    def layer(self) -> Phases:
-        """A layer, the mean over recompute modes. Backward computes twice what forward does, attention 2.5 times."""
+    def describe_layer(self, kind: LayerKind) -> Phases:
+        """Return the mean over the recompute modes of a layer. Backward computes twice what forward does, attention
+        2.5 times.
+        """
         w = self.workload
-        call_s, n_calls = self.collective_time(("tp",), w.hidden_bytes), w.n_norms + w.n_rowwise  # as in traffic.py
-        again = {"none": 0, "op": w.n_norms, "full": n_calls - 1, "alternate": w.n_norms}
-        tp_s, tp_again = call_s * n_calls, call_s * w.average(again)
+        linear, elementwise = self.linear_time(kind), self.elementwise_time(kind)
+        call_s, n_calls = self.collective_time(("tp",), w.hidden_bytes), kind.n_gathers + kind.n_rowwise  # traffic.py
+        again = {"none": 0, "op": kind.n_gathers, "full": n_calls - kind.ends_in_rowwise, "alternate": kind.n_gathers}
+        tp_s, tp_again = call_s * n_calls, call_s * kind.average(again)
         cp_forward, cp_backward = self.expose_context()
-        cp_again = cp_forward * w.average({"none": 0, "op": 0, "full": 1, "alternate": 0})
-        backward = self.linear_s + 2.5 * self.attention_s + 2 * self.elementwise_s + tp_s + cp_backward
-        return Phases(
-            forward=self.linear_s + self.attention_s + self.elementwise_s + tp_s + cp_forward,
-            backward_input=backward + self.again_s + tp_again + cp_again,
-            backward_weight=self.linear_s,
-            exposed_tp=2 * tp_s + tp_again,
-            exposed_cp=cp_forward + cp_backward + cp_again,
-        )
-
-    @cached_property
-    def again_s(self) -> float:
-        """Recompute of a layer. "full" leaves out the last matmul, whose output backward does not need."""
-        last = self.workload.last_linear_parameters / self.workload.linear_parameters
-        return self.workload.average(
+        if_full = kind.average({"none": 0, "op": 0, "full": 1, "alternate": 0})
+        rows_s = 2 * self.exchange_time(w.n_rows_received) if kind.is_mixture else 0.0
+        ep_forward = rows_s + self.cluster.latency_s * (rows_s > 0)  # the counts
+        left_out = self.matmul_time(2 * w.n_tokens * kind.left_out_parameters / w.layout.tp, w.matmul_dtype)
+        again_s = kind.average(
             {
                 "none": 0.0,
-                "op": self.elementwise_s,
-                "full": self.linear_s * (1 - last) + self.attention_s + self.elementwise_s,
-                "alternate": self.elementwise_s + self.linear_s / 3,
+                "op": elementwise,
+                "full": linear - left_out + self.attention_s + elementwise,
+                "alternate": elementwise + linear / 3,
             }
         )
+        backward = linear + 2.5 * self.attention_s + 2 * elementwise + tp_s + cp_backward + rows_s
+        waits_again = tp_again + (cp_forward + ep_forward) * if_full
+        return Phases(
+            forward=linear + self.attention_s + elementwise + tp_s + cp_forward + ep_forward,
+            backward_input=backward + again_s + waits_again,
+            backward_weight=linear,
+            exposed_tp=2 * tp_s + tp_again,
+            exposed_cp=cp_forward + cp_backward + cp_forward * if_full,
+            exposed_ep=ep_forward + rows_s + ep_forward * if_full,
+            again=again_s,
+        )
+
+    @cached_property
+    def layers(self) -> list[tuple[LayerKind, Phases]]:
+        return [(kind, self.describe_layer(kind)) for kind in self.workload.kinds]
 
     def expose_context(self) -> tuple[float, float]:
         """Return a layer's waits for keys and values, forward and backward.
@@ -155,11 +191,12 @@ class StepTimeModel:
     @cached_property
     def stages(self) -> list[Phases]:
         """The layers, the embedding and the head of each stage."""
-        parts = list(zip(self.layer, self.embedding, self.head, strict=True))
+        kinds, layers = zip(*self.layers, strict=True)
 
         def add_up(stage: Stage) -> Phases:
-            n, e, h = stage.n_layers, stage.has_embedding, stage.has_head
-            return Phases(*(n * layer + e * embedding + h * head for layer, embedding, head in parts))
+            counts = [*(count_layers(stage, kind) for kind in kinds), stage.has_embedding, stage.has_head]
+            phases = [*layers, self.embedding, self.head]
+            return Phases(*(sum(map(mul, counts, seconds)) for seconds in zip(*phases, strict=True)))
 
         of_kinds = {stage: add_up(stage) for stage in set(self.workload.stages)}  # most are alike
         return [of_kinds[stage] for stage in self.workload.stages]
@@ -187,22 +224,29 @@ class StepTimeModel:
 
     # ------------------------------------------------------------ sharded data parallel
 
-    def gather(self, n_parameters: float) -> float:
-        return self.collective_time(("dp_shard", "cp"), n_parameters * self.workload.compute_bytes)
+    def gather(self, n_parameters: float, n_of_experts: float = 0.0) -> float:
+        """Return the seconds of gathering parameters, and those of mixtures over their own ranks."""
+        return self.shard_time(n_parameters, n_of_experts, self.workload.compute_bytes)
 
-    def reduce(self, n_parameters: float) -> float:
-        return self.collective_time(("dp_shard", "cp"), n_parameters * MASTER_BYTES)
+    def reduce(self, n_parameters: float, n_of_experts: float = 0.0) -> float:
+        return self.shard_time(n_parameters, n_of_experts, MASTER_BYTES)
+
+    def shard_time(self, n_parameters: float, n_of_experts: float, width: int) -> float:
+        seconds = self.collective_time(("dp_shard", "cp"), n_parameters * width)
+        return seconds + (self.collective_time(("efsdp",), n_of_experts * width) if n_of_experts else 0.0)
 
     def expose_gathers(self, stage: Stage) -> tuple[float, float]:
         """Return one microbatch's waits, forward and backward, for parameters and for the reduction of gradients."""
-        w = self.workload
+        w, forward, backward = self.workload, 0.0, 0.0
         if w.is_whole:
             return 0.0, 0.0
-        n = w.layer_parameters
-        gather = self.gather(n) if w.layout.zero_stage == 3 else 0.0
-        reduce = self.reduce(n) if w.n_reductions == w.layout.n_microbatches else 0.0
-        forward = stage.n_layers * max(0.0, gather - self.layer.forward)
-        return forward, stage.n_layers * max(0.0, gather + reduce - self.layer.backward)
+        for kind, layer in self.layers:
+            of_layer, n = (kind.parameters, kind.mixture_parameters), count_layers(stage, kind)
+            gather = self.gather(*of_layer) if w.layout.zero_stage == 3 else 0.0
+            reduce = self.reduce(*of_layer) if w.n_reductions == w.layout.n_microbatches else 0.0
+            forward += n * max(0.0, gather - layer.forward)
+            backward += n * max(0.0, gather + reduce - layer.backward)
+        return forward, backward
 
     @cached_property
     def once_s(self) -> float:
@@ -215,18 +259,19 @@ class StepTimeModel:
         if w.is_whole:
             return 0.0
         waits = []
+        largest = max(((kind.parameters, kind.mixture_parameters) for kind in w.kinds), key=sum)
         for rank in range(w.layout.pp):
-            indices = w.layout.stages_of(rank)
-            n = sum(w.count_stage_parameters(w.stages[index]) for index in indices)
-            forward = sum(self.stages[index].forward for index in indices)
-            backward = sum(self.stages[index].backward for index in indices)
+            stages = [w.stages[index] for index in w.layout.stages_of(rank)]
+            n = sum(map(w.count_stage_parameters, stages)), sum(map(w.count_stage_mixtures, stages))
+            forward = sum(self.stages[index].forward for index in w.layout.stages_of(rank))
+            backward = sum(self.stages[index].backward for index in w.layout.stages_of(rank))
             whole = w.layout.zero_stage < 3
-            wait = max(self.gather(w.layer_parameters), self.gather(n) - forward if whole else 0.0)
+            wait = max(self.gather(*largest), self.gather(*n) - forward if whole else 0.0)
             if w.layout.pp > 1:
-                wait += self.reduce(n)
+                wait += self.reduce(*n)
             else:
-                wait += max(self.reduce(w.layer_parameters), self.reduce(n) - backward if whole else 0.0)
-            wait += 2 * self.collective_time(("dp_replicate",), n / w.n_shards * MASTER_BYTES)
+                wait += max(self.reduce(*largest), self.reduce(*n) - backward if whole else 0.0)
+            wait += 2 * self.collective_time(("dp_replicate",), sum(map(w.count_at_rest, stages)) * MASTER_BYTES)
             waits.append(wait)
         return max(waits)
 
@@ -238,20 +283,21 @@ class StepTimeModel:
         weight, and reads and writes each moment.
         """
         w = self.workload
-        most = self.max_over_ranks([w.count_stage_parameters(stage) for stage in w.stages])
+        most = self.max_over_ranks(list(map(w.count_at_rest, w.stages)))
         numbers = 3 + 3 + 2 * w.moment_bytes // MASTER_BYTES
-        return self.memory_time(most / w.n_shards * MASTER_BYTES * numbers)
+        return self.memory_time(most * MASTER_BYTES * numbers)
 
     # ------------------------------------------------------------ the step
 
     @cached_property
     def exposed_s(self) -> dict[str, float]:
         """Mesh axis -> exposed seconds of a step, of the worst rank."""
-        m = self.workload.layout.n_microbatches
+        layout, m = self.workload.layout, self.workload.layout.n_microbatches
         late = [sum(self.expose_gathers(stage)) for stage in self.workload.stages]
         return {
             "tp": m * self.max_over_ranks([phases.exposed_tp for phases in self.stages]),
             "cp": m * self.max_over_ranks([phases.exposed_cp for phases in self.stages]),
+            **({"ep": m * self.max_over_ranks([phases.exposed_ep for phases in self.stages])} if layout.ep else {}),
             "dp": self.once_s + m * self.max_over_ranks(late),
         }
 

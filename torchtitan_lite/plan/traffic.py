@@ -1,7 +1,10 @@
 """Bytes that one rank moves in one step, by mesh axis and operation: the closed form.
 
     axis              what travels                                      how often
-    tp                hidden states (B, S/cp, D)                        4 times a layer and microbatch, and recompute
+    tp                hidden states (B, S/cp, D)                        4 times a layer and microbatch, and recompute;
+                                                                        twice where the feed-forward is a mixture
+    ep                rows of tokens, their results and gradients       4 times a mixture and microbatch, and recompute
+    efsdp             experts and routers, as dp_shard x cp the rest    by ZeRO stage
     cp                keys and values, and their gradients              2 or 3 times a layer and microbatch
     dp_shard x cp     parameters (compute dtype), gradients (fp32)      by ZeRO stage: once a microbatch, or a step
     dp_replicate      the rank's shard of the gradients                 once a step
@@ -14,7 +17,7 @@ few bytes (token count, loss, gradient norm) are counted too, so that the dry ru
 from math import prod
 
 from torchtitan_lite.config.layout import MESH_DIMS, Layout
-from torchtitan_lite.config.workload import MASTER_BYTES, Stage, Workload
+from torchtitan_lite.config.workload import MASTER_BYTES, LayerKind, Stage, Workload, count_layers
 from torchtitan_lite.plan.collectives import Moved, fraction_moved, sum_moved
 from torchtitan_lite.plan.simulator import PipelineOrder
 
@@ -42,33 +45,28 @@ def estimate_traffic(workload: Workload, pp_rank: int, order: PipelineOrder) -> 
     for index in workload.layout.stages_of(pp_rank):
         stage = workload.stages[index]
         add_tensor_parallel(tally, workload, stage)
-        add_context_parallel(tally, workload, stage)
+        for kind in workload.kinds:
+            add_blocks(tally, workload, kind, count_layers(stage, kind))
+            add_context_parallel(tally, workload, kind, count_layers(stage, kind))
+            if kind.is_mixture:
+                add_expert_parallel(tally, workload, kind, stage.n_mixtures)
         add_sharding(tally, workload, stage, [action.kind for action in order[pp_rank] if action.stage == index])
         add_sends(tally, workload, index)
     # Counted tokens (int64), loss (fp32) and squared gradient norm (float64), once a step.
     tally.add(("dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 8)
     tally.add(("pp", "dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 4)
     tally.add(MESH_DIMS, "all-reduce", 1, 8)
+    if mixture := workload.args.mixture:  # loads of all layers, float64
+        tally.add(MESH_DIMS, "all-reduce", 1, workload.args.n_layers * (mixture.n_experts + 1) * 8)
     return sum_moved(tally.calls)
 
 
 def add_tensor_parallel(tally: Tally, workload: Workload, stage: Stage) -> None:
-    """Forward gathers each norm's output and scatters each rowwise layer's; backward mirrors that.
-
-    Recompute gathers again. Full recompute scatters again too, but stops before the last reduce-scatter.
-    """
-    m, n_layers = workload.layout.n_microbatches, stage.n_layers
-    mirrored, again = workload.n_norms + workload.n_rowwise, workload.n_norms
-    gathers = mirrored + workload.average({"none": 0, "op": again, "alternate": again, "full": again})
-    scatters = mirrored + workload.average({"none": 0, "op": 0, "alternate": 0, "full": workload.n_rowwise - 1})
-    tp, hidden = ("tp",), workload.hidden_bytes
-    tally.add(tp, "all-gather", m * (n_layers * gathers + stage.has_embedding + stage.has_head), hidden)
-    tally.add(tp, "reduce-scatter", m * (n_layers * scatters + stage.has_embedding + stage.has_head), hidden)
-    # Each tp rank's norms saw its part of the sequence, so FSDP's reduction sums their gradients over tp too.
-    # Sums over several microbatches are in fp32.
-    norms = (workload.n_norms * n_layers + stage.has_head) * workload.n_reductions
-    width = workload.compute_bytes if workload.n_reductions == m else MASTER_BYTES
-    tally.add(tp, "all-reduce", norms, workload.args.dim * width)
+    """Embedding, final norm, head and loss."""
+    m, tp = workload.layout.n_microbatches, ("tp",)
+    for operation in ("all-gather", "reduce-scatter"):
+        tally.add(tp, operation, m * (stage.has_embedding + stage.has_head), workload.hidden_bytes)
+    tally.add(tp, "all-reduce", stage.has_head * workload.n_reductions, workload.args.dim * workload.reduced_bytes)
     if not stage.has_head:
         return
     if not workload.shards_loss:
@@ -81,16 +79,55 @@ def add_tensor_parallel(tally: Tally, workload: Workload, stage: Stage) -> None:
         tally.add(tp, "all-reduce", 3 * m, workload.n_tokens * 4)
 
 
-def add_context_parallel(tally: Tally, workload: Workload, stage: Stage) -> None:
+def add_blocks(tally: Tally, workload: Workload, kind: LayerKind, n_layers: int) -> None:
+    """Tensor parallel in the layers of one kind.
+
+    Forward gathers the input of the colwise layers and scatters the output of each rowwise one; backward mirrors that.
+    Recompute gathers again. Full recompute scatters again too, but may stop before the last reduce-scatter.
+    """
+    tp, mirrored, again = ("tp",), kind.n_gathers + kind.n_rowwise, kind.n_gathers
+    gathers = mirrored + kind.average({"none": 0, "op": again, "alternate": again, "full": again})
+    repeated = kind.n_rowwise - kind.ends_in_rowwise
+    scatters = mirrored + kind.average({"none": 0, "op": 0, "alternate": 0, "full": repeated})
+    tally.add(tp, "all-gather", workload.layout.n_microbatches * n_layers * gathers, workload.hidden_bytes)
+    tally.add(tp, "reduce-scatter", workload.layout.n_microbatches * n_layers * scatters, workload.hidden_bytes)
+    # Each tp rank's norms saw its part of the sequence, or of the heads, so FSDP's reduction sums their gradients over
+    # tp too.
+    for norm in kind.norms:
+        n_calls = n_layers * workload.n_reductions
+        tally.add(tp, "all-reduce", n_calls, norm.weight[0] * workload.reduced_bytes)
+
+
+def add_expert_parallel(tally: Tally, workload: Workload, kind: LayerKind, n_layers: int) -> None:
+    """Counts and rows travel to the experts, results come back; backward mirrors the latter two.
+
+    Full recompute repeats forward. Of the most loaded rank: what it keeps for itself is not sent.
+    """
+    n_passes = workload.layout.n_microbatches * n_layers
+    again = kind.average({"none": 0, "op": 0, "alternate": 0, "full": 1})
+    n, n_experts = workload.layout.ep, workload.args.mixture.n_experts
+    if n > 1:
+        own, row_bytes = workload.n_rows_each, workload.args.dim * workload.compute_bytes
+        for n_rows in (workload.n_rows - own, own * (n - 1)):
+            tally.add(("ep",), "all-to-all", n_passes * (2 + again), n_rows * row_bytes)
+        tally.add(("ep",), "all-to-all", n_passes * (1 + again), n_experts * 8 * (n - 1) / n)
+    # Each ep rank's router saw its own tokens.
+    reduced = kind.router_parameters * workload.reduced_bytes
+    tally.add(("ep",), "all-reduce", n_layers * workload.n_reductions, reduced)
+    for dim in ("cp", "tp"):  # routes of whole sequences, int64
+        of_sequences = workload.layout.microbatch_size * n_experts * 8
+        tally.add((dim,), "all-reduce", n_passes * workload.balances_by_loss, of_sequences)
+
+
+def add_context_parallel(tally: Tally, workload: Workload, kind: LayerKind, n_layers: int) -> None:
     """Forward, backward, and the recomputed forward of full recompute. Gradients of keys and values are fp32."""
     cp, n = ("cp",), workload.layout.cp
-    calls = workload.layout.n_microbatches * stage.n_layers
-    again = workload.average({"none": 0, "op": 0, "alternate": 0, "full": 1})
+    calls = workload.layout.n_microbatches * n_layers
+    again = kind.average({"none": 0, "op": workload.documents, "alternate": workload.documents, "full": 1})
     keys_values, fp32 = workload.keys_values_bytes, workload.keys_values_bytes / workload.compute_bytes * 4
     if n == 1:
         return
     if workload.documents:
-        again = workload.average({"none": 0, "op": 1, "alternate": 1, "full": 1})
         tally.add(cp, "all-gather", calls * (1 + again), keys_values)
         tally.add(cp, "reduce-scatter", calls, keys_values)
     elif workload.ring:
@@ -105,14 +142,16 @@ def add_sharding(tally: Tally, workload: Workload, stage: Stage, kinds: list[str
     """FSDP gathers and reduces each group of parameters (fsdp.py). `kinds`: the stage's actions in their order."""
     if workload.is_whole:
         return
-    shard = ("dp_shard", "cp")
-    groups = workload.groups_of(stage)
-    for index, n_parameters in enumerate(groups):
+    groups = [(("dp_shard", "cp"), workload.n_shards, n) for n in workload.groups_of(stage)]
+    for kind in workload.kinds:
+        if kind.is_mixture:
+            groups[:0] = [(("efsdp",), workload.layout.efsdp, kind.mixture_parameters)] * stage.n_mixtures
+    for index, (shard, n_shards, n_parameters) in enumerate(groups):
         is_head = stage.has_head and index == len(groups) - 1
         n_gathers = count_gathers(kinds, workload, freed_after_forward=not is_head)
         tally.add(shard, "all-gather", n_gathers, n_parameters * workload.compute_bytes)
         tally.add(shard, "reduce-scatter", workload.n_reductions, n_parameters * MASTER_BYTES)
-        tally.add(("dp_replicate",), "all-reduce", 1, n_parameters / workload.n_shards * MASTER_BYTES)
+        tally.add(("dp_replicate",), "all-reduce", 1, n_parameters / n_shards * MASTER_BYTES)
 
 
 def count_gathers(kinds: list[str], workload: Workload, *, freed_after_forward: bool) -> int:
