@@ -16,13 +16,8 @@ from torchtitan_lite.checkpoint.hugging_face import (
     read_tensor,
     write_folder,
 )
-from torchtitan_lite.checkpoint.hugging_face_config import (
-    FAMILIES,
-    HuggingFaceError,
-    read_model_args,
-    read_published,
-    take_model,
-)
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, read_model_args, read_published, take_model
+from torchtitan_lite.checkpoint.hugging_face_families import FAMILIES
 from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, list_tensors, open_folder
 from torchtitan_lite.checkpoint.tensor_files import cut_into_files
 from torchtitan_lite.config.flavors import ModelArgs

@@ -19,7 +19,7 @@ from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.float8_plan import describe_float8
 from torchtitan_lite.config.hardware import Machine, find_missing_compiler
 from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config, resolve_model
-from torchtitan_lite.config.memory import MemoryBound, bound_memory, check_memory
+from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Compile, Config, Metrics, Parallelism, with_value
 from torchtitan_lite.data.named_corpora import DATASETS, DOWNLOADS, check_corpora, check_weights

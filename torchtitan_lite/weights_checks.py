@@ -18,13 +18,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.hugging_face_config import (
-    CONFIG,
-    HuggingFaceError,
-    explain_unwritable,
-    find_published,
-    read_published,
-)
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, find_published, read_published
+from torchtitan_lite.checkpoint.hugging_face_families import explain_unwritable
 from torchtitan_lite.checkpoint.hugging_face_folder import REMEDY, open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps, read_manifest
 from torchtitan_lite.config.flavors import ModelArgs

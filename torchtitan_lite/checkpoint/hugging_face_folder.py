@@ -28,14 +28,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.hugging_face_config import (
-    CONFIG,
-    FAMILIES,
-    HuggingFaceError,
-    find_model_type,
-    read_beside,
-    read_model_args,
-)
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, read_beside, read_model_args
+from torchtitan_lite.checkpoint.hugging_face_families import FAMILIES, find_model_type
 from torchtitan_lite.checkpoint.manifest import DTYPE_BYTES
 from torchtitan_lite.config.files import parse_json_object
 from torchtitan_lite.config.flavors import ModelArgs, list_llama_block

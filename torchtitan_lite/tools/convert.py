@@ -13,7 +13,8 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.folders import check_free
 from torchtitan_lite.checkpoint.hugging_face import Export, explain_biases, write_folder
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, HuggingFaceError, explain_unwritable
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, HuggingFaceError
+from torchtitan_lite.checkpoint.hugging_face_families import explain_unwritable
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.one_process import write_checkpoint

@@ -28,7 +28,8 @@ import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_config import FAMILIES, HuggingFaceError, find_model_type, take_model
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, take_model
+from torchtitan_lite.checkpoint.hugging_face_families import FAMILIES, find_model_type
 from torchtitan_lite.checkpoint.hugging_face_folder import REMEDY, HuggingFaceFolder, list_tensors, open_folder
 from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.flavors import ModelArgs

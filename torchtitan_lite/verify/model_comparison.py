@@ -29,16 +29,13 @@ Legend: B rows, S tokens of a row, V vocabulary, K experts of a token.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from torchtitan_lite.checkpoint.hugging_face import IN_ROTARY_ORDER, to_their_order
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, locate, their_module
@@ -48,6 +45,14 @@ from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.verify.certificate import Measure
 from torchtitan_lite.verify.reference import relative_error
+from torchtitan_lite.verify.their_model import (
+    Forward,
+    choose_routes,
+    forward_theirs,
+    list_gates,
+    removed_afterwards,
+    rounded_otherwise,
+)
 
 LENGTH = 320  # tokens of a row: more than the 256 up to which some kernels take another path
 SHORT_LENGTH = 200
@@ -56,8 +61,6 @@ UNSCALED_REACH = 8192  # positions, where the shape does not say what it was fir
 FLOOR = 1e-5
 N_ROUNDINGS = 4
 CEILING = 1.0  # however much rounding does: an error of 1 is as large as the number itself
-
-Forward = Callable[[Batch], tuple[Tensor, Tensor]]  # -> logits (B, S, V), mean loss ()
 
 
 @dataclass(frozen=True)
@@ -146,74 +149,6 @@ def forward_ours(ours: nn.Module) -> Forward:
     return forward
 
 
-def forward_theirs(theirs: nn.Module) -> Forward:
-    """Return a call of transformers' model; its mask is made here, from the documents. Its routes may be given."""
-
-    def forward(batch: Batch) -> tuple[Tensor, Tensor]:
-        same_document = batch.doc_ids[:, :, None] == batch.doc_ids[:, None, :]
-        sees = same_document & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-        mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)[:, None]  # (B, 1, S, S)
-        with removed_afterwards([] if batch.routes is None else list(give_routes(theirs, batch.routes))):
-            output = theirs(batch.tokens, position_ids=batch.positions, attention_mask=mask, use_cache=False)
-        return output.logits.detach(), F.cross_entropy(output.logits.flatten(0, 1), batch.targets.flatten())
-
-    return forward
-
-
-def list_gates(theirs: nn.Module) -> dict[int, nn.Module]:
-    """Return layer -> router of transformers' model. Its output is (logits, weights, routes), (T, ...) each."""
-    return {n: block.mlp.gate for n, block in enumerate(theirs.model.layers) if hasattr(block.mlp, "gate")}
-
-
-def give_routes(theirs: nn.Module, routes: Tensor) -> Iterator[RemovableHandle]:
-    """Make transformers' model compute with `routes` (B, S, layers, K)."""
-
-    def replace_output(gate: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...], *, layer: int):
-        given = routes[:, :, layer].flatten(0, 1)
-        weights = output[0].float().softmax(-1).gather(-1, given)
-        if getattr(theirs.config, "norm_topk_prob", True):  # Mixtral has no choice
-            weights = weights / weights.sum(-1, keepdim=True)
-        return output[0], weights, given
-
-    for layer, gate in list_gates(theirs).items():
-        yield gate.register_forward_hook(partial(replace_output, layer=layer))
-
-
-def choose_routes(theirs: nn.Module, batch: Batch) -> tuple[Tensor, dict[int, Tensor]]:
-    """Return the routes of the reference, (B, S, layers, K), and layer -> its scores, (B, S, experts)."""
-    seen: dict[int, tuple[Tensor, ...]] = {}
-    hooks = [
-        gate.register_forward_hook(lambda gate, inputs, output, layer=layer: seen.update({layer: output}))
-        for layer, gate in list_gates(theirs).items()
-    ]
-    with removed_afterwards(hooks), torch.no_grad():
-        forward_theirs(theirs)(batch)
-    shape = batch.tokens.shape
-    top_k = next(iter(seen.values()))[2].shape[-1]
-    routes = torch.zeros(*shape, len(theirs.model.layers), top_k, dtype=torch.int64)
-    for layer, output in seen.items():
-        routes[:, :, layer] = output[2].view(*shape, -1)
-    return routes, {layer: output[0].float().softmax(-1).view(*shape, -1) for layer, output in seen.items()}
-
-
-@contextmanager
-def rounded_otherwise(theirs: nn.Module) -> Iterator[None]:
-    """Context manager: other kernels of attention, and rotary frequencies one fp32 number larger."""
-    frequencies = [buffer for name, buffer in theirs.named_buffers() if name.endswith("inv_freq")]
-    assert frequencies, "transformers' model has no buffer inv_freq any more: how it rounds is not known"
-    kept = [buffer.clone() for buffer in frequencies]
-    usual = theirs.config._attn_implementation
-    theirs.set_attn_implementation("sdpa")
-    for buffer in frequencies:
-        buffer.copy_(torch.nextafter(buffer, torch.full_like(buffer, inf)))
-    try:
-        yield
-    finally:
-        theirs.set_attn_implementation(usual)
-        for buffer, original in zip(frequencies, kept, strict=True):
-            buffer.copy_(original)
-
-
 def compare(name: str, ours: nn.Module, theirs: nn.Module, rows: list[Row], seed: int) -> Comparison:
     """Compare both models on one batch. Both end as they started, without gradients."""
     batch, scores = make_batch(rows, ours.model_args, seed), {}
@@ -294,16 +229,6 @@ def measure_errors(
         rounding = measure(forward_theirs(theirs), their_parameters, take_theirs, list_gates(theirs))
     routers = {layer: mixture.router for layer, mixture in list_mixtures(ours)}
     return measure(forward_ours(ours), dict(ours.named_parameters()), take_ours, routers), rounding
-
-
-@contextmanager
-def removed_afterwards(handles: list[RemovableHandle]) -> Iterator[None]:
-    """Context manager: removes hooks at its end."""
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def judge(what: str, error: float, rounding: float, of: str, *, floor: float = FLOOR) -> Measure:
