@@ -154,7 +154,7 @@ FAST = {
 }
 
 # Of mixtures: on how many ranks, ep, and what else.
-EXPERTS = {
+EXPERT_LAYOUTS = {
     "one rank": Row(1),
     "accumulation 2": Row(1, accumulate(4)),
     **{f"one rank, {name} recompute": Row(1, keys) for name, keys in RECOMPUTE.items()},
@@ -187,9 +187,8 @@ EXPERTS = {
     "cp2, ep2, shared experts": Row(2, {CP: 2, EP: 2, **SHARED}),
     "pp2, shared experts": Row(2, {PP: 2, **SHARED}),
 }
-EXPERTS = {f"experts, {name}": Row(row.world_size, {**MIXTURE, **row.overrides}) for name, row in EXPERTS.items()}
-FAST |= EXPERTS
-SLOW_EXPERTS = {
+FAST |= {f"experts, {name}": Row(row.world_size, {**MIXTURE, **row.overrides}) for name, row in EXPERT_LAYOUTS.items()}
+SLOW_EXPERT_LAYOUTS = {
     "dp8, ep8": Row(8, {EP: 8}),
     "dp2 x cp2 x tp2, ep8": Row(8, {CP: 2, TP: 2, EP: 8}),
     "dp2 x cp2 x tp2, ep2": Row(8, {CP: 2, TP: 2, EP: 2}),
@@ -258,7 +257,9 @@ CROSSES = {
     "cp2 documents, no recompute": Row(2, {CP: 2, **DOCUMENTS, MODE: "none"}),
     "pp2 x cp2 x tp2 documents": Row(8, {PP: 2, CP: 2, TP: 2, **DOCUMENTS, **TWO_LAYERS}),
 }
-CROSSES |= {f"experts, {name}": Row(row.world_size, {**MIXTURE, **row.overrides}) for name, row in SLOW_EXPERTS.items()}
+CROSSES |= {
+    f"experts, {name}": Row(row.world_size, {**MIXTURE, **row.overrides}) for name, row in SLOW_EXPERT_LAYOUTS.items()
+}
 LAYOUTS = {**CROSSES, **FAST}
 
 BFLOAT16_LAYOUTS = {

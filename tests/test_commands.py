@@ -89,6 +89,7 @@ ROWS = {
     "python -m torchtitan_lite eval Llama-3.2-1B --multiple-choice hellaswag.jsonl": Row(),
     "python -m torchtitan_lite eval outputs/debug --data texts/ "
     "--ranks 4 --parallelism.tensor_parallel_degree 2": Row(),
+    "python -m torchtitan_lite plan --config mixtral_8x22b --gpus 2048": Row(),
     # verify
     "python -m torchtitan_lite verify --config llama3_70b --ranks 16": Row(),
     "python -m torchtitan_lite verify --config debug_3d --ranks 8 --bisect": Row(),

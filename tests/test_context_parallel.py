@@ -150,7 +150,12 @@ def watch_step(world_size: int, overrides: dict[str, object], watch_class: type[
     stepping.forward_backward(run, batch, n_tokens)  # what stays from step to step is made now
     watch = watch_class()
     gradients = [parameter.grad for parameter in run.parameters.values()]
-    watch.know([*map(local, (*run.parameters.values(), *gradients)), *vars(batch).values()])
+    watch.know(
+        [
+            *map(local, (*run.parameters.values(), *gradients)),
+            *(each for each in vars(batch).values() if each is not None),
+        ]
+    )
     with watch:
         stepping.forward_backward(run, batch, n_tokens)
     return watch.result()

@@ -41,7 +41,8 @@ from torchtitan_lite.config.flavors import (
 )
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.memory import bound_memory, count_state_bytes, list_kept_bytes
+from torchtitan_lite.config.memory import count_state_bytes, list_kept_bytes
+from torchtitan_lite.config.memory_bound import bound_memory
 from torchtitan_lite.config.workload import Workload, count_layers, describe_workload
 from torchtitan_lite.model.attention import CausalAttention
 from torchtitan_lite.model.llama3 import TransformerBlock, rotary_angles

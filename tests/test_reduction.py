@@ -210,7 +210,7 @@ def test_each_small_run_keeps_the_layout_and_has_the_depth_the_length_and_the_wi
     assert small.n_heads // small.n_kv_heads == real.n_heads // real.n_kv_heads
     assert (small.dim == small.n_heads * small.head_dim) == (real.dim == real.n_heads * real.head_dim)
     assert small.rope_scaling == real.rope_scaling and small.tie_embeddings == real.tie_embeddings
-    assert small.dim <= 512 and small.n_layers <= 13
+    assert small.dim <= 512 and small.n_layers <= 16
     listed = {change.key for change in reduction.changes}
     assert {"optimizer.name", "training.seq_len"} <= listed
     assert "model.n_layers" in listed or small.n_layers == real.n_layers
@@ -244,7 +244,7 @@ def test_each_small_run_keeps_the_layout_and_has_the_depth_the_length_and_the_wi
     assert count_parameters(shape) <= MOST_PARAMETERS
     tensors = (shape.dim * shape.n_heads * shape.head_dim, shape.dim * shape.ffn_dim, shape.dim * shape.vocab_size)
     if real.dim >= 2048:
-        assert max(tensors) >= 4e6 and shape.dim >= 512
+        assert max(tensors) >= (2e6 if real.mixture else 4e6) and shape.dim >= 512  # experts count for as much
     else:
         assert (shape.dim, shape.ffn_dim, shape.vocab_size) == (real.dim, real.ffn_dim, real.vocab_size)
 
