@@ -169,7 +169,7 @@ def test_8b_with_bf16_moments_fits_one_h200_and_offloaded_it_is_the_host_that_mu
     assert bound.state_bytes == 8_030_261_248 * 16
     (bound,) = preflight([*args, "--optimizer.moments_dtype=bfloat16"], machine=GPU).memory
     assert bound.state_bytes == 96_363_134_976
-    monkeypatch.setattr("torchtitan_lite.config.memory.measure_cpu_memory", lambda: 100 * GIB)
+    monkeypatch.setattr("torchtitan_lite.config.memory_bound.measure_cpu_memory", lambda: 100 * GIB)
     args += ["--training.enable_cpu_offload"]
     with pytest.raises(ConfigError) as error:
         preflight(args, machine=GPU)
