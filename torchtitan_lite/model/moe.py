@@ -153,10 +153,13 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply each group of rows by its own matrix: rows (R, in), matrices (E, in, out) -> (R, out).
 
     `ends` (E,) int32: the row after the last one of each group. The last end is R: rows beyond it would come out
-    uninitialised. Without grouped_mm in this torch: a matmul a group, for which the host waits for `ends`.
+    uninitialised.
     """
-    if hasattr(F, "grouped_mm"):
-        return F.grouped_mm(rows, matrices, offs=ends)
+    return F.grouped_mm(rows, matrices, offs=ends) if hasattr(F, "grouped_mm") else multiply_each(rows, matrices, ends)
+
+
+def multiply_each(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Compute multiply_groups without grouped_mm: a matmul for each group. The host waits for `ends`."""
     groups = rows.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
     return torch.cat([group @ matrix for group, matrix in zip(groups, matrices, strict=True)])
 
