@@ -156,7 +156,6 @@ FAST = {
 # Of mixtures: on how many ranks, ep, and what else.
 EXPERT_LAYOUTS = {
     "one rank": Row(1),
-    "accumulation 2": Row(1, accumulate(4)),
     **{f"one rank, {name} recompute": Row(1, keys) for name, keys in RECOMPUTE.items()},
     "one rank, 3 experts of 8": Row(1, {"model.top_k": 3, "model.normalize_top_k": False}),
     "dp2": Row(2),
@@ -165,20 +164,15 @@ EXPERT_LAYOUTS = {
     "cp2": Row(2, {CP: 2}),
     "pp2": Row(2, {PP: 2}),
     "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "full", "model.n_layers": 4}),
-    "pp2 Interleaved1F1B": Row(2, {PP: 2, SCHEDULE: "Interleaved1F1B", "model.n_layers": 4}),
     "dp2, ep2": Row(2, {EP: 2}),
     "tp2, ep2": Row(2, {TP: 2, EP: 2}),
     "cp2 ring, ep2": Row(2, {CP: 2, EP: 2, **RING}),
     "dp2, ep2, full recompute": Row(2, {EP: 2, MODE: "full"}),
     "dp2, ep2, compile": Row(2, {EP: 2, **COMPILED}),
-    "dp2, ep2, offloaded": Row(2, {EP: 2, **OFFLOAD}),
     "dp2, ep2, documents": Row(2, {EP: 2, **DOCUMENTS}),
     **{f"dp2, ep2, accumulation 4 ZeRO-{stage}": Row(2, {EP: 2, ZERO: stage, **ACCUMULATION_4}) for stage in (1, 2, 3)},
     "dp4, ep2": Row(4, {EP: 2}),
-    "dp4, ep4": Row(4, {EP: 4}),
     "hsdp2x2, ep2": Row(4, {REPLICATE: 2, EP: 2}),
-    "ddp2 x tp2, ep2": Row(4, {REPLICATE: 2, TP: 2, EP: 2}),
-    "dp2 x tp2, ep2": Row(4, {TP: 2, EP: 2}),
     "dp2 x tp2, ep4": Row(4, {TP: 2, EP: 4}),
     "dp2 x cp2, ep4": Row(4, {CP: 2, EP: 4}),
     "pp2 x dp2, ep2": Row(4, {PP: 2, EP: 2}),
@@ -189,6 +183,12 @@ EXPERT_LAYOUTS = {
 }
 FAST |= {f"experts, {name}": Row(row.world_size, {**MIXTURE, **row.overrides}) for name, row in EXPERT_LAYOUTS.items()}
 SLOW_EXPERT_LAYOUTS = {
+    "accumulation 2": Row(1, accumulate(4)),
+    "pp2 Interleaved1F1B": Row(2, {PP: 2, SCHEDULE: "Interleaved1F1B", "model.n_layers": 4}),
+    "dp2, ep2, offloaded": Row(2, {EP: 2, **OFFLOAD}),
+    "dp4, ep4": Row(4, {EP: 4}),
+    "ddp2 x tp2, ep2": Row(4, {REPLICATE: 2, TP: 2, EP: 2}),
+    "dp2 x tp2, ep2": Row(4, {TP: 2, EP: 2}),
     "dp8, ep8": Row(8, {EP: 8}),
     "dp2 x cp2 x tp2, ep8": Row(8, {CP: 2, TP: 2, EP: 8}),
     "dp2 x cp2 x tp2, ep2": Row(8, {CP: 2, TP: 2, EP: 2}),
