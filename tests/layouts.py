@@ -199,6 +199,15 @@ SLOW_EXPERT_LAYOUTS = {
         8, {PP: 2, TP: 2, EP: 4, SCHEDULE: "DualPipeV", MODE: "none", "model.n_layers": 4}
     ),
     "dp2 x tp2, ep4, compile": Row(4, {TP: 2, EP: 4, **COMPILED}),
+    **{
+        f"pp2 x dp2, ep2, {name}": Row(4, {PP: 2, EP: 2, SCHEDULE: name, "model.n_layers": 4, **PLAIN_FOR[name]})
+        for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble")
+    },
+    **{
+        f"dp2, ep2, compile, {name}": Row(2, {EP: 2, **COMPILED, **keys})
+        for name, keys in (("no recompute", {MODE: "none"}), ("full recompute", {MODE: "full"}), ("budget", BUDGET))
+    },
+    "dp2, ep2, 12 layers, accumulation 4": Row(2, {EP: 2, **ACCUMULATION_4, "model.n_layers": 12}),
 }
 
 # Every value of one axis with every value of another, and what has three axes. Slow: minutes.
