@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -33,6 +34,8 @@ from torchtitan_lite.bench.step import measure_step_memory
 from torchtitan_lite.bench.step_3d import take_turns
 from torchtitan_lite.bench.step_experts import EXPERTS_CONFIG, RATIO_OF
 from torchtitan_lite.components import optim
+from torchtitan_lite.components.log import LineFormatter
+from torchtitan_lite.components.metrics import StepMetrics, format_console_lines
 from torchtitan_lite.config.hardware import Gpu
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Compile, Model, Training
@@ -225,7 +228,7 @@ SPEEDS = {"torchtitan": "step: {0:2}  loss: -2.00000  memory:  0.00GiB(0.00%)  t
 SPEEDS["picotron"] = (
     "[rank 2] Step: {0:<5d} | Loss: 7.1 | Tokens/s: {1:.2f}K | Tokens/s/GPU: 9.99K | Tokens: 8K | MFU: 0%"
 )
-SPEEDS["torchtitan_lite"] = "07:29:31 step  {0}/9  loss  8.1  lr 8.00e-04  {1:,.0f} tokens/s/rank  0.50 GiB  0.719 s"
+SPEEDS["torchtitan_lite"] = "07:29:31 step  {0}/9  loss 8.1  lr 8.00e-04  {1:,.0f} tok/s/rank  0.50 GiB  0.719 s"
 
 
 @pytest.fixture
@@ -294,6 +297,17 @@ def test_a_peer_that_hangs_is_stopped_and_one_that_logs_too_little_is_not_measur
     assert bench_peers.read_speed(ours, output, n_ranks=1, n_steps=8) == 3000
     with pytest.raises(bench_step.Absent, match="speed of 8 steps, not of 9"):
         bench_peers.read_speed(ours, output, n_ranks=1, n_steps=9)
+
+
+def test_our_speed_is_read_from_the_line_that_train_logs():
+    formatter = LineFormatter(rank=0, date_format="%H:%M:%S", color=False)
+    output = ""
+    for step in range(1, 5):
+        metrics = StepMetrics(step, 6.1, 1.2, 8e-4, 1000, 12345.4, None, None, 0.4, 0.25, 0.01)
+        (line,) = format_console_lines(metrics, n_steps=4)
+        output += formatter.format(logging.makeLogRecord({"msg": line, "levelno": logging.INFO})) + "\n"
+    ours = bench_peers.TRAINERS["torchtitan_lite"]
+    assert bench_peers.read_speed(ours, output, n_ranks=2, n_steps=4) == 2 * 12345
 
 
 def test_the_reason_of_a_failure_is_the_first_exception_of_a_rank():

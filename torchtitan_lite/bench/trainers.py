@@ -108,7 +108,7 @@ TRAINERS = {
         "{checkout}/train.py --config {config}", write_picotron, r"Step: (\d+) .*Tokens/s: +([\d.]+)(K?)", True
     ),
     OURS: Trainer(
-        "{checkout}/train.py --config {config}", write_ours, r"step +(\d+)/.* ([\d,]+)() tokens/s/rank", False
+        "{checkout}/train.py --config {config}", write_ours, r"step +(\d+)/.* ([\d,]+)() tok/s/rank", False
     ),
 }
 
