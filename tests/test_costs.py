@@ -71,6 +71,10 @@ LAYOUTS = {
     "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2, BATCH: 4, **EVERY_SECOND, "model.n_layers": 4}),
     "pp2, ZeRO 3": (4, {PP: 2, BATCH: 4, ZERO: 3, MODE: "full"}),
     "pp2, V": (2, {PP: 2, BATCH: 4, SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 4}),
+    "pp2 x tp2, V, full": (
+        4,
+        {PP: 2, TP: 2, BATCH: 4, SCHEDULE: "ZBVZeroBubble", MODE: "full", "model.n_layers": 4},
+    ),
     "norm and head alone": (12, {PP: 6, TP: 2, BATCH: 4, SCHEDULE: "GPipe", "model.n_layers": 4, MODE: "none"}),
     "tp2, norms of heads": (2, {TP: 2, BATCH: 4, MODE: "none", **HEAD_NORMS}),
     "experts, dp2": (2, {BATCH: 4, MODE: "none", **EXPERTS}),
@@ -202,11 +206,17 @@ def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_large_mixtures(name, 
     assert_memory_of_a_dry_run(["--config", name, *keys], n_gpus, error)
 
 
-def assert_memory_of_a_dry_run(args: list[str], n_gpus: int, error: float) -> None:
-    """Compare the closed form with the dry run of the first pp rank."""
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_split_backward_keeps_what_waits_for_the_gradients_of_weights(mode):
+    keys = [f"--{PP}=4", f"--{SCHEDULE}=ZBVZeroBubble", f"--{MODE}={mode}", "--training.local_batch_size=8"]
+    assert_memory_of_a_dry_run(["--config", "llama3_8b", "--model.n_layers=8", *keys], 8, 0.06, pp_rank=3)
+
+
+def assert_memory_of_a_dry_run(args: list[str], n_gpus: int, error: float, pp_rank: int = 0) -> None:
+    """Compare the closed form of a pp rank with its dry run."""
     planned = plan_run(args, n_gpus, "cuda")
     memory = list_memory(planned.describe_workload(), plan_order(planned.config.parallelism, planned.layout))
-    assert memory[0].live == pytest.approx(planned.dry_run(0).peak_bytes, rel=error)
+    assert memory[pp_rank].live == pytest.approx(planned.dry_run(pp_rank).peak_bytes, rel=error)
 
 
 # ---------------------------------------------------------------- dry run = real tensors
@@ -218,6 +228,7 @@ def assert_memory_of_a_dry_run(args: list[str], n_gpus: int, error: float) -> No
         ("one rank", 0),
         pytest.param("dp2 x tp2", 0, marks=pytest.mark.slow),
         ("pp2 x dp2 x tp2", 1),
+        ("pp2 x tp2, V, full", 1),
         ("tp2, norms of heads", 0),
         ("experts, dp2", 0),
     ],

@@ -107,8 +107,8 @@ def test_a_long_schedule_is_known_from_a_short_one(schedule):
 
         extrapolated = sum(weight * measure(length) for length, weight in list_samples(m, pp))
         assert extrapolated == pytest.approx(measure(m), rel=tolerance)
-    in_flight = [count_in_flight(row).total() for row in pipeline_order(schedule, pp, m, v)]
-    assert [each.total() for each in extrapolate_in_flight(schedule, pp, m, v)] == in_flight
+    in_flight = [count_in_flight(row, 1.6).total() for row in pipeline_order(schedule, pp, m, v)]
+    assert [each.total() for each in extrapolate_in_flight(schedule, pp, m, v, 1.6)] == in_flight
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,11 @@ def test_microbatches_in_flight_are_those_of_the_papers(schedule, v, held):
     assert [count_in_flight(row).total() for row in pipeline_order(schedule, 4, 8, v)] == held
 
 
-def test_the_backward_of_inputs_frees_nothing_yet():
-    row = [Action(0, kind, microbatch) for kind, microbatch in [("F", 0), ("F", 1), ("I", 0), ("F", 2), ("W", 0)]]
-    assert count_in_flight(row) == {0: 3}
+def test_the_backward_of_inputs_frees_nothing_yet_and_keeps_gradients():
+    actions = [("F", 0), ("F", 1), ("F", 2), ("I", 0), ("W", 0), ("I", 1), ("I", 2), ("W", 1), ("W", 2)]
+    row = [Action(0, *action) for action in actions]
+    assert +count_in_flight(row, 1.2) == {(0, "F"): 2, (0, "I"): 1}
+    assert +count_in_flight(row, 2.5) == {(0, "I"): 2}
 
 
 def test_the_order_is_that_of_the_schedule_or_of_the_csv_file(tmp_path):

@@ -129,7 +129,9 @@ def build_rows(machine: Machine, *, tiny: bool) -> dict[str, list[Config]]:
 def count_bytes(config: Config) -> float:
     """Return the peak memory of a step on one rank, closed form."""
     model_args = resolve_model(config.model)
-    return estimate_memory(describe_workload(config, model_args, plan_layout(config, model_args, 1)), 0, {0: 1}).live
+    return estimate_memory(
+        describe_workload(config, model_args, plan_layout(config, model_args, 1)), 0, {(0, "F"): 1}
+    ).live
 
 
 def run_plans(plans: list[Config], end_s: float, **options: int) -> RowResult:

@@ -23,6 +23,7 @@ from torch import nn
 
 from torchtitan_lite.config.float8_plan import uses_float8
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.moe import MixtureOfExperts
 from torchtitan_lite.parallel.activation_checkpoint import (
@@ -80,7 +81,7 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
                 compiled = torch.compile(forward, backend=config.compile.backend, fullgraph=True, options=options)
                 setattr(module, method, compiled)
         if recompute[int(layer)] == "full":
-            apply_recompute(block, keep_expensive_ops=False)
+            apply_recompute(block, keep_expensive_ops=False, split_backward=splits_backward(config.parallelism))
     if part.output is not None and config.compile.enable and "loss" in config.compile.components:
         compile_loss(part.output, config.compile.backend)
 

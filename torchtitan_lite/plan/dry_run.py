@@ -38,6 +38,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.memory import weigh_waiting
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config, with_value
@@ -198,7 +199,7 @@ def plan_run(
 def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:
     """Return pp rank -> pp ranks with equal stages, itself included: as many layers, and the same other modules.
 
-    They differ in their microbatches in flight; the key is the one with most.
+    They differ in their microbatches in flight; the key is the one that holds most.
     """
     layout = planned.layout
     alike: dict[tuple, list[int]] = {}
@@ -206,8 +207,12 @@ def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:
         stages = [layout.stages[index] for index in layout.stages_of(rank)]
         costs = tuple(tuple(name_alike(fqn, planned.model_args) for fqn in stage) for stage in stages)
         alike.setdefault(costs, []).append(rank)
-    in_flight = [count_in_flight(row).total() for row in plan_order(planned.config.parallelism, layout)]
-    return {max(ranks, key=in_flight.__getitem__): ranks for ranks in alike.values()}
+    section, weight = planned.config.parallelism, 1.0
+    if splits_backward(section):
+        weight = weigh_waiting(describe_workload(planned.config, planned.model_args, layout))
+    counts = [count_in_flight(row, weight) for row in plan_order(section, layout)]
+    held = [sum(n * (weight if action == "I" else 1) for (_, action), n in count.items()) for count in counts]
+    return {max(ranks, key=held.__getitem__): ranks for ranks in alike.values()}
 
 
 def name_alike(fqn: str, model_args: ModelArgs) -> str:

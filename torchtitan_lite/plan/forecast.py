@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torchtitan_lite.config.flavors import count_flops_per_token
 from torchtitan_lite.config.hardware import Cluster
-from torchtitan_lite.config.memory import Memory, estimate_memory
+from torchtitan_lite.config.memory import Memory, estimate_memory, weigh_waiting
 from torchtitan_lite.config.workload import Workload
 from torchtitan_lite.plan.simulator import (
     PipelineOrder,
@@ -65,7 +65,8 @@ def forecast_quickly(model: StepTimeModel, schedule: str) -> Forecast:
 
 def list_memory(workload: Workload, order: PipelineOrder) -> list[Memory]:
     """Return the peak memory of each pp rank."""
-    return [estimate_memory(workload, rank, count_in_flight(row)) for rank, row in enumerate(order)]
+    weight = weigh_waiting(workload)
+    return [estimate_memory(workload, rank, count_in_flight(row, weight)) for rank, row in enumerate(order)]
 
 
 def rate_step(workload: Workload, cluster: Cluster, step_time_s: float) -> Rate:

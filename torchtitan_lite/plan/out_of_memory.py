@@ -23,7 +23,7 @@ from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.checks import find_problems
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout
-from torchtitan_lite.config.memory import Memory, estimate_memory
+from torchtitan_lite.config.memory import Memory, estimate_memory, weigh_waiting
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Config, Training, with_value
 from torchtitan_lite.config.workload import describe_workload
@@ -95,7 +95,7 @@ def estimate_rank(config: Config, model_args: ModelArgs, world_size: int, pp_ran
     except ConfigError:
         return None
     order = plan_order(config.parallelism, layout)
-    return estimate_memory(workload, pp_rank, count_in_flight(order[pp_rank]))
+    return estimate_memory(workload, pp_rank, count_in_flight(order[pp_rank], weigh_waiting(workload)))
 
 
 def count_on_gpu(memory: Memory, offloads: bool) -> float:

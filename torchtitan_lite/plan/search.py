@@ -16,7 +16,7 @@ from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import Cluster
 from torchtitan_lite.config.layout import Layout, plan_layout
-from torchtitan_lite.config.memory import estimate_memory
+from torchtitan_lite.config.memory import estimate_memory, weigh_waiting
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.workload import Workload, describe_workload
@@ -224,7 +224,8 @@ def estimate_live_bytes(workload: Workload, schedule: str, pp_rank: int) -> floa
     """Return the peak memory of a pp rank, from short schedules where that of all microbatches is long."""
     layout = workload.layout
     per_rank = len(layout.stages) // layout.pp
-    in_flight = extrapolate_in_flight(schedule, layout.pp, layout.n_microbatches, per_rank)
+    weight = weigh_waiting(workload) if workload.splits_backward else 1
+    in_flight = extrapolate_in_flight(schedule, layout.pp, layout.n_microbatches, per_rank, weight)
     return estimate_memory(workload, pp_rank, in_flight[pp_rank]).live
 
 

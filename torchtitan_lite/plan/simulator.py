@@ -156,17 +156,21 @@ def simulate(order: PipelineOrder, durations: Durations) -> Timeline:
     return Timeline(events, len(order))
 
 
-def count_in_flight(row: list[Action]) -> Counter[int]:
-    """Return stage -> microbatches in flight (forward done, backward not), at the moment when the sum is largest.
+def count_in_flight(row: list[Action], waiting_weight: float = 1.0) -> Counter[tuple[int, str]]:
+    """Return the microbatches in flight when they hold most: (stage, F or I: their last action) -> how many.
 
-    Between I and W the inputs of the matmuls are still needed, so I frees nothing.
+    After F a microbatch holds what its backward needs. Between I and W it holds `waiting_weight` times as much
+    (memory.weigh_waiting).
     """
-    held: Counter[int] = Counter()
-    peak, n_held, most = held, 0, 0
+    held: Counter[tuple[int, str]] = Counter()
+    peak, n_held, most = held, 0.0, 0.0
     for action in row:
-        change = {"F": 1, "I": 0}.get(action.kind, -1)
-        held[action.stage] += change
-        n_held += change
+        if action.kind != "F":
+            held[action.stage, "I" if action.kind == "W" else "F"] -= 1
+            n_held -= waiting_weight if action.kind == "W" else 1
+        if action.kind in "FI":
+            held[action.stage, action.kind] += 1
+            n_held += waiting_weight if action.kind == "I" else 1
         if n_held > most:
             peak, most = held.copy(), n_held
     return peak
@@ -188,11 +192,13 @@ def list_samples(n_microbatches: int, n_ranks: int) -> list[tuple[int, float]]:
 
 
 @lru_cache(maxsize=4096)
-def extrapolate_in_flight(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Counter]:
-    """Return, for each pp rank, stage -> microbatches in flight, from short schedules."""
+def extrapolate_in_flight(
+    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int, waiting_weight: float
+) -> list[Counter]:
+    """Return what count_in_flight finds of each pp rank, from short schedules."""
     total: list[Counter] = [Counter() for _ in range(pp)]
     for length, weight in list_samples(n_microbatches, pp):
         for in_flight, row in zip(total, pipeline_order(schedule, pp, length, n_stages_per_rank), strict=True):
-            for stage, count in count_in_flight(row).items():
-                in_flight[stage] += count * weight
+            for key, count in count_in_flight(row, waiting_weight).items():
+                in_flight[key] += count * weight
     return total
