@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite.checkpoint.folders import open_checkpoint, write_checkpoint
 from torchtitan_lite.checkpoint.load import resume
-from torchtitan_lite.checkpoint.one_process import open_checkpoint, write_checkpoint
-from torchtitan_lite.checkpoint.save import CheckpointSaver
-from torchtitan_lite.checkpoint.state import name_tensors
+from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
 from torchtitan_lite.config.schema import Checkpoint
 
 FINGERPRINT = {"data": "of this test", "shape": {"dim": 64, "name": "llama3", "qk_norm": False, "mixture": None}}

@@ -23,8 +23,7 @@ from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO
 
 from torchtitan_lite.checkpoint.load import resume
 from torchtitan_lite.checkpoint.manifest import find_steps
-from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
-from torchtitan_lite.checkpoint.state import name_tensors
+from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, name_tensors
 from torchtitan_lite.config.schema import Checkpoint, Config
 from torchtitan_lite.verify.ranks import RankFailure
 

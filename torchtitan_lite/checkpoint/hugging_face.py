@@ -46,9 +46,8 @@ from torchtitan_lite.checkpoint.hugging_face_folder import (
     locate,
 )
 from torchtitan_lite.checkpoint.manifest import CheckpointError
-from torchtitan_lite.checkpoint.state import convert_dtype
 from torchtitan_lite.checkpoint.storage import do_on_rank_0, raise_on_all_ranks
-from torchtitan_lite.checkpoint.tensor_files import TensorFileWriter, cut_into_files, open_tensor_file
+from torchtitan_lite.checkpoint.tensor_files import TensorFileWriter, convert_dtype, cut_into_files, open_tensor_file
 from torchtitan_lite.config.flavors import ModelArgs, list_expert_biases
 
 logger = logging.getLogger(__name__)

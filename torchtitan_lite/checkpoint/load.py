@@ -10,6 +10,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -21,7 +22,7 @@ from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError, DamagedCheckpoint, Manifest, find_steps, read_manifest
-from torchtitan_lite.checkpoint.state import create_optimizer_state, name_tensors, name_weights, set_step
+from torchtitan_lite.checkpoint.save import name_tensors, name_weights
 from torchtitan_lite.checkpoint.storage import StorageReader, do_on_rank_0, explain_dcp_error, raise_on_all_ranks
 from torchtitan_lite.checkpoint.tensor_files import find_damage
 from torchtitan_lite.config.certificates import describe_certificate
@@ -97,6 +98,25 @@ def resume(
     certificate = describe_certificate(manifest.run.get("certificate"))
     logger.info(f"resumed from {folder / f'step-{manifest.step}'}, {certificate}")
     return manifest.step
+
+
+def create_optimizer_state(optimizer: Optimizer) -> None:
+    """Make the optimizer allocate its state, by a step with gradients and learning rate of zero."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def set_step(lr_scheduler: LRScheduler, step: int) -> None:
+    """Set the learning rate that follows `step` finished steps."""
+    lr_scheduler.last_epoch = step - 1
+    lr_scheduler.step()
 
 
 def load_newest(

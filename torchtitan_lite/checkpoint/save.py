@@ -1,5 +1,11 @@
 """Save checkpoints of a run: all ranks together, either between two steps or beside the next ones.
 
+    model.layers.3.attention.wq.weight            the weight, by its FQN in the whole model; of a mixture also the bias
+    optimizer.layers.3.attention.wq.weight.exp_avg
+
+Learning rate, position in the data and initial weights are functions of step and seed, and a step draws no random
+numbers. So the step, which is in the manifest, restores all of them on any layout.
+
     save(20) ------------------------------ save(40)
       |  waits for the previous save          |
       |  starts to copy                       |        async: `check` raises an error after the step in which the
@@ -29,8 +35,8 @@ from torch.optim.optimizer import Optimizer
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps
-from torchtitan_lite.checkpoint.state import convert_dtype, name_tensors, name_weights
 from torchtitan_lite.checkpoint.storage import StagedPlanner, StorageWriter, explain_dcp_error, raise_on_all_ranks
+from torchtitan_lite.checkpoint.tensor_files import convert_dtype
 from torchtitan_lite.config.schema import Checkpoint, Config
 
 logger = logging.getLogger(__name__)
@@ -215,6 +221,21 @@ class CheckpointSaver:
         finally:
             if self.thread is not None:
                 self.thread.shutdown()
+
+
+def name_weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters by their names in a checkpoint."""
+    return {f"model.{fqn}": parameter.detach() for fqn, parameter in parameters.items()}
+
+
+def name_tensors(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the parameters and all tensors of the optimizer state, by their names in a checkpoint."""
+    named = name_weights(parameters)
+    for fqn, parameter in parameters.items():
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                named[f"optimizer.{fqn}.{name}"] = value
+    return named
 
 
 def choose_tensors(

@@ -201,3 +201,11 @@ def find_damage(path: Path, record: FileRecord) -> str | None:
     if digest.hexdigest() != record.blake2b:
         return f"{path} has changed since it was written: its hash is not the one in {MANIFEST}"
     return None
+
+
+def convert_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a tensor. Raises CheckpointError where a finite number becomes an infinity in float16."""
+    converted = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
+        raise CheckpointError(f"{name} has numbers beyond 65,504, the largest of float16: choose bfloat16 or float32")
+    return converted
