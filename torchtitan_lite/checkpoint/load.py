@@ -49,40 +49,22 @@ def restore_or_load(
     other is used); 0 if there is none: then checkpoint.initial_load_path is loaded, if given. Raises CheckpointError;
     the content of the parameters is then undefined.
     """
-    run = (parameters, optimizer, lr_scheduler)
     path = Path(section.initial_load_path)
     if resumed_step:
-        step = resumed_step if is_named else None
-        return resume(checkpoints, step, *run, section=section, fingerprint=fingerprint, group=group)
-    if not section.initial_load_path:
+        folder, step = checkpoints, resumed_step if is_named else None
+    elif not section.initial_load_path:
         return 0
-    if section.initial_load_in_hf:
-        raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
-    elif section.initial_load_model_only:
-        same_model = {"shape": fingerprint["shape"]}
-        load_checkpoint(path, name_weights(parameters), fingerprint=same_model, verify=section.verify, group=group)
+    elif section.initial_load_in_hf or section.initial_load_model_only:
+        if section.initial_load_in_hf:
+            raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
+        else:
+            same_model = {"shape": fingerprint["shape"]}
+            load_checkpoint(path, name_weights(parameters), fingerprint=same_model, verify=section.verify, group=group)
+        logger.info(f"the run starts with the weights of {path}")
+        return 0
     else:  # the weights, optimizer state and step of another run
-        step = int(path.name.removeprefix("step-"))
-        return resume(path.parent, step, *run, section=section, fingerprint=fingerprint, group=group)
-    logger.info(f"the run starts with the weights of {path}")
-    return 0
+        folder, step = path.parent, int(path.name.removeprefix("step-"))
 
-
-def resume(
-    folder: Path,
-    step: int | None,
-    parameters: dict[str, Tensor],
-    optimizer: Optimizer,
-    lr_scheduler: LRScheduler,
-    *,
-    section: Checkpoint,
-    fingerprint: dict[str, object],
-    group: dist.ProcessGroup,
-) -> int:
-    """Restore a run from the checkpoint of `step` (None: the newest undamaged one). Return its step. Collective.
-
-    Raises CheckpointError; the state of the run is then undefined.
-    """
     if "optimizer" in section.exclude_from_loading:
         tensors = name_weights(parameters)
         logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
