@@ -12,8 +12,7 @@ from made_corpora import write_corpus, write_flat
 from torchtitan_lite.config.hardware import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.data import corpus_folder
-from torchtitan_lite.data.corpus_folder import CorpusError, measure_flat
-from torchtitan_lite.data.named_corpora import DATASETS
+from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, measure_flat
 from torchtitan_lite.preflight import preflight
 
 LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")

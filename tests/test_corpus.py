@@ -15,10 +15,10 @@ import pytest
 import torch
 from made_corpora import BYTES, write_corpus, write_flat, write_manifest
 
-from torchtitan_lite.data import background_hash, corpus_folder
+from torchtitan_lite.data import corpus as corpora
 from torchtitan_lite.data import corpus as corpus_module
-from torchtitan_lite.data.background_hash import BackgroundHash
-from torchtitan_lite.data.corpus import Corpus, NumberFile, OpenShard, ShardFiles, open_corpus
+from torchtitan_lite.data import corpus_folder
+from torchtitan_lite.data.corpus import BackgroundHash, Corpus, NumberFile, OpenShard, ShardFiles, open_corpus
 from torchtitan_lite.data.corpus_folder import CorpusError, read_manifest
 
 NO_CACHE = Path("nowhere")
@@ -308,7 +308,7 @@ def test_what_is_sound_is_logged_and_a_run_that_ends_first_does_not_wait(folder,
         hashing.result.result(timeout=60)
         hashing.check()
     assert "hashed 4 files of corpora" in caplog.messages[-1] and "none has changed" in caplog.messages[-1]
-    monkeypatch.setattr(background_hash, "REST", 1e9)
+    monkeypatch.setattr(corpora, "REST", 1e9)
     flip_bit(folder / FILES[3])
     with BackgroundHash([open_corpus(str(folder), BYTES, NO_CACHE)], part=0, n_parts=1) as hashing:
         hashing.check()

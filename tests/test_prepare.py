@@ -16,7 +16,7 @@ import pytest
 from made_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_files, write_inputs
 
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.data import shards, text_files
+from torchtitan_lite.data import documents, shards
 from torchtitan_lite.data import tokenizer as tokenizer_module
 from torchtitan_lite.data.corpus_folder import SPLITS, CorpusError, CorpusManifest, read_manifest
 from torchtitan_lite.data.prepare import hold, prepare_files
@@ -82,7 +82,7 @@ def test_shards_hold_every_document_in_order_as_the_tokenizer_encodes_it(tmp_pat
 
 @pytest.mark.parametrize("suffix", [".txt.gz", ".jsonl"])
 def test_a_long_document_has_the_ids_of_its_whole_text(tmp_path, tokenizer, monkeypatch, suffix):
-    for module in (text_files, tokenizer_module):
+    for module in (documents, tokenizer_module):
         monkeypatch.setattr(module, "MAX_CHARACTERS", 1000)
     text = make_text(random.Random(1), 600) + " " * 1500 + "x" + "é" * 800
     content = (json.dumps({"text": text}) if suffix == ".jsonl" else text).encode()

@@ -13,7 +13,7 @@ from test_tokenizer_json import LLAMA3, SCRIPTS
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import train_bpe as tool
-from torchtitan_lite.data.named_corpora import DATASETS
+from torchtitan_lite.data.corpus_folder import DATASETS
 from torchtitan_lite.data.tokenizer import UNUSED, load_tokenizer
 
 SHIPPED = REPOSITORY / "assets" / "tokenizer"

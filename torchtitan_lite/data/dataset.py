@@ -36,8 +36,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.corpus_folder import CorpusError
-from torchtitan_lite.data.named_corpora import split_round
+from torchtitan_lite.data.corpus_folder import CorpusError, split_round
 from torchtitan_lite.model.head import IGNORE_INDEX
 
 

@@ -16,13 +16,16 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import platform
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 
+from torchtitan_lite.config.command_lines import count_cores
 from torchtitan_lite.config.files import replace_file, sync_folder
 from torchtitan_lite.data.corpus_folder import (
     BYTES_OF,
@@ -33,14 +36,20 @@ from torchtitan_lite.data.corpus_folder import (
     CorpusManifest,
     Shard,
     check_sizes,
+    check_small,
     choose_dtype,
     dump_manifest,
+    read_manifest,
 )
+from torchtitan_lite.data.documents import Tally
 from torchtitan_lite.data.shards import Plan, Recipe, Unfinished, count_bytes, make_plan, make_units
-from torchtitan_lite.data.text_files import PreparationError, Tally, find_sources
+from torchtitan_lite.data.text_files import PreparationError, find_sources
 from torchtitan_lite.data.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 SOURCES = "sources.jsonl"
+MANY_BYTES = 2**26  # of files: from here on it pays to start more processes that tokenise
 
 
 def prepare_files(
@@ -60,6 +69,46 @@ def prepare_files(
     with open_work(plan, start_over=True) as missing:
         make_units(plan, missing, n_processes=max(1, min(n_processes, len(missing))))
         return commit(plan)[0]
+
+
+def prepare_dataset(
+    name: str, files: list[Path], tokenizer: Tokenizer, cache_folder: Path, validation_share: float
+) -> Path:
+    """Return the folder of a named corpus inside the cache; the first process prepares it. Raises CorpusError."""
+    stats = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files]
+    key = hashlib.sha256("\n".join([tokenizer.identity, platform.python_version(), *stats]).encode()).hexdigest()
+    folder = cache_folder / f"{name}-{key[:16]}"
+    if find_fault(folder):
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        n_bytes = sum(path.stat().st_size for path in files)
+        logger.info(f"Tokenising {name} once: {n_bytes / 1e6:,.1f} MB in {len(files)} files into {folder}")
+        # Ranks of a host arrive together: one takes the lock and prepares, the others wait and then find the folder.
+        # The system releases the lock of a process that dies, so nobody waits for one that was killed.
+        with open(folder.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if fault := find_fault(folder):
+                if folder.exists():
+                    logger.warning(f"{fault}. The corpus {name} is prepared again")
+                shutil.rmtree(folder, ignore_errors=True)
+                options = {
+                    "validation_share": validation_share,
+                    "n_processes": count_cores() if n_bytes > MANY_BYTES else 1,
+                    "names_below": os.path.commonpath(map(os.path.abspath, files)),
+                }
+                try:
+                    prepare_files(files, folder, tokenizer, **options)
+                except (PreparationError, Unfinished) as error:
+                    raise CorpusError(str(error)) from None
+    return folder
+
+
+def find_fault(folder: Path) -> CorpusError | None:
+    """Return why a corpus is absent or damaged, as far as manifest, sizes, and hashes of a small corpus tell."""
+    try:
+        check_small(folder, read_manifest(folder))
+    except CorpusError as error:
+        return error
+    return None
 
 
 # ---------------------------------------------------------------- the work folder

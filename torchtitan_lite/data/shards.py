@@ -28,7 +28,8 @@ from pathlib import Path
 from torchtitan_lite.config.files import replace_file, sync_folder
 from torchtitan_lite.data.chat import ChatFormat, Conversation
 from torchtitan_lite.data.corpus_folder import MANIFEST, SPLITS, Shard, choose_dtype
-from torchtitan_lite.data.text_files import Part, PreparationError, Source, Tally, read_documents
+from torchtitan_lite.data.documents import Tally, read_documents
+from torchtitan_lite.data.text_files import Part, PreparationError, Source
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer, pack
 from torchtitan_lite.processes import end_with_parent
 
