@@ -54,7 +54,7 @@ def list_documents(path: Path, **options) -> list:
     (source,) = find_sources([path])[0]
     units = make_plan([source], Path("out"), Recipe(0), load_tokenizer("bytes")).units
     reading = {"field": "text", "skip_bad": False, "tally": Tally(), **options}
-    return [text for unit in units for part in unit for text, _ in read_documents(part, **reading)]
+    return ["".join(pieces) for unit in units for part in unit for pieces in read_documents(part, **reading)]
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -16,13 +16,10 @@ from torchtitan_lite.data.text_files import Part, PreparationError, find_sources
 def read(part: Part, *, field: str = "text", skip_bad: bool = False) -> tuple[list[str], Tally]:
     """The documents of a part; their pieces are checked and put together."""
     tally, documents = Tally(), []
-    for piece, is_first in read_documents(part, field=field, skip_bad=skip_bad, tally=tally):
-        if is_first:
-            documents.append([])
-        documents[-1].append(piece)
-    for pieces in documents:
+    for pieces in map(list, read_documents(part, field=field, skip_bad=skip_bad, tally=tally)):
         assert all(len(piece) == reading.MAX_CHARACTERS for piece in pieces[:-1])
-        assert len(pieces[-1]) <= reading.MAX_CHARACTERS and (pieces[-1] or len(pieces) == 1)
+        assert all(0 < len(piece) <= reading.MAX_CHARACTERS for piece in pieces)
+        documents.append(pieces)
     return ["".join(pieces) for pieces in documents], tally
 
 

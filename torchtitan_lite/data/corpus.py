@@ -49,10 +49,9 @@ from torchtitan_lite.data.corpus_folder import (
     DOWNLOADS,
     SPLITS,
     CorpusError,
-    check_small,
     list_dataset,
     measure_flat,
-    read_manifest,
+    read_split,
 )
 from torchtitan_lite.data.prepare import prepare_dataset
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -216,21 +215,15 @@ def open_corpus(
     `split` is "train" or "validation"; a flat file is the same in both. One of DATASETS, or of DOWNLOADS with its files
     in `dataset_path`, is prepared first, if no process has done so yet. Files that are small together are hashed.
     """
+    folder = Path(name)
     if name in DATASETS or name in DOWNLOADS:
-        is_held_out = name in DOWNLOADS and DOWNLOADS[name].is_held_out  # then it has no training documents
+        is_held_out = name in DOWNLOADS and DOWNLOADS[name].split == "validation"  # then it has no training documents
         share = 0.0 if is_held_out else VALIDATION_SHARE_OF_DATASETS
         folder = prepare_dataset(name, list_dataset(name, dataset_path), tokenizer, cache_folder, share)
-        return open_prepared(name, folder, "train" if is_held_out else split)
-    if Path(name).is_dir():
-        return open_prepared(name, Path(name), split)
-    return open_flat(name, tokenizer)
-
-
-def open_prepared(name: str, folder: Path, split: str) -> Corpus:
-    manifest = read_manifest(folder)
-    shards = manifest.splits[SPLITS[split]]
-    if not shards:
-        raise CorpusError(f"{folder} has no {split} documents")
+        split = "train" if is_held_out else split
+    elif not folder.is_dir():
+        return open_flat(name, tokenizer)
+    manifest, unhashed = read_split(folder, split, vocabulary=None)
     files = [
         ShardFiles(
             folder / f"{s.name}.tokens",
@@ -239,9 +232,8 @@ def open_prepared(name: str, folder: Path, split: str) -> Corpus:
             s.n_documents,
             folder / f"{s.name}.targets" if s.targets_sha256 else None,
         )
-        for s in shards
+        for s in manifest.splits[SPLITS[split]]
     ]
-    unhashed = check_small(folder, manifest, split)
     corpus = Corpus(name, f"{manifest.identity} {SPLITS[split]}", manifest.dtype, files, unhashed)
     for index in range(len(files)) if not unhashed else ():  # a small corpus is checked as a whole
         corpus.open_shard(index)

@@ -108,6 +108,24 @@ def read_manifest(folder: Path) -> CorpusManifest:
     return manifest
 
 
+def read_split(folder: Path, split: str, vocabulary: Vocabulary | None) -> tuple[CorpusManifest, dict[Path, str]]:
+    """Return the manifest, and the SHA-256 of the files of `split` if they are too large to be hashed now.
+
+    Raises CorpusError, also where the split has no documents, or where another tokenizer than `vocabulary` made it.
+    """
+    manifest = read_manifest(folder)
+    unhashed = check_small(folder, manifest, split)
+    if vocabulary and manifest.tokenizer_identity != vocabulary.identity:
+        raise CorpusError(
+            f"{folder} was made with another tokenizer than {vocabulary.path}",
+            "Set model.hf_assets_path to the one that made it, or prepare it again with --tokenizer",
+        )
+    if not manifest.splits[SPLITS[split]]:
+        remedy = "Prepare it again with a larger --held-out, name others in validation.dataset, or do not validate"
+        raise CorpusError(f"{folder} has no {split} documents", remedy if split == "validation" else "")
+    return manifest, unhashed
+
+
 def parse_manifest(folder: Path) -> CorpusManifest:
     """Read the manifest of a corpus whose other files may be damaged. Raises CorpusError."""
     path = folder / MANIFEST
@@ -231,10 +249,6 @@ class Download:
     split: Literal["train", "validation", "all"]  # of the files there; "validation": those below a name with that word
     advice: str  # what to download
 
-    @property
-    def is_held_out(self) -> bool:
-        return self.split == "validation"
-
 
 # torchtitan's names. A name for training.dataset or validation.dataset -> where its documents come from.
 DOWNLOADS = {
@@ -272,15 +286,16 @@ def list_dataset(name: str, dataset_path: str) -> list[Path]:
     for file in [path] if path.is_file() else sorted(folder.rglob("*")):
         inside = file.relative_to(folder).as_posix()
         is_hidden = any(part.startswith(".") for part in Path(inside).parts)
-        is_meant = row.split == "all" or row.is_held_out == ("validation" in inside)
+        is_meant = row.split == "all" or (row.split == "validation") == ("validation" in inside)
         if is_meant and not is_hidden and file.is_file() and split_suffix(inside)[0] in DOWNLOADED_KINDS:
             files.append(file)
     keys = "training.dataset_path (validation.dataset_path, where validation has a folder of its own)"
     remedy = f"{row.advice}, and name its folder in {keys}"
     if not files:
-        kinds = ", ".join(DOWNLOADED_KINDS)
-        why = f"holds no file of {name} ({kinds}, .gz or .zst)" if path.exists() else f"is where {name} would be"
-        raise CorpusError(f"{path.absolute()} {why}{'' if path.exists() else ', and it does not exist'}", remedy)
+        why = f"is where {name} would be, and it does not exist"
+        if path.exists():
+            why = f"holds no file of {name} ({', '.join(DOWNLOADED_KINDS)}, .gz or .zst)"
+        raise CorpusError(f"{path.absolute()} {why}", remedy)
     for file in files:
         if missing := explain_missing_package(str(file)):
             raise CorpusError(missing, f"Install it, or {remedy[0].lower()}{remedy[1:]}")
@@ -303,35 +318,20 @@ def check_corpora(
     problems = []
     for name in names:
         try:
-            check_corpus(name, split, vocabulary, dataset_path)
+            if name in DOWNLOADS:
+                list_dataset(name, dataset_path)
+            elif name in DATASETS:
+                continue
+            elif Path(name).is_dir():
+                read_split(Path(name), split, vocabulary)
+            else:
+                measure_flat(Path(name), vocabulary.vocab_size if vocabulary else 1)
         except CorpusError as error:
             remedy = error.remedy or f"Name a folder made by `prepare`, a .bin file of token ids, or one of {named}"
             problems.append(Problem(key, name, str(error), remedy))
     if not names:
         problems.append(Problem(key, [], "it names no corpus", f"Name one, {named} for instance"))
     return problems
-
-
-def check_corpus(name: str, split: str, vocabulary: Vocabulary | None, dataset_path: str) -> None:
-    """Raises CorpusError."""
-    path = Path(name)
-    if name in DOWNLOADS:
-        list_dataset(name, dataset_path)
-    if name in DATASETS or name in DOWNLOADS:
-        return
-    if not path.is_dir():
-        measure_flat(path, vocabulary.vocab_size if vocabulary else 1)
-        return
-    manifest = read_manifest(path)
-    check_small(path, manifest, split)
-    if vocabulary and manifest.tokenizer_identity != vocabulary.identity:
-        raise CorpusError(
-            f"{path} was made with another tokenizer than {vocabulary.path}",
-            "Set model.hf_assets_path to the one that made it, or prepare it again with --tokenizer",
-        )
-    if not manifest.splits[SPLITS[split]]:
-        remedy = "Prepare it again with a larger --held-out, name others in validation.dataset, or do not validate"
-        raise CorpusError(f"{path} has no {split} documents", remedy if split == "validation" else "")
 
 
 def check_weights(weights: Sequence[float], n_corpora: int) -> list[Problem]:

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from torchtitan_lite.config.messages import show_value
-from torchtitan_lite.data.text_files import BLOCK_BYTES, MAX_LINE_BYTES, Part, PreparationError, open_source, read_rows
+from torchtitan_lite.data.text_files import (
+    BLOCK_BYTES,
+    MAX_LINE_BYTES,
+    Part,
+    PreparationError,
+    Source,
+    open_source,
+    read_rows,
+)
 from torchtitan_lite.data.tokenizer import MAX_CHARACTERS
 
 REPLACEMENT = "\ufffd"
@@ -33,18 +41,18 @@ class Tally:
 
 def read_documents(
     part: Part, *, field: str, skip_bad: bool, tally: Tally, render: Callable[[Any], Any] | None = None
-) -> Iterator[tuple[Any, bool]]:
-    """Yield the pieces of all documents of `part`, and whether each is the first of its document.
+) -> Iterator[Iterator[Any]]:
+    """Yield each document of `part` as an iterator of its pieces, which must be read before the next document.
 
-    An empty document is one empty piece. `field` holds the text in a line of JSON, or is the column of a table. With
-    `render` a document is one piece: what that returns of the value there. A row without text, or for which `render`
-    raises ValueError, is counted if `skip_bad`, else it raises PreparationError.
+    An empty document has no piece. `field` holds the text in a line of JSON, or is the column of a table. With `render`
+    a document is one piece: what that returns of the value there. A row without text, or for which `render` raises
+    ValueError, is counted if `skip_bad`, else it raises PreparationError.
     """
     source = part.source
+    if not source.holds_rows:
+        yield read_text(source, tally)
+        return
     with open_source(source) as file:
-        if not source.holds_rows:
-            yield from read_text(file, tally)
-            return
         if source.is_table:
             rows: Iterable[tuple[int, Any]] = read_rows(file, part.start, part.stop, field)
         else:
@@ -60,38 +68,37 @@ def read_documents(
                     )
                 document = render(values[field]) if render else check_text(values[field], field, tally)
             except ValueError as error:
-                if source.is_table:
-                    fault = f"{source.path}, row {number}: {error}"
-                else:
-                    fault = f"{source.path}, line {count_lines_before(part) + number}: {error}"
+                place = f"row {number}" if source.is_table else f"line {count_lines_before(part) + number}"
+                fault = f"{source.path}, {place}: {error}"
                 if not skip_bad:
                     raise PreparationError(f"{fault}. Repair it, or leave such lines out with --skip-bad.") from None
                 tally.n_bad_lines += 1
                 tally.first_bad_line = tally.first_bad_line or fault
                 continue
             if render:
-                yield document, True
-                continue
-            for start in range(0, max(len(document), 1), MAX_CHARACTERS):
-                yield document[start : start + MAX_CHARACTERS], start == 0
+                yield iter([document])
+            else:
+                starts = range(0, len(document), MAX_CHARACTERS)
+                yield iter([document[start : start + MAX_CHARACTERS] for start in starts])
 
 
-def read_text(file: BinaryIO, tally: Tally) -> Iterator[tuple[str, bool]]:
-    """Yield the text of a whole file as read_documents does. A byte order mark is dropped."""
+def read_text(source: Source, tally: Tally) -> Iterator[str]:
+    """Yield the pieces of a whole file. A byte order mark is dropped."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
-    text, seam, is_first, block = "", b"", True, None
-    while block != b"":
-        block = file.read(BLOCK_BYTES)
-        decoded = decoder.decode(block, final=not block)
-        # U+FFFD that is in the file itself is not counted, also where two blocks meet.
-        tally.n_replaced += decoded.count(REPLACEMENT) - (seam + block).count(REPLACEMENT.encode())
-        seam = (seam + block)[-2:]
-        text += decoded
-        while len(text) > MAX_CHARACTERS:
-            yield text[:MAX_CHARACTERS], is_first
-            text, is_first = text[MAX_CHARACTERS:], False
-    if text or is_first:
-        yield text, is_first
+    text, seam, block = "", b"", None
+    with open_source(source) as file:
+        while block != b"":
+            block = file.read(BLOCK_BYTES)
+            decoded = decoder.decode(block, final=not block)
+            # U+FFFD that is in the file itself is not counted, also where two blocks meet.
+            tally.n_replaced += decoded.count(REPLACEMENT) - (seam + block).count(REPLACEMENT.encode())
+            seam = (seam + block)[-2:]
+            text += decoded
+            while len(text) > MAX_CHARACTERS:
+                yield text[:MAX_CHARACTERS]
+                text = text[MAX_CHARACTERS:]
+        if text:
+            yield text
 
 
 def read_lines(file: BinaryIO, start: int, stop: float) -> Iterator[bytes]:
@@ -132,8 +139,7 @@ def parse_line(line: bytes, tally: Tally) -> dict[str, Any] | None:
     """Return a line's JSON object, None for an empty line. Raises ValueError that says why it is none."""
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"it is longer than {MAX_LINE_BYTES >> 20} MiB")
-    content = line.decode("utf-8-sig", errors="replace")
-    tally.n_replaced += content.count(REPLACEMENT) - line.count(REPLACEMENT.encode())
+    content = decode(line, "utf-8-sig", tally)
     if not content or content.isspace():
         return None
     shown = repr(content[:60])
@@ -146,12 +152,16 @@ def parse_line(line: bytes, tally: Tally) -> dict[str, Any] | None:
     return value
 
 
+def decode(content: bytes, encoding: str, tally: Tally) -> str:
+    text = content.decode(encoding, errors="replace")
+    tally.n_replaced += text.count(REPLACEMENT) - content.count(REPLACEMENT.encode())
+    return text
+
+
 def check_text(value: object, field: str, tally: Tally) -> str:
     """Return the text of a field; bytes are UTF-8. Raises ValueError if it is none."""
     if isinstance(value, bytes):
-        text = value.decode(errors="replace")
-        tally.n_replaced += text.count(REPLACEMENT) - value.count(REPLACEMENT.encode())
-        return text
+        return decode(value, "utf-8", tally)
     if not isinstance(value, str):
         raise ValueError(f"field {field!r} holds no text: {show_value(value):.60}")
     if value.isascii():  # known without looking

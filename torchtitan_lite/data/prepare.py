@@ -259,7 +259,13 @@ def commit(plan: Plan) -> tuple[CorpusManifest, Tally]:
     )
     if not manifest.splits["train"]:
         discard(plan.work)
-        raise PreparationError(explain_emptiness(plan, manifest, tally))
+        if n_documents := sum(shard.n_documents for shard in manifest.splits[SPLITS["validation"]]):
+            all_of = f"--held-out {plan.recipe.validation_share} holds out all of the {n_documents} documents."
+            raise PreparationError(f"{all_of} Lower it, or name more files.")
+        bad = (
+            f" Left out: {tally.n_bad_lines} bad lines, the first {tally.first_bad_line}." if tally.n_bad_lines else ""
+        )
+        raise PreparationError(f"There is no text in the {len(plan.sources)} files that were named.{bad}")
     corpus, replaced = plan.work / "corpus", plan.work / "replaced"
     if not plan.is_committed:
         try:
@@ -277,15 +283,6 @@ def commit(plan: Plan) -> tuple[CorpusManifest, Tally]:
         shutil.rmtree(replaced)
     discard(plan.work)
     return manifest, tally
-
-
-def explain_emptiness(plan: Plan, manifest: CorpusManifest, tally: Tally) -> str:
-    """Say why there is nothing to train on."""
-    if n_documents := sum(shard.n_documents for shard in manifest.splits[SPLITS["validation"]]):
-        share = plan.recipe.validation_share
-        return f"--held-out {share} holds out all of the {n_documents} documents. Lower it, or name more files."
-    bad = f" Left out: {tally.n_bad_lines} bad lines, the first {tally.first_bad_line}." if tally.n_bad_lines else ""
-    return f"There is no text in the {len(plan.sources)} files that were named.{bad}"
 
 
 def explain(error: OSError, plan: Plan) -> str:

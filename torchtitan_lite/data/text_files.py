@@ -128,7 +128,10 @@ def find_sources(inputs: Iterable[Path], *, more_suffixes: Iterable[str] = ()) -
         if not given.is_dir():
             sources.append(look_at(str(given)))
             if get_kind(str(given)) not in known and not sources[-1].is_json_lines:
-                refuse_binary(sources[-1])
+                with open_source(sources[-1]) as file:
+                    if b"\0" in file.read(8192):
+                        why = "has NUL bytes, so it is no UTF-8 text. Unpack or convert it first."
+                        raise PreparationError(f"{given} {why}")
             continue
         for folder, folders, names in os.walk(given, onerror=refuse):
             left_out["hidden"] += sum(name.startswith(".") for name in folders + names)
@@ -157,22 +160,14 @@ def look_at(path: str) -> Source:
     if missing := explain_missing_package(path):
         raise PreparationError(f"{missing}.")
     source = Source(path, status.st_size, status.st_mtime_ns)
-    return replace(source, is_json_lines=get_kind(path) == ".json" and starts_with_object(source))
-
-
-def starts_with_object(source: Source) -> bool:
-    """Whether the first line of a file is a JSON object."""
-    with open_source(source) as file:
-        try:
-            return isinstance(json.loads(file.readline(MAX_LINE_BYTES)), dict)
-        except (ValueError, RecursionError):
-            return False
-
-
-def refuse_binary(source: Source) -> None:
-    with open_source(source) as file:
-        if b"\0" in file.read(8192):
-            raise PreparationError(f"{source.path} has NUL bytes, so it is no UTF-8 text. Unpack or convert it first.")
+    if get_kind(path) == ".json":
+        with open_source(source) as file:
+            try:
+                is_object = isinstance(json.loads(file.readline(MAX_LINE_BYTES)), dict)
+            except (ValueError, RecursionError):
+                is_object = False
+        source = replace(source, is_json_lines=is_object)
+    return source
 
 
 @contextmanager
