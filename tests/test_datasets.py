@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from checkpoints import flip_bit
 from made_corpora import BYTES
 
 from torchtitan_lite.config.reader import REPOSITORY
@@ -102,16 +103,10 @@ def test_another_version_of_the_files_holds_out_the_same_ones(files, tokenizer, 
     assert hold_out("new") == before and len(before) > 10
 
 
-def flip_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-4] ^= 1
-    path.write_bytes(content)
-
-
 DAMAGE = {
     "cut": lambda folder: os.truncate(folder / "train-00000.tokens", 2),
     "absent": lambda folder: (folder / "manifest.json").unlink(),
-    "flipped": lambda folder: flip_bit(folder / "train-00000.tokens"),
+    "flipped": lambda folder: flip_bit(folder / "train-00000.tokens", -4),
 }
 
 

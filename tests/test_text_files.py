@@ -106,11 +106,6 @@ def test_every_line_is_in_the_part_in_which_it_begins(tmp_path, seed):
             assert read(Part(source, start, stop)) == (expected, Tally()), (start, stop)
 
 
-def test_packed_lines_are_the_same_lines(tmp_path):
-    content, texts = make_lines(random.Random(5))
-    assert read_whole(write(tmp_path / "a.jsonl.gz", content * 50))[0] == [text for _, text in texts] * 50
-
-
 BAD_LINES = [
     (b'{"text": "a"', "not JSON"),
     (b"[" * 100_000, "not JSON"),
