@@ -28,22 +28,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps
-from torchtitan_lite.checkpoint.storage import StagedPlanner, StorageWriter, explain_dcp_error, raise_on_all_ranks
+from torchtitan_lite.checkpoint.storage import StorageWriter, explain_dcp_error, raise_on_all_ranks
 from torchtitan_lite.checkpoint.tensor_files import convert_dtype
 from torchtitan_lite.config.schema import Checkpoint, Config
 
 logger = logging.getLogger(__name__)
 
 
-class Staging:
-    """Copies of a rank's tensors in host memory, made while the next step runs, for the thread that writes them.
+class Staging(dcp.DefaultSavePlanner):
+    """DCP's planner, which writes copies of a rank's tensors: in host memory, made while the next step runs.
 
         step n   save        forward   backward   optimizer.step      only optimizer.step changes the weights,
                  copying ----------------->|      waits for the copy  so the copy has a whole forward and backward
@@ -54,6 +56,7 @@ class Staging:
     """
 
     def __init__(self, *, pinned: bool):
+        super().__init__(flatten_state_dict=False)
         self.pinned = pinned and torch.cuda.is_available()
         self.buffers: dict[str, Tensor] = {}
         self.copied = threading.Event()
@@ -78,8 +81,8 @@ class Staging:
                 self.copy()
             self.copied.set()  # on the host; `wait` makes the device wait too
 
-    def finish(self) -> dict[str, Tensor]:
-        """Return the finished copies. The thread that writes calls this."""
+    def create_local_plan(self) -> SavePlan:
+        """Finish the copies. DCP calls this in the thread that writes, and shares an error with all ranks."""
         try:
             if not self.copied.is_set():
                 self.copy()
@@ -87,7 +90,10 @@ class Staging:
             self.copied.set()
         if self.stream is not None:
             self.stream.synchronize()
-        return {name: self.buffers[name] for name in self.shards}
+        return super().create_local_plan()
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.buffers[index.fqn]
 
     def copy(self) -> None:
         for name, shard in self.shards.items():
@@ -173,7 +179,7 @@ class CheckpointSaver:
         final = self.folder / f"step-{step}"
         rank = dist.get_rank(self.group)
         writer = StorageWriter(final, Manifest(step, self.fingerprint, self.run, {}, {}), rank)
-        planner = StagedPlanner(self.staging.finish if self.staging else None)
+        planner = self.staging or dcp.DefaultSavePlanner(flatten_state_dict=False)
         try:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as error:  # the same on every rank, and no rank is still writing
