@@ -189,12 +189,6 @@ def test_a_corpus_of_100_gb_is_opened_and_read_with_few_bytes(tmp_path, monkeypa
 # ---------------------------------------------------------------- what cannot be read
 
 
-def test_an_empty_split_is_refused_by_name(tmp_path):
-    folder = write_corpus(tmp_path / "made", [[[1, 2]]])
-    with pytest.raises(CorpusError, match=f"{folder} has no validation documents"):
-        open_corpus(str(folder), BYTES, NO_CACHE, split="validation")
-
-
 @pytest.mark.usefixtures("all_are_large")
 @pytest.mark.parametrize(("name", "is_open"), [*zip(FILES, [False, True, True, False], strict=True)])
 def test_a_shard_that_is_cut_or_lost_during_the_run_is_named(folder, name, is_open):

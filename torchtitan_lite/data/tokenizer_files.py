@@ -99,14 +99,12 @@ def find_tokenizer(hf_assets_path: str) -> Path | None:
     return None
 
 
-def describe_for_export(vocabulary: Vocabulary | None) -> dict[str, object]:
+def describe_for_export(vocabulary: Vocabulary) -> dict[str, object]:
     """Return the arguments of checkpoint.hugging_face.Export that a tokenizer decides.
 
     `tokenizer_files` is name -> content of the files beside the weights, by which transformers gives the same ids. It
     has no tokenizer of plain bytes: they have no files. It reads tokenizer.model through tiktoken.
     """
-    if vocabulary is None:
-        return {}
     path, files = vocabulary.path, {}
     if path.suffix == ".json":
         beside = [path.with_name(name) for name in EXPORTED[1:]]
