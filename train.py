@@ -45,8 +45,7 @@ from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.background_hash import BackgroundHash
-from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.corpus import BackgroundHash, open_corpus
 from torchtitan_lite.data.corpus_folder import CorpusError
 from torchtitan_lite.data.dataset import SampleReader, SampleStream, ValidationBatches, prefetch, rows_of_rank
 from torchtitan_lite.data.tokenizer import Tokenizer

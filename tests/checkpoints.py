@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.checkpoint.load import resume
-from torchtitan_lite.checkpoint.one_process import open_checkpoint, write_checkpoint
-from torchtitan_lite.checkpoint.save import CheckpointSaver
-from torchtitan_lite.checkpoint.state import name_tensors
+from torchtitan_lite.checkpoint.folders import open_checkpoint, write_checkpoint
+from torchtitan_lite.checkpoint.load import restore_or_load
+from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
 from torchtitan_lite.config.schema import Checkpoint
 
 FINGERPRINT = {"data": "of this test", "shape": {"dim": 64, "name": "llama3", "qk_norm": False, "mixture": None}}
@@ -79,7 +78,7 @@ def load_and_train(
     run = compare.build_table_run(world_size, overrides)
     of_run = (run.saved, run.optimizer, run.lr_scheduler)
     options = {"section": section, "fingerprint": fingerprint, "group": dist.new_group(backend="gloo")}
-    step = resume(Path(folder), step, *of_run, **options)
+    step = restore_or_load(Path(folder), step or 1, *of_run, is_named=step is not None, **options)
     state = whole_state(run)
     if saved_again:
         with make_saver(saved_again, section, run.optimizer) as saver:

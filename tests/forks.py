@@ -164,7 +164,7 @@ FORKS = {
     "a corpus": Fork(
         ("--training.dataset=own_sources",),
         {
-            "torchtitan_lite/data/named_corpora.py": [
+            "torchtitan_lite/data/corpus_folder.py": [
                 (
                     "DATASETS: ",
                     '    "own_sources": lambda: sorted(Path(__file__).parent.parent.rglob("*.py")),',

@@ -1,18 +1,15 @@
-"""Kills ranks with SIGKILL at random instants and looks at what they leave: `tests/kill_while_saving.py --times 100`.
+"""Kills ranks with SIGKILL at random instants and looks at what they leave: test_checkpoint_faults.py says how often.
 
     saving    two ranks save as fast as they can, between the steps or beside them; one rank dies, or both
     deleting  the same, and only one checkpoint is kept, so that there is always one being deleted
 
 After every kill each checkpoint that has its final name must be whole and hold what was saved, and the newest must be
-no older than the newest before. Prints the score; the suite runs a short version. kill_while_training.py kills runs,
-resumes them and compares their ends.
+no older than the newest before. kill_while_training.py kills runs, resumes them and compares their ends.
 """
 
-import argparse
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -21,9 +18,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where it is run as a script
-
 from checkpoints import make_saver, read_tensors
 
 from torchtitan_lite.checkpoint.manifest import find_steps
@@ -45,10 +39,6 @@ class Score:
     def fail(self, what: str) -> None:
         self.wrong += 1
         self.what = self.what or what
-
-    def __str__(self) -> str:
-        verdict = f"{self.wrong} WRONG: {self.what}" if self.wrong else "all whole"
-        return f"{self.kills} kills, {self.while_unfinished} in the middle of a save or a deletion: {verdict}"
 
 
 def make_tensors(step: int) -> dict[str, torch.Tensor]:
@@ -133,22 +123,3 @@ def kill_savers(pool: RankPool, times: int, *, keep_latest_k: int, seed: int) ->
         if newest < times:
             score.fail(f"only {newest} checkpoints were ever committed")
     return score
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=100, help="kills while saving; a fifth of it while deleting")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    with RankPool(N_RANKS) as pool:
-        scores = {
-            "saving": kill_savers(pool, options.times, keep_latest_k=3, seed=options.seed),
-            "deleting": kill_savers(pool, options.times // 5, keep_latest_k=1, seed=options.seed + 1),
-        }
-    for name, score in scores.items():
-        print(f"{name:9} {score}")
-    return int(any(score.wrong for score in scores.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,10 +21,9 @@ from checkpoints import (
 )
 from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO
 
-from torchtitan_lite.checkpoint.load import resume
+from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.manifest import find_steps
-from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
-from torchtitan_lite.checkpoint.state import name_tensors
+from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, name_tensors
 from torchtitan_lite.config.schema import Checkpoint, Config
 from torchtitan_lite.verify.ranks import RankFailure
 
@@ -229,7 +228,8 @@ def test_a_certificate_travels_in_the_checkpoint_to_the_log_of_the_run_that_resu
             run = describe_run(Config(), {"dp_shard": 2}, certificate, published={})
             saver = CheckpointSaver(tmp_path, KEEP_ALL, optimizer, run=run, device=torch.device("cpu"), **options)
             saver.save(step, name_tensors(parameters, optimizer))
-            assert resume(tmp_path, None, *of_run, section=KEEP_ALL, **options) == step
+            newest = restore_or_load(tmp_path, 1, *of_run, is_named=False, section=KEEP_ALL, **options)
+            assert newest == step
             assert f"step-{step}, {logged}" in caplog.messages[-1]
     finally:
         dist.destroy_process_group()

@@ -18,6 +18,7 @@ from checkpoints import FINGERPRINT, edit_header, flip_bit, forge, make_saver, r
 
 from torchtitan_lite.checkpoint import load as loading
 from torchtitan_lite.checkpoint import manifest as manifests
+from torchtitan_lite.checkpoint.folders import write_checkpoint
 from torchtitan_lite.checkpoint.manifest import (
     FORMAT,
     CheckpointError,
@@ -26,7 +27,6 @@ from torchtitan_lite.checkpoint.manifest import (
     hash_bytes,
     read_manifest,
 )
-from torchtitan_lite.checkpoint.one_process import write_checkpoint
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Checkpoint

@@ -71,13 +71,6 @@ def test_a_checkpoint_becomes_a_folder_that_gives_our_logits_and_comes_back_bit_
     assert manifest.run["converted_from"] == str(tmp_path / "hf")
 
 
-def test_a_folder_of_transformers_becomes_a_checkpoint_and_comes_back_tensor_by_tensor(tmp_path):
-    expected = save_theirs(tmp_path / "hf", with_room_for_bytes(FLAVORS["head dim of its own"])).state_dict()
-    assert run(tmp_path / "hf", tmp_path / "step-0", *BYTES) == 0
-    assert run(tmp_path / "step-0", tmp_path / "back") == 0
-    assert list_differing(LlamaForCausalLM.from_pretrained(tmp_path / "back").state_dict(), expected) == []
-
-
 def test_the_type_of_the_source_is_kept_and_another_one_can_be_chosen(tmp_path, capsys):
     weights = save_ours(tmp_path / "step-7", with_room_for_bytes(PLAIN), torch.bfloat16)
     for dtype, arguments in (("bfloat16", []), ("float32", ["--dtype=float32"]), ("float16", ["--dtype=float16"])):

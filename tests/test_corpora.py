@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+from checkpoints import flip_bit
 from made_corpora import write_corpus, write_flat
 
 from torchtitan_lite.config.hardware import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.data import corpus_folder
-from torchtitan_lite.data.corpus_folder import CorpusError, measure_flat
-from torchtitan_lite.data.named_corpora import DATASETS
+from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, measure_flat
 from torchtitan_lite.preflight import preflight
 
 LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
@@ -65,9 +65,7 @@ def put_a_pipe_there() -> None:
 def flip_bits(kind: str) -> None:
     """One in each split: of the first token, or of the first border."""
     for split in ("train", "held_out"):
-        path = Path(f"made/{split}-00000.{kind}")
-        content = path.read_bytes()
-        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        flip_bit(Path(f"made/{split}-00000.{kind}"), 0)
 
 
 BAD_NAMES = {  # what training.dataset names -> a word of the remedy

@@ -13,7 +13,7 @@ from made_corpora import BYTES, write_corpus
 
 from torchtitan_lite.data import dataset as data
 from torchtitan_lite.data.corpus import open_corpus
-from torchtitan_lite.data.corpus_folder import CorpusError
+from torchtitan_lite.data.corpus_folder import DRAWS_PER_ROUND, CorpusError, check_weights, split_round
 from torchtitan_lite.data.dataset import (
     Batch,
     Sampler,
@@ -24,7 +24,6 @@ from torchtitan_lite.data.dataset import (
     prefetch,
     rows_of_rank,
 )
-from torchtitan_lite.data.named_corpora import DRAWS_PER_ROUND, check_weights, split_round
 from torchtitan_lite.model.head import IGNORE_INDEX
 
 CPU = torch.device("cpu")

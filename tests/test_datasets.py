@@ -7,14 +7,14 @@ import signal
 from pathlib import Path
 
 import pytest
+from checkpoints import flip_bit
 from made_corpora import BYTES
 
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import corpus as corpus_module
-from torchtitan_lite.data import shards
+from torchtitan_lite.data import prepare, shards
 from torchtitan_lite.data.corpus import open_corpus
-from torchtitan_lite.data.corpus_folder import CorpusError
-from torchtitan_lite.data.named_corpora import DATASETS
+from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
 
@@ -61,13 +61,13 @@ def test_a_dataset_is_prepared_on_first_use_and_found_afterwards_also_where_noth
     files, tokenizer, tmp_path, monkeypatch
 ):
     assert list_documents(tmp_path / "cache", tokenizer) == encode_by_hand(files, tokenizer)
-    monkeypatch.setattr(corpus_module, "prepare_files", lambda *_, **__: pytest.fail("prepared again"))
+    monkeypatch.setattr(prepare, "prepare_files", lambda *_, **__: pytest.fail("prepared again"))
 
     def refuse_writing(path, mode="r", *rest, **options):
         assert not set(mode) & set("wax+"), f"{path} is opened for writing"
         return open(path, mode, *rest, **options)
 
-    monkeypatch.setattr(corpus_module, "open", refuse_writing, raising=False)
+    monkeypatch.setattr(prepare, "open", refuse_writing, raising=False)
     assert list_documents(tmp_path / "cache", tokenizer) == encode_by_hand(files, tokenizer)
 
 
@@ -103,16 +103,10 @@ def test_another_version_of_the_files_holds_out_the_same_ones(files, tokenizer, 
     assert hold_out("new") == before and len(before) > 10
 
 
-def flip_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-4] ^= 1
-    path.write_bytes(content)
-
-
 DAMAGE = {
     "cut": lambda folder: os.truncate(folder / "train-00000.tokens", 2),
     "absent": lambda folder: (folder / "manifest.json").unlink(),
-    "flipped": lambda folder: flip_bit(folder / "train-00000.tokens"),
+    "flipped": lambda folder: flip_bit(folder / "train-00000.tokens", -4),
 }
 
 

@@ -13,9 +13,9 @@ from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, rea
 from torchtitan_lite.config.files import read_json_object
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data import tokenizer_files
-from torchtitan_lite.data.byte_level_bpe import PATTERNS, spell_bytes
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.data.tokenizer_files import read_vocabulary
+from torchtitan_lite.data.vocabulary import PATTERNS, spell_bytes
 
 EOS = "<|end|>"
 MOST_CPU_S = 10  # of this process, on a slow machine; what is listed here took minutes, or never ended
@@ -109,6 +109,12 @@ HOSTILE = {  # name -> file, content, reason
     "a long added token": ("tokenizer.json", describe(added=("x" * 10**6,)), "1,000,000 characters"),
     "a deep neighbour": ("config.json", b'{"a":' * 100_000, "config.json beside it has lists"),
     "a neighbour that is a pipe": ("special_tokens_map.json", "pipe", "special_tokens_map.json beside it is"),
+    "no ranks": ("tokenizer.model", b"", "256 of the 256 single bytes"),
+    "a page of the web": ("tokenizer.model", b"<html>not found</html>", "line 1 "),
+    "a rank without base64": ("tokenizer.model", b"AA== 0\n*** 1\n", "line 2 "),
+    "a rank left out": ("tokenizer.model", b"AA== 0\nAQ== 2\n", "line 2 "),
+    "a token twice": ("tokenizer.model", b"AA== 0\nAA== 1\n", "line 2 "),
+    "ranks of two bytes": ("tokenizer.model", b"AA== 0\nAQ== 1\n", "254 of the 256 single bytes"),
     "endless ranks": ("tokenizer.model", 2**40, "at most 16,777,216 are read"),
     "a rank of a long token": ("tokenizer.model", RANKS + b"YWJj" * 10**4 + b" 256\n", "line 257 is a token of 30,000"),
     "a rank of a million digits": ("tokenizer.model", RANKS + b"YWI= " + b"9" * 10**6, "line 257 is not a token"),

@@ -1,13 +1,14 @@
 """Hugging Face folders: transformers loads what we wrote and gives our logits; we load what it wrote and give its."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_model import FLAVORS, PLAIN, build_ours, build_theirs
+from test_model import FLAVORS, MIXTURES, PLAIN, build_ours, build_theirs
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face import (
@@ -16,11 +17,19 @@ from torchtitan_lite.checkpoint.hugging_face import (
     read_tensor,
     write_folder,
 )
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, read_model_args, read_published, take_model
+from torchtitan_lite.checkpoint.hugging_face_config import (
+    HuggingFaceError,
+    make_config,
+    parse_model_args,
+    read_model_args,
+    read_published,
+    take_model,
+)
 from torchtitan_lite.checkpoint.hugging_face_families import FAMILIES
 from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, list_tensors, open_folder
 from torchtitan_lite.checkpoint.tensor_files import cut_into_files
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.flavors import FLAVORS as OUR_FLAVORS
+from torchtitan_lite.config.flavors import ModelArgs, list_expert_biases
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Model
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -144,14 +153,6 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(family, lef
     assert args.rope_scaling is None
 
 
-def test_an_export_in_bfloat16_holds_the_rounded_weights_in_half_the_bytes(tmp_path):
-    ours = write_ours(PLAIN, tmp_path / "out", dtype="bfloat16")
-    held = load_file(tmp_path / "out" / "model.safetensors")
-    assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16}
-    assert torch.equal(held["model.layers.1.mlp.up_proj.weight"], ours.layers["1"].feed_forward.w3.weight.bfloat16())
-    assert LlamaForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
-
-
 def test_a_tied_model_may_be_loaded_into_an_untied_one(tmp_path):
     tied = FLAVORS["Llama 3.2, tied"]
     build_theirs(tied, build_ours(tied)).save_pretrained(tmp_path)
@@ -167,6 +168,23 @@ def test_the_listed_tensors_are_the_parameters_of_the_model_in_their_order():
         with torch.device("meta"):
             model = Llama3(args)
         assert list(list_tensors(args).items()) == [(fqn, tuple(p.shape)) for fqn, p in model.named_parameters()]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_biases_are_what_the_model_saves_besides_its_parameters(name):
+    model = Llama3(FLAVORS[name])
+    saved = {fqn: tuple(tensor.shape) for fqn, tensor in model.state_dict().items()}
+    assert saved == list_tensors(FLAVORS[name]) | list_expert_biases(FLAVORS[name])
+
+
+@pytest.mark.parametrize("name", [name for name, args in OUR_FLAVORS.items() if args.mixture or args.qk_norm])
+def test_each_flavor_is_described_by_its_config(name):
+    args = OUR_FLAVORS[name]
+    config = make_config(args, dtype="bfloat16")
+    found = parse_model_args(config, Path("folder"))
+    assert found == (replace(args, ffn_dim=96) if name == "debug_moe" else args)  # no layer there has that width
+    assert resolve_model(take_model(Model(flavor=name), found, "there")) == args
+    assert config["sliding_window"] is None
 
 
 # ---------------------------------------------------------------- files of an export

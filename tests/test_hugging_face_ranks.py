@@ -1,6 +1,7 @@
 """Hugging Face folders on many ranks: each reads what it holds, together they write what one process would write."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import checkpoints
@@ -9,7 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import ADAMW, PP, REPLICATE, SCHEDULE, TP
+from safetensors.torch import load_file
+from their_llama import make_their_config
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face import (
     Export,
@@ -22,12 +26,18 @@ from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_fo
 from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.save import choose_tensors
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.verify.ranks import RankFailure
 
 SHAPE = compare.resolve_model(compare.TABLE_CONFIG.model)
 SIX = {"training.global_batch_size": 6}  # a batch that three ranks can share
-LAYOUTS = {
+EP = "parallelism.expert_parallel_degree"
+SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "head_dim": 24, "vocab_size": 64}
+MIXTURE = {"n_experts": 8, "top_k": 2, "expert_ffn_dim": 128}
+KEYS = {f"model.{key}": value for key, value in (SIZES | MIXTURE).items()} | {"model.flavor": "debug_moe"}
+OF_QWEN = {"model.qk_norm": True, "model.ffn_dim": 48, "model.n_first_dense_layers": 1, "model.norm_eps": 1e-6}
+LAYOUTS = {  # ranks, overrides
     "one rank": (1, {}),
     "dp3, uneven shards that cut through heads": (3, SIX),
     "dp4": (4, {}),
@@ -35,7 +45,13 @@ LAYOUTS = {
     "hsdp2x2": (4, {REPLICATE: 2}),
     "pp4": (4, {PP: 4}),
     "pp2 x dp2 x tp2 Interleaved1F1B": (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
+    "dp2, ep2": (2, KEYS | {EP: 2}),
+    "dp4, ep2, two experts of each rank": (4, KEYS | OF_QWEN | {EP: 2}),
+    "dp4, experts of which each rank has a quarter": (4, KEYS | {"model.n_experts": 6}),
+    "tp2, ep2": (2, KEYS | OF_QWEN | {TP: 2, EP: 2}),
+    "pp2 x dp2, ep2": (4, KEYS | {PP: 2, EP: 2}),
 }
+SLOW = ["one rank", "dp4", "hsdp2x2", "pp2 x dp2 x tp2 Interleaved1F1B"]
 
 
 def make_weight(fqn: str, size: tuple[int, ...]) -> Tensor:
@@ -52,46 +68,68 @@ def source(tmp_path_factory):
     return folder
 
 
+def save_theirs(folder: Path, args: ModelArgs, *, stacked: bool) -> Path:
+    """A model that transformers initializes and saves, without experts in several files. No two norms are equal."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(make_their_config(args))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape)
+    size = "1GB" if args.mixture else "200KB"
+    model.save_pretrained(folder, max_shard_size=size, save_original_format=not stacked)
+    return folder
+
+
 def load_and_export(rank: int, world_size: int, overrides: dict, source: str, out: str) -> tuple:
-    """Worker. Returns the names of what was not loaded exactly, and the largest number of bytes besides its shards."""
+    """Worker. Returns what was loaded, the most bytes besides its shards, and why a moved bias is not exported."""
     run = compare.build_table_run(world_size, overrides)
-    own = [compare.local(parameter) for parameter in run.parameters.values()]
+    own = [compare.local(tensor) for tensor in run.saved.values()]
     with torch.no_grad():
         for tensor in own:
             tensor.fill_(torch.nan)
-    folder = open_folder(Path(source))
+    folder, group = open_folder(Path(source)), dist.group.WORLD
     with checkpoints.PeakBytes(own) as loading:
-        load_weights(folder, run.parameters)
-    full = compare.gather(run, lambda parameter: parameter)
-    wrong = [fqn for fqn, tensor in full.items() if not torch.equal(tensor, make_weight(fqn, tuple(tensor.shape)))]
-    export = Export(SHAPE, "float32", most_file_bytes=100_000)
+        load_weights(folder, run.saved)
+    loaded = compare.gather(run, lambda parameter: parameter)
+    export = Export(folder.model_args, "float32", most_file_bytes=100_000)
     with checkpoints.PeakBytes(own) as exporting:
-        export_hf(Path(out), run.parameters, export, group=dist.group.WORLD)
-    return wrong, loading.peak, exporting.peak, list(run.parameters)
-
-
-FAST = ["dp3, uneven shards that cut through heads", "tp4", "pp4"]
+        export_hf(Path(out), run.saved, export, group=group)
+    said = ""
+    if folder.model_args.mixture:
+        assert not any(bias.any() for bias in run.balance.biases.values())
+        if rank == world_size - 1:  # under pp the first ranks do not hold it
+            max(run.balance.biases.items())[1][3] = 1e-3
+        with pytest.raises(CheckpointError) as refused:
+            export_hf(Path(out + "-biased"), run.saved, export, group=group)
+        said = str(refused.value)
+    return loaded, loading.peak, exporting.peak, said
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
 )
-def test_a_folder_is_loaded_and_written_on_any_layout_bit_by_bit(pool, source, tmp_path, name):
+def test_a_folder_is_loaded_and_written_on_any_layout_bit_by_bit(pool, tmp_path, name):
     world_size, overrides = LAYOUTS[name]
-    results = pool.run(load_and_export, world_size, overrides, str(source), str(tmp_path / "out"))
-    largest_bytes = 4 * max(torch.Size(size).numel() for size in list_tensors(SHAPE).values())
-    for wrong, loading_bytes, exporting_bytes, _ in results:
-        assert wrong == []
-        # What is mapped of a file counts here too, though it takes no memory of its own.
-        assert loading_bytes <= largest_bytes
-        # A whole tensor, and the pieces that it is put together from. The model has ten times as many bytes.
-        assert exporting_bytes <= 4 * largest_bytes
-    assert {fqn for result in results for fqn in result[-1]} == set(list_tensors(SHAPE))
-    exported = open_folder(tmp_path / "out")
-    assert exported.model_args == SHAPE
-    for fqn, size in list_tensors(SHAPE).items():
-        assert torch.equal(read_tensor(exported, fqn), make_weight(fqn, size)), fqn
-    assert not (tmp_path / "out.tmp").exists()
+    args = compare.resolve_model(compare.override(compare.TABLE_CONFIG, overrides).model)
+    folder = open_folder(save_theirs(tmp_path / "source", args, stacked="ep2" in name))
+    assert args.mixture or folder.model_args == args
+    assert folder.stacked == ("ep2" in name) and (len(set(folder.files.values())) > 1) == (args.mixture is None)
+    results = pool.run(load_and_export, world_size, overrides, str(folder.path), str(tmp_path / "out"))
+    expected = {fqn: read_tensor(folder, fqn) for fqn in list_tensors(args)}
+    assert checkpoints.list_differing(checkpoints.merge_states([loaded for loaded, *_ in results]), expected) == []
+    largest = max(t.nbytes for path in folder.files.values() for t in load_file(path).values())
+    for _, loading_bytes, exporting_bytes, said in results:
+        # One of their tensors is mapped, which counts here; no memory is allocated, least of all for a stack.
+        assert loading_bytes <= largest
+        if not args.mixture:  # a whole tensor, and the pieces that it is put together from
+            assert exporting_bytes <= 4 * largest
+        else:
+            assert "expert_bias has moved from zero" in said and "training.expert_bias_rate = 0" in said
+    write_folder(tmp_path / "expected", partial(read_tensor, folder), Export(args, "float32"))
+    out = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
+    assert checkpoints.list_differing(out, load_file(tmp_path / "expected" / "model.safetensors")) == []
+    assert open_folder(tmp_path / "out").model_args == folder.model_args
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "out", "source"]
 
 
 # ---------------------------------------------------------------- a run that starts with them, and exports them

@@ -41,7 +41,7 @@ IMPORTS_LATE = (
     "torchtitan_lite.__main__",  # the door picks its tool
     "torchtitan_lite.components.sinks",  # wandb: only with metrics.enable_wandb
     "torchtitan_lite.data.chat",  # packages of the extra `data`: training needs none, and pyarrow takes seconds
-    "torchtitan_lite.data.file_kinds",
+    "torchtitan_lite.data.text_files",
     "torchtitan_lite.verify.against_hf",  # transformers: training does not need it, and importing it takes seconds
 )
 

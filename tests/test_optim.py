@@ -12,7 +12,8 @@ from layouts import ADAMW, COMPILED, TP, TWO_LAYERS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torchtitan_lite.checkpoint.state import create_optimizer_state, name_tensors
+from torchtitan_lite.checkpoint.load import create_optimizer_state
+from torchtitan_lite.checkpoint.save import name_tensors
 from torchtitan_lite.components.optim import (
     build_optimizer,
     clip_grad_norm,

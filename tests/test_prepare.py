@@ -13,10 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from checkpoints import flip_bit
 from made_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_files, write_inputs
 
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.data import shards, text_files
+from torchtitan_lite.data import documents
 from torchtitan_lite.data import tokenizer as tokenizer_module
 from torchtitan_lite.data.corpus_folder import SPLITS, CorpusError, CorpusManifest, read_manifest
 from torchtitan_lite.data.prepare import hold, prepare_files
@@ -30,11 +31,6 @@ from torchtitan_lite.tools.prepare import Progress
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(str(REPOSITORY / "assets" / "tokenizer"))
-
-
-@pytest.fixture
-def small_units(monkeypatch):
-    monkeypatch.setattr(shards, "SMALLEST_UNIT_BYTES", 200)
 
 
 def read_split(folder: Path, manifest: CorpusManifest, split: str) -> list[list[int]]:
@@ -82,7 +78,7 @@ def test_shards_hold_every_document_in_order_as_the_tokenizer_encodes_it(tmp_pat
 
 @pytest.mark.parametrize("suffix", [".txt.gz", ".jsonl"])
 def test_a_long_document_has_the_ids_of_its_whole_text(tmp_path, tokenizer, monkeypatch, suffix):
-    for module in (text_files, tokenizer_module):
+    for module in (documents, tokenizer_module):
         monkeypatch.setattr(module, "MAX_CHARACTERS", 1000)
     text = make_text(random.Random(1), 600) + " " * 1500 + "x" + "é" * 800
     content = (json.dumps({"text": text}) if suffix == ".jsonl" else text).encode()
@@ -309,17 +305,11 @@ def corpus(tmp_path, small_units, capsys) -> Path:
     return tmp_path / "out"
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2])
 
 
-@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
+@pytest.mark.parametrize("damage", [flip_bit, cut, Path.unlink])
 def test_check_names_each_damaged_file_and_no_other(corpus, capsys, damage):
     names = sorted(path.name for path in corpus.iterdir() if path.name != "manifest.json")
     damaged = names[::3]
@@ -329,7 +319,7 @@ def test_check_names_each_damaged_file_and_no_other(corpus, capsys, damage):
     assert tool.main(["--check", str(corpus)]) == 1
     said = capsys.readouterr().err
     assert [name for name in names if str(corpus / name) in said] == damaged
-    if damage != flip:
+    if damage != flip_bit:
         with pytest.raises(CorpusError):
             read_manifest(corpus)
 

@@ -20,17 +20,11 @@ import pytest
 from made_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_files, write_inputs
 
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.data import shards
 from torchtitan_lite.data.corpus_folder import CorpusError, read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools import prepare as tool
 
 N_KILLS = int(os.environ.get("KILLS", 2))
-
-
-@pytest.fixture
-def small_units(monkeypatch):
-    monkeypatch.setattr(shards, "SMALLEST_UNIT_BYTES", 200)
 
 
 # ---------------------------------------------------------------- kills

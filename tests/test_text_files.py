@@ -8,20 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.data import text_files
-from torchtitan_lite.data.text_files import Part, PreparationError, Tally, find_sources, look_at, read_documents
+from torchtitan_lite.data import documents as reading
+from torchtitan_lite.data.documents import Tally, read_documents
+from torchtitan_lite.data.text_files import Part, PreparationError, find_sources, look_at
 
 
 def read(part: Part, *, field: str = "text", skip_bad: bool = False) -> tuple[list[str], Tally]:
     """The documents of a part; their pieces are checked and put together."""
     tally, documents = Tally(), []
-    for piece, is_first in read_documents(part, field=field, skip_bad=skip_bad, tally=tally):
-        if is_first:
-            documents.append([])
-        documents[-1].append(piece)
-    for pieces in documents:
-        assert all(len(piece) == text_files.MAX_CHARACTERS for piece in pieces[:-1])
-        assert len(pieces[-1]) <= text_files.MAX_CHARACTERS and (pieces[-1] or len(pieces) == 1)
+    for pieces in map(list, read_documents(part, field=field, skip_bad=skip_bad, tally=tally)):
+        assert all(len(piece) == reading.MAX_CHARACTERS for piece in pieces[:-1])
+        assert all(0 < len(piece) <= reading.MAX_CHARACTERS for piece in pieces)
+        documents.append(pieces)
     return ["".join(pieces) for pieces in documents], tally
 
 
@@ -63,8 +61,8 @@ def iterate_errors(content: bytes):
 @pytest.mark.parametrize(("seed", "suffix"), [*((seed, ".txt") for seed in range(8)), (8, ".txt.gz")])
 def test_text_in_pieces_is_the_text_wherever_blocks_and_pieces_are_cut(tmp_path, monkeypatch, suffix, seed):
     draw = random.Random(seed)
-    monkeypatch.setattr(text_files, "BLOCK_BYTES", draw.choice([2, 3, 5, 64]))
-    monkeypatch.setattr(text_files, "MAX_CHARACTERS", draw.choice([1, 2, 3, 7, 1000]))
+    monkeypatch.setattr(reading, "BLOCK_BYTES", draw.choice([2, 3, 5, 64]))
+    monkeypatch.setattr(reading, "MAX_CHARACTERS", draw.choice([1, 2, 3, 7, 1000]))
     good = ["é", "€", "😀", "\ufffd", "a", "\r\n", "\r", "\x00", "\ufeff", "日本", "\u2028"]
     parts = [*(text.encode() for text in good), *BROKEN]
     content = b"".join(draw.choices(parts, k=draw.randrange(1, 60)))
@@ -108,11 +106,6 @@ def test_every_line_is_in_the_part_in_which_it_begins(tmp_path, seed):
             assert read(Part(source, start, stop)) == (expected, Tally()), (start, stop)
 
 
-def test_packed_lines_are_the_same_lines(tmp_path):
-    content, texts = make_lines(random.Random(5))
-    assert read_whole(write(tmp_path / "a.jsonl.gz", content * 50))[0] == [text for _, text in texts] * 50
-
-
 BAD_LINES = [
     (b'{"text": "a"', "not JSON"),
     (b"[" * 100_000, "not JSON"),
@@ -137,8 +130,8 @@ def test_a_bad_line_is_named_with_its_number_in_the_file_or_counted(tmp_path, li
 
 
 def test_a_line_that_is_too_long_is_bad_and_ends_where_it_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 40)
-    monkeypatch.setattr(text_files, "BLOCK_BYTES", 7)
+    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 40)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 7)
     exact = b'{"text": "' + b"x" * 27 + b'"}\n'
     assert len(exact) == 40
     content = exact + b'{"text": "' + b"y" * 500 + b'"}\n' + b'{"text": "z"}\n'

@@ -13,7 +13,7 @@ from test_tokenizer_json import LLAMA3, SCRIPTS
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import train_bpe as tool
-from torchtitan_lite.data.named_corpora import DATASETS
+from torchtitan_lite.data.corpus_folder import DATASETS
 from torchtitan_lite.data.tokenizer import UNUSED, load_tokenizer
 
 SHIPPED = REPOSITORY / "assets" / "tokenizer"
@@ -100,24 +100,6 @@ def test_missing_tokenizer_names_key_folder_and_remedy(tmp_path):
         load_tokenizer(str(tmp_path / "nowhere"))
     for part in ("model.hf_assets_path", str(tmp_path / "nowhere"), "assets/tokenizer"):
         assert part in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        (b"", "256 of the 256 single bytes"),
-        (b"<html>not found</html>", "line 1 "),
-        (b"AA== 0\n*** 1\n", "line 2 "),
-        (b"AA== 0\nAQ== 2\n", "line 2 "),
-        (b"AA== 0\nAA== 1\n", "line 2 "),
-        (b"AA== 0\nAQ== 1\n", "254 of the 256 single bytes"),
-    ],
-)
-def test_file_that_is_no_vocabulary_is_refused_at_the_line(tmp_path, content, named):
-    (tmp_path / "tokenizer.model").write_bytes(content)
-    with pytest.raises(ConfigError) as error:
-        load_tokenizer(str(tmp_path))
-    assert named in str(error.value) and "model.hf_assets_path" in str(error.value)
 
 
 # ---------------------------------------------------------------- the trainer

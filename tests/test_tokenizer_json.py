@@ -14,9 +14,9 @@ from tokenizers import Tokenizer as HuggingFace
 
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data import tokenizer_files
-from torchtitan_lite.data.byte_level_bpe import PATTERNS, NotForTiktoken, choose_ranks, spell_bytes
 from torchtitan_lite.data.tokenizer import MAX_CHARACTERS, Tokenizer, load_tokenizer, pack
 from torchtitan_lite.data.tokenizer_files import read_vocabulary
+from torchtitan_lite.data.vocabulary import PATTERNS, NotForTiktoken, choose_ranks, spell_bytes
 
 EOS, IM_END = "<|endoftext|>", "<|im_end|>"
 

@@ -13,7 +13,7 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import REPOSITORY, read_config
 from torchtitan_lite.data import corpus_folder
 from torchtitan_lite.data.corpus import open_corpus
-from torchtitan_lite.data.named_corpora import DOWNLOADS
+from torchtitan_lite.data.corpus_folder import DOWNLOADS
 from torchtitan_lite.data.shards import choose_split
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import preflight
@@ -283,7 +283,7 @@ REFUSED = {  # what the folder holds -> a word of the reason, a word of the reme
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_c4_that_cannot_be_read_is_one_problem_that_says_what_to_download(tmp_path, monkeypatch, case):
-    monkeypatch.setattr("torchtitan_lite.data.file_kinds.find_spec", lambda package: None)
+    monkeypatch.setattr("torchtitan_lite.data.text_files.find_spec", lambda package: None)
     name, why, remedy = REFUSED[case]
     if name:
         (tmp_path / "c4").mkdir()

@@ -22,7 +22,7 @@ from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Compile, Config, Metrics, Parallelism, with_value
-from torchtitan_lite.data.named_corpora import DATASETS, DOWNLOADS, check_corpora, check_weights
+from torchtitan_lite.data.corpus_folder import DATASETS, DOWNLOADS, check_corpora, check_weights
 from torchtitan_lite.data.vocabulary import Vocabulary
 from torchtitan_lite.file_checks import check_files
 from torchtitan_lite.run_config import find_resumed_step, read_run_config

@@ -46,9 +46,8 @@ from torchtitan_lite.checkpoint.hugging_face_folder import (
     locate,
 )
 from torchtitan_lite.checkpoint.manifest import CheckpointError
-from torchtitan_lite.checkpoint.state import convert_dtype
 from torchtitan_lite.checkpoint.storage import do_on_rank_0, raise_on_all_ranks
-from torchtitan_lite.checkpoint.tensor_files import TensorFileWriter, cut_into_files, open_tensor_file
+from torchtitan_lite.checkpoint.tensor_files import TensorFileWriter, convert_dtype, cut_into_files, open_tensor_file
 from torchtitan_lite.config.flavors import ModelArgs, list_expert_biases
 
 logger = logging.getLogger(__name__)
@@ -254,20 +253,17 @@ def write_own_files(
 
 def write_tensors(path: Path, fqns: list[str], tensors: Iterable[Tensor], export: Export) -> None:
     """Write one safetensors file and wait until it is on the disk. One whole tensor is in memory at a time."""
-    sizes, dtype, tensors = list_tensors(export.model_args), getattr(torch, export.dtype), iter(tensors)
-    places = [place for fqn in fqns for place in locate(fqn, sizes[fqn], export.model_args)]
+    args, dtype = export.model_args, getattr(torch, export.dtype)
+    sizes, tensors = list_tensors(args), iter(tensors)
+    places = [place for fqn in fqns for place in locate(fqn, sizes[fqn], args)]
     with TensorFileWriter(path, {place.name: (dtype, place.shape) for place in places}, hashed=False) as file:
         for fqn in fqns:
-            write_parameter(file, fqn, tensors, export)
+            tensor = next(tensors)
+            for place in locate(fqn, sizes[fqn], args):  # experts one by one
+                own = convert_dtype(fqn, tensor if place.expert is None else tensor[place.expert].t(), dtype)
+                file.write(place.name, to_their_order(own, args.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else own)
+            del tensor, own  # before the next one is made
         file.finish()
-
-
-def write_parameter(file: TensorFileWriter, fqn: str, tensors: Iterator[Tensor], export: Export) -> None:
-    """Write the next tensor in the dtype and row order of their file; on return it is freed. Experts one by one."""
-    tensor, dtype, args = next(tensors), getattr(torch, export.dtype), export.model_args
-    for place in locate(fqn, tensor.shape, args):
-        own = convert_dtype(fqn, tensor if place.expert is None else tensor[place.expert].t(), dtype)
-        file.write(place.name, to_their_order(own, args.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else own)
 
 
 def finish_folder(out: Path, files: list[PlannedFile], export: Export) -> None:

@@ -217,15 +217,14 @@ def read_entries(path: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     files = sorted(set(file_of.values()))
     if missing := [file for file in files if not (path / file).is_file()]:
         raise HuggingFaceError(path, [f"{INDEX} names files that are not there: {', '.join(missing)}"])
-    entries = {}
-    for file in files:
-        held, named = read_header(path, file), {name for name, place in file_of.items() if place == file}
-        problems = describe_names(f"{INDEX} names, and {file} does not hold", named - held.keys())
-        problems += describe_names(f"{file} holds, and {INDEX} does not name there", held.keys() - named)
-        if problems:
-            raise HuggingFaceError(path, problems)
-        entries |= held
-    return entries
+    headers = {file: read_header(path, file) for file in files}
+    named, held = set(file_of.items()), {(name, file) for file, entries in headers.items() for name in entries}
+    problems = []
+    for kind, pairs in (("names, and the files do not hold", named - held), ("does not name there", held - named)):
+        problems += describe_names(f"{INDEX} {kind}", {f"{name} in {file}" for name, file in pairs})
+    if problems:
+        raise HuggingFaceError(path, problems)
+    return {name: entry for entries in headers.values() for name, entry in entries.items()}
 
 
 def read_header(folder: Path, file: str) -> dict[str, tuple[Path, tuple[int, ...]]]:

@@ -10,6 +10,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -21,7 +22,7 @@ from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError, DamagedCheckpoint, Manifest, find_steps, read_manifest
-from torchtitan_lite.checkpoint.state import create_optimizer_state, name_tensors, name_weights, set_step
+from torchtitan_lite.checkpoint.save import name_tensors, name_weights
 from torchtitan_lite.checkpoint.storage import StorageReader, do_on_rank_0, explain_dcp_error, raise_on_all_ranks
 from torchtitan_lite.checkpoint.tensor_files import find_damage
 from torchtitan_lite.config.certificates import describe_certificate
@@ -48,40 +49,22 @@ def restore_or_load(
     other is used); 0 if there is none: then checkpoint.initial_load_path is loaded, if given. Raises CheckpointError;
     the content of the parameters is then undefined.
     """
-    run = (parameters, optimizer, lr_scheduler)
     path = Path(section.initial_load_path)
     if resumed_step:
-        step = resumed_step if is_named else None
-        return resume(checkpoints, step, *run, section=section, fingerprint=fingerprint, group=group)
-    if not section.initial_load_path:
+        folder, step = checkpoints, resumed_step if is_named else None
+    elif not section.initial_load_path:
         return 0
-    if section.initial_load_in_hf:
-        raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
-    elif section.initial_load_model_only:
-        same_model = {"shape": fingerprint["shape"]}
-        load_checkpoint(path, name_weights(parameters), fingerprint=same_model, verify=section.verify, group=group)
+    elif section.initial_load_in_hf or section.initial_load_model_only:
+        if section.initial_load_in_hf:
+            raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
+        else:
+            same_model = {"shape": fingerprint["shape"]}
+            load_checkpoint(path, name_weights(parameters), fingerprint=same_model, verify=section.verify, group=group)
+        logger.info(f"the run starts with the weights of {path}")
+        return 0
     else:  # the weights, optimizer state and step of another run
-        step = int(path.name.removeprefix("step-"))
-        return resume(path.parent, step, *run, section=section, fingerprint=fingerprint, group=group)
-    logger.info(f"the run starts with the weights of {path}")
-    return 0
+        folder, step = path.parent, int(path.name.removeprefix("step-"))
 
-
-def resume(
-    folder: Path,
-    step: int | None,
-    parameters: dict[str, Tensor],
-    optimizer: Optimizer,
-    lr_scheduler: LRScheduler,
-    *,
-    section: Checkpoint,
-    fingerprint: dict[str, object],
-    group: dist.ProcessGroup,
-) -> int:
-    """Restore a run from the checkpoint of `step` (None: the newest undamaged one). Return its step. Collective.
-
-    Raises CheckpointError; the state of the run is then undefined.
-    """
     if "optimizer" in section.exclude_from_loading:
         tensors = name_weights(parameters)
         logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
@@ -97,6 +80,25 @@ def resume(
     certificate = describe_certificate(manifest.run.get("certificate"))
     logger.info(f"resumed from {folder / f'step-{manifest.step}'}, {certificate}")
     return manifest.step
+
+
+def create_optimizer_state(optimizer: Optimizer) -> None:
+    """Make the optimizer allocate its state, by a step with gradients and learning rate of zero."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def set_step(lr_scheduler: LRScheduler, step: int) -> None:
+    """Set the learning rate that follows `step` finished steps."""
+    lr_scheduler.last_epoch = step - 1
+    lr_scheduler.step()
 
 
 def load_newest(

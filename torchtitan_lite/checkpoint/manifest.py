@@ -103,21 +103,13 @@ def find_steps(folder: Path) -> list[int]:
 
 def encode(manifest: Manifest) -> bytes:
     """Return the content of manifest.json: its hash, then JSON with one line per file and per tensor."""
-    parts = {
-        "format": json.dumps(FORMAT),
-        "step": json.dumps(manifest.step),
-        "fingerprint": json.dumps(manifest.fingerprint),
-        "run": json.dumps(manifest.run),
-        "files": encode_lines(manifest.files),
-        "tensors": encode_lines(manifest.tensors),
-    }
+    about = {"format": FORMAT, "step": manifest.step, "fingerprint": manifest.fingerprint, "run": manifest.run}
+    parts = {name: json.dumps(value) for name, value in about.items()}
+    for name, records in {"files": manifest.files, "tensors": manifest.tensors}.items():
+        lines = (f"{json.dumps(key)}: {json.dumps(vars(record))}" for key, record in records.items())
+        parts[name] = "{\n" + ",\n".join(lines) + "}"
     body = ",\n".join(f'"{name}": {text}' for name, text in parts.items()) + "}\n"
     return FIRST_LINE % hash_bytes(body.encode()).encode() + body.encode()
-
-
-def encode_lines(records: dict[str, FileRecord] | dict[str, TensorRecord]) -> str:
-    lines = (f"{json.dumps(name)}: {json.dumps(vars(record))}" for name, record in records.items())
-    return "{\n" + ",\n".join(lines) + "}"
 
 
 def hash_bytes(data: bytes) -> str:
@@ -192,7 +184,11 @@ def parse(raw: object) -> Manifest:
             scaling.setdefault("kind", "llama3")  # the only one before 2026-11-24
         shape.setdefault("qk_norm", False)  # not there before 2026-11-24
         shape.setdefault("mixture", None)
-    files = {name: parse_file(name, record) for name, record in raw["files"].items()}
+    files = {}
+    for name, record in raw["files"].items():
+        require(FILE_NAME.fullmatch(name) is not None, f"{name!r} is not a plain name of a file")
+        require(isinstance(record["blake2b"], str), f"{name} has no hash")
+        files[name] = FileRecord(parse_count(record["size"]), record["blake2b"])
     tensors = {name: parse_tensor(name, record) for name, record in raw["tensors"].items()}
     n_bytes = dict.fromkeys(files, 0)
     for name, record in tensors.items():
@@ -221,12 +217,6 @@ def parse_model_args(manifest: Manifest) -> ModelArgs:
             "mixture": MixtureArgs(**mixture) if mixture else None,
         }
     )
-
-
-def parse_file(name: str, raw: dict) -> FileRecord:
-    require(FILE_NAME.fullmatch(name) is not None, f"{name!r} is not a plain name of a file")
-    require(isinstance(raw["blake2b"], str), f"{name} has no hash")
-    return FileRecord(parse_count(raw["size"]), raw["blake2b"])
 
 
 def parse_tensor(name: str, raw: dict) -> TensorRecord:

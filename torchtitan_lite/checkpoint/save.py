@@ -1,5 +1,11 @@
 """Save checkpoints of a run: all ranks together, either between two steps or beside the next ones.
 
+    model.layers.3.attention.wq.weight            the weight, by its FQN in the whole model; of a mixture also the bias
+    optimizer.layers.3.attention.wq.weight.exp_avg
+
+Learning rate, position in the data and initial weights are functions of step and seed, and a step draws no random
+numbers. So the step, which is in the manifest, restores all of them on any layout.
+
     save(20) ------------------------------ save(40)
       |  waits for the previous save          |
       |  starts to copy                       |        async: `check` raises an error after the step in which the
@@ -22,22 +28,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps
-from torchtitan_lite.checkpoint.state import convert_dtype, name_tensors, name_weights
-from torchtitan_lite.checkpoint.storage import StagedPlanner, StorageWriter, explain_dcp_error, raise_on_all_ranks
+from torchtitan_lite.checkpoint.storage import StorageWriter, explain_dcp_error, raise_on_all_ranks
+from torchtitan_lite.checkpoint.tensor_files import convert_dtype
 from torchtitan_lite.config.schema import Checkpoint, Config
 
 logger = logging.getLogger(__name__)
 
 
-class Staging:
-    """Copies of a rank's tensors in host memory, made while the next step runs, for the thread that writes them.
+class Staging(dcp.DefaultSavePlanner):
+    """DCP's planner, which writes copies of a rank's tensors: in host memory, made while the next step runs.
 
         step n   save        forward   backward   optimizer.step      only optimizer.step changes the weights,
                  copying ----------------->|      waits for the copy  so the copy has a whole forward and backward
@@ -48,6 +56,7 @@ class Staging:
     """
 
     def __init__(self, *, pinned: bool):
+        super().__init__(flatten_state_dict=False)
         self.pinned = pinned and torch.cuda.is_available()
         self.buffers: dict[str, Tensor] = {}
         self.copied = threading.Event()
@@ -72,8 +81,8 @@ class Staging:
                 self.copy()
             self.copied.set()  # on the host; `wait` makes the device wait too
 
-    def finish(self) -> dict[str, Tensor]:
-        """Return the finished copies. The thread that writes calls this."""
+    def create_local_plan(self) -> SavePlan:
+        """Finish the copies. DCP calls this in the thread that writes, and shares an error with all ranks."""
         try:
             if not self.copied.is_set():
                 self.copy()
@@ -81,7 +90,10 @@ class Staging:
             self.copied.set()
         if self.stream is not None:
             self.stream.synchronize()
-        return {name: self.buffers[name] for name in self.shards}
+        return super().create_local_plan()
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.buffers[index.fqn]
 
     def copy(self) -> None:
         for name, shard in self.shards.items():
@@ -167,7 +179,7 @@ class CheckpointSaver:
         final = self.folder / f"step-{step}"
         rank = dist.get_rank(self.group)
         writer = StorageWriter(final, Manifest(step, self.fingerprint, self.run, {}, {}), rank)
-        planner = StagedPlanner(self.staging.finish if self.staging else None)
+        planner = self.staging or dcp.DefaultSavePlanner(flatten_state_dict=False)
         try:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as error:  # the same on every rank, and no rank is still writing
@@ -215,6 +227,21 @@ class CheckpointSaver:
         finally:
             if self.thread is not None:
                 self.thread.shutdown()
+
+
+def name_weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters by their names in a checkpoint."""
+    return {f"model.{fqn}": parameter.detach() for fqn, parameter in parameters.items()}
+
+
+def name_tensors(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the parameters and all tensors of the optimizer state, by their names in a checkpoint."""
+    named = name_weights(parameters)
+    for fqn, parameter in parameters.items():
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                named[f"optimizer.{fqn}.{name}"] = value
+    return named
 
 
 def choose_tensors(

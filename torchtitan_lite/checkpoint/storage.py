@@ -19,15 +19,13 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint import StorageReader as Reader
 from torch.distributed.checkpoint import StorageWriter as Writer
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -85,26 +83,6 @@ def as_checkpoint_error(error: BaseException, prefix: str = "") -> CheckpointErr
 
 
 # --- DCP's hooks ---
-
-
-class StagedPlanner(DefaultSavePlanner):
-    """Plan with the tensors of the run; write this rank's copies of them, if there are any.
-
-    DCP shares an error of `finish_copies` with all ranks, so that none waits for a rank without memory for the copies.
-    """
-
-    def __init__(self, finish_copies: Callable[[], dict[str, Tensor]] | None):
-        super().__init__(flatten_state_dict=False)
-        self.finish_copies = finish_copies
-        self.staged: dict[str, Tensor] | None = None
-
-    def create_local_plan(self) -> SavePlan:
-        if self.finish_copies is not None:
-            self.staged = self.finish_copies()
-        return super().create_local_plan()
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return super().lookup_object(index) if self.staged is None else self.staged[index.fqn]
 
 
 class NoSetUp:

@@ -33,6 +33,7 @@ from torchtitan_lite.checkpoint.manifest import (
     check_file,
     name_entry,
 )
+from torchtitan_lite.config.files import hash_file
 from torchtitan_lite.config.messages import show_text
 
 DTYPES = {
@@ -187,17 +188,21 @@ class TensorFileReader:
 
 def find_damage(path: Path, record: FileRecord) -> str | None:
     """Read and hash a whole file. Return what is wrong with it, if anything."""
-    digest = hashlib.blake2b(digest_size=HASH_BYTES)
-    piece = bytearray(PIECE_BYTES)
     try:
         check_file(path, record)
-        with open(path, "rb", buffering=0) as file:
-            while n := file.readinto(piece):
-                digest.update(memoryview(piece)[:n])
+        found = hash_file(path, hashlib.blake2b(digest_size=HASH_BYTES))
     except DamagedCheckpoint as error:
         return str(error)
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
-    if digest.hexdigest() != record.blake2b:
+    if found != record.blake2b:
         return f"{path} has changed since it was written: its hash is not the one in {MANIFEST}"
     return None
+
+
+def convert_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a tensor. Raises CheckpointError where a finite number becomes an infinity in float16."""
+    converted = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
+        raise CheckpointError(f"{name} has numbers beyond 65,504, the largest of float16: choose bfloat16 or float32")
+    return converted

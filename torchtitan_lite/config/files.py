@@ -120,16 +120,21 @@ def describe_damage(path: Path, sha256: str, rest: Callable[[], object] = lambda
 
     Hashing leaves the interpreter free for other threads.
     """
-    digest, block = hashlib.sha256(), bytearray(BLOCK_BYTES)
     try:
-        with open(path, "rb", buffering=0) as file:
-            while n := file.readinto(block):
-                digest.update(memoryview(block)[:n])
-                rest()
+        found = hash_file(path, hashlib.sha256(), rest)
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
-    found = digest.hexdigest()
     return f"{path} has SHA-256 {found}, and its manifest says {sha256}" if found != sha256 else None
+
+
+def hash_file(path: Path, digest: Any, rest: Callable[[], object] = lambda: None) -> str:
+    """Return what a `digest` of hashlib makes of a file, in hexadecimal. Raises OSError."""
+    block = bytearray(BLOCK_BYTES)
+    with open(path, "rb", buffering=0) as file:
+        while n := file.readinto(block):
+            digest.update(memoryview(block)[:n])
+            rest()
+    return digest.hexdigest()
 
 
 def find_damage(hashes: Mapping[Path, str]) -> list[str]:

@@ -147,7 +147,7 @@ class LRScheduler:
 
 @dataclass(frozen=True)
 class Training:
-    # corpora: names of DATASETS and DOWNLOADS in data/named_corpora.py, folders made by `prepare`, .bin files of ids
+    # corpora: names of DATASETS and DOWNLOADS in data/corpus_folder.py, folders made by `prepare`, .bin files of ids
     dataset: list[FilePath] = field(default_factory=lambda: ["python_stdlib"])
     dataset_path: FilePath = ""  # of c4 and c4_test: the folder, or the file, that was downloaded; none: see DOWNLOADS
     dataset_weights: list[Weight] = field(default_factory=list)  # new: share of the samples of each; none: by size

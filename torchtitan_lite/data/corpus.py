@@ -1,4 +1,4 @@
-"""Open a corpus and read any stretch of it.
+"""Open a corpus, read any stretch of it, and hash a large one beside the steps.
 
     corpus     one row of tokens, document after document: "a b c" "d e" "f g h i"
     read       any stretch [start, stop), with a mark on the first token of each document
@@ -12,40 +12,57 @@ borders of its documents are checked then, and later looked up by binary search 
 
 Files are read by position (pread), never mapped: a file that is cut while it is mapped kills the process (SIGBUS), or
 reads as zeros. All ranks of a host share the system's cache either way.
+
+A token with a flipped bit is a token; only the SHA-256 in the corpus' manifest shows the damage. Hashing a large corpus
+takes minutes, so the first step does not wait for it:
+
+    rank 0 of the host     steps      |--1--|--2--|--3--| ...  `check` raises what the thread has found
+                           thread      #    #    #    #        hash 1 MiB, then sleep 19 times as long
+    rank 1 of the host     ...                                 another part of the files
+
+The thread takes at most 5 % of a core, 80 MiB/s where a core hashes 1.6 GiB/s: 100 GB take three minutes on a host of
+eight ranks. Every host reads all files, since it may have copies of its own. Traffic between ranks: none; the rank that
+finds the damage names the file and fails, and torchrun ends the others.
 """
 
-import fcntl
 import hashlib
 import logging
 import os
-import platform
-import shutil
+import time
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from threading import Event
 
 import torch
 from torch import Tensor
 
-from torchtitan_lite.config.command_lines import count_cores
-from torchtitan_lite.data.corpus_folder import AGAIN, SPLITS, CorpusError, check_small, measure_flat, read_manifest
-from torchtitan_lite.data.named_corpora import DATASETS, DOWNLOADS, list_dataset
-from torchtitan_lite.data.prepare import prepare_files
-from torchtitan_lite.data.shards import Unfinished
-from torchtitan_lite.data.text_files import PreparationError
+from torchtitan_lite.config.files import describe_damage
+from torchtitan_lite.data.corpus_folder import (
+    AGAIN,
+    DATASETS,
+    DOWNLOADS,
+    SPLITS,
+    CorpusError,
+    list_dataset,
+    measure_flat,
+    read_split,
+)
+from torchtitan_lite.data.prepare import prepare_dataset
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 VALIDATION_SHARE_OF_DATASETS = 0.02
-MANY_BYTES = 2**26  # of files: from here on it pays to start more processes that tokenise
 MAX_OPEN_SHARDS = 32  # two files each, and a process may often have no more than 1,024
 CHECKED_BORDERS = 2**17  # read at once: 1 MiB
 PIECE_BYTES, N_PIECES = 2**18, 64  # of a flat file that are hashed
+REST = 19  # times as long as the work before it
 
 
 class NumberFile:
@@ -198,21 +215,15 @@ def open_corpus(
     `split` is "train" or "validation"; a flat file is the same in both. One of DATASETS, or of DOWNLOADS with its files
     in `dataset_path`, is prepared first, if no process has done so yet. Files that are small together are hashed.
     """
+    folder = Path(name)
     if name in DATASETS or name in DOWNLOADS:
-        is_held_out = name in DOWNLOADS and DOWNLOADS[name].is_held_out  # then it has no training documents
+        is_held_out = name in DOWNLOADS and DOWNLOADS[name].split == "validation"  # then it has no training documents
         share = 0.0 if is_held_out else VALIDATION_SHARE_OF_DATASETS
         folder = prepare_dataset(name, list_dataset(name, dataset_path), tokenizer, cache_folder, share)
-        return open_prepared(name, folder, "train" if is_held_out else split)
-    if Path(name).is_dir():
-        return open_prepared(name, Path(name), split)
-    return open_flat(name, tokenizer)
-
-
-def open_prepared(name: str, folder: Path, split: str) -> Corpus:
-    manifest = read_manifest(folder)
-    shards = manifest.splits[SPLITS[split]]
-    if not shards:
-        raise CorpusError(f"{folder} has no {split} documents")
+        split = "train" if is_held_out else split
+    elif not folder.is_dir():
+        return open_flat(name, tokenizer)
+    manifest, unhashed = read_split(folder, split, vocabulary=None)
     files = [
         ShardFiles(
             folder / f"{s.name}.tokens",
@@ -221,53 +232,12 @@ def open_prepared(name: str, folder: Path, split: str) -> Corpus:
             s.n_documents,
             folder / f"{s.name}.targets" if s.targets_sha256 else None,
         )
-        for s in shards
+        for s in manifest.splits[SPLITS[split]]
     ]
-    unhashed = check_small(folder, manifest, split)
     corpus = Corpus(name, f"{manifest.identity} {SPLITS[split]}", manifest.dtype, files, unhashed)
     for index in range(len(files)) if not unhashed else ():  # a small corpus is checked as a whole
         corpus.open_shard(index)
     return corpus
-
-
-def prepare_dataset(
-    name: str, files: list[Path], tokenizer: Tokenizer, cache_folder: Path, validation_share: float
-) -> Path:
-    """Return the folder of a named corpus inside the cache; the first process prepares it. Raises CorpusError."""
-    stats = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files]
-    key = hashlib.sha256("\n".join([tokenizer.identity, platform.python_version(), *stats]).encode()).hexdigest()
-    folder = cache_folder / f"{name}-{key[:16]}"
-    if find_fault(folder):
-        cache_folder.mkdir(parents=True, exist_ok=True)
-        n_bytes = sum(path.stat().st_size for path in files)
-        logger.info(f"Tokenising {name} once: {n_bytes / 1e6:,.1f} MB in {len(files)} files into {folder}")
-        # Ranks of a host arrive together: one takes the lock and prepares, the others wait and then find the folder.
-        # The system releases the lock of a process that dies, so nobody waits for one that was killed.
-        with open(folder.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if fault := find_fault(folder):
-                if folder.exists():
-                    logger.warning(f"{fault}. The corpus {name} is prepared again")
-                shutil.rmtree(folder, ignore_errors=True)
-                options = {
-                    "validation_share": validation_share,
-                    "n_processes": count_cores() if n_bytes > MANY_BYTES else 1,
-                    "names_below": os.path.commonpath(map(os.path.abspath, files)),
-                }
-                try:
-                    prepare_files(files, folder, tokenizer, **options)
-                except (PreparationError, Unfinished) as error:
-                    raise CorpusError(str(error)) from None
-    return folder
-
-
-def find_fault(folder: Path) -> CorpusError | None:
-    """Return why a corpus is absent or damaged, as far as manifest, sizes, and hashes of a small corpus tell."""
-    try:
-        check_small(folder, read_manifest(folder))
-    except CorpusError as error:
-        return error
-    return None
 
 
 def open_flat(name: str, tokenizer: Tokenizer) -> Corpus:
@@ -283,3 +253,56 @@ def open_flat(name: str, tokenizer: Tokenizer) -> Corpus:
             digest.update(file.read(PIECE_BYTES))
     identity = f"{n_tokens} tokens of {dtype}, documents end with {tokenizer.eos_id}, SHA-256 {digest.hexdigest()}"
     return Corpus(name, identity, dtype, [ShardFiles(path, n_tokens, separator_id=tokenizer.eos_id)], unhashed={})
+
+
+# ---------------------------------------------------------------- hashes of large corpora, beside the steps
+
+
+class BackgroundHash:
+    """Context manager: inside, a thread compares the files that `corpora` left unhashed with their SHA-256."""
+
+    def __init__(self, corpora: Iterable[Corpus], *, part: int, n_parts: int):
+        """Of the files of `corpora`, this process hashes part `part` of `n_parts`."""
+        files = {file for corpus in corpora for file in corpus.unhashed.items()}
+        by_kind = sorted(files, key=lambda file: (file[0].suffix, file))  # each part gets large files and small ones
+        self.hashes = dict(by_kind[part::n_parts])
+        self.leaving = Event()
+        self.n_hashed = 0
+        self.result: Future[None] | None = None
+
+    def __enter__(self) -> "BackgroundHash":
+        if self.hashes:
+            self.thread = ThreadPoolExecutor(1, thread_name_prefix="hash")
+            self.result = self.thread.submit(self._hash_all)
+        return self
+
+    def check(self) -> None:
+        """Raise CorpusError if the thread has found a damaged file."""
+        if self.result is not None and self.result.done():
+            self.result.result()
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if self.result is None:
+            return
+        self.leaving.set()
+        self.thread.shutdown()
+        error = self.result.exception()
+        if isinstance(error, CancelledError):
+            logger.info(f"hashed {self.n_hashed} of {len(self.hashes)} files of corpora; `prepare --check` reads all")
+        elif error and kind is None:  # found beside the last step
+            raise error
+
+    def _hash_all(self) -> None:
+        start_s = self.resumed_s = time.perf_counter()
+        for path, sha256 in self.hashes.items():
+            if damage := describe_damage(path, sha256, self._rest):
+                raise CorpusError(f"{damage}. {AGAIN}")
+            self.n_hashed += 1
+        took_s = time.perf_counter() - start_s
+        logger.info(f"hashed {self.n_hashed} files of corpora beside the steps in {took_s:.0f} s: none has changed")
+
+    def _rest(self) -> None:
+        """Raises CancelledError when the run is over."""
+        if self.leaving.wait(REST * (time.perf_counter() - self.resumed_s)):
+            raise CancelledError
+        self.resumed_s = time.perf_counter()

@@ -36,8 +36,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.corpus_folder import CorpusError
-from torchtitan_lite.data.named_corpora import split_round
+from torchtitan_lite.data.corpus_folder import CorpusError, split_round
 from torchtitan_lite.model.head import IGNORE_INDEX
 
 
@@ -97,17 +96,6 @@ class SampleReader:
             tokens[row, :n], begins[row, :n] = self.corpora[source].read(start, start + n)
             is_target[row, :n] = self.corpora[source].read_targets(start, start + n) & ~begins[row, :n]
             begins[row, n : n + 1] = True  # padding is a document of its own
-        self._check_ids(tokens, samples)
-        targets = tokens[:, 1:].masked_fill(~is_target[:, 1:], IGNORE_INDEX)
-        begins = begins[:, :-1]
-        positions = torch.arange(self.seq_len).repeat(len(samples), 1)
-        if self.restart_positions:  # a document that began before the row counts from the row's start
-            positions -= torch.where(begins, positions, 0).cummax(dim=1).values
-        n_begun = begins.long().cumsum(dim=1)
-        return Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=n_begun - n_begun[:, :1])
-
-    def _check_ids(self, tokens: Tensor, samples: Sequence[tuple[int, int] | None]) -> None:
-        """Raises CorpusError for the first of `tokens` (B, S + 1) that has no row in the model's embedding."""
         if tokens.max().item() >= self.vocab_size:
             row, column = (tokens >= self.vocab_size).nonzero()[0].tolist()
             source, sample = samples[row]
@@ -117,6 +105,13 @@ class SampleReader:
                 f"below {self.vocab_size} (model.vocab_size). "
                 "Use the tokenizer that made this corpus (model.hf_assets_path)"
             )
+        targets = tokens[:, 1:].masked_fill(~is_target[:, 1:], IGNORE_INDEX)
+        begins = begins[:, :-1]
+        positions = torch.arange(self.seq_len).repeat(len(samples), 1)
+        if self.restart_positions:  # a document that began before the row counts from the row's start
+            positions -= torch.where(begins, positions, 0).cummax(dim=1).values
+        n_begun = begins.long().cumsum(dim=1)
+        return Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=n_begun - n_begun[:, :1])
 
 
 # ---------------------------------------------------------------- order

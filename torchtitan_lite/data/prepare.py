@@ -16,13 +16,16 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import platform
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 
+from torchtitan_lite.config.command_lines import count_cores
 from torchtitan_lite.config.files import replace_file, sync_folder
 from torchtitan_lite.data.corpus_folder import (
     BYTES_OF,
@@ -33,14 +36,20 @@ from torchtitan_lite.data.corpus_folder import (
     CorpusManifest,
     Shard,
     check_sizes,
+    check_small,
     choose_dtype,
     dump_manifest,
+    read_manifest,
 )
+from torchtitan_lite.data.documents import Tally
 from torchtitan_lite.data.shards import Plan, Recipe, Unfinished, count_bytes, make_plan, make_units
-from torchtitan_lite.data.text_files import PreparationError, Tally, find_sources
+from torchtitan_lite.data.text_files import PreparationError, find_sources
 from torchtitan_lite.data.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 SOURCES = "sources.jsonl"
+MANY_BYTES = 2**26  # of files: from here on it pays to start more processes that tokenise
 
 
 def prepare_files(
@@ -60,6 +69,46 @@ def prepare_files(
     with open_work(plan, start_over=True) as missing:
         make_units(plan, missing, n_processes=max(1, min(n_processes, len(missing))))
         return commit(plan)[0]
+
+
+def prepare_dataset(
+    name: str, files: list[Path], tokenizer: Tokenizer, cache_folder: Path, validation_share: float
+) -> Path:
+    """Return the folder of a named corpus inside the cache; the first process prepares it. Raises CorpusError."""
+    stats = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files]
+    key = hashlib.sha256("\n".join([tokenizer.identity, platform.python_version(), *stats]).encode()).hexdigest()
+    folder = cache_folder / f"{name}-{key[:16]}"
+    if find_fault(folder):
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        n_bytes = sum(path.stat().st_size for path in files)
+        logger.info(f"Tokenising {name} once: {n_bytes / 1e6:,.1f} MB in {len(files)} files into {folder}")
+        # Ranks of a host arrive together: one takes the lock and prepares, the others wait and then find the folder.
+        # The system releases the lock of a process that dies, so nobody waits for one that was killed.
+        with open(folder.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if fault := find_fault(folder):
+                if folder.exists():
+                    logger.warning(f"{fault}. The corpus {name} is prepared again")
+                shutil.rmtree(folder, ignore_errors=True)
+                options = {
+                    "validation_share": validation_share,
+                    "n_processes": count_cores() if n_bytes > MANY_BYTES else 1,
+                    "names_below": os.path.commonpath(map(os.path.abspath, files)),
+                }
+                try:
+                    prepare_files(files, folder, tokenizer, **options)
+                except (PreparationError, Unfinished) as error:
+                    raise CorpusError(str(error)) from None
+    return folder
+
+
+def find_fault(folder: Path) -> CorpusError | None:
+    """Return why a corpus is absent or damaged, as far as manifest, sizes, and hashes of a small corpus tell."""
+    try:
+        check_small(folder, read_manifest(folder))
+    except CorpusError as error:
+        return error
+    return None
 
 
 # ---------------------------------------------------------------- the work folder
@@ -210,7 +259,13 @@ def commit(plan: Plan) -> tuple[CorpusManifest, Tally]:
     )
     if not manifest.splits["train"]:
         discard(plan.work)
-        raise PreparationError(explain_emptiness(plan, manifest, tally))
+        if n_documents := sum(shard.n_documents for shard in manifest.splits[SPLITS["validation"]]):
+            all_of = f"--held-out {plan.recipe.validation_share} holds out all of the {n_documents} documents."
+            raise PreparationError(f"{all_of} Lower it, or name more files.")
+        bad = (
+            f" Left out: {tally.n_bad_lines} bad lines, the first {tally.first_bad_line}." if tally.n_bad_lines else ""
+        )
+        raise PreparationError(f"There is no text in the {len(plan.sources)} files that were named.{bad}")
     corpus, replaced = plan.work / "corpus", plan.work / "replaced"
     if not plan.is_committed:
         try:
@@ -228,15 +283,6 @@ def commit(plan: Plan) -> tuple[CorpusManifest, Tally]:
         shutil.rmtree(replaced)
     discard(plan.work)
     return manifest, tally
-
-
-def explain_emptiness(plan: Plan, manifest: CorpusManifest, tally: Tally) -> str:
-    """Say why there is nothing to train on."""
-    if n_documents := sum(shard.n_documents for shard in manifest.splits[SPLITS["validation"]]):
-        share = plan.recipe.validation_share
-        return f"--held-out {share} holds out all of the {n_documents} documents. Lower it, or name more files."
-    bad = f" Left out: {tally.n_bad_lines} bad lines, the first {tally.first_bad_line}." if tally.n_bad_lines else ""
-    return f"There is no text in the {len(plan.sources)} files that were named.{bad}"
 
 
 def explain(error: OSError, plan: Plan) -> str:

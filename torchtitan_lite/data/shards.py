@@ -22,13 +22,15 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import chain
 from pathlib import Path
 
 from torchtitan_lite.config.files import replace_file, sync_folder
-from torchtitan_lite.data.chat import ChatFormat, Conversation
+from torchtitan_lite.data.chat import ChatFormat
 from torchtitan_lite.data.corpus_folder import MANIFEST, SPLITS, Shard, choose_dtype
-from torchtitan_lite.data.text_files import Part, PreparationError, Source, Tally, read_documents
+from torchtitan_lite.data.documents import Tally, read_documents
+from torchtitan_lite.data.text_files import Part, PreparationError, Source
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer, pack
 from torchtitan_lite.processes import end_with_parent
 
@@ -115,17 +117,14 @@ def make_units(
         return
     context, vocabulary = multiprocessing.get_context("spawn"), plan.tokenizer.vocabulary
     largest_first = sorted(missing, key=lambda number: -count_bytes(plan.units[number]))
-    tasks = [
-        (plan.work, number, plan.units[number], plan.recipe, str(vocabulary.path), vocabulary.identity)
-        for number in largest_first
-    ]
+    make = partial(make_unit_in_worker, plan.work, plan.recipe, str(vocabulary.path), vocabulary.identity)
     others = multiprocessing.active_children()
     # An executor, because a Pool never notices that a process died, and may wait for ever for the lock that it held.
     with ProcessPoolExecutor(n_processes, context, initializer=end_with_parent) as executor:
         # Ctrl-C reaches workers too, but only the parent acts on it: a process inherits which signals are ignored.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            units = [executor.submit(make_unit_in_worker, task) for task in tasks]
+            units = [executor.submit(make, number, plan.units[number]) for number in largest_first]
         finally:
             signal.signal(signal.SIGINT, handler)
         workers = [child for child in multiprocessing.active_children() if child not in others]
@@ -147,8 +146,9 @@ def make_units(
 load_once = lru_cache(maxsize=1)(load_tokenizer)
 
 
-def make_unit_in_worker(task: tuple[Path, int, list[Part], Recipe, str, str]) -> int:
-    work, number, parts, recipe, tokenizer_path, identity = task
+def make_unit_in_worker(
+    work: Path, recipe: Recipe, tokenizer_path: str, identity: str, number: int, parts: list[Part]
+) -> int:
     tokenizer = load_once(tokenizer_path)
     if tokenizer.identity != identity:
         raise PreparationError(f"{tokenizer_path} was changed while the corpus was prepared.")
@@ -165,40 +165,35 @@ def make_unit(work: Path, number: int, parts: list[Part], recipe: Recipe, tokeni
     Raises PreparationError for what is wrong with a file, OSError where a shard cannot be written.
     """
     writers: dict[str, ShardWriter] = {}
-    writer: ShardWriter | None = None  # of the current document
     tally, chat = Tally(), recipe.chat
     reading = {"field": recipe.field, "skip_bad": recipe.skip_bad, "render": chat.render if chat else None}
-    pieces = ((part.source, *piece) for part in parts for piece in read_documents(part, tally=tally, **reading))
+    documents = ((part.source, pieces) for part in parts for pieces in read_documents(part, tally=tally, **reading))
     bos, eos = (pack([] if token_id is None else [token_id]) for token_id in (tokenizer.bos_id, tokenizer.eos_id))
     with ExitStack() as open_writers:
-        for source, piece, is_first in pieces:
-            text = piece.text if isinstance(piece, Conversation) else piece
-            if is_first:
-                if writer is not None and not chat:
-                    writer.write(eos)
-                if not text:
-                    tally.n_empty += 1
-                    writer = None
-                    continue
-                by_name = recipe.names_below and not source.holds_rows
-                hashed = os.path.relpath(source.path, recipe.names_below) if by_name else text
-                split = SPLITS[choose_split(hashed, recipe.validation_share)]
-                if split not in writers:
-                    dtype = choose_dtype(tokenizer.vocab_size)
-                    writers[split] = ShardWriter(work / "corpus", f"{split}-{number:05}", dtype, marks=chat is not None)
-                    open_writers.callback(writers[split].close)
-                writer = writers[split]
-                writer.begin_document()
-                if not chat:
-                    writer.write(bos)
-            n_text_bytes = len(text) if text.isascii() else len(text.encode())  # the first is known without looking
+        for source, pieces in documents:
+            first = next(pieces, "")
+            text = first.text if chat else first
+            if not text:
+                tally.n_empty += 1
+                continue
+            by_name = recipe.names_below and not source.holds_rows
+            hashed = os.path.relpath(source.path, recipe.names_below) if by_name else text
+            split = SPLITS[choose_split(hashed, recipe.validation_share)]
+            if split not in writers:
+                dtype = choose_dtype(tokenizer.vocab_size)
+                writers[split] = ShardWriter(work / "corpus", f"{split}-{number:05}", dtype, marks=chat is not None)
+                open_writers.callback(writers[split].close)
+            writer = writers[split]
+            writer.begin_document()
             if chat:
-                ids, targets = tokenizer.encode_spelled(text, piece.turns)
+                ids, targets = tokenizer.encode_spelled(text, first.turns)
                 tally.n_targets += sum(targets)
-                writer.write(pack(ids), targets, n_text_bytes=n_text_bytes)
-            else:
-                writer.write(tokenizer.encode_packed(text), n_text_bytes=n_text_bytes)
-        if writer is not None and not chat:
+                writer.write(pack(ids), targets, n_text_bytes=len(text.encode()))
+                continue
+            writer.write(bos)
+            for piece in chain([text], pieces):
+                n_text_bytes = len(piece) if piece.isascii() else len(piece.encode())  # the first is known at once
+                writer.write(tokenizer.encode_packed(piece), n_text_bytes=n_text_bytes)
             writer.write(eos)
         shards = {split: asdict(writers[split].finish()) for split in sorted(writers)}
     sync_folder(work / "corpus")

@@ -1,40 +1,37 @@
-"""Text files to documents: which files are read, in which order, and their texts, in little memory.
+"""The files of a text corpus: which are read, in which order, and how each kind is opened. No torch.
 
     notes.md  main.py  notes.md.gz         one document each
     posts.jsonl  posts.jsonl.gz  c4.json   one document a line: the text in one field of a JSON object
     posts.parquet                          one document a row: the text in one column
     src/                                   the files of known kinds below a folder, sorted by name, without hidden ones
 
-file_kinds.py unpacks .gz and .zst and reads Parquet. A .json file whose first line is a JSON object holds lines. With
-`prepare --chat` the field holds a conversation, which chat.py makes a document of.
+A .json file whose first line is a JSON object holds lines. A file that is named is read whatever its suffix, unless it
+looks binary. A corpus is a pure function of its files, so a file that changes while it is read is an error.
 
-A file that is named is read whatever its suffix, unless it looks binary. A corpus is a pure function of its files, so a
-file that changes while it is read is an error.
+`.zst` needs the package zstandard and `.parquet` pyarrow: the extra `data`. They are imported where such a file is
+read, since training reads none, and pyarrow takes a second. Without its package a file is refused by name.
 
-A document comes in pieces of MAX_CHARACTERS, where Tokenizer.encode cuts too. A part of a .jsonl file has the lines
-that begin in it, so that several processes can read one file and every line is in one part:
+Several processes can read one file that is not packed. A part of a .jsonl file has the lines that begin in it, a part
+of a Parquet file the row groups, so every one is in one part:
 
     {"text": "one"}\\n{"text": "two"}\\n{"text": "three"}\\n
     |---- one, two ------|----- three ---------------|
 """
 
-import codecs
+import gzip
+import importlib
+import io
 import json
-import math
 import os
-import re
 import stat
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from torchtitan_lite.config.messages import show_value
-from torchtitan_lite.data.file_kinds import explain_missing_package, read_rows, split_suffix, unpack
-from torchtitan_lite.data.tokenizer import MAX_CHARACTERS
+from typing import BinaryIO
 
 TABLE_SUFFIX = ".parquet"
 LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
@@ -47,10 +44,13 @@ TEXT_SUFFIXES = frozenset(
     .sh .bash .zsh .fish .ps1 .bat .cmake .mk .toml .yaml .yml .ini .cfg""".split()
 )
 
+PACKAGES = {".zst": "zstandard", ".parquet": "pyarrow"}  # suffix -> the package that reads such files
+PACKED = (".gz", ".zst")
 BLOCK_BYTES = 2**20
+ZST_BLOCK_BYTES = 2**13  # of a .zst file at a time: it can become 30,000 times as many
+LONGEST_WINDOW = 2**31  # of zstd --long=31
+ROWS_AT_A_TIME = 256
 MAX_LINE_BYTES = 2**26  # a line of JSON is held whole; without a bound, one bad file could take all memory
-REPLACEMENT = "\ufffd"
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell them, UTF-8 cannot
 
 
 class PreparationError(ValueError):
@@ -89,18 +89,21 @@ class Part:
     stop: int
 
 
-@dataclass
-class Tally:
-    """What was met while reading; read_documents counts in it."""
-
-    n_empty: int = 0  # documents without a character, which are left out
-    n_replaced: int = 0  # U+FFFD instead of broken UTF-8
-    n_bad_lines: int = 0
-    n_targets: int = 0  # tokens of the assistant's turns, with --chat
-    first_bad_line: str = ""  # where it is, and why
-
-
 # ---------------------------------------------------------------- which files
+
+
+def split_suffix(path: str) -> tuple[str, str]:
+    """Return what a file holds and how it is packed, in lower case: ".txt" and ".gz" of Notes.TXT.gz."""
+    path, packed = path.lower(), next((suffix for suffix in PACKED if path.lower().endswith(suffix)), "")
+    return os.path.splitext(path.removesuffix(packed))[1], packed
+
+
+def explain_missing_package(path: str) -> str:
+    """Say which package is missing to read this file; nothing if none is."""
+    for suffix in split_suffix(path):
+        if (package := PACKAGES.get(suffix)) and find_spec(package) is None:
+            return f"{path} needs the package {package}: it is in the extra `data` (pip install {package})"
+    return ""
 
 
 def get_kind(path: str) -> str:
@@ -125,7 +128,10 @@ def find_sources(inputs: Iterable[Path], *, more_suffixes: Iterable[str] = ()) -
         if not given.is_dir():
             sources.append(look_at(str(given)))
             if get_kind(str(given)) not in known and not sources[-1].is_json_lines:
-                refuse_binary(sources[-1])
+                with open_source(sources[-1]) as file:
+                    if b"\0" in file.read(8192):
+                        why = "has NUL bytes, so it is no UTF-8 text. Unpack or convert it first."
+                        raise PreparationError(f"{given} {why}")
             continue
         for folder, folders, names in os.walk(given, onerror=refuse):
             left_out["hidden"] += sum(name.startswith(".") for name in folders + names)
@@ -154,22 +160,14 @@ def look_at(path: str) -> Source:
     if missing := explain_missing_package(path):
         raise PreparationError(f"{missing}.")
     source = Source(path, status.st_size, status.st_mtime_ns)
-    return replace(source, is_json_lines=get_kind(path) == ".json" and starts_with_object(source))
-
-
-def starts_with_object(source: Source) -> bool:
-    """Whether the first line of a file is a JSON object."""
-    with open_source(source) as file:
-        try:
-            return isinstance(json.loads(file.readline(MAX_LINE_BYTES)), dict)
-        except (ValueError, RecursionError):
-            return False
-
-
-def refuse_binary(source: Source) -> None:
-    with open_source(source) as file:
-        if b"\0" in file.read(8192):
-            raise PreparationError(f"{source.path} has NUL bytes, so it is no UTF-8 text. Unpack or convert it first.")
+    if get_kind(path) == ".json":
+        with open_source(source) as file:
+            try:
+                is_object = isinstance(json.loads(file.readline(MAX_LINE_BYTES)), dict)
+            except (ValueError, RecursionError):
+                is_object = False
+        source = replace(source, is_json_lines=is_object)
+    return source
 
 
 @contextmanager
@@ -186,134 +184,71 @@ def open_source(source: Source) -> Iterator[BinaryIO]:
         raise PreparationError(f"{source.path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
-# ---------------------------------------------------------------- documents
+# ---------------------------------------------------------------- packed files
 
 
-def read_documents(
-    part: Part, *, field: str, skip_bad: bool, tally: Tally, render: Callable[[Any], Any] | None = None
-) -> Iterator[tuple[Any, bool]]:
-    """Yield the pieces of all documents of `part`, and whether each is the first of its document.
+def unpack(path: str, file: BinaryIO) -> BinaryIO:
+    """Return a reader of what `file` holds. It raises OSError, EOFError or zlib.error for a damaged file."""
+    packed = split_suffix(path)[1]
+    if packed == ".gz":
+        return gzip.GzipFile(fileobj=file)
+    return io.BufferedReader(ZstdFile(file), buffer_size=2**20) if packed == ".zst" else file
 
-    An empty document is one empty piece. `field` holds the text in a line of JSON, or is the column of a table. With
-    `render` a document is one piece: what that returns of the value there. A row without text, or for which `render`
-    raises ValueError, is counted if `skip_bad`, else it raises PreparationError.
-    """
-    source = part.source
-    with open_source(source) as file:
-        if not source.holds_rows:
-            yield from read_text(file, tally)
-            return
-        if source.is_table:
-            rows: Iterable[tuple[int, Any]] = read_rows(file, part.start, part.stop, field)
-        else:
-            rows = enumerate(read_lines(file, part.start, math.inf if source.is_packed else part.stop), 1)
-        for number, row in rows:
+
+class ZstdFile(io.RawIOBase):
+    """Reads the frames of a .zst file. zstandard's own reader takes a file that was cut for a whole one."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.zstandard = file, importlib.import_module("zstandard")
+        self.frame, self.unpacked, self.ahead = None, memoryview(b""), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        while not self.unpacked and (block := self.ahead or self.file.read(ZST_BLOCK_BYTES)):
+            self.frame = self.frame or self.zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW).decompressobj()
             try:
-                values = {field: row} if source.is_table else parse_line(row, tally)
-                if values is None:
-                    continue
-                if field not in values:
-                    raise ValueError(
-                        f"no field {field!r} in it (--text-column names another): {show_value(values):.60}"
-                    )
-                document = render(values[field]) if render else check_text(values[field], field, tally)
-            except ValueError as error:
-                if source.is_table:
-                    fault = f"{source.path}, row {number}: {error}"
-                else:
-                    fault = f"{source.path}, line {count_lines_before(part) + number}: {error}"
-                if not skip_bad:
-                    raise PreparationError(f"{fault}. Repair it, or leave such lines out with --skip-bad.") from None
-                tally.n_bad_lines += 1
-                tally.first_bad_line = tally.first_bad_line or fault
-                continue
-            if render:
-                yield document, True
-                continue
-            for start in range(0, max(len(document), 1), MAX_CHARACTERS):
-                yield document[start : start + MAX_CHARACTERS], start == 0
+                self.unpacked = memoryview(self.frame.decompress(block))
+            except self.zstandard.ZstdError as error:
+                raise OSError(str(error)) from None
+            self.ahead = self.frame.unused_data
+            if self.frame.eof:
+                self.frame = None
+        if self.frame and not self.unpacked:
+            raise EOFError("it ends inside a frame")
+        n = min(len(buffer), len(self.unpacked))
+        buffer[:n], self.unpacked = self.unpacked[:n], self.unpacked[n:]
+        return n
 
 
-def read_text(file: BinaryIO, tally: Tally) -> Iterator[tuple[str, bool]]:
-    """Yield the text of a whole file as read_documents does. A byte order mark is dropped."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
-    text, seam, is_first, block = "", b"", True, None
-    while block != b"":
-        block = file.read(BLOCK_BYTES)
-        decoded = decoder.decode(block, final=not block)
-        # U+FFFD that is in the file itself is not counted, also where two blocks meet.
-        tally.n_replaced += decoded.count(REPLACEMENT) - (seam + block).count(REPLACEMENT.encode())
-        seam = (seam + block)[-2:]
-        text += decoded
-        while len(text) > MAX_CHARACTERS:
-            yield text[:MAX_CHARACTERS], is_first
-            text, is_first = text[MAX_CHARACTERS:], False
-    if text or is_first:
-        yield text, is_first
+# ---------------------------------------------------------------- Parquet
 
 
-def read_lines(file: BinaryIO, start: int, stop: float) -> Iterator[bytes]:
-    """Yield the lines that begin at bytes start .. stop-1; of a line that is too long, its first part."""
-    position = start
-    if start > 0:  # a line begins at `start` exactly if the byte before ends one
-        file.seek(start - 1)
-        position += skip_line(file) - 1
-    while position < stop and (line := file.readline(MAX_LINE_BYTES + 1)):
-        position += len(line)
-        if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-            position += skip_line(file)
-        yield line
+def read_rows(file: BinaryIO, start: int, stop: int, column: str) -> Iterator[tuple[int, object]]:
+    """Yield number, from 1, and value of each row of the row groups that begin at bytes start .. stop-1.
 
-
-def skip_line(file: BinaryIO) -> int:
-    """Read to the end of a line and return the number of bytes."""
-    n_bytes = 0
-    while block := file.readline(BLOCK_BYTES):
-        n_bytes += len(block)
-        if block.endswith(b"\n"):
-            break
-    return n_bytes
-
-
-def count_lines_before(part: Part) -> int:
-    """Return how many lines of the file begin before `part`; only a message needs it."""
-    if part.start == 0:
-        return 0
-    n_lines, remaining = 1, part.start - 1  # a line end in the last byte before the part begins one in the part
-    with open_source(part.source) as file:
-        while block := file.read(min(remaining, BLOCK_BYTES)):
-            n_lines, remaining = n_lines + block.count(b"\n"), remaining - len(block)
-    return n_lines
-
-
-def parse_line(line: bytes, tally: Tally) -> dict[str, Any] | None:
-    """Return a line's JSON object, None for an empty line. Raises ValueError that says why it is none."""
-    if len(line) > MAX_LINE_BYTES:
-        raise ValueError(f"it is longer than {MAX_LINE_BYTES >> 20} MiB")
-    content = line.decode("utf-8-sig", errors="replace")
-    tally.n_replaced += content.count(REPLACEMENT) - line.count(REPLACEMENT.encode())
-    if not content or content.isspace():
-        return None
-    shown = repr(content[:60])
+    A text comes as bytes, which may be no UTF-8. Raises OSError where this is no Parquet file with that column.
+    """
+    pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error}): {shown}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"not a JSON object: {shown}")
-    return value
-
-
-def check_text(value: object, field: str, tally: Tally) -> str:
-    """Return the text of a field; bytes are UTF-8. Raises ValueError if it is none."""
-    if isinstance(value, bytes):
-        text = value.decode(errors="replace")
-        tally.n_replaced += text.count(REPLACEMENT) - value.count(REPLACEMENT.encode())
-        return text
-    if not isinstance(value, str):
-        raise ValueError(f"field {field!r} holds no text: {show_value(value):.60}")
-    if value.isascii():  # known without looking
-        return value
-    text, n_surrogates = LONE_SURROGATE.subn(REPLACEMENT, value)
-    tally.n_replaced += n_surrogates
-    return text
+        table = parquet.ParquetFile(file)
+        if column not in table.schema_arrow.names:
+            names = ", ".join(table.schema_arrow.names)
+            raise OSError(f"it has no column {column!r} (--text-column names another): {names:.200}")
+        is_text = table.schema_arrow.field(column).type in (pyarrow.string(), pyarrow.large_string())
+        first = 1
+        for number in range(table.num_row_groups):
+            group = table.metadata.row_group(number)
+            chunk = group.column(0)
+            offsets = [chunk.data_page_offset, chunk.dictionary_page_offset]  # the second may be None
+            if start <= min(filter(None, offsets)) < stop:
+                row = first
+                rows = {"row_groups": [number], "columns": [column], "use_threads": False}
+                for batch in table.iter_batches(ROWS_AT_A_TIME, **rows):
+                    values = batch.column(0).cast(pyarrow.large_binary()) if is_text else batch.column(0)
+                    yield from enumerate(values.to_pylist(), row)
+                    row += batch.num_rows
+            first += group.num_rows
+    except pyarrow.ArrowException as error:
+        raise OSError(f"it is no sound Parquet file: {error}") from None

@@ -9,7 +9,7 @@ is, while a tokenizer.model beside it is often one for SentencePiece.
 
 Hugging Face's tokenizer.json becomes a vocabulary with the very same ids, or is refused with a reason:
 
-    a byte-level BPE whose pattern is known      tiktoken encodes: byte_level_bpe.py says which
+    a byte-level BPE whose pattern is known      tiktoken encodes: vocabulary.py says which
     any other file                               the package `tokenizers` encodes, where it is installed (extra `hf`)
 
 Besides its model, such a file has
@@ -30,23 +30,21 @@ from typing import Any
 
 from torchtitan_lite.config.files import parse_json_object, read_json_object
 from torchtitan_lite.config.messages import ConfigError, Problem, show_text
-from torchtitan_lite.data.byte_level_bpe import (
-    NotForTiktoken,
-    list_stages,
-    read_model,
-    read_normalizer,
-    read_pre_tokenizer,
-    spell_bytes,
-)
 from torchtitan_lite.data.vocabulary import (
     BYTES,
     MAX_TOKEN_BYTES,
     AddedToken,
+    NotForTiktoken,
     Vocabulary,
     VocabularyError,
+    list_stages,
     make_byte_vocabulary,
     read_content,
+    read_model,
+    read_normalizer,
+    read_pre_tokenizer,
     read_tokenizer_model,
+    spell_bytes,
 )
 from torchtitan_lite.repository import REPOSITORY
 
@@ -101,14 +99,12 @@ def find_tokenizer(hf_assets_path: str) -> Path | None:
     return None
 
 
-def describe_for_export(vocabulary: Vocabulary | None) -> dict[str, object]:
+def describe_for_export(vocabulary: Vocabulary) -> dict[str, object]:
     """Return the arguments of checkpoint.hugging_face.Export that a tokenizer decides.
 
     `tokenizer_files` is name -> content of the files beside the weights, by which transformers gives the same ids. It
     has no tokenizer of plain bytes: they have no files. It reads tokenizer.model through tiktoken.
     """
-    if vocabulary is None:
-        return {}
     path, files = vocabulary.path, {}
     if path.suffix == ".json":
         beside = [path.with_name(name) for name in EXPORTED[1:]]

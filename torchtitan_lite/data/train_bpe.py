@@ -20,7 +20,7 @@ import regex  # comes with tiktoken; the standard library's re does not know \p{
 
 from torchtitan_lite.config.command_lines import make_tokenizer_parser
 from torchtitan_lite.config.files import replace_file
-from torchtitan_lite.data.named_corpora import DATASETS
+from torchtitan_lite.data.corpus_folder import DATASETS
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.data.vocabulary import N_SPECIAL_TOKENS, SPLIT_PATTERN
 

@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpoint.folders import check_free
+from torchtitan_lite.checkpoint.folders import check_free, write_checkpoint
 from torchtitan_lite.checkpoint.hugging_face import Export, explain_biases, write_folder
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, HuggingFaceError
 from torchtitan_lite.checkpoint.hugging_face_families import explain_unwritable
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import CheckpointError
-from torchtitan_lite.checkpoint.one_process import write_checkpoint
-from torchtitan_lite.checkpoint.state import convert_dtype
+from torchtitan_lite.checkpoint.tensor_files import convert_dtype
 from torchtitan_lite.config.command_lines import make_convert_parser
 from torchtitan_lite.config.flavors import count_parameters, list_expert_biases
 from torchtitan_lite.data.tokenizer_files import describe_for_export

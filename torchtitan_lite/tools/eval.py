@@ -40,9 +40,8 @@ from torchtitan_lite.config.schema import Config, Model, Training, with_value
 from torchtitan_lite.config.torchtitan_keys import resolve_alias
 from torchtitan_lite.config.values import WrongValue, convert
 from torchtitan_lite.data.corpus import open_corpus
-from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusError
+from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, check_corpora
 from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch, rows_of_rank
-from torchtitan_lite.data.named_corpora import DATASETS, check_corpora
 from torchtitan_lite.data.prepare import prepare_files
 from torchtitan_lite.data.shards import Unfinished
 from torchtitan_lite.data.text_files import PreparationError

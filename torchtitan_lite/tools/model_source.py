@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchtitan_lite.checkpoint.folders import OpenCheckpoint, open_checkpoint
 from torchtitan_lite.checkpoint.hugging_face import read_tensor
 from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
@@ -28,7 +29,6 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 )
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import MANIFEST, find_steps, parse_model_args
-from torchtitan_lite.checkpoint.one_process import OpenCheckpoint, open_checkpoint
 from torchtitan_lite.config.flavors import ModelArgs, count_parameters, list_expert_biases
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
-from torchtitan_lite.checkpoint.state import name_tensors, set_step
+from torchtitan_lite.checkpoint.load import set_step
+from torchtitan_lite.checkpoint.save import name_tensors
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.verify.one_rank import Coordinates, build_small_run, cut_slice, find_unequal_replicas
