@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.checkpoint.hugging_face import Export, export_hf
+from torchtitan_lite.checkpoint.hugging_face import Export, export_hf, refuse_biases
 from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver, choose_tensors, describe_run, is_saved
@@ -150,6 +150,8 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
         fingerprint=fingerprint,
         group=host_group,
     )
+    if config.checkpoint.enable and config.checkpoint.last_save_in_hf:  # before the first step, not after the last
+        raise_on_all_ranks(host_group, lambda: refuse_biases(run.saved))
     saver = CheckpointSaver(
         checkpoints,
         config.checkpoint,

@@ -6,6 +6,7 @@ import compare
 import pytest
 import torch
 import torch.nn.functional as F
+import warm_start
 from checkpoints import list_differing, load_and_train, merge_states, train, train_and_save
 from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, PP, SCHEDULE, TP, TWO_LAYERS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -23,6 +24,7 @@ from torchtitan_lite.config.schema import Checkpoint, Metrics, Model
 from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.model.moe import MixtureOfExperts, list_mixtures, multiply_groups
+from torchtitan_lite.verify.ranks import RankFailure
 
 RATE, IMPLEMENTATION = "training.expert_bias_rate", "optimizer.implementation"
 MOE = {"model.flavor": "debug_moe", "model.expert_ffn_dim": 48, "model.head_dim": 8}
@@ -274,3 +276,13 @@ def test_flops_are_those_of_the_experts_that_a_token_is_routed_to(monkeypatch):
     counted = count_flops_per_token(args, 64)
     attention = 4 * args.n_layers * args.n_heads * args.head_dim * 64  # which the counter has, or not, by kernel
     assert 3 * counter.get_total_flops() / 64 in (counted.full, counted.full - 3 * attention)
+
+
+def test_a_run_whose_biases_moved_is_refused_an_export_before_it_goes_on(pool, tmp_path):
+    keys = [*warm_start.write_letters(tmp_path / "letters"), f"--job.dump_folder={tmp_path}", "--job.no_overwrite"]
+    keys += ["--model.flavor=debug_moe", "--model.n_experts=4", "--model.expert_ffn_dim=32"]
+    assert pool.run(warm_start.start, 1, [*keys, "--training.steps=2", f"--{RATE}=0.01"]) == [0]
+    keys += ["--training.steps=4", f"--{RATE}=0", "--checkpoint.last_save_in_hf"]
+    with pytest.raises(RankFailure, match="expert_bias has moved from zero"):
+        pool.run(warm_start.start, 1, keys)
+    assert "step 3/4" not in (tmp_path / "log.txt").read_text()

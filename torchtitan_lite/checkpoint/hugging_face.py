@@ -174,9 +174,9 @@ def plan_files(export: Export, held: list[Iterable[str]]) -> list[PlannedFile]:
     return [PlannedFile(name, writer, fqns) for name, (writer, fqns) in zip(names, cut, strict=True)]
 
 
-def explain_biases(saved: dict[str, Tensor], args: ModelArgs) -> str | None:
+def explain_biases(saved: dict[str, Tensor]) -> str | None:
     """Return why weights cannot be exported: `saved` has biases of experts, by FQN, that have moved from zero."""
-    moved = [fqn for fqn in list_expert_biases(args) if fqn in saved and saved[fqn].any()]
+    moved = [fqn for fqn, tensor in saved.items() if fqn.endswith("expert_bias") and tensor.any()]
     if not moved:
         return None
     return (
@@ -201,8 +201,8 @@ def write_folder(out: Path, read: Callable[[str], Tensor], export: Export) -> No
         raise
 
 
-def refuse_biases(saved: dict[str, Tensor], args: ModelArgs) -> None:
-    if why := explain_biases(saved, args):
+def refuse_biases(saved: dict[str, Tensor]) -> None:
+    if why := explain_biases(saved):
         raise CheckpointError(why)
 
 
@@ -214,7 +214,7 @@ def export_hf(out: Path, parameters: dict[str, Tensor], export: Export, *, group
     """
     if do_on_rank_0(group, out.exists):
         return
-    raise_on_all_ranks(group, lambda: refuse_biases(parameters, export.model_args))
+    raise_on_all_ranks(group, lambda: refuse_biases(parameters))
     rank = dist.get_rank(group)
     do_on_rank_0(group, lambda: folders.remove_partial(out.parent))
     do_on_rank_0(group, lambda: folders.create_unfinished(out))

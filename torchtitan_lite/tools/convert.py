@@ -53,7 +53,7 @@ def convert(options: argparse.Namespace) -> str:
     args = source.model_args
     if not to_checkpoint:
         biases = {fqn: source.read(fqn) for fqn in list_expert_biases(args)}
-        if why := explain_unwritable(args) or explain_biases(biases, args):
+        if why := explain_unwritable(args) or explain_biases(biases):
             raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}.")
     norm_dtype = source.read(FINAL_NORM).dtype
     dtype = options.dtype or str(norm_dtype).removeprefix("torch.")
