@@ -19,15 +19,25 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.parallel import parallelize, tensor_parallel
 from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
 from torchtitan_lite.verify import command as tool
-from torchtitan_lite.verify.certificate import describe_failure
-from torchtitan_lite.verify.culprit import MOST_OF_CRASH, name_crash, name_first_output
-from torchtitan_lite.verify.difference import find_disagreement, join_slices
+from torchtitan_lite.verify.culprit import name_first_output
 from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, save_reference, try_layout
-from torchtitan_lite.verify.module_outputs import ModuleErrors, observe_outputs
+from torchtitan_lite.verify.module_outputs import (
+    ModuleErrors,
+    RankRoutes,
+    find_flips,
+    judge_routes,
+    observe_outputs,
+)
 from torchtitan_lite.verify.one_rank import Slice
 from torchtitan_lite.verify.ranks import RankKilled, RankPool, RankTimeout, describe_stack
 from torchtitan_lite.verify.reference import load_reference
-from torchtitan_lite.verify.route_flips import RankRoutes, find_flips, judge_routes
+from torchtitan_lite.verify.trial import (
+    MOST_OF_CRASH,
+    describe_failure,
+    find_disagreement,
+    join_slices,
+    name_crash,
+)
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +147,11 @@ def test_the_margin_of_a_flip_is_that_of_the_expert_that_was_lost():
 def test_a_tie_is_no_fault_and_what_follows_from_it_is_not_judged():
     ties = [RankRoutes({"tp": 0}, 500, {(0, 1): (1, 1e-7), (2, 1): (3, 0.1)}), RankRoutes({"tp": 1}, 500, {})]
     flips = judge_routes(ties)
-    assert flips.fault == "" and flips.measure.error == 1e-7 and flips.measure.is_right
-    assert "of 1,000 routes that routers choose themselves, 4 are others" in flips.measure.of
+    (measure,) = flips.measures
+    assert flips.faults == {} and measure.error == 1e-7 and measure.is_right
+    assert "of 1,000 routes that routers choose themselves, 4 are others" in measure.of
     wide = judge_routes([ties[0], RankRoutes({"tp": 1}, 500, {(1, 3): (1, 1e-3)})])
-    assert "5 of 1,000 routes" in wide.fault and not wide.measure.is_right
+    assert "5 of 1,000 routes" in wide.faults["routes"] and not wide.measures[0].is_right
     assert (wide.culprit.name, wide.culprit.mesh_dims) == ("layers.1.feed_forward.router", ["tp"])
 
 
@@ -222,7 +233,7 @@ def test_ranks_that_wait_for_each_other_are_named_with_their_places_and_nothing_
     own_pool.run(compare.all_ranks_agree, 2, "started")  # the time is for the work alone
     with pytest.raises(RankTimeout) as timeout:
         own_pool.run(wait_for_each_other, 2, timeout_s=2)
-    trial = describe_failure("wide", timeout.value, 1.0)
+    trial = describe_failure(timeout.value)
     assert not trial.finished and trial.culprit is None
     for text in ("--timeout", "2 of 2 ranks", "rank 0 in all_reduce (distributed_c10d.py:", "rank 1 in recv ("):
         assert text in trial.faults["no answer"]
@@ -232,7 +243,7 @@ def test_ranks_that_wait_for_each_other_are_named_with_their_places_and_nothing_
 def test_a_rank_that_a_signal_ends_says_nothing_of_the_layout(own_pool):
     with pytest.raises(RankKilled) as killed:
         own_pool.run(kill_last, 2)
-    trial = describe_failure("wide", killed.value, 1.0)
+    trial = describe_failure(killed.value)
     assert not trial.finished and trial.faults["no answer"] == "rank 1 of 2: was killed by SIGABRT"
 
 

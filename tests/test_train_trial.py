@@ -35,13 +35,14 @@ from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import SampleReader
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.verify import train_trial
+from torchtitan_lite.verify.command import TRIALS
 from torchtitan_lite.verify.ranks import RankPool, RankTimeout
 from torchtitan_lite.verify.reduction import Reduction, reduce_config
 from torchtitan_lite.verify.train_checks import StartPlan, find_unlike_peers
 from torchtitan_lite.verify.train_reference import cut_samples, make_batch, make_text, write_corpus
 from torchtitan_lite.verify.train_start import measure_slice
 from torchtitan_lite.verify.train_trial import choose_other_layout, make_config, try_train
-from torchtitan_lite.verify.trial_checks import Gap
+from torchtitan_lite.verify.trial import Gap
 
 ASYNC = {"checkpoint.async_mode": "async"}
 ACCUMULATION = {"training.local_batch_size": 1}
@@ -106,13 +107,13 @@ def test_a_missing_train_py_a_rank_that_fails_and_one_that_hangs_end_differently
         "def main(args):\n    print('the disk is full')\n    return 1\n"
     )
     monkeypatch.setattr(train_trial, "TRAIN_PY", tmp_path / "train.py")
-    trial = try_train(reduce_row(Row(1)), pool.run, tmp_path)
+    trial = TRIALS["train.py"](reduce_row(Row(1)), pool.run, tmp_path)
     assert trial.culprit.kind == "crash" and "the disk is full" in trial.culprit.detail
 
     def hang(*args):
         raise RankTimeout("ranks [0] did not answer")
 
-    assert not try_train(reduce_row(Row(1)), hang, tmp_path).finished
+    assert not TRIALS["train.py"](reduce_row(Row(1)), hang, tmp_path).finished
 
 
 # ---------------------------------------------------------------- the second layout

@@ -23,7 +23,6 @@ from torchtitan_lite.verify import command as tool
 from torchtitan_lite.verify.certificate import (
     EXIT_STATUS,
     Certificate,
-    Trial,
     describe,
     describe_verdict,
     record_for_runs,
@@ -43,6 +42,7 @@ from torchtitan_lite.verify.other_layouts import (
     turn_off,
 )
 from torchtitan_lite.verify.reduction import reduce_config
+from torchtitan_lite.verify.trial import Trial
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -122,7 +122,7 @@ def test_the_matrix_has_thirty_layouts_that_can_run_and_refuses_tied_embeddings_
         plan_cell(read("llama3_1b"), "tp2", "1F1B", 8)
 
 
-RIGHT = Trial("wide", [], {}, None, 1.0, difference=Namespace(gradient={"w": 1e-7}))
+RIGHT = Trial("wide", difference=Namespace(gradient={"w": 1e-7}))
 TRIAL_OF = {  # outcome of a cell -> its trial
     "right": RIGHT,
     "wrong": replace(RIGHT, faults={"loss": "off"}),
@@ -209,11 +209,11 @@ def test_a_wrong_layout_ends_with_its_first_fault_and_the_smallest_combination(p
     assert "smallest combination that fails: tp" in text
 
 
-WIDE = Trial("wide", [], {}, None, 1.0)
-MISSING = Trial("train.py", [], {}, None, 0.0, skipped="train.py is not beside the package", is_missing=True)
-NOT_ASKED = Trial("float8", [], {}, None, 0.0, skipped="the run has no float8")
-WRONG = Trial("deep", [], {"loss": "loss is off by 1.0e-02"}, None, 1.0)
-SILENT = Trial("deep", [], {"no answer": "ranks [1] did not answer within 300 s"}, None, 300.0, finished=False)
+WIDE = Trial("wide")
+MISSING = Trial("train.py", skipped="train.py is not beside the package", is_missing=True)
+NOT_ASKED = Trial("float8", skipped="the run has no float8")
+WRONG = Trial("deep", faults={"loss": "loss is off by 1.0e-02"})
+SILENT = Trial("deep", faults={"no answer": "ranks [1] did not answer within 300 s"}, finished=False)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,6 @@ from torchtitan_lite.verify.certificate import (
     CERTIFIED,
     EXIT_STATUS,
     Certificate,
-    RunRanks,
-    Trial,
     describe,
     record_for_runs,
     report_for_programs,
@@ -44,18 +42,22 @@ from torchtitan_lite.verify.ranks import RankPool
 from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
 from torchtitan_lite.verify.small_runs import deepen, keep_width, lengthen
 from torchtitan_lite.verify.train_trial import try_train
+from torchtitan_lite.verify.trial import RunRanks, Trial, make_trial
 from torchtitan_lite.verify.update_trial import try_updates
 
 # Name -> trial, in the order in which they are made. The first that finds a fault is the last.
 TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
-    "wide": try_wide,
-    "deep": partial(try_small, "deep", deepen),
-    "long": partial(try_small, "long", lengthen),
-    "real width": partial(try_small, "real width", keep_width),
-    "updates": try_updates,
-    "train.py": try_train,
-    "bfloat16": try_bfloat16,
-    "float8": try_float8,
+    name: partial(make_trial, name, make)
+    for name, make in {
+        "wide": try_wide,
+        "deep": partial(try_small, deepen),
+        "long": partial(try_small, lengthen),
+        "real width": partial(try_small, keep_width),
+        "updates": try_updates,
+        "train.py": try_train,
+        "bfloat16": try_bfloat16,
+        "float8": try_float8,
+    }.items()
 }
 
 
@@ -116,7 +118,8 @@ def find_smallest_failing(reduction: Reduction, run_ranks: RunRanks, folder: Pat
     """Return the smallest set of axes and options with which the wide trial finds a fault."""
 
     def fails(config: Config, layout: Layout) -> bool:
-        return bool(try_layout(config, layout.world_size, run_ranks, folder, find_culprit=False).faults)
+        options = {"find_culprit": False}
+        return bool(make_trial("wide", try_layout, config, layout.world_size, run_ranks, folder, **options).faults)
 
     def note(off: frozenset[str], outcome: bool | None) -> None:
         shown = {True: "still fails", False: "passes", None: "cannot be tried"}[outcome]
@@ -138,13 +141,10 @@ def keep_certificate(config: Config, certificate: Certificate) -> None:
 def verify_matrix(config: Config, options: argparse.Namespace, run_ranks: RunRanks, folder: Path) -> int:
     """Run many layouts and print the grid. Returns the exit status of its verdict."""
 
-    def try_reduced(reduction: Reduction):
-        return try_layout(reduction.config, reduction.layout.world_size, run_ranks, folder)
-
     cells: list[Cell] = []
     for row in ROWS:
         for column in COLUMNS:
-            cells.append(try_cell(config, row, column, options.ranks, try_reduced))
+            cells.append(try_cell(config, row, column, options.ranks, run_ranks, folder))
             print(f"  {row}, {column}: {cells[-1].text}", file=sys.stderr)
     verdict = judge_matrix(cells)
     if options.json:

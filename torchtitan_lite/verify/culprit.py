@@ -14,40 +14,21 @@ rank: its output is then wrong by much more than its inputs, and by more than ro
 """
 
 import math
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
-from torchtitan_lite.config.messages import show_text
-from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
-from torchtitan_lite.verify.difference import Difference, find_disagreement
 from torchtitan_lite.verify.module_outputs import ModuleErrors
 from torchtitan_lite.verify.one_rank import Coordinates
 from torchtitan_lite.verify.reference import ReferenceRun, largest_relative, relative_error
+from torchtitan_lite.verify.trial import Culprit, Difference, describe_ranks, find_disagreement
 
 # Measured on healthy layouts: from exact inputs outputs are off by up to 3e-7; errors of inputs grow threefold at most.
 LEAST_ROUNDING = 2**-24  # half of the distance of two neighbouring fp32 numbers near 1
 JUMP = 10  # times the error of its inputs: that of a wrong module's output is larger
 SIDE_INPUTS = {"positions": "positions", "rotation": "rotary angles", "doc_ids": "documents"}  # argument -> kind
-MOST_OF_CRASH = 300  # characters that are shown of a crash
-
-
-@dataclass(frozen=True)
-class Culprit:
-    """The first difference. `name` is a module, a parameter, or what is exchanged."""
-
-    kind: str  # initial weights, pieces, positions, documents, counted tokens, microbatches, module output, ...
-    name: str
-    detail: str
-    mesh_dims: list[str] = field(default_factory=list)  # along which ranks disagree: where the exchange is at fault
-    cause: str = "unknown"  # or the trap whose removal repairs it
-
-    def __str__(self) -> str:
-        along = f"; ranks along {', '.join(self.mesh_dims)} disagree" if self.mesh_dims else ""
-        return f"{self.kind}: {self.name}, {self.detail}{along}"
 
 
 def name_culprit(
@@ -214,15 +195,7 @@ def name_first_input(outputs: list[ModuleErrors], reference: ReferenceRun, toler
     return None
 
 
-def describe_ranks(wrong: Sequence[Coordinates], n_holders: int) -> str:
-    """Return the coordinates that all wrong ranks share; or that all ranks are wrong."""
-    if len(wrong) == n_holders:
-        return " on every rank that holds it"
-    common = [f"{dim} {at}" for dim, at in wrong[0].items() if all(other[dim] == at for other in wrong)]
-    return f" on {len(wrong)} of {n_holders} ranks that hold it, all at {', '.join(common) or 'no common coordinate'}"
-
-
-# ---------------------------------------------------------------- gradients, crashes
+# ---------------------------------------------------------------- gradients
 
 
 def name_first_gradient(difference: Difference, reference: ReferenceRun, tolerance: float) -> Culprit:
@@ -279,12 +252,3 @@ def name_first_bias(difference: Difference, reference: ReferenceRun) -> Culprit:
             detail += f"instead of {wanted[expert]:.3g}{describe_ranks([at for at, _ in wrong], len(held))}"
             return Culprit("expert biases", fqn, detail, find_disagreement(is_right, 0))
     raise AssertionError("a bias is wrong")
-
-
-def name_crash(text: str) -> Culprit:
-    """Return the culprit of a rank that raised or died: the last line of its traceback."""
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    last = show_text(lines[-1].strip(), MOST_OF_CRASH)
-    if match := re.match(rf"(\S+\.)?{MissingFromPlan.__name__}: (?P<fqn>\S+) (?P<why>.*)", last):
-        return Culprit("placement", match["fqn"], match["why"])
-    return Culprit("crash", show_text(lines[0].split(":")[0], MOST_OF_CRASH), last)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
@@ -36,7 +37,6 @@ from torchtitan_lite.verify.reference import (
     choose_model,
     largest_relative,
     load_reference,
-    make_batch_of,
     relative_error,
 )
 from torchtitan_lite.verify.small_runs import WIDE, Method
@@ -98,17 +98,20 @@ def own_rows(run: stepping.Run, batch: Batch) -> Batch:
     return batch.take_rows(rows_of_rank(run.mesh.data_rank, run.layout.dp, len(batch.tokens)))
 
 
+def start_beside_reference(config: Config, world_size: int, path: str) -> tuple[stepping.Run, ReferenceRun]:
+    """Build the run for the reference in a file; its routers start with the biases of the reference. Collective."""
+    reference = load_reference(path)
+    run = build_small_run(config, world_size, reference.method)
+    if run.balance:
+        set_biases(run.balance.biases, reference.experts.initial_biases)
+    return run, reference
+
+
 @torch.no_grad()
 def start_from_reference(run: stepping.Run, reference: ReferenceRun) -> None:
     """Give the run the reference's initial weights: each rank its slices."""
     for fqn, parameter in run.parameters.items():
         own_slice(parameter).copy_(cut_slice(reference.initial[fqn], parameter))
-
-
-def start_experts(run: stepping.Run, reference: ReferenceRun) -> None:
-    """Give the run's routers the biases with which the reference started."""
-    if run.balance:
-        set_biases(run.balance.biases, reference.experts.initial_biases)
 
 
 # ---------------------------------------------------------------- its steps beside the reference's
@@ -121,19 +124,15 @@ def measure_layout(
 
     `prepare(run, reference)` may change the run before its first step: a probe.
     """
-    reference = load_reference(reference_path)
-    method = reference.method
-    run = build_small_run(config, world_size, method)
-    coordinates = run.mesh.coordinates()
+    run, reference = start_beside_reference(config, world_size, reference_path)
+    method, coordinates = reference.method, run.mesh.coordinates()
     initial_equal = {
         fqn: torch.equal(own_slice(parameter), cut_slice(reference.initial[fqn], parameter))
         for fqn, parameter in run.parameters.items()
     }
-    start_experts(run, reference)
     if prepare is not None:
         prepare(run, reference)
-    whole = [reference.pin_routes(make_batch_of(run.config, step, method), step) for step in range(method.n_steps)]
-    batches = [own_rows(run, batch) for batch in whole]
+    batches = [own_rows(run, reference.make_batch(run.config, step)) for step in range(method.n_steps)]
     n_tokens = int(stepping.count_global_tokens(run, stepping.shard_for_cp(run, batches[0])))
     gradients: dict[str, Slice] = {}
 
@@ -217,14 +216,6 @@ def called_before_clipping(call: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def gradients_noted(run: stepping.Run) -> Iterator[dict[str, Tensor]]:
-    """Context manager: yields full copies of the gradients of the only step inside, unclipped. Collective."""
-    gradients: dict[str, Tensor] = {}
-    with called_before_clipping(lambda: gradients.update(gather(run, lambda parameter: parameter.grad))):
-        yield gradients
-
-
 @torch.no_grad()
 def gather(run: stepping.Run, choose: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
     """Return full copies of one tensor per parameter. Collective over the ranks that share them."""
@@ -238,6 +229,11 @@ def list_tensors(run: stepping.Run, choose: Callable[[Tensor], Tensor | None]) -
     missing = [fqn for fqn, tensor in chosen.items() if tensor is None]
     assert not missing, f"no gradient for {missing}"
     return chosen
+
+
+def list_rates(optimizer: Optimizer) -> list[float]:
+    """Return the learning rate of each group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 # ---------------------------------------------------------------- slices and copies
@@ -315,8 +311,8 @@ def find_unequal_replicas(tensors: dict[str, Tensor]) -> set[tuple[str, str]]:
         of_first = torch.cat([tensor.flatten() for tensor in own])
         dist.broadcast(of_first, group=next(iter(replicated.values())).device_mesh[name].get_group(), group_src=0)
         pieces = of_first.split([tensor.numel() for tensor in own])
-        pairs = zip(replicated, own, pieces, strict=True)
-        unequal |= {(fqn, name) for fqn, tensor, piece in pairs if not torch.equal(tensor.flatten(), piece)}
+        of_tensors = zip(replicated, own, pieces, strict=True)
+        unequal |= {(fqn, name) for fqn, tensor, piece in of_tensors if not torch.equal(tensor.flatten(), piece)}
     return unequal
 
 

@@ -14,15 +14,18 @@ part. What is refused could not train either, and is missing nowhere.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.flavors import ROPE_KEYS
 from torchtitan_lite.config.layout import MESH_DIMS, Layout, plan_degrees, plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError, format_table
 from torchtitan_lite.config.schema import Config, Model
-from torchtitan_lite.verify.certificate import CERTIFIED, CERTIFIED_IN_PART, IN_PART, NOT_FINISHED, WRONG, Trial
+from torchtitan_lite.verify.certificate import CERTIFIED, CERTIFIED_IN_PART, IN_PART, NOT_FINISHED, WRONG
 from torchtitan_lite.verify.degrees import DEGREE_KEYS, EP_KEY, limit_ep
+from torchtitan_lite.verify.gradient_trial import try_wide
 from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
+from torchtitan_lite.verify.trial import RunRanks, Trial, make_trial
 
 # ---------------------------------------------------------------- the smallest combination that fails
 
@@ -178,7 +181,7 @@ def plan_cell(config: Config, row: str, column: str, max_ranks: int) -> Reductio
     return reduce_config(override(config, keys), max_ranks)
 
 
-def try_cell(config: Config, row: str, column: str, max_ranks: int, try_reduced: Callable[[Reduction], Trial]) -> Cell:
+def try_cell(config: Config, row: str, column: str, max_ranks: int, run_ranks: RunRanks, folder: Path) -> Cell:
     """Run one cell if there are ranks enough for it."""
     n_ranks = (1 if column == NO_PIPELINE else 2) * 2 ** len(ROWS[row])
     if n_ranks > max_ranks:
@@ -187,7 +190,7 @@ def try_cell(config: Config, row: str, column: str, max_ranks: int, try_reduced:
         reduction = plan_cell(config, row, column, max_ranks)
     except ConfigError as error:
         return Cell(row, column, None, why_not="; ".join(str(problem) for problem in error.problems))
-    return Cell(row, column, try_reduced(reduction))
+    return Cell(row, column, make_trial("wide", try_wide, reduction, run_ranks, folder))
 
 
 def count_outcomes(cells: list[Cell]) -> dict[str, int]:

@@ -127,8 +127,9 @@ class ReferenceRun:
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # module -> argument -> value, as `outputs`
     experts: ExpertRecord | None = None  # None: the model has none
 
-    def pin_routes(self, batch: Batch, step: int) -> Batch:
+    def make_batch(self, config: Config, step: int) -> Batch:
         """Return the global batch of `step` with the routes that this process took."""
+        batch = make_batch_of(config, step, self.method)
         return replace(batch, routes=self.experts.routes[step]) if self.experts else batch
 
 

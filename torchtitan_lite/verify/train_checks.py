@@ -15,11 +15,11 @@ from pathlib import Path
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify.culprit import Culprit
+from torchtitan_lite.verify.module_outputs import list_rows
 from torchtitan_lite.verify.one_rank import Coordinates
 from torchtitan_lite.verify.train_reference import Expected
 from torchtitan_lite.verify.train_start import RankRecord, RowNumber
-from torchtitan_lite.verify.trial_checks import Check, add_gaps, check_values
+from torchtitan_lite.verify.trial import Check, Culprit, add_gaps, check_values
 
 TOLERANCE = 1e-5  # of what is summed in another order, as in the trials of gradients
 RATE_TOLERANCE = 1e-12
@@ -57,18 +57,12 @@ class StartPlan:
         return Path(self.config.job.dump_folder)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of a rank on the mesh: tp varies fastest, then cp, dp_shard, dp_replicate, pp."""
-        coordinates = {}
-        for dim, degree in reversed(self.layout.degrees.items()):
-            rank, coordinates[dim] = divmod(rank, degree)
-        return dict(reversed(coordinates.items()))
+        degrees, strides = self.layout.degrees, self.layout.strides
+        return {dim: rank // strides[dim] % degree for dim, degree in degrees.items()}
 
     def own_rows(self, rank: int) -> range:
         """Return the rows of a global batch that belong to this rank's replica of the model."""
-        at, layout = self.coordinates(rank), self.layout
-        n_rows = layout.global_batch_size // (layout.dp_replicate * layout.dp_shard)
-        first = (at["dp_replicate"] * layout.dp_shard + at["dp_shard"]) * n_rows
-        return range(first, first + n_rows)
+        return list_rows(self.coordinates(rank), self.layout)
 
     def name_step(self, step: int) -> str:
         resumed = f" on {self.layout}, resumed after step {self.resumed_step}" if self.resumed_step else ""
@@ -89,8 +83,8 @@ def list_checks(plan: StartPlan, expected: Expected, records: Sequence[RankRecor
         yield check_rows(plan, step, [record.rows[index] for record in records])
 
         rate = expected.rates[step - 1]
-        rates = [max(record.rates[index], key=lambda one, rate=rate: abs(one - rate)) for record in records]
-        losses, norms = ([getattr(record, name)[index] for record in records] for name in ("losses", "grad_norms"))
+        rates = [record.rates[index] for record in records]
+        losses, norms = ([[getattr(record, name)[index]] for record in records] for name in ("losses", "grad_norms"))
         scalars = [
             ("learning rate", "learning rate", "lr_scheduler", rates, rate),
             ("loss", "loss", "train_step", losses, expected.losses[step - 1]),
@@ -98,7 +92,7 @@ def list_checks(plan: StartPlan, expected: Expected, records: Sequence[RankRecor
         ]
         if step in (1, plan.last_step):  # after which train.py always validates
             for what, right in expected.validation[step - 1].items():
-                values = [record.validation.get(step, {}).get(what, math.nan) for record in records]
+                values = [[record.validation.get(step, {}).get(what, math.nan)] for record in records]
                 scalars.append(("validation", what, "validate", values, right))
         for measure, what, name, values, right in scalars:
             kind = "validation loss" if measure == "validation" else measure

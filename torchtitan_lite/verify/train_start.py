@@ -28,9 +28,9 @@ from torch.optim.optimizer import Optimizer
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.repository import REPOSITORY
 from torchtitan_lite.step import Run, StepResult
-from torchtitan_lite.verify.one_rank import cut_slice, own_slice
+from torchtitan_lite.verify.one_rank import cut_slice, list_rates, own_slice
 from torchtitan_lite.verify.train_reference import Expected
-from torchtitan_lite.verify.trial_checks import Gap
+from torchtitan_lite.verify.trial import Gap
 
 TRAIN_PY = REPOSITORY / "train.py"
 
@@ -147,7 +147,7 @@ class Recorder:
     def train_step(self, original: Callable, run: Run, batch: Batch) -> StepResult:
         """Record rows, learning rates, loss, norm, and the errors of weights and moments."""
         self.record.rows.append(self.find_rows(batch))
-        self.record.rates.append([float(group["lr"]) for group in run.optimizer.param_groups])
+        self.record.rates.append(list_rates(run.optimizer))
         if self.expected.experts:  # a top-k would turn the last bit of a score into another expert
             rows = slice(self.own_rows.start, self.own_rows.stop)
             batch = replace(batch, routes=self.expected.experts.routes[self.step][rows])

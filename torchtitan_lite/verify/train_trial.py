@@ -15,7 +15,6 @@ time, so that the first difference is named.
 """
 
 import tempfile
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import permutations
@@ -38,25 +37,21 @@ from torchtitan_lite.config.schema import (
     Profiling,
     Validation,
 )
-from torchtitan_lite.verify.certificate import RunRanks, Trial, describe_failure
 from torchtitan_lite.verify.degrees import DEGREE_KEYS, EP_KEY, limit_ep
-from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
 from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT
 from torchtitan_lite.verify.train_checks import MEASURES, StartPlan, list_checks
 from torchtitan_lite.verify.train_reference import N_WORDS, TOKENIZER, Text, make_text, run_reference, write_corpus
 from torchtitan_lite.verify.train_start import TRAIN_PY, RankRecord, start_train_py
-from torchtitan_lite.verify.trial_checks import judge
+from torchtitan_lite.verify.trial import RunRanks, Trial, judge
 
-NAME = "train.py"
 SAVED_STEP, FIRST_END, SECOND_END = 2, 3, 4
 
 
 def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     """Start train.py twice on the ranks of the layout, beside one process. `folder` keeps their files."""
-    begin = time.monotonic()
     if not TRAIN_PY.is_file():
-        return Trial(NAME, [], {}, None, 0.0, skipped=f"there is no {TRAIN_PY}", is_missing=True)
+        return Trial(skipped=f"there is no {TRAIN_PY}", is_missing=True)
     own_folder = Path(tempfile.mkdtemp(prefix="train.py-", dir=folder)).absolute()
     config = make_config(reduction, own_folder)
     layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
@@ -66,17 +61,14 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     expected = run_reference(config, *write_corpora(config), n_steps=SECOND_END)
     expected_path = own_folder / "expected.pt"
     torch.save(expected, expected_path)
-    try:
-        checks = list(list_checks(first, expected, start_ranks(first, run_ranks, expected_path)))
-        if all(check.excess <= 1 for check in checks):
-            saved = Path(first.config.checkpoint.folder) / f"step-{SAVED_STEP}"
-            (second.dump_folder / saved).parent.mkdir(parents=True)
-            (first.dump_folder / saved).rename(second.dump_folder / saved)
-            checks += list_checks(second, expected, start_ranks(second, run_ranks, expected_path))
-    except RankFailure as failure:
-        return describe_failure(NAME, failure, time.monotonic() - begin)
+    checks = list(list_checks(first, expected, start_ranks(first, run_ranks, expected_path)))
+    if all(check.excess <= 1 for check in checks):
+        saved = Path(first.config.checkpoint.folder) / f"step-{SAVED_STEP}"
+        (second.dump_folder / saved).parent.mkdir(parents=True)
+        (first.dump_folder / saved).rename(second.dump_folder / saved)
+        checks += list_checks(second, expected, start_ranks(second, run_ranks, expected_path))
     subject = f"{FIRST_END} steps on {first.layout}, resumed after step {SAVED_STEP} on {second.layout}"
-    return judge(NAME, checks, MEASURES, begin, subject)
+    return judge(checks, MEASURES, subject)
 
 
 def give_steps(config: Config, last_step: int, folder: Path) -> Config:
