@@ -21,23 +21,11 @@ from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
 from torchtitan_lite.verify import command as tool
 from torchtitan_lite.verify.culprit import name_first_output
 from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, save_reference, try_layout
-from torchtitan_lite.verify.module_outputs import (
-    ModuleErrors,
-    RankRoutes,
-    find_flips,
-    judge_routes,
-    observe_outputs,
-)
-from torchtitan_lite.verify.one_rank import Slice
+from torchtitan_lite.verify.module_outputs import ModuleErrors, RankRoutes, find_flips, judge_routes, observe_outputs
 from torchtitan_lite.verify.ranks import RankKilled, RankPool, RankTimeout, describe_stack
 from torchtitan_lite.verify.reference import load_reference
-from torchtitan_lite.verify.trial import (
-    MOST_OF_CRASH,
-    describe_failure,
-    find_disagreement,
-    join_slices,
-    name_crash,
-)
+from torchtitan_lite.verify.slices import Gap, join_slices
+from torchtitan_lite.verify.trial import MOST_OF_CRASH, describe_failure, find_disagreement, name_crash
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +46,11 @@ def test_ranks_disagree_along_the_dims_on_which_neighbours_differ():
 
 def test_slices_are_joined_to_the_wholes_that_they_belong_to():
     here, there = (("tp", 0),), (("tp", 1),)  # a tensor that is copied over tp, and split over dp_shard
-    ranks = [Slice(here, 1.0, 50.0, 50.0), Slice(here, 3.0, 50.0, 50.0), Slice(there, 0.0, 50.0, 50.0)]
-    ranks.append(Slice(there, 100.0, 50.0, 0.0))
-    joined = [of_rank["w"] for of_rank in join_slices([{"w": piece} for piece in ranks])]
-    joined = [(tensor.error, tensor.scale) for tensor in joined]
+    numbers = [(here, 1.0, 50.0), (here, 3.0, 50.0), (there, 0.0, 50.0), (there, 100.0, 0.0)]
+    ranks = [{"w": (whole, Gap(error, 50.0, product=product))} for whole, error, product in numbers]
+    joined = [(of_rank["w"].relative_error, of_rank["w"].scale) for of_rank in join_slices(ranks)]
     assert joined == [(0.2, 1.0), (0.2, 1.0), (1.0, 0.5), (1.0, 0.5)]
-    for wrong in (Slice(here, 1e-30, 0.0, 0.0), Slice(here, float("nan"), 1.0, 0.0)):
-        assert join_slices([{"w": wrong}])[0]["w"].error == float("inf")
+    assert Gap(1e-30, 0.0).relative_error == Gap(float("nan"), 1.0).relative_error == float("inf")
 
 
 # ---------------------------------------------------------------- a module is blamed only if its inputs are right

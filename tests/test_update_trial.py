@@ -19,8 +19,9 @@ from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.verify.command import TRIALS
 from torchtitan_lite.verify.one_rank import build_small_run
 from torchtitan_lite.verify.reduction import reduce_config
+from torchtitan_lite.verify.slices import Gap
 from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT, compute_clip_scale, compute_rate_factor
-from torchtitan_lite.verify.trial import Check, Culprit, Gap
+from torchtitan_lite.verify.trial import Check, Culprit
 from torchtitan_lite.verify.update_trial import (
     NORMS,
     TOLERANCE,

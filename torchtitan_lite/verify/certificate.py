@@ -1,12 +1,6 @@
 """What `verify` says: the verdict, for people and for programs, and the record that runs find.
 
-    certified            0    every trial was made and found nothing, on every mesh dim that was asked for
-    certified in part    3    no trial found a fault, and one could not be made
-    in part              3    no trial found a fault, and the ranks were too few for a dim that was asked for
-    wrong                1    a trial found a fault: the culprit is named
-    not finished         4    ranks did not answer in time, or were killed: nothing is known
-
-The number is the exit status. Only the first one leaves a record.
+README.md says what each verdict means. Only the first one leaves a record.
 """
 
 import re

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan_lite.verify.module_outputs import ModuleErrors
-from torchtitan_lite.verify.one_rank import Coordinates
 from torchtitan_lite.verify.reference import ReferenceRun, largest_relative, relative_error
+from torchtitan_lite.verify.slices import Coordinates
 from torchtitan_lite.verify.trial import Culprit, Difference, describe_ranks, find_disagreement
 
 # Measured on healthy layouts: from exact inputs outputs are off by up to 3e-7; errors of inputs grow threefold at most.
@@ -206,9 +206,9 @@ def name_first_gradient(difference: Difference, reference: ReferenceRun, toleran
     scales_of_first = [(rank.coordinates, tensors[name].scale) for rank, tensors in of_ranks if name in tensors]
     detail = f"every module's output is right, and this gradient is off by {difference.gradient[name]:.1e}"
     detail += f", {len(wrong)} of {len(reference.gradients)} gradients are wrong"
-    tensors = [tensors[fqn] for _, tensors in of_ranks for fqn in wrong if fqn in tensors]
-    only_scaled = all(math.isclose(abs(t.scale - 1), t.error, rel_tol=1e-2, abs_tol=tolerance) for t in tensors)
-    scales = [tensor.scale for tensor in tensors]
+    gaps = [tensors[fqn] for _, tensors in of_ranks for fqn in wrong if fqn in tensors]
+    scales = [gap.scale for gap in gaps]
+    only_scaled = all(math.isclose(abs(g.scale - 1), g.relative_error, rel_tol=1e-2, abs_tol=tolerance) for g in gaps)
     if only_scaled and max(scales) - min(scales) <= 1e-3 * abs(scales[0]):
         detail += f", all of it {scales[0]:.4g} times what it should be"
     return Culprit("gradient", name, detail, find_disagreement(scales_of_first, tolerance))

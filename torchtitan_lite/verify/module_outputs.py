@@ -28,8 +28,9 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_csv import read_rows
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.moe import list_mixtures
-from torchtitan_lite.verify.one_rank import Coordinates, own_rows, own_slice, start_beside_reference
+from torchtitan_lite.verify.one_rank import own_rows, start_beside_reference
 from torchtitan_lite.verify.reference import find_tensor, make_batch_of, name_inputs, relative_error
+from torchtitan_lite.verify.slices import Coordinates, own_slice
 from torchtitan_lite.verify.trial import Measure, Trial, blame
 
 MOST_MARGIN = 1e-5
@@ -146,7 +147,7 @@ def list_microbatches(config: Config, layout: Layout, name: str) -> Sequence[int
     return [a.microbatch for row in read_rows(path) for a in row if a.stage == stage and a.kind == "F"]
 
 
-def list_rows(coordinates: Coordinates, layout: Layout, microbatch: int | None = None) -> range:
+def find_rows_at(coordinates: Coordinates, layout: Layout, microbatch: int | None = None) -> range:
     """Return the rows of the global batch that a rank works on: of one microbatch, or of the step."""
     data_rank = coordinates["dp_replicate"] * layout.dp_shard + coordinates["dp_shard"]
     n_own = layout.global_batch_size // layout.dp
@@ -161,7 +162,7 @@ def compare_piece(
 ) -> float:
     """Return the relative error of one rank's `piece`, of a microbatch or a step; infinite if its shape is another."""
     if whole.dim() and len(whole) == layout.global_batch_size:
-        rows = list_rows(at, layout, microbatch)
+        rows = find_rows_at(at, layout, microbatch)
         expected = cut_piece(whole[rows.start : rows.stop], piece, at, layout, config)
         if piece.shape == expected.shape:
             return relative_error(piece, expected)

@@ -22,9 +22,9 @@ from torchtitan_lite.config.layout import MESH_DIMS, Layout, plan_degrees, plan_
 from torchtitan_lite.config.messages import ConfigError, format_table
 from torchtitan_lite.config.schema import Config, Model
 from torchtitan_lite.verify.certificate import CERTIFIED, CERTIFIED_IN_PART, IN_PART, NOT_FINISHED, WRONG
-from torchtitan_lite.verify.degrees import DEGREE_KEYS, EP_KEY, limit_ep
+from torchtitan_lite.verify.degrees import DEGREE_KEYS, EP_KEY, give_degrees, limit_ep
 from torchtitan_lite.verify.gradient_trial import try_wide
-from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
+from torchtitan_lite.verify.reduction import STAGES_BY_RULE, Reduction, override, reduce_config
 from torchtitan_lite.verify.trial import RunRanks, Trial, make_trial
 
 # ---------------------------------------------------------------- the smallest combination that fails
@@ -37,12 +37,7 @@ FEATURES: dict[str, dict[str, object]] = {  # axis or option -> keys that turn i
     "pp": {DEGREE_KEYS["pp"]: 1, "parallelism.module_fqns_per_model_part": []},  # without pp none may be listed
     "compile": {"compile.enable": False},
     "recompute": {"activation_checkpoint.mode": "none"},
-    "schedule": {
-        "parallelism.pipeline_parallel_schedule_csv": "",
-        "parallelism.pipeline_parallel_layers_per_stage": None,
-        "parallelism.module_fqns_per_model_part": [],
-        "parallelism.pipeline_parallel_schedule": "GPipe",
-    },
+    "schedule": {**STAGES_BY_RULE, "parallelism.pipeline_parallel_schedule": "GPipe"},
     "ZeRO stage": {"parallelism.zero_stage": "auto", "parallelism.fsdp_reshard_after_forward": "default"},
     "ring": {"parallelism.context_parallel_rotate_method": "allgather"},
     "loss parallel": {"parallelism.disable_loss_parallel": True},
@@ -164,14 +159,11 @@ class Cell:
 def plan_cell(config: Config, row: str, column: str, max_ranks: int) -> Reduction:
     """Return the reduced run of one cell. Raises ConfigError where it is refused."""
     degrees = {**dict.fromkeys(MESH_DIMS, 1), "pp": 1 if column == NO_PIPELINE else 2, **ROWS[row]}
-    keys = {key: degrees[dim] for dim, key in DEGREE_KEYS.items()}
-    keys |= {
-        EP_KEY: limit_ep(config.parallelism, degrees),
+    keys = {
+        **give_degrees(config, degrees),
+        **STAGES_BY_RULE,
         "training.local_batch_size": 8,
         "training.global_batch_size": -1,
-        "parallelism.pipeline_parallel_schedule_csv": "",
-        "parallelism.pipeline_parallel_layers_per_stage": None,
-        "parallelism.module_fqns_per_model_part": [],
         "parallelism.pipeline_parallel_microbatch_size": 1,
     }
     if column != NO_PIPELINE:

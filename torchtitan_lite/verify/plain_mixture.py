@@ -54,7 +54,8 @@ class RouterCall:
 class PlainMixtures:
     """The mixtures of a model, which compute plainly from now on."""
 
-    def __init__(self, model: nn.Module, section: Training):
+    def __init__(self, model: nn.Module, section: Training, *, biases: dict[str, Tensor] | None = None):
+        """`biases`: with which the routers start; by default zero."""
         self.section, self.args = section, model.model_args
         self.routers = {layer: mixture.router for layer, mixture in list_mixtures(model)}
         self.calls: dict[int, RouterCall] = {}  # of the newest forward, by layer
@@ -62,6 +63,10 @@ class PlainMixtures:
             mixture.router.reset(torch.device("cpu"))
             mixture.router.forward = partial(self._route, layer, mixture.router)
             mixture.forward = partial(compute_all_experts, mixture)
+        if biases:
+            set_biases(self.biases, biases)
+        initial_biases = {fqn: bias.clone() for fqn, bias in self.biases.items()}
+        self.recorded = ExpertRecord(initial_biases) if self.routers else None
 
     def _route(self, layer: int, router: Router, x: Tensor, routes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         mixture = self.args.mixture
@@ -93,15 +98,15 @@ class PlainMixtures:
             load = self.calls[layer].chosen.sum((0, 1)).double()
             router.expert_bias += self.section.expert_bias_rate * torch.sign(load.mean() - load).float()
 
-    def record(self, into: ExpertRecord) -> None:
-        """Add the newest forward to a record."""
+    def record(self) -> None:
+        """Add the newest forward to the record."""
 
         def stack(of_call: Iterable[Tensor]) -> Tensor:
             by_layer = dict(zip(self.calls, of_call, strict=True))
             dense = torch.zeros_like(next(iter(by_layer.values())))
             return torch.stack([by_layer.get(layer, dense) for layer in range(self.args.n_layers)], -2)
 
-        calls = self.calls.values()
+        calls, into = self.calls.values(), self.recorded
         into.routes.append(stack(call.routes for call in calls))
         into.loads.append(stack(call.chosen.sum((0, 1)) for call in calls))
         probabilities = [call.probabilities.detach().double() for call in calls]

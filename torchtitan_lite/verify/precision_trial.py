@@ -41,7 +41,6 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.verify.module_outputs import list_microbatches
 from torchtitan_lite.verify.one_rank import (
-    Coordinates,
     build_small_run,
     called_before_clipping,
     gather,
@@ -52,6 +51,7 @@ from torchtitan_lite.verify.plain_mixture import draw_routes
 from torchtitan_lite.verify.precision_reference import UNDER_CP, Calls, RoundedOutcome, RoundedProcess, blocks_noted
 from torchtitan_lite.verify.reduction import Reduction, override
 from torchtitan_lite.verify.reference import make_batch_of, relative_error
+from torchtitan_lite.verify.slices import Coordinates
 from torchtitan_lite.verify.small_runs import choose_float8_sizes, shrink_for_precision
 from torchtitan_lite.verify.trial import Check, RunRanks, Trial, blame, judge
 

@@ -26,7 +26,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.parallel.initial_weights import initialize_weights
-from torchtitan_lite.verify.plain_mixture import ExpertRecord, PlainMixtures, draw_biases, set_biases
+from torchtitan_lite.verify.plain_mixture import ExpertRecord, PlainMixtures, draw_biases
 from torchtitan_lite.verify.small_runs import WIDE, Method
 from torchtitan_lite.verify.step_formulas import compute_clip_scale, move_sgd
 
@@ -160,28 +160,20 @@ def run_one_process(config: Config, method: Method = WIDE) -> ReferenceRun:
     initial = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
     if method.updates:
         initial = {fqn: parameter.clone() for fqn, parameter in initial.items()}
-    mixtures = PlainMixtures(model, config.training)
-    reference = ReferenceRun(method, initial, {}, 0, {}, {}, [], [])
-    if mixtures.routers:
-        reference.experts = ExpertRecord(draw_biases(model.model_args))
-        set_biases(mixtures.biases, reference.experts.initial_biases)
+    mixtures = PlainMixtures(model, config.training, biases=draw_biases(model.model_args))
+    reference = ReferenceRun(method, initial, {}, 0, {}, {}, [], [], experts=mixtures.recorded)
     hooks = record_first_backward(model, reference)
     for step in range(method.n_steps):
         batch = make_batch_of(config, step, method)
-        model.zero_grad()
-        logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
-        loss = F.cross_entropy(logits.flatten(0, 1).double(), batch.targets.flatten())  # the mean over counted tokens
-        (loss + mixtures.sum_balance_losses()).backward()
-        if reference.experts:
-            mixtures.record(reference.experts)
+        logits, loss = compute_gradients(model, mixtures, batch)
         if step == 0:
             reference.n_tokens = int((batch.targets != IGNORE_INDEX).sum())
-            token_losses = F.cross_entropy(logits.detach().flatten(0, 1), batch.targets.flatten(), reduction="none")
+            token_losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
             heads = [name for name, output in reference.outputs.items() if output.data_ptr() == logits.data_ptr()]
             reference.outputs |= dict.fromkeys(heads, token_losses.view_as(batch.targets))
             for hook in hooks:
                 hook.remove()
-        reference.losses.append(loss.item())
+        reference.losses.append(loss)
         reference.grad_norms.append(measure_norm(parameter.grad for parameter in parameters.values()))
         if method.updates:
             scale = compute_clip_scale(reference.grad_norms[step], choose_max_norm(config, step))
@@ -196,6 +188,17 @@ def run_one_process(config: Config, method: Method = WIDE) -> ReferenceRun:
         if reference.experts:
             reference.experts.biases = mixtures.biases
     return reference
+
+
+def compute_gradients(model: nn.Module, mixtures: PlainMixtures, batch: Batch) -> tuple[Tensor, float]:
+    """Return logits (B, S, V), and the mean loss of counted tokens. Gradients replace earlier ones."""
+    model.zero_grad()
+    logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
+    loss = F.cross_entropy(logits.flatten(0, 1).double(), batch.targets.flatten())
+    (loss + mixtures.sum_balance_losses()).backward()
+    if mixtures.recorded:
+        mixtures.record()
+    return logits.detach(), loss.item()
 
 
 def measure_norm(gradients: Iterable[Tensor]) -> float:

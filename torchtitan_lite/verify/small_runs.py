@@ -23,6 +23,7 @@ from torchtitan_lite.config.schema import Config, Parallelism
 from torchtitan_lite.verify.reduction import (
     EXPERT_SIZES,
     SIZES,
+    STAGES_BY_RULE,
     Reduction,
     count_layers,
     count_pieces,
@@ -121,8 +122,7 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
     degrees, real = reduction.layout.degrees, resolve_model(reduction.real.model)
     small = override(plan_own_stages(reduction.config), {"compile.enable": False})
     if degrees["pp"] > 1:
-        schedule = {"pipeline_parallel_schedule_csv": "", "pipeline_parallel_schedule": "1F1B"}
-        small = override(small, {f"parallelism.{key}": value for key, value in schedule.items()})
+        small = override(small, {**STAGES_BY_RULE, "parallelism.pipeline_parallel_schedule": "1F1B"})
     n_layers = count_least_layers(small.parallelism, at_least=1)
     memory_bytes = memory_bytes or measure_available_memory() // 2
     # The reference: weights and gradients in memory, and in its file. Each data-parallel and cp rank: both, gathered.
@@ -257,13 +257,14 @@ def measure_available_memory(file: Path = Path("/proc/meminfo")) -> int:
 def plan_own_stages(config: Config) -> Config:
     """Return the config with stages by rule; their number per rank stays."""
     section = config.parallelism
+    first, last = section.pipeline_parallel_first_stage_less_layers, section.pipeline_parallel_last_stage_less_layers
     overrides = {
-        "pipeline_parallel_layers_per_stage": None,
-        "pipeline_parallel_first_stage_less_layers": min(1, section.pipeline_parallel_first_stage_less_layers),
-        "pipeline_parallel_last_stage_less_layers": min(1, section.pipeline_parallel_last_stage_less_layers),
-        "module_fqns_per_model_part": [],
+        **STAGES_BY_RULE,
+        "parallelism.pipeline_parallel_schedule_csv": section.pipeline_parallel_schedule_csv,
+        "parallelism.pipeline_parallel_first_stage_less_layers": min(1, first),
+        "parallelism.pipeline_parallel_last_stage_less_layers": min(1, last),
     }
-    return override(config, {f"parallelism.{key}": value for key, value in overrides.items()})
+    return override(config, overrides)
 
 
 def choose_depth(section: Parallelism) -> int:

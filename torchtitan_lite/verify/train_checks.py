@@ -15,11 +15,11 @@ from pathlib import Path
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify.module_outputs import list_rows
-from torchtitan_lite.verify.one_rank import Coordinates
+from torchtitan_lite.verify.module_outputs import find_rows_at
+from torchtitan_lite.verify.slices import Coordinates, add_gaps
 from torchtitan_lite.verify.train_reference import Expected
 from torchtitan_lite.verify.train_start import RankRecord, RowNumber
-from torchtitan_lite.verify.trial import Check, Culprit, add_gaps, check_values
+from torchtitan_lite.verify.trial import Check, Culprit, check_values
 
 TOLERANCE = 1e-5  # of what is summed in another order, as in the trials of gradients
 RATE_TOLERANCE = 1e-12
@@ -62,7 +62,7 @@ class StartPlan:
 
     def own_rows(self, rank: int) -> range:
         """Return the rows of a global batch that belong to this rank's replica of the model."""
-        return list_rows(self.coordinates(rank), self.layout)
+        return find_rows_at(self.coordinates(rank), self.layout)
 
     def name_step(self, step: int) -> str:
         resumed = f" on {self.layout}, resumed after step {self.resumed_step}" if self.resumed_step else ""

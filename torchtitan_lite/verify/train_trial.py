@@ -37,8 +37,8 @@ from torchtitan_lite.config.schema import (
     Profiling,
     Validation,
 )
-from torchtitan_lite.verify.degrees import DEGREE_KEYS, EP_KEY, limit_ep
-from torchtitan_lite.verify.reduction import Reduction, override
+from torchtitan_lite.verify.degrees import give_degrees
+from torchtitan_lite.verify.reduction import STAGES_BY_RULE, Reduction, override
 from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT
 from torchtitan_lite.verify.train_checks import MEASURES, StartPlan, list_checks
 from torchtitan_lite.verify.train_reference import N_WORDS, TOKENIZER, Text, make_text, run_reference, write_corpus
@@ -231,14 +231,11 @@ def choose_other_layout(config: Config, layout: Layout) -> tuple[Config, Layout]
             dp = degrees["dp_replicate"] * degrees["dp_shard"]
             choices.append(
                 {
-                    **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()},
-                    EP_KEY: limit_ep(config.parallelism, degrees),
+                    **give_degrees(config, degrees),
+                    **STAGES_BY_RULE,
                     "training.local_batch_size": max(1, config.training.global_batch_size // dp),
                     "parallelism.pipeline_parallel_schedule": "GPipe",  # which takes any number of microbatches
                     "parallelism.pipeline_parallel_microbatch_size": 1,
-                    "parallelism.pipeline_parallel_schedule_csv": "",
-                    "parallelism.pipeline_parallel_layers_per_stage": None,
-                    "parallelism.module_fqns_per_model_part": [],
                     "compile.enable": False,  # once is enough: it takes most of the time
                 }
             )

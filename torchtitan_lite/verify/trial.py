@@ -11,15 +11,15 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import NamedTuple
 
 from torchtitan_lite.config.messages import show_text
 from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
-from torchtitan_lite.verify.one_rank import Coordinates, RankResult, Slice
+from torchtitan_lite.verify.one_rank import RankResult
 from torchtitan_lite.verify.ranks import NoAnswer, RankFailure, RankTimeout
+from torchtitan_lite.verify.slices import Coordinates, Gap, join_slices
 
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank: RankPool.run, or one around it
 
@@ -74,7 +74,7 @@ class Difference:
     update: float  # of the updates of all weights together; 0 without updates
     errors: dict[str, float]  # as in RankResult
     ranks: list[RankResult]  # what it was merged from
-    gradients_of_ranks: list[dict[str, "TensorError"]]  # by rank and FQN: of the whole that the rank's slice belongs to
+    gradients_of_ranks: list[dict[str, Gap]]  # by rank and FQN: of the whole that the rank's slice belongs to
 
 
 @dataclass(frozen=True)
@@ -123,15 +123,6 @@ def name_crash(text: str) -> Culprit:
 # ---------------------------------------------------------------- whole tensors
 
 
-@dataclass(frozen=True)
-class TensorError:
-    """Difference between a whole tensor and the reference's."""
-
-    error: float  # ||g - ref|| / ||ref||; a zero reference demands zero; what is not finite is infinitely wrong
-    scale: float  # <g, ref> / <ref, ref>: 1, or the factor by which all of it is too large
-    wrong: float  # ||g - ref|| squared
-
-
 def merge(ranks: list[RankResult], fqns: Collection[str]) -> Difference:
     """Return the worst of all ranks. Every parameter of the model, `fqns`, must have been seen by some rank."""
 
@@ -144,8 +135,8 @@ def merge(ranks: list[RankResult], fqns: Collection[str]) -> Difference:
         assert not missing, f"parameters not compared: {missing}"
         return {fqn: choose(values[fqn]) for fqn in fqns}
 
-    def worst_tensors(joined: list[dict[str, TensorError]]) -> dict[str, TensorError]:
-        return worst(joined, lambda tensors: max(tensors, key=lambda tensor: tensor.error))
+    def worst_tensors(joined: list[dict[str, Gap]]) -> dict[str, Gap]:
+        return worst(joined, lambda tensors: max(tensors, key=lambda tensor: tensor.relative_error))
 
     gradients = join_slices([rank.gradients for rank in ranks])
     weights, update = {}, 0.0
@@ -153,56 +144,18 @@ def merge(ranks: list[RankResult], fqns: Collection[str]) -> Difference:
         weights = worst_tensors(join_slices([rank.weights for rank in ranks]))
         # Of all together: per parameter, a norm weight near 1 would only show its rounding.
         whole = sum(worst([rank.squared_updates for rank in ranks]).values())
-        update = math.sqrt(sum(weight.wrong for weight in weights.values()) / whole)
+        update = math.sqrt(sum(weight.error for weight in weights.values()) / whole)
     return Difference(
         initial_equal=worst([rank.initial_equal for rank in ranks], all),
         placements=worst([rank.placements for rank in ranks]),
         unequal_replicas=set().union(*(rank.unequal_replicas for rank in ranks)),
-        gradient={fqn: tensor.error for fqn, tensor in worst_tensors(gradients).items()},
-        weight={fqn: tensor.error for fqn, tensor in weights.items()},
+        gradient={fqn: tensor.relative_error for fqn, tensor in worst_tensors(gradients).items()},
+        weight={fqn: tensor.relative_error for fqn, tensor in weights.items()},
         update=update,
         errors={name: max(rank.errors[name] for rank in ranks) for name in ranks[0].errors},
         ranks=ranks,
         gradients_of_ranks=gradients,
     )
-
-
-def join_slices(of_ranks: list[dict[str, Slice]]) -> list[dict[str, TensorError]]:
-    """Return by rank and FQN the error of the whole tensor that the rank's slice belongs to.
-
-    A tensor that is copied along some mesh dims is held as several wholes, and ranks of different ones may disagree.
-    """
-    wholes: dict[tuple, list[Slice]] = defaultdict(list)
-    for slices in of_ranks:
-        for fqn, piece in slices.items():
-            wholes[fqn, piece.whole].append(piece)
-    joined = {}
-    for whole, pieces in wholes.items():
-        wrong, squared, product = (sum(getattr(p, name) for p in pieces) for name in ("wrong", "squared", "product"))
-        wrong = wrong if math.isfinite(wrong) else math.inf
-        error = math.sqrt(wrong / squared) if squared else math.inf if wrong else 0.0
-        joined[whole] = TensorError(error, product / squared if squared else 1.0, wrong)
-    return [{fqn: joined[fqn, piece.whole] for fqn, piece in slices.items()} for slices in of_ranks]
-
-
-class Gap(NamedTuple):
-    """Squared norms of the numbers in one slice of a tensor, or in several slices."""
-
-    error: float  # of value - reference
-    reference: float
-    rounding: float = 0.0  # of what fp32 alone may do
-
-    def relative(self, tolerance: float) -> tuple[float, float]:
-        """Return error and bound, in units of the reference's norm, or absolute where that is zero."""
-        scale = math.sqrt(self.reference) or 1.0
-        allowed = tolerance * math.sqrt(self.reference) + math.sqrt(self.rounding)
-        return math.sqrt(self.error) / scale, allowed / scale
-
-
-def add_gaps(gaps: Iterable[Gap]) -> Gap:
-    """Return the squared norms of slices together: infinitely wrong where no rank holds one."""
-    columns = list(zip(*gaps, strict=True))
-    return Gap(*map(sum, columns)) if columns else Gap(math.inf, 0.0)
 
 
 # ---------------------------------------------------------------- which ranks are wrong

@@ -27,15 +27,17 @@ from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.checks import find_problems
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler
-from torchtitan_lite.verify.one_rank import (
+from torchtitan_lite.verify.one_rank import build_small_run, list_rates
+from torchtitan_lite.verify.reduction import Reduction
+from torchtitan_lite.verify.slices import (
     Coordinates,
-    build_small_run,
+    Gap,
+    add_gaps,
     cut_slice,
     find_unequal_replicas,
-    list_rates,
+    measure_gap,
     own_slice,
 )
-from torchtitan_lite.verify.reduction import Reduction
 from torchtitan_lite.verify.step_formulas import (
     FORMULAS,
     LEFT,
@@ -44,7 +46,7 @@ from torchtitan_lite.verify.step_formulas import (
     compute_rate_factor,
     find_decay_start,
 )
-from torchtitan_lite.verify.trial import Check, Culprit, Gap, RunRanks, Trial, add_gaps, blame, check_values, judge
+from torchtitan_lite.verify.trial import Check, Culprit, RunRanks, Trial, blame, check_values, judge
 
 REMEDY = "add it to verify/step_formulas.py"
 # Of gradient norms, clipped gradients, moments and updates. Right code stays below 1e-7; fp32 alone makes 6e-8.
@@ -310,7 +312,3 @@ def beyond_rounding(value: Tensor, reference: Tensor) -> Tensor:
     """
     nearest = reference.to(value.dtype).double()
     return ((value.double() - reference).abs() - (nearest - reference).abs()).clamp(min=0)
-
-
-def measure_gap(error: Tensor, reference: Tensor, rounding: Tensor | None = None) -> Gap:
-    return Gap(*(0.0 if tensor is None else tensor.square().sum().item() for tensor in (error, reference, rounding)))
