@@ -47,7 +47,9 @@ TABLE_CONFIG = Config(
 
 
 def make_batch(step: int, vocab_size: int, n_rows: int = GLOBAL_BATCH_SIZE, *, documents: bool = False) -> Batch:
-    return reference.make_batch(step, n_rows=n_rows, seq_len=SEQ_LEN, vocab_size=vocab_size, documents=documents)
+    keys = {"model.vocab_size": vocab_size, "training.global_batch_size": n_rows}
+    keys["model.attention"] = "document" if documents else "causal"
+    return reference.make_batch(override(TABLE_CONFIG, keys), step)
 
 
 def complete(overrides: dict[str, object], world_size: int, base: Config = TABLE_CONFIG) -> Config:

@@ -16,11 +16,12 @@ from torch import nn
 
 from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.verify.command import TRIALS
 from torchtitan_lite.verify.reduction import Reduction, reduce_config
 from torchtitan_lite.verify.reference import BLOCK, make_batch, repeat_block, run_one_process
-from torchtitan_lite.verify.small_runs import Method
+from torchtitan_lite.verify.small_runs import WIDE, Method
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,13 @@ def reduce_row(row: Row) -> Reduction:
 # ---------------------------------------------------------------- what they are made of
 
 
+def draw_batch(n_rows: int, seq_len: int, attention: str, method: Method = WIDE) -> Batch:
+    keys = {"training.global_batch_size": n_rows, "training.seq_len": seq_len, "model.attention": attention}
+    return make_batch(compare.override(compare.TABLE_CONFIG, keys), 0, method)
+
+
 def test_the_batch_masks_unequally_and_documents_restart_positions():
-    batch = make_batch(0, n_rows=8, seq_len=40, vocab_size=100, documents=True)
+    batch = draw_batch(8, 40, "document")
     counted = (batch.targets != -100).sum(1)
     assert counted[0] == 40 and counted[1] == 0 and len(set(counted.tolist())) > 5
     begins = batch.doc_ids.diff(dim=1) == 1
@@ -47,20 +53,15 @@ def test_the_batch_masks_unequally_and_documents_restart_positions():
 
 
 def test_the_long_batch_has_far_positions_where_targets_count_and_hundreds_of_documents():
-    options = {
-        "n_rows": 2,
-        "seq_len": 2048,
-        "vocab_size": 100,
-        "method": Method(farthest_position=8192, tokens_per_document=4),
-    }
-    plain = make_batch(0, documents=False, **options)
+    method = Method(farthest_position=8192, tokens_per_document=4)
+    plain = draw_batch(2, 2048, "causal", method)
     assert plain.positions[:, 0].tolist() == [8192, 4096] and plain.positions[0, -1] == 8192 + 2047
     assert (plain.targets[0] != -100).all() and 100 < (plain.targets[1] != -100).sum() < 400
-    packed = make_batch(0, documents=True, **options)
+    packed = draw_batch(2, 2048, "document", method)
     assert packed.doc_ids.max() > 400
     begins = packed.doc_ids.diff(dim=1) == 1
     assert (packed.positions[0, 1:][begins[0]] == 8192).all()
-    single = make_batch(0, documents=False, **{**options, "n_rows": 1})
+    single = draw_batch(1, 2048, "causal", method)
     assert (single.targets[0, :200] != -100).sum() > 180 and (single.targets[0, -200:] != -100).sum() < 50
 
 

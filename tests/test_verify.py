@@ -40,6 +40,7 @@ from torchtitan_lite.verify.other_layouts import (
     list_features,
     plan_cell,
     turn_off,
+    verify_matrix,
 )
 from torchtitan_lite.verify.reduction import reduce_config
 from torchtitan_lite.verify.trial import Trial
@@ -156,7 +157,7 @@ def test_the_verdict_on_a_matrix_counts_what_was_not_run(outcomes, verdict, stat
 
 
 def test_the_matrix_on_one_rank_is_in_part_and_says_how_many_layouts_were_run(pool, folder, capsys):
-    assert tool.verify_matrix(compare.complete({}, 1), Namespace(ranks=1, json=True), pool.run, folder) == 3
+    assert verify_matrix(compare.complete({}, 1), 1, pool.run, folder, as_json=True) == 3
     report = json.loads(capsys.readouterr().out)
     assert report["certified"] is False and report["verdict"] == "certified in part"
     assert report["counts"] == {"right": 1, "wrong": 0, "not finished": 0, "refused": 0, "not run": 29}

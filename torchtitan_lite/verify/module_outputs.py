@@ -29,8 +29,8 @@ from torchtitan_lite.config.pipeline_csv import read_rows
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.verify.one_rank import own_rows, start_beside_reference
-from torchtitan_lite.verify.reference import find_tensor, make_batch_of, name_inputs, relative_error
-from torchtitan_lite.verify.slices import Coordinates, own_slice
+from torchtitan_lite.verify.reference import find_tensor, make_batch, name_inputs, relative_error
+from torchtitan_lite.verify.slices import Coordinates, cut_zigzag, own_slice
 from torchtitan_lite.verify.trial import Measure, Trial, blame
 
 MOST_MARGIN = 1e-5
@@ -179,9 +179,7 @@ def cut_piece(whole: Tensor, piece: Tensor, coordinates: Coordinates, layout: La
     seq_dim = next((dim for dim in range(1, expected.dim()) if expected.shape[dim] == seq_len), None)
     is_whole = seq_dim is not None and seq_dim < piece.dim() and piece.shape[seq_dim] == seq_len
     if seq_dim is not None and layout.cp > 1 and not is_whole:
-        chunks = expected.chunk(2 * layout.cp, dim=seq_dim)
-        head = coordinates["cp"]
-        expected = torch.cat((chunks[head], chunks[2 * layout.cp - 1 - head]), dim=seq_dim)
+        expected = cut_zigzag(expected, layout.cp, seq_dim)[coordinates["cp"]]
     if piece.dim() == 0:  # the head under a loss: the sum over the tokens of this piece
         return expected.sum()
     for dim in range(min(expected.dim(), piece.dim())):
@@ -206,7 +204,7 @@ def measure_routes(rank: int, world_size: int, config: Config, reference_path: s
     """Worker: let the routers of this layout choose, and compare with the reference. Collective."""
     run, reference = start_beside_reference(config, world_size, reference_path)
     experts = reference.experts
-    whole = make_batch_of(run.config, 0, reference.method)
+    whole = make_batch(run.config, 0, reference.method)
     numbers = torch.arange(whole.tokens.numel()).view_as(whole.tokens)  # of the tokens of the global batch
     batch = stepping.shard_for_cp(run, own_rows(run, whole))
     chosen: dict[int, list[Tensor]] = defaultdict(list)

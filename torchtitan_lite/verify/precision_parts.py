@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.verify.slices import cut_zigzag
 
 aten = torch.ops.aten
 
@@ -193,15 +194,14 @@ def list_visible(rank: int, n_ranks: int, method: str, half: int) -> list[tuple[
 class RoundedDocumentContext(nn.Module):
     """Attention within documents of n context-parallel ranks: each sees all keys, in the order of the ranks."""
 
-    def __init__(self, n_ranks: int):
+    def __init__(self, n_ranks: int, method: str):
         super().__init__()
-        self.n_ranks = n_ranks
+        self.n_ranks = n_ranks  # `method` makes no difference
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor) -> Tensor:
         """As RoundedContext, with doc_ids (B, S)."""
         n = self.n_ranks
-        pieces = torch.arange(doc_ids.shape[1]).chunk(2 * n)
-        places = [torch.cat((pieces[rank], pieces[-1 - rank])) for rank in range(n)]
+        places = cut_zigzag(torch.arange(doc_ids.shape[1]), n, 0)
         at = torch.cat(places)
         copies = [fan_out(torch.cat(x.chunk(n), dim=2), n, 2) for x in (key, value)]
         outs = []

@@ -50,7 +50,7 @@ from torchtitan_lite.verify.one_rank import (
 from torchtitan_lite.verify.plain_mixture import draw_routes
 from torchtitan_lite.verify.precision_reference import UNDER_CP, Calls, RoundedOutcome, RoundedProcess, blocks_noted
 from torchtitan_lite.verify.reduction import Reduction, override
-from torchtitan_lite.verify.reference import make_batch_of, relative_error
+from torchtitan_lite.verify.reference import make_batch, relative_error
 from torchtitan_lite.verify.slices import Coordinates
 from torchtitan_lite.verify.small_runs import choose_float8_sizes, shrink_for_precision
 from torchtitan_lite.verify.trial import Check, RunRanks, Trial, blame, judge
@@ -178,7 +178,7 @@ def list_checks(
 
 def make_late_batch(config: Config, step: int, last_position: int) -> Batch:
     """Return the batch of a step with the positions of the end of a long sequence, and for experts with routes."""
-    batch, args = make_batch_of(config, step), resolve_model(config.model)
+    batch, args = make_batch(config, step), resolve_model(config.model)
     routes = draw_routes(args, *batch.tokens.shape, step) if args.mixture else None
     return replace(batch, positions=batch.positions + last_position - config.training.seq_len, routes=routes)
 

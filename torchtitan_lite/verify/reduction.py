@@ -12,7 +12,7 @@ Whatever differs from the real config is listed, because it is not certified. No
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd, lcm, prod
 
 from torchtitan_lite.config.choices import SCHEDULES
@@ -21,7 +21,7 @@ from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, res
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.reader import KEYS
-from torchtitan_lite.config.schema import Config, Parallelism, get_value
+from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
 from torchtitan_lite.verify.degrees import AUTOMATIC, DEGREE_KEYS, EP_KEY, OF_EXPERTS, Degrees, choose_degrees
 
 SIZES = ("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")  # of a model
@@ -116,10 +116,9 @@ def plan_real_layout(config: Config, args: ModelArgs) -> Layout:
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:
-    """Return the config, or a section of it, with some keys ("section.key") set."""
+    """Return the config with some keys ("section.key") set."""
     for key, value in overrides.items():
-        name, _, rest = key.partition(".")
-        config = replace(config, **{name: override(getattr(config, name), {rest: value}) if rest else value})
+        config = with_value(config, key, value)
     return config
 
 

@@ -34,16 +34,15 @@ BLOCK = 1_000_003  # numbers; a prime, so that no two rows of a matrix are equal
 NEVER_CLIPPED = 1e4  # no gradient norm of the second step is that many times max_norm
 
 
-def make_batch(
-    step: int, *, n_rows: int, seq_len: int, vocab_size: int, documents: bool, method: Method = WIDE
-) -> Batch:
-    """Return random tokens. 0 to 90 % of the targets are not counted, by row; in one of three rows or more none is.
+def make_batch(config: Config, step: int, method: Method = WIDE) -> Batch:
+    """Return a global batch of random tokens. 0 to 90 % of the targets are not counted, by row; in one row none is.
 
-    Of a single row, ever fewer targets are counted along the sequence. With `documents`, a new one starts at about
-    every `tokens_per_document`-th token, at other places in each row, and its positions restart where the row's do.
+    Of a single row, ever fewer targets are counted along the sequence. With documents, a new one starts at about every
+    `tokens_per_document`-th token, at other places in each row, and its positions restart where the row's do.
     """
+    n_rows, seq_len = config.training.global_batch_size, config.training.seq_len
     generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(vocab_size, (n_rows, seq_len + 1), generator=generator)
+    tokens = torch.randint(resolve_model(config.model).vocab_size, (n_rows, seq_len + 1), generator=generator)
     masked_fraction = torch.linspace(0, 0.9, n_rows)[:, None] if n_rows > 1 else torch.linspace(0, 0.9, seq_len)
     masked = torch.rand(n_rows, seq_len, generator=generator) < masked_fraction
     if n_rows > 2:
@@ -51,7 +50,7 @@ def make_batch(
     targets = tokens[:, 1:].masked_fill(masked, IGNORE_INDEX)
     positions = torch.arange(seq_len).expand(n_rows, -1).contiguous()
     doc_ids = torch.zeros_like(targets)
-    if documents:
+    if ATTENTIONS[config.model.attention].uses_documents:
         starts = torch.rand(n_rows, seq_len, generator=generator) < 1 / method.tokens_per_document
         starts[:, 0] = False
         doc_ids = starts.long().cumsum(1)
@@ -59,18 +58,6 @@ def make_batch(
     # Row 0 counts most, so it is the one with the farthest positions.
     first_positions = torch.tensor([method.farthest_position * (n_rows - row) // n_rows for row in range(n_rows)])
     return Batch(tokens[:, :-1].contiguous(), targets, positions + first_positions[:, None], doc_ids)
-
-
-def make_batch_of(config: Config, step: int, method: Method = WIDE) -> Batch:
-    """Return the global batch that a config asks for."""
-    return make_batch(
-        step,
-        n_rows=config.training.global_batch_size,
-        seq_len=config.training.seq_len,
-        vocab_size=resolve_model(config.model).vocab_size,
-        documents=ATTENTIONS[config.model.attention].uses_documents,
-        method=method,
-    )
 
 
 def choose_max_norm(config: Config, step: int) -> float:
@@ -129,7 +116,7 @@ class ReferenceRun:
 
     def make_batch(self, config: Config, step: int) -> Batch:
         """Return the global batch of `step` with the routes that this process took."""
-        batch = make_batch_of(config, step, self.method)
+        batch = make_batch(config, step, self.method)
         return replace(batch, routes=self.experts.routes[step]) if self.experts else batch
 
 
@@ -164,7 +151,7 @@ def run_one_process(config: Config, method: Method = WIDE) -> ReferenceRun:
     reference = ReferenceRun(method, initial, {}, 0, {}, {}, [], [], experts=mixtures.recorded)
     hooks = record_first_backward(model, reference)
     for step in range(method.n_steps):
-        batch = make_batch_of(config, step, method)
+        batch = make_batch(config, step, method)
         logits, loss = compute_gradients(model, mixtures, batch)
         if step == 0:
             reference.n_tokens = int((batch.targets != IGNORE_INDEX).sum())

@@ -24,6 +24,12 @@ PIECE = 2**20  # numbers that are widened to float64 at a time
 SPLIT_ALONG = {"shard": ("dp_shard", "cp")}  # mesh dims that FSDP's dim stands for; any other stands for itself
 
 
+def cut_zigzag(whole: Tensor, n_ranks: int, dim: int) -> list[Tensor]:
+    """Return what each cp rank holds of a sequence: of 2 n pieces, rank r has the r-th and the r-th from the end."""
+    pieces = whole.chunk(2 * n_ranks, dim)
+    return [torch.cat((pieces[rank], pieces[-1 - rank]), dim) for rank in range(n_ranks)]
+
+
 class Gap(NamedTuple):
     """Difference between a slice of a tensor, or several slices, and the reference's: sums over numbers, in float64."""
 
