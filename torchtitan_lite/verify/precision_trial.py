@@ -52,7 +52,7 @@ from torchtitan_lite.verify.precision_reference import UNDER_CP, Calls, RoundedO
 from torchtitan_lite.verify.reduction import Reduction, override
 from torchtitan_lite.verify.reference import make_batch, relative_error
 from torchtitan_lite.verify.slices import Coordinates
-from torchtitan_lite.verify.small_runs import choose_float8_sizes, shrink_for_precision
+from torchtitan_lite.verify.small_runs import choose_float8_sizes, shrink_stages
 from torchtitan_lite.verify.trial import Check, RunRanks, Trial, blame, judge
 
 ORDER_OF_SUMS = 1e-5  # what is right stays below 2e-8; one number that rounds the other way makes 1e-5 to 3e-3
@@ -126,7 +126,10 @@ def try_rounding(config: Config, reduction: Reduction, run_ranks: RunRanks, fold
     if reduction.layout.cp > 1 and config.model.attention not in UNDER_CP:
         why = f"model.attention = {config.model.attention} under cp has no reference: add it to precision_reference.py"
         return Trial(skipped=why, is_missing=True)
-    config = override(config, shrink_for_precision(reduction))
+    # aot_eager rounds as eager does (measured), and inductor's kernels are not those of a CPU.
+    config = override(config, {**shrink_stages(reduction), "compile.enable": False})
+    if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
+        config = override(config, {"activation_checkpoint.mode": "full"})
     layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
     config = resolve_config(config, layout, "cpu")
     last_position = max(LAST_POSITION, reduction.real.training.seq_len)

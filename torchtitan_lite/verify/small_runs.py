@@ -157,23 +157,17 @@ def describe_run(reduction: Reduction, small: Config, method: Method, subject: s
     return SmallRun(small, method, subject)
 
 
-# ---------------------------------------------------------------- the run in its own arithmetic
+# ---------------------------------------------------------------- fewer layers, and sizes for float8
 
 
-def shrink_for_precision(reduction: Reduction) -> dict[str, object]:
-    """Return keys of a smaller run: one layer a stage, or two layers without stages, show rounding.
-
-    Blocks are not compiled: aot_eager rounds as eager does (measured), and inductor's kernels are not those of a CPU.
-    """
+def shrink_stages(reduction: Reduction) -> dict[str, object]:
+    """Return keys of a smaller run: one layer a stage, or two layers without stages, and few microbatches."""
     config, layout = reduction.config, reduction.layout
-    keys: dict[str, object] = {"compile.enable": False, "model.n_layers": min(2, reduction.args.n_layers)}
-    if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
-        keys["activation_checkpoint.mode"] = "full"
     if layout.pp == 1:
-        return keys
+        return {"model.n_layers": min(2, reduction.args.n_layers)}
     n = len(layout.stages)
     stages = [list(name_modules(range(i, i + 1), first=i == 0, last=i == n - 1)) for i in range(n)]
-    keys |= {"model.n_layers": n, "parallelism.module_fqns_per_model_part": stages}
+    keys = {"model.n_layers": n, "parallelism.module_fqns_per_model_part": stages}
     keys["parallelism.pipeline_parallel_layers_per_stage"] = None
     if layout.n_microbatches > n and not check_microbatches(config.parallelism, n, n, n):
         keys["training.local_batch_size"] = n * layout.microbatch_size

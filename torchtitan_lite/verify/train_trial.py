@@ -15,7 +15,6 @@ time, so that the first difference is named.
 """
 
 import tempfile
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -39,6 +38,7 @@ from torchtitan_lite.config.schema import (
 )
 from torchtitan_lite.verify.degrees import give_degrees
 from torchtitan_lite.verify.reduction import STAGES_BY_RULE, Reduction, override
+from torchtitan_lite.verify.small_runs import shrink_stages
 from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT
 from torchtitan_lite.verify.train_checks import MEASURES, StartPlan, list_checks
 from torchtitan_lite.verify.train_reference import N_WORDS, TOKENIZER, Text, make_text, run_reference, write_corpus
@@ -109,7 +109,7 @@ MOVES = [
 def make_config(reduction: Reduction, folder: Path) -> Config:
     """Return the config of train.py. `folder` is absolute and holds the corpora."""
     real, n_ranks = reduction.real, reduction.layout.world_size
-    small = shrink(reduction.config, reduction.layout)
+    small = override(reduction.config, shrink_stages(reduction))
     schedule = choose_schedule(real.lr_scheduler)
     n_corpora = min(MOST_CORPORA, len(real.training.dataset))
     vocab_size = reduction.args.vocab_size
@@ -141,35 +141,6 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
             "training.enable_cpu_offload": False,  # refused without a GPU
         },
     )
-
-
-def shrink(config: Config, layout: Layout) -> Config:
-    """Return the config with as few microbatches and layers as run on this layout, two at least."""
-    training, n_ranks = config.training, layout.world_size
-    unit = training.global_batch_size // layout.n_microbatches
-    accumulates = training.global_batch_size > training.local_batch_size * layout.dp
-    batch_sizes = (
-        {
-            "training.global_batch_size": n * unit,
-            "training.local_batch_size": training.local_batch_size if accumulates else n * unit // layout.dp,
-        }
-        for n in range(2, layout.n_microbatches)
-    )
-    config, _ = plan_first(config, batch_sizes, n_ranks)
-    depths = ({"model.n_layers": n} for n in range(2, resolve_model(config.model).n_layers))
-    config, _ = plan_first(config, depths, n_ranks)
-    return config
-
-
-def plan_first(config: Config, choices: Iterable[dict[str, object]], world_size: int) -> tuple[Config, Layout]:
-    """Return the config with the first of these overrides that can run, and its layout; else without any."""
-    for overrides in (*choices, {}):
-        chosen = override(config, overrides)
-        try:
-            return chosen, plan_layout(chosen, resolve_model(chosen.model), world_size)
-        except ConfigError:
-            continue
-    raise AssertionError("the reduced config itself can run")
 
 
 def choose_optimizer(real: Optimizer, small: Optimizer, *, warms_up: bool) -> Optimizer:
@@ -223,22 +194,25 @@ def write_corpora(config: Config) -> tuple[list[Text], list[Text]]:
 
 def choose_other_layout(config: Config, layout: Layout) -> tuple[Config, Layout]:
     """Return the same global batch on the first of MOVES that can run; where none can, the same layout."""
-    choices = []
     for source, target in MOVES:
-        if (degree := layout.degrees[source]) > 1:
-            factor = next(n for n in range(2, degree + 1) if degree % n == 0)
-            degrees = {**layout.degrees, source: degree // factor, target: layout.degrees[target] * factor}
-            dp = degrees["dp_replicate"] * degrees["dp_shard"]
-            choices.append(
-                {
-                    **give_degrees(config, degrees),
-                    **STAGES_BY_RULE,
-                    "training.local_batch_size": max(1, config.training.global_batch_size // dp),
-                    "parallelism.pipeline_parallel_schedule": "GPipe",  # which takes any number of microbatches
-                    "parallelism.pipeline_parallel_microbatch_size": 1,
-                    "compile.enable": False,  # once is enough: it takes most of the time
-                }
-            )
-            if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
-                choices[-1]["activation_checkpoint.mode"] = "full"
-    return plan_first(config, choices, layout.world_size)
+        if (degree := layout.degrees[source]) == 1:
+            continue
+        factor = next(n for n in range(2, degree + 1) if degree % n == 0)
+        degrees = {**layout.degrees, source: degree // factor, target: layout.degrees[target] * factor}
+        dp = degrees["dp_replicate"] * degrees["dp_shard"]
+        keys = {
+            **give_degrees(config, degrees),
+            **STAGES_BY_RULE,
+            "training.local_batch_size": max(1, config.training.global_batch_size // dp),
+            "parallelism.pipeline_parallel_schedule": "GPipe",  # which takes any number of microbatches
+            "parallelism.pipeline_parallel_microbatch_size": 1,
+            "compile.enable": False,  # once is enough: it takes most of the time
+        }
+        if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
+            keys["activation_checkpoint.mode"] = "full"
+        other = override(config, keys)
+        try:
+            return other, plan_layout(other, resolve_model(other.model), layout.world_size)
+        except ConfigError:
+            continue
+    return config, layout
