@@ -7,7 +7,7 @@
     5. rotary angles, documents and     9. gradient norm, copies that are to be equal, biases of experts
        modules, in forward order       10. updated weights
 
-Routes that a layout chooses by itself are compared if all of this is right (route_flips.py).
+Routes that a layout chooses by itself are compared if all of this is right (module_outputs.py).
 
 What comes later is a consequence of it, most likely. A module is blamed only if what it is given is right, on every
 rank: its output is then wrong by much more than its inputs, and by more than rounding.

@@ -2,10 +2,10 @@
 
     the run         the same build_run and train_step, on small sizes and random tokens
     the reference   whole tensors in a file; each rank cuts its own slices out of it, so nothing is gathered
-    the parent      adds up the squared errors of all slices (difference.py)
+    the parent      adds up the squared errors of all slices (trial.py)
 
 The routers are given the routes that the reference took, because a top-k turns the last bit of a score into another
-expert; route_flips.py lets them choose. Each parameter is compared by itself, because loss and gradient norm hide
+expert; module_outputs.py lets them choose. Each parameter is compared by itself, because loss and gradient norm hide
 broken gradients; and its update by SGD, because AdamW hides gradients of the wrong scale.
 """
 
@@ -25,7 +25,6 @@ from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_m
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch, rows_of_rank
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.verify.plain_mixture import set_biases
 from torchtitan_lite.verify.reduction import override
 from torchtitan_lite.verify.reference import (
     ReferenceRun,
@@ -48,7 +47,7 @@ from torchtitan_lite.verify.slices import (
     own_slice,
 )
 from torchtitan_lite.verify.small_runs import WIDE, Method
-from torchtitan_lite.verify.step_formulas import compute_clip_scale
+from torchtitan_lite.verify.step_formulas import compute_clip_scale, set_biases
 
 Prepare = Callable[[stepping.Run, ReferenceRun], None]
 

@@ -47,12 +47,12 @@ from torchtitan_lite.verify.one_rank import (
     own_rows,
     start_from_reference,
 )
-from torchtitan_lite.verify.plain_mixture import draw_routes
 from torchtitan_lite.verify.precision_reference import UNDER_CP, Calls, RoundedOutcome, RoundedProcess, blocks_noted
 from torchtitan_lite.verify.reduction import Reduction, override
 from torchtitan_lite.verify.reference import make_batch, relative_error
 from torchtitan_lite.verify.slices import Coordinates
 from torchtitan_lite.verify.small_runs import choose_float8_sizes, shrink_stages
+from torchtitan_lite.verify.step_formulas import draw_routes
 from torchtitan_lite.verify.trial import Check, RunRanks, Trial, blame, judge
 
 ORDER_OF_SUMS = 1e-5  # what is right stays below 2e-8; one number that rounds the other way makes 1e-5 to 3e-3

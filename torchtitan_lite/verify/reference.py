@@ -3,7 +3,7 @@
     model       the user's own class, on one device; document attention by one explicit mask
     batch       random tokens, of which 100 to 10 % count from row to row, and in one row none
     step        one backward over all rows; loss and norm in float64, clipping and SGD by step_formulas.py
-    experts     plain_mixture.py: each of them computes all tokens; the routes are recorded
+    experts     step_formulas.py: each of them computes all tokens; the routes are recorded
 
 What it shares with a run on many ranks is the model file and the rule of the initial weights, nothing else.
 """
@@ -26,9 +26,14 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.parallel.initial_weights import initialize_weights
-from torchtitan_lite.verify.plain_mixture import ExpertRecord, PlainMixtures, draw_biases
 from torchtitan_lite.verify.small_runs import WIDE, Method
-from torchtitan_lite.verify.step_formulas import compute_clip_scale, move_sgd
+from torchtitan_lite.verify.step_formulas import (
+    ExpertRecord,
+    PlainMixtures,
+    compute_clip_scale,
+    draw_biases,
+    move_sgd,
+)
 
 BLOCK = 1_000_003  # numbers; a prime, so that no two rows of a matrix are equal
 NEVER_CLIPPED = 1e4  # no gradient norm of the second step is that many times max_norm

@@ -28,10 +28,15 @@ from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Shard, 
 from torchtitan_lite.data.dataset import Batch, Sampler
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.head import IGNORE_INDEX
-from torchtitan_lite.verify.plain_mixture import ExpertRecord, PlainMixtures
 from torchtitan_lite.verify.reference import build_model, compute_gradients, measure_norm
 from torchtitan_lite.verify.small_runs import AS_TRAINED
-from torchtitan_lite.verify.step_formulas import FORMULAS, compute_clip_scale, compute_rate_factor
+from torchtitan_lite.verify.step_formulas import (
+    FORMULAS,
+    ExpertRecord,
+    PlainMixtures,
+    compute_clip_scale,
+    compute_rate_factor,
+)
 
 TOKENIZER = "bytes"
 BEGIN, END = 256, 257
