@@ -27,13 +27,6 @@ from torchtitan_lite.verify.reference import load_reference
 from torchtitan_lite.verify.slices import Gap, join_slices
 from torchtitan_lite.verify.trial import MOST_OF_CRASH, describe_failure, find_disagreement, name_crash
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where references are kept from test to test."""
-    return tmp_path_factory.mktemp("references")
-
-
 # ---------------------------------------------------------------- what ranks see is put together
 
 
@@ -56,9 +49,9 @@ def test_slices_are_joined_to_the_wholes_that_they_belong_to():
 # ---------------------------------------------------------------- a module is blamed only if its inputs are right
 
 
-def observe(pool, folder, world_size: int, overrides: dict) -> tuple:
+def observe(pool, references, world_size: int, overrides: dict) -> tuple:
     config = compare.complete(overrides, world_size)
-    path = save_reference(config, folder)
+    path = save_reference(config, references)
     return pool.run(observe_outputs, world_size, config, path), load_reference(path)
 
 
@@ -79,8 +72,8 @@ slow = partial(pytest.param, marks=pytest.mark.slow)  # other combinations of wh
     ],
     ids=str,
 )
-def test_every_module_of_a_healthy_layout_is_compared_and_none_is_accused(pool, folder, world_size, overrides):
-    ranks, reference = observe(pool, folder, world_size, overrides)
+def test_every_module_of_a_healthy_layout_is_compared_and_none_is_accused(pool, references, world_size, overrides):
+    ranks, reference = observe(pool, references, world_size, overrides)
     assert name_first_output(ranks, reference, FP32_TOLERANCE / 5) is None
     for rank in ranks:
         assert set(rank.pieces.values()) == {0.0}
@@ -100,8 +93,8 @@ def with_error(share: ModuleErrors, output: dict[str, float], inputs: dict[str, 
     return replace(share, error={**share.error, **output}, inputs={**share.inputs, **inputs})
 
 
-def test_a_module_with_wrong_inputs_is_not_blamed_for_its_output(pool, folder):
-    (share,), reference = observe(pool, folder, 1, {})
+def test_a_module_with_wrong_inputs_is_not_blamed_for_its_output(pool, references):
+    (share,), reference = observe(pool, references, 1, {})
     name = partial(name_first_output, reference=reference, tolerance=FP32_TOLERANCE / 5)
     wq, w2 = "layers.1.attention.wq", "layers.1.feed_forward.w2"
     assert name([share]) is None
@@ -154,8 +147,8 @@ def row_missing():
     return patch.object(parallelize, "plan_tensor_parallel", without_a_row)
 
 
-def test_a_parameter_that_the_tensor_parallel_plan_does_not_name_is_named(pool, folder):
-    trial = try_layout(compare.complete({TP: 2}, 4), 4, compare.ranks_inside(pool, row_missing), folder)
+def test_a_parameter_that_the_tensor_parallel_plan_does_not_name_is_named(pool, references):
+    trial = try_layout(compare.complete({TP: 2}, 4), 4, compare.ranks_inside(pool, row_missing), references)
     assert (trial.culprit.kind, trial.culprit.name) == ("placement", "layers.0.ffn_norm.weight")
     assert trial.finished and set(trial.faults) == {"crash"}
     assert len(trial.faults["crash"]) < 500 and "plan does not name its module" in trial.culprit.detail

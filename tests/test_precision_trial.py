@@ -94,7 +94,7 @@ FURTHER = [pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER if ca
 @pytest.mark.parametrize(("try_it", "name"), [*CASES, *FURTHER])
 def test_a_healthy_layout_rounds_where_one_process_rounds(pool, tmp_path, try_it, name):
     row = {**HEALTHY, **SLOW}[name]
-    trial = try_it(reduce_config(compare.complete(row.overrides, row.world_size), row.world_size), pool.run, tmp_path)
+    trial = try_it(compare.reduce_row(row), pool.run, tmp_path)
     if try_it is try_bfloat16 and FLOAT32.items() <= row.overrides.items():
         assert trial.skipped == "the run computes in float32"
         return

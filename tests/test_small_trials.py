@@ -1,7 +1,6 @@
 """The trials "deep", "long" and "real width": which healthy layouts pass, and what the wide trial cannot see."""
 
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import compare
@@ -19,20 +18,8 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.verify.command import TRIALS
-from torchtitan_lite.verify.reduction import Reduction, reduce_config
 from torchtitan_lite.verify.reference import BLOCK, make_batch, repeat_block, run_one_process
 from torchtitan_lite.verify.small_runs import WIDE, Method
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Where references are kept from test to test."""
-    return tmp_path_factory.mktemp("references")
-
-
-def reduce_row(row: Row) -> Reduction:
-    return reduce_config(compare.complete(row.overrides, row.world_size), row.world_size)
-
 
 # ---------------------------------------------------------------- what they are made of
 
@@ -115,22 +102,22 @@ SLOW_ROWS = {
 
 
 @pytest.mark.parametrize("name", [*HEALTHY, *(pytest.param(name, marks=SLOW) for name in SLOW_ROWS)])
-def test_a_healthy_layout_passes_all_of_them(pool, folder, name):
-    reduction = reduce_row({**HEALTHY, **SLOW_ROWS}[name])
+def test_a_healthy_layout_passes_all_of_them(pool, references, name):
+    reduction = compare.reduce_row({**HEALTHY, **SLOW_ROWS}[name])
     for trial_name in ("deep", "long", "real width"):
-        trial = TRIALS[trial_name](reduction, pool.run, folder)
+        trial = TRIALS[trial_name](reduction, pool.run, references)
         assert trial.faults == {} and trial.culprit is None, (trial_name, trial.faults)
         assert 0 < max(trial.difference.gradient.values()) < 2e-6
         assert trial.subject
 
 
-def test_a_schedule_file_keeps_its_number_of_microbatches(pool, folder, tmp_path):
+def test_a_schedule_file_keeps_its_number_of_microbatches(pool, references, tmp_path):
     (tmp_path / "gpipe.csv").write_text("0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1,\n")
     keys = {"schedule_csv": str(tmp_path / "gpipe.csv"), "microbatch_size": 4}
     keys = {f"parallelism.pipeline_parallel_{key}": value for key, value in keys.items()}
-    reduction = reduce_row(Row(2, {PP: 2, MODE: "none", **keys}))
+    reduction = compare.reduce_row(Row(2, {PP: 2, MODE: "none", **keys}))
     for trial_name in ("deep", "long"):
-        assert TRIALS[trial_name](reduction, pool.run, folder).faults == {}
+        assert TRIALS[trial_name](reduction, pool.run, references).faults == {}
 
 
 BEYOND_WIDE = [name for name, mutant in MUTANTS.items() if mutant.trial in ("deep", "long", "real width")]
@@ -138,9 +125,9 @@ BEYOND_WIDE = [name for name, mutant in MUTANTS.items() if mutant.trial in ("dee
 
 @pytest.mark.slow  # two minutes: it guards the rows of the table of mutants, not the code
 @pytest.mark.parametrize("name", BEYOND_WIDE)
-def test_what_another_trial_sees_the_wide_one_does_not(pool, folder, name):
+def test_what_another_trial_sees_the_wide_one_does_not(pool, references, name):
     """Otherwise the mutant says nothing about its trial."""
-    _, trial = try_mutant(name, "wide", pool, folder)
+    _, trial = try_mutant(name, "wide", pool, references)
     assert trial.faults == {}
 
 
@@ -170,7 +157,7 @@ WITH_WINDOW = partial(patch.dict, "torchtitan_lite.step.MODELS", {"llama3": (Sli
 @pytest.mark.parametrize(("degree", "is_right"), [(TP, True), (CP, False)])
 def test_attention_that_cp_replaces_by_another_one_is_seen_in_long_sequences(pool, tmp_path, degree, is_right):
     """A fork gives each block an attention with a window; context parallel puts full causal attention in its place."""
-    reduction = reduce_row(Row(2, {degree: 2, **LONG}))
+    reduction = compare.reduce_row(Row(2, {degree: 2, **LONG}))
     with WITH_WINDOW():
         trial = TRIALS["long"](reduction, compare.ranks_inside(pool, WITH_WINDOW), tmp_path)
     assert (trial.culprit is None) == (trial.faults == {}) == is_right

@@ -61,9 +61,7 @@ SLOW = {  # many ranks, or compiled
 @pytest.mark.parametrize("name", [*HEALTHY, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_healthy_updates_are_certified(pool, tmp_path, name):
     row = {**HEALTHY, **SLOW}[name]
-    trial = TRIALS["updates"](
-        reduce_config(compare.complete(row.overrides, row.world_size), row.world_size), pool.run, tmp_path
-    )
+    trial = TRIALS["updates"](compare.reduce_row(row), pool.run, tmp_path)
     assert trial.faults == {} and trial.culprit is None
     errors = {measure.what: measure.error for measure in trial.measures}
     moments = ["moments"] * ("optimizer.name" in row.overrides)

@@ -48,12 +48,6 @@ from torchtitan_lite.verify.trial import Trial
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Where references are kept from test to test."""
-    return tmp_path_factory.mktemp("references")
-
-
 def read(*args: str) -> Config:
     reading = read_config(["--config", *args])
     assert reading.problems == []
@@ -61,9 +55,9 @@ def read(*args: str) -> Config:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught_and_rightly_named(pool, folder, name):
+def test_mutant_is_caught_and_rightly_named(pool, references, name):
     mutant = MUTANTS[name]
-    _, trial = try_mutant(name, mutant.trial, pool, folder)
+    _, trial = try_mutant(name, mutant.trial, pool, references)
     assert mutant.noticed_by in trial.faults
     assert (trial.culprit.kind, trial.culprit.name) == mutant.culprit
     assert tuple(trial.culprit.mesh_dims) == mutant.mesh_dims
@@ -156,8 +150,8 @@ def test_the_verdict_on_a_matrix_counts_what_was_not_run(outcomes, verdict, stat
     assert ("it cannot be split" in grid) == ("refused" in outcomes)
 
 
-def test_the_matrix_on_one_rank_is_in_part_and_says_how_many_layouts_were_run(pool, folder, capsys):
-    assert verify_matrix(compare.complete({}, 1), 1, pool.run, folder, as_json=True) == 3
+def test_the_matrix_on_one_rank_is_in_part_and_says_how_many_layouts_were_run(pool, references, capsys):
+    assert verify_matrix(compare.complete({}, 1), 1, pool.run, references, as_json=True) == 3
     report = json.loads(capsys.readouterr().out)
     assert report["certified"] is False and report["verdict"] == "certified in part"
     assert report["counts"] == {"right": 1, "wrong": 0, "not finished": 0, "refused": 0, "not run": 29}
@@ -183,10 +177,10 @@ def test_the_command_verifies_a_config_from_a_cold_start():
     assert "kept for runs of this config" in done.stderr
 
 
-def test_a_report_for_programs_holds_every_parameter_and_all_that_was_replaced(pool, folder):
+def test_a_report_for_programs_holds_every_parameter_and_all_that_was_replaced(pool, references):
     reduction = reduce_config(read("debug", f"--{TP}=2"), 2)
     with patch.dict(TRIALS, {"wide": TRIALS["wide"]}, clear=True):
-        certificate = tool.verify("debug", reduction, Namespace(bisect=False), pool.run, folder)
+        certificate = tool.verify("debug", reduction, Namespace(bisect=False), pool.run, references)
     report = json.loads(json.dumps(report_for_programs(certificate)))
     assert report["certified"] is True and report["culprit"] is None and report["faults"] == {}
     assert report["degrees"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}
@@ -199,10 +193,10 @@ def test_a_report_for_programs_holds_every_parameter_and_all_that_was_replaced(p
     assert record["layout"] == "tp2" and record["largest_error"] < 1e-5 and "optimizer.name" in record["reduced"]
 
 
-def test_a_wrong_layout_ends_with_its_first_fault_and_the_smallest_combination(pool, folder):
+def test_a_wrong_layout_ends_with_its_first_fault_and_the_smallest_combination(pool, references):
     run_ranks = compare.ranks_inside(pool, partial(apply_mutant, "loss_counted_by_every_tp_rank"))
     reduction = reduce_config(read("debug", f"--{TP}=2"), 2)
-    certificate = tool.verify("debug", reduction, Namespace(bisect=True), run_ranks, folder)
+    certificate = tool.verify("debug", reduction, Namespace(bisect=True), run_ranks, references)
     assert certificate.verdict == "wrong" and [trial.name for trial in certificate.trials] == ["wide"]
     text = describe(certificate, verbose=False)
     assert "certified" not in text

@@ -115,10 +115,7 @@ def list_rows(args: ModelArgs, *, attention: str) -> dict[str, list[Row]]:
            row 1   neighbouring positions around the middle of `reach`, where scaled RoPE leaves its first context
     """
     places = torch.arange(LENGTH)
-    near = [
-        Row(places, f"{SHORT_LENGTH} of {LENGTH} tokens counted", SHORT_LENGTH),
-        Row(places, f"{LENGTH} tokens"),
-    ]
+    near = [Row(places, f"{SHORT_LENGTH} of {LENGTH} tokens counted", SHORT_LENGTH), Row(places, f"{LENGTH} tokens")]
     if attention == "document":
         within = torch.cat([torch.arange(length) for length in DOCUMENT_LENGTHS])
         near.append(Row(within, f"documents of {', '.join(map(str, DOCUMENT_LENGTHS))} tokens"))

@@ -1,12 +1,8 @@
 """Trials of gradients: does each parameter get the gradient that one process computes? If not: what differs first, why.
 
-    wide         the layout with a few wide layers: whole tensors, and two steps of SGD
-    deep         many narrow layers
-    long         long sequences, many documents, far positions
-    real width   matrices as large as the real ones, as far as memory and time allow
-
-Where a trial finds a fault it runs again: with every module's output noted, to name the first difference, and once
-without each known issue that may apply, to name the cause.
+The trials wide, deep, long and real width differ in sizes only (reduction.py, small_runs.py). Where a trial finds a
+fault it runs again: with every module's output noted, to name the first difference, and once without each known issue
+that may apply, to name the cause.
 """
 
 import hashlib

@@ -39,7 +39,7 @@ from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, locate,
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.moe import list_mixtures
-from torchtitan_lite.verify.reference import relative_error
+from torchtitan_lite.verify.reference import find_visible, relative_error
 from torchtitan_lite.verify.trial import Measure
 
 FLOOR = 1e-5
@@ -81,10 +81,8 @@ def forward_theirs(theirs: nn.Module) -> Forward:
     """Return a call of transformers' model; its mask is made here, from the documents. Its routes may be given."""
 
     def forward(batch: Batch) -> tuple[Tensor, Tensor]:
-        same_document = batch.doc_ids[:, :, None] == batch.doc_ids[:, None, :]
-        length = batch.tokens.shape[1]
-        sees = same_document & torch.ones(length, length, dtype=torch.bool).tril()
-        mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)[:, None]  # (B, 1, S, S)
+        sees = find_visible(batch.doc_ids)
+        mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
         with removed_afterwards([] if batch.routes is None else give_routes(theirs, batch.routes)):
             output = theirs(batch.tokens, position_ids=batch.positions, attention_mask=mask, use_cache=False)
         return output.logits.detach(), F.cross_entropy(output.logits.flatten(0, 1), batch.targets.flatten())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.verify.reference import find_visible
 from torchtitan_lite.verify.slices import cut_zigzag
 
 aten = torch.ops.aten
@@ -202,11 +203,10 @@ class RoundedDocumentContext(nn.Module):
         """As RoundedContext, with doc_ids (B, S)."""
         n = self.n_ranks
         places = cut_zigzag(torch.arange(doc_ids.shape[1]), n, 0)
-        at = torch.cat(places)
+        visible = find_visible(doc_ids)[..., torch.cat(places)]
         copies = [fan_out(torch.cat(x.chunk(n), dim=2), n, 2) for x in (key, value)]
         outs = []
         for rank, (some, keys, values) in enumerate(zip(query.chunk(n), *copies, strict=True)):
-            same = doc_ids[:, places[rank], None] == doc_ids[:, None, at]
-            mask = (same & (places[rank][:, None] >= at))[:, None]
+            mask = visible[:, :, places[rank]]
             outs.append(F.scaled_dot_product_attention(some, keys, values, attn_mask=mask, enable_gqa=True))
         return torch.cat(outs)

@@ -270,19 +270,24 @@ def reduce_batch(
     small: Config, config: Config, real: Layout, degrees: dict[str, int], sizes: dict[str, int]
 ) -> dict[str, object]:
     """Return rows and microbatches in the same relation to the stages, and a short sequence that still divides."""
-    dp, pp = degrees["dp_replicate"] * degrees["dp_shard"], degrees["pp"]
     accumulates = real.global_batch_size > config.training.local_batch_size * real.dp
-    if pp == 1:
-        microbatch_size, n_microbatches = 2, 3 if accumulates else 1
+    if degrees["pp"] == 1:
+        n_rows, n_microbatches = 2, 3 if accumulates else 1
     else:
-        microbatch_size = min(2, config.parallelism.pipeline_parallel_microbatch_size)
+        n_rows = min(2, config.parallelism.pipeline_parallel_microbatch_size)
         stages, _ = plan_stages(small.parallelism, small.model.n_layers)
         n_microbatches = reduce_microbatches(small.parallelism, real, len(stages))
+    batch = give_batch(degrees, n_rows, n_microbatches, reduce_sequence(degrees, sizes))
+    return batch | ({"training.local_batch_size": n_rows} if accumulates else {})
+
+
+def give_batch(degrees: dict[str, int], n_rows: int, n_microbatches: int, seq_len: int) -> dict[str, object]:
+    """Return the keys of a batch with `n_rows` to a microbatch."""
     return {
-        "training.local_batch_size": microbatch_size * (1 if accumulates else n_microbatches),
-        "training.global_batch_size": microbatch_size * n_microbatches * dp,
-        "training.seq_len": reduce_sequence(degrees, sizes),
-        "parallelism.pipeline_parallel_microbatch_size": microbatch_size if pp > 1 else 1,
+        "training.local_batch_size": n_rows * n_microbatches,
+        "training.global_batch_size": n_rows * n_microbatches * degrees["dp_replicate"] * degrees["dp_shard"],
+        "training.seq_len": seq_len,
+        "parallelism.pipeline_parallel_microbatch_size": n_rows if degrees["pp"] > 1 else 1,
     }
 
 

@@ -240,10 +240,13 @@ class PlainDocumentAttention(nn.Module):
     """Causal attention within documents, by one explicit mask."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor) -> Tensor:
-        seq_len = query.shape[2]
-        causal = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
-        mask = causal & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=find_visible(doc_ids), enable_gqa=True)
+
+
+def find_visible(doc_ids: Tensor) -> Tensor:
+    """Return whether a token sees another one, (B, 1, S, S) bool: earlier ones of its document, and itself."""
+    causal = torch.ones(doc_ids.shape[1], doc_ids.shape[1], dtype=torch.bool).tril()
+    return causal & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
 
 
 # ---------------------------------------------------------------- errors

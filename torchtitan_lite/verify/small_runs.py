@@ -27,6 +27,7 @@ from torchtitan_lite.verify.reduction import (
     Reduction,
     count_layers,
     count_pieces,
+    give_batch,
     keep_mixture_layers,
     list_widths,
     override,
@@ -284,21 +285,14 @@ def resize(
 ) -> Config:
     """Return the config with these sizes; `n_rows` to a microbatch, and under pp `n_microbatches` or a few more."""
     small = override(small, {f"model.{name}": size for name, size in sizes.items()})
-    section, dp = small.parallelism, degrees["dp_replicate"] * degrees["dp_shard"]
+    section = small.parallelism
     if degrees["pp"] == 1:
         n_microbatches = 1
     elif section.pipeline_parallel_schedule_csv:  # the file is for one number of microbatches, that of `small`
+        dp = degrees["dp_replicate"] * degrees["dp_shard"]
         n_microbatches = small.training.global_batch_size // dp // section.pipeline_parallel_microbatch_size
     else:
         n_stages = len(plan_stages(section, small.model.n_layers)[0])
         possible = (n for n in range(n_microbatches, 2**16) if not check_microbatches(section, n, n, n_stages))
         n_microbatches = next(possible)
-    return override(
-        small,
-        {
-            "training.local_batch_size": n_rows * n_microbatches,
-            "training.global_batch_size": n_rows * n_microbatches * dp,
-            "training.seq_len": seq_len,
-            "parallelism.pipeline_parallel_microbatch_size": n_rows if degrees["pp"] > 1 else 1,
-        },
-    )
+    return override(small, give_batch(degrees, n_rows, n_microbatches, seq_len))

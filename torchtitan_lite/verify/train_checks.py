@@ -19,7 +19,7 @@ from torchtitan_lite.verify.module_outputs import find_rows_at
 from torchtitan_lite.verify.slices import Coordinates, add_gaps
 from torchtitan_lite.verify.train_reference import Expected
 from torchtitan_lite.verify.train_start import RankRecord, RowNumber
-from torchtitan_lite.verify.trial import Check, Culprit, check_values
+from torchtitan_lite.verify.trial import Check, Culprit, check_values, find_disagreement
 
 TOLERANCE = 1e-5  # of what is summed in another order, as in the trials of gradients
 RATE_TOLERANCE = 1e-12
@@ -133,13 +133,8 @@ def check_rows(plan: StartPlan, step: int, rows: Sequence[list[RowNumber | None]
 
 def find_unlike_peers(plan: StartPlan, rows: Sequence[list[RowNumber | None]]) -> list[str]:
     """Return the mesh dims along which neighbours must read the same rows, and do not."""
-    ranks = {tuple(plan.coordinates(rank).values()): found for rank, found in enumerate(rows)}
-    dims = []
-    for index, dim in enumerate(plan.layout.degrees):
-        firsts = [(at, (*at[:index], 0, *at[index + 1 :])) for at in ranks]
-        if dim in ("pp", "cp", "tp") and any(ranks[at] != ranks[first] for at, first in firsts):
-            dims.append(dim)
-    return dims
+    values = [(plan.coordinates(rank), rows.index(found)) for rank, found in enumerate(rows)]
+    return [dim for dim in find_disagreement(values, 0.0) if dim in ("pp", "cp", "tp")]
 
 
 def describe_rows(rows: Sequence[RowNumber | None]) -> str:

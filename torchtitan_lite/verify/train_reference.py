@@ -61,10 +61,7 @@ def write_corpus(folder: Path, train: Text, held_out: Text) -> None:
     """Write a prepared corpus of these texts. The training documents are in two shards."""
     folder.mkdir(parents=True)
     middle = len(train) // 2
-    shards = [
-        write_shard(folder, "train-00000", train[:middle]),
-        write_shard(folder, "train-00001", train[middle:]),
-    ]
+    shards = [write_shard(folder, "train-00000", train[:middle]), write_shard(folder, "train-00001", train[middle:])]
     manifest = CorpusManifest(
         dtype="uint16",
         tokenizer_identity=load_tokenizer(TOKENIZER).identity,

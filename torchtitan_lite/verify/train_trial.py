@@ -121,10 +121,7 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
         optimizer=choose_optimizer(real.optimizer, small.optimizer, warms_up=schedule.warmup_steps > 1),
         lr_scheduler=schedule,
         checkpoint=Checkpoint(
-            enable=True,
-            interval=SAVED_STEP,
-            async_mode=real.checkpoint.async_mode,
-            verify=real.checkpoint.verify,
+            enable=True, interval=SAVED_STEP, async_mode=real.checkpoint.async_mode, verify=real.checkpoint.verify
         ),
         validation=Validation(enable=True, freq=10**6),
         comm=Comm(init_timeout_seconds=SECONDS_TO_WAIT, train_timeout_seconds=SECONDS_TO_WAIT, trace_buf_size=0),
