@@ -76,8 +76,7 @@ def test_every_module_of_a_healthy_layout_is_compared_and_none_is_accused(pool, 
     ranks, reference = observe(pool, references, world_size, overrides)
     assert name_first_output(ranks, reference, FP32_TOLERANCE / 5) is None
     for rank in ranks:
-        assert set(rank.pieces.values()) == {0.0}
-        assert {error for errors in rank.stage_pieces.values() for error in errors.values()} == {0.0}
+        assert {error for errors in rank.pieces.values() for error in errors.values()} == {0.0}
         assert all(errors.keys() == reference.inputs[name].keys() for name, errors in rank.inputs.items())
         assert max(error for errors in rank.inputs.values() for error in errors.values()) < FP32_TOLERANCE / 10
     assert {name for rank in ranks for name in rank.inputs} == set(reference.inputs) == set(reference.outputs)
@@ -85,8 +84,8 @@ def test_every_module_of_a_healthy_layout_is_compared_and_none_is_accused(pool, 
     config = compare.complete(overrides, world_size)
     fields = {"targets", "positions", "doc_ids"} | ({"routes"} if reference.experts else set())
     stages = {fqns[0]: fields for fqns in plan_layout(config, resolve_model(config.model), world_size).stages}
-    given = {name: set(errors) for rank in ranks for name, errors in rank.stage_pieces.items()}
-    assert given == {**stages, "tok_embeddings": {"x", *fields}}
+    given = {name: set(errors) for rank in ranks for name, errors in rank.pieces.items()}
+    assert given == {**stages, "tok_embeddings": {"x", *fields}, "shard_for_cp": {"tokens", *fields}}
 
 
 def with_error(share: ModuleErrors, output: dict[str, float], inputs: dict[str, dict[str, float]]) -> ModuleErrors:

@@ -42,10 +42,7 @@ from torchtitan_lite.verify.precision_parts import fan_out, sum_partials
 from torchtitan_lite.verify.precision_reference import RoundedProcess
 from torchtitan_lite.verify.precision_trial import (
     MEASURES,
-    ORDER_OF_SUMS,
-    cut,
     find_short_share,
-    make_late_batch,
     try_bfloat16,
     try_float8,
 )
@@ -188,25 +185,3 @@ def test_shares_are_added_down_the_ring_and_rounded_each_time():
     x = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
     torch.autograd.backward(fan_out(x, 3, 0), shares)
     assert x.grad.tolist() == [258.0, 256.0, 258.0]
-
-
-# ---------------------------------------------------------------- measures
-
-
-def test_a_rank_finds_its_piece_of_all_cp_rows_and_tp_tokens():
-    whole = torch.arange(4 * 6).view(4, 6, 1)  # 2 cp ranks of 2 rows, 2 tp ranks of 3 tokens
-    assert cut(whole, torch.empty(2, 3, 1), [1, 0]).flatten().tolist() == [12, 13, 14, 18, 19, 20]
-    assert torch.equal(cut(whole, torch.empty(4, 6, 1), [1]), whole)
-
-
-def test_one_number_that_rounds_the_other_way_is_beyond_the_bound_of_a_tensor_of_a_hundred_thousand():
-    changed = (gradient := torch.ones(100_000)).clone()
-    changed[0] += 2**-7  # one step of bfloat16
-    assert compare.relative_error(changed, gradient) > ORDER_OF_SUMS
-
-
-def test_positions_of_the_trial_are_those_of_a_long_sequence():
-    config = compare.complete({**DOCUMENTS}, 1)
-    batch = make_late_batch(config, 0, 8192)
-    assert batch.positions.max() < 8192 and batch.positions.min() >= 8192 - config.training.seq_len
-    assert (batch.positions.bfloat16().long() != batch.positions).float().mean() > 0.8

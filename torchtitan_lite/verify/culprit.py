@@ -15,7 +15,7 @@ rank: its output is then wrong by much more than its inputs, and by more than ro
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,7 @@ def name_culprit(
     if "initial" in faults:
         name = next(fqn for fqn, equal in difference.initial_equal.items() if not equal)
         return Culprit("initial weights", name, faults["initial"])
-    if wrong := find_wrong_input(outputs, ["shard_for_cp"], lambda rank, _: rank.pieces, 0):
+    if wrong := find_wrong_input(outputs, ["shard_for_cp"], "pieces", 0):
         detail = f"shard_for_cp leaves other {wrong.argument} than the head and tail of a zig-zag{wrong.where}"
         return accuse_field(wrong.argument, wrong.name, detail)
     if "n_tokens" in faults:
@@ -97,17 +97,18 @@ class WrongInput:
 
 
 def find_wrong_input(
-    outputs: list[ModuleErrors],
-    names: Iterable[str],
-    read: Callable[[ModuleErrors, str], dict[str, float]],
-    tolerance: float,
+    outputs: list[ModuleErrors], names: Iterable[str], given: str, tolerance: float, *, arguments: Container[str] = ()
 ) -> WrongInput | None:
-    """Return the first argument with an error above `tolerance`. `read(rank, name)` returns argument -> error."""
+    """Return the first argument with an error above `tolerance`. `given`: the field of ModuleErrors that is read.
+
+    `arguments`: those that are looked at; by default all of them.
+    """
     for name in names:
         errors: dict[str, list[tuple[float, Coordinates]]] = defaultdict(list)
         for rank in outputs:
-            for argument, error in read(rank, name).items():
-                errors[argument].append((error, rank.coordinates))
+            for argument, error in getattr(rank, given).get(name, {}).items():
+                if not arguments or argument in arguments:
+                    errors[argument].append((error, rank.coordinates))
         for argument, of_ranks in errors.items():
             if wrong := [coordinates for error, coordinates in of_ranks if error > tolerance]:
                 worst = max(error for error, _ in of_ranks)
@@ -132,10 +133,10 @@ def name_first_output(outputs: list[ModuleErrors], reference: ReferenceRun, tole
             if rank.n_calls.get(name, rank.n_microbatches) != rank.n_microbatches:
                 detail = f"it has seen {rank.n_calls[name]} microbatches of {rank.n_microbatches}"
                 return Culprit("microbatches", name, detail)
-    if wrong := find_wrong_input(outputs, reference.inputs, lambda rank, name: rank.stage_pieces.get(name, {}), 0):
+    if wrong := find_wrong_input(outputs, reference.inputs, "pieces", 0):
         detail = f"the stage of {wrong.name} is given others than shard_for_cp leaves{wrong.where}"
         return accuse_field("tokens" if wrong.argument == "x" else wrong.argument, wrong.name, detail)
-    if wrong := find_wrong_input(outputs, reference.inputs, read_side_inputs, tolerance):
+    if wrong := find_wrong_input(outputs, reference.inputs, "inputs", tolerance, arguments=SIDE_INPUTS):
         how = "have another shape or are not finite" if math.isinf(wrong.error) else f"are off by {wrong.error:.1e}"
         kind = SIDE_INPUTS[wrong.argument]
         detail = f"its positions are right, and the {kind} that it is given {how}{wrong.where}"
@@ -154,11 +155,6 @@ def name_first_output(outputs: list[ModuleErrors], reference: ReferenceRun, tole
             detail = f"its inputs are {given}, and its output {how}{describe_ranks(at, len(holders))}"
             return Culprit("module output", name, detail)
     return name_first_input(outputs, reference, tolerance)
-
-
-def read_side_inputs(rank: ModuleErrors, name: str) -> dict[str, float]:
-    """Return the errors of the rotary angles, positions and documents that a module is given."""
-    return {argument: error for argument, error in rank.inputs.get(name, {}).items() if argument in SIDE_INPUTS}
 
 
 def measure_added(reference: ReferenceRun, name: str) -> float:

@@ -46,8 +46,7 @@ class ModuleErrors:
     """
 
     coordinates: Coordinates
-    pieces: dict[str, float]  # field of Batch -> error of what `shard_for_cp` leaves of this rank's rows
-    stage_pieces: dict[str, dict[str, float]]  # first FQN of a stage -> field of Batch -> error of what it is given
+    pieces: dict[str, dict[str, float]]  # "shard_for_cp", or first FQN of a stage -> field of Batch -> error
     inputs: dict[str, dict[str, float]]  # FQN of a module -> argument -> error
     error: dict[str, float]  # FQN of a module -> error of its output
     n_calls: dict[str, int]  # FQN of a module -> microbatches that it has seen
@@ -87,13 +86,15 @@ def observe_outputs(rank: int, world_size: int, config: Config, reference_path: 
     return ModuleErrors(
         coordinates,
         pieces={
-            key: compare_piece(expected, getattr(batch, key), coordinates, layout, config)
-            for key, expected in fields.items()
-        },
-        stage_pieces={
+            "shard_for_cp": {
+                key: compare_piece(expected, getattr(batch, key), coordinates, layout, config)
+                for key, expected in fields.items()
+            },
             # A stage calls tokens and hidden states alike `x`; the others it calls as Batch does.
-            name: measure_all(name, {**fields, "x": whole.tokens} if name == "tok_embeddings" else fields, seen)
-            for name, seen in given_stages.items()
+            **{
+                name: measure_all(name, {**fields, "x": whole.tokens} if name == "tok_embeddings" else fields, seen)
+                for name, seen in given_stages.items()
+            },
         },
         inputs={name: measure_all(name, reference.inputs[name], seen) for name, seen in given.items()},
         error={name: measure(name, reference.outputs[name], pieces) for name, pieces in put_out.items()},
