@@ -137,7 +137,7 @@ def test_a_resume_is_tried_on_another_layout_of_the_same_ranks(tmp_path, row, ot
 
 def test_rows_of_a_rank_are_those_of_its_place_on_the_data_parallel_dims():
     config = compare.complete({PP: 2, REPLICATE: 2, TP: 2}, 16)
-    plan = StartPlan(config, plan_layout(config, resolve_model(config.model), 16), 0, 1)
+    plan = StartPlan(config, plan_layout(config, resolve_model(config.model), 16), 0)
     assert plan.coordinates(13) == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "cp": 0, "tp": 1}
     assert [plan.own_rows(rank)[0] for rank in range(16)] == [0, 0, 2, 2, 4, 4, 6, 6] * 2
     rows = [[(1, row) for row in plan.own_rows(rank)] for rank in range(16)]

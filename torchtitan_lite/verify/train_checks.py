@@ -45,12 +45,11 @@ class StartPlan:
     config: Config
     layout: Layout
     resumed_step: int
-    last_step: int
 
     @property
     def steps(self) -> range:
         """Return the steps that are trained, counted from 1."""
-        return range(self.resumed_step + 1, self.last_step + 1)
+        return range(self.resumed_step + 1, self.config.training.steps + 1)
 
     @property
     def dump_folder(self) -> Path:
@@ -90,7 +89,7 @@ def list_checks(plan: StartPlan, expected: Expected, records: Sequence[RankRecor
             ("loss", "loss", "train_step", losses, expected.losses[step - 1]),
             ("gradient norm", "gradient norm", "train_step", norms, expected.grad_norms[step - 1]),
         ]
-        if step in (1, plan.last_step):  # after which train.py always validates
+        if step in (1, plan.steps[-1]):  # after which train.py always validates
             for what, right in expected.validation[step - 1].items():
                 values = [[record.validation.get(step, {}).get(what, math.nan)] for record in records]
                 scalars.append(("validation", what, "validate", values, right))
@@ -106,7 +105,7 @@ def list_checks(plan: StartPlan, expected: Expected, records: Sequence[RankRecor
         detail = f"after {plan.name_step(step)} the update of all weights together is off by {error:.1e}"
         yield Check("updates", error, bound, Culprit("updated weights", "all", detail))
     n_more = max(len(record.losses) for record in records) - len(plan.steps)
-    culprit = Culprit("steps", "main", f"{n_more} steps were made after {plan.name_step(plan.last_step)}")
+    culprit = Culprit("steps", "main", f"{n_more} steps were made after {plan.name_step(plan.steps[-1])}")
     yield Check("rows", n_more, 0, culprit)
     yield check_log(plan, records[0])
 

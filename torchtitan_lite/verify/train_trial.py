@@ -37,7 +37,7 @@ from torchtitan_lite.config.schema import (
     Validation,
 )
 from torchtitan_lite.verify.degrees import give_degrees
-from torchtitan_lite.verify.reduction import STAGES_BY_RULE, Reduction, override
+from torchtitan_lite.verify.reduction import STAGES_BY_RULE, Reduction, override, round_up
 from torchtitan_lite.verify.small_runs import shrink_stages
 from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT
 from torchtitan_lite.verify.train_checks import MEASURES, StartPlan, list_checks
@@ -55,9 +55,9 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     own_folder = Path(tempfile.mkdtemp(prefix="train.py-", dir=folder)).absolute()
     config = make_config(reduction, own_folder)
     layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
-    first = StartPlan(give_steps(config, FIRST_END, own_folder / "first"), layout, 0, FIRST_END)
+    first = StartPlan(give_steps(config, FIRST_END, own_folder / "first"), layout, 0)
     other, other_layout = choose_other_layout(config, layout)
-    second = StartPlan(give_steps(other, SECOND_END, own_folder / "resumed"), other_layout, SAVED_STEP, SECOND_END)
+    second = StartPlan(give_steps(other, SECOND_END, own_folder / "resumed"), other_layout, SAVED_STEP)
     expected = run_reference(config, *write_corpora(config), n_steps=SECOND_END)
     expected_path = own_folder / "expected.pt"
     torch.save(expected, expected_path)
@@ -73,8 +73,7 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
 
 def give_steps(config: Config, last_step: int, folder: Path) -> Config:
     """Return the config of one start, which ends after `last_step` and writes into `folder`."""
-    training = replace(config.training, steps=last_step)
-    return replace(config, job=Job(dump_folder=str(folder)), training=training)
+    return override(config, {"training.steps": last_step, "job": Job(dump_folder=str(folder))})
 
 
 def start_ranks(plan: StartPlan, run_ranks: RunRanks, expected_path: Path) -> list[RankRecord]:
@@ -113,22 +112,19 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
     schedule = choose_schedule(real.lr_scheduler)
     n_corpora = min(MOST_CORPORA, len(real.training.dataset))
     vocab_size = reduction.args.vocab_size
-    vocab_size += -(-max(0, N_WORDS - vocab_size) // n_ranks) * n_ranks  # it divides by the same degrees as before
-    config = replace(
-        small,
-        profiling=Profiling(),
-        metrics=Metrics(log_freq=1, enable_tensorboard=False),
-        optimizer=choose_optimizer(real.optimizer, small.optimizer, warms_up=schedule.warmup_steps > 1),
-        lr_scheduler=schedule,
-        checkpoint=Checkpoint(
-            enable=True, interval=SAVED_STEP, async_mode=real.checkpoint.async_mode, verify=real.checkpoint.verify
-        ),
-        validation=Validation(enable=True, freq=10**6),
-        comm=Comm(init_timeout_seconds=SECONDS_TO_WAIT, train_timeout_seconds=SECONDS_TO_WAIT, trace_buf_size=0),
-    )
+    vocab_size += round_up(max(0, N_WORDS - vocab_size), n_ranks)  # it divides by the same degrees as before
     return override(
-        config,
+        small,
         {
+            "profiling": Profiling(),
+            "metrics": Metrics(log_freq=1, enable_tensorboard=False),
+            "optimizer": choose_optimizer(real.optimizer, small.optimizer, warms_up=schedule.warmup_steps > 1),
+            "lr_scheduler": schedule,
+            "checkpoint": Checkpoint(
+                enable=True, interval=SAVED_STEP, async_mode=real.checkpoint.async_mode, verify=real.checkpoint.verify
+            ),
+            "validation": Validation(enable=True, freq=10**6),
+            "comm": Comm(init_timeout_seconds=SECONDS_TO_WAIT, train_timeout_seconds=SECONDS_TO_WAIT, trace_buf_size=0),
             "model.hf_assets_path": TOKENIZER,
             "model.vocab_size": vocab_size,
             "training.dataset": [str(folder / f"corpus-{number}") for number in range(n_corpora)],
