@@ -7,8 +7,7 @@ import compare
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import LAYOUTS, MODE, PP, SCHEDULE, TP, ZERO, Row
-from mutant_table import CP, DOCUMENTS, RING
+from layouts import CP, DOCUMENTS, LAYOUTS, MODE, PP, RING, SCHEDULE, TP, ZERO, Row
 from mutants import MUTANTS, try_mutant
 from mutants_of_sizes import LONG
 from torch import nn
