@@ -56,6 +56,10 @@ class Gap(NamedTuple):
         allowed = tolerance * math.sqrt(self.reference) + math.sqrt(self.rounding)
         return math.sqrt(self.error) / scale, allowed / scale
 
+    def is_within(self, tolerance: float) -> bool:
+        error, bound = self.relative(tolerance)
+        return error <= bound
+
 
 def own_slice(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor."""

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from operator import le
 from pathlib import Path
 from unittest.mock import patch
 
@@ -156,7 +155,7 @@ def check_tensor(measure: str, kind: str, fqn: str, index: int, ranks: list[Rank
     tolerance = TOLERANCE + (find_coarseness(config, index + 1) if kind == "update" else 0.0)
     held = [(rank.coordinates, rank.gaps[kind, fqn, index]) for rank in ranks if (kind, fqn, index) in rank.gaps]
     error, bound = add_gaps(gap for _, gap in held).relative(tolerance)
-    is_right = [(coordinates, le(*gap.relative(tolerance))) for coordinates, gap in held]
+    is_right = [(coordinates, gap.is_within(tolerance)) for coordinates, gap in held]
     name = "clip_grad_norm" if measure == "clipping" else fqn
     detail = f"in step {index + 1} the {kind} of {fqn} is off"
     return Check(measure, error, bound, blame(measure, name, f"{detail} by {error:.1e}", is_right))
