@@ -13,10 +13,11 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler, Model, Optimizer, Training
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.verify import one_rank, reference
-from torchtitan_lite.verify.difference import Difference, find_faults, merge
+from torchtitan_lite.verify.gradient_trial import find_faults
 from torchtitan_lite.verify.one_rank import gather, own_rows
-from torchtitan_lite.verify.reduction import override
+from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
 from torchtitan_lite.verify.reference import relative_error, run_one_process
+from torchtitan_lite.verify.trial import Difference, merge
 
 __all__ = [
     "Difference",
@@ -46,7 +47,9 @@ TABLE_CONFIG = Config(
 
 
 def make_batch(step: int, vocab_size: int, n_rows: int = GLOBAL_BATCH_SIZE, *, documents: bool = False) -> Batch:
-    return reference.make_batch(step, n_rows=n_rows, seq_len=SEQ_LEN, vocab_size=vocab_size, documents=documents)
+    keys = {"model.vocab_size": vocab_size, "training.global_batch_size": n_rows}
+    keys["model.attention"] = "document" if documents else "causal"
+    return reference.make_batch(override(TABLE_CONFIG, keys), step)
 
 
 def complete(overrides: dict[str, object], world_size: int, base: Config = TABLE_CONFIG) -> Config:
@@ -57,6 +60,11 @@ def complete(overrides: dict[str, object], world_size: int, base: Config = TABLE
     section = config.parallelism
     others = section.pipeline_parallel_degree * section.tensor_parallel_degree * section.context_parallel_degree
     return override(config, {"training.local_batch_size": config.training.global_batch_size * others // world_size})
+
+
+def reduce_row(row) -> Reduction:
+    """The small run of `verify` for a row of the table."""
+    return reduce_config(complete(row.overrides, row.world_size), row.world_size)
 
 
 def build_table_run(world_size: int, overrides: dict[str, object], base: Config = TABLE_CONFIG) -> stepping.Run:

@@ -35,6 +35,12 @@ def small_units(monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def references(tmp_path_factory):
+    """Where trials of `verify` keep their references from test to test."""
+    return tmp_path_factory.mktemp("references")
+
+
+@pytest.fixture(scope="session")
 def oracle(tmp_path_factory):
     """Function: overrides of the table config -> file with one process's outcome on the same model."""
     folder = tmp_path_factory.mktemp("oracle")

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from unittest.mock import patch
 
-from layouts import LAYOUTS, Row
+from layouts import CP, LAYOUTS, Row
 
-CP = "parallelism.context_parallel_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
 CP2 = {CP: 2}
-RING = {"parallelism.context_parallel_rotate_method": "ring"}
-DOCUMENTS = {"model.attention": "document"}
 
 # Culprits of several mutants: kind and name.
 INNER, HEAD = ("module output", "layers.0.attention.inner"), ("module output", "output")

@@ -19,9 +19,9 @@ import mutants_of_train  # noqa: F401
 import mutants_of_updates  # noqa: F401
 from mutant_table import MUTANTS
 
-from torchtitan_lite.verify.certificate import Trial
 from torchtitan_lite.verify.command import TRIALS
-from torchtitan_lite.verify.reduction import Reduction, reduce_config
+from torchtitan_lite.verify.reduction import Reduction
+from torchtitan_lite.verify.trial import Trial
 
 __all__ = ["MUTANTS"]
 
@@ -34,5 +34,5 @@ def try_mutant(name: str, trial: str, pool, folder: Path) -> tuple[Reduction, Tr
     """Make one trial, on ranks that are all broken in this way."""
     row = MUTANTS[name].row
     with apply_mutant(name):  # one of them lets a refused config through
-        reduction = reduce_config(compare.complete(row.overrides, row.world_size), row.world_size)
+        reduction = compare.reduce_row(row)
     return reduction, TRIALS[trial](reduction, compare.ranks_inside(pool, partial(apply_mutant, name)), folder)

@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from layouts import CHUNKS, COMPILED, MODE, PP, SCHEDULE, TP, ZERO, Row
-from mutant_table import CP2, DOCUMENTS, HEAD, HEAD_GRADIENT, INNER, NORM, RING, mutant
+from layouts import CHUNKS, COMPILED, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO, Row
+from mutant_table import CP2, HEAD, HEAD_GRADIENT, INNER, NORM, mutant
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lite import step

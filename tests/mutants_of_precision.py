@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from layouts import CHUNKS, GATHER, PRECOMPUTE, TP, Row
-from mutant_table import CP, CP2, RING, mutant
+from layouts import CHUNKS, CP, GATHER, PRECOMPUTE, RING, TP, Row
+from mutant_table import CP2, mutant
 from mutants_of_updates import in_place_of
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 

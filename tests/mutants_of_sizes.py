@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import torch
-from layouts import CHUNK, CHUNKS, TP, Row
-from mutant_table import CP, DOCUMENTS, HEAD, INNER, NORM, RING, SHARD, mutant
+from layouts import CHUNK, CHUNKS, CP, DOCUMENTS, RING, TP, Row
+from mutant_table import HEAD, INNER, NORM, SHARD, mutant
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step

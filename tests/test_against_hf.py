@@ -28,7 +28,7 @@ from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.model import attention as attentions
 from torchtitan_lite.model import head, llama3, moe
 from torchtitan_lite.step import MODELS
-from torchtitan_lite.verify import against_hf, model_comparison, their_model
+from torchtitan_lite.verify import against_hf, model_comparison
 from torchtitan_lite.verify import command as tool
 from torchtitan_lite.verify.reference import relative_error
 
@@ -401,11 +401,11 @@ def test_options_of_layouts_and_wrong_configs_are_refused(folder, capsys):
 
 def test_the_bound_is_what_rounding_does_and_the_reference_is_left_as_it_was(folder):
     theirs, args = against_hf.build_theirs(transformers, open_folder(folder)), read_args(SMALL)
-    batch = model_comparison.make_batch(model_comparison.list_rows(args, attention="causal")["far"], args, 0)
-    forward = their_model.forward_theirs(theirs)
+    batch = against_hf.make_batch(against_hf.list_rows(args, attention="causal")["far"], args, 0)
+    forward = model_comparison.forward_theirs(theirs)
     with torch.no_grad():
         before, _ = forward(batch)
-        with their_model.rounded_otherwise(theirs):
+        with model_comparison.rounded_otherwise(theirs):
             inside, _ = forward(batch)
         after, _ = forward(batch)
     assert torch.equal(before, after)

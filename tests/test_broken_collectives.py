@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import CP, PP, REPLICATE, RING, TP
+from mutant_table import SHARD
 from mutants import MUTANTS
 from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.parallel import context_parallel, exchange
+from torchtitan_lite.parallel import context_parallel
 from torchtitan_lite.verify import command as tool
 from torchtitan_lite.verify.certificate import IN_PART, describe_verdict
 from torchtitan_lite.verify.reduction import reduce_config
@@ -24,7 +25,6 @@ from torchtitan_lite.verify.reduction import reduce_config
 REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )  # torch 2.13, before
-SHARD = "parallelism.data_parallel_shard_degree"
 
 
 def shards_not_summed() -> AbstractContextManager:
@@ -65,21 +65,12 @@ def hidden_states_not_sent() -> AbstractContextManager:
     return patch.object(_PipelineStageBase, "get_fwd_send_ops", send_zeros)
 
 
-def partial_products_not_summed() -> AbstractContextManager:
-    """Tensor parallel's reduce-scatter leaves each rank its share of its own partial sums."""
-
-    def keep_own(whole: Tensor, ranks: exchange.Ranks, dim: int) -> Tensor:
-        return whole.chunk(ranks.n, dim)[ranks.own].contiguous()
-
-    return patch.object(exchange, "reduce_scatter", keep_own)
-
-
 BROKEN = {  # mesh dim -> what breaks its collective
     "dp_replicate": MUTANTS["replicas_not_reduced"].patch,
     "dp_shard": shards_not_summed,
     "cp": keys_not_fetched,
     "pp": hidden_states_not_sent,
-    "tp": partial_products_not_summed,
+    "tp": MUTANTS["partial_sums_averaged"].patch,
 }
 
 

@@ -19,7 +19,7 @@ from torchtitan_lite.parallel.context_parallel import (
     plan_query_positions,
 )
 from torchtitan_lite.verify.one_rank import build_small_run, own_rows
-from torchtitan_lite.verify.reference import make_batch_of
+from torchtitan_lite.verify.reference import make_batch
 
 METHODS = ["allgather", "ring"]
 N_HEADS, SEQ_LEN, HEAD_DIM = 4, 48, 8
@@ -145,7 +145,7 @@ def watch_steps(rank: int, world_size: int, all_overrides: list[dict], *watch_cl
 
 def watch_step(world_size: int, overrides: dict[str, object], watch_class: type[Watch]) -> object:
     run = build_small_run(complete({**LONG, CP: world_size, **overrides}, world_size), world_size)
-    batch = stepping.shard_for_cp(run, own_rows(run, make_batch_of(run.config, 0)))
+    batch = stepping.shard_for_cp(run, own_rows(run, make_batch(run.config, 0)))
     n_tokens = stepping.count_global_tokens(run, batch)
     stepping.forward_backward(run, batch, n_tokens)  # what stays from step to step is made now
     watch = watch_class()
@@ -201,7 +201,7 @@ def test_per_op_recompute_exchanges_no_keys_again(pool, method, expected):
 def count_graphs(rank: int, world_size: int, overrides: dict[str, object]) -> int:
     """Worker: graphs that compiling all layers of a model made in two steps."""
     run = build_small_run(complete(overrides, world_size), world_size)
-    batch = own_rows(run, make_batch_of(run.config, 0))
+    batch = own_rows(run, make_batch(run.config, 0))
     torch._dynamo.utils.counters.clear()
     for _ in range(2):
         stepping.train_step(run, batch)

@@ -19,22 +19,13 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.parallel import parallelize, tensor_parallel
 from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
 from torchtitan_lite.verify import command as tool
-from torchtitan_lite.verify.certificate import describe_failure
-from torchtitan_lite.verify.culprit import MOST_OF_CRASH, name_crash, name_first_output
-from torchtitan_lite.verify.difference import find_disagreement, join_slices
+from torchtitan_lite.verify.culprit import name_first_output
 from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, save_reference, try_layout
-from torchtitan_lite.verify.module_outputs import ModuleErrors, observe_outputs
-from torchtitan_lite.verify.one_rank import Slice
+from torchtitan_lite.verify.module_outputs import ModuleErrors, RankRoutes, find_flips, judge_routes, observe_outputs
 from torchtitan_lite.verify.ranks import RankKilled, RankPool, RankTimeout, describe_stack
 from torchtitan_lite.verify.reference import load_reference
-from torchtitan_lite.verify.route_flips import RankRoutes, find_flips, judge_routes
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where references are kept from test to test."""
-    return tmp_path_factory.mktemp("references")
-
+from torchtitan_lite.verify.slices import Gap, join_slices
+from torchtitan_lite.verify.trial import MOST_OF_CRASH, describe_failure, find_disagreement, name_crash
 
 # ---------------------------------------------------------------- what ranks see is put together
 
@@ -48,21 +39,19 @@ def test_ranks_disagree_along_the_dims_on_which_neighbours_differ():
 
 def test_slices_are_joined_to_the_wholes_that_they_belong_to():
     here, there = (("tp", 0),), (("tp", 1),)  # a tensor that is copied over tp, and split over dp_shard
-    ranks = [Slice(here, 1.0, 50.0, 50.0), Slice(here, 3.0, 50.0, 50.0), Slice(there, 0.0, 50.0, 50.0)]
-    ranks.append(Slice(there, 100.0, 50.0, 0.0))
-    joined = [of_rank["w"] for of_rank in join_slices([{"w": piece} for piece in ranks])]
-    joined = [(tensor.error, tensor.scale) for tensor in joined]
+    numbers = [(here, 1.0, 50.0), (here, 3.0, 50.0), (there, 0.0, 50.0), (there, 100.0, 0.0)]
+    ranks = [{"w": (whole, Gap(error, 50.0, product=product))} for whole, error, product in numbers]
+    joined = [(of_rank["w"].relative_error, of_rank["w"].scale) for of_rank in join_slices(ranks)]
     assert joined == [(0.2, 1.0), (0.2, 1.0), (1.0, 0.5), (1.0, 0.5)]
-    for wrong in (Slice(here, 1e-30, 0.0, 0.0), Slice(here, float("nan"), 1.0, 0.0)):
-        assert join_slices([{"w": wrong}])[0]["w"].error == float("inf")
+    assert Gap(1e-30, 0.0).relative_error == Gap(float("nan"), 1.0).relative_error == float("inf")
 
 
 # ---------------------------------------------------------------- a module is blamed only if its inputs are right
 
 
-def observe(pool, folder, world_size: int, overrides: dict) -> tuple:
+def observe(pool, references, world_size: int, overrides: dict) -> tuple:
     config = compare.complete(overrides, world_size)
-    path = save_reference(config, folder)
+    path = save_reference(config, references)
     return pool.run(observe_outputs, world_size, config, path), load_reference(path)
 
 
@@ -83,12 +72,11 @@ slow = partial(pytest.param, marks=pytest.mark.slow)  # other combinations of wh
     ],
     ids=str,
 )
-def test_every_module_of_a_healthy_layout_is_compared_and_none_is_accused(pool, folder, world_size, overrides):
-    ranks, reference = observe(pool, folder, world_size, overrides)
+def test_every_module_of_a_healthy_layout_is_compared_and_none_is_accused(pool, references, world_size, overrides):
+    ranks, reference = observe(pool, references, world_size, overrides)
     assert name_first_output(ranks, reference, FP32_TOLERANCE / 5) is None
     for rank in ranks:
-        assert set(rank.pieces.values()) == {0.0}
-        assert {error for errors in rank.stage_pieces.values() for error in errors.values()} == {0.0}
+        assert {error for errors in rank.pieces.values() for error in errors.values()} == {0.0}
         assert all(errors.keys() == reference.inputs[name].keys() for name, errors in rank.inputs.items())
         assert max(error for errors in rank.inputs.values() for error in errors.values()) < FP32_TOLERANCE / 10
     assert {name for rank in ranks for name in rank.inputs} == set(reference.inputs) == set(reference.outputs)
@@ -96,16 +84,16 @@ def test_every_module_of_a_healthy_layout_is_compared_and_none_is_accused(pool, 
     config = compare.complete(overrides, world_size)
     fields = {"targets", "positions", "doc_ids"} | ({"routes"} if reference.experts else set())
     stages = {fqns[0]: fields for fqns in plan_layout(config, resolve_model(config.model), world_size).stages}
-    given = {name: set(errors) for rank in ranks for name, errors in rank.stage_pieces.items()}
-    assert given == {**stages, "tok_embeddings": {"x", *fields}}
+    given = {name: set(errors) for rank in ranks for name, errors in rank.pieces.items()}
+    assert given == {**stages, "tok_embeddings": {"x", *fields}, "shard_for_cp": {"tokens", *fields}}
 
 
 def with_error(share: ModuleErrors, output: dict[str, float], inputs: dict[str, dict[str, float]]) -> ModuleErrors:
     return replace(share, error={**share.error, **output}, inputs={**share.inputs, **inputs})
 
 
-def test_a_module_with_wrong_inputs_is_not_blamed_for_its_output(pool, folder):
-    (share,), reference = observe(pool, folder, 1, {})
+def test_a_module_with_wrong_inputs_is_not_blamed_for_its_output(pool, references):
+    (share,), reference = observe(pool, references, 1, {})
     name = partial(name_first_output, reference=reference, tolerance=FP32_TOLERANCE / 5)
     wq, w2 = "layers.1.attention.wq", "layers.1.feed_forward.w2"
     assert name([share]) is None
@@ -137,10 +125,11 @@ def test_the_margin_of_a_flip_is_that_of_the_expert_that_was_lost():
 def test_a_tie_is_no_fault_and_what_follows_from_it_is_not_judged():
     ties = [RankRoutes({"tp": 0}, 500, {(0, 1): (1, 1e-7), (2, 1): (3, 0.1)}), RankRoutes({"tp": 1}, 500, {})]
     flips = judge_routes(ties)
-    assert flips.fault == "" and flips.measure.error == 1e-7 and flips.measure.is_right
-    assert "of 1,000 routes that routers choose themselves, 4 are others" in flips.measure.of
+    (measure,) = flips.measures
+    assert flips.faults == {} and measure.error == 1e-7 and measure.is_right
+    assert "of 1,000 routes that routers choose themselves, 4 are others" in measure.of
     wide = judge_routes([ties[0], RankRoutes({"tp": 1}, 500, {(1, 3): (1, 1e-3)})])
-    assert "5 of 1,000 routes" in wide.fault and not wide.measure.is_right
+    assert "5 of 1,000 routes" in wide.faults["routes"] and not wide.measures[0].is_right
     assert (wide.culprit.name, wide.culprit.mesh_dims) == ("layers.1.feed_forward.router", ["tp"])
 
 
@@ -157,8 +146,8 @@ def row_missing():
     return patch.object(parallelize, "plan_tensor_parallel", without_a_row)
 
 
-def test_a_parameter_that_the_tensor_parallel_plan_does_not_name_is_named(pool, folder):
-    trial = try_layout(compare.complete({TP: 2}, 4), 4, compare.ranks_inside(pool, row_missing), folder)
+def test_a_parameter_that_the_tensor_parallel_plan_does_not_name_is_named(pool, references):
+    trial = try_layout(compare.complete({TP: 2}, 4), 4, compare.ranks_inside(pool, row_missing), references)
     assert (trial.culprit.kind, trial.culprit.name) == ("placement", "layers.0.ffn_norm.weight")
     assert trial.finished and set(trial.faults) == {"crash"}
     assert len(trial.faults["crash"]) < 500 and "plan does not name its module" in trial.culprit.detail
@@ -222,7 +211,7 @@ def test_ranks_that_wait_for_each_other_are_named_with_their_places_and_nothing_
     own_pool.run(compare.all_ranks_agree, 2, "started")  # the time is for the work alone
     with pytest.raises(RankTimeout) as timeout:
         own_pool.run(wait_for_each_other, 2, timeout_s=2)
-    trial = describe_failure("wide", timeout.value, 1.0)
+    trial = describe_failure(timeout.value)
     assert not trial.finished and trial.culprit is None
     for text in ("--timeout", "2 of 2 ranks", "rank 0 in all_reduce (distributed_c10d.py:", "rank 1 in recv ("):
         assert text in trial.faults["no answer"]
@@ -232,7 +221,7 @@ def test_ranks_that_wait_for_each_other_are_named_with_their_places_and_nothing_
 def test_a_rank_that_a_signal_ends_says_nothing_of_the_layout(own_pool):
     with pytest.raises(RankKilled) as killed:
         own_pool.run(kill_last, 2)
-    trial = describe_failure("wide", killed.value, 1.0)
+    trial = describe_failure(killed.value)
     assert not trial.finished and trial.faults["no answer"] == "rank 1 of 2: was killed by SIGABRT"
 
 

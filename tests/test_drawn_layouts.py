@@ -12,6 +12,7 @@ from math import prod
 import compare
 import pytest
 from layouts import CHUNK, CP, DOCUMENTS, MODE, NO_LOSS_PARALLEL, OPTION, PP, REPLICATE, RING, SCHEDULE, TP, ZERO
+from mutant_table import SHARD
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.command_lines import make_verify_parser
@@ -27,7 +28,6 @@ N_LAYOUTS, SEED = int(os.environ.get("LAYOUTS", 6)), int(os.environ.get("SEED", 
 CHEAP = (2, 4)  # of seed 0: neither compiled nor on 8 ranks
 ONLY = [int(n) for n in os.environ.get("ONLY", "").split(",") if n]
 
-SHARD = "parallelism.data_parallel_shard_degree"
 FLOAT8 = "quantize.linear.float8"
 HEADS = {"model.n_heads": 24, "model.n_kv_heads": 12, "model.head_dim": 16, "model.ffn_dim": 720, "model.dim": 240}
 OPTIMIZERS = [

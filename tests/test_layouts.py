@@ -17,8 +17,8 @@ from layouts import (
 )
 
 from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.verify.module_outputs import judge_routes, measure_routes
 from torchtitan_lite.verify.ranks import RankFailure
-from torchtitan_lite.verify.route_flips import judge_routes, measure_routes
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_routers_choose_the_experts_that_those_of_one_process_choose(pool, oracl
     config = compare.complete(row.overrides, row.world_size)
     flips = judge_routes(pool.run(measure_routes, row.world_size, config, oracle(row.overrides)))
     n_routes = 8 * 32 * 2 * resolve_model(config.model).n_mixture_layers
-    assert flips.fault == "" and f"of {n_routes:,} routes" in flips.measure.of
+    assert flips.faults == {} and f"of {n_routes:,} routes" in flips.measures[0].of
 
 
 @pytest.mark.parametrize("name", BFLOAT16_LAYOUTS)

@@ -40,15 +40,7 @@ from torchtitan_lite.config.layout import plan_layout, resolve_config
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.verify.precision_parts import fan_out, sum_partials
 from torchtitan_lite.verify.precision_reference import RoundedProcess
-from torchtitan_lite.verify.precision_trial import (
-    MEASURES,
-    ORDER_OF_SUMS,
-    cut,
-    find_short_share,
-    make_late_batch,
-    try_bfloat16,
-    try_float8,
-)
+from torchtitan_lite.verify.precision_trial import MEASURES, ORDER_OF_SUMS, find_short_share, try_bfloat16, try_float8
 from torchtitan_lite.verify.reduction import override, reduce_config
 from torchtitan_lite.verify.small_runs import choose_float8_sizes
 
@@ -94,7 +86,7 @@ FURTHER = [pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER if ca
 @pytest.mark.parametrize(("try_it", "name"), [*CASES, *FURTHER])
 def test_a_healthy_layout_rounds_where_one_process_rounds(pool, tmp_path, try_it, name):
     row = {**HEALTHY, **SLOW}[name]
-    trial = try_it(reduce_config(compare.complete(row.overrides, row.world_size), row.world_size), pool.run, tmp_path)
+    trial = try_it(compare.reduce_row(row), pool.run, tmp_path)
     if try_it is try_bfloat16 and FLOAT32.items() <= row.overrides.items():
         assert trial.skipped == "the run computes in float32"
         return
@@ -190,23 +182,7 @@ def test_shares_are_added_down_the_ring_and_rounded_each_time():
     assert x.grad.tolist() == [258.0, 256.0, 258.0]
 
 
-# ---------------------------------------------------------------- measures
-
-
-def test_a_rank_finds_its_piece_of_all_cp_rows_and_tp_tokens():
-    whole = torch.arange(4 * 6).view(4, 6, 1)  # 2 cp ranks of 2 rows, 2 tp ranks of 3 tokens
-    assert cut(whole, torch.empty(2, 3, 1), [1, 0]).flatten().tolist() == [12, 13, 14, 18, 19, 20]
-    assert torch.equal(cut(whole, torch.empty(4, 6, 1), [1]), whole)
-
-
 def test_one_number_that_rounds_the_other_way_is_beyond_the_bound_of_a_tensor_of_a_hundred_thousand():
     changed = (gradient := torch.ones(100_000)).clone()
     changed[0] += 2**-7  # one step of bfloat16
     assert compare.relative_error(changed, gradient) > ORDER_OF_SUMS
-
-
-def test_positions_of_the_trial_are_those_of_a_long_sequence():
-    config = compare.complete({**DOCUMENTS}, 1)
-    batch = make_late_batch(config, 0, 8192)
-    assert batch.positions.max() < 8192 and batch.positions.min() >= 8192 - config.training.seq_len
-    assert (batch.positions.bfloat16().long() != batch.positions).float().mean() > 0.8

@@ -1,43 +1,35 @@
 """The trials "deep", "long" and "real width": which healthy layouts pass, and what the wide trial cannot see."""
 
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import compare
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import LAYOUTS, MODE, PP, SCHEDULE, TP, ZERO, Row
-from mutant_table import CP, DOCUMENTS, RING
+from layouts import CP, DOCUMENTS, LAYOUTS, MODE, PP, RING, SCHEDULE, TP, ZERO, Row
 from mutants import MUTANTS, try_mutant
 from mutants_of_sizes import LONG
 from torch import nn
 
 from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.verify.command import TRIALS
-from torchtitan_lite.verify.reduction import Reduction, reduce_config
 from torchtitan_lite.verify.reference import BLOCK, make_batch, repeat_block, run_one_process
-from torchtitan_lite.verify.small_runs import Method
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Where references are kept from test to test."""
-    return tmp_path_factory.mktemp("references")
-
-
-def reduce_row(row: Row) -> Reduction:
-    return reduce_config(compare.complete(row.overrides, row.world_size), row.world_size)
-
+from torchtitan_lite.verify.small_runs import WIDE, Method
 
 # ---------------------------------------------------------------- what they are made of
 
 
+def draw_batch(n_rows: int, seq_len: int, attention: str, method: Method = WIDE) -> Batch:
+    keys = {"training.global_batch_size": n_rows, "training.seq_len": seq_len, "model.attention": attention}
+    return make_batch(compare.override(compare.TABLE_CONFIG, keys), 0, method)
+
+
 def test_the_batch_masks_unequally_and_documents_restart_positions():
-    batch = make_batch(0, n_rows=8, seq_len=40, vocab_size=100, documents=True)
+    batch = draw_batch(8, 40, "document")
     counted = (batch.targets != -100).sum(1)
     assert counted[0] == 40 and counted[1] == 0 and len(set(counted.tolist())) > 5
     begins = batch.doc_ids.diff(dim=1) == 1
@@ -47,20 +39,15 @@ def test_the_batch_masks_unequally_and_documents_restart_positions():
 
 
 def test_the_long_batch_has_far_positions_where_targets_count_and_hundreds_of_documents():
-    options = {
-        "n_rows": 2,
-        "seq_len": 2048,
-        "vocab_size": 100,
-        "method": Method(farthest_position=8192, tokens_per_document=4),
-    }
-    plain = make_batch(0, documents=False, **options)
+    method = Method(farthest_position=8192, tokens_per_document=4)
+    plain = draw_batch(2, 2048, "causal", method)
     assert plain.positions[:, 0].tolist() == [8192, 4096] and plain.positions[0, -1] == 8192 + 2047
     assert (plain.targets[0] != -100).all() and 100 < (plain.targets[1] != -100).sum() < 400
-    packed = make_batch(0, documents=True, **options)
+    packed = draw_batch(2, 2048, "document", method)
     assert packed.doc_ids.max() > 400
     begins = packed.doc_ids.diff(dim=1) == 1
     assert (packed.positions[0, 1:][begins[0]] == 8192).all()
-    single = make_batch(0, documents=False, **{**options, "n_rows": 1})
+    single = draw_batch(1, 2048, "causal", method)
     assert (single.targets[0, :200] != -100).sum() > 180 and (single.targets[0, -200:] != -100).sum() < 50
 
 
@@ -114,22 +101,22 @@ SLOW_ROWS = {
 
 
 @pytest.mark.parametrize("name", [*HEALTHY, *(pytest.param(name, marks=SLOW) for name in SLOW_ROWS)])
-def test_a_healthy_layout_passes_all_of_them(pool, folder, name):
-    reduction = reduce_row({**HEALTHY, **SLOW_ROWS}[name])
+def test_a_healthy_layout_passes_all_of_them(pool, references, name):
+    reduction = compare.reduce_row({**HEALTHY, **SLOW_ROWS}[name])
     for trial_name in ("deep", "long", "real width"):
-        trial = TRIALS[trial_name](reduction, pool.run, folder)
+        trial = TRIALS[trial_name](reduction, pool.run, references)
         assert trial.faults == {} and trial.culprit is None, (trial_name, trial.faults)
         assert 0 < max(trial.difference.gradient.values()) < 2e-6
         assert trial.subject
 
 
-def test_a_schedule_file_keeps_its_number_of_microbatches(pool, folder, tmp_path):
+def test_a_schedule_file_keeps_its_number_of_microbatches(pool, references, tmp_path):
     (tmp_path / "gpipe.csv").write_text("0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1,\n")
     keys = {"schedule_csv": str(tmp_path / "gpipe.csv"), "microbatch_size": 4}
     keys = {f"parallelism.pipeline_parallel_{key}": value for key, value in keys.items()}
-    reduction = reduce_row(Row(2, {PP: 2, MODE: "none", **keys}))
+    reduction = compare.reduce_row(Row(2, {PP: 2, MODE: "none", **keys}))
     for trial_name in ("deep", "long"):
-        assert TRIALS[trial_name](reduction, pool.run, folder).faults == {}
+        assert TRIALS[trial_name](reduction, pool.run, references).faults == {}
 
 
 BEYOND_WIDE = [name for name, mutant in MUTANTS.items() if mutant.trial in ("deep", "long", "real width")]
@@ -137,9 +124,9 @@ BEYOND_WIDE = [name for name, mutant in MUTANTS.items() if mutant.trial in ("dee
 
 @pytest.mark.slow  # two minutes: it guards the rows of the table of mutants, not the code
 @pytest.mark.parametrize("name", BEYOND_WIDE)
-def test_what_another_trial_sees_the_wide_one_does_not(pool, folder, name):
+def test_what_another_trial_sees_the_wide_one_does_not(pool, references, name):
     """Otherwise the mutant says nothing about its trial."""
-    _, trial = try_mutant(name, "wide", pool, folder)
+    _, trial = try_mutant(name, "wide", pool, references)
     assert trial.faults == {}
 
 
@@ -169,7 +156,7 @@ WITH_WINDOW = partial(patch.dict, "torchtitan_lite.step.MODELS", {"llama3": (Sli
 @pytest.mark.parametrize(("degree", "is_right"), [(TP, True), (CP, False)])
 def test_attention_that_cp_replaces_by_another_one_is_seen_in_long_sequences(pool, tmp_path, degree, is_right):
     """A fork gives each block an attention with a window; context parallel puts full causal attention in its place."""
-    reduction = reduce_row(Row(2, {degree: 2, **LONG}))
+    reduction = compare.reduce_row(Row(2, {degree: 2, **LONG}))
     with WITH_WINDOW():
         trial = TRIALS["long"](reduction, compare.ranks_inside(pool, WITH_WINDOW), tmp_path)
     assert (trial.culprit is None) == (trial.faults == {}) == is_right

@@ -35,13 +35,12 @@ from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import SampleReader
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.verify import train_trial
+from torchtitan_lite.verify.command import TRIALS
 from torchtitan_lite.verify.ranks import RankPool, RankTimeout
-from torchtitan_lite.verify.reduction import Reduction, reduce_config
+from torchtitan_lite.verify.slices import measure_slice
 from torchtitan_lite.verify.train_checks import StartPlan, find_unlike_peers
 from torchtitan_lite.verify.train_reference import cut_samples, make_batch, make_text, write_corpus
-from torchtitan_lite.verify.train_start import measure_slice
 from torchtitan_lite.verify.train_trial import choose_other_layout, make_config, try_train
-from torchtitan_lite.verify.trial_checks import Gap
 
 ASYNC = {"checkpoint.async_mode": "async"}
 ACCUMULATION = {"training.local_batch_size": 1}
@@ -64,14 +63,10 @@ SLOW = {  # many ranks, or compiled
 }
 
 
-def reduce_row(row: Row) -> Reduction:
-    return reduce_config(compare.complete(row.overrides, row.world_size), row.world_size)
-
-
 @pytest.mark.parametrize("name", [*HEALTHY, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_healthy_layout_is_not_accused(pool, tmp_path, name):
     row = {**HEALTHY, **SLOW}[name]
-    trial = try_train(reduce_row(row), pool.run, tmp_path)
+    trial = try_train(compare.reduce_row(row), pool.run, tmp_path)
     assert trial.faults == {} and trial.culprit is None
     assert {measure.what: measure.error for measure in trial.measures if not measure.error <= measure.bound / 3} == {}
     assert len(trial.measures) == (10 if "optimizer.name" in row.overrides else 9)
@@ -88,7 +83,7 @@ def test_a_worker_is_left_as_it_was_and_no_file_is_written_elsewhere(tmp_path, m
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "trial").mkdir()
-    reduction = reduce_row(Row(2, {"debug.deterministic": True}))
+    reduction = compare.reduce_row(Row(2, {"debug.deterministic": True}))
     with RankPool(2) as pool:  # its own: a worker of the shared one may be replaced meanwhile, and begins elsewhere
         before = pool.run(look_around, 2)
         assert try_train(reduction, pool.run, tmp_path / "trial").faults == {}
@@ -99,20 +94,20 @@ def test_a_worker_is_left_as_it_was_and_no_file_is_written_elsewhere(tmp_path, m
 
 def test_a_missing_train_py_a_rank_that_fails_and_one_that_hangs_end_differently(pool, tmp_path, monkeypatch):
     monkeypatch.setattr(train_trial, "TRAIN_PY", tmp_path / "nowhere" / "train.py")
-    trial = try_train(reduce_row(Row(1)), None, tmp_path)
+    trial = try_train(compare.reduce_row(Row(1)), None, tmp_path)
     assert trial.faults == {} and trial.is_missing and "train.py" in trial.skipped
     (tmp_path / "train.py").write_text(
         "def restore_or_load(): pass\ntrain_step = validate = restore_or_load\n"
         "def main(args):\n    print('the disk is full')\n    return 1\n"
     )
     monkeypatch.setattr(train_trial, "TRAIN_PY", tmp_path / "train.py")
-    trial = try_train(reduce_row(Row(1)), pool.run, tmp_path)
+    trial = TRIALS["train.py"](compare.reduce_row(Row(1)), pool.run, tmp_path)
     assert trial.culprit.kind == "crash" and "the disk is full" in trial.culprit.detail
 
     def hang(*args):
         raise RankTimeout("ranks [0] did not answer")
 
-    assert not try_train(reduce_row(Row(1)), hang, tmp_path).finished
+    assert not TRIALS["train.py"](compare.reduce_row(Row(1)), hang, tmp_path).finished
 
 
 # ---------------------------------------------------------------- the second layout
@@ -132,7 +127,7 @@ def test_a_missing_train_py_a_rank_that_fails_and_one_that_hangs_end_differently
     ],
 )
 def test_a_resume_is_tried_on_another_layout_of_the_same_ranks(tmp_path, row, other):
-    config = make_config(reduce_row(row), tmp_path)
+    config = make_config(compare.reduce_row(row), tmp_path)
     first = plan_layout(config, resolve_model(config.model), row.world_size)
     moved, layout = choose_other_layout(config, first)
     assert str(layout) == other
@@ -142,7 +137,7 @@ def test_a_resume_is_tried_on_another_layout_of_the_same_ranks(tmp_path, row, ot
 
 def test_rows_of_a_rank_are_those_of_its_place_on_the_data_parallel_dims():
     config = compare.complete({PP: 2, REPLICATE: 2, TP: 2}, 16)
-    plan = StartPlan(config, plan_layout(config, resolve_model(config.model), 16), 0, 1)
+    plan = StartPlan(config, plan_layout(config, resolve_model(config.model), 16), 0)
     assert plan.coordinates(13) == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "cp": 0, "tp": 1}
     assert [plan.own_rows(rank)[0] for rank in range(16)] == [0, 0, 2, 2, 4, 4, 6, 6] * 2
     rows = [[(1, row) for row in plan.own_rows(rank)] for rank in range(16)]
@@ -171,7 +166,7 @@ def test_samples_are_cut_as_the_reader_of_runs_cuts_them(tmp_path, restart_posit
 def test_only_the_part_of_a_difference_counts_that_rounding_does_not_explain():
     expected = torch.tensor([1.0, -2.0])
     one_bit = expected * (1 + 2**-23)
-    assert measure_slice(one_bit, expected, roundings=4) == Gap(0.0, 5.0)
+    assert measure_slice(one_bit, expected, roundings=4)[:2] == (0.0, 5.0)
     assert measure_slice(one_bit, expected).error == pytest.approx(5 * 2**-46)
     assert measure_slice(expected + 0.1, expected, roundings=4).error == pytest.approx(0.02, rel=1e-5)
     assert math.isnan(measure_slice(expected * math.nan, expected, roundings=4).error)

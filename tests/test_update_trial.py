@@ -16,13 +16,20 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, LRScheduler, Optimizer
 from torchtitan_lite.model.llama3 import Llama3
-from torchtitan_lite.verify.culprit import Culprit
+from torchtitan_lite.verify.command import TRIALS
 from torchtitan_lite.verify.one_rank import build_small_run
 from torchtitan_lite.verify.reduction import reduce_config
+from torchtitan_lite.verify.slices import Gap
 from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT, compute_clip_scale, compute_rate_factor
-from torchtitan_lite.verify.trial_checks import Check, Gap
-from torchtitan_lite.verify.update_steps import NORMS, choose_positions, draw_gradients, measure_updates
-from torchtitan_lite.verify.update_trial import TOLERANCE, keep_own_optimizer, try_updates
+from torchtitan_lite.verify.trial import Check, Culprit
+from torchtitan_lite.verify.update_trial import (
+    NORMS,
+    TOLERANCE,
+    choose_positions,
+    draw_gradients,
+    keep_own_optimizer,
+    measure_updates,
+)
 
 MOMENTS_IN_BFLOAT16 = {**ADAMW, "optimizer.moments_dtype": "bfloat16"}
 FOREACH, FOR_LOOP = {"optimizer.implementation": "foreach"}, {"optimizer.implementation": "for-loop"}
@@ -54,9 +61,7 @@ SLOW = {  # many ranks, or compiled
 @pytest.mark.parametrize("name", [*HEALTHY, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_healthy_updates_are_certified(pool, tmp_path, name):
     row = {**HEALTHY, **SLOW}[name]
-    trial = try_updates(
-        reduce_config(compare.complete(row.overrides, row.world_size), row.world_size), pool.run, tmp_path
-    )
+    trial = TRIALS["updates"](compare.reduce_row(row), pool.run, tmp_path)
     assert trial.faults == {} and trial.culprit is None
     errors = {measure.what: measure.error for measure in trial.measures}
     moments = ["moments"] * ("optimizer.name" in row.overrides)
@@ -83,7 +88,7 @@ def test_a_beta_that_is_off_by_almost_nothing_is_seen_even_where_moments_are_rou
     def run_ranks(worker, *args):
         return pool.run(measure_with_another_beta, *args, shift=shift)
 
-    trial = try_updates(reduce_config(compare.complete({**overrides, TP: 2}, 2), 2), run_ranks, tmp_path)
+    trial = TRIALS["updates"](reduce_config(compare.complete({**overrides, TP: 2}, 2), 2), run_ranks, tmp_path)
     assert trial.culprit.kind == "moments" and trial.culprit.mesh_dims == []
 
 
@@ -102,7 +107,7 @@ def forget_the_head(rank: int, world_size: int, *args):
 @pytest.mark.parametrize(("worker", "kind"), [(fail, "crash"), (forget_the_head, "parameters")])
 def test_ranks_that_fail_and_parameters_that_nobody_holds_are_faults(pool, tmp_path, worker, kind):
     reduction = reduce_config(compare.complete({}, 1), 1)
-    trial = try_updates(reduction, lambda _, *args: pool.run(worker, *args), tmp_path)
+    trial = TRIALS["updates"](reduction, lambda _, *args: pool.run(worker, *args), tmp_path)
     assert trial.culprit.kind == kind and list(trial.faults) == [kind]
 
 
@@ -129,7 +134,7 @@ def test_optimizer_schedule_and_threshold_are_the_users_own():
     ],
 )
 def test_a_run_without_a_reference_is_skipped_and_missing(tmp_path, overrides, said):
-    trial = try_updates(reduce_config(compare.complete(overrides, 1), 1), None, tmp_path)
+    trial = TRIALS["updates"](reduce_config(compare.complete(overrides, 1), 1), None, tmp_path)
     assert said in trial.skipped
     assert trial.is_missing and trial.faults == {} and trial.measures == []
 

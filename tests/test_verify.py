@@ -23,7 +23,6 @@ from torchtitan_lite.verify import command as tool
 from torchtitan_lite.verify.certificate import (
     EXIT_STATUS,
     Certificate,
-    Trial,
     describe,
     describe_verdict,
     record_for_runs,
@@ -41,16 +40,12 @@ from torchtitan_lite.verify.other_layouts import (
     list_features,
     plan_cell,
     turn_off,
+    verify_matrix,
 )
 from torchtitan_lite.verify.reduction import reduce_config
+from torchtitan_lite.verify.trial import Trial
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Where references are kept from test to test."""
-    return tmp_path_factory.mktemp("references")
 
 
 def read(*args: str) -> Config:
@@ -60,9 +55,9 @@ def read(*args: str) -> Config:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught_and_rightly_named(pool, folder, name):
+def test_mutant_is_caught_and_rightly_named(pool, references, name):
     mutant = MUTANTS[name]
-    _, trial = try_mutant(name, mutant.trial, pool, folder)
+    _, trial = try_mutant(name, mutant.trial, pool, references)
     assert mutant.noticed_by in trial.faults
     assert (trial.culprit.kind, trial.culprit.name) == mutant.culprit
     assert tuple(trial.culprit.mesh_dims) == mutant.mesh_dims
@@ -122,7 +117,7 @@ def test_the_matrix_has_thirty_layouts_that_can_run_and_refuses_tied_embeddings_
         plan_cell(read("llama3_1b"), "tp2", "1F1B", 8)
 
 
-RIGHT = Trial("wide", [], {}, None, 1.0, difference=Namespace(gradient={"w": 1e-7}))
+RIGHT = Trial("wide", difference=Namespace(gradient={"w": 1e-7}))
 TRIAL_OF = {  # outcome of a cell -> its trial
     "right": RIGHT,
     "wrong": replace(RIGHT, faults={"loss": "off"}),
@@ -155,8 +150,8 @@ def test_the_verdict_on_a_matrix_counts_what_was_not_run(outcomes, verdict, stat
     assert ("it cannot be split" in grid) == ("refused" in outcomes)
 
 
-def test_the_matrix_on_one_rank_is_in_part_and_says_how_many_layouts_were_run(pool, folder, capsys):
-    assert tool.verify_matrix(compare.complete({}, 1), Namespace(ranks=1, json=True), pool.run, folder) == 3
+def test_the_matrix_on_one_rank_is_in_part_and_says_how_many_layouts_were_run(pool, references, capsys):
+    assert verify_matrix(compare.complete({}, 1), 1, pool.run, references, as_json=True) == 3
     report = json.loads(capsys.readouterr().out)
     assert report["certified"] is False and report["verdict"] == "certified in part"
     assert report["counts"] == {"right": 1, "wrong": 0, "not finished": 0, "refused": 0, "not run": 29}
@@ -182,10 +177,10 @@ def test_the_command_verifies_a_config_from_a_cold_start():
     assert "kept for runs of this config" in done.stderr
 
 
-def test_a_report_for_programs_holds_every_parameter_and_all_that_was_replaced(pool, folder):
+def test_a_report_for_programs_holds_every_parameter_and_all_that_was_replaced(pool, references):
     reduction = reduce_config(read("debug", f"--{TP}=2"), 2)
     with patch.dict(TRIALS, {"wide": TRIALS["wide"]}, clear=True):
-        certificate = tool.verify("debug", reduction, Namespace(bisect=False), pool.run, folder)
+        certificate = tool.verify("debug", reduction, Namespace(bisect=False), pool.run, references)
     report = json.loads(json.dumps(report_for_programs(certificate)))
     assert report["certified"] is True and report["culprit"] is None and report["faults"] == {}
     assert report["degrees"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}
@@ -198,10 +193,10 @@ def test_a_report_for_programs_holds_every_parameter_and_all_that_was_replaced(p
     assert record["layout"] == "tp2" and record["largest_error"] < 1e-5 and "optimizer.name" in record["reduced"]
 
 
-def test_a_wrong_layout_ends_with_its_first_fault_and_the_smallest_combination(pool, folder):
+def test_a_wrong_layout_ends_with_its_first_fault_and_the_smallest_combination(pool, references):
     run_ranks = compare.ranks_inside(pool, partial(apply_mutant, "loss_counted_by_every_tp_rank"))
     reduction = reduce_config(read("debug", f"--{TP}=2"), 2)
-    certificate = tool.verify("debug", reduction, Namespace(bisect=True), run_ranks, folder)
+    certificate = tool.verify("debug", reduction, Namespace(bisect=True), run_ranks, references)
     assert certificate.verdict == "wrong" and [trial.name for trial in certificate.trials] == ["wide"]
     text = describe(certificate, verbose=False)
     assert "certified" not in text
@@ -209,11 +204,11 @@ def test_a_wrong_layout_ends_with_its_first_fault_and_the_smallest_combination(p
     assert "smallest combination that fails: tp" in text
 
 
-WIDE = Trial("wide", [], {}, None, 1.0)
-MISSING = Trial("train.py", [], {}, None, 0.0, skipped="train.py is not beside the package", is_missing=True)
-NOT_ASKED = Trial("float8", [], {}, None, 0.0, skipped="the run has no float8")
-WRONG = Trial("deep", [], {"loss": "loss is off by 1.0e-02"}, None, 1.0)
-SILENT = Trial("deep", [], {"no answer": "ranks [1] did not answer within 300 s"}, None, 300.0, finished=False)
+WIDE = Trial("wide")
+MISSING = Trial("train.py", skipped="train.py is not beside the package", is_missing=True)
+NOT_ASKED = Trial("float8", skipped="the run has no float8")
+WRONG = Trial("deep", faults={"loss": "loss is off by 1.0e-02"})
+SILENT = Trial("deep", faults={"no answer": "ranks [1] did not answer within 300 s"}, finished=False)
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,16 @@ Training does not need transformers. It is imported here alone, and only for thi
 
 import argparse
 import json
-import re
 import sys
 import time
-from collections import defaultdict
-from dataclasses import asdict
+from dataclasses import dataclass
 from importlib import import_module
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, take_model
@@ -37,13 +35,19 @@ from torchtitan_lite.config.hardware import measure_cpu_memory
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes
 from torchtitan_lite.config.reader import ConfigReading
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.model.head import ChunkedLoss
+from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.model.head import IGNORE_INDEX, ChunkedLoss
 from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.step import MODELS
-from torchtitan_lite.verify.certificate import Measure
-from torchtitan_lite.verify.model_comparison import FLOOR, LENGTH, N_ROUNDINGS, Comparison, compare, list_rows
+from torchtitan_lite.verify.certificate import group_by_kind, report_measure
+from torchtitan_lite.verify.model_comparison import FLOOR, N_ROUNDINGS, Comparison, compare
+from torchtitan_lite.verify.trial import Measure
 
 KEY = "--against-hf"
+LENGTH = 320  # tokens of a row: more than the 256 up to which some kernels take another path
+SHORT_LENGTH = 200
+DOCUMENT_LENGTHS = (100, 70, 150)
+UNSCALED_REACH = 8192  # positions, where the shape does not say what it was first trained on
 FLOAT_BYTES = 4
 MOST_CHUNK_TOKENS = 192  # of a loss in chunks: a batch has several of them, and a last one that is shorter
 OUTSIDE = "bfloat16, float8, compiled code, kernels of CUDA, and every layout: `verify` without --against-hf"
@@ -69,7 +73,8 @@ def main(reading: ConfigReading, options: argparse.Namespace) -> int:
     rows_by_batch = list_rows(folder.model_args, attention=reading.config.model.attention)
     for number, (name, rows) in enumerate(rows_by_batch.items()):
         print(f"comparing {name} positions ...", file=sys.stderr)
-        comparisons.append(compare(name, ours, theirs, rows, reading.config.debug.seed + number))
+        batch = make_batch(rows, folder.model_args, reading.config.debug.seed + number)
+        comparisons.append(compare(name, ours, theirs, batch, [row.what for row in rows]))
     about = {
         "config": reading.config_name,
         "model": reading.config.model.name,
@@ -86,6 +91,54 @@ def main(reading: ConfigReading, options: argparse.Namespace) -> int:
     else:
         print(describe(about, comparisons, equal, verbose=options.verbose))
     return 0 if equal else 1
+
+
+# ---------------------------------------------------------------- tokens
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a batch."""
+
+    positions: Tensor  # (S,) int64; a document begins at each 0
+    what: str
+    n_counted: int = LENGTH  # targets, the first ones
+
+
+def list_rows(args: ModelArgs, *, attention: str) -> dict[str, list[Row]]:
+    """Return name of a batch -> its rows. `attention` is a row of ATTENTIONS.
+
+    near   row 0   positions 0, 1, 2, ..., as a shorter text: its last tokens are not counted
+           row 1   the same positions, all tokens counted
+           row 2   several documents, where attention stops at their borders
+    far    row 0   positions spread evenly over `reach`: slow rotary pairs turn only over such distances
+           row 1   neighbouring positions around the middle of `reach`, where scaled RoPE leaves its first context
+    """
+    places = torch.arange(LENGTH)
+    near = [Row(places, f"{SHORT_LENGTH} of {LENGTH} tokens counted", SHORT_LENGTH), Row(places, f"{LENGTH} tokens")]
+    if attention == "document":
+        within = torch.cat([torch.arange(length) for length in DOCUMENT_LENGTHS])
+        near.append(Row(within, f"documents of {', '.join(map(str, DOCUMENT_LENGTHS))} tokens"))
+    reach = 2 * args.rope_scaling.original_length if args.rope_scaling else UNSCALED_REACH
+    reach = max(reach, LENGTH)
+    spread = torch.linspace(0, reach - 1, LENGTH, dtype=torch.float64).round().long()
+    around = places + (reach - LENGTH) // 2
+    far = [
+        Row(spread, f"{LENGTH} positions spread over 0 to {reach - 1}"),
+        Row(around, f"positions {int(around[0])} to {int(around[-1])}"),
+    ]
+    return {"near": near, "far": far}
+
+
+def make_batch(rows: list[Row], args: ModelArgs, seed: int) -> Batch:
+    """Return random tokens, with as many counted targets as each row says."""
+    positions = torch.stack([row.positions for row in rows])
+    n_counted = torch.tensor([row.n_counted for row in rows])
+    begun = (positions == 0).cumsum(1)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(args.vocab_size, (len(rows), LENGTH + 1), generator=generator)
+    targets = tokens[:, 1:].masked_fill(torch.arange(LENGTH) >= n_counted[:, None], IGNORE_INDEX)
+    return Batch(tokens[:, :-1].contiguous(), targets, positions, begun - begun[:, :1])
 
 
 # ---------------------------------------------------------------- before anything is loaded
@@ -234,14 +287,10 @@ def describe_measure(measure: Measure, count: str = "") -> str:
 
 def describe_gradients(comparisons: list[Comparison], *, verbose: bool) -> list[str]:
     """Return a line per kind of parameter, `layers.*.attention.wq.weight`: the worst, near or far; `verbose`: all."""
-    kinds = defaultdict(list)
-    for comparison in comparisons:
-        for fqn, measure in comparison.gradients.items():
-            kinds[fqn if verbose else re.sub(r"\.\d+\.", ".*.", fqn)].append(measure)
     lines = []
-    for kind, measures in kinds.items():
-        worst = max(measures, key=lambda measure: measure.error / measure.bound)
-        n = len(measures) // len(comparisons)
+    for kind, fqns in group_by_kind(comparisons[0].gradients, verbose=verbose).items():
+        measures = [comparison.gradients[fqn] for comparison in comparisons for fqn in fqns]
+        worst, n = max(measures, key=lambda measure: measure.error / measure.bound), len(fqns)
         what = f"{worst.of}, {worst.what}" if n > 1 else worst.of
         lines.append(describe_measure(Measure(kind, worst.error, worst.bound, what), f"x{n}" if n > 1 else ""))
     return lines
@@ -249,15 +298,10 @@ def describe_gradients(comparisons: list[Comparison], *, verbose: bool) -> list[
 
 def report_for_programs(about: dict[str, object], comparisons: list[Comparison], equal: bool) -> dict[str, object]:
     """Return the same as plain types, with every parameter. An error that is not finite is None."""
-
-    def convert(measure: Measure) -> dict[str, object]:
-        error = measure.error if isfinite(measure.error) else None
-        return {**asdict(measure), "error": error, "right": measure.is_right}
-
     by_batch = {
         comparison.name: {
-            "measures": list(map(convert, comparison.measures)),
-            "gradients": {fqn: convert(measure) for fqn, measure in comparison.gradients.items()},
+            "measures": list(map(report_measure, comparison.measures)),
+            "gradients": {fqn: report_measure(measure) for fqn, measure in comparison.gradients.items()},
             "worst_parameter": comparison.worst[0],
             "first_to_differ": comparison.first or None,
         }

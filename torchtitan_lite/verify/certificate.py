@@ -1,29 +1,19 @@
 """What `verify` says: the verdict, for people and for programs, and the record that runs find.
 
-    certified            0    every trial was made and found nothing, on every mesh dim that was asked for
-    certified in part    3    no trial found a fault, and one could not be made
-    in part              3    no trial found a fault, and the ranks were too few for a dim that was asked for
-    wrong                1    a trial found a fault: the culprit is named
-    not finished         4    ranks did not answer in time, or were killed: nothing is known
-
-The number is the exit status. Only the first one leaves a record.
+README.md says what each verdict means. Only the first one leaves a record.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from math import prod
 
 from torchtitan_lite.config.messages import format_table
-from torchtitan_lite.verify.culprit import Culprit, name_crash
 from torchtitan_lite.verify.degrees import AUTOMATIC
-from torchtitan_lite.verify.difference import Difference
-from torchtitan_lite.verify.ranks import NoAnswer, RankFailure, RankTimeout
 from torchtitan_lite.verify.reduction import Reduction
-
-RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank: RankPool.run, or one around it
+from torchtitan_lite.verify.trial import Difference, Measure, Trial
 
 CERTIFIED, CERTIFIED_IN_PART, IN_PART = "certified", "certified in part", "in part"
 WRONG, NOT_FINISHED = "wrong", "not finished"
@@ -34,55 +24,6 @@ OUTSIDE = [
     "kernels of CUDA and collectives of NCCL: this ran on CPUs",
     "data, seed, speed and memory",
 ]
-WHAT_TO_DO = (
-    "On a slow machine give them more time, with --timeout; ranks that are at different places in the code may wait "
-    "for each other, and then no time is enough"
-)
-
-
-# ---------------------------------------------------------------- one trial
-
-
-@dataclass(frozen=True)
-class Measure:
-    """One line of a certificate."""
-
-    what: str
-    error: float  # relative, unless `of` says otherwise
-    bound: float  # the largest error that is right
-    of: str  # what was compared, and how much of it
-
-    @property
-    def is_right(self) -> bool:
-        return self.error <= self.bound  # what is not a number is wrong
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Result of one trial."""
-
-    name: str
-    measures: list[Measure]  # empty where a rank crashed
-    faults: dict[str, str]  # measure -> what is wrong; empty: nothing is
-    culprit: Culprit | None  # what is wrong first
-    seconds: float
-    difference: Difference | None = None  # of trials that compare gradients
-    finished: bool = True  # False: ranks were killed or did not answer in time, so nothing is known
-    subject: str = ""  # what it looks at, in sizes: "12 layers of dim 16"
-    skipped: str = ""  # why it was not made, where it was not
-    is_missing: bool = False  # skipped although the run needs it: the certificate is one in part
-
-
-def describe_failure(name: str, failure: RankFailure, seconds: float) -> Trial:
-    """Return the result of a trial in which a rank raised, was killed, or did not answer in time."""
-    if isinstance(failure, NoAnswer):
-        remedy = f". {WHAT_TO_DO}" if isinstance(failure, RankTimeout) else ""
-        return Trial(name, [], {"no answer": f"{failure}{remedy}"}, None, seconds, finished=False)
-    culprit = name_crash(str(failure))
-    return Trial(name, [], {"crash": f"{culprit.name}: {culprit.detail}"}, culprit, seconds)
-
-
-# ---------------------------------------------------------------- all of them
 
 
 @dataclass(frozen=True)
@@ -131,16 +72,21 @@ def describe_trial(trial: Trial) -> list[str]:
 
 def describe_gradients(difference: Difference, bound: float, *, verbose: bool) -> list[str]:
     """Return a line per kind of parameter, `layers.*.attention.wq.weight`: the worst; with `verbose` all."""
-    kinds = defaultdict(list)
-    for fqn in difference.gradient:
-        kinds[fqn if verbose else re.sub(r"\.\d+\.", ".*.", fqn)].append(fqn)
     rows = []
-    for kind, fqns in kinds.items():
+    for kind, fqns in group_by_kind(difference.gradient, verbose=verbose).items():
         worst = max(fqns, key=difference.gradient.get)
         error = difference.gradient[worst]
         n_alike = f"x{len(fqns)}" if len(fqns) > 1 else ""
         rows.append((show_mark(error, bound), kind, n_alike, f"{error:.1e}", difference.placements[worst]))
     return ["gradient of each parameter:", format_table(rows, "<<>>"), f"  {LEGEND}", ""]
+
+
+def group_by_kind(fqns: Iterable[str], *, verbose: bool) -> dict[str, list[str]]:
+    """Return kind of a parameter -> FQNs; with `verbose` each is one by itself."""
+    kinds = defaultdict(list)
+    for fqn in fqns:
+        kinds[fqn if verbose else re.sub(r"\.\d+\.", ".*.", fqn)].append(fqn)
+    return kinds
 
 
 def show_mark(error: float, bound: float) -> str:
@@ -212,11 +158,15 @@ def report_trial(trial: Trial) -> dict[str, object]:
     return {
         "name": trial.name,
         "subject": trial.subject,
-        "measures": [{**asdict(m), "error": finite(m.error), "right": m.is_right} for m in trial.measures],
+        "measures": [report_measure(measure) for measure in trial.measures],
         "faults": trial.faults,
         "skipped": trial.skipped or None,
         "seconds": round(trial.seconds, 1),
     }
+
+
+def report_measure(measure: Measure) -> dict[str, object]:
+    return {**asdict(measure), "error": finite(measure.error), "right": measure.is_right}
 
 
 def report_parameters(difference: Difference) -> dict[str, dict[str, object]]:

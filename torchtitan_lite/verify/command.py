@@ -5,7 +5,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,6 @@ import torch
 
 from torchtitan_lite.config.certificates import write_certificate
 from torchtitan_lite.config.command_lines import make_verify_parser
-from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.run_config import read_run_config
@@ -22,40 +21,33 @@ from torchtitan_lite.verify.certificate import (
     CERTIFIED,
     EXIT_STATUS,
     Certificate,
-    RunRanks,
-    Trial,
     describe,
     record_for_runs,
     report_for_programs,
 )
-from torchtitan_lite.verify.gradient_trial import try_layout, try_small, try_wide
-from torchtitan_lite.verify.other_layouts import (
-    COLUMNS,
-    ROWS,
-    Cell,
-    count_outcomes,
-    describe_grid,
-    find_smallest,
-    judge_matrix,
-    try_cell,
-)
+from torchtitan_lite.verify.gradient_trial import try_small, try_wide
+from torchtitan_lite.verify.other_layouts import find_smallest_failing, verify_matrix
 from torchtitan_lite.verify.precision_trial import try_bfloat16, try_float8
 from torchtitan_lite.verify.ranks import RankPool
 from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
 from torchtitan_lite.verify.small_runs import deepen, keep_width, lengthen
 from torchtitan_lite.verify.train_trial import try_train
+from torchtitan_lite.verify.trial import RunRanks, Trial, make_trial
 from torchtitan_lite.verify.update_trial import try_updates
 
 # Name -> trial, in the order in which they are made. The first that finds a fault is the last.
 TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
-    "wide": try_wide,
-    "deep": partial(try_small, "deep", deepen),
-    "long": partial(try_small, "long", lengthen),
-    "real width": partial(try_small, "real width", keep_width),
-    "updates": try_updates,
-    "train.py": try_train,
-    "bfloat16": try_bfloat16,
-    "float8": try_float8,
+    name: partial(make_trial, name, make)
+    for name, make in {
+        "wide": try_wide,
+        "deep": partial(try_small, deepen),
+        "long": partial(try_small, lengthen),
+        "real width": partial(try_small, keep_width),
+        "updates": try_updates,
+        "train.py": try_train,
+        "bfloat16": try_bfloat16,
+        "float8": try_float8,
+    }.items()
 }
 
 
@@ -82,7 +74,7 @@ def main(args: list[str]) -> int:
     with RankPool(n_ranks) as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
         run_ranks = partial(pool.run, timeout_s=options.timeout)
         if options.matrix:
-            return verify_matrix(reading.config, options, run_ranks, Path(folder))
+            return verify_matrix(reading.config, options.ranks, run_ranks, Path(folder), as_json=options.json)
         certificate = verify(reading.config_name, reduction, options, run_ranks, Path(folder))
     if options.json:
         print(json.dumps(report_for_programs(certificate), default=str))
@@ -112,19 +104,6 @@ def verify(
     return Certificate(config_name, reduction, trials, smallest)
 
 
-def find_smallest_failing(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> list[str]:
-    """Return the smallest set of axes and options with which the wide trial finds a fault."""
-
-    def fails(config: Config, layout: Layout) -> bool:
-        return bool(try_layout(config, layout.world_size, run_ranks, folder, find_culprit=False).faults)
-
-    def note(off: frozenset[str], outcome: bool | None) -> None:
-        shown = {True: "still fails", False: "passes", None: "cannot be tried"}[outcome]
-        print(f"  without {', '.join(sorted(off))}: {shown}", file=sys.stderr)
-
-    return find_smallest(reduction.config, reduction.layout, fails, note)
-
-
 def keep_certificate(config: Config, certificate: Certificate) -> None:
     """Write the record that runs of this config look for, so that their checkpoints carry it."""
     try:
@@ -133,35 +112,3 @@ def keep_certificate(config: Config, certificate: Certificate) -> None:
         print(f"the certificate is not kept for runs: {error}", file=sys.stderr)
     else:
         print(f"kept for runs of this config: {path}", file=sys.stderr)
-
-
-def verify_matrix(config: Config, options: argparse.Namespace, run_ranks: RunRanks, folder: Path) -> int:
-    """Run many layouts and print the grid. Returns the exit status of its verdict."""
-
-    def try_reduced(reduction: Reduction):
-        return try_layout(reduction.config, reduction.layout.world_size, run_ranks, folder)
-
-    cells: list[Cell] = []
-    for row in ROWS:
-        for column in COLUMNS:
-            cells.append(try_cell(config, row, column, options.ranks, try_reduced))
-            print(f"  {row}, {column}: {cells[-1].text}", file=sys.stderr)
-    verdict = judge_matrix(cells)
-    if options.json:
-        rows = [
-            {
-                "row": cell.row,
-                "column": cell.column,
-                "outcome": cell.outcome,
-                "result": cell.text,
-                "refused": cell.why_not or None,
-                "faults": cell.trial and cell.trial.faults,
-                "culprit": cell.trial and cell.trial.culprit and asdict(cell.trial.culprit),
-            }
-            for cell in cells
-        ]
-        report = {"certified": verdict == CERTIFIED, "verdict": verdict, "counts": count_outcomes(cells)}
-        print(json.dumps({**report, "cells": rows}, default=str))
-    else:
-        print(describe_grid(cells))
-    return EXIT_STATUS[verdict]

@@ -7,47 +7,28 @@
     5. rotary angles, documents and     9. gradient norm, copies that are to be equal, biases of experts
        modules, in forward order       10. updated weights
 
-Routes that a layout chooses by itself are compared if all of this is right (route_flips.py).
+Routes that a layout chooses by itself are compared if all of this is right (module_outputs.py).
 
 What comes later is a consequence of it, most likely. A module is blamed only if what it is given is right, on every
 rank: its output is then wrong by much more than its inputs, and by more than rounding.
 """
 
 import math
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
 
 import torch
 
-from torchtitan_lite.config.messages import show_text
-from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
-from torchtitan_lite.verify.difference import Difference, find_disagreement
 from torchtitan_lite.verify.module_outputs import ModuleErrors
-from torchtitan_lite.verify.one_rank import Coordinates
 from torchtitan_lite.verify.reference import ReferenceRun, largest_relative, relative_error
+from torchtitan_lite.verify.slices import Coordinates
+from torchtitan_lite.verify.trial import Culprit, Difference, describe_ranks, find_disagreement
 
 # Measured on healthy layouts: from exact inputs outputs are off by up to 3e-7; errors of inputs grow threefold at most.
 LEAST_ROUNDING = 2**-24  # half of the distance of two neighbouring fp32 numbers near 1
 JUMP = 10  # times the error of its inputs: that of a wrong module's output is larger
 SIDE_INPUTS = {"positions": "positions", "rotation": "rotary angles", "doc_ids": "documents"}  # argument -> kind
-MOST_OF_CRASH = 300  # characters that are shown of a crash
-
-
-@dataclass(frozen=True)
-class Culprit:
-    """The first difference. `name` is a module, a parameter, or what is exchanged."""
-
-    kind: str  # initial weights, pieces, positions, documents, counted tokens, microbatches, module output, ...
-    name: str
-    detail: str
-    mesh_dims: list[str] = field(default_factory=list)  # along which ranks disagree: where the exchange is at fault
-    cause: str = "unknown"  # or the trap whose removal repairs it
-
-    def __str__(self) -> str:
-        along = f"; ranks along {', '.join(self.mesh_dims)} disagree" if self.mesh_dims else ""
-        return f"{self.kind}: {self.name}, {self.detail}{along}"
 
 
 def name_culprit(
@@ -66,7 +47,7 @@ def name_culprit(
     if "initial" in faults:
         name = next(fqn for fqn, equal in difference.initial_equal.items() if not equal)
         return Culprit("initial weights", name, faults["initial"])
-    if wrong := find_wrong_input(outputs, ["shard_for_cp"], lambda rank, _: rank.pieces, 0):
+    if wrong := find_wrong_input(outputs, ["shard_for_cp"], "pieces", 0):
         detail = f"shard_for_cp leaves other {wrong.argument} than the head and tail of a zig-zag{wrong.where}"
         return accuse_field(wrong.argument, wrong.name, detail)
     if "n_tokens" in faults:
@@ -116,17 +97,18 @@ class WrongInput:
 
 
 def find_wrong_input(
-    outputs: list[ModuleErrors],
-    names: Iterable[str],
-    read: Callable[[ModuleErrors, str], dict[str, float]],
-    tolerance: float,
+    outputs: list[ModuleErrors], names: Iterable[str], given: str, tolerance: float, *, arguments: Container[str] = ()
 ) -> WrongInput | None:
-    """Return the first argument with an error above `tolerance`. `read(rank, name)` returns argument -> error."""
+    """Return the first argument with an error above `tolerance`. `given`: the field of ModuleErrors that is read.
+
+    `arguments`: those that are looked at; by default all of them.
+    """
     for name in names:
         errors: dict[str, list[tuple[float, Coordinates]]] = defaultdict(list)
         for rank in outputs:
-            for argument, error in read(rank, name).items():
-                errors[argument].append((error, rank.coordinates))
+            for argument, error in getattr(rank, given).get(name, {}).items():
+                if not arguments or argument in arguments:
+                    errors[argument].append((error, rank.coordinates))
         for argument, of_ranks in errors.items():
             if wrong := [coordinates for error, coordinates in of_ranks if error > tolerance]:
                 worst = max(error for error, _ in of_ranks)
@@ -151,10 +133,10 @@ def name_first_output(outputs: list[ModuleErrors], reference: ReferenceRun, tole
             if rank.n_calls.get(name, rank.n_microbatches) != rank.n_microbatches:
                 detail = f"it has seen {rank.n_calls[name]} microbatches of {rank.n_microbatches}"
                 return Culprit("microbatches", name, detail)
-    if wrong := find_wrong_input(outputs, reference.inputs, lambda rank, name: rank.stage_pieces.get(name, {}), 0):
+    if wrong := find_wrong_input(outputs, reference.inputs, "pieces", 0):
         detail = f"the stage of {wrong.name} is given others than shard_for_cp leaves{wrong.where}"
         return accuse_field("tokens" if wrong.argument == "x" else wrong.argument, wrong.name, detail)
-    if wrong := find_wrong_input(outputs, reference.inputs, read_side_inputs, tolerance):
+    if wrong := find_wrong_input(outputs, reference.inputs, "inputs", tolerance, arguments=SIDE_INPUTS):
         how = "have another shape or are not finite" if math.isinf(wrong.error) else f"are off by {wrong.error:.1e}"
         kind = SIDE_INPUTS[wrong.argument]
         detail = f"its positions are right, and the {kind} that it is given {how}{wrong.where}"
@@ -173,11 +155,6 @@ def name_first_output(outputs: list[ModuleErrors], reference: ReferenceRun, tole
             detail = f"its inputs are {given}, and its output {how}{describe_ranks(at, len(holders))}"
             return Culprit("module output", name, detail)
     return name_first_input(outputs, reference, tolerance)
-
-
-def read_side_inputs(rank: ModuleErrors, name: str) -> dict[str, float]:
-    """Return the errors of the rotary angles, positions and documents that a module is given."""
-    return {argument: error for argument, error in rank.inputs.get(name, {}).items() if argument in SIDE_INPUTS}
 
 
 def measure_added(reference: ReferenceRun, name: str) -> float:
@@ -214,15 +191,7 @@ def name_first_input(outputs: list[ModuleErrors], reference: ReferenceRun, toler
     return None
 
 
-def describe_ranks(wrong: Sequence[Coordinates], n_holders: int) -> str:
-    """Return the coordinates that all wrong ranks share; or that all ranks are wrong."""
-    if len(wrong) == n_holders:
-        return " on every rank that holds it"
-    common = [f"{dim} {at}" for dim, at in wrong[0].items() if all(other[dim] == at for other in wrong)]
-    return f" on {len(wrong)} of {n_holders} ranks that hold it, all at {', '.join(common) or 'no common coordinate'}"
-
-
-# ---------------------------------------------------------------- gradients, crashes
+# ---------------------------------------------------------------- gradients
 
 
 def name_first_gradient(difference: Difference, reference: ReferenceRun, tolerance: float) -> Culprit:
@@ -233,9 +202,9 @@ def name_first_gradient(difference: Difference, reference: ReferenceRun, toleran
     scales_of_first = [(rank.coordinates, tensors[name].scale) for rank, tensors in of_ranks if name in tensors]
     detail = f"every module's output is right, and this gradient is off by {difference.gradient[name]:.1e}"
     detail += f", {len(wrong)} of {len(reference.gradients)} gradients are wrong"
-    tensors = [tensors[fqn] for _, tensors in of_ranks for fqn in wrong if fqn in tensors]
-    only_scaled = all(math.isclose(abs(t.scale - 1), t.error, rel_tol=1e-2, abs_tol=tolerance) for t in tensors)
-    scales = [tensor.scale for tensor in tensors]
+    gaps = [tensors[fqn] for _, tensors in of_ranks for fqn in wrong if fqn in tensors]
+    scales = [gap.scale for gap in gaps]
+    only_scaled = all(math.isclose(abs(g.scale - 1), g.relative_error, rel_tol=1e-2, abs_tol=tolerance) for g in gaps)
     if only_scaled and max(scales) - min(scales) <= 1e-3 * abs(scales[0]):
         detail += f", all of it {scales[0]:.4g} times what it should be"
     return Culprit("gradient", name, detail, find_disagreement(scales_of_first, tolerance))
@@ -279,12 +248,3 @@ def name_first_bias(difference: Difference, reference: ReferenceRun) -> Culprit:
             detail += f"instead of {wanted[expert]:.3g}{describe_ranks([at for at, _ in wrong], len(held))}"
             return Culprit("expert biases", fqn, detail, find_disagreement(is_right, 0))
     raise AssertionError("a bias is wrong")
-
-
-def name_crash(text: str) -> Culprit:
-    """Return the culprit of a rank that raised or died: the last line of its traceback."""
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    last = show_text(lines[-1].strip(), MOST_OF_CRASH)
-    if match := re.match(rf"(\S+\.)?{MissingFromPlan.__name__}: (?P<fqn>\S+) (?P<why>.*)", last):
-        return Culprit("placement", match["fqn"], match["why"])
-    return Culprit("crash", show_text(lines[0].split(":")[0], MOST_OF_CRASH), last)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from torchtitan_lite.config.layout import MESH_DIMS
-from torchtitan_lite.config.schema import Parallelism
+from torchtitan_lite.config.schema import Config, Parallelism
 
 DEGREE_KEYS = {  # mesh dim -> key
     "pp": "parallelism.pipeline_parallel_degree",
@@ -93,6 +93,11 @@ def choose_ep(asked: int, n_ranks: int, n_real: int) -> int:
     if fitting[-1] == n_ranks and asked < n_real and n_ranks > 2:  # else FSDP would have nothing to share
         return fitting[-2] if fitting[-2] > 1 else n_ranks
     return fitting[-1]
+
+
+def give_degrees(config: Config, degrees: dict[str, int]) -> dict[str, object]:
+    """Return the keys of a mesh; ep becomes what it has room for."""
+    return {**{DEGREE_KEYS[dim]: n for dim, n in degrees.items()}, EP_KEY: limit_ep(config.parallelism, degrees)}
 
 
 def limit_ep(section: Parallelism, degrees: dict[str, int]) -> int:

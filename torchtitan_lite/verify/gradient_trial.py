@@ -1,16 +1,11 @@
 """Trials of gradients: does each parameter get the gradient that one process computes? If not: what differs first, why.
 
-    wide         the layout with a few wide layers: whole tensors, and two steps of SGD
-    deep         many narrow layers
-    long         long sequences, many documents, far positions
-    real width   matrices as large as the real ones, as far as memory and time allow
-
-Where a trial finds a fault it runs again: with every module's output noted, to name the first difference, and once
-without each known issue that may apply, to name the cause.
+The trials wide, deep, long and real width differ in sizes only (reduction.py, small_runs.py). Where a trial finds a
+fault it runs again: with every module's output noted, to name the first difference, and once without each known issue
+that may apply, to name the cause.
 """
 
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,16 +17,14 @@ from torchtitan_lite.config.checks import REFUSED
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify.certificate import Measure, RunRanks, Trial, describe_failure
-from torchtitan_lite.verify.culprit import Culprit, name_crash, name_culprit
-from torchtitan_lite.verify.difference import Difference, find_faults, merge
-from torchtitan_lite.verify.module_outputs import observe_outputs
+from torchtitan_lite.verify.culprit import name_culprit
+from torchtitan_lite.verify.module_outputs import judge_routes, measure_routes, observe_outputs
 from torchtitan_lite.verify.one_rank import Prepare, measure_layout, start_from_reference
 from torchtitan_lite.verify.ranks import NoAnswer, RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
 from torchtitan_lite.verify.reference import load_reference, run_one_process
-from torchtitan_lite.verify.route_flips import judge_routes, measure_routes
 from torchtitan_lite.verify.small_runs import WIDE, Method, SmallRun
+from torchtitan_lite.verify.trial import Culprit, Difference, Measure, RunRanks, Trial, describe_failure, merge
 
 FP32_TOLERANCE = 1e-5  # what is right stays below 1e-6: sums are taken in another order. What is wrong is above 1e-3
 
@@ -42,12 +35,12 @@ def try_wide(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
 
 
 def try_small(
-    name: str, shrink: Callable[[Reduction], SmallRun], reduction: Reduction, run_ranks: RunRanks, folder: Path
+    shrink: Callable[[Reduction], SmallRun], reduction: Reduction, run_ranks: RunRanks, folder: Path
 ) -> Trial:
     """Run the real config as `shrink` makes it small."""
     run = shrink(reduction)
-    options = {"name": name, "method": run.method, "subject": run.subject}
-    return try_layout(run.config, reduction.layout.world_size, run_ranks, folder, **options)
+    trial = try_layout(run.config, reduction.layout.world_size, run_ranks, folder, method=run.method)
+    return replace(trial, subject=run.subject)
 
 
 def try_layout(
@@ -56,23 +49,16 @@ def try_layout(
     run_ranks: RunRanks,
     folder: Path,
     *,
-    name: str = "wide",
     method: Method = WIDE,
-    subject: str = "",
     find_culprit: bool = True,
 ) -> Trial:
     """Run `config` (reduced, every size given) beside one process. `folder` keeps references for the next trial."""
-    start = time.monotonic()
     reference_path = save_reference(config, folder, method)
-    try:
-        difference, faults, culprit = measure_faults(config, world_size, run_ranks, reference_path)
-        flips = None
-        if not faults and difference.has_experts:
-            flips = judge_routes(run_ranks(measure_routes, world_size, config, reference_path))
-            faults = {"routes": flips.fault} if flips.fault else {}
-            culprit = flips.culprit if faults else None
-    except RankFailure as failure:  # no answer; or a crash of the pass that chooses its routes
-        return describe_failure(name, failure, time.monotonic() - start)
+    difference, faults, culprit = measure_faults(config, world_size, run_ranks, reference_path)
+    measures = [] if difference is None else list(list_measures(difference).values())
+    if not faults and has_experts(difference):
+        flips = judge_routes(run_ranks(measure_routes, world_size, config, reference_path))
+        measures, faults, culprit = measures + flips.measures, flips.faults, flips.culprit
     if faults and find_culprit:
         if culprit is None:
             try:
@@ -83,9 +69,7 @@ def try_layout(
             culprit = name_culprit(difference, faults, outputs, load_reference(reference_path), FP32_TOLERANCE / 5)
         cause = find_cause(config, world_size, run_ranks, reference_path, culprit)
         culprit = replace(culprit, cause=cause)
-    measures = [] if difference is None else list_measures(difference)
-    measures += [flips.measure] if flips else []
-    return Trial(name, measures, faults, culprit, time.monotonic() - start, difference, subject=subject)
+    return Trial(measures=measures, faults=faults, culprit=culprit, difference=difference)
 
 
 def save_reference(config: Config, folder: Path, method: Method = WIDE) -> str:
@@ -113,47 +97,75 @@ def measure_faults(
     except NoAnswer:
         raise
     except RankFailure as failure:
-        culprit = name_crash(str(failure))
-        return None, {"crash": f"{culprit.name}: {culprit.detail}"}, culprit
+        crash = describe_failure(failure)
+        return None, crash.faults, crash.culprit
     held = {fqn for rank in ranks for fqn in rank.gradients}
     if lost := [fqn for fqn in fqns if fqn not in held]:
         culprit = Culprit("parameters", lost[0], f"no rank holds it; {len(lost)} of {len(fqns)} parameters are lost")
         return None, {"parameters": culprit.detail}, culprit
     difference = merge(ranks, fqns)
-    return difference, find_faults(difference, FP32_TOLERANCE), None
+    return difference, find_faults(difference), None
 
 
-def list_measures(difference: Difference) -> list[Measure]:
-    """Return the lines of the certificate."""
-    n = len(difference.initial_equal)
+def has_experts(difference: Difference) -> bool:
+    return "expert_loads" in difference.errors
+
+
+def list_measures(difference: Difference, tolerance: float = FP32_TOLERANCE) -> dict[str, Measure]:
+    """Return name of a fault -> line of the certificate that shows it."""
+    n, errors = len(difference.initial_equal), difference.errors
     n_steps = len(difference.ranks[0].losses)
     steps = "1 step" if n_steps == 1 else f"{n_steps} steps, the first one clipped"
-    measures = [
-        Measure("initial weights", n - sum(difference.initial_equal.values()), 0, f"of {n} not bit-equal"),
-        Measure("counted tokens", difference.n_tokens, 0, "of the first batch"),
-        Measure("loss", difference.loss, FP32_TOLERANCE, f"{steps}; rows are masked unequally"),
-        Measure("gradients", max(difference.gradient.values()), FP32_TOLERANCE, f"worst of {n} parameters"),
-        Measure("gradient norm", difference.grad_norm, FP32_TOLERANCE, steps),
-        Measure("clipping", difference.clipping, FP32_TOLERANCE, "worst of all slices of gradients"),
-    ]
+    n_unequal = n - sum(difference.initial_equal.values())
+    measures = {
+        "initial": Measure("initial weights", n_unequal, 0, f"of {n} not bit-equal"),
+        "n_tokens": Measure("counted tokens", errors["n_tokens"], 0, "of the first batch"),
+        "loss": Measure("loss", errors["loss"], tolerance, f"{steps}; rows are masked unequally"),
+        "gradient": Measure("gradients", max(difference.gradient.values()), tolerance, f"worst of {n} parameters"),
+        "grad_norm": Measure("gradient norm", errors["grad_norm"], tolerance, steps),
+        "clipping": Measure("clipping", errors["clipping"], tolerance, "worst of all slices of gradients"),
+    }
     if difference.weight:
         n_unequal = len({fqn for fqn, _ in difference.unequal_replicas})
-        measures += [
-            Measure("weights", max(difference.weight.values()), FP32_TOLERANCE, f"after {n_steps} steps of SGD"),
-            Measure("updates", difference.update, FP32_TOLERANCE, "all of them together"),
-            Measure("copies", n_unequal, 0, f"of {n} not bit-equal on all ranks that hold one"),
-        ]
-    if difference.has_experts:
+        worst, after = max(difference.weight.values()), f"after {n_steps} steps"
+        measures |= {
+            "weight": Measure("weights", worst, tolerance, f"{after} of SGD"),
+            "update": Measure("updates", difference.update, tolerance, "all of them together"),
+            "replicas": Measure("copies", n_unequal, 0, f"of {n} not bit-equal on all ranks that hold one"),
+        }
+    if has_experts(difference):
         loads = torch.stack(difference.ranks[0].expert_loads)
         loads = loads[:, loads.sum((0, 2)) > 0]  # a dense layer has none
         spread = f"{loads.min():.0f} to {loads.max():.0f} tokens an expert; all above is with the routes of one process"
-        measures += [
-            Measure("expert loads", difference.expert_loads, 0, spread),
-            Measure("router entropy", difference.router_entropy, FP32_TOLERANCE, "of the scores of all tokens"),
-        ]
-    if difference.has_experts and difference.weight:
-        measures.append(Measure("expert biases", difference.expert_biases, 0, f"after {n_steps} steps"))
+        entropy = errors["router_entropy"]
+        measures |= {
+            "expert_loads": Measure("expert loads", errors["expert_loads"], 0, spread),
+            "router_entropy": Measure("router entropy", entropy, tolerance, "of the scores of all tokens"),
+        }
+        if difference.weight:
+            measures["expert_biases"] = Measure("expert biases", errors["expert_biases"], 0, after)
     return measures
+
+
+def find_faults(difference: Difference, tolerance: float = FP32_TOLERANCE) -> dict[str, str]:
+    """Return the measures that exceed `tolerance` (relative), with the worst. Empty: the layout is right."""
+    faults = {}
+    for name, measure in list_measures(difference, tolerance).items():
+        if measure.is_right:
+            continue
+        what = name
+        if name in ("gradient", "weight"):
+            of_parameters = getattr(difference, name)
+            what = f"{name} of {max(of_parameters, key=of_parameters.get)}"
+        faults[name] = f"{what} is off by {measure.error:.1e}"
+    if "initial" in faults:
+        unequal = [fqn for fqn, equal in difference.initial_equal.items() if not equal]
+        n = len(difference.initial_equal)
+        faults["initial"] = f"{len(unequal)} of {n} initial weights differ, {unequal[0]} first"
+    if "replicas" in faults:
+        fqn, dim = min(difference.unequal_replicas)
+        faults["replicas"] = f"{len(difference.unequal_replicas)} replicas differ, {fqn} over {dim} for one"
+    return faults
 
 
 # ---------------------------------------------------------------- known issues

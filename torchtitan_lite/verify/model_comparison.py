@@ -1,11 +1,5 @@
 """Two models with the same weights, on the same tokens: logits, loss, the gradient of every parameter, and routes.
 
-    near   row 0   positions 0, 1, 2, ..., as a shorter text: its last tokens are not counted
-           row 1   the same positions, all tokens counted
-           row 2   several documents, where attention stops at their borders
-    far    row 0   positions spread evenly over `reach`: slow rotary pairs turn only over such distances
-           row 1   neighbouring positions around the middle of `reach`, where scaled RoPE leaves its first context
-
 The reference itself shows how large an error of rounding is: it runs once more, with other kernels of attention and
 with each rotary frequency raised to the next number that fp32 has. The bound is N_ROUNDINGS times what that changes,
 and at least FLOOR. A fixed bound would not do. Gradient errors measured with right code, 4 and 16 layers:
@@ -29,35 +23,25 @@ Legend: B rows, S tokens of a row, V vocabulary, K experts of a token.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from torchtitan_lite.checkpoint.hugging_face import IN_ROTARY_ORDER, to_their_order
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, locate, their_module
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.moe import list_mixtures
-from torchtitan_lite.verify.certificate import Measure
-from torchtitan_lite.verify.reference import relative_error
-from torchtitan_lite.verify.their_model import (
-    Forward,
-    choose_routes,
-    forward_theirs,
-    list_gates,
-    removed_afterwards,
-    rounded_otherwise,
-)
+from torchtitan_lite.verify.reference import find_visible, relative_error
+from torchtitan_lite.verify.trial import Measure
 
-LENGTH = 320  # tokens of a row: more than the 256 up to which some kernels take another path
-SHORT_LENGTH = 200
-DOCUMENT_LENGTHS = (100, 70, 150)
-UNSCALED_REACH = 8192  # positions, where the shape does not say what it was first trained on
 FLOOR = 1e-5
 N_ROUNDINGS = 4
 CEILING = 1.0  # however much rounding does: an error of 1 is as large as the number itself
@@ -88,51 +72,85 @@ class Comparison:
         return max(self.gradients.items(), key=lambda item: item[1].error / item[1].bound)
 
 
-# ---------------------------------------------------------------- tokens
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a batch."""
-
-    positions: Tensor  # (S,) int64; a document begins at each 0
-    what: str
-    n_counted: int = LENGTH  # targets, the first ones
-
-
-def list_rows(args: ModelArgs, *, attention: str) -> dict[str, list[Row]]:
-    """Return name of a batch -> its rows. `attention` is a row of ATTENTIONS."""
-    places = torch.arange(LENGTH)
-    near = [
-        Row(places, f"{SHORT_LENGTH} of {LENGTH} tokens counted", SHORT_LENGTH),
-        Row(places, f"{LENGTH} tokens"),
-    ]
-    if attention == "document":
-        within = torch.cat([torch.arange(length) for length in DOCUMENT_LENGTHS])
-        near.append(Row(within, f"documents of {', '.join(map(str, DOCUMENT_LENGTHS))} tokens"))
-    reach = 2 * args.rope_scaling.original_length if args.rope_scaling else UNSCALED_REACH
-    reach = max(reach, LENGTH)
-    spread = torch.linspace(0, reach - 1, LENGTH, dtype=torch.float64).round().long()
-    around = places + (reach - LENGTH) // 2
-    far = [
-        Row(spread, f"{LENGTH} positions spread over 0 to {reach - 1}"),
-        Row(around, f"positions {int(around[0])} to {int(around[-1])}"),
-    ]
-    return {"near": near, "far": far}
-
-
-def make_batch(rows: list[Row], args: ModelArgs, seed: int) -> Batch:
-    """Return random tokens, with as many counted targets as each row says."""
-    positions = torch.stack([row.positions for row in rows])
-    n_counted = torch.tensor([row.n_counted for row in rows])
-    begun = (positions == 0).cumsum(1)
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(args.vocab_size, (len(rows), LENGTH + 1), generator=generator)
-    targets = tokens[:, 1:].masked_fill(torch.arange(LENGTH) >= n_counted[:, None], IGNORE_INDEX)
-    return Batch(tokens[:, :-1].contiguous(), targets, positions, begun - begun[:, :1])
-
-
 # ---------------------------------------------------------------- two models
+
+Forward = Callable[[Batch], tuple[Tensor, Tensor]]  # -> logits (B, S, V), mean loss ()
+
+
+def forward_theirs(theirs: nn.Module) -> Forward:
+    """Return a call of transformers' model; its mask is made here, from the documents. Its routes may be given."""
+
+    def forward(batch: Batch) -> tuple[Tensor, Tensor]:
+        sees = find_visible(batch.doc_ids)
+        mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
+        with removed_afterwards([] if batch.routes is None else give_routes(theirs, batch.routes)):
+            output = theirs(batch.tokens, position_ids=batch.positions, attention_mask=mask, use_cache=False)
+        return output.logits.detach(), F.cross_entropy(output.logits.flatten(0, 1), batch.targets.flatten())
+
+    return forward
+
+
+def list_gates(theirs: nn.Module) -> dict[int, nn.Module]:
+    """Return layer -> router of transformers' model. Its output is (logits, weights, routes), (T, ...) each."""
+    return {n: block.mlp.gate for n, block in enumerate(theirs.model.layers) if hasattr(block.mlp, "gate")}
+
+
+def give_routes(theirs: nn.Module, routes: Tensor) -> list[RemovableHandle]:
+    """Make transformers' model compute with `routes` (B, S, layers, K)."""
+
+    def replace_output(gate: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...], *, layer: int):
+        given = routes[:, :, layer].flatten(0, 1)
+        weights = output[0].float().softmax(-1).gather(-1, given)
+        if getattr(theirs.config, "norm_topk_prob", True):  # Mixtral has no choice
+            weights = weights / weights.sum(-1, keepdim=True)
+        return output[0], weights, given
+
+    gates = list_gates(theirs)
+    return [gate.register_forward_hook(partial(replace_output, layer=layer)) for layer, gate in gates.items()]
+
+
+def choose_routes(theirs: nn.Module, batch: Batch) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return the routes of the reference, (B, S, layers, K), and layer -> its scores, (B, S, experts)."""
+    seen: dict[int, tuple[Tensor, ...]] = {}
+    hooks = [
+        gate.register_forward_hook(lambda gate, inputs, output, layer=layer: seen.update({layer: output}))
+        for layer, gate in list_gates(theirs).items()
+    ]
+    with removed_afterwards(hooks), torch.no_grad():
+        forward_theirs(theirs)(batch)
+    shape = batch.tokens.shape
+    top_k = next(iter(seen.values()))[2].shape[-1]
+    routes = torch.zeros(*shape, len(theirs.model.layers), top_k, dtype=torch.int64)
+    for layer, output in seen.items():
+        routes[:, :, layer] = output[2].view(*shape, -1)
+    return routes, {layer: output[0].float().softmax(-1).view(*shape, -1) for layer, output in seen.items()}
+
+
+@contextmanager
+def removed_afterwards(handles: list[RemovableHandle]) -> Iterator[None]:
+    """Context manager: removes hooks at its end."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.enter_context(handle)
+        yield
+
+
+@contextmanager
+def rounded_otherwise(theirs: nn.Module) -> Iterator[None]:
+    """Context manager: other kernels of attention, and rotary frequencies one fp32 number larger."""
+    frequencies = [buffer for name, buffer in theirs.named_buffers() if name.endswith("inv_freq")]
+    assert frequencies, "transformers' model has no buffer inv_freq any more: how it rounds is not known"
+    kept = [buffer.clone() for buffer in frequencies]
+    usual = theirs.config._attn_implementation
+    theirs.set_attn_implementation("sdpa")
+    for buffer in frequencies:
+        buffer.copy_(torch.nextafter(buffer, torch.full_like(buffer, inf)))
+    try:
+        yield
+    finally:
+        theirs.set_attn_implementation(usual)
+        for buffer, original in zip(frequencies, kept, strict=True):
+            buffer.copy_(original)
 
 
 def forward_ours(ours: nn.Module) -> Forward:
@@ -149,9 +167,9 @@ def forward_ours(ours: nn.Module) -> Forward:
     return forward
 
 
-def compare(name: str, ours: nn.Module, theirs: nn.Module, rows: list[Row], seed: int) -> Comparison:
-    """Compare both models on one batch. Both end as they started, without gradients."""
-    batch, scores = make_batch(rows, ours.model_args, seed), {}
+def compare(name: str, ours: nn.Module, theirs: nn.Module, batch: Batch, rows: list[str]) -> Comparison:
+    """Compare both models on one batch; `rows`: what each is. Both end as they started, without gradients."""
+    scores = {}
     if ours.model_args.mixture:
         routes, scores = choose_routes(theirs, batch)
         batch = replace(batch, routes=routes)
@@ -163,8 +181,8 @@ def compare(name: str, ours: nn.Module, theirs: nn.Module, rows: list[Row], seed
     }
     measures = [
         *(
-            judge(f"logits, {name} row {number}", seen.logits[number], rounding.logits[number], row.what)
-            for number, row in enumerate(rows)
+            judge(f"logits, {name} row {number}", seen.logits[number], rounding.logits[number], what)
+            for number, what in enumerate(rows)
         ),
         judge(f"loss, {name}", seen.loss, rounding.loss, "mean of all counted tokens"),
         *routes.values(),

@@ -11,18 +11,31 @@ A layout of the grid that was not run is not certified: what takes more ranks th
 part. What is refused could not train either, and is missing nowhere.
 """
 
+import json
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import prod
+from pathlib import Path
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.flavors import ROPE_KEYS
 from torchtitan_lite.config.layout import MESH_DIMS, Layout, plan_degrees, plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError, format_table
 from torchtitan_lite.config.schema import Config, Model
-from torchtitan_lite.verify.certificate import CERTIFIED, CERTIFIED_IN_PART, IN_PART, NOT_FINISHED, WRONG, Trial
-from torchtitan_lite.verify.degrees import DEGREE_KEYS, EP_KEY, limit_ep
-from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
+from torchtitan_lite.verify.certificate import (
+    CERTIFIED,
+    CERTIFIED_IN_PART,
+    EXIT_STATUS,
+    IN_PART,
+    NOT_FINISHED,
+    WRONG,
+)
+from torchtitan_lite.verify.degrees import DEGREE_KEYS, EP_KEY, give_degrees, limit_ep
+from torchtitan_lite.verify.gradient_trial import try_layout, try_wide
+from torchtitan_lite.verify.reduction import STAGES_BY_RULE, Reduction, override, reduce_config
+from torchtitan_lite.verify.trial import RunRanks, Trial, make_trial
 
 # ---------------------------------------------------------------- the smallest combination that fails
 
@@ -34,12 +47,7 @@ FEATURES: dict[str, dict[str, object]] = {  # axis or option -> keys that turn i
     "pp": {DEGREE_KEYS["pp"]: 1, "parallelism.module_fqns_per_model_part": []},  # without pp none may be listed
     "compile": {"compile.enable": False},
     "recompute": {"activation_checkpoint.mode": "none"},
-    "schedule": {
-        "parallelism.pipeline_parallel_schedule_csv": "",
-        "parallelism.pipeline_parallel_layers_per_stage": None,
-        "parallelism.module_fqns_per_model_part": [],
-        "parallelism.pipeline_parallel_schedule": "GPipe",
-    },
+    "schedule": {**STAGES_BY_RULE, "parallelism.pipeline_parallel_schedule": "GPipe"},
     "ZeRO stage": {"parallelism.zero_stage": "auto", "parallelism.fsdp_reshard_after_forward": "default"},
     "ring": {"parallelism.context_parallel_rotate_method": "allgather"},
     "loss parallel": {"parallelism.disable_loss_parallel": True},
@@ -111,6 +119,20 @@ def find_smallest(
     return [name for name in names if name not in off]
 
 
+def find_smallest_failing(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> list[str]:
+    """Return the smallest set of axes and options with which the wide trial finds a fault."""
+
+    def fails(config: Config, layout: Layout) -> bool:
+        options = {"find_culprit": False}
+        return bool(make_trial("wide", try_layout, config, layout.world_size, run_ranks, folder, **options).faults)
+
+    def note(off: frozenset[str], outcome: bool | None) -> None:
+        shown = {True: "still fails", False: "passes", None: "cannot be tried"}[outcome]
+        print(f"  without {', '.join(sorted(off))}: {shown}", file=sys.stderr)
+
+    return find_smallest(reduction.config, reduction.layout, fails, note)
+
+
 # ---------------------------------------------------------------- thirty layouts
 
 ROWS = {
@@ -161,14 +183,11 @@ class Cell:
 def plan_cell(config: Config, row: str, column: str, max_ranks: int) -> Reduction:
     """Return the reduced run of one cell. Raises ConfigError where it is refused."""
     degrees = {**dict.fromkeys(MESH_DIMS, 1), "pp": 1 if column == NO_PIPELINE else 2, **ROWS[row]}
-    keys = {key: degrees[dim] for dim, key in DEGREE_KEYS.items()}
-    keys |= {
-        EP_KEY: limit_ep(config.parallelism, degrees),
+    keys = {
+        **give_degrees(config, degrees),
+        **STAGES_BY_RULE,
         "training.local_batch_size": 8,
         "training.global_batch_size": -1,
-        "parallelism.pipeline_parallel_schedule_csv": "",
-        "parallelism.pipeline_parallel_layers_per_stage": None,
-        "parallelism.module_fqns_per_model_part": [],
         "parallelism.pipeline_parallel_microbatch_size": 1,
     }
     if column != NO_PIPELINE:
@@ -178,16 +197,38 @@ def plan_cell(config: Config, row: str, column: str, max_ranks: int) -> Reductio
     return reduce_config(override(config, keys), max_ranks)
 
 
-def try_cell(config: Config, row: str, column: str, max_ranks: int, try_reduced: Callable[[Reduction], Trial]) -> Cell:
-    """Run one cell if there are ranks enough for it."""
-    n_ranks = (1 if column == NO_PIPELINE else 2) * 2 ** len(ROWS[row])
-    if n_ranks > max_ranks:
-        return Cell(row, column, None)
-    try:
-        reduction = plan_cell(config, row, column, max_ranks)
-    except ConfigError as error:
-        return Cell(row, column, None, why_not="; ".join(str(problem) for problem in error.problems))
-    return Cell(row, column, try_reduced(reduction))
+def verify_matrix(config: Config, max_ranks: int, run_ranks: RunRanks, folder: Path, *, as_json: bool) -> int:
+    """Run the layouts for which there are ranks enough, and print the grid. Returns the exit status of its verdict."""
+    cells: list[Cell] = []
+    for row, column in product(ROWS, COLUMNS):
+        cell = Cell(row, column, None)
+        if (1 if column == NO_PIPELINE else 2) * 2 ** len(ROWS[row]) <= max_ranks:
+            try:
+                reduction = plan_cell(config, row, column, max_ranks)
+                cell = replace(cell, trial=make_trial("wide", try_wide, reduction, run_ranks, folder))
+            except ConfigError as error:
+                cell = replace(cell, why_not="; ".join(str(problem) for problem in error.problems))
+        cells.append(cell)
+        print(f"  {row}, {column}: {cell.text}", file=sys.stderr)
+    verdict = judge_matrix(cells)
+    if as_json:
+        rows = [
+            {
+                "row": cell.row,
+                "column": cell.column,
+                "outcome": cell.outcome,
+                "result": cell.text,
+                "refused": cell.why_not or None,
+                "faults": cell.trial and cell.trial.faults,
+                "culprit": cell.trial and cell.trial.culprit and asdict(cell.trial.culprit),
+            }
+            for cell in cells
+        ]
+        report = {"certified": verdict == CERTIFIED, "verdict": verdict, "counts": count_outcomes(cells)}
+        print(json.dumps({**report, "cells": rows}, default=str))
+    else:
+        print(describe_grid(cells))
+    return EXIT_STATUS[verdict]
 
 
 def count_outcomes(cells: list[Cell]) -> dict[str, int]:

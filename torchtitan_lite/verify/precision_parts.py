@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.verify.reference import find_visible
+from torchtitan_lite.verify.slices import cut_zigzag
 
 aten = torch.ops.aten
 
@@ -193,20 +195,18 @@ def list_visible(rank: int, n_ranks: int, method: str, half: int) -> list[tuple[
 class RoundedDocumentContext(nn.Module):
     """Attention within documents of n context-parallel ranks: each sees all keys, in the order of the ranks."""
 
-    def __init__(self, n_ranks: int):
+    def __init__(self, n_ranks: int, method: str):
         super().__init__()
-        self.n_ranks = n_ranks
+        self.n_ranks = n_ranks  # `method` makes no difference
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor) -> Tensor:
         """As RoundedContext, with doc_ids (B, S)."""
         n = self.n_ranks
-        pieces = torch.arange(doc_ids.shape[1]).chunk(2 * n)
-        places = [torch.cat((pieces[rank], pieces[-1 - rank])) for rank in range(n)]
-        at = torch.cat(places)
+        places = cut_zigzag(torch.arange(doc_ids.shape[1]), n, 0)
+        visible = find_visible(doc_ids)[..., torch.cat(places)]
         copies = [fan_out(torch.cat(x.chunk(n), dim=2), n, 2) for x in (key, value)]
         outs = []
         for rank, (some, keys, values) in enumerate(zip(query.chunk(n), *copies, strict=True)):
-            same = doc_ids[:, places[rank], None] == doc_ids[:, None, at]
-            mask = (same & (places[rank][:, None] >= at))[:, None]
+            mask = visible[:, :, places[rank]]
             outs.append(F.scaled_dot_product_attention(some, keys, values, attn_mask=mask, enable_gqa=True))
         return torch.cat(outs)

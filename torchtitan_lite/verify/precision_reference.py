@@ -52,11 +52,12 @@ from torchtitan_lite.verify.precision_parts import (
     sum_partials,
 )
 from torchtitan_lite.verify.reference import PlainDocumentAttention, choose_model
+from torchtitan_lite.verify.slices import cut_zigzag
 from torchtitan_lite.verify.small_runs import WIDE
 
 UNDER_CP: dict[str, Callable[[int, str], nn.Module]] = {  # model.attention -> attention of cp ranks, rotate method
     "causal": RoundedContext,
-    "document": lambda n_ranks, method: RoundedDocumentContext(n_ranks),
+    "document": RoundedDocumentContext,
 }
 Calls = dict[str, list[tuple[Tensor, Tensor]]]  # FQN of a block -> of each call its output, and the rotary angles
 
@@ -134,12 +135,8 @@ class RoundedProcess:
             weight.mul_(torch.linspace(first, last, len(weight)).view(-1, *[1] * (weight.dim() - 1)))
 
     def _cut_for_cp(self, whole: Tensor) -> Tensor:
-        """(B, S) -> (cp * B, S/cp): of the 2 * cp pieces of a sequence rank r has piece r and the r-th from the end."""
-        n = self.layout.cp
-        if n == 1:
-            return whole
-        pieces = whole.chunk(2 * n, dim=1)
-        return torch.cat([torch.cat((pieces[rank], pieces[-1 - rank]), dim=1) for rank in range(n)])
+        """(B, S) -> (cp * B, S/cp)"""
+        return torch.cat(cut_zigzag(whole, self.layout.cp, 1)) if self.layout.cp > 1 else whole
 
     # ---------------------------------------------------------------- modules
 

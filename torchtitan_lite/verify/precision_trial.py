@@ -26,7 +26,6 @@ round otherwise: that is not seen.
 """
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,23 +39,21 @@ from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_m
 from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.verify.certificate import RunRanks, Trial, describe_failure
-from torchtitan_lite.verify.module_outputs import find_stage, list_forward_order
+from torchtitan_lite.verify.module_outputs import list_microbatches
 from torchtitan_lite.verify.one_rank import (
-    Coordinates,
     build_small_run,
+    called_before_clipping,
     gather,
-    gradients_noted,
     own_rows,
     start_from_reference,
 )
-from torchtitan_lite.verify.plain_mixture import draw_routes
 from torchtitan_lite.verify.precision_reference import UNDER_CP, Calls, RoundedOutcome, RoundedProcess, blocks_noted
-from torchtitan_lite.verify.ranks import RankFailure
 from torchtitan_lite.verify.reduction import Reduction, override
-from torchtitan_lite.verify.reference import make_batch_of, relative_error
-from torchtitan_lite.verify.small_runs import choose_float8_sizes, shrink_for_precision
-from torchtitan_lite.verify.trial_checks import Check, blame, judge
+from torchtitan_lite.verify.reference import make_batch, relative_error
+from torchtitan_lite.verify.slices import Coordinates
+from torchtitan_lite.verify.small_runs import choose_float8_sizes, shrink_stages
+from torchtitan_lite.verify.step_formulas import draw_routes
+from torchtitan_lite.verify.trial import Check, RunRanks, Trial, blame, judge
 
 ORDER_OF_SUMS = 1e-5  # what is right stays below 2e-8; one number that rounds the other way makes 1e-5 to 3e-3
 ROUNDED_OFTEN = 2e-2  # a split backward adds gradients of microbatches in the compute dtype; of 16 of them: 5e-3
@@ -99,9 +96,9 @@ RankErrors = tuple[Coordinates, list[Errors]]  # of one rank in each step
 def try_bfloat16(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     """Make one step in bfloat16. Skipped where the run computes in float32 on every device."""
     if reduction.real.training.mixed_precision_param == "float32":
-        return Trial("bfloat16", [], {}, None, 0.0, skipped="the run computes in float32")
+        return Trial(skipped="the run computes in float32")
     config = override(reduction.config, {"training.mixed_precision_param": "bfloat16"})
-    return try_rounding("bfloat16", config, reduction, run_ranks, folder, n_steps=1)
+    return try_rounding(config, reduction, run_ranks, folder, n_steps=1)
 
 
 def try_float8(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
@@ -112,7 +109,7 @@ def try_float8(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial
     """
     real = reduction.real
     if not uses_float8(real):
-        return Trial("float8", [], {}, None, 0.0, skipped="model.converters does not ask for float8")
+        return Trial(skipped="model.converters does not ask for float8")
     keys = {
         "model.converters": real.model.converters,
         "quantize.linear.float8": replace(real.quantize.linear.float8, emulate=True),
@@ -121,18 +118,18 @@ def try_float8(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial
         "optimizer.weight_decay": 0.0,
         **choose_float8_sizes(reduction),
     }
-    return try_rounding("float8", override(reduction.config, keys), reduction, run_ranks, folder, n_steps=2)
+    return try_rounding(override(reduction.config, keys), reduction, run_ranks, folder, n_steps=2)
 
 
-def try_rounding(
-    name: str, config: Config, reduction: Reduction, run_ranks: RunRanks, folder: Path, *, n_steps: int
-) -> Trial:
+def try_rounding(config: Config, reduction: Reduction, run_ranks: RunRanks, folder: Path, *, n_steps: int) -> Trial:
     """Make `n_steps` of `config`, with fewer layers and microbatches, beside one process that rounds alike."""
-    start = time.monotonic()
     if reduction.layout.cp > 1 and config.model.attention not in UNDER_CP:
         why = f"model.attention = {config.model.attention} under cp has no reference: add it to precision_reference.py"
-        return Trial(name, [], {}, None, 0.0, skipped=why, is_missing=True)
-    config = override(config, shrink_for_precision(reduction))
+        return Trial(skipped=why, is_missing=True)
+    # aot_eager rounds as eager does (measured), and inductor's kernels are not those of a CPU.
+    config = override(config, {**shrink_stages(reduction), "compile.enable": False})
+    if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
+        config = override(config, {"activation_checkpoint.mode": "full"})
     layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
     config = resolve_config(config, layout, "cpu")
     last_position = max(LAST_POSITION, reduction.real.training.seq_len)
@@ -140,12 +137,9 @@ def try_rounding(
     for step in range(n_steps):
         outcomes.append(process.compute_gradients(make_late_batch(config, step, last_position)))
         process.scale_rows(*GROWTH)
-    path = folder / f"rounded-{name}.pt"
+    path = folder / f"rounded-{n_steps}-steps.pt"
     torch.save(outcomes, path)
-    try:
-        ranks = run_ranks(measure_rounding, layout.world_size, config, str(path), last_position)
-    except RankFailure as failure:
-        return describe_failure(name, failure, time.monotonic() - start)
+    ranks = run_ranks(measure_rounding, layout.world_size, config, str(path), last_position)
     counts = {"n_blocks": len(outcomes[0].calls), "n_parameters": len(outcomes[0].gradients)}
     measures = {measure: of.format(**counts) for measure, (of, _, _) in MEASURES.items()}
     steps = "1 step" if n_steps == 1 else f"{n_steps} steps"
@@ -157,7 +151,7 @@ def try_rounding(
     if splits and layout.dp * layout.cp == 1:  # nothing is reduced
         digits = 1.0
     bounds = dict(zip(MEASURES, (ANGLES, ORDER_OF_SUMS, ORDER_OF_SUMS, digits, gradients), strict=True))
-    return judge(name, list(list_checks(ranks, outcomes, bounds, layout.ep)), measures, start, subject)
+    return judge(list(list_checks(ranks, outcomes, bounds, layout.ep)), measures, subject)
 
 
 def list_checks(
@@ -187,7 +181,7 @@ def list_checks(
 
 def make_late_batch(config: Config, step: int, last_position: int) -> Batch:
     """Return the batch of a step with the positions of the end of a long sequence, and for experts with routes."""
-    batch, args = make_batch_of(config, step), resolve_model(config.model)
+    batch, args = make_batch(config, step), resolve_model(config.model)
     routes = draw_routes(args, *batch.tokens.shape, step) if args.mixture else None
     return replace(batch, positions=batch.positions + last_position - config.training.seq_len, routes=routes)
 
@@ -201,12 +195,17 @@ def measure_rounding(rank: int, world_size: int, config: Config, path: str, last
     of_steps = []
     for step, expected in enumerate(outcomes):
         batch = own_rows(run, make_late_batch(run.config, step, last_position))
-        with blocks_noted(run.parts) as blocks, gradients_noted(run) as gradients:
+        gradients: dict[str, Tensor] = {}
+
+        def note_gradients(into: dict[str, Tensor] = gradients) -> None:
+            into.update(gather(run, lambda parameter: parameter.grad))
+
+        with blocks_noted(run.parts) as blocks, called_before_clipping(note_gradients):
             if step < len(outcomes) - 1:
                 loss = stepping.train_step(run, batch).loss
             else:  # the rest of the last step changes nothing that is compared
                 loss = stepping.sum_losses(run, stepping.compute_gradients(run, batch))
-                gradients = gather(run, lambda parameter: parameter.grad)
+                note_gradients()
         right = expected.gradients
         errors: Errors = {
             **compare_blocks(run, blocks, expected),
@@ -224,13 +223,12 @@ def compare_blocks(run: stepping.Run, calls: Calls, expected: RoundedOutcome) ->
     """Return the errors of the rotary angles that enter each block, and of its output."""
     layout, here = run.layout, run.mesh.coordinates()
     ranks = [here[dim] for dim in ("cp", "tp") if layout.degrees[dim] > 1]
-    order = list_forward_order(run.config, layout)
     angles, outputs = {}, {}
     first = run.mesh.data_rank * layout.n_microbatches
     for name, noted in calls.items():
         angles[name] = outputs[name] = 0.0
         # A pipeline's first step calls each stage once more, before all others, to learn shapes.
-        microbatches = order[find_stage(layout, name)]
+        microbatches = list_microbatches(run.config, layout, name)
         for at, (output, rotation) in zip(microbatches, noted[-layout.n_microbatches :], strict=True):
             right_output, right_rotation = expected.calls[name][first + at]
             outputs[name] = max(outputs[name], relative_error(output, cut(right_output, output, ranks)))

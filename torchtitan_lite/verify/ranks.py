@@ -8,6 +8,7 @@ takes a tenth of one. Workers that failed or hang are killed, all of them, and t
 """
 
 import faulthandler
+import logging
 import multiprocessing
 import os
 import re
@@ -187,6 +188,8 @@ def serve(rank: int, connection: Connection) -> None:
     """Worker: take a job, join a group, call, answer, leave; until the parent ends."""
     os.environ.update(WORKER_ENVIRONMENT)
     torch.set_num_threads(1)
+    # DTensor warns that gathering over two dims takes two steps: it is right, and here it does not matter.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too, but only the parent acts on it
     end_with_parent()
     while True:

@@ -12,9 +12,8 @@ Whatever differs from the real config is listed, because it is not certified. No
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd, lcm, prod
-from typing import Any
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.flavors import ModelArgs, find_expert_dim
@@ -22,7 +21,7 @@ from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, res
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.reader import KEYS
-from torchtitan_lite.config.schema import Config, Parallelism, get_value
+from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
 from torchtitan_lite.verify.degrees import AUTOMATIC, DEGREE_KEYS, EP_KEY, OF_EXPERTS, Degrees, choose_degrees
 
 SIZES = ("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")  # of a model
@@ -31,6 +30,11 @@ LEAST_EXPERTS = 8
 UNCHOSEN = 2  # experts at least that a token does not go to
 # grouped_mm reads rows of 16 bytes each: dim and expert_ffn_dim are multiples of so many numbers.
 ALIGNED = 8
+STAGES_BY_RULE = {  # keys that name stages, at the values with which a rule cuts them
+    "parallelism.pipeline_parallel_schedule_csv": "",
+    "parallelism.pipeline_parallel_layers_per_stage": None,
+    "parallelism.module_fqns_per_model_part": [],
+}
 REPLACED = {  # values under which a fault shows, and the CPU can follow
     "optimizer.name": "SGD",  # AdamW's first steps amplify rounding, and it hides gradients of the wrong scale
     "optimizer.implementation": "for-loop",  # computes the same; with tp, DTensor plans lists of parameters for seconds
@@ -84,8 +88,8 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         remedy = "Give verify a larger --ranks, or a file for fewer ranks"
         raise ConfigError([Problem("parallelism.pipeline_parallel_schedule_csv", path, why, remedy)])
 
-    small = override(config, {**REPLACED, **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()}})
-    small = override(small, {EP_KEY: chosen.ep})
+    of_mesh = {DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()}
+    small = override(config, {**REPLACED, **of_mesh, EP_KEY: chosen.ep})
     small = override(small, reduce_stages(config.parallelism, args.n_layers, real, degrees["pp"]))
     sizes = reduce_sizes(args, real, degrees, n_shards_known=chosen.asked["dp_shard"] != AUTOMATIC)
     sizes |= reduce_experts(args, real, degrees, chosen.ep, sizes["dim"])
@@ -114,14 +118,8 @@ def plan_real_layout(config: Config, args: ModelArgs) -> Layout:
 def override(config: Config, overrides: dict[str, object]) -> Config:
     """Return the config with some keys ("section.key") set."""
     for key, value in overrides.items():
-        config = set_key(config, key.split("."), value)
+        config = with_value(config, key, value)
     return config
-
-
-def set_key(section: Any, names: list[str], value: object) -> Any:
-    """Return a copy with the value at `names` replaced."""
-    name, *rest = names
-    return replace(section, **{name: set_key(getattr(section, name), rest, value) if rest else value})
 
 
 def list_changes(config: Config, small: Config) -> list[Change]:
@@ -153,11 +151,14 @@ def reduce_sizes(args: ModelArgs, real: Layout, degrees: dict[str, int], *, n_sh
         dim += 16  # so that what mistakes one for the other fails here too
     n_shards = degrees["dp_shard"] * degrees["cp"]
     split = (real.tp * real.dp_shard * real.cp, tp * n_shards) if n_shards_known and n_shards > 1 else (1, 1)
-    ffn_dim, vocab_size = (
-        reduce_size(args.ffn_dim, dim * 3 // 2, tp, split),
-        reduce_size(args.vocab_size, 256, tp, split),
-    )
-    return dict(zip(SIZES, (dim, n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size), strict=True))
+    return {
+        "dim": dim,
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "head_dim": head_dim,
+        "ffn_dim": reduce_size(args.ffn_dim, dim * 3 // 2, tp, split),
+        "vocab_size": reduce_size(args.vocab_size, 256, tp, split),
+    }
 
 
 def reduce_experts(args: ModelArgs, real: Layout, degrees: dict[str, int], ep: int, dim: int) -> dict[str, int]:
@@ -173,7 +174,7 @@ def reduce_experts(args: ModelArgs, real: Layout, degrees: dict[str, int], ep: i
     top_k = min(mixture.top_k, LEAST_EXPERTS)
     wanted = min(mixture.n_experts, max(LEAST_EXPERTS, top_k + UNCHOSEN))
     shares_experts = find_expert_dim(args, real.ep, real.efsdp) == 0 or efsdp == 1 or dim % efsdp > 0
-    candidates = range(-(-wanted // ep) * ep, wanted + 2 * n_ranks + 1, ep)
+    candidates = range(round_up(wanted, ep), wanted + 2 * n_ranks + 1, ep)
     fitting = (n for n in candidates if (n // ep % efsdp == 0) == shares_experts)
     return {
         "n_experts": next(fitting),
@@ -215,14 +216,8 @@ def reduce_size(real: int, wanted: int, tp: int, split: tuple[int, int]) -> int:
 
 def reduce_stages(section: Parallelism, n_layers: int, real: Layout, pp: int) -> dict[str, object]:
     """Return layers and stages: as many stages per rank as before, two at most if possible, even or uneven."""
-    key = "parallelism."
     if pp == 1:
-        return {
-            "model.n_layers": min(4, n_layers),
-            f"{key}pipeline_parallel_schedule_csv": "",
-            f"{key}pipeline_parallel_layers_per_stage": None,
-            f"{key}module_fqns_per_model_part": [],
-        }
+        return {"model.n_layers": min(4, n_layers), **STAGES_BY_RULE}
     n_real_stages = len(real.stages)
     if section.pipeline_parallel_schedule_csv:
         n_stages = n_real_stages
@@ -240,11 +235,11 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout, pp: int) ->
     is_uneven = (n_layers + weights) % n_real_stages != 0
     reduced = {
         "model.n_layers": per_stage * n_stages - first - last - is_uneven,
-        f"{key}pipeline_parallel_first_stage_less_layers": first,
-        f"{key}pipeline_parallel_last_stage_less_layers": last,
+        "parallelism.pipeline_parallel_first_stage_less_layers": first,
+        "parallelism.pipeline_parallel_last_stage_less_layers": last,
     }
     if section.pipeline_parallel_layers_per_stage is not None:
-        reduced[f"{key}pipeline_parallel_layers_per_stage"] = per_stage
+        reduced["parallelism.pipeline_parallel_layers_per_stage"] = per_stage
     return reduced
 
 
@@ -275,19 +270,24 @@ def reduce_batch(
     small: Config, config: Config, real: Layout, degrees: dict[str, int], sizes: dict[str, int]
 ) -> dict[str, object]:
     """Return rows and microbatches in the same relation to the stages, and a short sequence that still divides."""
-    dp, pp = degrees["dp_replicate"] * degrees["dp_shard"], degrees["pp"]
     accumulates = real.global_batch_size > config.training.local_batch_size * real.dp
-    if pp == 1:
-        microbatch_size, n_microbatches = 2, 3 if accumulates else 1
+    if degrees["pp"] == 1:
+        n_rows, n_microbatches = 2, 3 if accumulates else 1
     else:
-        microbatch_size = min(2, config.parallelism.pipeline_parallel_microbatch_size)
+        n_rows = min(2, config.parallelism.pipeline_parallel_microbatch_size)
         stages, _ = plan_stages(small.parallelism, small.model.n_layers)
         n_microbatches = reduce_microbatches(small.parallelism, real, len(stages))
+    batch = give_batch(degrees, n_rows, n_microbatches, reduce_sequence(degrees, sizes))
+    return batch | ({"training.local_batch_size": n_rows} if accumulates else {})
+
+
+def give_batch(degrees: dict[str, int], n_rows: int, n_microbatches: int, seq_len: int) -> dict[str, object]:
+    """Return the keys of a batch with `n_rows` to a microbatch."""
     return {
-        "training.local_batch_size": microbatch_size * (1 if accumulates else n_microbatches),
-        "training.global_batch_size": microbatch_size * n_microbatches * dp,
-        "training.seq_len": reduce_sequence(degrees, sizes),
-        "parallelism.pipeline_parallel_microbatch_size": microbatch_size if pp > 1 else 1,
+        "training.local_batch_size": n_rows * n_microbatches,
+        "training.global_batch_size": n_rows * n_microbatches * degrees["dp_replicate"] * degrees["dp_shard"],
+        "training.seq_len": seq_len,
+        "parallelism.pipeline_parallel_microbatch_size": n_rows if degrees["pp"] > 1 else 1,
     }
 
 

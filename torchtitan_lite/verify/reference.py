@@ -3,7 +3,7 @@
     model       the user's own class, on one device; document attention by one explicit mask
     batch       random tokens, of which 100 to 10 % count from row to row, and in one row none
     step        one backward over all rows; loss and norm in float64, clipping and SGD by step_formulas.py
-    experts     plain_mixture.py: each of them computes all tokens; the routes are recorded
+    experts     step_formulas.py: each of them computes all tokens; the routes are recorded
 
 What it shares with a run on many ranks is the model file and the rule of the initial weights, nothing else.
 """
@@ -26,24 +26,28 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.parallel.initial_weights import initialize_weights
-from torchtitan_lite.verify.plain_mixture import ExpertRecord, PlainMixtures, draw_biases, set_biases
 from torchtitan_lite.verify.small_runs import WIDE, Method
-from torchtitan_lite.verify.step_formulas import compute_clip_scale, move_sgd
+from torchtitan_lite.verify.step_formulas import (
+    ExpertRecord,
+    PlainMixtures,
+    compute_clip_scale,
+    draw_biases,
+    move_sgd,
+)
 
 BLOCK = 1_000_003  # numbers; a prime, so that no two rows of a matrix are equal
 NEVER_CLIPPED = 1e4  # no gradient norm of the second step is that many times max_norm
 
 
-def make_batch(
-    step: int, *, n_rows: int, seq_len: int, vocab_size: int, documents: bool, method: Method = WIDE
-) -> Batch:
-    """Return random tokens. 0 to 90 % of the targets are not counted, by row; in one of three rows or more none is.
+def make_batch(config: Config, step: int, method: Method = WIDE) -> Batch:
+    """Return a global batch of random tokens. 0 to 90 % of the targets are not counted, by row; in one row none is.
 
-    Of a single row, ever fewer targets are counted along the sequence. With `documents`, a new one starts at about
-    every `tokens_per_document`-th token, at other places in each row, and its positions restart where the row's do.
+    Of a single row, ever fewer targets are counted along the sequence. With documents, a new one starts at about every
+    `tokens_per_document`-th token, at other places in each row, and its positions restart where the row's do.
     """
+    n_rows, seq_len = config.training.global_batch_size, config.training.seq_len
     generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(vocab_size, (n_rows, seq_len + 1), generator=generator)
+    tokens = torch.randint(resolve_model(config.model).vocab_size, (n_rows, seq_len + 1), generator=generator)
     masked_fraction = torch.linspace(0, 0.9, n_rows)[:, None] if n_rows > 1 else torch.linspace(0, 0.9, seq_len)
     masked = torch.rand(n_rows, seq_len, generator=generator) < masked_fraction
     if n_rows > 2:
@@ -51,7 +55,7 @@ def make_batch(
     targets = tokens[:, 1:].masked_fill(masked, IGNORE_INDEX)
     positions = torch.arange(seq_len).expand(n_rows, -1).contiguous()
     doc_ids = torch.zeros_like(targets)
-    if documents:
+    if ATTENTIONS[config.model.attention].uses_documents:
         starts = torch.rand(n_rows, seq_len, generator=generator) < 1 / method.tokens_per_document
         starts[:, 0] = False
         doc_ids = starts.long().cumsum(1)
@@ -59,18 +63,6 @@ def make_batch(
     # Row 0 counts most, so it is the one with the farthest positions.
     first_positions = torch.tensor([method.farthest_position * (n_rows - row) // n_rows for row in range(n_rows)])
     return Batch(tokens[:, :-1].contiguous(), targets, positions + first_positions[:, None], doc_ids)
-
-
-def make_batch_of(config: Config, step: int, method: Method = WIDE) -> Batch:
-    """Return the global batch that a config asks for."""
-    return make_batch(
-        step,
-        n_rows=config.training.global_batch_size,
-        seq_len=config.training.seq_len,
-        vocab_size=resolve_model(config.model).vocab_size,
-        documents=ATTENTIONS[config.model.attention].uses_documents,
-        method=method,
-    )
 
 
 def choose_max_norm(config: Config, step: int) -> float:
@@ -127,8 +119,9 @@ class ReferenceRun:
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # module -> argument -> value, as `outputs`
     experts: ExpertRecord | None = None  # None: the model has none
 
-    def pin_routes(self, batch: Batch, step: int) -> Batch:
+    def make_batch(self, config: Config, step: int) -> Batch:
         """Return the global batch of `step` with the routes that this process took."""
+        batch = make_batch(config, step, self.method)
         return replace(batch, routes=self.experts.routes[step]) if self.experts else batch
 
 
@@ -159,28 +152,20 @@ def run_one_process(config: Config, method: Method = WIDE) -> ReferenceRun:
     initial = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
     if method.updates:
         initial = {fqn: parameter.clone() for fqn, parameter in initial.items()}
-    mixtures = PlainMixtures(model, config.training)
-    reference = ReferenceRun(method, initial, {}, 0, {}, {}, [], [])
-    if mixtures.routers:
-        reference.experts = ExpertRecord(draw_biases(model.model_args))
-        set_biases(mixtures.biases, reference.experts.initial_biases)
+    mixtures = PlainMixtures(model, config.training, biases=draw_biases(model.model_args))
+    reference = ReferenceRun(method, initial, {}, 0, {}, {}, [], [], experts=mixtures.recorded)
     hooks = record_first_backward(model, reference)
     for step in range(method.n_steps):
-        batch = make_batch_of(config, step, method)
-        model.zero_grad()
-        logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
-        loss = F.cross_entropy(logits.flatten(0, 1).double(), batch.targets.flatten())  # the mean over counted tokens
-        (loss + mixtures.sum_balance_losses()).backward()
-        if reference.experts:
-            mixtures.record(reference.experts)
+        batch = make_batch(config, step, method)
+        logits, loss = compute_gradients(model, mixtures, batch)
         if step == 0:
             reference.n_tokens = int((batch.targets != IGNORE_INDEX).sum())
-            token_losses = F.cross_entropy(logits.detach().flatten(0, 1), batch.targets.flatten(), reduction="none")
+            token_losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
             heads = [name for name, output in reference.outputs.items() if output.data_ptr() == logits.data_ptr()]
             reference.outputs |= dict.fromkeys(heads, token_losses.view_as(batch.targets))
             for hook in hooks:
                 hook.remove()
-        reference.losses.append(loss.item())
+        reference.losses.append(loss)
         reference.grad_norms.append(measure_norm(parameter.grad for parameter in parameters.values()))
         if method.updates:
             scale = compute_clip_scale(reference.grad_norms[step], choose_max_norm(config, step))
@@ -195,6 +180,17 @@ def run_one_process(config: Config, method: Method = WIDE) -> ReferenceRun:
         if reference.experts:
             reference.experts.biases = mixtures.biases
     return reference
+
+
+def compute_gradients(model: nn.Module, mixtures: PlainMixtures, batch: Batch) -> tuple[Tensor, float]:
+    """Return logits (B, S, V), and the mean loss of counted tokens. Gradients replace earlier ones."""
+    model.zero_grad()
+    logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
+    loss = F.cross_entropy(logits.flatten(0, 1).double(), batch.targets.flatten())
+    (loss + mixtures.sum_balance_losses()).backward()
+    if mixtures.recorded:
+        mixtures.record()
+    return logits.detach(), loss.item()
 
 
 def measure_norm(gradients: Iterable[Tensor]) -> float:
@@ -244,10 +240,13 @@ class PlainDocumentAttention(nn.Module):
     """Causal attention within documents, by one explicit mask."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor) -> Tensor:
-        seq_len = query.shape[2]
-        causal = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
-        mask = causal & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=find_visible(doc_ids), enable_gqa=True)
+
+
+def find_visible(doc_ids: Tensor) -> Tensor:
+    """Return whether a token sees another one, (B, 1, S, S) bool: earlier ones of its document, and itself."""
+    causal = torch.ones(doc_ids.shape[1], doc_ids.shape[1], dtype=torch.bool).tril()
+    return causal & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
 
 
 # ---------------------------------------------------------------- errors

@@ -23,9 +23,11 @@ from torchtitan_lite.config.schema import Config, Parallelism
 from torchtitan_lite.verify.reduction import (
     EXPERT_SIZES,
     SIZES,
+    STAGES_BY_RULE,
     Reduction,
     count_layers,
     count_pieces,
+    give_batch,
     keep_mixture_layers,
     list_widths,
     override,
@@ -121,8 +123,7 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
     degrees, real = reduction.layout.degrees, resolve_model(reduction.real.model)
     small = override(plan_own_stages(reduction.config), {"compile.enable": False})
     if degrees["pp"] > 1:
-        schedule = {"pipeline_parallel_schedule_csv": "", "pipeline_parallel_schedule": "1F1B"}
-        small = override(small, {f"parallelism.{key}": value for key, value in schedule.items()})
+        small = override(small, {**STAGES_BY_RULE, "parallelism.pipeline_parallel_schedule": "1F1B"})
     n_layers = count_least_layers(small.parallelism, at_least=1)
     memory_bytes = memory_bytes or measure_available_memory() // 2
     # The reference: weights and gradients in memory, and in its file. Each data-parallel and cp rank: both, gathered.
@@ -157,23 +158,17 @@ def describe_run(reduction: Reduction, small: Config, method: Method, subject: s
     return SmallRun(small, method, subject)
 
 
-# ---------------------------------------------------------------- the run in its own arithmetic
+# ---------------------------------------------------------------- fewer layers, and sizes for float8
 
 
-def shrink_for_precision(reduction: Reduction) -> dict[str, object]:
-    """Return keys of a smaller run: one layer a stage, or two layers without stages, show rounding.
-
-    Blocks are not compiled: aot_eager rounds as eager does (measured), and inductor's kernels are not those of a CPU.
-    """
+def shrink_stages(reduction: Reduction) -> dict[str, object]:
+    """Return keys of a smaller run: one layer a stage, or two layers without stages, and few microbatches."""
     config, layout = reduction.config, reduction.layout
-    keys: dict[str, object] = {"compile.enable": False, "model.n_layers": min(2, reduction.args.n_layers)}
-    if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
-        keys["activation_checkpoint.mode"] = "full"
     if layout.pp == 1:
-        return keys
+        return {"model.n_layers": min(2, reduction.args.n_layers)}
     n = len(layout.stages)
     stages = [list(name_modules(range(i, i + 1), first=i == 0, last=i == n - 1)) for i in range(n)]
-    keys |= {"model.n_layers": n, "parallelism.module_fqns_per_model_part": stages}
+    keys = {"model.n_layers": n, "parallelism.module_fqns_per_model_part": stages}
     keys["parallelism.pipeline_parallel_layers_per_stage"] = None
     if layout.n_microbatches > n and not check_microbatches(config.parallelism, n, n, n):
         keys["training.local_batch_size"] = n * layout.microbatch_size
@@ -257,13 +252,14 @@ def measure_available_memory(file: Path = Path("/proc/meminfo")) -> int:
 def plan_own_stages(config: Config) -> Config:
     """Return the config with stages by rule; their number per rank stays."""
     section = config.parallelism
+    first, last = section.pipeline_parallel_first_stage_less_layers, section.pipeline_parallel_last_stage_less_layers
     overrides = {
-        "pipeline_parallel_layers_per_stage": None,
-        "pipeline_parallel_first_stage_less_layers": min(1, section.pipeline_parallel_first_stage_less_layers),
-        "pipeline_parallel_last_stage_less_layers": min(1, section.pipeline_parallel_last_stage_less_layers),
-        "module_fqns_per_model_part": [],
+        **STAGES_BY_RULE,
+        "parallelism.pipeline_parallel_schedule_csv": section.pipeline_parallel_schedule_csv,
+        "parallelism.pipeline_parallel_first_stage_less_layers": min(1, first),
+        "parallelism.pipeline_parallel_last_stage_less_layers": min(1, last),
     }
-    return override(config, {f"parallelism.{key}": value for key, value in overrides.items()})
+    return override(config, overrides)
 
 
 def choose_depth(section: Parallelism) -> int:
@@ -289,21 +285,14 @@ def resize(
 ) -> Config:
     """Return the config with these sizes; `n_rows` to a microbatch, and under pp `n_microbatches` or a few more."""
     small = override(small, {f"model.{name}": size for name, size in sizes.items()})
-    section, dp = small.parallelism, degrees["dp_replicate"] * degrees["dp_shard"]
+    section = small.parallelism
     if degrees["pp"] == 1:
         n_microbatches = 1
     elif section.pipeline_parallel_schedule_csv:  # the file is for one number of microbatches, that of `small`
+        dp = degrees["dp_replicate"] * degrees["dp_shard"]
         n_microbatches = small.training.global_batch_size // dp // section.pipeline_parallel_microbatch_size
     else:
         n_stages = len(plan_stages(section, small.model.n_layers)[0])
         possible = (n for n in range(n_microbatches, 2**16) if not check_microbatches(section, n, n, n_stages))
         n_microbatches = next(possible)
-    return override(
-        small,
-        {
-            "training.local_batch_size": n_rows * n_microbatches,
-            "training.global_batch_size": n_rows * n_microbatches * dp,
-            "training.seq_len": seq_len,
-            "parallelism.pipeline_parallel_microbatch_size": n_rows if degrees["pp"] > 1 else 1,
-        },
-    )
+    return override(small, give_batch(degrees, n_rows, n_microbatches, seq_len))

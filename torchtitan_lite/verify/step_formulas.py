@@ -1,22 +1,34 @@
-"""Schedule, clipping and optimizers in float64, by their formulas: how every reference makes its steps.
+"""Schedule, clipping, optimizers and experts by their formulas: how every reference makes its steps.
 
     schedule   linear warm-up, a stable stretch, decay            arXiv:2404.06395
     clipping   g <- g min(1, max_norm / (||g|| + 1e-6))           documentation of torch.nn.utils.clip_grad_norm_
     AdamW      w <- (1 - lr wd) w - lr m' / (sqrt(v') + eps)      arXiv:1711.05101; m', v': corrected for their start
     SGD        w <- w - lr (g + wd w)                             documentation of torch.optim.SGD; no momentum
+    experts    every expert computes every token, and a weight of zero drops it again
 
-Nothing here calls components/optim.py or torch.optim: a mistake that both sides share would not be seen. Each formula
-treats each number by itself, so that a rank can apply it to the slices that it holds. A fork adds a row to FORMULAS for
-its optimizer; without one `verify` says that its updates have no reference.
+Nothing here calls components/optim.py or torch.optim, and of model/moe.py only the parameters are used: a mistake that
+both sides share would not be seen. The first four are float64 and treat each number by itself, so that a rank can apply
+them to the slices that it holds. A fork adds a row to FORMULAS for its optimizer; without one `verify` says that its
+updates have no reference.
+
+Of experts, routes are the best by score and bias, and recorded, so that a layout can be given the same ones
+(Batch.routes). Biases start so that loads are uneven and one expert of each layer gets no token.
+
+Legend: B batch, S sequence, D model dim, E experts, K = top_k.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from torchtitan_lite.config.schema import LRScheduler, Optimizer
+from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.schema import LRScheduler, Optimizer, Training
+from torchtitan_lite.model.moe import MixtureOfExperts, Router, list_mixtures
 
 ROUNDING = 2.0**-24  # one fp32 operation changes its result by at most this share
 
@@ -96,3 +108,140 @@ FORMULAS = {  # optimizer.name -> its formula
     "AdamW": Formula(("exp_avg", "exp_avg_sq"), move_adamw),
     "SGD": Formula((), move_sgd),
 }
+
+
+# ---------------------------------------------------------------- experts
+
+NEVER = -10.0  # a bias below any difference of two scores, which are between 0 and 1
+APART = 0.005  # standard deviation of the other biases: a third of that of the scores at the start
+
+
+@dataclass
+class ExpertRecord:
+    """What the routers of one process did. Lists are by step; a dense layer has zeros."""
+
+    initial_biases: dict[str, Tensor]  # FQN -> (E,) fp32
+    scores: Tensor | None = None  # (B, S, layers, E) of the first step, with the bias: the choice is by these
+    routes: list[Tensor] = field(default_factory=list)  # (B, S, layers, K) int64
+    loads: list[Tensor] = field(default_factory=list)  # (layers, E) int64
+    entropies: list[Tensor] = field(default_factory=list)  # (layers,) float64: sums over tokens, in nats
+    biases: dict[str, Tensor] = field(default_factory=dict)  # after the last step; none without updates
+
+
+@dataclass(frozen=True)
+class RouterCall:
+    routes: Tensor  # (B, S, K)
+    scores: Tensor  # (B, S, E), with the bias
+    probabilities: Tensor  # (B, S, E): the scores, normalised
+
+    @property
+    def chosen(self) -> Tensor:
+        """1 where a token is sent to an expert, (B, S, E) int64."""
+        return F.one_hot(self.routes, self.scores.shape[-1]).sum(2)
+
+
+class PlainMixtures:
+    """The mixtures of a model, which compute plainly from now on."""
+
+    def __init__(self, model: nn.Module, section: Training, *, biases: dict[str, Tensor] | None = None):
+        """`biases`: with which the routers start; by default zero."""
+        self.section, self.args = section, model.model_args
+        self.routers = {layer: mixture.router for layer, mixture in list_mixtures(model)}
+        self.calls: dict[int, RouterCall] = {}  # of the newest forward, by layer
+        for layer, mixture in list_mixtures(model):
+            mixture.router.reset(torch.device("cpu"))
+            mixture.router.forward = partial(self._route, layer, mixture.router)
+            mixture.forward = partial(compute_all_experts, mixture)
+        if biases:
+            set_biases(self.biases, biases)
+        initial_biases = {fqn: bias.clone() for fqn, bias in self.biases.items()}
+        self.recorded = ExpertRecord(initial_biases) if self.routers else None
+
+    def _route(self, layer: int, router: Router, x: Tensor, routes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        mixture = self.args.mixture
+        logits = x @ router.weight.t()
+        scores = logits.softmax(-1) if mixture.router_scores == "softmax" else logits.sigmoid()
+        biased = (scores + router.expert_bias).detach()
+        if routes is None:
+            routes = biased.argsort(-1, descending=True)[..., : mixture.top_k]
+        self.calls[layer] = RouterCall(routes, biased, scores / scores.sum(-1, keepdim=True))
+        weights = scores.gather(-1, routes)
+        return weights / weights.sum(-1, keepdim=True) if mixture.normalize_top_k else weights, routes
+
+    @property
+    def biases(self) -> dict[str, Tensor]:
+        return {name_bias(layer): router.expert_bias for layer, router in self.routers.items()}
+
+    def sum_balance_losses(self) -> Tensor:
+        """Return the auxiliary loss of the newest forward: over layers and experts f x P, mean over sequences."""
+        total = torch.zeros(())
+        for call in self.calls.values():
+            share = call.chosen.float().mean(1) * self.args.mixture.n_experts / self.args.mixture.top_k  # (B, E)
+            total = total + (share * call.probabilities.mean(1)).sum(-1).mean()
+        return self.section.expert_balance_loss * total
+
+    @torch.no_grad()
+    def move_biases(self) -> None:
+        """Move each bias towards an even load, by the routes of the newest forward."""
+        for layer, router in self.routers.items():
+            load = self.calls[layer].chosen.sum((0, 1)).double()
+            router.expert_bias += self.section.expert_bias_rate * torch.sign(load.mean() - load).float()
+
+    def record(self) -> None:
+        """Add the newest forward to the record."""
+
+        def stack(of_call: Iterable[Tensor]) -> Tensor:
+            by_layer = dict(zip(self.calls, of_call, strict=True))
+            dense = torch.zeros_like(next(iter(by_layer.values())))
+            return torch.stack([by_layer.get(layer, dense) for layer in range(self.args.n_layers)], -2)
+
+        calls, into = self.calls.values(), self.recorded
+        into.routes.append(stack(call.routes for call in calls))
+        into.loads.append(stack(call.chosen.sum((0, 1)) for call in calls))
+        probabilities = [call.probabilities.detach().double() for call in calls]
+        into.entropies.append(stack(-torch.xlogy(p, p).sum()[None] for p in probabilities)[:, 0])
+        if into.scores is None:
+            into.scores = stack(call.scores for call in calls)
+
+
+def compute_all_experts(mixture: MixtureOfExperts, x: Tensor, routes: Tensor | None = None) -> Tensor:
+    """Replace MixtureOfExperts.forward: x (B, S, D) -> (B, S, D)."""
+    weights, routes = mixture.router(x, routes)
+    experts, y = mixture.experts, torch.zeros_like(x)
+    for expert, (w1, w2, w3) in enumerate(zip(experts.w1, experts.w2, experts.w3, strict=True)):
+        weight = (weights * (routes == expert)).sum(-1, keepdim=True)  # (B, S, 1); 0: not of this expert
+        y = y + weight * ((F.silu(x @ w1) * (x @ w3)) @ w2)
+    return y
+
+
+def name_bias(layer: int) -> str:
+    return f"layers.{layer}.feed_forward.router.expert_bias"
+
+
+def draw_biases(args: ModelArgs) -> dict[str, Tensor]:
+    """Return biases with which loads are uneven, and one expert of each layer gets no token. FQN -> (E,) fp32."""
+    biases = {}
+    n_experts = args.mixture.n_experts if args.mixture else 0
+    for layer in filter(args.is_mixture, range(args.n_layers)):
+        bias = APART * torch.randn(n_experts, generator=torch.Generator().manual_seed(layer))
+        if n_experts > args.mixture.top_k:
+            bias[layer % n_experts] = NEVER
+        biases[name_bias(layer)] = bias
+    return biases
+
+
+def draw_routes(args: ModelArgs, n_rows: int, seq_len: int, step: int) -> Tensor:
+    """Return random routes (B, S, layers, K): uneven, and one expert of each layer gets no token, if all need not."""
+    generator = torch.Generator().manual_seed(step)
+    layers, n_experts, top_k = args.n_layers, args.mixture.n_experts, args.mixture.top_k
+    scores = torch.rand(n_rows, seq_len, layers, n_experts, generator=generator)
+    scores += torch.linspace(0, 0.5, n_experts)
+    scores[..., torch.arange(layers), torch.arange(layers) % n_experts] = NEVER
+    return scores.topk(top_k).indices
+
+
+@torch.no_grad()
+def set_biases(biases: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    """Give the routers of `biases` (of some layers) these values."""
+    for fqn, bias in biases.items():
+        bias.copy_(values[fqn])

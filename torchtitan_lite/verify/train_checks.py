@@ -15,11 +15,11 @@ from pathlib import Path
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify.culprit import Culprit
-from torchtitan_lite.verify.one_rank import Coordinates
+from torchtitan_lite.verify.module_outputs import find_rows_at
+from torchtitan_lite.verify.slices import Coordinates, add_gaps
 from torchtitan_lite.verify.train_reference import Expected
 from torchtitan_lite.verify.train_start import RankRecord, RowNumber
-from torchtitan_lite.verify.trial_checks import Check, add_gaps, check_values
+from torchtitan_lite.verify.trial import Check, Culprit, check_values, find_disagreement
 
 TOLERANCE = 1e-5  # of what is summed in another order, as in the trials of gradients
 RATE_TOLERANCE = 1e-12
@@ -45,12 +45,11 @@ class StartPlan:
     config: Config
     layout: Layout
     resumed_step: int
-    last_step: int
 
     @property
     def steps(self) -> range:
         """Return the steps that are trained, counted from 1."""
-        return range(self.resumed_step + 1, self.last_step + 1)
+        return range(self.resumed_step + 1, self.config.training.steps + 1)
 
     @property
     def dump_folder(self) -> Path:
@@ -65,10 +64,7 @@ class StartPlan:
 
     def own_rows(self, rank: int) -> range:
         """Return the rows of a global batch that belong to this rank's replica of the model."""
-        at, layout = self.coordinates(rank), self.layout
-        n_rows = layout.global_batch_size // (layout.dp_replicate * layout.dp_shard)
-        first = (at["dp_replicate"] * layout.dp_shard + at["dp_shard"]) * n_rows
-        return range(first, first + n_rows)
+        return find_rows_at(self.coordinates(rank), self.layout)
 
     def name_step(self, step: int) -> str:
         resumed = f" on {self.layout}, resumed after step {self.resumed_step}" if self.resumed_step else ""
@@ -89,16 +85,16 @@ def list_checks(plan: StartPlan, expected: Expected, records: Sequence[RankRecor
         yield check_rows(plan, step, [record.rows[index] for record in records])
 
         rate = expected.rates[step - 1]
-        rates = [max(record.rates[index], key=lambda one, rate=rate: abs(one - rate)) for record in records]
-        losses, norms = ([getattr(record, name)[index] for record in records] for name in ("losses", "grad_norms"))
+        rates = [record.rates[index] for record in records]
+        losses, norms = ([[getattr(record, name)[index]] for record in records] for name in ("losses", "grad_norms"))
         scalars = [
             ("learning rate", "learning rate", "lr_scheduler", rates, rate),
             ("loss", "loss", "train_step", losses, expected.losses[step - 1]),
             ("gradient norm", "gradient norm", "train_step", norms, expected.grad_norms[step - 1]),
         ]
-        if step in (1, plan.last_step):  # after which train.py always validates
+        if step in (1, plan.steps[-1]):  # after which train.py always validates
             for what, right in expected.validation[step - 1].items():
-                values = [record.validation.get(step, {}).get(what, math.nan) for record in records]
+                values = [[record.validation.get(step, {}).get(what, math.nan)] for record in records]
                 scalars.append(("validation", what, "validate", values, right))
         for measure, what, name, values, right in scalars:
             kind = "validation loss" if measure == "validation" else measure
@@ -112,7 +108,7 @@ def list_checks(plan: StartPlan, expected: Expected, records: Sequence[RankRecor
         detail = f"after {plan.name_step(step)} the update of all weights together is off by {error:.1e}"
         yield Check("updates", error, bound, Culprit("updated weights", "all", detail))
     n_more = max(len(record.losses) for record in records) - len(plan.steps)
-    culprit = Culprit("steps", "main", f"{n_more} steps were made after {plan.name_step(plan.last_step)}")
+    culprit = Culprit("steps", "main", f"{n_more} steps were made after {plan.name_step(plan.steps[-1])}")
     yield Check("rows", n_more, 0, culprit)
     yield check_log(plan, records[0])
 
@@ -139,13 +135,8 @@ def check_rows(plan: StartPlan, step: int, rows: Sequence[list[RowNumber | None]
 
 def find_unlike_peers(plan: StartPlan, rows: Sequence[list[RowNumber | None]]) -> list[str]:
     """Return the mesh dims along which neighbours must read the same rows, and do not."""
-    ranks = {tuple(plan.coordinates(rank).values()): found for rank, found in enumerate(rows)}
-    dims = []
-    for index, dim in enumerate(plan.layout.degrees):
-        firsts = [(at, (*at[:index], 0, *at[index + 1 :])) for at in ranks]
-        if dim in ("pp", "cp", "tp") and any(ranks[at] != ranks[first] for at, first in firsts):
-            dims.append(dim)
-    return dims
+    values = [(plan.coordinates(rank), rows.index(found)) for rank, found in enumerate(rows)]
+    return [dim for dim in find_disagreement(values, 0.0) if dim in ("pp", "cp", "tp")]
 
 
 def describe_rows(rows: Sequence[RowNumber | None]) -> str:

@@ -28,10 +28,15 @@ from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Shard, 
 from torchtitan_lite.data.dataset import Batch, Sampler
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.head import IGNORE_INDEX
-from torchtitan_lite.verify.plain_mixture import ExpertRecord, PlainMixtures
-from torchtitan_lite.verify.reference import build_model, measure_norm
+from torchtitan_lite.verify.reference import build_model, compute_gradients, measure_norm
 from torchtitan_lite.verify.small_runs import AS_TRAINED
-from torchtitan_lite.verify.step_formulas import FORMULAS, compute_clip_scale, compute_rate_factor
+from torchtitan_lite.verify.step_formulas import (
+    FORMULAS,
+    ExpertRecord,
+    PlainMixtures,
+    compute_clip_scale,
+    compute_rate_factor,
+)
 
 TOKENIZER = "bytes"
 BEGIN, END = 256, 257
@@ -56,10 +61,7 @@ def write_corpus(folder: Path, train: Text, held_out: Text) -> None:
     """Write a prepared corpus of these texts. The training documents are in two shards."""
     folder.mkdir(parents=True)
     middle = len(train) // 2
-    shards = [
-        write_shard(folder, "train-00000", train[:middle]),
-        write_shard(folder, "train-00001", train[middle:]),
-    ]
+    shards = [write_shard(folder, "train-00000", train[:middle]), write_shard(folder, "train-00001", train[middle:])]
     manifest = CorpusManifest(
         dtype="uint16",
         tokenizer_identity=load_tokenizer(TOKENIZER).identity,
@@ -130,12 +132,7 @@ class Expected:
     experts: ExpertRecord | None = None  # None: the model has none
 
 
-def run_reference(
-    config: Config,
-    train: Sequence[Text],
-    held_out: Sequence[Text],
-    n_steps: int,
-) -> Expected:
+def run_reference(config: Config, train: Sequence[Text], held_out: Sequence[Text], n_steps: int) -> Expected:
     """Train in this process, and validate after each step. The layout of `config` is not used.
 
     Weights and moments are float64; the model computes with fp32 copies of the weights.
@@ -155,16 +152,9 @@ def run_reference(
     held_out_batch = make_batch(chain.from_iterable(held_out_samples))
     batches = [read_batch(config, train_samples, step) for step in range(n_steps + 1)]
     # A run makes its moments in the first step: before it there are weights alone.
-    expected = Expected(batches, [], [], [], [], [copy_state({"weight": weights | mixtures.biases})])
-    if mixtures.routers:
-        expected.experts = ExpertRecord(mixtures.biases)
+    expected = Expected(batches, [], [], [], [], [copy_state({"weight": weights | mixtures.biases})], mixtures.recorded)
     for step, batch in enumerate(batches[:n_steps]):
-        model.zero_grad()
-        logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())  # the mean over counted tokens
-        (loss + mixtures.sum_balance_losses()).backward()
-        if expected.experts:
-            mixtures.record(expected.experts)
+        _, loss = compute_gradients(model, mixtures, batch)
         rate = section.lr * compute_rate_factor(config.lr_scheduler, step)
         norm = measure_norm(parameter.grad for parameter in parameters.values())
         scale = compute_clip_scale(norm, config.training.max_norm)
@@ -178,7 +168,7 @@ def run_reference(
             parameter.data.copy_(weights[fqn])
         mixtures.move_biases()
         expected.rates.append(rate)
-        expected.losses.append(loss.item())
+        expected.losses.append(loss)
         expected.grad_norms.append(norm)
         expected.states.append(copy_state({**state, "weight": weights | mixtures.biases}))
         expected.validation.append(validate_plainly(model, held_out_batch))

@@ -12,7 +12,6 @@ A start in a warm worker takes a second; torchrun takes ten to twenty.
 import gc
 import io
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -28,9 +27,9 @@ from torch.optim.optimizer import Optimizer
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.repository import REPOSITORY
 from torchtitan_lite.step import Run, StepResult
-from torchtitan_lite.verify.one_rank import cut_slice, own_slice
+from torchtitan_lite.verify.one_rank import list_rates
+from torchtitan_lite.verify.slices import Gap, measure_slice
 from torchtitan_lite.verify.train_reference import Expected
-from torchtitan_lite.verify.trial_checks import Gap
 
 TRAIN_PY = REPOSITORY / "train.py"
 
@@ -65,8 +64,6 @@ def start_train_py(
     it ends with another status than 0.
     """
     expected: Expected = torch.load(expected_path, weights_only=False, mmap=True)
-    # DTensor warns that gathering over two dims takes two steps: it is right, and here it does not matter.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     recorder = Recorder(expected, own_rows[rank])
     log = io.StringIO()
     dist.destroy_process_group()
@@ -147,7 +144,7 @@ class Recorder:
     def train_step(self, original: Callable, run: Run, batch: Batch) -> StepResult:
         """Record rows, learning rates, loss, norm, and the errors of weights and moments."""
         self.record.rows.append(self.find_rows(batch))
-        self.record.rates.append([float(group["lr"]) for group in run.optimizer.param_groups])
+        self.record.rates.append(list_rates(run.optimizer))
         if self.expected.experts:  # a top-k would turn the last bit of a score into another expert
             rows = slice(self.own_rows.start, self.own_rows.stop)
             batch = replace(batch, routes=self.expected.experts.routes[self.step][rows])
@@ -200,19 +197,6 @@ class Recorder:
             wrong += measure_slice(parameter, now[fqn], roundings=2 * self.step).error
             whole += measure_slice(parameter, now[fqn] - initial[fqn]).reference
         return Gap(wrong, whole)
-
-
-@torch.no_grad()
-def measure_slice(tensor: Tensor | None, full: Tensor, *, roundings: int = 0) -> Gap:
-    """Compare what this rank holds of a tensor with the same slice of a full one. No communication.
-
-    `roundings`: how often every number of it may have been rounded to fp32 otherwise.
-    """
-    if tensor is None:  # a moment that was not made
-        return Gap(math.inf, 0.0)
-    own, right = own_slice(tensor).double(), cut_slice(full, tensor).double()
-    difference = (own - right).abs() - roundings * 2**-24 * right.abs()
-    return Gap(difference.clamp(min=0).square().sum().item(), right.square().sum().item())
 
 
 def split_rows(batch: Batch) -> list[bytes]:

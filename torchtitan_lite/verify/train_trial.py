@@ -15,8 +15,6 @@ time, so that the first difference is named.
 """
 
 import tempfile
-import time
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -38,51 +36,44 @@ from torchtitan_lite.config.schema import (
     Profiling,
     Validation,
 )
-from torchtitan_lite.verify.certificate import RunRanks, Trial, describe_failure
-from torchtitan_lite.verify.degrees import DEGREE_KEYS, EP_KEY, limit_ep
-from torchtitan_lite.verify.ranks import RankFailure
-from torchtitan_lite.verify.reduction import Reduction, override
+from torchtitan_lite.verify.degrees import give_degrees
+from torchtitan_lite.verify.reduction import STAGES_BY_RULE, Reduction, override, round_up
+from torchtitan_lite.verify.small_runs import shrink_stages
 from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT
 from torchtitan_lite.verify.train_checks import MEASURES, StartPlan, list_checks
 from torchtitan_lite.verify.train_reference import N_WORDS, TOKENIZER, Text, make_text, run_reference, write_corpus
 from torchtitan_lite.verify.train_start import TRAIN_PY, RankRecord, start_train_py
-from torchtitan_lite.verify.trial_checks import judge
+from torchtitan_lite.verify.trial import RunRanks, Trial, judge
 
-NAME = "train.py"
 SAVED_STEP, FIRST_END, SECOND_END = 2, 3, 4
 
 
 def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     """Start train.py twice on the ranks of the layout, beside one process. `folder` keeps their files."""
-    begin = time.monotonic()
     if not TRAIN_PY.is_file():
-        return Trial(NAME, [], {}, None, 0.0, skipped=f"there is no {TRAIN_PY}", is_missing=True)
+        return Trial(skipped=f"there is no {TRAIN_PY}", is_missing=True)
     own_folder = Path(tempfile.mkdtemp(prefix="train.py-", dir=folder)).absolute()
     config = make_config(reduction, own_folder)
     layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
-    first = StartPlan(give_steps(config, FIRST_END, own_folder / "first"), layout, 0, FIRST_END)
+    first = StartPlan(give_steps(config, FIRST_END, own_folder / "first"), layout, 0)
     other, other_layout = choose_other_layout(config, layout)
-    second = StartPlan(give_steps(other, SECOND_END, own_folder / "resumed"), other_layout, SAVED_STEP, SECOND_END)
+    second = StartPlan(give_steps(other, SECOND_END, own_folder / "resumed"), other_layout, SAVED_STEP)
     expected = run_reference(config, *write_corpora(config), n_steps=SECOND_END)
     expected_path = own_folder / "expected.pt"
     torch.save(expected, expected_path)
-    try:
-        checks = list(list_checks(first, expected, start_ranks(first, run_ranks, expected_path)))
-        if all(check.excess <= 1 for check in checks):
-            saved = Path(first.config.checkpoint.folder) / f"step-{SAVED_STEP}"
-            (second.dump_folder / saved).parent.mkdir(parents=True)
-            (first.dump_folder / saved).rename(second.dump_folder / saved)
-            checks += list_checks(second, expected, start_ranks(second, run_ranks, expected_path))
-    except RankFailure as failure:
-        return describe_failure(NAME, failure, time.monotonic() - begin)
+    checks = list(list_checks(first, expected, start_ranks(first, run_ranks, expected_path)))
+    if all(check.excess <= 1 for check in checks):
+        saved = Path(first.config.checkpoint.folder) / f"step-{SAVED_STEP}"
+        (second.dump_folder / saved).parent.mkdir(parents=True)
+        (first.dump_folder / saved).rename(second.dump_folder / saved)
+        checks += list_checks(second, expected, start_ranks(second, run_ranks, expected_path))
     subject = f"{FIRST_END} steps on {first.layout}, resumed after step {SAVED_STEP} on {second.layout}"
-    return judge(NAME, checks, MEASURES, begin, subject)
+    return judge(checks, MEASURES, subject)
 
 
 def give_steps(config: Config, last_step: int, folder: Path) -> Config:
     """Return the config of one start, which ends after `last_step` and writes into `folder`."""
-    training = replace(config.training, steps=last_step)
-    return replace(config, job=Job(dump_folder=str(folder)), training=training)
+    return override(config, {"training.steps": last_step, "job": Job(dump_folder=str(folder))})
 
 
 def start_ranks(plan: StartPlan, run_ranks: RunRanks, expected_path: Path) -> list[RankRecord]:
@@ -117,29 +108,23 @@ MOVES = [
 def make_config(reduction: Reduction, folder: Path) -> Config:
     """Return the config of train.py. `folder` is absolute and holds the corpora."""
     real, n_ranks = reduction.real, reduction.layout.world_size
-    small = shrink(reduction.config, reduction.layout)
+    small = override(reduction.config, shrink_stages(reduction))
     schedule = choose_schedule(real.lr_scheduler)
     n_corpora = min(MOST_CORPORA, len(real.training.dataset))
     vocab_size = reduction.args.vocab_size
-    vocab_size += -(-max(0, N_WORDS - vocab_size) // n_ranks) * n_ranks  # it divides by the same degrees as before
-    config = replace(
-        small,
-        profiling=Profiling(),
-        metrics=Metrics(log_freq=1, enable_tensorboard=False),
-        optimizer=choose_optimizer(real.optimizer, small.optimizer, warms_up=schedule.warmup_steps > 1),
-        lr_scheduler=schedule,
-        checkpoint=Checkpoint(
-            enable=True,
-            interval=SAVED_STEP,
-            async_mode=real.checkpoint.async_mode,
-            verify=real.checkpoint.verify,
-        ),
-        validation=Validation(enable=True, freq=10**6),
-        comm=Comm(init_timeout_seconds=SECONDS_TO_WAIT, train_timeout_seconds=SECONDS_TO_WAIT, trace_buf_size=0),
-    )
+    vocab_size += round_up(max(0, N_WORDS - vocab_size), n_ranks)  # it divides by the same degrees as before
     return override(
-        config,
+        small,
         {
+            "profiling": Profiling(),
+            "metrics": Metrics(log_freq=1, enable_tensorboard=False),
+            "optimizer": choose_optimizer(real.optimizer, small.optimizer, warms_up=schedule.warmup_steps > 1),
+            "lr_scheduler": schedule,
+            "checkpoint": Checkpoint(
+                enable=True, interval=SAVED_STEP, async_mode=real.checkpoint.async_mode, verify=real.checkpoint.verify
+            ),
+            "validation": Validation(enable=True, freq=10**6),
+            "comm": Comm(init_timeout_seconds=SECONDS_TO_WAIT, train_timeout_seconds=SECONDS_TO_WAIT, trace_buf_size=0),
             "model.hf_assets_path": TOKENIZER,
             "model.vocab_size": vocab_size,
             "training.dataset": [str(folder / f"corpus-{number}") for number in range(n_corpora)],
@@ -149,35 +134,6 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
             "training.enable_cpu_offload": False,  # refused without a GPU
         },
     )
-
-
-def shrink(config: Config, layout: Layout) -> Config:
-    """Return the config with as few microbatches and layers as run on this layout, two at least."""
-    training, n_ranks = config.training, layout.world_size
-    unit = training.global_batch_size // layout.n_microbatches
-    accumulates = training.global_batch_size > training.local_batch_size * layout.dp
-    batch_sizes = (
-        {
-            "training.global_batch_size": n * unit,
-            "training.local_batch_size": training.local_batch_size if accumulates else n * unit // layout.dp,
-        }
-        for n in range(2, layout.n_microbatches)
-    )
-    config, _ = plan_first(config, batch_sizes, n_ranks)
-    depths = ({"model.n_layers": n} for n in range(2, resolve_model(config.model).n_layers))
-    config, _ = plan_first(config, depths, n_ranks)
-    return config
-
-
-def plan_first(config: Config, choices: Iterable[dict[str, object]], world_size: int) -> tuple[Config, Layout]:
-    """Return the config with the first of these overrides that can run, and its layout; else without any."""
-    for overrides in (*choices, {}):
-        chosen = override(config, overrides)
-        try:
-            return chosen, plan_layout(chosen, resolve_model(chosen.model), world_size)
-        except ConfigError:
-            continue
-    raise AssertionError("the reduced config itself can run")
 
 
 def choose_optimizer(real: Optimizer, small: Optimizer, *, warms_up: bool) -> Optimizer:
@@ -231,25 +187,25 @@ def write_corpora(config: Config) -> tuple[list[Text], list[Text]]:
 
 def choose_other_layout(config: Config, layout: Layout) -> tuple[Config, Layout]:
     """Return the same global batch on the first of MOVES that can run; where none can, the same layout."""
-    choices = []
     for source, target in MOVES:
-        if (degree := layout.degrees[source]) > 1:
-            factor = next(n for n in range(2, degree + 1) if degree % n == 0)
-            degrees = {**layout.degrees, source: degree // factor, target: layout.degrees[target] * factor}
-            dp = degrees["dp_replicate"] * degrees["dp_shard"]
-            choices.append(
-                {
-                    **{DEGREE_KEYS[dim]: degree for dim, degree in degrees.items()},
-                    EP_KEY: limit_ep(config.parallelism, degrees),
-                    "training.local_batch_size": max(1, config.training.global_batch_size // dp),
-                    "parallelism.pipeline_parallel_schedule": "GPipe",  # which takes any number of microbatches
-                    "parallelism.pipeline_parallel_microbatch_size": 1,
-                    "parallelism.pipeline_parallel_schedule_csv": "",
-                    "parallelism.pipeline_parallel_layers_per_stage": None,
-                    "parallelism.module_fqns_per_model_part": [],
-                    "compile.enable": False,  # once is enough: it takes most of the time
-                }
-            )
-            if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
-                choices[-1]["activation_checkpoint.mode"] = "full"
-    return plan_first(config, choices, layout.world_size)
+        if (degree := layout.degrees[source]) == 1:
+            continue
+        factor = next(n for n in range(2, degree + 1) if degree % n == 0)
+        degrees = {**layout.degrees, source: degree // factor, target: layout.degrees[target] * factor}
+        dp = degrees["dp_replicate"] * degrees["dp_shard"]
+        keys = {
+            **give_degrees(config, degrees),
+            **STAGES_BY_RULE,
+            "training.local_batch_size": max(1, config.training.global_batch_size // dp),
+            "parallelism.pipeline_parallel_schedule": "GPipe",  # which takes any number of microbatches
+            "parallelism.pipeline_parallel_microbatch_size": 1,
+            "compile.enable": False,  # once is enough: it takes most of the time
+        }
+        if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
+            keys["activation_checkpoint.mode"] = "full"
+        other = override(config, keys)
+        try:
+            return other, plan_layout(other, resolve_model(other.model), layout.world_size)
+        except ConfigError:
+            continue
+    return config, layout
