@@ -24,9 +24,16 @@ from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Compile, Config, Metrics, Parallelism, with_value
 from torchtitan_lite.data.named_corpora import DATASETS, DOWNLOADS, check_corpora, check_weights
 from torchtitan_lite.data.vocabulary import Vocabulary
-from torchtitan_lite.file_checks import check_files
-from torchtitan_lite.run_config import find_resumed_step, read_run_config
-from torchtitan_lite.weights_checks import PATH, check_export, check_initial_load, choose_tokenizer, find_weights
+from torchtitan_lite.dump_folder import check_files
+from torchtitan_lite.run_config import (
+    PATH,
+    check_export,
+    check_initial_load,
+    choose_tokenizer,
+    find_resumed_step,
+    find_weights,
+    read_run_config,
+)
 
 
 @dataclass(frozen=True)

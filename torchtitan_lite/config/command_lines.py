@@ -10,8 +10,8 @@ import os
 from argparse import ArgumentParser
 from pathlib import Path
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.parsers import OF_THE_CONFIG, make_parser, number
-from torchtitan_lite.repository import REPOSITORY
 
 LAYOUT_ONLY = """config: none; the model is that of SOURCE.
   --section.key VALUE    any key of [parallelism], and of [training] seq_len, local_batch_size, mixed_precision_param,

@@ -17,12 +17,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.files import check_depth, read_regular_file
 from torchtitan_lite.config.messages import Problem, show_value
 from torchtitan_lite.config.schema import Config, Job, get_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, Absent, is_torchtitan_key, resolve_alias
 from torchtitan_lite.config.values import WrongValue, accepts_flag, convert
-from torchtitan_lite.repository import REPOSITORY
 
 try:
     import tomllib

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.repository import REPOSITORY
 from torchtitan_lite.step import Run, StepResult
 from torchtitan_lite.verify.one_rank import cut_slice, own_slice
 from torchtitan_lite.verify.train_reference import Expected
