@@ -9,8 +9,7 @@ from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.flavors import ROPE_KEYS, MixtureArgs, ModelArgs
 from torchtitan_lite.config.float8_plan import Float8Plan, list_linears, plan_float8, uses_float8
 from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.pipeline_csv import find_fault
-from torchtitan_lite.config.pipeline_plan import splits_backward
+from torchtitan_lite.config.pipeline_plan import find_fault, splits_backward
 from torchtitan_lite.config.schema import Config, Float8, Parallelism
 
 

@@ -10,6 +10,8 @@ and replaced by its default: the checks that follow still run, and the user sees
 
 import json
 import os
+import re
+import textwrap
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
@@ -18,11 +20,12 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from torchtitan_lite import REPOSITORY
+from torchtitan_lite.config import schema
 from torchtitan_lite.config.files import check_depth, read_regular_file
-from torchtitan_lite.config.messages import Problem, show_value
+from torchtitan_lite.config.messages import ConfigError, Problem, show_value
 from torchtitan_lite.config.schema import Config, Job, get_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, Absent, is_torchtitan_key, resolve_alias
-from torchtitan_lite.config.values import WrongValue, accepts_flag, convert
+from torchtitan_lite.config.values import WrongValue, accepts_flag, convert, describe_type
 
 try:
     import tomllib
@@ -266,3 +269,40 @@ def dump_config_toml(config: Config) -> str:
 def format_toml(value: object) -> str:
     """Write a TOML literal. JSON writes strings, lists, numbers and truth values alike, but does not escape DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def describe_keys(section: str) -> str:
+    """Return the keys of a section, or of all sections for "", as TOML that holds the defaults, for `check --keys`.
+
+    The meaning of a key is its comment in schema.py. Raises ConfigError if there is no such section.
+    """
+    if section and section not in SECTIONS:
+        remedy = f"The sections are {', '.join(SECTIONS)}"
+        raise ConfigError([Problem("--keys", section, "there is no such section", remedy)])
+    config, meanings = Config(), read_comments(Path(schema.__file__).read_text(encoding="utf-8"))
+    lines = {shown: [f"[{shown}]"] for shown in ([section] if section else SECTIONS)}
+    for key, annotation in KEYS.items():
+        shown, _, name = key.rpartition(".")
+        if shown in lines:
+            meaning, default = meanings[type(get_value(config, shown)).__name__, name], get_value(config, key)
+            text = describe_type(annotation) + f". {meaning}" * bool(meaning)
+            wrapped = textwrap.wrap(text, 118, initial_indent="# ", subsequent_indent="#     ", break_on_hyphens=False)
+            value = f"# {name} = none" if default is None else f"{name} = {format_toml(default)}"
+            lines[shown] += [*wrapped, value]
+    return "\n\n".join("\n".join(block) for block in lines.values())
+
+
+def read_comments(source: str) -> dict[tuple[str, str], str]:
+    """Return the comment of each field of each class: the lines right above it, and the rest of its own line."""
+    meanings, section, parts = {}, "", []
+    for line in source.splitlines():
+        if match := re.match(r"    # (.*)", line):
+            parts.append(match[1])
+            continue
+        if match := re.match(r"class (\w+)", line):
+            section = match[1]
+        elif match := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
+            meaning = " ".join([*parts, match[2] or ""]).strip()
+            meanings[section, match[1]] = meaning.removeprefix("new").lstrip(": ")
+        parts = []
+    return meanings

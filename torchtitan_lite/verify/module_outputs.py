@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.pipeline_csv import read_rows
+from torchtitan_lite.config.pipeline_plan import read_rows
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.verify.one_rank import Coordinates, build_small_run, own_rows, own_slice, start_experts
 from torchtitan_lite.verify.reference import find_tensor, load_reference, make_batch_of, name_inputs, relative_error
