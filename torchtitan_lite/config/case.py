@@ -6,8 +6,7 @@ from math import prod
 from typing import Any
 
 from torchtitan_lite.config.choices import ATTENTIONS
-from torchtitan_lite.config.flavors import ROPE_KEYS, MixtureArgs, ModelArgs
-from torchtitan_lite.config.float8_plan import Float8Plan, list_linears, plan_float8, uses_float8
+from torchtitan_lite.config.flavors import ROPE_KEYS, Float8Plan, MixtureArgs, ModelArgs, list_linears, plan_float8
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.pipeline_plan import find_fault, splits_backward
 from torchtitan_lite.config.schema import Config, Float8, Parallelism
@@ -173,13 +172,15 @@ class Case:
     @cached_property
     def float8(self) -> Float8Plan | None:
         """The linear layers that compute in float8; None where the run has no float8."""
-        has_float8 = uses_float8(self.config)
-        return plan_float8(list_linears(self.model_args), self.float8_section, self.tp) if has_float8 else None
+        has_float8 = self.model.uses_float8
+        return (
+            plan_float8(list_linears(self.model_args), self.float8_section.filter_fqns, self.tp) if has_float8 else None
+        )
 
     @property
     def gathers_float8(self) -> bool:
         """Whether weights are gathered in float8."""
-        return uses_float8(self.config) and self.float8_section.enable_fsdp_float8_all_gather
+        return self.model.uses_float8 and self.float8_section.enable_fsdp_float8_all_gather
 
     @property
     def has_bfloat16_moments(self) -> bool:

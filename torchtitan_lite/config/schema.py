@@ -122,6 +122,11 @@ class Model:
     n_first_dense_layers: LayersOrZero | None = None  # new: without experts
     mixture_every: Layers | None = None  # new: n: only each n-th layer has experts
 
+    @property
+    def uses_float8(self) -> bool:
+        """Whether any linear layer may compute in float8. Without it [quantize.linear.float8] is not read."""
+        return bool(self.converters)
+
 
 @dataclass(frozen=True)
 class Optimizer:
