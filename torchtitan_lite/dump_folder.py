@@ -21,7 +21,7 @@ from typing import BinaryIO
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Config, PathLimits, get_value
+from torchtitan_lite.config.schema import PATH_BYTES, Config, get_value
 
 LOCK = "lock"
 # Files that a run writes in the dump folder itself; metrics.jsonl.new becomes metrics.jsonl
@@ -119,19 +119,18 @@ def check_writable(key: str, folder: str, value: str | None = None) -> list[Prob
 
     `value`: of the key, where it differs from `folder`.
     """
-    value, remedy = folder if value is None else value, "Name a folder that this user can write, or make"
+    value = folder if value is None else value
     if not folder:
         return [Problem(key, value, "it names no folder", "Name one, or . for the working directory")]
     path = Path(folder).absolute()
-    n_bytes, most = len(os.fsencode(path)), PathLimits.path_bytes
-    if n_bytes > most:
+    if (n_bytes := len(os.fsencode(path))) > PATH_BYTES:
         why = f"its absolute path has {n_bytes} bytes, which leaves too few for the files in it"
-        return [Problem(key, value, why, f"Use a place of at most {most} bytes")]
+        return [Problem(key, value, why, f"Use a place of at most {PATH_BYTES} bytes")]
     nearest = next(above for above in (path, *path.parents) if os.path.lexists(above))
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return []
     why = f"{nearest} is not a folder" if not nearest.is_dir() else f"{nearest} is not writable"
-    return [Problem(key, value, why, remedy)]
+    return [Problem(key, value, why, "Name a folder that this user can write, or make")]
 
 
 # ---------------------------------------------------------------- at the start, and while it runs

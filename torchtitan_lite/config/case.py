@@ -1,6 +1,6 @@
 """The case of one run: its config and what was planned from it, as the conditions and texts of checks.py read it."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -9,13 +9,7 @@ from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.flavors import ROPE_KEYS, Float8Plan, MixtureArgs, ModelArgs, list_linears, plan_float8
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.pipeline_plan import find_fault, splits_backward
-from torchtitan_lite.config.schema import Config, Float8, Parallelism
-
-
-def stage_of_reshard(parallelism: Parallelism) -> int | None:
-    """Return the ZeRO stage that fsdp_reshard_after_forward means: always 3, never 2 (1 under PP); None: no stage."""
-    never = 1 if parallelism.pipeline_parallel_degree > 1 else 2
-    return {"always": 3, "never": never, "default": None}[parallelism.fsdp_reshard_after_forward]
+from torchtitan_lite.config.schema import Config, Float8
 
 
 def find_multiples(unit: int, number: int) -> list[int]:
@@ -61,11 +55,6 @@ class Case:
     @property
     def mixture(self) -> MixtureArgs:
         return self.model_args.mixture
-
-    @property
-    def mixture_keys(self) -> list[str]:
-        """Keys of [model] about experts that are given."""
-        return [f.name for f in fields(MixtureArgs) if getattr(self.model, f.name) is not None]
 
     @property
     def ep(self) -> int:
@@ -119,11 +108,6 @@ class Case:
         else:
             fitting.append(f"NGPU={prod(self.degrees.values())}")
         return ", or ".join(fitting)
-
-    @property
-    def reshard_stage(self) -> int | None:
-        """The ZeRO stage that fsdp_reshard_after_forward means; None: no stage."""
-        return stage_of_reshard(self.parallelism)
 
     # ---------------------------------------------------------------- batch and sequence
 

@@ -104,7 +104,7 @@ RULES: dict[str, list[Rule]] = {
     "mixture": [
         *(
             Rule(f"model.{field.name}",
-                lambda c, key=field.name: c.model_args.mixture is None and key in c.mixture_keys,
+                lambda c, key=field.name: c.model_args.mixture is None and getattr(c.model, key) is not None,
                 "the layers of this flavor have no experts",
                 'Set model.flavor = "debug_moe" or another flavor with experts, or leave it out')
             for field in fields(MixtureArgs)
@@ -137,11 +137,11 @@ RULES: dict[str, list[Rule]] = {
             "it does not divide training.local_batch_size = {training.local_batch_size}",
             "Use a divisor of it, 1 for instance"),
         Rule("parallelism.zero_stage",
-            lambda c: c.parallelism.zero_stage not in ("auto", c.reshard_stage) and c.reshard_stage,
-            "fsdp_reshard_after_forward = {parallelism.fsdp_reshard_after_forward!r} means {reshard_stage}",
+            lambda c: (stage := c.parallelism.reshard_stage) and c.parallelism.zero_stage not in ("auto", stage),
+            "fsdp_reshard_after_forward = {parallelism.fsdp_reshard_after_forward!r} means {parallelism.reshard_stage}",
             "Remove one of the two keys"),
         Rule("parallelism.zero_stage",
-            lambda c: c.is_pipelined and c.parallelism.zero_stage == 2 and c.reshard_stage is None,
+            lambda c: c.is_pipelined and c.parallelism.zero_stage == 2 and c.parallelism.reshard_stage is None,
             "torch's pipeline runtime reduces gradients once per step, so that no rank can shard them before",
             "Use 1, or 3 to shard the parameters too"),
     ],

@@ -84,21 +84,12 @@ def mixtral(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> ModelArgs:
     return ModelArgs(dim, n_layers, n_heads, 8, 128, ffn_dim, 32000, rope_theta=1e6, mixture=mixture)
 
 
-def qwen3(
-    dim: int,
-    n_layers: int,
-    n_heads: int,
-    n_kv_heads: int,
-    ffn_dim: int,
-    *,
-    tied: bool = False,
-    expert_ffn_dim: int | None = None,
-) -> ModelArgs:
+def qwen3(*numbers: int, tied: bool = False, expert_ffn_dim: int | None = None) -> ModelArgs:
     """Return a Qwen3 (arXiv:2505.09388): heads of 128 whatever `dim` is, QK-norm; with experts 8 of 128 a token."""
+    dim, n_layers, n_heads, n_kv_heads, ffn_dim = numbers
     mixture = MixtureArgs(n_experts=128, top_k=8, expert_ffn_dim=expert_ffn_dim) if expert_ffn_dim else None
-    numbers = dim, n_layers, n_heads, n_kv_heads, 128, ffn_dim, 151936
-    family = {"norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True}
-    return ModelArgs(*numbers, **family, tie_embeddings=tied, mixture=mixture)
+    family = {"norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True, "tie_embeddings": tied, "mixture": mixture}
+    return ModelArgs(dim, n_layers, n_heads, n_kv_heads, 128, ffn_dim, 151936, **family)
 
 
 FLAVORS = {
