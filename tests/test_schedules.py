@@ -164,10 +164,6 @@ def test_listed_stages_are_as_many_as_the_schedule_file_has(tmp_path):
     assert plan_stages(replace(listed, module_fqns_per_model_part=GIVEN), 4)[1] == []
 
 
-def test_a_missing_schedule_file_is_refused():
-    assert "cannot be read" in find_fault("nowhere.csv", 2)
-
-
 @pytest.mark.parametrize("text", [pytest.param(GPIPE, marks=pytest.mark.slow), SPLIT])
 def test_a_schedule_file_computes_the_single_device_model(pool, oracle, tmp_path, text):
     parallelism = write_csv(tmp_path, text)

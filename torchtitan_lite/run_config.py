@@ -103,30 +103,20 @@ def check_initial_load(config: Config, model_args: ModelArgs) -> list[Problem]:
             return []
         why, remedy = f"there is no {PATH}", "Name the Hugging Face folder there"
         return [Problem("checkpoint.initial_load_in_hf", True, why, remedy)]
-    if section.initial_load_in_hf:
-        return check_hugging_face(path, section.initial_load_model_only)
-    return check_own(path, section.initial_load_model_only, model_args)
-
-
-def check_hugging_face(path: str, model_only: bool) -> list[Problem]:
-    """Find what is wrong with the files. [model] has the sizes in config.json already."""
-    if not model_only:
+    if section.initial_load_in_hf and not section.initial_load_model_only:
         why = "a Hugging Face folder has neither optimizer state nor step"
         return [Problem("checkpoint.initial_load_model_only", False, why, "Set it to true")]
     try:
-        open_folder(Path(path))
-        read_published(Path(path))
+        if section.initial_load_in_hf:  # [model] has the sizes in its config.json already
+            open_folder(Path(path))
+            read_published(Path(path))
+            return []
+        manifest = read_manifest(Path(path))
     except HuggingFaceError as error:
         return [Problem(PATH, path, "; ".join(error.problems), REMEDY)]
-    return []
-
-
-def check_own(path: str, model_only: bool, model_args: ModelArgs) -> list[Problem]:
-    try:
-        manifest = read_manifest(Path(path))
     except CheckpointError as error:
         return [Problem(PATH, path, str(error), "Name a checkpoint, such as outputs/debug/checkpoint/step-200")]
-    if not model_only and Path(path).name != f"step-{manifest.step}":
+    if not section.initial_load_model_only and Path(path).name != f"step-{manifest.step}":
         why = f"the run would continue from step {manifest.step}, and the name does not say so"
         return [Problem(PATH, path, why, f"Name it step-{manifest.step}, or set checkpoint.initial_load_model_only")]
     expected, seen = json.loads(json.dumps(asdict(model_args))), manifest.fingerprint.get("shape")
@@ -219,7 +209,7 @@ def describe_hugging_face(path: Path) -> Weights:
     assets = str(path.absolute())
     try:
         published = read_published(path)
-    except HuggingFaceError:  # check_hugging_face reports it
+    except HuggingFaceError:  # check_initial_load reports it
         published = {}
     if find_tokenizer(assets) is None:
         return Weights(path, None, None, published)

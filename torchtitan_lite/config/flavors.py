@@ -137,11 +137,6 @@ class BlockModule:
     def is_norm(self) -> bool:
         return len(self.weight) == 1
 
-    @property
-    def is_split(self) -> bool:
-        """Whether each tp rank holds a part."""
-        return self.split in ("colwise", "rowwise")
-
 
 def list_llama_block(args: ModelArgs, mixture: MixtureArgs | None = None) -> list[BlockModule]:
     """List the modules of a Llama block in the order of the model file: attention and SwiGLU, a norm before each.
@@ -209,7 +204,7 @@ def count_layer_parameters(
         if module.split == "experts" and experts is not None:
             n_parameters += experts * prod(module.weight[1:])
         elif not (linear_only and module.is_norm):
-            n_parameters += prod(module.weight) // (tp if module.is_split else 1)
+            n_parameters += prod(module.weight) // (tp if module.split in ("colwise", "rowwise") else 1)
     return n_parameters
 
 
