@@ -17,7 +17,7 @@ from torchtitan_lite.config.checks import find_problems, find_refused
 from torchtitan_lite.config.flavors import FLAVORS, ROPE_KEYS, MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import Stages, check_microbatches, place_stages, plan_stages
-from torchtitan_lite.config.schema import Config, Model, Parallelism
+from torchtitan_lite.config.schema import Config, Model, Parallelism, with_value
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 
@@ -135,17 +135,16 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
     param = config.training.mixed_precision_param
     if param == "auto":
         param = "bfloat16" if device_type == "cuda" else "float32"
-    return replace(
-        config,
-        parallelism=replace(
-            config.parallelism,
-            data_parallel_shard_degree=layout.dp_shard,
-            fsdp_reshard_after_forward="default",  # zero_stage has the number
-            zero_stage=layout.zero_stage,
-        ),
-        training=replace(config.training, global_batch_size=layout.global_batch_size, mixed_precision_param=param),
-        lr_scheduler=replace(config.lr_scheduler, total_steps=config.lr_scheduler.total_steps or config.training.steps),
-    )
+    for key, value in {
+        "parallelism.data_parallel_shard_degree": layout.dp_shard,
+        "parallelism.fsdp_reshard_after_forward": "default",  # zero_stage has the number
+        "parallelism.zero_stage": layout.zero_stage,
+        "training.global_batch_size": layout.global_batch_size,
+        "training.mixed_precision_param": param,
+        "lr_scheduler.total_steps": config.lr_scheduler.total_steps or config.training.steps,
+    }.items():
+        config = with_value(config, key, value)
+    return config
 
 
 def plan_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:

@@ -23,7 +23,7 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config import schema
 from torchtitan_lite.config.files import check_depth, read_regular_file
 from torchtitan_lite.config.messages import ConfigError, Problem, show_value
-from torchtitan_lite.config.schema import Config, Job, get_value
+from torchtitan_lite.config.schema import Config, Job, get_value, with_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, Absent, is_torchtitan_key, resolve_alias
 from torchtitan_lite.config.values import WrongValue, accepts_flag, convert, describe_type
 
@@ -84,13 +84,12 @@ def read_config(args: list[str]) -> ConfigReading:
     given |= texts
     old_name = {key: "" if written == key else f" (written as {written})" for key, written in names.items()}
 
-    values, unknown = {}, {}
-    unknown_sections = set()
+    config, unknown, unknown_sections = Config(), {}, set()
     for key, value in given.items():
         section = key.rpartition(".")[0]
         if key in KEYS:
             try:
-                values[key] = convert(KEYS[key], value, is_text=key in texts)
+                config = with_value(config, key, convert(KEYS[key], value, is_text=key in texts))
             except WrongValue as wrong:
                 problems.append(Problem(key, wrong.value, wrong.why + old_name[key], wrong.remedy))
         elif not is_torchtitan_key(key) and section not in unknown_sections:
@@ -100,7 +99,6 @@ def read_config(args: list[str]) -> ConfigReading:
     for n, (key, value) in enumerate(unknown.items()):
         why, remedy = explain_unknown(key) if n < MOST_NAMED else (NO_SUCH_KEY, "Leave it out")
         problems.append(Problem(names[key], value, why, remedy))
-    config = build_section(Config, values)
     for key, value in given.items():
         if key in ABSENT and asks_for(ABSENT[key], value, config, is_text=key in texts):
             why = f"torchtitan_lite does not have this feature{old_name[key]}"
@@ -208,17 +206,6 @@ def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 # ---------------------------------------------------------------- what it means
-
-
-def build_section(section: type, values: dict[str, Any], prefix: str = "") -> Any:
-    """Build a section object from values by dotted name, and defaults for the rest."""
-    given = {}
-    for name, annotation in get_type_hints(section).items():
-        if is_dataclass(annotation):
-            given[name] = build_section(annotation, values, f"{prefix}{name}.")
-        elif prefix + name in values:
-            given[name] = values[prefix + name]
-    return section(**given)
 
 
 def asks_for(absent: Absent, value: object, config: Config, *, is_text: bool) -> bool:
