@@ -24,7 +24,7 @@ from torchtitan_lite.config import schema
 from torchtitan_lite.config.files import check_depth, read_regular_file
 from torchtitan_lite.config.messages import ConfigError, Problem, show_value
 from torchtitan_lite.config.schema import Config, Job, get_value, with_value
-from torchtitan_lite.config.torchtitan_keys import ABSENT, Absent, is_torchtitan_key, resolve_alias
+from torchtitan_lite.config.torchtitan_keys import ABSENT, OFF, Absent, is_torchtitan_key, resolve_alias
 from torchtitan_lite.config.values import WrongValue, accepts_flag, convert, describe_type
 
 try:
@@ -137,7 +137,9 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | None], list[Proble
             value = rest.popleft()
         section, _, last = name.rpartition(".")
         positive = f"{section}.{last.removeprefix('no_')}"
-        if value is None and last.startswith("no_") and is_flag(resolve_alias(positive)):
+        key = resolve_alias(positive)
+        is_flag = accepts_flag(KEYS.get(key)) or (key in ABSENT and ABSENT[key].off == OFF)
+        if value is None and last.startswith("no_") and is_flag:
             name, value = positive, "false"
         if name == "job.config_file" and not value:
             problems.append(Problem(name, value, "no file is named", "Write --config NAME_OR_PATH"))
@@ -145,11 +147,6 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | None], list[Proble
         texts.pop(name, None)  # of two names of one key, the one written last counts
         texts[name] = value
     return texts, problems
-
-
-def is_flag(key: str) -> bool:
-    """Whether a key is a truth value, ours or torchtitan's."""
-    return accepts_flag(KEYS.get(key)) or (key in ABSENT and ABSENT[key].off == (False,))
 
 
 def read_toml(name: str) -> tuple[dict[str, Any], list[Problem]]:
