@@ -1,10 +1,9 @@
-"""Measure the memory of a step with real tensors, by torch's allocator. `python tests/measure_memory.py` prints all
-rows beside the dry run; test_costs.py has some of them.
+"""Measure the memory of a step with real tensors, by torch's allocator; test_costs.py compares it with the dry run.
 
     alone     as one rank of a fake group, whose collectives return at once
     on gloo   all ranks, as processes
 
-The last rows have more threads: a kernel's scratch memory grows with them and is not planned. In bf16, oneDNN's matmul
+All that with one thread: a kernel's scratch memory grows with their number and is not planned. In bf16, oneDNN's matmul
 allocates several MiB a thread; it shows first where the rest is least: one rank, full recompute.
 
 Gloo moves bytes in threads of its own, and such a thread may release a tensor last. torch's profiler sees only what the
@@ -14,16 +13,12 @@ peak still counts, so each step is measured too high, and the least of a few ste
 """
 
 import gc
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import compare
 import torch
-from layouts import ADAMW, BFLOAT16, EP, EXPERTS, MODE, OPTION, PP, TP
+from layouts import ADAMW
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -32,10 +27,8 @@ from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.plan.dry_run import dry_run
 from torchtitan_lite.plan.fake_world import fake_group, make_batch, static_stages
 from torchtitan_lite.plan.meter import Meter
-from torchtitan_lite.verify.ranks import RankPool
 
 BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
 MODEL = {  # small, but with activations larger than its weights
@@ -45,24 +38,8 @@ MODEL = {  # small, but with activations larger than its weights
     "model.ffn_dim": 352,
     "model.vocab_size": 512,
 }
-BFLOAT16_LONG = {"training.seq_len": 1024, BATCH: 2, MODE: "full", **BFLOAT16}
 STEPS_ON_GLOO = 2
 A_STEP = "a step that is measured"
-LAYOUTS = {
-    "one rank": (1, {BATCH: 8}),
-    "dp2 x tp2": (4, {TP: 2, BATCH: 4}),
-    "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2, BATCH: 4}),
-    "experts, dp2": (2, {BATCH: 4, **EXPERTS}),
-    "experts, dp2, ep2": (2, {BATCH: 4, **EXPERTS, EP: 2}),
-    "experts, tp2, ep2": (2, {TP: 2, BATCH: 4, **EXPERTS, EP: 2}),
-    "experts, pp2 x dp2 x tp2, ep4": (8, {PP: 2, TP: 2, BATCH: 4, **EXPERTS, EP: 4}),
-}
-RECOMPUTE = {
-    "none": {MODE: "none"},
-    "full": {MODE: "full"},
-    "op": {MODE: "selective"},
-    "every second layer": {MODE: "selective", OPTION: "2"},
-}
 
 
 def plan(world_size: int, overrides: dict, device_type: str = "cpu") -> tuple[Config, ModelArgs, Layout]:
@@ -134,31 +111,3 @@ def follow(events: list) -> list[int]:
 
 def record_memory() -> profile:
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with RankPool(n_ranks=8) as pool:
-        for name, (world_size, keys) in LAYOUTS.items():
-            for recompute, mode in RECOMPUTE.items():
-                run = plan(world_size, {**MODEL, **keys, **mode})
-                on_gloo = pool.run(measure_on_gloo, world_size, *run)
-                for pp_rank in range(run[2].pp):
-                    steps = on_gloo[pp_rank * world_size // run[2].pp]
-                    planned = dry_run(*run, pp_rank=pp_rank).peak_bytes
-                    alone = f"{planned / measure_peak(*run, pp_rank) - 1:+.3%}" if run[2].ep < 2 else "(no counts)"
-                    print(
-                        f"{name:29} recompute {recompute:18} stage {pp_rank}: plan {planned:11,} bytes, against alone "
-                        f"{alone}, on gloo {planned / min(steps) - 1:+.2%} "
-                        f"({planned / max(steps) - 1:+.2%} in the worst of {STEPS_ON_GLOO} steps)",
-                        flush=True,
-                    )
-    for n_threads in (1, 4, 16):
-        torch.set_num_threads(n_threads)
-        run = plan(1, {**MODEL, **BFLOAT16_LONG})
-        planned, alone = dry_run(*run).peak_bytes, measure_peak(*run, 0)
-        print(
-            f"one rank, bf16, recompute full, threads {n_threads}: plan {planned:,} bytes, against alone "
-            f"{planned / alone - 1:+.3%}",
-            flush=True,
-        )

@@ -179,30 +179,28 @@ def test_an_uneven_load_is_that_of_a_dry_run(imbalance):
     assert closed[1] - closed[0] == pytest.approx(peaks[1] - peaks[0], rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("keys", "error"),
-    [
-        ([f"--{PP}=4", "--training.local_batch_size=8"], 0.02),
-        pytest.param(["--activation_checkpoint.mode=none"], 0.02, marks=pytest.mark.slow),  # half a minute each
-        pytest.param([], 0.03, marks=pytest.mark.slow),
-        pytest.param(["--activation_checkpoint.mode=full"], 0.07, marks=pytest.mark.slow),
-    ],
-)
-def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_the_8b(keys, error):
-    assert_memory_of_a_dry_run(["--config", "llama3_8b", *keys], 8, error)
+NONE, FULL, BY_OP = (f"--{MODE}={mode}" for mode in ("none", "full", "selective"))
+LARGE = [  # config | GPUs | keys | error
+    ("llama3_8b", 8, [f"--{PP}=4", f"--{BATCH}=8"], 0.02),
+    ("mixtral_8x22b", 2048, [], 0.02),
+    ("qwen3_30b_a3b", 64, ["--model.n_layers=12"], 0.02),
+]
+LARGE_AND_SLOW = [  # half a minute each
+    ("llama3_8b", 8, [NONE], 0.02),
+    ("llama3_8b", 8, [], 0.03),
+    ("llama3_8b", 8, [FULL], 0.07),
+    ("mixtral_8x22b", 2048, [NONE], 0.02),
+    ("qwen3_30b_a3b", 64, [NONE], 0.02),
+    ("qwen3_30b_a3b", 64, [BY_OP], 0.02),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "n_gpus", "keys", "error"),
-    [
-        ("mixtral_8x22b", 2048, [], 0.02),
-        ("qwen3_30b_a3b", 64, ["--model.n_layers=12"], 0.02),
-        pytest.param("mixtral_8x22b", 2048, ["--activation_checkpoint.mode=none"], 0.02, marks=pytest.mark.slow),
-        pytest.param("qwen3_30b_a3b", 64, ["--activation_checkpoint.mode=none"], 0.02, marks=pytest.mark.slow),
-        pytest.param("qwen3_30b_a3b", 64, ["--activation_checkpoint.mode=selective"], 0.02, marks=pytest.mark.slow),
-    ],
+    [*LARGE, *(pytest.param(*row, marks=pytest.mark.slow) for row in LARGE_AND_SLOW)],
 )
-def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_large_mixtures(name, n_gpus, keys, error):
+def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(name, n_gpus, keys, error):
+    """Of the first pp rank."""
     assert_memory_of_a_dry_run(["--config", name, *keys], n_gpus, error)
 
 
@@ -213,7 +211,6 @@ def test_a_split_backward_keeps_what_waits_for_the_gradients_of_weights(mode):
 
 
 def assert_memory_of_a_dry_run(args: list[str], n_gpus: int, error: float, pp_rank: int = 0) -> None:
-    """Compare the closed form of a pp rank with its dry run."""
     planned = plan_run(args, n_gpus, "cuda")
     memory = list_memory(planned.describe_workload(), plan_order(planned.config.parallelism, planned.layout))
     assert memory[pp_rank].live == pytest.approx(planned.dry_run(pp_rank).peak_bytes, rel=error)

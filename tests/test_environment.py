@@ -57,7 +57,6 @@ class Checkout(RunCheckout):
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        self.take_real("torchtitan_lite/__init__.py")
         self.write("pyproject.toml", 'dependencies = [\n    "alpha>=1,<2",\n]\ntest = [\n    "beta",\n]\n')
         self.write("constraints.txt", "alpha==1.5\n")
         self.variables["HOME"] = str(folder)

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import FLAVORS
-from torchtitan_lite.config.float8_plan import describe_float8, list_linears, plan_float8
+from torchtitan_lite.config.flavors import FLAVORS, list_linears, plan_float8
 from torchtitan_lite.config.hardware import GIB, Machine
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.messages import ConfigError
@@ -28,7 +27,7 @@ from torchtitan_lite.config.schema import Checkpoint, Float8
 from torchtitan_lite.model.float8_linear import RECIPES, Float8Linear
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.parallel.float8 import Float8GatheredWeight, ParallelFloat8Linear, apply_float8, find_amax
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.preflight import describe_float8, preflight
 
 # ---------------------------------------------------------------- one linear layer
 
@@ -221,11 +220,11 @@ def test_the_plan_knows_every_linear_layer_of_the_model_but_the_head(flavor):
 
 def test_layers_are_left_out_by_name_and_by_dims_on_every_rank():
     linears = {"layers.0.attention.wq": (64, 64), "layers.0.attention.wk": (32, 64), "layers.1.attention.wk": (24, 64)}
-    plan = plan_float8(linears, Float8(), tp=1)
+    plan = plan_float8(linears, ["output"], tp=1)
     assert plan.fqns == ("layers.0.attention.wq", "layers.0.attention.wk")
     assert plan.skipped == {"layers.1.attention.wk": "24 x 64 is not in multiples of 16"}
-    assert plan_float8(linears, Float8(), tp=4).fqns == ("layers.0.attention.wq",)
-    assert plan_float8(linears, Float8(filter_fqns=["wq", "layers.1"]), tp=1).fqns == ("layers.0.attention.wk",)
+    assert plan_float8(linears, ["output"], tp=4).fqns == ("layers.0.attention.wq",)
+    assert plan_float8(linears, ["wq", "layers.1"], tp=1).fqns == ("layers.0.attention.wk",)
 
 
 def test_the_layers_of_the_plan_are_those_that_compute_in_float8():
@@ -234,7 +233,7 @@ def test_the_layers_of_the_plan_are_those_that_compute_in_float8():
         model = Llama3(TABLE_SHAPE)
     apply_float8(model, section, 1)
     swapped = {fqn for fqn, module in model.named_modules() if isinstance(module, Float8Linear)}
-    assert swapped == set(plan_float8(list_linears(TABLE_SHAPE), section, 1).fqns) and len(swapped) == 18
+    assert swapped == set(plan_float8(list_linears(TABLE_SHAPE), section.filter_fqns, 1).fqns) and len(swapped) == 18
 
 
 # ---------------------------------------------------------------- config

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.repository import REPOSITORY
+from torchtitan_lite import REPOSITORY
 
 OF_PACKAGE = [path for path in (REPOSITORY / "torchtitan_lite").rglob("*") if path.suffix in (".py", ".md")]
 SHIPPED = ["train.py", "run_train.sh", "pyproject.toml", "assets/tokenizer/tokenizer.model"]

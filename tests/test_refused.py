@@ -5,6 +5,7 @@ from unittest.mock import patch
 import compare
 import pytest
 import torch
+from layouts import COMPILED, CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TIED, ZERO
 
 from torchtitan_lite.config import layout
 from torchtitan_lite.config.checks import REFUSED
@@ -12,17 +13,12 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.verify.ranks import RankFailure
 
-PP, SCHEDULE = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_schedule"
-ZERO, MODE = "parallelism.zero_stage", "activation_checkpoint.mode"
-CP, METHOD = "parallelism.context_parallel_degree", "parallelism.context_parallel_rotate_method"
-
-COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
-SPLIT, RING = {PP: 2, SCHEDULE: "ZBVZeroBubble"}, {CP: 2, METHOD: "ring"}
+SPLIT = {PP: 2, SCHEDULE: "ZBVZeroBubble"}
 
 # Row of REFUSED, a run that it refuses: ranks, keys, and how it fails: words of the crash, or the wrong measure
 RESHARDING = "split backward with resharding"
 RUNS = [
-    ("tied embeddings over stages", 2, {PP: 2, "model.tie_embeddings": True}, "has no attribute 'weight'"),
+    ("tied embeddings over stages", 2, {PP: 2, **TIED}, "has no attribute 'weight'"),
     (RESHARDING, 4, {**SPLIT, ZERO: 3, MODE: "none"}, "no gradient for"),
     *(  # slow: the same rule, with the other schedules that split the backward
         pytest.param(RESHARDING, 4, {PP: 2, SCHEDULE: name, ZERO: 3, MODE: "none"}, symptom, marks=pytest.mark.slow)
@@ -30,7 +26,7 @@ RUNS = [
     ),
     ("split backward with per-op recompute", 2, {**SPLIT, MODE: "selective"}, "backward an extra time"),
     ("split backward with compile", 2, {**SPLIT, MODE: "none", **COMPILED}, "Output gradient: None"),
-    ("attention that the method of context parallel lacks", 2, {**RING, "model.attention": "document"}, "KeyError"),
+    ("attention that the method of context parallel lacks", 2, {CP: 2, **RING, **DOCUMENTS}, "KeyError"),
 ]
 
 

@@ -71,10 +71,9 @@ class Checkout:
         self.folder.mkdir(parents=True)
         self.write("run_train.sh", (REPOSITORY / "run_train.sh").read_text(encoding="utf-8"), executable=True)
         self.take_real("torchtitan_lite/environment.py")
-        self.take_real("torchtitan_lite/repository.py")
         self.write("pyproject.toml", "dependencies = [\n]\n")  # the Python of these tests will do
         self.write("train.py", "")
-        self.write("torchtitan_lite/__init__.py", "")
+        self.take_real("torchtitan_lite/__init__.py")
         self.write("torchtitan_lite/__main__.py", STUB_CHECK)
         self.write("torchtitan_lite/launch.py", STUB_LAUNCH)
         self.write("bin/srun", STUB_SRUN, executable=True)

@@ -12,8 +12,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.checks import find_problems
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.pipeline_csv import find_fault
-from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, place_stages, plan_stages
+from torchtitan_lite.config.pipeline_plan import check_microbatches, find_fault, name_modules, place_stages, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism
 
 CSV = "parallelism.pipeline_parallel_schedule_csv"
@@ -163,10 +162,6 @@ def test_listed_stages_are_as_many_as_the_schedule_file_has(tmp_path):
     _, (problem,) = plan_stages(listed, 4)
     assert problem.remedy == "List 2 stages"
     assert plan_stages(replace(listed, module_fqns_per_model_part=GIVEN), 4)[1] == []
-
-
-def test_a_missing_schedule_file_is_refused():
-    assert "cannot be read" in find_fault("nowhere.csv", 2)
 
 
 @pytest.mark.parametrize("text", [pytest.param(GPIPE, marks=pytest.mark.slow), SPLIT])

@@ -1,6 +1,7 @@
 """torchtitan_lite: Llama 3 on a DeviceMesh, proven on a laptop, then scaled. Start reading at train.py."""
 
 import sys
+from pathlib import Path
 
 if sys.version_info < (3, 10):  # before anything that an older Python does not know
     sys.exit(
@@ -8,3 +9,9 @@ if sys.version_info < (3, 10):  # before anything that an older Python does not 
             sys.executable, *sys.version_info[:2]
         )
     )
+
+# Where the files beside the package are: train.py, run_train.sh, configs/, assets/, pyproject.toml.
+PACKAGE = Path(__file__).resolve().parent
+SHIPPED = PACKAGE / "shipped"  # pip installs them here, as pyproject.toml says; a checkout has no such folder
+IS_INSTALLED = SHIPPED.is_dir()
+REPOSITORY = SHIPPED if IS_INSTALLED else PACKAGE.parent

@@ -20,7 +20,7 @@ import subprocess
 import sys
 from importlib import metadata
 
-from torchtitan_lite.repository import IS_INSTALLED, REPOSITORY
+from torchtitan_lite import IS_INSTALLED, REPOSITORY
 
 try:  # tensorboard needs packaging, so that a Python without it lacks packages
     from packaging.requirements import Requirement

@@ -15,8 +15,7 @@ from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps, rea
 from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.certificates import describe_coverage, find_certificate
 from torchtitan_lite.config.checks import find_problems
-from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.float8_plan import describe_float8
+from torchtitan_lite.config.flavors import ModelArgs, describe_skipped, list_linears, plan_float8
 from torchtitan_lite.config.hardware import Machine, find_missing_compiler
 from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
@@ -24,9 +23,16 @@ from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Compile, Config, Metrics, Parallelism, with_value
 from torchtitan_lite.data.corpus_folder import DATASETS, DOWNLOADS, check_corpora, check_weights
 from torchtitan_lite.data.vocabulary import Vocabulary
-from torchtitan_lite.file_checks import check_files
-from torchtitan_lite.run_config import find_resumed_step, read_run_config
-from torchtitan_lite.weights_checks import PATH, check_export, check_initial_load, choose_tokenizer, find_weights
+from torchtitan_lite.dump_folder import check_files
+from torchtitan_lite.run_config import (
+    PATH,
+    check_export,
+    check_initial_load,
+    choose_tokenizer,
+    find_resumed_step,
+    find_weights,
+    read_run_config,
+)
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,18 @@ def name_family(key: str) -> str:
     if "batch_size" in key:
         return "batch"
     return "shape" if key.startswith("model.") and key != "model.hf_assets_path" else key
+
+
+def describe_float8(config: Config, args: ModelArgs, tp: int) -> list[str]:
+    """Say at the start of a run how many layers compute in float8, and which do not."""
+    if not config.model.uses_float8:
+        return []
+    section = config.quantize.linear.float8
+    plan = plan_float8(list_linears(args), section.filter_fqns, tp)
+    emulated = ", emulated" if section.emulate else ""
+    n_layers = len(plan.fqns) + len(plan.skipped)
+    counted = f"{len(plan.fqns)} of {n_layers} linear layers compute in float8 ({section.recipe_name}{emulated})"
+    return ["; not ".join([counted, *describe_skipped(plan)])]
 
 
 # ---------------------------------------------------------------- files, and what this machine has

@@ -25,6 +25,7 @@ from statistics import median
 
 import torch
 
+from torchtitan_lite import IS_INSTALLED, REPOSITORY
 from torchtitan_lite.bench.rounds import Report, measure_rounds, read_clocks, read_setting
 from torchtitan_lite.bench.step import build_trainer, make_batch, one_rank_group
 from torchtitan_lite.components.metrics import read_peak_memory
@@ -37,7 +38,6 @@ from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRSchedu
 from torchtitan_lite.config.workload import describe_workload
 from torchtitan_lite.parallel.mesh import choose_device
 from torchtitan_lite.processes import end_with_parent
-from torchtitan_lite.repository import IS_INSTALLED, REPOSITORY
 from torchtitan_lite.verify.reduction import override
 
 SECONDS = 9 * 60 - 20  # for the whole table

@@ -23,6 +23,7 @@ from random import Random
 import torch
 import torch.distributed as dist
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.bench.rounds import BenchFailed, Report, measure_rounds, read_setting
 from torchtitan_lite.bench.step import one_rank_group
 from torchtitan_lite.checkpoint.manifest import HASH_BYTES, find_steps
@@ -32,7 +33,6 @@ from torchtitan_lite.config.schema import Checkpoint, Training
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import SampleReader, SampleStream
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.repository import REPOSITORY
 
 TENSOR_BYTES, BLOCK_BYTES = 16 * 2**20, 2**20
 TOKENIZER = "assets/tokenizer"

@@ -1,23 +1,15 @@
 """The case of one run: its config and what was planned from it, as the conditions and texts of checks.py read it."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from torchtitan_lite.config.choices import ATTENTIONS
-from torchtitan_lite.config.flavors import ROPE_KEYS, MixtureArgs, ModelArgs
-from torchtitan_lite.config.float8_plan import Float8Plan, list_linears, plan_float8, uses_float8
+from torchtitan_lite.config.flavors import ROPE_KEYS, Float8Plan, MixtureArgs, ModelArgs, list_linears, plan_float8
 from torchtitan_lite.config.hardware import Machine
-from torchtitan_lite.config.pipeline_csv import find_fault
-from torchtitan_lite.config.pipeline_plan import splits_backward
-from torchtitan_lite.config.schema import Config, Float8, Parallelism
-
-
-def stage_of_reshard(parallelism: Parallelism) -> int | None:
-    """Return the ZeRO stage that fsdp_reshard_after_forward means: always 3, never 2 (1 under PP); None: no stage."""
-    never = 1 if parallelism.pipeline_parallel_degree > 1 else 2
-    return {"always": 3, "never": never, "default": None}[parallelism.fsdp_reshard_after_forward]
+from torchtitan_lite.config.pipeline_plan import find_fault, splits_backward
+from torchtitan_lite.config.schema import Config, Float8
 
 
 def find_multiples(unit: int, number: int) -> list[int]:
@@ -63,11 +55,6 @@ class Case:
     @property
     def mixture(self) -> MixtureArgs:
         return self.model_args.mixture
-
-    @property
-    def mixture_keys(self) -> list[str]:
-        """Keys of [model] about experts that are given."""
-        return [f.name for f in fields(MixtureArgs) if getattr(self.model, f.name) is not None]
 
     @property
     def ep(self) -> int:
@@ -122,11 +109,6 @@ class Case:
             fitting.append(f"NGPU={prod(self.degrees.values())}")
         return ", or ".join(fitting)
 
-    @property
-    def reshard_stage(self) -> int | None:
-        """The ZeRO stage that fsdp_reshard_after_forward means; None: no stage."""
-        return stage_of_reshard(self.parallelism)
-
     # ---------------------------------------------------------------- batch and sequence
 
     @property
@@ -174,13 +156,15 @@ class Case:
     @cached_property
     def float8(self) -> Float8Plan | None:
         """The linear layers that compute in float8; None where the run has no float8."""
-        has_float8 = uses_float8(self.config)
-        return plan_float8(list_linears(self.model_args), self.float8_section, self.tp) if has_float8 else None
+        has_float8 = self.model.uses_float8
+        return (
+            plan_float8(list_linears(self.model_args), self.float8_section.filter_fqns, self.tp) if has_float8 else None
+        )
 
     @property
     def gathers_float8(self) -> bool:
         """Whether weights are gathered in float8."""
-        return uses_float8(self.config) and self.float8_section.enable_fsdp_float8_all_gather
+        return self.model.uses_float8 and self.float8_section.enable_fsdp_float8_all_gather
 
     @property
     def has_bfloat16_moments(self) -> bool:

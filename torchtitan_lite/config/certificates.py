@@ -17,11 +17,11 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from torchtitan_lite import PACKAGE
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
 
 FOLDER = Path("outputs/certificates")  # from the working directory, as training.cache_folder
-PACKAGE = Path(__file__).resolve().parents[1]
 # Paths, what is printed and saved, data, seed and the number of steps do not decide whether a layout computes what one
 # device would.
 NOT_IN_THE_KEY = {

@@ -22,8 +22,14 @@ from math import prod
 
 from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.choices import OPTIMIZERS
-from torchtitan_lite.config.flavors import ROPE_KEYS, MixtureArgs, ModelArgs, find_expert_dim
-from torchtitan_lite.config.float8_plan import BLOCK, describe_skipped, uses_float8
+from torchtitan_lite.config.flavors import (
+    FLOAT8_BLOCK,
+    ROPE_KEYS,
+    MixtureArgs,
+    ModelArgs,
+    describe_skipped,
+    find_expert_dim,
+)
 from torchtitan_lite.config.hardware import lacks_float8
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.schema import Config, get_value
@@ -98,7 +104,7 @@ RULES: dict[str, list[Rule]] = {
     "mixture": [
         *(
             Rule(f"model.{field.name}",
-                lambda c, key=field.name: c.model_args.mixture is None and key in c.mixture_keys,
+                lambda c, key=field.name: c.model_args.mixture is None and getattr(c.model, key) is not None,
                 "the layers of this flavor have no experts",
                 'Set model.flavor = "debug_moe" or another flavor with experts, or leave it out')
             for field in fields(MixtureArgs)
@@ -131,11 +137,11 @@ RULES: dict[str, list[Rule]] = {
             "it does not divide training.local_batch_size = {training.local_batch_size}",
             "Use a divisor of it, 1 for instance"),
         Rule("parallelism.zero_stage",
-            lambda c: c.parallelism.zero_stage not in ("auto", c.reshard_stage) and c.reshard_stage,
-            "fsdp_reshard_after_forward = {parallelism.fsdp_reshard_after_forward!r} means {reshard_stage}",
+            lambda c: (stage := c.parallelism.reshard_stage) and c.parallelism.zero_stage not in ("auto", stage),
+            "fsdp_reshard_after_forward = {parallelism.fsdp_reshard_after_forward!r} means {parallelism.reshard_stage}",
             "Remove one of the two keys"),
         Rule("parallelism.zero_stage",
-            lambda c: c.is_pipelined and c.parallelism.zero_stage == 2 and c.reshard_stage is None,
+            lambda c: c.is_pipelined and c.parallelism.zero_stage == 2 and c.parallelism.reshard_stage is None,
             "torch's pipeline runtime reduces gradients once per step, so that no rank can shard them before",
             "Use 1, or 3 to shard the parameters too"),
     ],
@@ -201,10 +207,10 @@ RULES: dict[str, list[Rule]] = {
             lambda c: c.float8 and c.model_args.mixture and "experts" not in c.float8_section.filter_fqns,
             "the grouped matmul of experts does not compute in float8 here",
             f'Leave out "float8", or add "experts" to {FLOAT8}.filter_fqns: the rest of the layers computes in it'),
-        Rule("training.seq_len", lambda c: c.float8 and c.tokens_per_microbatch % BLOCK,
-            f"float8 needs a multiple of {BLOCK} tokens in a microbatch of a rank, and the "
+        Rule("training.seq_len", lambda c: c.float8 and c.tokens_per_microbatch % FLOAT8_BLOCK,
+            f"float8 needs a multiple of {FLOAT8_BLOCK} tokens in a microbatch of a rank, and the "
             "{tokens_per_microbatch} tokens here (cp {cp}) are none",
-            lambda c: f"Use a multiple of {BLOCK * c.cp}"),
+            lambda c: f"Use a multiple of {FLOAT8_BLOCK * c.cp}"),
         Rule(f"{FLOAT8}.recipe_name", lambda c: c.gathers_float8 and c.float8_section.recipe_name != "tensorwise",
             "a weight that is gathered in float8 has one scale, and this recipe needs one for each row",
             f'Set {FLOAT8}.enable_fsdp_float8_all_gather = false, or use "tensorwise"'),
@@ -294,7 +300,7 @@ RULES: dict[str, list[Rule]] = {
             "torch records allocations of CUDA memory only, and this machine has no GPU",
             "Set it to false: metrics.jsonl has the peak memory of every logged step"),
         Rule("model.converters",
-            lambda c: uses_float8(c.config) and not c.float8_section.emulate and lacks_float8(c.machine),
+            lambda c: c.model.uses_float8 and not c.float8_section.emulate and lacks_float8(c.machine),
             "{machine.name} does not multiply in float8, which needs compute capability 8.9",
             f'Leave out "float8", or set {FLOAT8}.emulate = true: its rounding, without its speed'),
     ],

@@ -6,17 +6,93 @@ the same parser.
 """
 
 import argparse
+import math
 import os
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
-from torchtitan_lite.config.parsers import OF_THE_CONFIG, make_parser, number
-from torchtitan_lite.repository import REPOSITORY
+from torchtitan_lite import REPOSITORY
+from torchtitan_lite.config.messages import show_text
 
+MOST_OPTIONS = 1000  # argparse takes a time that grows with the square of their number
+OF_THE_CONFIG = """config:
+  --config NAME_OR_PATH  a bare name in configs/, or the path of a TOML file; default: debug
+  --section.key VALUE    any key of it; `python -m torchtitan_lite check --keys` prints them all
+"""
+NO_CONFIG = "config: none; --config is for tools that build a run.\n"
 LAYOUT_ONLY = """config: none; the model is that of SOURCE.
   --section.key VALUE    any key of [parallelism], and of [training] seq_len, local_batch_size, mixed_precision_param,
                          loss_chunk_tokens, cache_folder
 """
+STATUS = "Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."
+
+
+class BoundedParser(ArgumentParser):
+    """argparse that refuses an endless command line, and shows only part of it."""
+
+    def parse_known_args(self, args: list[str], namespace: Namespace | None = None) -> tuple[Namespace, list[str]]:
+        n_options = sum(arg.startswith("-") for arg in args)
+        if n_options > MOST_OPTIONS:
+            self.error(f"there are {n_options:,} options, and at most {MOST_OPTIONS:,} are read")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(show_text(message, 400))
+
+
+def make_parser(name: str, description: str, epilog: str, *, config: str = NO_CONFIG) -> ArgumentParser:
+    """Make the parser of a tool. No option may be shortened, because it could then be a key of the config."""
+    return BoundedParser(
+        f"python -m torchtitan_lite {name}",
+        description=description.strip(),
+        epilog=f"{config}\n{epilog}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def number(kind: type, low: float, high: float = math.inf, *, but: float = math.inf) -> Callable[[str], float]:
+    """Return the type of an argument: a finite number from `low` to `high`, except `but`."""
+
+    def parse(text: str) -> float:
+        bounds = f"of {low} or more" if high == math.inf else f"from {low} to {high}"
+        bounds += f", but not {but}" * (but != math.inf)
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (low <= value <= high and value not in (but, math.inf)):
+            whole = "whole " if kind is int else ""
+            raise ArgumentTypeError(f"{text!r} is not a {whole}number {bounds}")
+        return value
+
+    return parse
+
+
+# ---------------------------------------------------------------- options of several tools
+
+
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def add_imbalance(parser: ArgumentParser) -> None:
+    help = "tokens of the most loaded of the ranks that share experts, over their mean; default: 1.0, all equal"
+    parser.add_argument("--imbalance", type=number(float, 1), default=1.0, metavar="X", help=help)
+
+
+def add_source(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help="checkpoint, run, or Hugging Face folder")
+    add("--tokenizer", metavar="FOLDER", help="in the place of the one that SOURCE names")
+    add("--no-verify", action="store_true", help="do not compare a checkpoint with its manifest")
+    add("--json", action="store_true", help="print for programs")
+
+
+# ---------------------------------------------------------------- tools
 
 
 def make_check_parser() -> ArgumentParser:
@@ -52,11 +128,6 @@ It checks the config, then starts one process per rank with torchrun."""
     epilog = f"""Environment: NGPU (ranks per host), and what `bash {REPOSITORY / "run_train.sh"} --help`
 lists: several hosts, Slurm, restarts. Exit status: 0 trained, 2 refused by check, 1 anything else."""
     return make_parser("train", description, epilog, config=OF_THE_CONFIG)
-
-
-def count_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def make_prepare_parser() -> ArgumentParser:
@@ -167,11 +238,6 @@ measured (metrics.measure_ledger)."""
     return parser
 
 
-def add_imbalance(parser: ArgumentParser) -> None:
-    help = "tokens of the most loaded of the ranks that share experts, over their mean; default: 1.0, all equal"
-    parser.add_argument("--imbalance", type=number(float, 1), default=1.0, metavar="X", help=help)
-
-
 def make_explain_parser() -> ArgumentParser:
     description = """
 Who holds which slice of which weight? What do ranks exchange in a step, and which line causes it?
@@ -207,19 +273,14 @@ The files of SOURCE say what it is. The first kind is for transformers and other
 folder itself too: --checkpoint.initial_load_in_hf.)
 
 One tensor at a time is in memory, so that the model may be larger than that. OUT is whole or absent."""
-    parser = make_parser(
-        "convert", description, "Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."
-    )
+    parser = make_parser("convert", description, STATUS)
     add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE", help="checkpoint, run, or Hugging Face folder")
-    add("out", type=Path, metavar="OUT", help="the folder to make")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, help="of all weights; by default that of the source")
-    add("--tokenizer", metavar="FOLDER", help="in the place of the one that SOURCE names")
     help = "size of a file, at most; a larger tensor has one of its own (%(default)s)"
     add("--file-gb", type=number(float, 0, but=0), default=5.0, metavar="N", help=help)
-    add("--no-verify", action="store_true", help="do not compare a checkpoint with its manifest")
-    add("--json", action="store_true", help="print the result for programs")
+    add_source(parser)
+    add("out", type=Path, metavar="OUT", help="the folder to make")
     return parser
 
 
@@ -233,10 +294,9 @@ is read from standard input. The text goes to standard output, prompt first; pro
     epilog = """Sample number i is drawn with seed + i, so that it can be had again alone: --seed SEED+i.
 Ends at a token that ends a text (of the tokenizer, or of a generation_config.json beside it or the weights), after
 --max-new-tokens, or where the context is full.
-Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."""
-    parser = make_parser("generate", description, epilog)
+"""
+    parser = make_parser("generate", description, epilog + STATUS)
     add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE", help="checkpoint, run, or Hugging Face folder")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-file", metavar="FILE", help="text in UTF-8; - is standard input")
@@ -251,9 +311,7 @@ Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."""
         add(flag, type=kind, default=default, metavar=metavar, help=f"{meaning} (%(default)s)")
     help = "tokens that prompt and answer may have together; by default what the model was trained with"
     add("--context", type=number(int, 1), metavar="N", help=help)
-    add("--tokenizer", metavar="FOLDER", help="in the place of the one that SOURCE names")
-    add("--no-verify", action="store_true", help="do not compare a checkpoint with its manifest")
-    add("--json", action="store_true", help="print for programs, when all is done")
+    add_source(parser)
     return parser
 
 
@@ -266,10 +324,8 @@ that do not overlap; every token but a document's first counts once. The number 
 --parallelism.tensor_parallel_degree 2 and the like choose; bits per byte are the same measure for every tokenizer.
 
 On several GPUs: torchrun --nproc-per-node 8 -m torchtitan_lite eval SOURCE ..."""
-    epilog = "Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."
-    parser = make_parser("eval", description, epilog, config=LAYOUT_ONLY)
+    parser = make_parser("eval", description, STATUS, config=LAYOUT_ONLY)
     add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE", help="checkpoint, run, or Hugging Face folder")
     subject = parser.add_mutually_exclusive_group(required=True)
     help = "text file, folder of texts, prepared corpus, .bin file of token ids, or python_stdlib"
     subject.add_argument("--data", type=Path, metavar="DATA", help=help)
@@ -278,9 +334,7 @@ On several GPUs: torchrun --nproc-per-node 8 -m torchtitan_lite eval SOURCE ..."
     add("--split", choices=("validation", "train"), help="of a prepared corpus; default: validation, what it holds out")
     help = "processes of this CPU; default: what the degrees multiply to"
     add("--ranks", type=int, choices=range(1, 65), metavar="N", help=help)
-    add("--tokenizer", metavar="FOLDER", help="in the place of the one that SOURCE names")
-    add("--no-verify", action="store_true", help="do not compare a checkpoint with its manifest")
-    add("--json", action="store_true", help="print for programs")
+    add_source(parser)
     return parser
 
 

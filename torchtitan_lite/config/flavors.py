@@ -1,4 +1,4 @@
-"""Sizes of the models ("flavors"), what a block consists of, and what follows from these alone: parameters and FLOPs.
+"""Sizes of the models ("flavors"), what a block consists of, and what follows: parameters, FLOPs, layers in float8.
 
 Legend: D model dim, L layers, H query heads, K key/value heads, E head dim, F ffn dim, V vocabulary, S sequence.
 Published parameter counts that the tests compare with: the model cards of Llama 3.1 8B / 70B / 405B, Llama 3.2 1B / 3B,
@@ -84,21 +84,12 @@ def mixtral(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> ModelArgs:
     return ModelArgs(dim, n_layers, n_heads, 8, 128, ffn_dim, 32000, rope_theta=1e6, mixture=mixture)
 
 
-def qwen3(
-    dim: int,
-    n_layers: int,
-    n_heads: int,
-    n_kv_heads: int,
-    ffn_dim: int,
-    *,
-    tied: bool = False,
-    expert_ffn_dim: int | None = None,
-) -> ModelArgs:
+def qwen3(*numbers: int, tied: bool = False, expert_ffn_dim: int | None = None) -> ModelArgs:
     """Return a Qwen3 (arXiv:2505.09388): heads of 128 whatever `dim` is, QK-norm; with experts 8 of 128 a token."""
+    dim, n_layers, n_heads, n_kv_heads, ffn_dim = numbers
     mixture = MixtureArgs(n_experts=128, top_k=8, expert_ffn_dim=expert_ffn_dim) if expert_ffn_dim else None
-    numbers = dim, n_layers, n_heads, n_kv_heads, 128, ffn_dim, 151936
-    family = {"norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True}
-    return ModelArgs(*numbers, **family, tie_embeddings=tied, mixture=mixture)
+    family = {"norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True, "tie_embeddings": tied, "mixture": mixture}
+    return ModelArgs(dim, n_layers, n_heads, n_kv_heads, 128, ffn_dim, 151936, **family)
 
 
 FLAVORS = {
@@ -143,18 +134,8 @@ class BlockModule:
     split: Literal["colwise", "rowwise", "sequence", "heads", "router", "experts"] = "sequence"
 
     @property
-    def is_linear(self) -> bool:
-        """Whether it is a linear layer; those of the experts are not."""
-        return len(self.weight) == 2
-
-    @property
     def is_norm(self) -> bool:
         return len(self.weight) == 1
-
-    @property
-    def is_split(self) -> bool:
-        """Whether each tp rank holds a part."""
-        return self.split in ("colwise", "rowwise")
 
 
 def list_llama_block(args: ModelArgs, mixture: MixtureArgs | None = None) -> list[BlockModule]:
@@ -215,29 +196,40 @@ def list_block(args: ModelArgs, *, mixture: bool = False) -> list[BlockModule]:
 
 
 def count_layer_parameters(
-    args: ModelArgs, *, mixture: bool = False, tp: int = 1, linear_only: bool = False, experts: bool = True
+    args: ModelArgs, *, mixture: bool = False, tp: int = 1, linear_only: bool = False, experts: int | None = None
 ) -> int:
-    """Return the parameters of one block that one of `tp` ranks holds. Without `experts`: those of the rest of it."""
-    return sum(
-        prod(module.weight) // (tp if module.is_split else 1)
-        for module in list_block(args, mixture=mixture)
-        if (experts or module.split != "experts") and not (linear_only and module.is_norm)
-    )
+    """Return the parameters of one block that one of `tp` ranks holds. `experts`: how many count; None: all."""
+    n_parameters = 0
+    for module in list_block(args, mixture=mixture):
+        if module.split == "experts" and experts is not None:
+            n_parameters += experts * prod(module.weight[1:])
+        elif not (linear_only and module.is_norm):
+            n_parameters += prod(module.weight) // (tp if module.split in ("colwise", "rowwise") else 1)
+    return n_parameters
+
+
+def count_all_layers(args: ModelArgs, *, linear_only: bool = False, experts: int | None = None) -> int:
+    """Return the parameters of all blocks, counted as above."""
+    n_of = {True: args.n_mixture_layers, False: args.n_layers - args.n_mixture_layers}
+    counted = {"linear_only": linear_only, "experts": experts}
+    return sum(n * count_layer_parameters(args, mixture=mixture, **counted) for mixture, n in n_of.items() if n)
+
+
+def list_experts(args: ModelArgs) -> list[tuple[int, ...]]:
+    """List the sizes (experts, in, out) of the matrices of a mixture; none without experts."""
+    block = list_block(args, mixture=True) if args.mixture else []
+    return [module.weight for module in block if module.split == "experts"]
 
 
 def count_expert_parameters(args: ModelArgs) -> int:
     """Return the parameters of one expert; 0 without experts."""
-    if args.mixture is None:
-        return 0
-    experts = [module for module in list_block(args, mixture=True) if module.split == "experts"]
-    return sum(prod(module.weight[1:]) for module in experts)
+    return sum(prod(sizes[1:]) for sizes in list_experts(args))
 
 
 def find_expert_dim(args: ModelArgs, ep: int, n_ranks: int) -> int | None:
     """Return the first dim of the experts (E/ep, in, out) that FSDP's `n_ranks` can share evenly, or None."""
     for dim in range(3):
-        sizes = [module.weight[dim] for module in list_block(args, mixture=True) if module.split == "experts"]
-        if all(size // (ep if dim == 0 else 1) % n_ranks == 0 for size in sizes):
+        if all(sizes[dim] // (ep if dim == 0 else 1) % n_ranks == 0 for sizes in list_experts(args)):
             return dim
     return None
 
@@ -248,13 +240,8 @@ def count_parameters(args: ModelArgs, *, active: bool = False) -> int:
     `active`: of those that a token passes through, which of the experts are top_k.
     """
     n_matrices = 1 if args.tie_embeddings else 2  # over the vocabulary
-    n_mixtures = args.n_mixture_layers
-    of_layers = (args.n_layers - n_mixtures) * count_layer_parameters(args)
-    if n_mixtures:
-        of_layers += n_mixtures * count_layer_parameters(args, mixture=True)
-        idle = args.mixture.n_experts - args.mixture.top_k
-        of_layers -= n_mixtures * idle * count_expert_parameters(args) * active
-    return of_layers + (n_matrices * args.vocab_size + 1) * args.dim
+    experts = args.mixture.top_k if args.mixture and active else None
+    return count_all_layers(args, experts=experts) + (n_matrices * args.vocab_size + 1) * args.dim
 
 
 @dataclass(frozen=True)
@@ -272,11 +259,59 @@ def count_flops_per_token(args: ModelArgs, seq_len: int) -> FlopsPerToken:
     matmul, and of the experts only those that a token is routed to count. Both conventions are in use: 57.9 GFLOP
     (full) and 51.5 (causal) for the 8B at 8,192 tokens.
     """
-    n_mixtures = args.n_mixture_layers
-    matmul_weights = (args.n_layers - n_mixtures) * count_layer_parameters(args, linear_only=True)
-    if n_mixtures:
-        of_mixture = count_layer_parameters(args, mixture=True, linear_only=True, experts=False)
-        matmul_weights += n_mixtures * (of_mixture + args.mixture.top_k * count_expert_parameters(args))
-    matmul_weights += args.vocab_size * args.dim
+    experts = args.mixture.top_k if args.mixture else None
+    matmul_weights = count_all_layers(args, linear_only=True, experts=experts) + args.vocab_size * args.dim
     attention = 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
     return FlopsPerToken(full=6 * matmul_weights + attention, causal=6 * matmul_weights + attention // 2)
+
+
+# ---------------------------------------------------------------- float8
+
+FLOAT8_BLOCK = 16  # the matrix units take float8 in blocks of this size
+
+
+@dataclass(frozen=True)
+class Float8Plan:
+    fqns: tuple[str, ...]  # of the linear layers that compute in float8
+    skipped: dict[str, str]  # FQN -> why not
+
+
+def plan_float8(linears: dict[str, tuple[int, int]], filter_fqns: list[str], tp: int) -> Float8Plan:
+    """Return the layers that compute in float8, and why the others do not.
+
+    `linears`: FQN -> (out, in) features of the whole layer. A filter may be any part of an FQN, as in torchtitan.
+    Every dim of every matmul must be a multiple of FLOAT8_BLOCK, on each rank:
+
+        y  = x  @ w.T    (tokens, in)  x (in, out)       in and out: a layer that has others is skipped, and listed;
+        dx = dy @ w      (tokens, out) x (out, in)       over tp each rank multiplies its slice, so 16 x tp there
+        dw = dy.T @ x    (out, tokens) x (tokens, in)    tokens: one number for all layers, a rule of checks.py
+
+    The head never computes in float8: its logits decide between tokens, and torchtitan's filter leaves it out as well.
+    Nor does a mixture of experts: its grouped matmul has no float8 here.
+    """
+    skipped = {}
+    for fqn, sizes in linears.items():
+        if any(part in fqn for part in filter_fqns):
+            skipped[fqn] = "filter_fqns names it"
+        elif any(size % (FLOAT8_BLOCK * tp) for size in sizes):
+            over = f" x tp {tp}" if tp > 1 else ""
+            skipped[fqn] = f"{sizes[0]} x {sizes[1]} is not in multiples of {FLOAT8_BLOCK}{over}"
+    return Float8Plan(tuple(fqn for fqn in linears if fqn not in skipped), skipped)
+
+
+def list_linears(args: ModelArgs) -> dict[str, tuple[int, int]]:
+    """Return FQN -> (out, in) features of every linear layer except the head, routers and experts."""
+    return {
+        f"layers.{layer}.{module.name}": module.weight
+        for layer in range(args.n_layers)
+        for module in list_block(args, mixture=args.is_mixture(layer))
+        if len(module.weight) == 2 and module.split != "router"
+    }
+
+
+def describe_skipped(plan: Float8Plan) -> list[str]:
+    """List why layers are left out, each kind once: `layers.*.attention.wk: 24 x 64 is not in multiples of 16`."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for fqn, why in plan.skipped.items():
+        kinds.setdefault((fqn.split(".", 2)[2], why), []).append(fqn)
+    return [f"{fqns[0] if len(fqns) == 1 else f'layers.*.{name}'}: {why}" for (name, why), fqns in kinds.items()]

@@ -304,7 +304,7 @@ def read_hardware(file: Path) -> tuple[dict[str, float], list[Problem]]:
             problems.append(Problem(f"hardware.{key}", value, "there is no such key", f"Use {', '.join(near)}"))
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
             problems.append(Problem(f"hardware.{key}", value, "a positive number is needed", "Give it without a unit"))
-        elif key == "node_size" and value != int(value):
+        elif key == "node_size" and value % 1:
             problems.append(
                 Problem(f"hardware.{key}", value, "a whole number of GPUs is needed", "Use 8, for instance")
             )

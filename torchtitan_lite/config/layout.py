@@ -12,12 +12,12 @@ Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 from dataclasses import dataclass, fields, replace
 from math import prod
 
-from torchtitan_lite.config.case import Case, stage_of_reshard
+from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.checks import find_problems, find_refused
 from torchtitan_lite.config.flavors import FLAVORS, ROPE_KEYS, MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import Stages, check_microbatches, place_stages, plan_stages
-from torchtitan_lite.config.schema import Config, Model, Parallelism
+from torchtitan_lite.config.schema import Config, Model, Parallelism, with_value
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 
@@ -36,7 +36,8 @@ def resolve_model(model: Model) -> ModelArgs:
     if scaling:
         numbers = {name: value for name, key in ROPE_KEYS.items() if (value := getattr(model, key)) is not None}
         scaling = replace(scaling, **numbers)
-    mixture = row.mixture and replace(row.mixture, **find_mixture_keys(model))
+    of_experts = {f.name: value for f in fields(MixtureArgs) if (value := getattr(model, f.name)) is not None}
+    mixture = row.mixture and replace(row.mixture, **of_experts)
     args = replace(row, **given, rope_scaling=scaling, mixture=mixture)
     if model.head_dim is None and (model.dim or model.n_heads):
         args = replace(args, head_dim=args.dim // args.n_heads)
@@ -44,11 +45,6 @@ def resolve_model(model: Model) -> ModelArgs:
     if problems := find_problems("model", case) + find_problems("mixture", case):
         raise ConfigError(problems)
     return args
-
-
-def find_mixture_keys(model: Model) -> dict[str, object]:
-    """Return the numbers of MixtureArgs that [model] gives."""
-    return {f.name: value for f in fields(MixtureArgs) if (value := getattr(model, f.name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -139,17 +135,16 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
     param = config.training.mixed_precision_param
     if param == "auto":
         param = "bfloat16" if device_type == "cuda" else "float32"
-    return replace(
-        config,
-        parallelism=replace(
-            config.parallelism,
-            data_parallel_shard_degree=layout.dp_shard,
-            fsdp_reshard_after_forward="default",  # zero_stage has the number
-            zero_stage=layout.zero_stage,
-        ),
-        training=replace(config.training, global_batch_size=layout.global_batch_size, mixed_precision_param=param),
-        lr_scheduler=replace(config.lr_scheduler, total_steps=config.lr_scheduler.total_steps or config.training.steps),
-    )
+    for key, value in {
+        "parallelism.data_parallel_shard_degree": layout.dp_shard,
+        "parallelism.fsdp_reshard_after_forward": "default",  # zero_stage has the number
+        "parallelism.zero_stage": layout.zero_stage,
+        "training.global_batch_size": layout.global_batch_size,
+        "training.mixed_precision_param": param,
+        "lr_scheduler.total_steps": config.lr_scheduler.total_steps or config.training.steps,
+    }.items():
+        config = with_value(config, key, value)
+    return config
 
 
 def plan_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
@@ -175,7 +170,7 @@ def plan_zero_stage(parallelism: Parallelism) -> int:
     """
     if parallelism.zero_stage != "auto":
         return parallelism.zero_stage
-    return stage_of_reshard(parallelism) or (1 if parallelism.pipeline_parallel_degree > 1 else 3)
+    return parallelism.reshard_stage or (1 if parallelism.pipeline_parallel_degree > 1 else 3)
 
 
 def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:

@@ -3,18 +3,28 @@
     placement "loop", pp=2, 4 stages     rank 0: stages 0, 2      rank 1: stages 1, 3
     placement "v",    pp=2, 4 stages     rank 0: stages 0, 3      rank 1: stages 1, 2
 
-Numbers and names only. torch.distributed.pipelining has the order of work of each schedule; a CSV file may have another
-(pipeline_csv.py).
+Numbers and names only. torch.distributed.pipelining has the order of work of each schedule. A CSV file may have
+another, which is run on paper first, because a deadlock would hang thousands of GPUs:
+
+    0F0,0F1,,0B0,0B1        row 1: pp rank 0, which holds stage 0. F forward, B backward, or its halves I and W
+    ,1F0,1B0,1F1,1B1        row 2: pp rank 1. Empty cells are waits; the run finds its own
+
+This is the "compute_only" form of torch's schedules, which add the sends and receives themselves.
 
 Sources: GPipe arXiv:1811.06965; 1F1B, interleaved 2104.04473; breadth first 2211.05953; zero bubble 2401.10241;
 DualPipe 2412.19437.
 """
 
+import csv
+import re
+from collections import defaultdict, deque
 from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
 
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.files import read_regular_file
 from torchtitan_lite.config.messages import Problem
-from torchtitan_lite.config.pipeline_csv import read_rows
 from torchtitan_lite.config.schema import Parallelism
 
 Stages = tuple[tuple[str, ...], ...]  # FQNs of the modules of each stage, first to last
@@ -25,8 +35,7 @@ def splits_backward(parallelism: Parallelism) -> bool:
     if parallelism.pipeline_parallel_degree == 1:
         return False
     if parallelism.pipeline_parallel_schedule_csv:
-        rows = read_rows(parallelism.pipeline_parallel_schedule_csv)
-        return any(action.kind in "IW" for row in rows for action in row)
+        return any(action.kind in "IW" for action in list_csv_actions(parallelism))
     return SCHEDULES[parallelism.pipeline_parallel_schedule].splits_backward
 
 
@@ -70,14 +79,15 @@ def name_modules(layers: range, *, first: bool, last: bool) -> tuple[str, ...]:
 
 
 def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Problem]]:
-    """Return the number of stages that schedule and layers_per_stage make, and what is wrong with it."""
+    """Return the number of stages that schedule and layers_per_stage make, and what is wrong with it.
+
+    The first stage may hold the embedding alone, and the last norm and head. Every other needs a layer.
+    """
     pp, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    schedule, layers_per_stage = SCHEDULES[name], parallelism.pipeline_parallel_layers_per_stage
     if parallelism.pipeline_parallel_schedule_csv:
-        n_stages = count_csv_stages(parallelism)
-        return n_stages, check_enough_layers(n_layers, n_stages, pp, "the CSV schedule")
-    schedule = SCHEDULES[name]
-    layers_per_stage = parallelism.pipeline_parallel_layers_per_stage
-    if layers_per_stage is None:
+        n_stages, name = count_csv_stages(parallelism), "the CSV schedule"
+    elif layers_per_stage is None:
         n_stages = pp * schedule.least_stages_per_rank
     else:
         weights = parallelism.pipeline_parallel_first_stage_less_layers
@@ -90,12 +100,15 @@ def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Pro
         remedy = f"Remove the key, for {pp * schedule.least_stages_per_rank} stages, or choose another schedule"
         key = "parallelism.pipeline_parallel_layers_per_stage"
         return 0, [Problem(key, layers_per_stage, why, remedy)]
-    return n_stages, check_enough_layers(n_layers, n_stages, pp, name)
+    if n_layers < n_stages - 2:
+        why = f"{n_stages} pipeline stages ({pp} pp ranks, {name}) need a layer each, the first and the last excepted"
+        remedy = f"Use a parallelism.pipeline_parallel_degree of at most {max(1, (n_layers + 2) * pp // n_stages)}"
+        return 0, [Problem("model.n_layers", n_layers, why, remedy)]
+    return n_stages, []
 
 
 def count_csv_stages(parallelism: Parallelism) -> int:
-    """Return the number of stages in the schedule file."""
-    return 1 + max(action.stage for row in read_rows(parallelism.pipeline_parallel_schedule_csv) for action in row)
+    return 1 + max(action.stage for action in list_csv_actions(parallelism))
 
 
 def can_run(parallelism: Parallelism, n_stages: int) -> bool:
@@ -105,15 +118,6 @@ def can_run(parallelism: Parallelism, n_stages: int) -> bool:
     schedule = SCHEDULES[parallelism.pipeline_parallel_schedule]
     per_rank, rest = divmod(n_stages, parallelism.pipeline_parallel_degree)
     return not rest and schedule.least_stages_per_rank <= per_rank <= (schedule.most_stages_per_rank or per_rank)
-
-
-def check_enough_layers(n_layers: int, n_stages: int, pp: int, schedule: str) -> list[Problem]:
-    """Find stages without a layer. The first may hold the embedding alone, and the last norm and head."""
-    if n_layers >= n_stages - 2:
-        return []
-    why = f"{n_stages} pipeline stages ({pp} pp ranks, {schedule}) need a layer each, the first and the last excepted"
-    remedy = f"Use a parallelism.pipeline_parallel_degree of at most {max(1, (n_layers + 2) * pp // n_stages)}"
-    return [Problem("model.n_layers", n_layers, why, remedy)]
 
 
 def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
@@ -139,11 +143,11 @@ def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages,
         problems.append(Problem(key, given, why, "Give it one at least"))
     n_stages, per_rank = len(given), SCHEDULES[parallelism.pipeline_parallel_schedule].least_stages_per_rank
     if pp == 1 or not can_run(parallelism, n_stages):
-        csv = parallelism.pipeline_parallel_schedule_csv
-        why = f"it lists {n_stages} stages for {pp} pp ranks under {csv or parallelism.pipeline_parallel_schedule}"
+        file = parallelism.pipeline_parallel_schedule_csv
+        why = f"it lists {n_stages} stages for {pp} pp ranks under {file or parallelism.pipeline_parallel_schedule}"
         remedy = "Raise pipeline_parallel_degree"
         if pp > 1:  # without a pipeline nobody has checked the schedule file
-            remedy = f"List {count_csv_stages(parallelism) if csv else pp * per_rank} stages"
+            remedy = f"List {count_csv_stages(parallelism) if file else pp * per_rank} stages"
         problems.append(Problem(key, given, why, remedy))
     return tuple(tuple(stage) for stage in given), problems
 
@@ -171,8 +175,7 @@ def check_microbatches(
     schedule, rounds = SCHEDULES[name], max(1, n_microbatches // pp)
     why = ""
     if parallelism.pipeline_parallel_schedule_csv:
-        rows = read_rows(parallelism.pipeline_parallel_schedule_csv)
-        written = 1 + max(action.microbatch for row in rows for action in row)
+        written = 1 + max(action.microbatch for action in list_csv_actions(parallelism))
         if written != n_microbatches:
             why = f"the CSV schedule has {written}"
             remedy = f"Choose batch sizes that make {written}, or write another schedule"
@@ -185,3 +188,119 @@ def check_microbatches(
         return []
     why = f"it makes {n_microbatches} microbatches, and {why}"
     return [Problem("training.local_batch_size", local_batch_size, why, remedy)]
+
+
+# ---------------------------------------------------------------- schedules from files
+
+MOST_BYTES = 2**18  # 64 pp ranks with 200 microbatches whose backward is split have 242,000
+CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+
+
+class Action(NamedTuple):
+    """One cell of a CSV schedule: `0F3` is stage 0, forward, microbatch 3."""
+
+    stage: int
+    kind: str  # F forward; B backward, or its halves I (gradients of inputs) and W (of weights)
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+def read_rows(path: str) -> list[list[Action]]:
+    """Return the actions of each pp rank, without the empty cells. Raises ValueError with the reason."""
+    content = read_regular_file(Path(path), MOST_BYTES)
+    rows: list[list[Action]] = []
+    try:
+        for number, cells in enumerate(csv.reader(content.decode().splitlines()), 1):
+            row = []
+            for cell in filter(None, map(str.strip, cells)):
+                if (match := CELL.fullmatch(cell)) is None:
+                    why = "which is no action such as 0F3, 0B3, 0I3, 0W3"
+                    raise ValueError(f"has in line {number} {cell!r:.40}, {why}")
+                row.append(Action(int(match[1]), match[2], int(match[3])))
+            rows.append(row)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"is not CSV: {error}") from None
+    if not any(rows):
+        raise ValueError("has no actions")
+    return rows
+
+
+def list_csv_actions(parallelism: Parallelism) -> list[Action]:
+    return [action for row in read_rows(parallelism.pipeline_parallel_schedule_csv) for action in row]
+
+
+def find_fault(path: str, pp: int) -> str:
+    """Return what is wrong with a schedule file for `pp` ranks, as a predicate ("has no actions"); empty: nothing."""
+    try:
+        rows = read_rows(path)
+    except ValueError as error:
+        return str(error)
+    wrong_number = f"has {len(rows)} rows for {pp} pp ranks" if len(rows) != pp else ""
+    return wrong_number or find_missing_action(rows) or find_deadlock(rows)
+
+
+def find_missing_action(rows: list[list[Action]]) -> str:
+    """Return a stage and microbatch that does not have F and B, or F, I and W, once each; empty: there is none."""
+    ranks_of, kinds = defaultdict(set), defaultdict(list)
+    for rank, row in enumerate(rows):
+        for action in row:
+            ranks_of[action.stage].add(rank)
+            kinds[action.stage, action.microbatch].append(action.kind)
+    for stage, ranks in ranks_of.items():
+        if len(ranks) > 1:
+            return f"has stage {stage} on rows {sorted(rank + 1 for rank in ranks)}, and one rank holds a stage"
+    n_stages, n_microbatches = 1 + max(stage for stage, _ in kinds), 1 + max(microbatch for _, microbatch in kinds)
+    for stage in range(n_stages):
+        for microbatch in range(n_microbatches):
+            found = "".join(sorted(kinds[stage, microbatch]))
+            if found not in ("BF", "FIW"):
+                held = f"microbatch {microbatch} of stage {stage}"
+                return f"has {found or 'nothing'} for {held}, which needs F and B, or F, I and W"
+    return ""
+
+
+def find_deadlock(rows: list[list[Action]]) -> str:
+    """Run the schedule on paper and return the actions that wait for each other; empty: there are none.
+
+    Each rank takes its next action once what that needs is done, on any rank.
+    """
+    last_stage = max(action.stage for row in rows for action in row)
+    done: set[tuple[int, str, int]] = set()
+    next_of = [0] * len(rows)
+    waiting: dict[tuple[int, str, int], list[int]] = defaultdict(list)  # what is not done yet -> ranks that need it
+    ready = deque(range(len(rows)))
+    while ready:
+        rank = ready.popleft()
+        while next_of[rank] < len(rows[rank]):
+            action = rows[rank][next_of[rank]]
+            if missing := needs_of(action, last_stage) - done:
+                waiting[missing.pop()].append(rank)
+                break
+            # B is both halves at once
+            parts = {(action.stage, kind, action.microbatch) for kind in ("IW" if action.kind == "B" else action.kind)}
+            done |= parts
+            next_of[rank] += 1
+            for part in parts:
+                ready.extend(waiting.pop(part, ()))
+    stuck = [
+        f"row {rank + 1} at {row[at]}"
+        for rank, (row, at) in enumerate(zip(rows, next_of, strict=True))
+        if at < len(row)
+    ]
+    return f"deadlocks: {', '.join(stuck)} wait for one another" if stuck else ""
+
+
+def needs_of(action: Action, last_stage: int) -> set[tuple[int, str, int]]:
+    """Return the actions that must be done before this one.
+
+    Forward: the stage before it. Backward: the stage after it, and its own forward. W: its own I.
+    """
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind == "F":
+        return {(stage - 1, "F", microbatch)} if stage else set()
+    if action.kind == "W":
+        return {(stage, "I", microbatch)}
+    after = {(stage + 1, "I", microbatch)} if stage < last_stage else set()
+    return {(stage, "F", microbatch)} | after

@@ -10,6 +10,8 @@ and replaced by its default: the checks that follow still run, and the user sees
 
 import json
 import os
+import re
+import textwrap
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
@@ -17,12 +19,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from torchtitan_lite import REPOSITORY
+from torchtitan_lite.config import schema
 from torchtitan_lite.config.files import check_depth, read_regular_file
-from torchtitan_lite.config.messages import Problem, show_value
-from torchtitan_lite.config.schema import Config, Job, get_value
-from torchtitan_lite.config.torchtitan_keys import ABSENT, Absent, is_torchtitan_key, resolve_alias
-from torchtitan_lite.config.values import WrongValue, accepts_flag, convert
-from torchtitan_lite.repository import REPOSITORY
+from torchtitan_lite.config.messages import ConfigError, Problem, show_value
+from torchtitan_lite.config.schema import Config, Job, get_value, with_value
+from torchtitan_lite.config.torchtitan_keys import ABSENT, OFF, Absent, is_torchtitan_key, resolve_alias
+from torchtitan_lite.config.values import WrongValue, accepts_flag, convert, describe_type
 
 try:
     import tomllib
@@ -81,13 +84,12 @@ def read_config(args: list[str]) -> ConfigReading:
     given |= texts
     old_name = {key: "" if written == key else f" (written as {written})" for key, written in names.items()}
 
-    values, unknown = {}, {}
-    unknown_sections = set()
+    config, unknown, unknown_sections = Config(), {}, set()
     for key, value in given.items():
         section = key.rpartition(".")[0]
         if key in KEYS:
             try:
-                values[key] = convert(KEYS[key], value, is_text=key in texts)
+                config = with_value(config, key, convert(KEYS[key], value, is_text=key in texts))
             except WrongValue as wrong:
                 problems.append(Problem(key, wrong.value, wrong.why + old_name[key], wrong.remedy))
         elif not is_torchtitan_key(key) and section not in unknown_sections:
@@ -97,7 +99,6 @@ def read_config(args: list[str]) -> ConfigReading:
     for n, (key, value) in enumerate(unknown.items()):
         why, remedy = explain_unknown(key) if n < MOST_NAMED else (NO_SUCH_KEY, "Leave it out")
         problems.append(Problem(names[key], value, why, remedy))
-    config = build_section(Config, values)
     for key, value in given.items():
         if key in ABSENT and asks_for(ABSENT[key], value, config, is_text=key in texts):
             why = f"torchtitan_lite does not have this feature{old_name[key]}"
@@ -136,7 +137,9 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | None], list[Proble
             value = rest.popleft()
         section, _, last = name.rpartition(".")
         positive = f"{section}.{last.removeprefix('no_')}"
-        if value is None and last.startswith("no_") and is_flag(resolve_alias(positive)):
+        key = resolve_alias(positive)
+        is_flag = accepts_flag(KEYS.get(key)) or (key in ABSENT and ABSENT[key].off == OFF)
+        if value is None and last.startswith("no_") and is_flag:
             name, value = positive, "false"
         if name == "job.config_file" and not value:
             problems.append(Problem(name, value, "no file is named", "Write --config NAME_OR_PATH"))
@@ -144,11 +147,6 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | None], list[Proble
         texts.pop(name, None)  # of two names of one key, the one written last counts
         texts[name] = value
     return texts, problems
-
-
-def is_flag(key: str) -> bool:
-    """Whether a key is a truth value, ours or torchtitan's."""
-    return accepts_flag(KEYS.get(key)) or (key in ABSENT and ABSENT[key].off == (False,))
 
 
 def read_toml(name: str) -> tuple[dict[str, Any], list[Problem]]:
@@ -207,17 +205,6 @@ def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
 # ---------------------------------------------------------------- what it means
 
 
-def build_section(section: type, values: dict[str, Any], prefix: str = "") -> Any:
-    """Build a section object from values by dotted name, and defaults for the rest."""
-    given = {}
-    for name, annotation in get_type_hints(section).items():
-        if is_dataclass(annotation):
-            given[name] = build_section(annotation, values, f"{prefix}{name}.")
-        elif prefix + name in values:
-            given[name] = values[prefix + name]
-    return section(**given)
-
-
 def asks_for(absent: Absent, value: object, config: Config, *, is_text: bool) -> bool:
     """Whether the value of a torchtitan key switches on a feature that we do not have.
 
@@ -266,3 +253,40 @@ def dump_config_toml(config: Config) -> str:
 def format_toml(value: object) -> str:
     """Write a TOML literal. JSON writes strings, lists, numbers and truth values alike, but does not escape DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def describe_keys(section: str) -> str:
+    """Return the keys of a section, or of all sections for "", as TOML that holds the defaults, for `check --keys`.
+
+    The meaning of a key is its comment in schema.py. Raises ConfigError if there is no such section.
+    """
+    if section and section not in SECTIONS:
+        remedy = f"The sections are {', '.join(SECTIONS)}"
+        raise ConfigError([Problem("--keys", section, "there is no such section", remedy)])
+    config, meanings = Config(), read_comments(Path(schema.__file__).read_text(encoding="utf-8"))
+    lines = {shown: [f"[{shown}]"] for shown in ([section] if section else SECTIONS)}
+    for key, annotation in KEYS.items():
+        shown, _, name = key.rpartition(".")
+        if shown in lines:
+            meaning, default = meanings[type(get_value(config, shown)).__name__, name], get_value(config, key)
+            text = describe_type(annotation) + f". {meaning}" * bool(meaning)
+            wrapped = textwrap.wrap(text, 118, initial_indent="# ", subsequent_indent="#     ", break_on_hyphens=False)
+            value = f"# {name} = none" if default is None else f"{name} = {format_toml(default)}"
+            lines[shown] += [*wrapped, value]
+    return "\n\n".join("\n".join(block) for block in lines.values())
+
+
+def read_comments(source: str) -> dict[tuple[str, str], str]:
+    """Return the comment of each field of each class: the lines right above it, and the rest of its own line."""
+    meanings, section, parts = {}, "", []
+    for line in source.splitlines():
+        if match := re.match(r"    # (.*)", line):
+            parts.append(match[1])
+            continue
+        if match := re.match(r"class (\w+)", line):
+            section = match[1]
+        elif match := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
+            meaning = " ".join([*parts, match[2] or ""]).strip()
+            meanings[section, match[1]] = meaning.removeprefix("new").lstrip(": ")
+        parts = []
+    return meanings

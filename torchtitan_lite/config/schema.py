@@ -25,13 +25,8 @@ class Range:
     auto: int | None = None
 
 
-@dataclass(frozen=True)
-class PathLimits:
-    """How long a path may be, in bytes: the limit of Linux, less what a run adds to the path of a folder."""
-
-    name_bytes: int = 255  # of each file or folder in it
-    path_bytes: int = 3800  # of all; the system's limit is 4,095
-
+NAME_BYTES = 255  # of each file or folder in a path, at most
+PATH_BYTES = 3800  # of a path, at most: the limit of Linux, 4,095, less what a run adds to the path of a folder
 
 Steps = Annotated[int, Range(1, 10**15)]  # a float still tells such numbers apart
 StepsOrZero = Annotated[int, Range(0, 10**15)]
@@ -50,7 +45,7 @@ Fraction = Annotated[float, Range(0, 1)]
 Decay = Annotated[float, Range(0, 0.999999)]  # Adam divides by 1 - beta
 Entries = Annotated[int, Range(0, 10**6)]
 Weight = Annotated[float, Range(0, 1e12)]
-FilePath = Annotated[str, PathLimits()]
+FilePath = Annotated[str, "path"]
 
 
 @dataclass(frozen=True)
@@ -122,6 +117,11 @@ class Model:
     n_first_dense_layers: LayersOrZero | None = None  # new: without experts
     mixture_every: Layers | None = None  # new: n: only each n-th layer has experts
 
+    @property
+    def uses_float8(self) -> bool:
+        """Whether any linear layer may compute in float8. Without it [quantize.linear.float8] is not read."""
+        return bool(self.converters)
+
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -190,6 +190,12 @@ class Parallelism:
     # ranks that share the experts of a layer, of those that dp_shard, cp and tp have together
     expert_parallel_degree: Degree = 1
     context_parallel_rotate_method: Literal["allgather", "ring"] = "allgather"  # how keys and values reach all cp ranks
+
+    @property
+    def reshard_stage(self) -> int | None:
+        """The ZeRO stage that fsdp_reshard_after_forward means: always 3, never 2 (1 under PP); None: no stage."""
+        never = 1 if self.pipeline_parallel_degree > 1 else 2
+        return {"always": 3, "never": never, "default": None}[self.fsdp_reshard_after_forward]
 
 
 @dataclass(frozen=True)

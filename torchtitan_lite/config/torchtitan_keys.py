@@ -35,6 +35,7 @@ class Absent:
     only_if: str = ""  # a boolean key of ours: while it is false, the switch is not looked at
 
 
+OFF = (False,)
 _STAGES = "parallelism.pipeline_parallel_layers_per_stage and the two less_layers keys shape the stages"
 _SHAPES = "Validation batches have the shape of training's, so that they pass through the same schedule and graphs"
 _CUSTOM = "There are no plug-in modules: a new key goes into schema.py, a new model into model/"
@@ -42,33 +43,31 @@ _CUSTOM = "There are no plug-in modules: a new key goes into schema.py, a new mo
 ABSENT = {
     "job.save_config_file": Absent(("", "none"), "The resolved config is always saved: config.toml in job.dump_folder"),
     "job.custom_config_module": Absent(("", "none", "torchtitan.config"), _CUSTOM),
-    "metrics.save_for_all_ranks": Absent((False,), "Logged numbers are those of the whole job, so rank 0 writes them"),
+    "metrics.save_for_all_ranks": Absent(OFF, "Logged numbers are those of the whole job, so rank 0 writes them"),
     "model.norm_type": Absent(("rmsnorm",), "Llama 3 has RMSNorm"),
-    "optimizer.early_step_in_backward": Absent(
-        (False,), "It rules out clipping by the global norm, which is always on"
-    ),
+    "optimizer.early_step_in_backward": Absent(OFF, "It rules out clipping by the global norm, which is always on"),
     "training.dtype": Absent(("float32",), "Use training.mixed_precision_param: weights themselves stay in float32"),
-    "training.gc_debug": Absent((False,), "training.gc_freq = 1 collects garbage after every step"),
-    "parallelism.enable_compiled_autograd": Absent((False,), "compile.enable compiles each block, backward included"),
+    "training.gc_debug": Absent(OFF, "training.gc_freq = 1 collects garbage after every step"),
+    "parallelism.enable_compiled_autograd": Absent(OFF, "compile.enable compiles each block, backward included"),
     "parallelism.pipeline_parallel_split_points": Absent(([],), _STAGES),
     "parallelism.expert_tensor_parallel_degree": Absent(
         (1,), "Experts are not split by tp: expert_parallel_degree may take the ranks of tp too"
     ),
-    "activation_checkpoint.debug": Absent((False,), "Use debug.deterministic to make two runs comparable"),
+    "activation_checkpoint.debug": Absent(OFF, "Use debug.deterministic to make two runs comparable"),
     "activation_checkpoint.determinism_check": Absent(("default", "none"), "Recomputed shapes are always compared"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Absent(
         ([], ["moe.router.gate"]), "Per-operator recompute keeps the result of every matmul"
     ),
     "checkpoint.interval_type": Absent(("steps",), "checkpoint.interval counts steps", only_if="checkpoint.enable"),
-    "checkpoint.create_seed_checkpoint": Absent((False,), "Initial weights are the same on every layout without one"),
+    "checkpoint.create_seed_checkpoint": Absent(OFF, "Initial weights are the same on every layout without one"),
     "comm.mode": Absent(("default",), "Ranks always talk; `check` says what a layout needs without running it"),
     "validation.seq_len": Absent((), _SHAPES, only_if="validation.enable"),
     "validation.local_batch_size": Absent((), _SHAPES, only_if="validation.enable"),
-    "memory_estimation.enable": Absent((False,), "`python -m torchtitan_lite check` prints a lower bound"),
-    "fault_tolerance.enable": Absent((False,), "MAX_RESTARTS with checkpoint.enable restarts a failed run"),
+    "memory_estimation.enable": Absent(OFF, "`python -m torchtitan_lite check` prints a lower bound"),
+    "fault_tolerance.enable": Absent(OFF, "MAX_RESTARTS with checkpoint.enable restarts a failed run"),
     "experimental.custom_import": Absent(("", "none"), _CUSTOM),
     "experimental.custom_args_module": Absent(("", "none"), _CUSTOM),
-    "debug.moe_force_load_balance": Absent((False,), "training.expert_bias_rate balances the load"),
+    "debug.moe_force_load_balance": Absent(OFF, "training.expert_bias_rate balances the load"),
 }
 
 # Keys that only say how a feature is to work. Any value is accepted: their switch, or the value of one of our own keys

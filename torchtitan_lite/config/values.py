@@ -1,7 +1,7 @@
 """Check and convert a value to the type that schema.py gives its key.
 
-`Literal` is a choice, `Annotated` with a Range a number within bounds, with PathLimits a path that is not too long,
-`X | None` may be left out. There is no guessing: 1 is not true and "1" is not 1; only a whole number where a fraction
+`Literal` is a choice, `Annotated` with a Range a number within bounds, else a path that is not too long, `X | None` may
+be left out. There is no guessing: 1 is not true and "1" is not 1; only a whole number where a fraction
 may stand is taken as one (1 is 1.0).
 """
 
@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from torchtitan_lite.config.messages import show_value
-from torchtitan_lite.config.schema import PathLimits, Range
+from torchtitan_lite.config.schema import NAME_BYTES, PATH_BYTES, Range
 
 MOST_OF_TEXT = 4096  # characters: the longest path that Linux takes
 MOST_ITEMS = 2000  # of a list
@@ -99,16 +99,14 @@ def convert_number(kind: type, value: object, *, is_text: bool) -> int | float:
         raise WrongValue("it is too large for a fraction", "Write it as in 0.1 or 3e-4", value) from None
 
 
-def check_limits(limits: Range | PathLimits, value: Any) -> None:
+def check_limits(limits: Range | Literal["path"], value: Any) -> None:
     """Raise WrongValue if `value` is beyond the limits of its key."""
     if isinstance(limits, Range):
         if not limits.low <= value <= limits.high and value != limits.auto:
             raise WrongValue("it is out of range", f"Use a value {describe_range(limits)}", value)
-        return
-    path = value.encode()
-    if len(path) > limits.path_bytes or any(len(name) > limits.name_bytes for name in path.split(b"/")):
-        why, remedy = "no file system takes so long a name", f"Use at most {limits.name_bytes} bytes a name"
-        raise WrongValue(why, f"{remedy}, and {limits.path_bytes} in all", value)
+    elif len(path := value.encode()) > PATH_BYTES or any(len(name) > NAME_BYTES for name in path.split(b"/")):
+        remedy = f"Use at most {NAME_BYTES} bytes a name, and {PATH_BYTES} in all"
+        raise WrongValue("no file system takes so long a name", remedy, value)
 
 
 def describe_range(limits: Range) -> str:
@@ -123,9 +121,8 @@ def describe_type(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(map(json.dumps, arguments))
     if get_origin(annotation) is Annotated:
-        if isinstance(arguments[1], PathLimits):
-            return "path"
-        return f"{describe_type(arguments[0])} {describe_range(arguments[1])}"
+        kind, limits = arguments
+        return f"{describe_type(kind)} {describe_range(limits)}" if isinstance(limits, Range) else limits
     if get_origin(annotation) is list:
         return f"list, each: {describe_type(arguments[0])}"
     if type(None) in arguments:

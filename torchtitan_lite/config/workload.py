@@ -23,7 +23,6 @@ from torchtitan_lite.config.flavors import (
     count_layer_parameters,
     list_block,
 )
-from torchtitan_lite.config.float8_plan import uses_float8
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.pipeline_plan import Stages, splits_backward
@@ -108,13 +107,13 @@ class LayerKind:
     @cached_property
     def linear_parameters(self) -> int:
         """Weights of the matmuls that tp shares, before it does."""
-        linears = count_layer_parameters(self.args, mixture=self.is_mixture, linear_only=True, experts=False)
+        linears = count_layer_parameters(self.args, mixture=self.is_mixture, linear_only=True, experts=0)
         return linears - self.router_parameters
 
     @cached_property
     def parameters(self) -> int:
         """Parameters of the block without its mixture. tp shards the linear layers; every tp rank has the norms."""
-        whole = count_layer_parameters(self.args, mixture=self.is_mixture, tp=self.tp, experts=False)
+        whole = count_layer_parameters(self.args, mixture=self.is_mixture, tp=self.tp, experts=0)
         return whole - self.router_parameters
 
     @cached_property
@@ -307,7 +306,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout, *, imbala
         imbalance=imbalance,
         balances_by_loss=config.training.expert_balance_loss > 0,
         compute_dtype=dtype,
-        matmul_dtype="float8" if uses_float8(config) else dtype,
+        matmul_dtype="float8" if config.model.uses_float8 else dtype,
         moment_bytes=count_moment_bytes(config.optimizer),
         splits_backward=splits_backward(config.parallelism),
         shards_loss=not config.parallelism.disable_loss_parallel,

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.files import parse_json_object, read_json_object
 from torchtitan_lite.config.messages import ConfigError, Problem, show_text
 from torchtitan_lite.data.vocabulary import (
@@ -46,7 +47,6 @@ from torchtitan_lite.data.vocabulary import (
     read_tokenizer_model,
     spell_bytes,
 )
-from torchtitan_lite.repository import REPOSITORY
 
 try:
     from tokenizers import Tokenizer as PackageTokenizer

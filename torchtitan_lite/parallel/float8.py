@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from torchtitan_lite.config.float8_plan import plan_float8
+from torchtitan_lite.config.flavors import plan_float8
 from torchtitan_lite.config.schema import Float8
 from torchtitan_lite.model.float8_linear import E4M3, Float8Linear, Float8MatmulFunction, cast, choose_scale
 
@@ -37,7 +37,7 @@ aten = torch.ops.aten
 def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     """Replace the linear layers of the plan (on meta)."""
     linears = {fqn: module for fqn, module in part.named_modules() if type(module) is nn.Linear and module.bias is None}
-    plan = plan_float8({fqn: tuple(linear.weight.shape) for fqn, linear in linears.items()}, section, tp)
+    plan = plan_float8({fqn: tuple(linear.weight.shape) for fqn, linear in linears.items()}, section.filter_fqns, tp)
     for fqn in plan.fqns:
         old = linears[fqn]
         with torch.device(old.weight.device):

@@ -21,7 +21,6 @@ compile x TP x FSDP x PP), keeps FQNs clean and recompiles nothing.
 import torch
 from torch import nn
 
-from torchtitan_lite.config.float8_plan import uses_float8
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config
@@ -46,7 +45,7 @@ from torchtitan_lite.parallel.tensor_parallel import (
 
 def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> None:
     """Apply the layout's parallelisms to `part` (on meta), in place."""
-    if uses_float8(config):
+    if config.model.uses_float8:
         apply_float8(part, config.quantize.linear.float8, layout.tp)
     shard_loss = not config.parallelism.disable_loss_parallel
     if layout.tp > 1:

@@ -16,8 +16,7 @@ All microbatches but the first and last are alike: in the first, gradients are m
 Schedules in which microbatches of one kind differ are run whole (`is_uniform`).
 
 A kernel's own scratch memory is not seen: no operator returns it. For CPU kernels it grows with their threads: none
-beside the peak with one thread a rank, as run_train.sh has it, and half as much again with 16 (oneDNN's matmul in bf16;
-the last rows of tests/measure_memory.py).
+beside the peak with one thread a rank, as run_train.sh has it, and half as much again with 16 (oneDNN's matmul, bf16).
 
 For a GPU, kernels are chosen as the GPU would: no mask of S x S, norms in one kernel. compile is off: only the device
 knows what it fuses, and the result is an upper bound for it.

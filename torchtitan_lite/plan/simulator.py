@@ -23,7 +23,7 @@ from typing import NamedTuple
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.pipeline_csv import Action, needs_of, read_rows
+from torchtitan_lite.config.pipeline_plan import Action, needs_of, read_rows
 from torchtitan_lite.config.schema import Parallelism
 
 PipelineOrder = list[list[Action]]  # the actions of each pp rank in one step, without the waits
@@ -130,7 +130,7 @@ class Timeline:
 
 
 def simulate(order: PipelineOrder, durations: Durations) -> Timeline:
-    """Return when each action runs. The order must not deadlock: pipeline_csv.py refuses those that do."""
+    """Return when each action runs. The order must not deadlock: pipeline_plan.py refuses those that do."""
     last_stage = max(action.stage for row in order for action in row)
     rank_of = {action.stage: rank for rank, row in enumerate(order) for action in row}
     done_at: dict[tuple[int, str, int], float] = {}

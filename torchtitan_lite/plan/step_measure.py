@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.components.metrics import GIB, read_peak_memory
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.pipeline_csv import Action
+from torchtitan_lite.config.pipeline_plan import Action
 from torchtitan_lite.parallel.pipeline import Stage, list_stages
 from torchtitan_lite.plan.collectives import Moved, count_traffic, find_most_moved
 from torchtitan_lite.plan.simulator import Event, Timeline

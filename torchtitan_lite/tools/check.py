@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torchtitan_lite.config.command_lines import make_check_parser
+from torchtitan_lite.config.command_lines import make_check_parser, number
 from torchtitan_lite.config.flavors import AUTO, count_flops_per_token, count_parameters
 from torchtitan_lite.config.hardware import GIB, Machine, describe_node, detect_machine, find_cluster
-from torchtitan_lite.config.key_list import describe_keys
 from torchtitan_lite.config.memory_bound import MemoryBound
 from torchtitan_lite.config.messages import ConfigError, Problem, show_text
-from torchtitan_lite.config.parsers import number
+from torchtitan_lite.config.reader import describe_keys
 from torchtitan_lite.preflight import Prepared, preflight
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 from typing import NoReturn
 
-from torchtitan_lite.repository import REPOSITORY
+from torchtitan_lite import REPOSITORY
 
 
 def main(args: list[str]) -> NoReturn:

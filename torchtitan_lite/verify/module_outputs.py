@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.pipeline_csv import read_rows
+from torchtitan_lite.config.pipeline_plan import read_rows
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.verify.one_rank import own_rows, start_beside_reference

@@ -28,8 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.config.flavors import list_block
-from torchtitan_lite.config.float8_plan import plan_float8, uses_float8
+from torchtitan_lite.config.flavors import list_block, plan_float8
 from torchtitan_lite.config.layout import Layout, resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import Batch
@@ -150,7 +149,9 @@ class RoundedProcess:
         linears = {
             name: tuple(m.weight.shape) for name, m in modules.items() if type(m) is nn.Linear and m.bias is None
         }
-        self.in_float8 = set(plan_float8(linears, section, layout.tp).fqns) if uses_float8(self.config) else set()
+        self.in_float8 = (
+            set(plan_float8(linears, section.filter_fqns, layout.tp).fqns) if self.config.model.uses_float8 else set()
+        )
         for layer, mixture in list_mixtures(self.model):
             sequences = self.config.training.global_batch_size
             mixture.router.balance_loss = self.config.training.expert_balance_loss / sequences

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
-from torchtitan_lite.config.float8_plan import uses_float8
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config
@@ -108,7 +107,7 @@ def try_float8(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial
     weight in memory (MKL), and a few of those would round to other float8 numbers.
     """
     real = reduction.real
-    if not uses_float8(real):
+    if not real.model.uses_float8:
         return Trial(skipped="model.converters does not ask for float8")
     keys = {
         "model.converters": real.model.converters,
@@ -143,7 +142,7 @@ def try_rounding(config: Config, reduction: Reduction, run_ranks: RunRanks, fold
     counts = {"n_blocks": len(outcomes[0].calls), "n_parameters": len(outcomes[0].gradients)}
     measures = {measure: of.format(**counts) for measure, (of, _, _) in MEASURES.items()}
     steps = "1 step" if n_steps == 1 else f"{n_steps} steps"
-    recipe = f"float8 ({config.quantize.linear.float8.recipe_name}) and " if uses_float8(config) else ""
+    recipe = f"float8 ({config.quantize.linear.float8.recipe_name}) and " if config.model.uses_float8 else ""
     dtype, seq_len = config.training.mixed_precision_param, config.training.seq_len
     subject = f"{steps} in {recipe}{dtype}, {seq_len} tokens a sequence"
     splits = splits_backward(config.parallelism)

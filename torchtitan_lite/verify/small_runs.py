@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from torchtitan_lite.config.flavors import ModelArgs, count_parameters
-from torchtitan_lite.config.float8_plan import BLOCK
+from torchtitan_lite.config.flavors import FLOAT8_BLOCK, ModelArgs, count_parameters
 from torchtitan_lite.config.hardware import measure_cpu_memory
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.pipeline_plan import check_microbatches, name_modules, plan_stages
@@ -179,12 +178,12 @@ def shrink_stages(reduction: Reduction) -> dict[str, object]:
 def choose_float8_sizes(reduction: Reduction) -> dict[str, object]:
     """Return sizes like those of the wide trial, in blocks that every tp rank can compute in float8."""
     args, layout = reduction.args, reduction.layout
-    width = BLOCK * layout.tp
-    tokens = BLOCK * layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+    width = FLOAT8_BLOCK * layout.tp
+    tokens = FLOAT8_BLOCK * layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
 
     return {
-        "model.head_dim": BLOCK,
-        "model.dim": round_up(args.dim * BLOCK // args.head_dim, width),
+        "model.head_dim": FLOAT8_BLOCK,
+        "model.dim": round_up(args.dim * FLOAT8_BLOCK // args.head_dim, width),
         "model.ffn_dim": round_up(args.ffn_dim, width),
         "training.seq_len": round_up(reduction.config.training.seq_len, tokens),
     }

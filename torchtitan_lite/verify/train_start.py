@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.repository import REPOSITORY
 from torchtitan_lite.step import Run, StepResult
 from torchtitan_lite.verify.one_rank import list_rates
 from torchtitan_lite.verify.slices import Gap, measure_slice
