@@ -11,27 +11,32 @@ from layouts import PP, TP
 
 from torchtitan_lite import step
 from torchtitan_lite.config.hardware import find_cluster
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.workload import Workload
 from torchtitan_lite.plan import command as plan
-from torchtitan_lite.plan.dry_run import group_pp_ranks, plan_run
-from torchtitan_lite.plan.plan_warnings import (
+from torchtitan_lite.plan.dry_run import PlannedRun, group_pp_ranks, plan_run
+from torchtitan_lite.plan.remedies import (
     simulate_bubble,
     warn_of_bubble,
-    warn_of_expert_parallel,
     warn_of_few_microbatches,
+    warn_of_groups,
     warn_of_memory,
-    warn_of_tensor_parallel,
-    warn_of_torn_groups,
 )
 
 SMALL = ["--config", "debug", "--training.seq_len", "32", "--model.n_layers", "2"]
 H100 = find_cluster("h100")
 
 
-def llama(name: str, n_gpus: int, **keys):
+def llama(name: str, n_gpus: int, **keys) -> PlannedRun:
     """A shipped config on GPUs, without a dry run. Keys: of parallelism or training."""
     sections = {"local_batch_size": "training", "global_batch_size": "training"}
     args = [part for key, n in keys.items() for part in (f"--{sections.get(key, 'parallelism')}.{key}", str(n))]
     return plan_run(["--config", name, *args], n_gpus, "cuda")
+
+
+def work(*args, **keys) -> tuple[Config, Workload]:
+    planned = llama(*args, **keys)
+    return planned.config, planned.describe_workload()
 
 
 def test_a_plan_is_printed_and_drawn(capsys, tmp_path):
@@ -81,36 +86,33 @@ def test_stages_that_hold_the_same_are_run_once_by_the_rank_that_holds_most():
 
 
 def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
-    planned = llama("llama3_405b", 16384, pipeline_parallel_degree=16, local_batch_size=16)
-    bubble = simulate_bubble(planned, H100, 16)
+    run = work("llama3_405b", 16384, pipeline_parallel_degree=16, local_batch_size=16)
+    bubble = simulate_bubble(*run, H100, 16)
     assert bubble > 15 / 31  # (p-1)/(m+p-1), and stages that wait for what is sent
-    (warning,) = warn_of_bubble(planned, H100, bubble)
+    (warning,) = warn_of_bubble(*run, H100, bubble)
     n = int(warning.split("Use ")[1].split(" microbatches")[0])
-    assert simulate_bubble(planned, H100, n) <= 0.15 < simulate_bubble(planned, H100, n // 2)
+    assert simulate_bubble(*run, H100, n) <= 0.15 < simulate_bubble(*run, H100, n // 2)
     assert f"training.global_batch_size = {n * 128}" in warning
-    assert not warn_of_bubble(planned, H100, 0.15)
+    assert not warn_of_bubble(*run, H100, 0.15)
 
 
 def test_a_batch_too_small_for_the_pipeline_gets_the_least_one():
     few = {"pipeline_parallel_degree": 8, "pipeline_parallel_schedule": "GPipe", "tensor_parallel_degree": 8}
-    (warning,) = warn_of_few_microbatches(llama("llama3_70b", 128, local_batch_size=2, **few))
+    (warning,) = warn_of_few_microbatches(llama("llama3_70b", 128, local_batch_size=2, **few).layout)
     assert "training.global_batch_size = 16" in warning
-    assert not warn_of_few_microbatches(llama("llama3_70b", 128, local_batch_size=8, **few))
+    assert not warn_of_few_microbatches(llama("llama3_70b", 128, local_batch_size=8, **few).layout)
 
 
-def test_tensor_parallel_over_nodes_or_across_two_gets_a_degree_that_stays_inside():
-    planned = llama("llama3_70b", 64, tensor_parallel_degree=4)
-    assert not warn_of_tensor_parallel(planned, H100) and not warn_of_torn_groups(planned, H100)
-    (warning,) = warn_of_tensor_parallel(planned, replace(H100, node_size=2))
+def test_groups_over_nodes_or_across_two_get_a_degree_that_stays_inside():
+    layout = llama("llama3_70b", 64, tensor_parallel_degree=4).layout
+    assert not warn_of_groups(layout, H100)
+    (warning,) = warn_of_groups(layout, replace(H100, node_size=2))
     assert "tensor_parallel_degree = 2" in warning
-    (warning,) = warn_of_torn_groups(planned, replace(H100, node_size=6))
+    (warning,) = warn_of_groups(layout, replace(H100, node_size=6))
     assert "tp 4 take 4 GPUs, which do not divide a node of 6" in warning and "1 or 2" in warning
-
-
-def test_experts_across_nodes_get_a_degree_that_stays_inside():
-    (warning,) = warn_of_expert_parallel(llama("qwen3_30b_a3b", 64, expert_parallel_degree=32), H100)
+    (warning,) = warn_of_groups(llama("qwen3_30b_a3b", 64, expert_parallel_degree=32).layout, H100)
     assert "expert_parallel_degree = 8" in warning
-    assert not warn_of_expert_parallel(llama("qwen3_30b_a3b", 64), H100)
+    assert not warn_of_groups(llama("qwen3_30b_a3b", 64).layout, H100)
 
 
 def test_a_plan_of_experts_names_their_ranks_and_the_load(capsys):
@@ -134,7 +136,7 @@ def test_mixtral_on_2048_gpus_is_planned_and_fits(capsys):
 
 
 def test_too_much_for_the_memory_gets_a_number_of_gpus_that_would_do():
-    warning = warn_of_memory(llama("llama3_405b", 64), H100)
+    warning = warn_of_memory(*work("llama3_405b", 64), H100)
     n_gpus = int(warning.split("fits ")[1].split(" ")[0].replace(",", ""))
     assert n_gpus * H100.memory_bytes / H100.reserve_factor > 16 * 405e9  # what the training state alone takes
 

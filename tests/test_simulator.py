@@ -12,18 +12,20 @@ from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.pipeline_csv import Action, find_deadlock, find_missing_action
 from torchtitan_lite.config.schema import Config, Parallelism, Training
 from torchtitan_lite.parallel import pipeline
-from torchtitan_lite.plan import simulator, step_measure, timeline
+from torchtitan_lite.plan import simulator, step_measure
 from torchtitan_lite.plan.simulator import (
     Durations,
     Timeline,
     count_in_flight,
+    draw_svg,
+    draw_text,
     extrapolate_in_flight,
     list_samples,
     pipeline_order,
     plan_order,
     simulate,
+    trace_chrome,
 )
-from torchtitan_lite.plan.timeline import draw_svg, draw_text, trace_chrome
 
 
 def even(n_stages: int, forward=1.0, backward_input=1.0, backward_weight=1.0, send=0.0) -> Durations:
@@ -155,7 +157,7 @@ def test_the_text_shows_who_does_what_when():
 
 @pytest.mark.parametrize(
     ("module", "schedule", "backward"),
-    [(pipeline, "1F1B", 1), (simulator, "1F1B", 2), (step_measure, "1F1B", 2), (timeline, "GPipe", 2)],
+    [(pipeline, "1F1B", 1), (simulator, "1F1B", 2), (step_measure, "1F1B", 2)],
 )
 def test_a_docstring_draws_the_pipeline_that_runs(module, schedule, backward):
     drawn = re.sub(r" \. ", " .. ", module.__doc__).replace(" ", "")  # a lone dot fills a column too

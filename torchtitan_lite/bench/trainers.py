@@ -107,9 +107,7 @@ TRAINERS = {
     "picotron": Trainer(
         "{checkout}/train.py --config {config}", write_picotron, r"Step: (\d+) .*Tokens/s: +([\d.]+)(K?)", True
     ),
-    OURS: Trainer(
-        "{checkout}/train.py --config {config}", write_ours, r"step +(\d+)/.* ([\d,]+)() tok/s/rank", False
-    ),
+    OURS: Trainer("{checkout}/train.py --config {config}", write_ours, r"step +(\d+)/.* ([\d,]+)() tok/s/rank", False),
 }
 
 

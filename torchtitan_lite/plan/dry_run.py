@@ -24,6 +24,7 @@ knows what it fuses, and the result is an upper bound for it.
 """
 
 from collections import Counter
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -43,10 +44,10 @@ from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.config.workload import Workload, count_rows, describe_workload
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.plan.collectives import Collective
 from torchtitan_lite.plan.fake_world import fake_group, kernels_of_gpus, loaded_experts, make_batch, static_stages
 from torchtitan_lite.plan.meter import Meter, find_peak, sum_by_kind
 from torchtitan_lite.plan.simulator import count_in_flight, plan_order
+from torchtitan_lite.plan.traffic import Collective, Moved, max_moved, sum_moved
 from torchtitan_lite.preflight import choose_n_ranks
 from torchtitan_lite.run_config import read_run_config
 
@@ -72,7 +73,7 @@ class DryRun:
 
     pp_rank: int
     memory: dict[str, int]  # bytes by kind (KINDS in meter.py) at the peak
-    collectives: list[tuple[Collective, int]]  # and how often, in the order of their first time
+    collectives: list[tuple[Collective, int]]  # and how often, in the order of their first call
     n_flops: int
     parameters: dict[str, Sharding]  # by FQN
 
@@ -138,6 +139,13 @@ def dry_run(
         collectives=count_collectives(segments, sequence, layout.n_microbatches, short.n_microbatches),
         n_flops=sum(segment.n_flops for segment in sequence),
         parameters={fqn: describe_sharding(parameter) for fqn, parameter in run.parameters.items()},
+    )
+
+
+def sum_traffic(runs: dict[int, DryRun], key: Callable[[Collective], Hashable]) -> dict[Hashable, Moved]:
+    """Return what the rank moves in a step that moves most, by a key of the collective."""
+    return max_moved(
+        sum_moved((key(call), times, times * call.n_bytes) for call, times in run.collectives) for run in runs.values()
     )
 
 

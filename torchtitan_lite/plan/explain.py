@@ -21,8 +21,8 @@ from torchtitan_lite.config.command_lines import make_explain_parser
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
 from torchtitan_lite.config.reader import find_config_file
-from torchtitan_lite.plan.collectives import Collective, max_moved, sum_moved
-from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, Sharding, group_pp_ranks, plan_run
+from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, Sharding, group_pp_ranks, plan_run, sum_traffic
+from torchtitan_lite.plan.traffic import Collective
 
 MOST_SHOWN = 8  # ranks or coordinates in a row; otherwise the first two and the last
 
@@ -235,9 +235,7 @@ def format_collectives(sections: list[Section]) -> str:
 def describe_step(planned: PlannedRun, runs: dict[int, DryRun]) -> str:
     """Describe one optimizer step of this layout, in numbered sentences."""
     layout, config = planned.layout, planned.config
-    moved = max_moved(
-        sum_moved((call.axis, times, times * call.n_bytes) for call, times in run.collectives) for run in runs.values()
-    )
+    moved = sum_traffic(runs, lambda call: call.axis)
     dtype = config.training.mixed_precision_param
     shard = layout.dp_shard * layout.cp
     micro = f"{layout.n_microbatches} x {layout.microbatch_size}"

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torchtitan_lite.components.call_sites import CallSite, CallSites
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS as CONTEXT_ATTENTION
-from torchtitan_lite.plan.collectives import OPERATIONS, Collective, CollectiveReader
+from torchtitan_lite.plan.traffic import OPERATIONS, Collective, CollectiveReader
 
 # gathered: FSDP's whole parameters; data: the batch, and a pipeline's receive buffers
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "loss", "data")

@@ -20,7 +20,7 @@ from torchtitan_lite.config.memory import estimate_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.workload import Workload, describe_workload
-from torchtitan_lite.plan.forecast import Forecast, forecast_quickly
+from torchtitan_lite.plan.ledger import Forecast, forecast_quickly
 from torchtitan_lite.plan.simulator import extrapolate_in_flight
 from torchtitan_lite.plan.step_time import StepTimeModel
 

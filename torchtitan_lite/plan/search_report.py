@@ -16,7 +16,7 @@ from torchtitan_lite.config.messages import ConfigError, Problem, format_table
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.plan.dry_run import dry_run, is_uniform, shorten
-from torchtitan_lite.plan.forecast import Forecast
+from torchtitan_lite.plan.ledger import Forecast
 from torchtitan_lite.plan.search import (
     Candidate,
     describe_candidate,
