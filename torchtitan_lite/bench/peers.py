@@ -9,8 +9,8 @@
 
 Each checkout is changed by its user to run on a CPU: README.md of this folder lists the changes. The work: CONFIG in
 one process; CONFIG_3D in eight, pp2 x dp2 x tp2 with 1F1B (their names end in _3d). The speed of a turn is the median
-of its steps' tokens per second, which the trainer logs. A trainer is a row of TRAINERS. Its config is derived from ours,
-so that a number of the work is written once. Configs, text and tokenizer are in one folder, its working directory.
+of its steps' tokens per second, which the trainer logs. A trainer is a row of TRAINERS. Its config is derived from
+ours, so that a number of the work is written once. Configs, text and tokenizer are in its working directory.
 """
 
 import json

@@ -23,6 +23,7 @@ from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, group_pp_ranks, pla
 from torchtitan_lite.plan.ledger import Forecast, forecast, print_score
 from torchtitan_lite.plan.meter import KINDS
 from torchtitan_lite.plan.remedies import list_warnings
+from torchtitan_lite.plan.search import Search
 from torchtitan_lite.plan.search_report import print_search
 from torchtitan_lite.plan.simulator import draw_svg, draw_text, plan_order, trace_chrome
 from torchtitan_lite.plan.traffic import Moved
@@ -95,7 +96,7 @@ def search_layouts(config_args: list[str], options: argparse.Namespace, cluster:
         raise ConfigError(problems)
     toml_file = options.toml or Path(f"{reading.config_name}_{options.gpus}_{options.gpu}.toml")
     model_args = resolve_model(reading.config.model)
-    print_search(reading.config, model_args, options.gpus, cluster, toml_file, imbalance=options.imbalance)
+    print_search(Search(reading.config, model_args, options.gpus, cluster, options.imbalance), toml_file)
 
 
 def make_plan(config_args: list[str], options: argparse.Namespace, cluster: Cluster) -> Plan:
