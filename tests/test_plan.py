@@ -10,6 +10,7 @@ import torch.distributed as dist
 from layouts import PP, TP
 
 from torchtitan_lite import step
+from torchtitan_lite.config.command_lines import make_plan_parser
 from torchtitan_lite.config.hardware import find_cluster
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.workload import Workload
@@ -55,28 +56,33 @@ def test_a_plan_is_printed_and_drawn(capsys, tmp_path):
     assert svg.read_text().startswith("<svg") and json.loads(trace.read_text())
 
 
-def test_an_extra_collective_in_the_step_is_in_the_plan_and_in_the_dry_run_with_its_line(capsys):
+def make(*args: str) -> plan.Plan:
+    options, config_args = make_plan_parser().parse_known_args(args)
+    return plan.make_plan(config_args, options, H100)
+
+
+def test_an_extra_collective_in_the_step_is_in_the_plan_and_in_the_dry_run_with_its_line():
     def with_one_more(run, loss):
         dist.all_reduce(loss.new_zeros(2**20), group=run.mesh.tp.get_group())
         return sum_losses(run, loss)
 
-    def read_plan() -> tuple[dict, dict]:
-        assert plan.main([*args, "--json"]) == 0
-        values = json.loads(capsys.readouterr().out)
-        keys = "tp", "all-reduce"
-        return values, next(each for each in values["traffic"] if (each["axis"], each["operation"]) == keys)
-
-    sum_losses, config_args = step.sum_losses, [*SMALL, f"--{TP}", "2"]
-    args = [*config_args, "--gpus", "2"]
-    values, before = read_plan()
+    sum_losses, args = step.sum_losses, [*SMALL, f"--{TP}", "2", "--gpus", "2"]
+    before = make(*args)
     with patch.object(step, "sum_losses", with_one_more):
-        _, after = read_plan()
-        collectives = plan_run(config_args, 2, "cuda").dry_run().collectives
-    assert (after["calls"], after["bytes"]) == (before["calls"] + 1, before["bytes"] + 2**22)
-    (more,) = (call for call, _ in collectives if call.place.function == "with_one_more")
+        after = make(*args)
+    of_tp, now = (
+        next(
+            each
+            for each in plan.list_for_json(one)["traffic"]
+            if (each["axis"], each["operation"]) == ("tp", "all-reduce")
+        )
+        for one in (before, after)
+    )
+    assert (now["calls"], now["bytes"]) == (of_tp["calls"] + 1, of_tp["bytes"] + 2**22)
+    (more,) = (call for call, _ in after.runs[0].collectives if call.place.function == "with_one_more")
     assert (more.operation, more.axis, more.shape, more.n_bytes) == ("all-reduce", "tp", (2**20,), 2**22)
     assert more.place.line == f"test_plan.py:{with_one_more.__code__.co_firstlineno + 1}"
-    rank = values["pp_ranks"]["0"]
+    rank = plan.list_for_json(before)["pp_ranks"][0]
     assert rank["reserved_bytes"] == rank["live_bytes"] * H100.reserve_factor
 
 
@@ -115,8 +121,10 @@ def test_groups_over_nodes_or_across_two_get_a_degree_that_stays_inside():
     assert not warn_of_groups(llama("qwen3_30b_a3b", 64).layout, H100)
 
 
-def test_a_plan_of_experts_names_their_ranks_and_the_load(capsys):
+def test_a_plan_of_experts_names_their_ranks_and_the_load(capsys, monkeypatch):
     args = ["--config", "debug_moe_3d", "--gpus", "8", "--training.seq_len", "32", "--imbalance", "1.5"]
+    made = make(*args)
+    monkeypatch.setattr(plan, "make_plan", lambda *_: made)  # once for both
     assert plan.main(args) == 0
     printed = capsys.readouterr().out
     assert "pp2 x dp_shard2 x tp2, ep4" in printed

@@ -148,13 +148,6 @@ def test_the_order_is_that_of_the_schedule_or_of_the_csv_file(tmp_path):
 # ---------------------------------------------------------------- pictures
 
 
-def test_the_text_shows_who_does_what_when():
-    assert draw_text(run("1F1B", 2, 4)).splitlines() == [
-        "pp rank 0  F0F1....B0--F2B1--F3B2--..B3--",
-        "pp rank 1  ..F0B0--F1B1--F2B2--F3B3--....",
-    ]
-
-
 @pytest.mark.parametrize(
     ("module", "schedule", "backward"),
     [(pipeline, "1F1B", 1), (simulator, "1F1B", 2), (step_measure, "1F1B", 2)],

@@ -22,6 +22,7 @@ The batch is on the device: loading is not measured. No contender recomputes in 
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -49,6 +50,7 @@ from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.step import build_run, train_step
+from torchtitan_lite.verify.reduction import override
 
 try:
     import transformers  # not among the packages that training needs: without it, one row says so
@@ -90,8 +92,12 @@ def make_batch(config: Config) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, torch.zeros_like(positions))
 
 
-def build_trainer(config: Config, batch: Batch, device: torch.device) -> TrainStep:
-    """Return a step of this rank's rows, on the ranks of the process group. Collective."""
+def build_trainer(config: Config, batch: Batch, device: torch.device, **keys: object) -> TrainStep:
+    """Return a step of this rank's rows, on the ranks of the process group. `keys` replace those of the config.
+
+    Collective.
+    """
+    config = override(config, keys)
     model_args = resolve_model(config.model)
     layout = plan_layout(config, model_args, dist.get_world_size())
     mesh = build_mesh(layout, device.type)
@@ -105,10 +111,6 @@ def build_trainer(config: Config, batch: Batch, device: torch.device) -> TrainSt
         return result.loss
 
     return step
-
-
-def build_compiled(config: Config, batch: Batch, device: torch.device) -> TrainStep:
-    return build_trainer(with_value(config, "compile.enable", True), batch, device)
 
 
 def build_bare_loop(config: Config, batch: Batch, device: torch.device) -> TrainStep:
@@ -182,10 +184,6 @@ def build_expert_loop(config: Config, batch: Batch, device: torch.device) -> Tra
     return step_without_grouped_mm
 
 
-def build_ep2(config: Config, batch: Batch, device: torch.device) -> TrainStep:
-    return build_trainer(with_value(config, "parallelism.expert_parallel_degree", 2), batch, device)
-
-
 # ---------------------------------------------------------------- three dims
 
 
@@ -204,7 +202,7 @@ CONTENDERS: dict[str, Build] = {
     "trainer": build_trainer,
     "bare_loop": build_bare_loop,
     "transformers": build_transformers,
-    "compiled": build_compiled,
+    "compiled": partial(build_trainer, **{"compile.enable": True}),
 }
 WITH_EXPERTS: dict[str, Build] = {
     "experts": build_trainer,
@@ -213,7 +211,10 @@ WITH_EXPERTS: dict[str, Build] = {
     "mixtral": build_transformers,
 }
 ON_8_RANKS: dict[str, Build] = {"trainer_3d": build_trainer, "bare_3d": build_bare_3d}
-ON_2_RANKS: dict[str, Build] = {"experts_dp2": build_trainer, "experts_ep2": build_ep2}
+ON_2_RANKS: dict[str, Build] = {
+    "experts_dp2": build_trainer,
+    "experts_ep2": partial(build_trainer, **{"parallelism.expert_parallel_degree": 2}),
+}
 
 RATIO_OF = {  # ratio -> (contender, the one it is divided by)
     "bare_loop": ("trainer", "bare_loop"),

@@ -48,7 +48,7 @@ from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model.head import ChunkedLoss, Head
 from torchtitan_lite.parallel.mesh import choose_device
-from torchtitan_lite.plan.meter import Meter, find_peak
+from torchtitan_lite.plan.meter import Meter
 from torchtitan_lite.verify.ranks import RankFailure, RankPool
 
 N_WARM_UP_STEPS = 2  # the first one allocates and compiles
@@ -203,9 +203,9 @@ def count_head_peak_bytes(
         head.chunked_loss = ChunkedLoss(chunk_tokens) if chunk_tokens else None
         hidden = torch.empty(1, n_tokens, dim, dtype=dtype, requires_grad=True)
         targets = torch.zeros(1, n_tokens, dtype=torch.int64)
-        n_before = len(meter.events)
+        meter.mark("forward and backward")
         head(hidden, targets).backward()
-        return find_peak(meter.events[n_before:]).total()
+        return meter.segments[-1].peak.total()
 
 
 def compare_head_memory(chunk_tokens: int) -> dict[str, list[float]]:

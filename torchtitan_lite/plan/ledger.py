@@ -159,8 +159,10 @@ def open_ledger(
     order = plan_order(section, layout)
     memory = list_memory(workload, order)
     pictures = {"memory forecast": draw_memory(memory)}
+    ranks = [estimate_traffic(workload, pp_rank, order).items() for pp_rank in range(layout.pp)]
+    most = max_moved(sum_moved((axis, each.n_calls, each.n_bytes) for (axis, _), each in moved) for moved in ranks)
     costs = {
-        "traffic": estimate_most_moved(workload, order),
+        "traffic": {axis: replace(moved, n_calls=round(moved.n_calls)) for axis, moved in most.items()},
         "memory_bytes": max(of_rank.live for of_rank in memory),
     }
     if config.training.enable_cpu_offload:
@@ -183,13 +185,6 @@ def open_ledger(
     if row == "cpu":
         notes.append("times: the forecast is for ranks that have a core each")
     return replace(ledger, predicted=Costs(**costs)), pictures
-
-
-def estimate_most_moved(workload: Workload, order: PipelineOrder) -> dict[str, Moved]:
-    """Return axis -> the traffic of the pp rank that moves most over it."""
-    ranks = [estimate_traffic(workload, pp_rank, order).items() for pp_rank in range(workload.layout.pp)]
-    most = max_moved(sum_moved((axis, each.n_calls, each.n_bytes) for (axis, _), each in moved) for moved in ranks)
-    return {axis: replace(moved, n_calls=round(moved.n_calls)) for axis, moved in most.items()}
 
 
 def draw_memory(ranks: list[Memory], width: int = 60) -> str:
