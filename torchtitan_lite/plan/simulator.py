@@ -29,6 +29,7 @@ from torchtitan_lite.config.schema import Parallelism
 
 PipelineOrder = list[list[Action]]  # the actions of each pp rank in one step, without the waits
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+METHODS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}  # of torch's stages
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 COLOURS = {"F": "#4e79a7", "B": "#f28e2b", "I": "#edc948", "W": "#b07aa1"}
 ROW_HEIGHT, LABEL_WIDTH = 22, 72  # pixels
@@ -69,6 +70,11 @@ def unfold(cell) -> list[Action]:
         return [action for part in cell.sub_actions for action in unfold(part)]
     kind = KINDS.get(cell.computation_type.name)
     return [Action(cell.stage_index, kind, cell.microbatch_index)] if kind else []
+
+
+def find_kind(kind: str, options: dict[str, object]) -> str:
+    """Return the kind of a call of one of METHODS: half a backward has the method of a whole one."""
+    return kind if options.get("full_backward", True) else "I"
 
 
 def number_from_zero(row: list[Action]) -> list[Action]:

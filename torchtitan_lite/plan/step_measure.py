@@ -38,14 +38,13 @@ from torchtitan_lite.config.pipeline_csv import Action
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.pipeline import Stage, list_stages
 from torchtitan_lite.plan.ledger import Costs, describe, open_ledger
-from torchtitan_lite.plan.simulator import Event, Timeline, draw_svg, draw_text, trace_chrome
+from torchtitan_lite.plan.simulator import METHODS, Event, Timeline, draw_svg, draw_text, find_kind, trace_chrome
 from torchtitan_lite.plan.traffic import OPERATIONS, CollectiveReader, Moved, find_group, sum_moved
 from torchtitan_lite.step import Run
 
 logger = logging.getLogger(__name__)
 
 Moment = float | torch.cuda.Event
-METHODS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}  # of a stage
 AXES = [*(" x ".join(dims) for n in range(1, len(MESH_DIMS) + 1) for dims in combinations(MESH_DIMS, n)), "efsdp", "ep"]
 FRONT = torch.DispatchKey.BackendSelect  # runs before the kernels of all devices; c10d has no kernels there
 
@@ -167,10 +166,9 @@ class ActionTimes:
 
     def take(self, stage: Stage, kind: str, method: Callable, microbatch: int, *args, **kwargs):
         """Call the method of the stage and record its times."""
-        kind = kind if kwargs.get("full_backward", True) else "I"
         start = self.now()
         result = method(microbatch, *args, **kwargs)
-        self.taken.append((Action(stage.stage_index, kind, microbatch), start, self.now()))
+        self.taken.append((Action(stage.stage_index, find_kind(kind, kwargs), microbatch), start, self.now()))
         return result
 
     def list_events(self, pp_rank: int) -> list[Event]:
