@@ -90,8 +90,8 @@ class RunLedger:
             if on_cuda:
                 torch.cuda.synchronize()
             step_time_s = time.perf_counter() - start_s
-        traffic = find_most_moved(count.moved, group)
         memory = torch.tensor(read_peak_bytes(run.device) - self.bytes_before, dtype=torch.float64)
+        traffic = find_most_moved(count.moved, group)
         dist.all_reduce(memory, dist.ReduceOp.MAX, group=group)  # 8 bytes
         timeline = None
         pipeline = range(0, self.layout.world_size, self.layout.world_size // self.layout.pp)  # that of rank 0
