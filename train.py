@@ -53,8 +53,8 @@ from torchtitan_lite.dump_folder import check_still_held, explain_lost_folder, o
 from torchtitan_lite.parallel.attention_kernels import describe_attention
 from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_group, set_timeouts, start_process_group
-from torchtitan_lite.plan.ledger import RunLedger
-from torchtitan_lite.plan.out_of_memory import explain_out_of_memory
+from torchtitan_lite.plan.remedies import explain_out_of_memory
+from torchtitan_lite.plan.step_measure import RunLedger
 from torchtitan_lite.preflight import choose_validation, preflight
 from torchtitan_lite.process_setup import (
     keep_compiled_code,

@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -17,42 +18,41 @@ import torch.distributed as dist
 
 from torchtitan_lite import __main__ as door
 from torchtitan_lite.bench import command as bench
+from torchtitan_lite.bench import contenders, rounds
 from torchtitan_lite.bench import io as bench_io
 from torchtitan_lite.bench import peers as bench_peers
-from torchtitan_lite.bench import rounds
 from torchtitan_lite.bench import step as bench_step
 from torchtitan_lite.bench.bare_3d import Bare3D
-from torchtitan_lite.bench.rounds import (
-    BenchFailed,
-    Report,
-    compare_rounds,
-    describe,
-    measure_rounds,
-    report_for_programs,
-)
-from torchtitan_lite.bench.step import measure_step_memory
-from torchtitan_lite.bench.step_3d import take_turns
-from torchtitan_lite.bench.step_experts import EXPERTS_CONFIG, RATIO_OF
+from torchtitan_lite.bench.command import compare_rounds, describe, report_for_programs
+from torchtitan_lite.bench.contenders import CONTENDERS, EXPERTS_CONFIG, ON_8_RANKS, RATIO_OF
+from torchtitan_lite.bench.rounds import Absent, BenchFailed, Report, measure_rounds
+from torchtitan_lite.bench.step import measure_step_memory, take_turns
 from torchtitan_lite.components import optim
 from torchtitan_lite.components.log import LineFormatter
 from torchtitan_lite.components.metrics import StepMetrics, format_console_lines
 from torchtitan_lite.config.hardware import Gpu
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.schema import Compile, Model, Training
+from torchtitan_lite.config.schema import Compile, Model, Training, with_value
 from torchtitan_lite.verify.ranks import RankFailure
 
 TINY_CONFIG = replace(
-    bench_step.STEP_CONFIG,
+    contenders.STEP_CONFIG,
     model=Model(flavor="debug", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=128),
     training=Training(local_batch_size=2, seq_len=16, mixed_precision_param="float32"),
     compile=Compile(backend="eager"),  # inductor takes half a minute and a C++ compiler
 )
-TINY_3D_CONFIG = replace(bench_step.STEP_3D_CONFIG, model=TINY_CONFIG.model, training=TINY_CONFIG.training)
+TINY_3D_CONFIG = replace(contenders.STEP_3D_CONFIG, model=TINY_CONFIG.model, training=TINY_CONFIG.training)
 TINY_EXPERTS_CONFIG = replace(
     EXPERTS_CONFIG,
     model=Model(flavor="debug_moe", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, expert_ffn_dim=64, vocab_size=512),
     training=TINY_CONFIG.training,
 )
+
+
+@pytest.fixture
+def on_the_pool(pool, monkeypatch):
+    """Ranks of a bench are those of the tests' own pool."""
+    monkeypatch.setattr(bench_step, "RankPool", lambda n_ranks: nullcontext(pool))
 
 
 def run_tiny() -> Report:
@@ -154,39 +154,38 @@ def test_clocks_are_those_of_the_first_gpu_that_is_used_or_none(visible, asked, 
 # ---------------------------------------------------------------- bench step
 
 
-def test_step_measures_all_contenders_and_leaves_no_process_group_behind():
+def test_step_measures_all_contenders_and_leaves_no_process_group_behind(on_the_pool):
     report = run_tiny()
     assert not dist.is_initialized()
-    of_experts = {contender for pair in RATIO_OF.values() for contender in pair}
-    contenders = [*bench_step.CONTENDERS, "trainer_3d", "bare_3d", *of_experts]
-    assert {name: len(times) for name, times in report.step_times_s.items()} == dict.fromkeys(contenders, 3)
+    names = {contender for pair in RATIO_OF.values() for contender in pair}
+    assert {name: len(times) for name, times in report.step_times_s.items()} == dict.fromkeys(names, 3)
     assert "MFU" not in describe(report) and "GiB" in describe(report)
     values = json.loads(json.dumps(report_for_programs(report)))
-    assert values["ratios"].keys() == {"bare_loop", "transformers", "compile_over_eager", "bare_3d", *RATIO_OF}
+    assert values["ratios"].keys() == RATIO_OF.keys()
     assert all(isinstance(ratio, float) and ratio > 0 for ratio in values["ratios"].values())
     assert values["absent"] == {}
     assert values["shape"]["dim"] == 32 and values["batch"] == {"sequences": 2, "seq_len": 16}
     assert values["versions"]["torch"] == torch.__version__
     assert {"bench", "device", "clocks", "threads", "date", "parameters", "dtype", "rounds"} <= values.keys()
-    for name in bench_step.CONTENDERS:
+    for name in CONTENDERS:
         contender = values["contenders"][name]
         assert contender["mfu_full"] is None and contender["mfu_causal"] is None, "a CPU's peak is not known"
         # float32: gradients at least, and no more than a few times what this model's activations take
         assert 26784 * 4 / 2**30 < contender["memory_gib"] < 26784 * 80 / 2**30, name
 
 
-def test_without_transformers_and_a_compiler_two_rows_say_so_and_the_rest_is_measured(monkeypatch):
+def test_without_transformers_and_a_compiler_two_rows_say_so_and_the_rest_is_measured(monkeypatch, on_the_pool):
     def refuse(graph, inputs):
         raise RuntimeError("no C++ compiler here\nand much more")
 
-    monkeypatch.setattr(bench_step, "transformers", None)
+    monkeypatch.setattr(contenders, "transformers", None)
     torch._dynamo.reset()  # what was compiled before needs no compiler
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda forward, **options: compile(forward, backend=refuse))
     values = report_for_programs(run_tiny())
     theirs = dict.fromkeys(("transformers", "mixtral"), "transformers is not installed")
     assert values["absent"] == {**theirs, "compiled": "no C++ compiler here"}
-    assert values["ratios"].keys() == {"bare_loop", "bare_3d", *RATIO_OF} - {"experts_over_mixtral"}
+    assert values["ratios"].keys() == RATIO_OF.keys() - {"transformers", "compile_over_eager", "experts_over_mixtral"}
 
 
 def test_contenders_that_compute_something_else_are_not_compared(monkeypatch, capsys):
@@ -206,9 +205,9 @@ def norms_left_out():
 
 
 def test_a_hand_written_3d_step_that_computes_something_else_is_not_compared(pool):
-    batch = bench_step.make_batch(bench_step.with_value(TINY_3D_CONFIG, "training.local_batch_size", 4))
-    with pytest.raises(RankFailure, match="first losses that start from the same weights differ"):
-        compare.ranks_inside(pool, norms_left_out)(take_turns, 8, TINY_3D_CONFIG, batch, 1, 1)
+    batch = contenders.make_batch(with_value(TINY_3D_CONFIG, "training.local_batch_size", 4))
+    with pytest.raises(RankFailure, match="trainer_3d and bare_3d start from the same weights and do not compute"):
+        compare.ranks_inside(pool, norms_left_out)(take_turns, 8, ON_8_RANKS, TINY_3D_CONFIG, batch, 1, 1)
 
 
 # ---------------------------------------------------------------- bench step --peers
@@ -290,12 +289,12 @@ def test_a_peer_that_hangs_is_stopped_and_one_that_logs_too_little_is_not_measur
     folder = stand_ins(picotron=(6, "import signal; signal.pause()"), torchtitan_lite=(3000, ""))
     config = folder / "picotron.config"
     config.write_text('{"total_train_steps": 8}')
-    with pytest.raises(bench_step.Absent, match="it took longer than 1 s"):
+    with pytest.raises(Absent, match="it took longer than 1 s"):
         bench_peers.run("picotron", folder / "picotron", config, 1, timeout_s=1)
     output = bench_peers.run("torchtitan_lite", folder / "torchtitan_lite", config, 1, timeout_s=60)
     ours = bench_peers.TRAINERS["torchtitan_lite"]
     assert bench_peers.read_speed(ours, output, n_ranks=1, n_steps=8) == 3000
-    with pytest.raises(bench_step.Absent, match="speed of 8 steps, not of 9"):
+    with pytest.raises(Absent, match="speed of 8 steps, not of 9"):
         bench_peers.read_speed(ours, output, n_ranks=1, n_steps=9)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torchtitan_lite import __main__ as door
 from torchtitan_lite.bench import gpu as bench_gpu
-from torchtitan_lite.bench.rounds import describe, report_for_programs
+from torchtitan_lite.bench.command import describe, report_for_programs
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import Config

@@ -12,7 +12,7 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.workload import Workload, describe_workload
-from torchtitan_lite.plan.forecast import Forecast, forecast, list_memory, rate_step
+from torchtitan_lite.plan.ledger import Forecast, forecast, list_memory, rate_step
 from torchtitan_lite.plan.simulator import plan_order
 from torchtitan_lite.plan.step_time import StepTimeModel
 from torchtitan_lite.plan.traffic import estimate_traffic

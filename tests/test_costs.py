@@ -46,14 +46,13 @@ from torchtitan_lite.config.memory_bound import bound_memory
 from torchtitan_lite.config.workload import Workload, count_layers, describe_workload
 from torchtitan_lite.model.attention import CausalAttention
 from torchtitan_lite.model.llama3 import TransformerBlock, rotary_angles
-from torchtitan_lite.plan.collectives import Moved, count_traffic, find_most_moved, sum_moved
 from torchtitan_lite.plan.dry_run import DryRun, dry_run, plan_run
 from torchtitan_lite.plan.fake_world import kernels_of_gpus, loaded_experts
-from torchtitan_lite.plan.forecast import list_memory
-from torchtitan_lite.plan.ledger import open_ledger
+from torchtitan_lite.plan.ledger import list_memory, open_ledger
 from torchtitan_lite.plan.meter import Meter
 from torchtitan_lite.plan.simulator import plan_order
-from torchtitan_lite.plan.traffic import estimate_traffic
+from torchtitan_lite.plan.step_measure import count_traffic, find_most_moved
+from torchtitan_lite.plan.traffic import Moved, estimate_traffic, sum_moved
 
 CPU = Machine("cpu", 1, 2**34, "x86_64 CPU")
 EVERY_SECOND = {MODE: "selective", OPTION: "2"}

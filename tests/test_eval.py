@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_generate_tool import ARGS, SHIPPED, save
+from test_generate_tool import ARGS, SHIPPED, refuse_with, save
 from transformers import LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
@@ -85,14 +85,7 @@ def evaluate(capsys, monkeypatch, pool):
 
 @pytest.fixture
 def assert_refused(capsys):
-    """Function: arguments -> exit status 2, with these words and nothing on standard output."""
-
-    def check(*args: object, named: list[str]) -> None:
-        assert tool.main([str(arg) for arg in args]) == 2
-        printed = capsys.readouterr()
-        assert printed.out == "" and [part for part in named if part not in printed.err] == []
-
-    return check
+    return refuse_with(tool.main, capsys)
 
 
 def measure_with_transformers(export: Path) -> dict[str, float]:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -101,16 +102,20 @@ def generate(capsys):
     return call
 
 
-@pytest.fixture
-def assert_refused(capsys):
+def refuse_with(main: Callable[[list[str]], int], capsys) -> Callable[..., None]:
     """Function: source, arguments -> the exit status and what is named. Nothing goes to standard output."""
 
-    def check(source: Path, *args: object, status: int = 2, named: list[str]) -> None:
-        assert tool.main([str(source), *(str(arg) for arg in args)]) == status
+    def check(*args: object, status: int = 2, named: list[str]) -> None:
+        assert main([str(arg) for arg in args]) == status
         printed = capsys.readouterr()
         assert printed.out == "" and [part for part in named if part not in printed.err] == []
 
     return check
+
+
+@pytest.fixture
+def assert_refused(capsys):
+    return refuse_with(tool.main, capsys)
 
 
 # ---------------------------------------------------------------- the text

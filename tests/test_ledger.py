@@ -17,10 +17,9 @@ from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.memory import Memory
 from torchtitan_lite.parallel.pipeline import list_stages
 from torchtitan_lite.plan import command as plan_tool
-from torchtitan_lite.plan.ledger import Ledger, RunLedger, describe, open_ledger
-from torchtitan_lite.plan.simulator import plan_order
-from torchtitan_lite.plan.step_measure import METHODS, ActionTimes, gather_timeline, time_actions
-from torchtitan_lite.plan.timeline import draw_memory
+from torchtitan_lite.plan.ledger import Ledger, describe, draw_memory, open_ledger
+from torchtitan_lite.plan.simulator import METHODS, plan_order
+from torchtitan_lite.plan.step_measure import ActionTimes, RunLedger, gather_timeline, time_actions
 
 CPU = Machine("cpu", 1, 2**34, "x86_64 CPU")
 CSV, MEASURE = "parallelism.pipeline_parallel_schedule_csv", "metrics.measure_ledger"

@@ -20,7 +20,7 @@ from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.parallel.attention_kernels import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend
 from torchtitan_lite.plan.dry_run import dry_run
-from torchtitan_lite.plan.out_of_memory import explain_out_of_memory, find_memory_options
+from torchtitan_lite.plan.remedies import explain_out_of_memory, find_memory_options
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.verify.reduction import reduce_config
 

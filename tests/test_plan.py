@@ -10,28 +10,34 @@ import torch.distributed as dist
 from layouts import PP, TP
 
 from torchtitan_lite import step
+from torchtitan_lite.config.command_lines import make_plan_parser
 from torchtitan_lite.config.hardware import find_cluster
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.workload import Workload
 from torchtitan_lite.plan import command as plan
-from torchtitan_lite.plan.dry_run import group_pp_ranks, plan_run
-from torchtitan_lite.plan.plan_warnings import (
+from torchtitan_lite.plan.dry_run import PlannedRun, group_pp_ranks, plan_run
+from torchtitan_lite.plan.remedies import (
     simulate_bubble,
     warn_of_bubble,
-    warn_of_expert_parallel,
     warn_of_few_microbatches,
+    warn_of_groups,
     warn_of_memory,
-    warn_of_tensor_parallel,
-    warn_of_torn_groups,
 )
 
 SMALL = ["--config", "debug", "--training.seq_len", "32", "--model.n_layers", "2"]
 H100 = find_cluster("h100")
 
 
-def llama(name: str, n_gpus: int, **keys):
+def llama(name: str, n_gpus: int, **keys) -> PlannedRun:
     """A shipped config on GPUs, without a dry run. Keys: of parallelism or training."""
     sections = {"local_batch_size": "training", "global_batch_size": "training"}
     args = [part for key, n in keys.items() for part in (f"--{sections.get(key, 'parallelism')}.{key}", str(n))]
     return plan_run(["--config", name, *args], n_gpus, "cuda")
+
+
+def work(*args, **keys) -> tuple[Config, Workload]:
+    planned = llama(*args, **keys)
+    return planned.config, planned.describe_workload()
 
 
 def test_a_plan_is_printed_and_drawn(capsys, tmp_path):
@@ -50,28 +56,33 @@ def test_a_plan_is_printed_and_drawn(capsys, tmp_path):
     assert svg.read_text().startswith("<svg") and json.loads(trace.read_text())
 
 
-def test_an_extra_collective_in_the_step_is_in_the_plan_and_in_the_dry_run_with_its_line(capsys):
+def make(*args: str) -> plan.Plan:
+    options, config_args = make_plan_parser().parse_known_args(args)
+    return plan.make_plan(config_args, options, H100)
+
+
+def test_an_extra_collective_in_the_step_is_in_the_plan_and_in_the_dry_run_with_its_line():
     def with_one_more(run, loss):
         dist.all_reduce(loss.new_zeros(2**20), group=run.mesh.tp.get_group())
         return sum_losses(run, loss)
 
-    def read_plan() -> tuple[dict, dict]:
-        assert plan.main([*args, "--json"]) == 0
-        values = json.loads(capsys.readouterr().out)
-        keys = "tp", "all-reduce"
-        return values, next(each for each in values["traffic"] if (each["axis"], each["operation"]) == keys)
-
-    sum_losses, config_args = step.sum_losses, [*SMALL, f"--{TP}", "2"]
-    args = [*config_args, "--gpus", "2"]
-    values, before = read_plan()
+    sum_losses, args = step.sum_losses, [*SMALL, f"--{TP}", "2", "--gpus", "2"]
+    before = make(*args)
     with patch.object(step, "sum_losses", with_one_more):
-        _, after = read_plan()
-        collectives = plan_run(config_args, 2, "cuda").dry_run().collectives
-    assert (after["calls"], after["bytes"]) == (before["calls"] + 1, before["bytes"] + 2**22)
-    (more,) = (call for call, _ in collectives if call.place.function == "with_one_more")
+        after = make(*args)
+    of_tp, now = (
+        next(
+            each
+            for each in plan.list_for_json(one)["traffic"]
+            if (each["axis"], each["operation"]) == ("tp", "all-reduce")
+        )
+        for one in (before, after)
+    )
+    assert (now["calls"], now["bytes"]) == (of_tp["calls"] + 1, of_tp["bytes"] + 2**22)
+    (more,) = (call for call, _ in after.runs[0].collectives if call.place.function == "with_one_more")
     assert (more.operation, more.axis, more.shape, more.n_bytes) == ("all-reduce", "tp", (2**20,), 2**22)
     assert more.place.line == f"test_plan.py:{with_one_more.__code__.co_firstlineno + 1}"
-    rank = values["pp_ranks"]["0"]
+    rank = plan.list_for_json(before)["pp_ranks"][0]
     assert rank["reserved_bytes"] == rank["live_bytes"] * H100.reserve_factor
 
 
@@ -81,40 +92,39 @@ def test_stages_that_hold_the_same_are_run_once_by_the_rank_that_holds_most():
 
 
 def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
-    planned = llama("llama3_405b", 16384, pipeline_parallel_degree=16, local_batch_size=16)
-    bubble = simulate_bubble(planned, H100, 16)
+    run = work("llama3_405b", 16384, pipeline_parallel_degree=16, local_batch_size=16)
+    bubble = simulate_bubble(*run, H100, 16)
     assert bubble > 15 / 31  # (p-1)/(m+p-1), and stages that wait for what is sent
-    (warning,) = warn_of_bubble(planned, H100, bubble)
+    (warning,) = warn_of_bubble(*run, H100, bubble)
     n = int(warning.split("Use ")[1].split(" microbatches")[0])
-    assert simulate_bubble(planned, H100, n) <= 0.15 < simulate_bubble(planned, H100, n // 2)
+    assert simulate_bubble(*run, H100, n) <= 0.15 < simulate_bubble(*run, H100, n // 2)
     assert f"training.global_batch_size = {n * 128}" in warning
-    assert not warn_of_bubble(planned, H100, 0.15)
+    assert not warn_of_bubble(*run, H100, 0.15)
 
 
 def test_a_batch_too_small_for_the_pipeline_gets_the_least_one():
     few = {"pipeline_parallel_degree": 8, "pipeline_parallel_schedule": "GPipe", "tensor_parallel_degree": 8}
-    (warning,) = warn_of_few_microbatches(llama("llama3_70b", 128, local_batch_size=2, **few))
+    (warning,) = warn_of_few_microbatches(llama("llama3_70b", 128, local_batch_size=2, **few).layout)
     assert "training.global_batch_size = 16" in warning
-    assert not warn_of_few_microbatches(llama("llama3_70b", 128, local_batch_size=8, **few))
+    assert not warn_of_few_microbatches(llama("llama3_70b", 128, local_batch_size=8, **few).layout)
 
 
-def test_tensor_parallel_over_nodes_or_across_two_gets_a_degree_that_stays_inside():
-    planned = llama("llama3_70b", 64, tensor_parallel_degree=4)
-    assert not warn_of_tensor_parallel(planned, H100) and not warn_of_torn_groups(planned, H100)
-    (warning,) = warn_of_tensor_parallel(planned, replace(H100, node_size=2))
+def test_groups_over_nodes_or_across_two_get_a_degree_that_stays_inside():
+    layout = llama("llama3_70b", 64, tensor_parallel_degree=4).layout
+    assert not warn_of_groups(layout, H100)
+    (warning,) = warn_of_groups(layout, replace(H100, node_size=2))
     assert "tensor_parallel_degree = 2" in warning
-    (warning,) = warn_of_torn_groups(planned, replace(H100, node_size=6))
+    (warning,) = warn_of_groups(layout, replace(H100, node_size=6))
     assert "tp 4 take 4 GPUs, which do not divide a node of 6" in warning and "1 or 2" in warning
-
-
-def test_experts_across_nodes_get_a_degree_that_stays_inside():
-    (warning,) = warn_of_expert_parallel(llama("qwen3_30b_a3b", 64, expert_parallel_degree=32), H100)
+    (warning,) = warn_of_groups(llama("qwen3_30b_a3b", 64, expert_parallel_degree=32).layout, H100)
     assert "expert_parallel_degree = 8" in warning
-    assert not warn_of_expert_parallel(llama("qwen3_30b_a3b", 64), H100)
+    assert not warn_of_groups(llama("qwen3_30b_a3b", 64).layout, H100)
 
 
-def test_a_plan_of_experts_names_their_ranks_and_the_load(capsys):
+def test_a_plan_of_experts_names_their_ranks_and_the_load(capsys, monkeypatch):
     args = ["--config", "debug_moe_3d", "--gpus", "8", "--training.seq_len", "32", "--imbalance", "1.5"]
+    made = make(*args)
+    monkeypatch.setattr(plan, "make_plan", lambda *_: made)  # once for both
     assert plan.main(args) == 0
     printed = capsys.readouterr().out
     assert "pp2 x dp_shard2 x tp2, ep4" in printed
@@ -134,7 +144,7 @@ def test_mixtral_on_2048_gpus_is_planned_and_fits(capsys):
 
 
 def test_too_much_for_the_memory_gets_a_number_of_gpus_that_would_do():
-    warning = warn_of_memory(llama("llama3_405b", 64), H100)
+    warning = warn_of_memory(*work("llama3_405b", 64), H100)
     n_gpus = int(warning.split("fits ")[1].split(" ")[0].replace(",", ""))
     assert n_gpus * H100.memory_bytes / H100.reserve_factor > 16 * 405e9  # what the training state alone takes
 

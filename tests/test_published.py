@@ -26,7 +26,7 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.pipeline_plan import name_modules
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.workload import Workload
-from torchtitan_lite.plan.forecast import Forecast, forecast_quickly
+from torchtitan_lite.plan.ledger import Forecast, forecast_quickly
 from torchtitan_lite.plan.search import estimate_peak
 from torchtitan_lite.plan.step_time import StepTimeModel
 

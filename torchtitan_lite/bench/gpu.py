@@ -26,8 +26,8 @@ from statistics import median
 import torch
 
 from torchtitan_lite import IS_INSTALLED, REPOSITORY
-from torchtitan_lite.bench.rounds import Report, measure_rounds, read_clocks, read_setting
-from torchtitan_lite.bench.step import build_trainer, make_batch, one_rank_group
+from torchtitan_lite.bench.contenders import build_trainer, make_batch
+from torchtitan_lite.bench.rounds import Report, measure_rounds, one_rank_group, read_clocks, read_setting
 from torchtitan_lite.components.metrics import read_peak_memory
 from torchtitan_lite.config.flavors import count_flops_per_token
 from torchtitan_lite.config.hardware import Machine, detect_machine, peak_flops

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.bench.rounds import BenchFailed, Report, measure_rounds, read_setting
-from torchtitan_lite.bench.step import one_rank_group
+from torchtitan_lite.bench.rounds import BenchFailed, Report, measure_rounds, one_rank_group, read_setting
 from torchtitan_lite.checkpoint.manifest import HASH_BYTES, find_steps
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.config.files import sync_folder

@@ -2,7 +2,7 @@
 
 memory, traffic, FLOPs    a dry run of step.py as one rank of each kind (dry_run.py)
 bubble, time, tokens/s    the schedule, simulated with the closed form's durations (step_time.py)
-warnings                  what wastes time or memory, and the number that would be right (plan_warnings.py)
+warnings                  what wastes time or memory, and the number that would be right (remedies.py)
 """
 
 import argparse
@@ -15,21 +15,19 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config.command_lines import make_plan_parser
-from torchtitan_lite.config.hardware import Cluster, find_cluster
+from torchtitan_lite.config.hardware import GIB, Cluster, find_cluster
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
-from torchtitan_lite.plan.collectives import Collective, Moved, max_moved, sum_moved
-from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, group_pp_ranks, plan_run
-from torchtitan_lite.plan.forecast import Forecast, forecast
-from torchtitan_lite.plan.ledger import print_score
+from torchtitan_lite.config.workload import Workload
+from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, group_pp_ranks, plan_run, sum_traffic
+from torchtitan_lite.plan.ledger import Forecast, forecast, print_score
 from torchtitan_lite.plan.meter import KINDS
-from torchtitan_lite.plan.plan_warnings import list_warnings
+from torchtitan_lite.plan.remedies import list_warnings
+from torchtitan_lite.plan.search import Search
 from torchtitan_lite.plan.search_report import print_search
-from torchtitan_lite.plan.simulator import plan_order
-from torchtitan_lite.plan.timeline import draw_svg, draw_text, trace_chrome
+from torchtitan_lite.plan.simulator import draw_svg, draw_text, plan_order, trace_chrome
+from torchtitan_lite.plan.traffic import Moved
 from torchtitan_lite.run_config import read_run_config
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,12 @@ class Plan:
     cluster: Cluster
     groups: dict[int, list[int]]  # pp rank that is run -> pp ranks that are like it
     runs: dict[int, DryRun]
+    workload: Workload
     forecast: Forecast
+
+    def reserved_bytes(self, run: DryRun) -> float:
+        """Return the estimated bytes of the allocator, which keeps more than is in use."""
+        return run.peak_bytes * self.cluster.reserve_factor
 
     @property
     def fits(self) -> bool:
@@ -49,11 +52,14 @@ class Plan:
 
     @property
     def warnings(self) -> list[str]:
-        return list_warnings(self.planned, self.cluster, bubble=self.forecast.bubble, fits=self.fits)
+        bubble = self.forecast.bubble
+        return list_warnings(self.planned.config, self.workload, self.cluster, bubble=bubble, fits=self.fits)
 
-    def reserved_bytes(self, run: DryRun) -> float:
-        """Return the estimated bytes of the allocator, which keeps more than is in use."""
-        return run.peak_bytes * self.cluster.reserve_factor
+    @property
+    def traffic(self) -> dict[tuple[str, str, str], Moved]:
+        """(axis, operation, tier of links) -> what the rank moves that moves most."""
+        find_tier = self.cluster.find_tier
+        return sum_traffic(self.runs, lambda call: (call.axis, call.operation, find_tier(call.stride, call.n_ranks)))
 
 
 def main(args: list[str]) -> int:
@@ -90,7 +96,7 @@ def search_layouts(config_args: list[str], options: argparse.Namespace, cluster:
         raise ConfigError(problems)
     toml_file = options.toml or Path(f"{reading.config_name}_{options.gpus}_{options.gpu}.toml")
     model_args = resolve_model(reading.config.model)
-    print_search(reading.config, model_args, options.gpus, cluster, toml_file, imbalance=options.imbalance)
+    print_search(Search(reading.config, model_args, options.gpus, cluster, options.imbalance), toml_file)
 
 
 def make_plan(config_args: list[str], options: argparse.Namespace, cluster: Cluster) -> Plan:
@@ -102,8 +108,8 @@ def make_plan(config_args: list[str], options: argparse.Namespace, cluster: Clus
         runs[pp_rank] = planned.dry_run(pp_rank, whole=options.full)
         print(f"  pp rank {pp_rank} run in {time.monotonic() - start:.1f} s", file=sys.stderr)
     workload = planned.describe_workload()
-    order = plan_order(planned.config.parallelism, planned.layout)
-    return Plan(planned, options.gpu, cluster, groups, runs, forecast(workload, cluster, order))
+    expected = forecast(workload, cluster, plan_order(planned.config.parallelism, planned.layout))
+    return Plan(planned, options.gpu, cluster, groups, runs, workload, expected)
 
 
 # ---------------------------------------------------------------- for people
@@ -164,21 +170,9 @@ def describe_traffic(plan: Plan) -> str:
     tiers = {"node": "inside a node", "network": "between nodes"}
     rows = [
         (f"  {axis}", operation, f"{moved.n_calls:,} calls", format_bytes(moved.n_bytes), tiers[tier])
-        for (axis, operation, tier), moved in sum_traffic(plan).items()
+        for (axis, operation, tier), moved in plan.traffic.items()
     ]
     return format_table(rows) if rows else "  none"
-
-
-def sum_traffic(plan: Plan) -> dict[tuple[str, str, str], Moved]:
-    """Return (axis, operation, tier of links) -> what the rank moves that moves most."""
-
-    def key(call: Collective) -> tuple[str, str, str]:
-        return call.axis, call.operation, plan.cluster.find_tier(call.stride, call.n_ranks)
-
-    return max_moved(
-        sum_moved((key(call), times, times * call.n_bytes) for call, times in run.collectives)
-        for run in plan.runs.values()
-    )
 
 
 # ---------------------------------------------------------------- for programs
@@ -203,7 +197,7 @@ def list_for_json(plan: Plan) -> dict[str, object]:
         },
         "traffic": [
             {"axis": axis, "operation": operation, "tier": tier, "calls": moved.n_calls, "bytes": moved.n_bytes}
-            for (axis, operation, tier), moved in sum_traffic(plan).items()
+            for (axis, operation, tier), moved in plan.traffic.items()
         ],
         "bubble": plan.forecast.bubble,
         **asdict(rate),

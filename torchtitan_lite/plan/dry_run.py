@@ -23,6 +23,7 @@ knows what it fuses, and the result is an upper bound for it.
 """
 
 from collections import Counter
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -43,10 +44,10 @@ from torchtitan_lite.config.pipeline_plan import splits_backward
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.config.workload import Workload, count_rows, describe_workload
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.plan.collectives import Collective
 from torchtitan_lite.plan.fake_world import fake_group, kernels_of_gpus, loaded_experts, make_batch, static_stages
-from torchtitan_lite.plan.meter import Meter, find_peak, sum_by_kind
+from torchtitan_lite.plan.meter import Meter, Segment, sum_by_kind
 from torchtitan_lite.plan.simulator import count_in_flight, plan_order
+from torchtitan_lite.plan.traffic import Collective, Moved, max_moved, sum_moved
 from torchtitan_lite.preflight import choose_n_ranks
 from torchtitan_lite.run_config import read_run_config
 
@@ -72,7 +73,7 @@ class DryRun:
 
     pp_rank: int
     memory: dict[str, int]  # bytes by kind (KINDS in meter.py) at the peak
-    collectives: list[tuple[Collective, int]]  # and how often, in the order of their first time
+    collectives: list[tuple[Collective, int]]  # and how often, in the order of their first call
     n_flops: int
     parameters: dict[str, Sharding]  # by FQN
 
@@ -125,10 +126,10 @@ def dry_run(
         meter.assign("gradients", [parameter.grad for parameter in parameters])
         for state in run.optimizer.state.values():
             meter.assign("optimizer", [value for value in state.values() if isinstance(value, Tensor)])
-        segments = cut_segments(meter)
+        setup, *segments, _ = meter.segments  # from "begin" to "done"
         # Between two steps: what existed before the first one, and the optimizer's state.
-        at_rest = sum_by_kind(meter.events[: meter.marks[0].n_events])
-        at_rest += sum_by_kind(event for event in meter.events if event[0].kind == "optimizer")
+        events = [event for segment in meter.segments for event in segment.events]
+        at_rest = sum_by_kind(setup.events) + sum_by_kind(event for event in events if event[0].kind == "optimizer")
     sequence = segments
     if short.n_microbatches < layout.n_microbatches:
         sequence = lengthen(config, layout, pp_rank, segments)
@@ -138,6 +139,13 @@ def dry_run(
         collectives=count_collectives(segments, sequence, layout.n_microbatches, short.n_microbatches),
         n_flops=sum(segment.n_flops for segment in sequence),
         parameters={fqn: describe_sharding(parameter) for fqn, parameter in run.parameters.items()},
+    )
+
+
+def sum_traffic(runs: dict[int, DryRun], key: Callable[[Collective], Hashable]) -> dict[Hashable, Moved]:
+    """Return what the rank moves in a step that moves most, by a key of the collective."""
+    return max_moved(
+        sum_moved((key(call), times, times * call.n_bytes) for call, times in run.collectives) for run in runs.values()
     )
 
 
@@ -230,17 +238,6 @@ def shorten(layout: Layout, n_microbatches: int) -> Layout:
     return replace(layout, global_batch_size=rows, n_microbatches=n_microbatches)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """The run between two marks."""
-
-    name: str
-    change: Counter  # bytes by kind that remain
-    peak: Counter  # bytes by kind at the segment's peak, less those before it
-    collectives: list[Collective]
-    n_flops: int
-
-
 def is_uniform(config: Config, layout: Layout) -> bool:
     """Return whether all microbatches but the first and the last are alike, in any order."""
     section = config.parallelism
@@ -249,19 +246,6 @@ def is_uniform(config: Config, layout: Layout) -> bool:
     resharded = layout.zero_stage == 3 and layout.dp_shard * layout.cp > 1  # an action depends on the one before
     crowded = len(layout.stages) > MOST_ACTIVE_STAGES * layout.pp
     return not (resharded or crowded or section.pipeline_parallel_schedule_csv or splits_backward(section))
-
-
-def cut_segments(meter: Meter) -> list[Segment]:
-    """Return the segments of the run, without the optimizer's state: later steps find it already made."""
-    segments = []
-    for mark, after in zip(meter.marks, meter.marks[1:], strict=False):
-        events = meter.events[mark.n_events : after.n_events]
-        events = [event for event in events if event[0].kind != "optimizer"]
-        collectives = meter.collectives[mark.n_collectives : after.n_collectives]
-        segments.append(
-            Segment(mark.name, sum_by_kind(events), find_peak(events), collectives, after.n_flops - mark.n_flops)
-        )
-    return segments
 
 
 def lengthen(config: Config, layout: Layout, pp_rank: int, segments: list[Segment]) -> list[Segment]:

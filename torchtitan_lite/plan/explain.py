@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -21,8 +21,8 @@ from torchtitan_lite.config.command_lines import make_explain_parser
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
 from torchtitan_lite.config.reader import find_config_file
-from torchtitan_lite.plan.collectives import Collective, max_moved, sum_moved
-from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, Sharding, group_pp_ranks, plan_run
+from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, Sharding, group_pp_ranks, plan_run, sum_traffic
+from torchtitan_lite.plan.traffic import Collective
 
 MOST_SHOWN = 8  # ranks or coordinates in a row; otherwise the first two and the last
 
@@ -39,8 +39,7 @@ def main(args: list[str]) -> int:
     except ConfigError as error:
         print(f"This run could not start:\n{error}", file=sys.stderr)
         return 2
-    groups = group_pp_ranks(planned) if options.stage is None else {options.stage: [options.stage]}
-    runs = {rank: planned.dry_run(rank) for rank in groups}
+    groups, runs = run_pp_ranks(planned, options.stage)
     if base is not None:
         return report_difference(list_for_json(runs), base, options.against)
     if options.json:
@@ -56,8 +55,10 @@ def explain(planned: PlannedRun, groups: dict[int, list[int]], runs: dict[int, D
     blocks = [
         f"{planned.config_name} on {layout.world_size:,} rank{'s' * (layout.world_size > 1)}: {layout}",
         draw_mesh(layout.degrees),
-        *([f"experts of a layer, on the same ranks\n{draw_mesh(list_expert_mesh(layout))}"] if layout.ep else []),
     ]
+    if layout.ep:
+        of_experts = {dim: getattr(layout, dim) for dim in ("pp", "dp_replicate", "efsdp", "ep")}
+        blocks.append(f"experts of a layer, on the same ranks\n{draw_mesh(of_experts)}")
     for rank, alike in groups.items():
         title = f"pp rank {rank}" + f" (and {len(alike) - 1} like it)" * (len(alike) > 1) if layout.pp > 1 else "rank 0"
         blocks += [
@@ -72,13 +73,11 @@ def explain(planned: PlannedRun, groups: dict[int, list[int]], runs: dict[int, D
 # ---------------------------------------------------------------- mesh and parameters
 
 
-def list_expert_mesh(layout: Layout) -> dict[str, int]:
-    """Return the size of each dim of the experts' mesh, outermost first."""
-    return {dim: getattr(layout, dim) for dim in ("pp", "dp_replicate", "efsdp", "ep")}
-
-
 def draw_mesh(degrees: dict[str, int]) -> str:
-    """Draw every rank in the mesh: the innermost dim in brackets, the next across, the outer ones down."""
+    """Draw every rank in the mesh: the innermost dim in brackets, the next across, the outer ones down.
+
+    `degrees`: size of each dim, outermost first.
+    """
     used = [dim for dim, degree in degrees.items() if degree > 1] or [list(degrees)[-1]]
     *down, across, inner = [None, *used] if len(used) == 1 else used
     sizes = list(degrees.values())
@@ -158,31 +157,25 @@ def format_layers(layers: list[str]) -> str:
 Folded = list[tuple[list[str], list[tuple[Collective, int]]]]
 
 
-@dataclass
-class Section:
-    """A part of forward, of backward, or between them."""
+def list_sections(run: DryRun) -> list[tuple[str, int, Folded]]:
+    """Return the parts of forward, of backward, and between them: which walk, how often, its collectives.
 
-    walk: str
-    times: int
-    folded: Folded
-
-
-def list_sections(run: DryRun) -> list[Section]:
-    """Return the collectives in the order of their first call; equal sections and equal layers once."""
-    sections: list[Section] = []
+    In the order of the first call; equal parts and equal layers once.
+    """
     walks = {"forward": "forward", "": "between"}
+    sections: list[tuple[str, Folded]] = []
+    times: list[int] = []
     # Where only the last of many microbatches reduces gradients, these are a section of their own.
-    for (walk, _), group in groupby(
+    for (walk, n), group in groupby(
         run.collectives, key=lambda pair: (walks.get(pair[0].place.walk, "backward"), pair[1])
     ):
-        collectives, times = zip(*group, strict=True)
-        folded = fold_layers(collectives)
-        known = next((section for section in sections if (section.walk, section.folded) == (walk, folded)), None)
-        if known:
-            known.times += times[0]
-        elif times[0]:
-            sections.append(Section(walk, times[0], folded))
-    return sections
+        section = walk, fold_layers(collective for collective, _ in group)
+        if section in sections:
+            times[sections.index(section)] += n
+        elif n:
+            sections.append(section)
+            times.append(n)
+    return [(walk, n, folded) for (walk, folded), n in zip(sections, times, strict=True)]
 
 
 def fold_layers(collectives: Iterable[Collective]) -> Folded:
@@ -203,14 +196,13 @@ def fold_layers(collectives: Iterable[Collective]) -> Folded:
     return folded
 
 
-def format_collectives(sections: list[Section]) -> str:
+def format_collectives(sections: list[tuple[str, int, Folded]]) -> str:
     if not sections:
         return "  none: there is only one rank"
     rows: list[tuple[str, ...]] = []
-    for section in sections:
-        times = "once" if section.times == 1 else f"{section.times} times"
-        rows.append((f"{section.walk}, {times}", *[""] * 5))
-        for owners, counted in section.folded:
+    for walk, times, folded in sections:
+        rows.append((f"{walk}, {'once' if times == 1 else f'{times} times'}", *[""] * 5))
+        for owners, counted in folded:
             name = owners[0] or "the step"
             if len(owners) > 1:
                 name = f"layers.{format_layers([owner.removeprefix('layers.') for owner in owners])}: each"
@@ -235,22 +227,20 @@ def format_collectives(sections: list[Section]) -> str:
 def describe_step(planned: PlannedRun, runs: dict[int, DryRun]) -> str:
     """Describe one optimizer step of this layout, in numbered sentences."""
     layout, config = planned.layout, planned.config
-    moved = max_moved(
-        sum_moved((call.axis, times, times * call.n_bytes) for call, times in run.collectives) for run in runs.values()
-    )
-    dtype = config.training.mixed_precision_param
+    moved = sum_traffic(runs, lambda call: call.axis)
     shard = layout.dp_shard * layout.cp
-    micro = f"{layout.n_microbatches} x {layout.microbatch_size}"
     readers = f"Each of {layout.dp} data-parallel ranks" if layout.dp > 1 else "Every rank"
     sentences = [
         f"{readers} takes {layout.global_batch_size // layout.dp} of "
-        f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens, in microbatches: {micro}.",
+        f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens, in microbatches: "
+        f"{layout.n_microbatches} x {layout.microbatch_size}.",
         f"Of each sequence a cp rank computes an early and a late piece, 1/{layout.cp} in all." * (layout.cp > 1),
         "All ranks add up how many targets count; every loss is divided by that number.",
         f"Forward and backward go through the {len(layout.stages)} pipeline stages in the order of "
         f"{config.parallelism.pipeline_parallel_schedule}; hidden states and their gradients go from rank to rank."
         * (layout.pp > 1),
-        f"Before a block runs, its parameters are gathered whole in {dtype} from {shard} ranks; "
+        f"Before a block runs, its parameters are gathered whole in {config.training.mixed_precision_param} from "
+        f"{shard} ranks; "
         f"{'they are freed after it' if layout.zero_stage == 3 else 'they stay until the step ends'}." * (shard > 1),
         "Inside a block each tp rank computes its share of the heads and of the feed-forward on whole sequences, and "
         "gives back its share of the sequence." * (layout.tp > 1),
@@ -289,6 +279,12 @@ def describe_exchange(planned: PlannedRun) -> list[str]:
 # ---------------------------------------------------------------- differences
 
 
+def run_pp_ranks(planned: PlannedRun, stage: int | None) -> tuple[dict[int, list[int]], dict[int, DryRun]]:
+    """Run one pp rank of each kind, or `stage` alone. Returns it with those that are like it, and its run."""
+    groups = group_pp_ranks(planned) if stage is None else {stage: [stage]}
+    return groups, {rank: planned.dry_run(rank) for rank in groups}
+
+
 def list_for_json(runs: dict[int, DryRun]) -> list[dict[str, object]]:
     """Return every collective, in the order of its first call."""
     return [
@@ -303,16 +299,15 @@ def read_base(options: argparse.Namespace, config_args: list[str], config_name: 
     folder = Path(options.against)
     if not folder.is_dir():
         base = plan_run(["--config", options.against], options.gpus, options.device, imbalance=options.imbalance)
-        ranks = group_pp_ranks(base) if options.stage is None else [options.stage]
-        return list_for_json({rank: base.dry_run(rank) for rank in ranks})
+        return list_for_json(run_pp_ranks(base, options.stage)[1])
     if not (folder / "torchtitan_lite" / "__main__.py").is_file():
         why = "this folder is no checkout: there is no torchtitan_lite/__main__.py in it"
         raise ConfigError([Problem("--against", options.against, why, "Name a TOML file or a checkout")])
     command = [sys.executable, "-m", "torchtitan_lite", "explain", "--json", "--device", options.device, *config_args]
     command += ["--config", str(find_config_file(config_name).resolve())]  # ours: that checkout's own may differ
-    command += ["--gpus", str(options.gpus)] * (options.gpus is not None)
-    command += ["--stage", str(options.stage)] * (options.stage is not None)
-    command += ["--imbalance", str(options.imbalance)] * (options.imbalance != 1)
+    imbalance = options.imbalance if options.imbalance != 1 else None  # an older checkout may not know the option
+    given = {"--gpus": options.gpus, "--stage": options.stage, "--imbalance": imbalance}
+    command += [f"{flag}={value}" for flag, value in given.items() if value is not None]
     # Python imports torchtitan_lite from its working directory first.
     answer = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if answer.returncode != 0:

@@ -8,7 +8,7 @@
 Effect: none outside of the context managers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
@@ -30,6 +30,7 @@ from torchtitan_lite.model import attention, moe
 from torchtitan_lite.parallel import context_parallel, expert_parallel, pipeline
 from torchtitan_lite.parallel.mesh import forget_groups
 from torchtitan_lite.plan.meter import Meter
+from torchtitan_lite.plan.simulator import METHODS, find_kind
 
 
 @contextmanager
@@ -82,6 +83,8 @@ class StaticStage(pipeline.Stage):
         received, sent = tokens if index == 0 else hidden, loss if index == n_stages - 1 else hidden
         super().__init__(part, index, n_stages, device, input_args=received, output_args=sent, group=group)
         self.meter = meter
+        for name, kind in {**METHODS, "perform_reduce_grad": "reduce"}.items():
+            setattr(self, name, partial(self._mark_and_call, kind, getattr(self, name)))
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
         return torch.ones(1)  # all stages know their shapes
@@ -89,21 +92,9 @@ class StaticStage(pipeline.Stage):
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
         return torch.ones(1)
 
-    def forward_one_chunk(self, *args, **kwargs):
-        self.meter.mark(f"F{self.stage_index}")
-        return super().forward_one_chunk(*args, **kwargs)
-
-    def backward_one_chunk(self, *args, full_backward: bool = True, **kwargs):
-        self.meter.mark(f"{'B' if full_backward else 'I'}{self.stage_index}")
-        return super().backward_one_chunk(*args, full_backward=full_backward, **kwargs)
-
-    def backward_weight_one_chunk(self, *args, **kwargs):
-        self.meter.mark(f"W{self.stage_index}")
-        return super().backward_weight_one_chunk(*args, **kwargs)
-
-    def perform_reduce_grad(self, *args, **kwargs):
-        self.meter.mark(f"reduce{self.stage_index}")
-        return super().perform_reduce_grad(*args, **kwargs)
+    def _mark_and_call(self, kind: str, method: Callable, *args, **kwargs):
+        self.meter.mark(f"{find_kind(kind, kwargs)}{self.stage_index}")
+        return method(*args, **kwargs)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The ledger of a run: what the closed form forecasts of a step, and what the run measured.
+"""The forecast of a step by the closed form, and the ledger of a run: the forecast beside what the run measured.
 
                                    forecast             measured
     sent over tp                   2.1 MiB in 54 calls  2.1 MiB in 54 calls  by the rank that moves most over an axis
@@ -7,40 +7,102 @@
     time of the step               0.0497 s             0.414 s
     tokens a second, per rank      10,300               1,237
 
-Every run logs it once: the forecast, before it builds the model; with metrics.measure_ledger both columns, after one
-step that it measures (step_measure.py), and metrics.jsonl gets them too. `plan --score RUN` reads them back. Forecast
-memory and pipelines, and the measured pipeline, are also drawn as text for TensorBoard.
-
-The measured step is the second of the process: the first one compiles, connects and allocates. It is the third where
-the second does so again: compiled code meets the optimizer's state for the first time, or a validated pipeline makes
-its buffers anew.
+Every run logs its ledger once: the forecast, before it builds the model; with metrics.measure_ledger both columns,
+after one step that it measures (step_measure.py), and metrics.jsonl gets them too. `plan --score RUN` reads them back.
+Forecast memory and pipelines, and the measured pipeline, are also drawn as text for TensorBoard.
 """
 
 import json
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.hardware import CLUSTERS, Machine, find_row
+from torchtitan_lite.config.flavors import ModelArgs, count_flops_per_token
+from torchtitan_lite.config.hardware import CLUSTERS, Cluster, Machine, find_row
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.memory import Memory, estimate_memory, weigh_waiting
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.workload import Workload, describe_workload
-from torchtitan_lite.plan.collectives import Moved, max_moved, sum_moved
-from torchtitan_lite.plan.forecast import forecast, list_memory
-from torchtitan_lite.plan.simulator import PipelineOrder, Timeline, plan_order
-from torchtitan_lite.plan.step_measure import measure_step, read_peak_bytes
-from torchtitan_lite.plan.timeline import draw_memory, draw_svg, draw_text, trace_chrome
-from torchtitan_lite.plan.traffic import estimate_traffic
-from torchtitan_lite.step import Run
+from torchtitan_lite.plan.simulator import (
+    PipelineOrder,
+    Timeline,
+    count_in_flight,
+    draw_text,
+    list_samples,
+    pipeline_order,
+    plan_order,
+    simulate,
+)
+from torchtitan_lite.plan.step_time import StepTimeModel
+from torchtitan_lite.plan.traffic import Moved, estimate_traffic, max_moved, sum_moved
 
-logger = logging.getLogger(__name__)
+SECONDS_PER_DAY = 86400
+
+
+# ---------------------------------------------------------------- the forecast
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Speed of a step."""
+
+    step_time_s: float
+    tokens_per_s_per_gpu: float
+    mfu_full: float  # of the bf16 peak, attention counted in full
+    mfu_causal: float
+
+    def count_days(self, n_tokens: float, world_size: int) -> float:
+        """Return the days to train on `n_tokens` without any stop."""
+        return n_tokens / (self.tokens_per_s_per_gpu * world_size) / SECONDS_PER_DAY
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Speed of a step, and its waits."""
+
+    rate: Rate
+    bubble: float  # idle fraction of the pipeline
+    exposed_s: dict[str, float]  # axis -> seconds in which the worst rank waits for others, without the bubble
+    timeline: Timeline | None = None  # None if only short schedules were simulated
+
+
+def forecast(workload: Workload, cluster: Cluster, order: PipelineOrder) -> Forecast:
+    """Forecast one step from the order of all its microbatches."""
+    model = StepTimeModel(workload, cluster)
+    timeline = simulate(order, model.durations)
+    rate = rate_step(workload, cluster, timeline.end_time + model.once_s + model.optimizer_s)
+    return Forecast(rate, timeline.bubble, model.exposed_s, timeline)
+
+
+def forecast_quickly(model: StepTimeModel, schedule: str) -> Forecast:
+    """Forecast a step from short schedules where that of all microbatches is long."""
+    layout, durations = model.workload.layout, model.durations
+    per_rank, end_time = len(layout.stages) // layout.pp, 0.0
+    for n_microbatches, weight in list_samples(layout.n_microbatches, layout.pp):
+        order = pipeline_order(schedule, layout.pp, n_microbatches, per_rank)
+        end_time += weight * simulate(order, durations).end_time
+    rate = rate_step(model.workload, model.cluster, end_time + model.once_s + model.optimizer_s)
+    bubble = max(0.0, 1 - layout.n_microbatches * sum(durations.busy) / (end_time * layout.pp))
+    return Forecast(rate, bubble, model.exposed_s)
+
+
+def rate_step(workload: Workload, cluster: Cluster, step_time_s: float) -> Rate:
+    """Return tokens per second and MFU of a step that takes `step_time_s`, forecast or measured."""
+    tokens_per_s = workload.tokens_per_step / step_time_s / workload.layout.world_size
+    flops = count_flops_per_token(workload.args, workload.seq_len)
+    peak = cluster.peak("float32" if workload.compute_dtype == "float32" else "bfloat16")
+    return Rate(step_time_s, tokens_per_s, tokens_per_s * flops.full / peak, tokens_per_s * flops.causal / peak)
+
+
+def list_memory(workload: Workload, order: PipelineOrder) -> list[Memory]:
+    """Return the peak memory of each pp rank."""
+    weight = weigh_waiting(workload)
+    return [estimate_memory(workload, rank, count_in_flight(row, weight)) for rank, row in enumerate(order)]
+
+
+# ---------------------------------------------------------------- both columns
 
 
 @dataclass(frozen=True)
@@ -75,9 +137,6 @@ class Ledger:
     step: int | None = None  # the measured one
 
 
-# ---------------------------------------------------------------- the forecast
-
-
 def open_ledger(
     config: Config, model_args: ModelArgs, layout: Layout, machine: Machine
 ) -> tuple[Ledger, dict[str, str]]:
@@ -101,8 +160,10 @@ def open_ledger(
     order = plan_order(section, layout)
     memory = list_memory(workload, order)
     pictures = {"memory forecast": draw_memory(memory)}
+    ranks = [estimate_traffic(workload, pp_rank, order).items() for pp_rank in range(layout.pp)]
+    most = max_moved(sum_moved((axis, each.n_calls, each.n_bytes) for (axis, _), each in moved) for moved in ranks)
     costs = {
-        "traffic": estimate_most_moved(workload, order),
+        "traffic": {axis: replace(moved, n_calls=round(moved.n_calls)) for axis, moved in most.items()},
         "memory_bytes": max(of_rank.live for of_rank in memory),
     }
     if config.training.enable_cpu_offload:
@@ -127,82 +188,19 @@ def open_ledger(
     return replace(ledger, predicted=Costs(**costs)), pictures
 
 
-def estimate_most_moved(workload: Workload, order: PipelineOrder) -> dict[str, Moved]:
-    """Return axis -> the traffic of the pp rank that moves most over it."""
-    ranks = [estimate_traffic(workload, pp_rank, order).items() for pp_rank in range(workload.layout.pp)]
-    most = max_moved(sum_moved((axis, each.n_calls, each.n_bytes) for (axis, _), each in moved) for moved in ranks)
-    return {axis: replace(moved, n_calls=round(moved.n_calls)) for axis, moved in most.items()}
-
-
-# ---------------------------------------------------------------- a run
-
-
-class RunLedger:
-    """The ledger of one process. Every rank makes it before it builds the model: on a CPU, memory counts from here."""
-
-    def __init__(self, config: Config, model_args: ModelArgs, layout: Layout, machine: Machine, dump_folder: Path):
-        self.layout, self.dump_folder = layout, dump_folder
-        again = config.compile.enable or (layout.pp > 1 and config.validation.enable)
-        self.n_steps, self.n_th_measured = 0, 3 if again else 2
-        self.is_measured = config.metrics.measure_ledger and config.training.steps >= self.n_th_measured
-        self.tokens_per_step = layout.global_batch_size * config.training.seq_len
-        self.bytes_before = 0.0 if machine.device_type == "cuda" else read_peak_bytes(torch.device("cpu"))
-        self.ledger, self._for_metrics, self._pictures = None, None, {}
-        if dist.get_rank() == 0:
-            self.ledger, self._pictures = open_ledger(config, model_args, layout, machine)
-            if not self.is_measured:
-                logger.info(describe(self.ledger))
-                self._pictures["ledger"] = describe(self.ledger)
-
-    @contextmanager
-    def measured(self, step: int, run: Run, group: dist.ProcessGroup, *, besides: dist.ProcessGroup) -> Iterator[None]:
-        """Context manager around every step; measures one of them. Collective. Groups: see measure_step."""
-        self.n_steps += 1
-        if not self.is_measured or self.n_steps != self.n_th_measured:
-            yield
-            return
-        with measure_step(self.layout, run, group, besides=besides) as measured:
-            yield
-        memory = torch.tensor(measured.peak_bytes - self.bytes_before, dtype=torch.float64)
-        dist.all_reduce(memory, dist.ReduceOp.MAX, group=group)  # 8 bytes
-        if dist.get_rank() != 0:
-            return
-        timeline = measured.timeline
-        costs = Costs(
-            traffic=measured.traffic,
-            memory_bytes=memory.item(),
-            bubble=timeline.bubble if timeline else None,
-            step_time_s=measured.step_time_s,
-            tokens_per_s_per_rank=self.tokens_per_step / measured.step_time_s / self.layout.world_size,
+def draw_memory(ranks: list[Memory], width: int = 60) -> str:
+    """Return a bar for each pp rank, of what it holds at its peak, on one scale; and the bytes of each part."""
+    per_column = max(memory.live for memory in ranks) / width
+    letters = dict(zip(vars(ranks[0]), "PGOUARW", strict=True))  # U: gathered, so unsharded
+    bars, rows = [], [("", *(f"{letter} {part}" for part, letter in letters.items()), "live")]
+    for rank, memory in enumerate(ranks):
+        ends = [round(end / per_column) for end in accumulate(vars(memory).values())]
+        pieces = zip(letters.values(), [0, *ends], ends, strict=False)
+        bars.append(
+            f"pp rank {rank:<{len(str(len(ranks) - 1))}}  " + "".join(c * (end - start) for c, start, end in pieces)
         )
-        self.ledger = replace(self.ledger, measured=costs, step=step)
-        self._for_metrics = asdict(self.ledger)
-        logger.info(describe(self.ledger))
-        self._pictures["ledger"] = describe(self.ledger)
-        if timeline:
-            self._pictures["pipeline measured"] = draw_text(timeline)
-            write_timeline(timeline, self.dump_folder, step)
-
-    def take(self) -> dict[str, object] | None:
-        """Return both columns, once, for the next line of metrics.jsonl; None at all other times."""
-        taken, self._for_metrics = self._for_metrics, None
-        return taken
-
-    def take_pictures(self) -> dict[str, str]:
-        """Return what is new since the last call, name -> text of several lines."""
-        taken, self._pictures = self._pictures, {}
-        return taken
-
-
-def write_timeline(timeline: Timeline, dump_folder: Path, step: int) -> None:
-    """Log the timeline as text; write it to the dump folder as a picture and a Chrome trace."""
-    picture, trace = dump_folder / "timeline.svg", dump_folder / "timeline.json"
-    picture.write_text(draw_svg(timeline, "measured"), encoding="utf-8")
-    trace.write_text(json.dumps(trace_chrome(timeline)), encoding="utf-8")
-    logger.info(
-        f"the pipeline of rank 0 in step {step}: F forward, B backward, dots are idle; also in {picture} and {trace}\n"
-        f"{draw_text(timeline)}"
-    )
+        rows.append((f"pp rank {rank}", *map(format_bytes, [*vars(memory).values(), memory.live])))
+    return "\n".join([*bars, "", format_table(rows)])
 
 
 # ---------------------------------------------------------------- the log
@@ -210,26 +208,27 @@ def write_timeline(timeline: Timeline, dump_folder: Path, step: int) -> None:
 
 def describe(ledger: Ledger) -> str:
     """Return the block of the log; the measured column only after the measured step."""
-    title = f"what a step should cost here ({ledger.hardware}): {ledger.layout}"
-    rows = [("", "forecast", "measured"), *(tuple(cells) for _, *cells in list_quantities(ledger))]
     if ledger.measured is None:
-        rows = [row[:2] for row in rows]
+        title = f"what a step should cost here ({ledger.hardware}): {ledger.layout}"
     else:
         title = f"what step {ledger.step} cost, and its forecast ({ledger.hardware}): {ledger.layout}"
+    rows = [("", "forecast", "measured"), *list_quantities(ledger).values()]
+    if ledger.measured is None:
+        rows = [row[:2] for row in rows]
     table = [format_table(rows)] * (len(rows) > 1)
     return "\n".join([title, *table, *(f"  {note}" for note in ledger.notes)])
 
 
-def list_quantities(ledger: Ledger) -> list[tuple[str, str, str, str]]:
-    """Return for each known quantity: name in JSON, name for people, predicted, measured."""
-    rows = []
-    traffic = [costs.traffic if costs else {} for costs in (ledger.predicted, ledger.measured)]
-    for axis in {**traffic[0], **traffic[1]}:
-        rows.append((f"over {axis}", f"  sent over {axis}", *(format_moved(moved.get(axis)) for moved in traffic)))
+def list_quantities(ledger: Ledger) -> dict[str, tuple[str, str, str]]:
+    """Return each known quantity, by its name in JSON: its name for people, predicted, measured."""
+    both = ledger.predicted, ledger.measured or Costs()
+    rows = {}
+    for axis in {**both[0].traffic, **both[1].traffic}:
+        rows[f"over {axis}"] = f"  sent over {axis}", *(format_moved(costs.traffic.get(axis)) for costs in both)
     for name, (words, write) in QUANTITIES.items():
-        pair = [getattr(costs, name, None) for costs in (ledger.predicted, ledger.measured)]
+        pair = [getattr(costs, name) for costs in both]
         if pair != [None, None]:
-            rows.append((name, f"  {words}", *("-" if value is None else write(value) for value in pair)))
+            rows[name] = f"  {words}", *("-" if value is None else write(value) for value in pair)
     return rows
 
 
@@ -250,7 +249,7 @@ def print_score(run: Path, *, as_json: bool) -> None:
         print(json.dumps({**asdict(ledger), "measured_over_predicted": ratios}))
         return
     table = [("", "forecast", "measured", "measured / forecast")]
-    for name, *cells in list_quantities(ledger):
+    for name, cells in list_quantities(ledger).items():
         table.append((*cells, f"{ratios[name]:.3g}" if name in ratios else "-"))
     print(f"{run}: {ledger.layout}\nforecast ({ledger.hardware}), and measured in step {ledger.step}")
     print("\n".join([format_table(table), *(f"  {note}" for note in ledger.notes)]))
@@ -274,7 +273,7 @@ def find_ledger(run: Path) -> Ledger:
     except (OSError, UnicodeDecodeError) as error:
         why, remedy = f"{file} cannot be read: {error}", "Name the dump folder of a run"
         raise ConfigError([Problem("--score", str(run), why, remedy)]) from error
-    ledgers = [values for line in lines if (values := read_line(line).get("ledger"))]
+    ledgers = [values for line in lines if (values := read_ledger(line))]
     if not ledgers:
         why = f"none of the {len(lines)} lines of {file} has a ledger"
         remedy = "Run with metrics.measure_ledger = true: the ledger comes with the first line logged after step 2 or 3"
@@ -286,10 +285,10 @@ def find_ledger(run: Path) -> Ledger:
     return Ledger(**{**ledgers[-1], **both})
 
 
-def read_line(line: str) -> dict[str, object]:
-    """Return the values of a line of metrics.jsonl; none if a kill cut it."""
+def read_ledger(line: str) -> dict | None:
+    """Return the ledger in a line of metrics.jsonl; None without one, or if a kill cut the line."""
     try:
         values = json.loads(line)
     except json.JSONDecodeError:
-        return {}
-    return values if isinstance(values, dict) else {}
+        return None
+    return values.get("ledger") if isinstance(values, dict) else None

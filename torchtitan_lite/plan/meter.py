@@ -2,15 +2,16 @@
 
     train_step(run, batch)  ->  operators  ->  Meter records  ->  the same operators, on fake or on real tensors
 
-Memory is a list of events (a storage is made, resized, freed), so the peak and its parts can be read off any segment. A
-storage may change its kind later: backward's output becomes a gradient when FSDP takes it.
+Memory is a list of events (a storage is made, resized, freed), so the peak and its parts can be read off any segment,
+once the run is over: a storage may change its kind. Backward's output becomes a gradient when FSDP takes it.
 """
 
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from unittest.mock import patch
 
 import torch
@@ -27,7 +28,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torchtitan_lite.components.call_sites import CallSite, CallSites
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS as CONTEXT_ATTENTION
-from torchtitan_lite.plan.collectives import OPERATIONS, Collective, CollectiveReader
+from torchtitan_lite.plan.traffic import OPERATIONS, Collective, CollectiveReader
 
 # gathered: FSDP's whole parameters; data: the batch, and a pipeline's receive buffers
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "loss", "data")
@@ -56,14 +57,33 @@ class Storage:
         self.kind, self.n_bytes, self.reference = kind, 0, reference
 
 
-@dataclass(frozen=True)
-class Mark:
-    """Start of a segment of the run: how many records there were."""
+@dataclass
+class Segment:
+    """What ran between two marks. The optimizer's state is left out of memory: later steps find it already made."""
 
     name: str
-    n_events: int
-    n_collectives: int
-    n_flops: int
+    events: list[tuple[Storage, int]] = field(default_factory=list)  # (storage, bytes more or fewer)
+    collectives: list[Collective] = field(default_factory=list)
+    n_flops: int = 0
+
+    @cached_property
+    def change(self) -> Counter:
+        """Bytes by kind that remain."""
+        return sum_by_kind(self._list_kept())
+
+    @cached_property
+    def peak(self) -> Counter:
+        """Live bytes by kind at the peak, less those before the segment."""
+        n_bytes = most = most_at = 0
+        kept = self._list_kept()
+        for at, (_, change) in enumerate(kept, 1):
+            n_bytes += change
+            if n_bytes > most:
+                most, most_at = n_bytes, at
+        return sum_by_kind(kept[:most_at])
+
+    def _list_kept(self) -> list[tuple[Storage, int]]:
+        return [event for event in self.events if event[0].kind != "optimizer"]
 
 
 class Meter(TorchDispatchMode):
@@ -73,16 +93,13 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.reader, self.block_bytes = CollectiveReader(layout), block_bytes
         self.places = CallSites()
-        self.events: list[tuple[Storage, int]] = []  # (storage, bytes more or fewer)
-        self.collectives: list[Collective] = []
-        self.n_flops = 0
-        self.marks: list[Mark] = []
+        self.segments = [Segment("")]  # the last one is running
         self._storages: dict[int, Storage] = {}
         self._is_paused = False
 
     def mark(self, name: str) -> None:
         """End the current segment of the run and start the one called `name`."""
-        self.marks.append(Mark(name, len(self.events), len(self.collectives), self.n_flops))
+        self.segments.append(Segment(name))
 
     def assign(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
         """Set the kind of these tensors' storages."""
@@ -137,11 +154,11 @@ class Meter(TorchDispatchMode):
                 return CONTEXT_ATTENTION[func](*args, **kwargs)
         result = func(*args, **kwargs)
         if func._schema.name in OPERATIONS and (call := self.reader.read(func._schema.name, args, result, place)):
-            self.collectives.append(call)
+            self.segments[-1].collectives.append(call)
         if count := FLOPS.get(func._overloadpacket):
-            self.n_flops += count(*args)
+            self.segments[-1].n_flops += count(*args)
         elif count := flop_registry.get(func._overloadpacket):
-            self.n_flops += count(*args, **kwargs, out_val=result)
+            self.segments[-1].n_flops += count(*args, **kwargs, out_val=result)
         if place.reduces:
             self._find_gradients(args)
         for tensor in tree_leaves(result):
@@ -173,7 +190,7 @@ class Meter(TorchDispatchMode):
     def _note_size(self, storage: Storage, n_bytes: int) -> None:
         n_bytes = -(-n_bytes // self.block_bytes) * self.block_bytes
         if n_bytes != storage.n_bytes:
-            self.events.append((storage, n_bytes - storage.n_bytes))
+            self.segments[-1].events.append((storage, n_bytes - storage.n_bytes))
             storage.n_bytes = n_bytes
 
     def _forget(self, key: int) -> None:
@@ -195,13 +212,3 @@ def sum_by_kind(events: Iterable[tuple[Storage, int]]) -> Counter:
     for storage, n_bytes in events:
         total[storage.kind] += n_bytes
     return total
-
-
-def find_peak(events: list[tuple[Storage, int]]) -> Counter:
-    """Return live bytes by kind at the peak, less those before the events."""
-    n_bytes = most = most_at = 0
-    for at, (_, change) in enumerate(events, 1):
-        n_bytes += change
-        if n_bytes > most:
-            most, most_at = n_bytes, at
-    return sum_by_kind(events[:most_at])

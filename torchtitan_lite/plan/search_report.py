@@ -9,71 +9,55 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.hardware import Cluster
+from torchtitan_lite.config.hardware import GIB, Cluster
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
 from torchtitan_lite.config.messages import ConfigError, Problem, format_table
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.plan.dry_run import dry_run, is_uniform, shorten
-from torchtitan_lite.plan.forecast import Forecast
-from torchtitan_lite.plan.search import (
-    Candidate,
-    describe_candidate,
-    estimate_live_bytes,
-    find_global_batch,
-    find_least_gpus,
-    forecast_candidate,
-    search,
-)
+from torchtitan_lite.plan.ledger import Forecast
+from torchtitan_lite.plan.search import Candidate, Search, estimate_live_bytes
 from torchtitan_lite.plan.simulator import plan_order
 from torchtitan_lite.plan.traffic import estimate_traffic
 from torchtitan_lite.processes import end_with_parent
 
-GIB = 2**30
 N_DRY_RUNS = 3
 Choice = tuple[Candidate, Forecast]
 
 
-def print_search(
-    config: Config,
-    model_args: ModelArgs,
-    world_size: int,
-    cluster: Cluster,
-    toml_file: Path,
-    *,
-    n_dry_runs: int = N_DRY_RUNS,
-    imbalance: float = 1.0,
-) -> None:
+def print_search(found: Search, toml_file: Path, *, n_dry_runs: int = N_DRY_RUNS) -> None:
     """Search, print, and write the winner. Raises ConfigError where no layout fits."""
-    found = search(config, model_args, world_size, cluster, imbalance=imbalance)
-    batch = find_global_batch(config, world_size)
+    found.rank()
+    world_size, config = found.world_size, found.config
     print(
-        f"{found.n_accepted:,} layouts on {world_size:,} GPUs with {batch:,} sequences of {config.training.seq_len:,} "
-        f"tokens a step pass check, {sum(found.refused.values()):,} do not; {len(found.fitting):,} fit the memory."
+        f"{found.n_accepted:,} layouts on {world_size:,} GPUs with {found.find_global_batch():,} sequences of "
+        f"{config.training.seq_len:,} tokens a step pass check, {sum(found.refused.values()):,} do not; "
+        f"{len(found.fitting):,} fit the memory."
     )
     if not found.n_accepted:
         raise ConfigError([found.examples[key] for key, _ in found.refused.most_common()])
     if not found.best:
-        raise ConfigError(
-            [describe_misfit(found.leanest, cluster, find_least_gpus(config, model_args, cluster, world_size))]
-        )
-    print(f"\n{format_choices(found.best, cluster)}\n")
-    print(explain_own(config, model_args, world_size, cluster, found.best[0], imbalance))
-    number = choose_by_dry_run(found.best, cluster, n_dry_runs) if n_dry_runs else 1
+        raise ConfigError([describe_misfit(found)])
+    print(f"\n{format_choices(found.best, found.cluster)}\n")
+    print(explain_own(found))
+    number = choose_by_dry_run(found.best, found.cluster, n_dry_runs) if n_dry_runs else 1
     toml_file.write_text(format_winner(found.best[number - 1], world_size), encoding="utf-8")
     print(f"\nNumber {number} is written to {toml_file}.")
 
 
-def describe_misfit(leanest: Candidate, cluster: Cluster, least: int | None) -> Problem:
+def describe_misfit(found: Search) -> Problem:
     """Say how much memory is missing, and how many GPUs would suffice."""
+    leanest, cluster, least = found.leanest, found.cluster, found.find_least_gpus()
     layout = leanest.workload.layout
     reserved, available = leanest.live_bytes * cluster.reserve_factor / GIB, cluster.memory_bytes / GIB
     why = f"the leanest layout ({layout}) needs {reserved:.1f} GiB on a GPU, which has {available:.1f} GiB"
-    remedy = (
-        f"Use {least:,} such GPUs, the least that hold it" if least else "No number of such GPUs below 64 times as many"
+    remedy = f"Use {least:,} such GPUs, the least that hold it"
+    return Problem(
+        "--gpus",
+        layout.world_size,
+        why,
+        remedy if least else "No number of such GPUs below 64 times as many",
     )
-    return Problem("--gpus", layout.world_size, why, remedy)
 
 
 # ---------------------------------------------------------------- the table
@@ -106,21 +90,20 @@ def name_layout(candidate: Candidate) -> str:
 # ---------------------------------------------------------------- the config's own layout
 
 
-def explain_own(
-    config: Config, model_args: ModelArgs, world_size: int, cluster: Cluster, best: Choice, imbalance: float
-) -> str:
+def explain_own(found: Search) -> str:
     """Say where the layout of the config loses against the best."""
+    world_size, cluster, best = found.world_size, found.cluster, found.best[0]
     try:
-        layout = plan_layout(config, model_args, world_size)
-        own = describe_candidate(config, model_args, layout, cluster, imbalance)
+        layout = plan_layout(found.config, found.model_args, world_size)
+        own = found.describe(found.config, layout, found.imbalance)
     except ConfigError as error:
         return f"The config's own layout does not run on {world_size:,} GPUs:\n{error}"
-    forecast = forecast_candidate(own)
+    forecast = own.forecast()
     slower = forecast.rate.step_time_s / best[1].rate.step_time_s - 1
     lines = [f"The config's own layout, {name_layout(own)}:"]
-    reserved = own.live_bytes * cluster.reserve_factor
-    if reserved > cluster.memory_bytes:
-        lines.append(f"  does not fit: {reserved / GIB:.1f} GiB of {cluster.memory_bytes / GIB:.1f}")
+    if not found.fits(own):
+        reserved = own.live_bytes * cluster.reserve_factor / GIB
+        lines.append(f"  does not fit: {reserved:.1f} GiB of {cluster.memory_bytes / GIB:.1f}")
     lines.append(
         f"  {forecast.rate.tokens_per_s_per_gpu:,.0f} tok/s/GPU; a step takes {slower:+.1%} against the best, of which:"
     )
@@ -136,17 +119,15 @@ def split_step(candidate: Candidate, forecast: Forecast) -> dict[str, float]:
     """Return the seconds of a step by purpose, of the rank that works longest."""
     model = candidate.step_time
     exposed, m = model.exposed_s, candidate.workload.layout.n_microbatches
+    names = {"tp": "tp", "cp": "cp", "dp": "parameters, gradients", "ep": "experts' rows"}
+    waits = {f"waiting for {words}": exposed[axis] for axis, words in names.items() if axis in exposed}
     busy = m * model.max_over_ranks(model.durations.busy)
-    waits = {
-        "waiting for tp": exposed["tp"],
-        "waiting for cp": exposed["cp"],
-        "waiting for parameters, gradients": exposed["dp"],
-    }
-    if "ep" in exposed:
-        waits["waiting for experts' rows"] = exposed["ep"]
-    again = m * model.max_over_ranks([phases.again for phases in model.stages])
     idle = forecast.rate.step_time_s - busy - model.once_s - model.optimizer_s
-    rest = {"recompute": again, "pipeline idle (bubble)": max(0.0, idle), "optimizer": model.optimizer_s}
+    rest = {
+        "recompute": m * model.max_over_ranks([phases.again for phases in model.stages]),
+        "pipeline idle (bubble)": max(0.0, idle),
+        "optimizer": model.optimizer_s,
+    }
     computing = forecast.rate.step_time_s - sum(waits.values()) - sum(rest.values())
     return {"computing": computing, **rest, **waits}
 

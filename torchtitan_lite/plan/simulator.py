@@ -1,4 +1,4 @@
-"""A pipeline schedule, simulated from durations: how long a step takes, who idles, how many microbatches are in flight.
+"""A pipeline schedule, simulated and drawn: how long a step takes, who idles, how many microbatches are in flight.
 
     pp rank 0  F0F1....B0--F2B1--F3B2--..B3--    PipelineOrder: what each pp rank does, from torch's own schedule
     pp rank 1  ..F0B0--F1B1--F2B2--F3B3--....    classes or a CSV file. F forward, B backward, or its halves:
@@ -17,6 +17,7 @@ p pp ranks, m microbatches, v stages a rank. (P-1)/M, often quoted, is idle over
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from html import escape
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -28,6 +29,10 @@ from torchtitan_lite.config.schema import Parallelism
 
 PipelineOrder = list[list[Action]]  # the actions of each pp rank in one step, without the waits
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+METHODS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}  # of torch's stages
+MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+COLOURS = {"F": "#4e79a7", "B": "#f28e2b", "I": "#edc948", "W": "#b07aa1"}
+ROW_HEIGHT, LABEL_WIDTH = 22, 72  # pixels
 
 
 # ---------------------------------------------------------------- the order of work
@@ -65,6 +70,11 @@ def unfold(cell) -> list[Action]:
         return [action for part in cell.sub_actions for action in unfold(part)]
     kind = KINDS.get(cell.computation_type.name)
     return [Action(cell.stage_index, kind, cell.microbatch_index)] if kind else []
+
+
+def find_kind(kind: str, options: dict[str, object]) -> str:
+    """Return the kind of a call of one of METHODS: half a backward has the method of a whole one."""
+    return kind if options.get("full_backward", True) else "I"
 
 
 def number_from_zero(row: list[Action]) -> list[Action]:
@@ -156,6 +166,9 @@ def simulate(order: PipelineOrder, durations: Durations) -> Timeline:
     return Timeline(events, len(order))
 
 
+# ---------------------------------------------------------------- microbatches in flight
+
+
 def count_in_flight(row: list[Action], waiting_weight: float = 1.0) -> Counter[tuple[int, str]]:
     """Return the microbatches in flight when they hold most: (stage, F or I: their last action) -> how many.
 
@@ -202,3 +215,86 @@ def extrapolate_in_flight(
             for key, count in count_in_flight(row, waiting_weight).items():
                 in_flight[key] += count * weight
     return total
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def draw_text(timeline: Timeline, width: int = 100) -> str:
+    """Return one line per pp rank, at most `width` columns; with microbatch numbers if the shortest action has room.
+
+    One column is a slice of time; dots are the bubble.
+    """
+    labels = [f"pp rank {rank}" for rank in range(timeline.n_ranks)]
+    indent = len(labels[-1]) + 2
+    longest_number = len(str(max(event.action.microbatch for event in timeline.events)))
+    shortest = min(event.end - event.start for event in timeline.events)
+    per_column = shortest / (1 + longest_number)  # seconds
+    numbered = timeline.end_time <= per_column * (width - indent)
+    if not numbered:
+        per_column = timeline.end_time / (width - indent)
+    lines = [["."] * round(timeline.end_time / per_column) for _ in labels]
+    for event in timeline.events:
+        first, last = round(event.start / per_column), round(event.end / per_column)
+        text = event.action.kind + str(event.action.microbatch) * numbered
+        lines[event.rank][first:last] = text.ljust(last - first, "-")[: last - first]
+    return "\n".join(f"{label:{indent}}{''.join(line)}" for label, line in zip(labels, lines, strict=True))
+
+
+def draw_svg(timeline: Timeline, title: str = "", width: int = 1000) -> str:
+    """Return the picture as a whole SVG file. A rank's later stages are paler; a tooltip names each action."""
+    scale = (width - LABEL_WIDTH - 8) / timeline.end_time
+    top = 30
+    height = top + timeline.n_ranks * ROW_HEIGHT + 30
+    frame = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11"'
+    shapes = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {frame}>',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="8" y="20" font-weight="bold">{escape(title) or "pipeline"}: bubble {timeline.bubble:.1%}</text>',
+    ]
+    for rank in range(timeline.n_ranks):
+        y = top + rank * ROW_HEIGHT
+        shapes.append(f'<text x="8" y="{y + 15}">pp rank {rank}</text>')
+        shapes.append(
+            f'<rect x="{LABEL_WIDTH}" y="{y}" width="{width - LABEL_WIDTH - 8}" height="{ROW_HEIGHT - 3}" fill="#eee"/>'
+        )
+    for event in timeline.events:
+        action, x, y = event.action, LABEL_WIDTH + event.start * scale, top + event.rank * ROW_HEIGHT
+        box_width = (event.end - event.start) * scale
+        opacity = 1 / (1 + 0.5 * (action.stage // timeline.n_ranks))
+        box = f'x="{x:.2f}" y="{y}" width="{box_width:.2f}" height="{ROW_HEIGHT - 3}" fill="{COLOURS[action.kind]}"'
+        name = f"stage {action.stage}, {MEANINGS[action.kind]}, microbatch {action.microbatch}"
+        shapes.append(
+            f'<rect {box} fill-opacity="{opacity:.2f}" stroke="white" stroke-width="0.5"><title>{name}</title></rect>'
+        )
+        if box_width > 7 * len(str(action.microbatch)) + 3:  # room for the number
+            middle = x + box_width / 2
+            shapes.append(f'<text x="{middle:.2f}" y="{y + 14}" text-anchor="middle">{action.microbatch}</text>')
+    kinds = [kind for kind in COLOURS if any(event.action.kind == kind for event in timeline.events)]
+    for index, kind in enumerate(kinds):
+        x, y = LABEL_WIDTH + index * 150, height - 22
+        shapes.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLOURS[kind]}"/>')
+        shapes.append(f'<text x="{x + 17}" y="{y + 10}">{MEANINGS[kind]}</text>')
+    return "\n".join([*shapes, "</svg>\n"])
+
+
+def trace_chrome(timeline: Timeline) -> dict[str, object]:
+    """Return the timeline in the format of chrome://tracing: one thread per pp rank, times in microseconds."""
+    events = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"pp rank {rank}"}}
+        for rank in range(timeline.n_ranks)
+    ]
+    events += [
+        {
+            "name": str(event.action),
+            "cat": MEANINGS[event.action.kind],
+            "ph": "X",
+            "ts": event.start * 1e6,
+            "dur": (event.end - event.start) * 1e6,
+            "pid": 0,
+            "tid": event.rank,
+            "args": {"stage": event.action.stage, "microbatch": event.action.microbatch},
+        }
+        for event in timeline.events
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -224,14 +224,14 @@ class StepTimeModel:
 
     # ------------------------------------------------------------ sharded data parallel
 
-    def gather(self, n_parameters: float, n_of_experts: float = 0.0) -> float:
-        """Return the seconds of gathering parameters, and those of mixtures over their own ranks."""
-        return self.shard_time(n_parameters, n_of_experts, self.workload.compute_bytes)
+    def gather(self, *n_parameters: float) -> float:
+        return self.shard_time(*n_parameters, self.workload.compute_bytes)
 
-    def reduce(self, n_parameters: float, n_of_experts: float = 0.0) -> float:
-        return self.shard_time(n_parameters, n_of_experts, MASTER_BYTES)
+    def reduce(self, *n_parameters: float) -> float:
+        return self.shard_time(*n_parameters, MASTER_BYTES)
 
     def shard_time(self, n_parameters: float, n_of_experts: float, width: int) -> float:
+        """Return the seconds of a collective over all shards of parameters, those of mixtures over their own ranks."""
         seconds = self.collective_time(("dp_shard", "cp"), n_parameters * width)
         return seconds + (self.collective_time(("efsdp",), n_of_experts * width) if n_of_experts else 0.0)
 

@@ -4,10 +4,8 @@
            CORPUS              its held-out documents (--split train: the others), a .bin file, or a name of DATASETS
     --multiple-choice FILE     see multiple_choice.py
 
-A text is cut into windows as the samples of training are (data/dataset.py): all documents in one row, windows of
-training.seq_len that do not overlap, so that a window's first prediction knows one token. Every token is predicted
-once, EOS too, except the first of a document: BOS, or without one in the tokenizer the text's own first token, whose
-bytes then do not count either. So this is the val_loss of a run, if the text is the same.
+A text is cut into windows as the samples of training are (data/dataset.py), so this is the val_loss of a run if the
+text is the same; README.md of this folder says which tokens count.
 
 The model, its weights excepted, is built and run by step.py like that of a run; the ranks are processes of this CPU, or
 those that torchrun has started. One rank on a machine with GPUs takes one.
@@ -19,7 +17,7 @@ import os
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,19 +54,6 @@ LONGEST_WINDOW = 8192  # unless training.seq_len asks for more
 LONGEST_S = 7 * 24 * 3600  # how long the ranks may take
 OF_TRAINING = ("seq_len", "local_batch_size", "mixed_precision_param", "loss_chunk_tokens", "cache_folder")
 TAKEN = [key for key in KEYS if key.startswith("parallelism.") or key in {f"training.{name}" for name in OF_TRAINING}]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What every rank needs, checked."""
-
-    source: Path
-    tokenizer: str | None
-    config: Config  # resolved
-    layout: Layout
-    corpus: str = ""  # as open_corpus names it
-    split: str = ""
-    rows: list[Row] = field(default_factory=list)  # of multiple choice; then there is no corpus
 
 
 def main(args: list[str]) -> int:
@@ -110,26 +95,23 @@ def evaluate(options: argparse.Namespace, config_args: list[str]) -> dict[str, o
     layout = plan_layout(config, source.model_args, n_ranks)
     memory_bytes = measure_cpu_memory() if device_type == "cpu" else machine.memory_bytes_per_device
     check_memory(source, layout, memory_bytes, n_sharing=n_ranks if device_type == "cpu" else 1)
-    evaluation = Evaluation(
-        options.source, options.tokenizer, resolve_config(config, layout, device_type), layout, rows=rows
-    )
+    config = resolve_config(config, layout, device_type)
     with TemporaryDirectory(prefix="eval-") as folder:
-        if not options.multiple_choice:
-            corpus, split = find_text(options.data, options.split, source, Path(folder))
-            evaluation = replace(evaluation, corpus=corpus, split=split)
+        text = None if rows else find_text(options.data, options.split, source, Path(folder))
+        what = {"config": config, "layout": layout, "rows": rows, "text": text, "tokenizer": options.tokenizer}
         if environment.get("RANK", "0") == "0":
             print(f"{source.path} on {device_type}: {layout}", file=sys.stderr)
         if by_torchrun or n_ranks == 1:
             with join_group(device_type, by_torchrun):
-                result = measure(dist.get_rank(), n_ranks, evaluation, device_type)
+                result = measure(dist.get_rank(), n_ranks, options.source, device_type, **what)
         else:
             with RankPool(n_ranks) as pool:
-                result = pool.run(measure, n_ranks, evaluation, "cpu", timeout_s=LONGEST_S)[0]
+                result = pool.run(measure, n_ranks, options.source, "cpu", timeout_s=LONGEST_S, **what)[0]
     about = {
         "source": str(source.path),
         "data": str(options.data or options.multiple_choice),
         "layout": str(layout),
-        "dtype": evaluation.config.training.mixed_precision_param,
+        "dtype": config.training.mixed_precision_param,
         "seq_len": config.training.seq_len,
     }
     if questions:
@@ -226,11 +208,24 @@ def join_group(device_type: str, by_torchrun: bool):
         forget_groups()
 
 
-def measure(rank: int, world_size: int, evaluation: Evaluation, device_type: str) -> dict[str, float] | list[float]:
-    """Return the figures of the text, or the nats of every row, on every rank. Collective."""
-    config, layout = evaluation.config, evaluation.layout
+def measure(
+    rank: int,
+    world_size: int,
+    path: Path,
+    device_type: str,
+    *,
+    config: Config,
+    layout: Layout,
+    rows: list[Row],
+    text: tuple[str, str] | None,
+    tokenizer: str | None,
+) -> dict[str, float] | list[float]:
+    """Return the nats of every row of multiple choice, or the figures of the text, on every rank. Collective.
+
+    `config` is resolved; `text`: a corpus as open_corpus names it, and its split.
+    """
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-    source = open_source(evaluation.source, tokenizer=evaluation.tokenizer, verify=False)
+    source = open_source(path, tokenizer=tokenizer, verify=False)
 
     def read_parameter(fqn: str, full: torch.Tensor, args: ModelArgs, generator: torch.Generator) -> None:
         full.copy_(source.read(fqn))
@@ -240,11 +235,11 @@ def measure(rank: int, world_size: int, evaluation: Evaluation, device_type: str
         bias.copy_(source.read(fqn))
     for part in run.parts:
         part.eval()
-    if evaluation.rows:
-        batches = RowBatches(evaluation.rows, config.training.seq_len, layout.global_batch_size)
-        return measure_rows(run, read_own(run, batches))[: len(evaluation.rows)].tolist()
-    cache_folder = Path(config.training.cache_folder)
-    corpus = open_corpus(evaluation.corpus, source.tokenizer, cache_folder, split=evaluation.split)
+    if rows:
+        batches = RowBatches(rows, config.training.seq_len, layout.global_batch_size)
+        return measure_rows(run, read_own(run, batches))[: len(rows)].tolist()
+    name, split = text
+    corpus = open_corpus(name, source.tokenizer, Path(config.training.cache_folder), split=split)
     reader = SampleReader(
         [corpus], config.training.seq_len, source.model_args.vocab_size, ATTENTIONS[source.attention].uses_documents
     )

@@ -30,6 +30,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import MANIFEST, find_steps, parse_model_args
 from torchtitan_lite.config.flavors import ModelArgs, count_parameters, list_expert_biases
+from torchtitan_lite.config.hardware import GIB
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.kv_cache import count_cache_bytes
@@ -37,7 +38,6 @@ from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.step import MODELS
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # a CPU is slower in bfloat16
-GIB = 2**30
 
 
 class SourceError(ValueError):
@@ -76,14 +76,10 @@ def find_checkpoint(path: Path) -> Path:
         if steps := find_steps(folder):
             return folder / f"step-{steps[-1]}"
     why = "holds no checkpoint and no model of Hugging Face" if path.is_dir() else "is not a folder"
-    runs = sorted({run for root in (path, path.parent, Path("outputs")) for run in list_runs(root)})
+    folders = {each for root in (path, path.parent, Path("outputs")) for each in root.glob("*/checkpoint")}
+    runs = sorted(folder.parent for folder in folders if find_steps(folder))
     there = f"There is {', '.join(map(str, runs[:5]))}" if runs else "A run with --checkpoint.enable makes one"
     raise SourceError(f"{path} {why}. {there}. Or name a folder with {CONFIG}.")
-
-
-def list_runs(root: Path) -> list[Path]:
-    """List the dump folders in `root` that hold a checkpoint."""
-    return [folder.parent for folder in root.glob("*/checkpoint") if find_steps(folder)]
 
 
 def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> ModelSource:

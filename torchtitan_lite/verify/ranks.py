@@ -37,7 +37,7 @@ PRELOADED = [
     "torch",
     "torch.distributed",
     "torchtitan_lite.step",
-    "torchtitan_lite.plan.ledger",
+    "torchtitan_lite.plan.step_measure",
     "torchtitan_lite.checkpoint.load",
 ]
 SECONDS_AFTER_A_FAILURE = 3  # how long the other ranks may go on once one has failed
