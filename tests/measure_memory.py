@@ -38,7 +38,7 @@ MODEL = {  # small, but with activations larger than its weights
     "model.ffn_dim": 352,
     "model.vocab_size": 512,
 }
-STEPS_ON_GLOO = 2
+STEPS_ON_GLOO, RUNS_ON_GLOO = 2, 5
 A_STEP = "a step that is measured"
 
 
@@ -59,8 +59,9 @@ def measure_peak(config: Config, shape: ModelArgs, layout: Layout, pp_rank: int)
 
 
 def measure_on_gloo(rank: int, world_size: int, config: Config, shape: ModelArgs, layout: Layout) -> list[int]:
-    """Worker: return the peak of each of a few steps among real ranks."""
-    return measure_steps(config, shape, layout, n_steps=STEPS_ON_GLOO)
+    """Worker: return the peak of each of a few steps among real ranks, of a few runs."""
+    runs = [measure_steps(config, shape, layout, n_steps=STEPS_ON_GLOO) for _ in range(RUNS_ON_GLOO)]
+    return [peak for run in runs for peak in run]
 
 
 def measure_steps(config: Config, shape: ModelArgs, layout: Layout, *, n_steps: int) -> list[int]:
