@@ -69,7 +69,9 @@ class Checkout:
         self.folder = folder / "work here"
         self.calls_file = folder / "calls"
         self.srun_file = folder / "srun"
+        self.temporary = folder / ("of job 1234567 " * 8)  # longer than the path of a socket may be
         self.folder.mkdir(parents=True)
+        self.temporary.mkdir()
         self.write("run_train.sh", (REPOSITORY / "run_train.sh").read_text(encoding="utf-8"), executable=True)
         self.take_real("torchtitan_lite/environment.py")
         self.write("pyproject.toml", "dependencies = [\n]\n")  # the Python of these tests will do
@@ -82,7 +84,7 @@ class Checkout:
         self.variables = {
             "PATH": f"{self.root}/bin{os.pathsep}{os.environ['PATH']}",
             "PYTHON": sys.executable,
-            "TMPDIR": str(folder),
+            "TMPDIR": str(self.temporary),
             "CALLS": str(self.calls_file),
             "SRUN_CALL": str(self.srun_file),
         }
@@ -231,7 +233,6 @@ def test_a_bare_config_name_is_found_and_a_misspelt_key_refused_by_the_real_chec
     assert checkout.torchrun()["options"]["--nproc-per-node"] == "2"
 
 
-@pytest.mark.slow  # beside a whole suite the terminal stayed empty in two of three runs; alone it passes
 def test_the_terminal_shows_one_rank_plainly_and_no_stderr_is_lost(checkout):
     checkout.take_package()
     checkout.write("train.py", SPEAK_AND_FAIL)
@@ -243,7 +244,7 @@ def test_the_terminal_shows_one_rank_plainly_and_no_stderr_is_lost(checkout):
         out = reader.submit(read_all, terminal)
         err = process.communicate()[1]
     assert process.returncode == 1, "rank 1 has failed"
-    assert out.result().splitlines() == ["out 0 True"]
+    assert out.result().splitlines() == ["out 0 True"], err
     assert "err 0" in err and "err 1" not in err
     (log_folder,) = re.findall(r"The stderr of every rank is in (.+)\.\n", err)
     kept = {path.parent.name: path.read_text().strip() for path in Path(log_folder).rglob("stderr.log")}

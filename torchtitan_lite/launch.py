@@ -22,7 +22,6 @@ if __name__ == "__main__":
 import argparse
 import errno
 import logging
-import multiprocessing
 import os
 import platform
 import runpy
@@ -45,6 +44,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher import api as launcher
 
 from torchtitan_lite.config.hardware import detect_machine
+from torchtitan_lite.processes import prepare_forkserver
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that Agent passes on
 PASSED_ON = "SIGHUP,SIGQUIT"  # that torchrun passes on; they end the ranks at once
@@ -68,7 +68,7 @@ def main(args: list[str]) -> int:
         # Here ranks share few cores, and importing torch takes seconds of each. With GPUs a host has cores enough, and
         # some of their libraries must not be forked.
         options.run_path, options.start_method = True, "forkserver"
-        multiprocessing.set_forkserver_preload(["train", "torch.distributed.run"])
+        prepare_forkserver(["train", "torch.distributed.run"])
     print(
         f"The stderr of every rank on {platform.node()} goes to {folder}, which is kept if a rank fails.",
         file=sys.stderr,

@@ -1,9 +1,27 @@
-"""End processes of multiprocessing with the process that started them."""
+"""Processes of multiprocessing: fork them from one that has imported what they need, and end them with their parent."""
 
 import multiprocessing
 import os
+import tempfile
 import threading
+from multiprocessing import util
 from multiprocessing.connection import wait
+from unittest.mock import patch
+
+LONGEST_SOCKET_BYTES = 107  # of a Unix socket's path, by Linux
+SOCKET = "/pymp-abcdefgh/listener-abcdefgh"  # what multiprocessing appends to TMPDIR
+
+
+def prepare_forkserver(modules: list[str]) -> None:
+    """Let the processes of the context "forkserver" fork from one that imports `modules` first.
+
+    They are asked for by a socket under TMPDIR, or under /tmp where its path would be too long: clusters have such a
+    TMPDIR. Python looks after that itself from 3.14 on.
+    """
+    multiprocessing.set_forkserver_preload(modules)
+    if len(os.fsencode(tempfile.gettempdir() + SOCKET)) > LONGEST_SOCKET_BYTES:
+        with patch.object(tempfile, "tempdir", "/tmp"):
+            util.get_temp_dir()  # made at its first call, then kept
 
 
 def end_with_parent() -> None:

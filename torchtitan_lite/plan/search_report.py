@@ -19,7 +19,7 @@ from torchtitan_lite.plan.ledger import Forecast
 from torchtitan_lite.plan.search import Candidate, Search, estimate_live_bytes
 from torchtitan_lite.plan.simulator import plan_order
 from torchtitan_lite.plan.traffic import estimate_traffic
-from torchtitan_lite.processes import end_with_parent
+from torchtitan_lite.processes import end_with_parent, prepare_forkserver
 
 N_DRY_RUNS = 3
 Choice = tuple[Candidate, Forecast]
@@ -143,6 +143,7 @@ def choose_by_dry_run(best: list[Choice], cluster: Cluster, n_dry_runs: int) -> 
     winner, numbered = None, [(number, candidate) for number, (candidate, _) in enumerate(best, 1)]
     n_workers = min(n_dry_runs, os.cpu_count() or 1)
     context = multiprocessing.get_context("forkserver")
+    prepare_forkserver([__name__])
     with ProcessPoolExecutor(n_workers, context, initializer=start_worker) as workers:
         answers = [workers.submit(compare_with_dry_run, *pair) for pair in numbered[:n_dry_runs]]
         for number, candidate in numbered:
