@@ -41,6 +41,7 @@ SAVE = "for n in (2, 15): signal.signal(n, lambda n, _: sys.exit(128 + n))\nwait
 SAVE_ALONE = "sys.exit(143)"
 END, FAIL_LATER = f"{HEAR}end(0)", f"{HEAR}end('no space left')"
 IGNORE = "signal.signal(signal.SIGTERM, lambda *_: signal.pause())\n"
+IGNORE_ON_0 = f"if rank == '0': {IGNORE}"
 ENDINGS = {  # what ranks do, the signals that the launcher gets, its exit status, the last line, whether stderr is kept
     "trained": (f"{RANK}print('a warning', file=sys.stderr)", [], 0, None, False),
     "a rank that is not shown fails": (FAIL, [], 1, "rank 1 failed: OSError: disk 7 is gone", True),
@@ -52,6 +53,13 @@ ENDINGS = {  # what ranks do, the signals that the launcher gets, its exit statu
     "SIGTERM that comes when the work is done": (f"{RANK}{END}", [signal.SIGTERM], 0, None, False),
     "SIGTERM, and the save fails": (f"{RANK}{FAIL_LATER}", [signal.SIGTERM], 1, "rank 0 ended with exit", True),
     "SIGTERM twice": (f"{RANK}{IGNORE}wait_for_the_end()", [signal.SIGTERM] * 2, 143, "stopped by SIGTERM", False),
+    "SIGTERM twice, and one rank has heard it": (
+        f"{RANK}{IGNORE_ON_0}wait_for_the_end()",
+        [signal.SIGTERM] * 2,
+        143,
+        "stopped by SIGTERM",
+        False,
+    ),
     "SIGTERM to one rank": (f"{RANK}{SAVE_ALONE}", [], 143, "stopped by SIGTERM", False),
     "SIGTERM before a rank listens": (f"{RANK}wait_for_the_end()", [signal.SIGTERM], 143, "stopped by SIGTERM", False),
 }
@@ -64,6 +72,8 @@ def run_launcher(folder: Path, stdout: Connection) -> None:
     os.dup2(stdout.fileno(), 1)
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
     tempfile.tempdir = str(folder)
+    multiprocessing.set_forkserver_preload(["torch.distributed.run"])  # not train.py: this script does not import it
+    launch.prepare_forkserver = lambda modules: None
     sys.exit(launch.main([*OPTIONS.split(), str(folder / "script.py")]))
 
 

@@ -28,7 +28,8 @@ REFUSED = {  # fork -> tool -> the key that it names
     "a model": {"convert": "model.name"},
 }
 IN_PART = {"an optimizer": "optimizer.name", "a decay": "lr_scheduler.decay_type"}  # `verify` cannot try these
-WHOLE_WALK = "an optimizer"  # by default; it alone of the forks stores state of its own in checkpoints
+# Two forks in one run, by default: the one has state of its own in checkpoints, the other cannot be converted.
+WHOLE_WALK = ("an optimizer", "a model")
 
 # Calls tools, and train.py on a pool of ranks, in one process: importing torch takes most of the time of each.
 CALLS = """
@@ -72,7 +73,7 @@ def checkout(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def answers(checkout) -> Answers:
     """What the default calls of all forks answer."""
-    calls = list_walk(WHOLE_WALK, f"run of {WHOLE_WALK}")
+    calls = list_walk(WHOLE_WALK)
     for name, fork in FORKS.items():
         keys = [*SMALL, *fork.keys, "--json"]
         calls[f"check {name}"] = ["check", *keys, "--ranks=4"]
@@ -81,23 +82,25 @@ def answers(checkout) -> Answers:
     calls["refuse an attention"] = ["check", *attention, "--ranks=4"]
     export = [*SMALL, *FORKS["a model"].keys, "--checkpoint.enable", "--checkpoint.last_save_in_hf", "--json"]
     calls["refuse an export"] = ["check", *export, "--ranks=4"]
-    walk = list_walk("a model", "short run")
-    calls |= {"train a model": walk["resume"], "refuse a model": walk["convert"]}
     return run_calls(checkout, calls)
 
 
-def list_walk(name: str, run: str) -> dict[str, list]:
-    """The calls that train with a fork on 4 ranks, resume on others, verify, generate and convert."""
-    fork = FORKS[name]
-    train = [*SMALL, *fork.keys, f"--job.dump_folder={run}", "--checkpoint.enable", "--job.no_overwrite"]
+def list_walk(names: tuple[str, ...]) -> dict[str, list]:
+    """The calls that train with these forks on 4 ranks, resume on others, verify, generate and convert."""
+    keys, run = [key for name in names for key in FORKS[name].keys], describe_run(names)
+    train = [*SMALL, *keys, f"--job.dump_folder={run}", "--checkpoint.enable", "--job.no_overwrite"]
     train += ["--validation.no_enable", "--metrics.log_freq=1"]
     return {
         "train": ["train", 4, *train, "--training.steps=2"],
-        "resume": ["train", fork.resumed_on, *train, "--training.steps=3"],
-        "verify": ["verify", *SMALL, *fork.keys, "--ranks=4", "--json"],
+        "resume": ["train", max(FORKS[name].resumed_on for name in names), *train, "--training.steps=3"],
+        "verify": ["verify", *SMALL, *keys, "--ranks=4", "--json"],
         "generate": ["generate", f"{run}/checkpoint/step-3", "--prompt=import", "--max-new-tokens=4", "--json"],
         "convert": ["convert", f"{run}/checkpoint/step-3", f"hf of {run}"],
     }
+
+
+def describe_run(names: tuple[str, ...]) -> str:
+    return f"run of {' and '.join(names)}"
 
 
 def run_calls(checkout: Path, calls: dict[str, list]) -> Answers:
@@ -120,35 +123,27 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
     ("what", "key"),
     [
         ("an attention", "model.attention"),  # context parallel cannot compute it
-        ("a model", "model.name"),  # `convert` has no names for it
-        ("an export", "checkpoint.last_save_in_hf"),  # of that model, for the same reason
+        ("an export", "checkpoint.last_save_in_hf"),  # of a model that `convert` has no names for
     ],
 )
 def test_what_a_fork_cannot_do_is_refused(answers, what, key):
     status, out, err = answers[f"refuse {what}"]
-    assert status == 2, (out, err, answers["train a model"])
-    assert key in out + err
+    assert status == 2 and key in out + err, out + err
 
 
 # The slow ones are whole walks too: 20 s each, and the tables they pass through are those of the one by default.
-@pytest.mark.parametrize(
-    "name", [WHOLE_WALK, *(pytest.param(name, marks=pytest.mark.slow) for name in FORKS if name != WHOLE_WALK)]
-)
-def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(checkout, name, request):
-    walked = (
-        request.getfixturevalue("answers")
-        if name == WHOLE_WALK
-        else run_calls(checkout, list_walk(name, f"run of {name}"))
-    )
+@pytest.mark.parametrize("names", [WHOLE_WALK, *(pytest.param((name,), marks=pytest.mark.slow) for name in FORKS)])
+def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(checkout, names, request):
+    walked = request.getfixturevalue("answers") if names == WHOLE_WALK else run_calls(checkout, list_walk(names))
     assert (walked["train"][0], walked["resume"][0]) == (0, 0), (walked["train"], walked["resume"])
-    lines = [json.loads(line) for line in (checkout / f"run of {name}" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (checkout / describe_run(names) / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     status, out, err = walked["verify"]
-    assert status == (3 if name in IN_PART else 0), out + err
-    if name in IN_PART:
-        assert IN_PART[name] in json.dumps(json.loads(out)["trials"])
+    in_part = [IN_PART[name] for name in names if name in IN_PART]
+    assert status == (3 if in_part else 0), out + err
+    assert all(key in json.dumps(json.loads(out)["trials"]) for key in in_part)
     for tool in ("generate", "convert"):
         status, out, err = walked[tool]
-        key = REFUSED.get(name, {}).get(tool)
-        assert status == (2 if key else 0), f"{tool}: {out}{err}"
-        assert not key or key in out + err
+        refused = [REFUSED[name][tool] for name in names if tool in REFUSED.get(name, {})]
+        assert status == (2 if refused else 0), f"{tool}: {out}{err}"
+        assert all(key in out + err for key in refused)

@@ -128,21 +128,23 @@ class Agent(LocalElasticAgent):
         self.received.append(signal.Signals(number))
         if not self.has_ranks:  # it waits for other hosts
             interrupt(number, frame)
+        if len(self.received) > 1:  # here, since torchrun may wait half a minute for a rank that hears no SIGTERM
+            send(signal.SIGKILL, self.list_ranks())
+
+    def list_ranks(self) -> list[subprocess.Popen | BaseProcess]:
+        """Return the processes of the ranks: none before all of them are started."""
+        if isinstance(self._pcontext, MultiprocessContext):
+            return self._pcontext._pc.processes
+        return [handler.proc for handler in self._pcontext.subprocess_handlers.values()] if self._pcontext else []
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self.has_ranks = True  # before the first one starts: an exception would leave it behind
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        is_forked = isinstance(self._pcontext, MultiprocessContext)
-        ranks = (
-            self._pcontext._pc.processes
-            if is_forked
-            else [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
-        )
-        if len(self.received) > 1:
+        ranks = self.list_ranks()
+        if len(self.received) > 1:  # while they were started
             send(signal.SIGKILL, ranks)
-            raise SignalException("", self.received[0])
         if self.received and not self.is_passed_on:
             send(self.received[0], ranks)  # not to their children, such as compilers
             self.is_passed_on = True
@@ -155,6 +157,9 @@ class Agent(LocalElasticAgent):
             send(signal.SIGHUP, ranks)  # for the SIGTERM of torchrun they would wait for the one that failed
         result = super()._monitor_workers(worker_group)
         self.has_ranks = result.state == WorkerState.HEALTHY
+        if len(self.received) > 1:
+            raise SignalException("", self.received[0])
+        is_forked = isinstance(self._pcontext, MultiprocessContext)
         if is_forked and result.state == WorkerState.FAILED:  # of forks, torchrun names only one
             result.failures = {
                 worker.global_rank: ProcessFailure(number, rank.pid, rank.exitcode, self._pcontext.error_files[number])
