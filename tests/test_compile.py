@@ -47,7 +47,9 @@ COMPILED_RUNS = {  # name -> ranks, keys
 }
 
 
-@pytest.mark.parametrize("name", COMPILED_RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "pp2" else ()) for name in COMPILED_RUNS]
+)
 def test_nothing_is_compiled_after_the_second_step(pool, name):
     world_size, keys = COMPILED_RUNS[name]
     by_rank = pool.run(list_compiled_by_step, world_size, {**COMPILED, **TWO_LAYERS, **keys})

@@ -155,6 +155,7 @@ def test_weights_that_travel_as_float8_are_the_same_as_weights_that_are_rounded_
     assert losses[0] == losses[1] == losses[2] and len(set(losses[0][0])) == 4
 
 
+@pytest.mark.slow  # compiles for ten seconds; test_compile.py has other layouts
 def test_nothing_is_compiled_anew_after_the_second_step(pool):
     assert len(pool.run(train_steps, 2, {**PRECOMPUTE, **COMPILED}, 5)[0]) == 5
 

@@ -25,7 +25,13 @@ RUNS = [
         for name, symptom in (("InterleavedZeroBubble", "no gradient for"), ("DualPipeV", "gradient"))
     ),
     ("split backward with per-op recompute", 2, {**SPLIT, MODE: "selective"}, "backward an extra time"),
-    ("split backward with compile", 2, {**SPLIT, MODE: "none", **COMPILED}, "Output gradient: None"),
+    pytest.param(
+        "split backward with compile",
+        2,
+        {**SPLIT, MODE: "none", **COMPILED},
+        "Output gradient: None",
+        marks=pytest.mark.slow,  # compiles for ten seconds
+    ),
     ("attention that the method of context parallel lacks", 2, {CP: 2, **RING, **DOCUMENTS}, "KeyError"),
 ]
 

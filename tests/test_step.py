@@ -117,7 +117,10 @@ DIAGNOSED = {  # ranks, layout
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if n_ranks == 8 else ()) for name, (n_ranks, _) in DIAGNOSED.items()],
+    [
+        pytest.param(name, marks=pytest.mark.slow if n_ranks == 8 or keys.items() >= COMPILED.items() else ())
+        for name, (n_ranks, keys) in DIAGNOSED.items()
+    ],
 )
 def test_the_rank_and_the_module_that_made_the_first_nan_are_named(pool, name):
     n_ranks, overrides = DIAGNOSED[name]
