@@ -8,7 +8,7 @@ from multiprocessing import util
 from multiprocessing.connection import wait
 from unittest.mock import patch
 
-LONGEST_SOCKET_BYTES = 107  # of a Unix socket's path, by Linux
+LONGEST_SOCKET_BYTES = 103  # of the path of a Unix socket: so many on macOS, 107 on Linux
 SOCKET = "/pymp-abcdefgh/listener-abcdefgh"  # what multiprocessing appends to TMPDIR
 
 
