@@ -99,7 +99,7 @@ def test_keys_of_the_rope_scaling_override_the_flavors_one_by_one():
     assert scaling(flavor="8B", rope_scaling="linear", rope_factor=2.5) == RopeScaling(2.5, kind="linear")
 
 
-@pytest.mark.parametrize("flavor", FLAVORS.keys() - {"auto", "debug", "debug_moe", "debugmodel"})
+@pytest.mark.parametrize("flavor", [name for name in FLAVORS if name != "auto" and not name.startswith("debug")])
 def test_norms_and_rotations_have_the_published_numbers(flavor):
     family = flavor.split("-")[0]
     eps, theta, factor = {
