@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan_lite import __main__ as door
 from torchtitan_lite.bench import gpu as bench_gpu
@@ -254,4 +255,8 @@ def test_a_device_without_float8_has_a_ceiling_of_bfloat16_alone(monkeypatch):
         raise RuntimeError("torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0")
 
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
-    assert bench_gpu.build_matmuls(torch.device("cpu")).keys() == {"bfloat16"}
+    matmuls = bench_gpu.build_matmuls(torch.device("cpu"))
+    assert matmuls.keys() == {"bfloat16"}
+    with FlopCounterMode(display=False) as counter:
+        matmuls["bfloat16"]()
+    assert counter.get_total_flops() == bench_gpu.count_matmul_flops(torch.device("cpu"))

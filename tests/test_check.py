@@ -267,6 +267,12 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{SPLIT} --activation_checkpoint.mode=none", ""),
     (f"{CP}=2 --model.attention=document", ""),
     (f"{FLOAT8} {GATHER}", ""),
+    (f"{FLOAT8} --{F8}emulate", "", 8, EIGHT_A100),
+    (f"{MOE} --checkpoint.enable --checkpoint.last_save_in_hf --training.expert_bias_rate=0", ""),
+    (f"{MOE} --model.dim=100 --model.head_dim=32 --model.expert_ffn_dim=100 --training.mixed_precision_param=float32",
+     ""),
+    ("--optimizer.lr=2 --optimizer.weight_decay=0.5", ""),
+    ("--profiling.enable_profiling --profiling.profile_freq=4", ""),
     (f"{BUDGET} {BF16} --{ASYNC_TP} {TP}=2 --compile.enable --training.enable_cpu_offload", "", 8, H100_ELSEWHERE),
     (f"{RESHARD}=always {ZERO}=3", ""),
     ("--model.hf_assets_path=bytes --model.vocab_size=258", ""),
@@ -289,6 +295,23 @@ def test_exactly_what_cannot_run_is_refused_by_its_keys_and_every_rule_refuses_a
     assert not wrong
     rules = [rule for group in checks.RULES.values() for rule in group]
     assert [rule.key for rule in rules if id(rule) not in used] == ["model.attention"]  # the next test
+
+
+@pytest.mark.parametrize(
+    ("args", "n_ranks", "numbers"),
+    [
+        ("--training.global_batch_size 12", 2, [8, 16]),
+        (f"{TP}=2", 3, [2, 4]),
+        (f"{TP}=2 --{P}data_parallel_shard_degree=2", 3, [4]),
+        (f"{FLOAT8} {CP}=2 --training.seq_len=40 --training.local_batch_size=1", 2, [32]),
+        (f"{PP}=8", 8, [6]),  # four layers, and two stages without one
+        ("--profiling.enable_profiling --profiling.profile_freq=3", 2, [4]),
+        ("--config llama3_8b --training.seq_len=16", 1, [2]),  # GPUs that share one copy
+    ],
+)
+def test_a_remedy_has_the_numbers_that_would_do(args, n_ranks, numbers):
+    remedy = find_one_problem(args, n_ranks=n_ranks, machine=H100_ELSEWHERE).remedy
+    assert [int(number) for number in re.findall(r"\b\d+\b", remedy)] == numbers
 
 
 def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monkeypatch, capsys):
@@ -387,6 +410,7 @@ def test_a_run_elsewhere_is_judged_by_what_is_said_of_it(args, keys, monkeypatch
 
 SHORT = "--training.seq_len=16"  # so that weights, gradients and optimizer decide
 WHOLE = 8_030_261_248 * 16  # bytes of state of the 8B
+ACCUMULATED = f"{TP}=2 --training.global_batch_size=8"  # two microbatches on 8 ranks
 
 
 def bound_state(args: list[str], n_ranks: int) -> int:
@@ -423,6 +447,37 @@ def test_every_preset_is_sound_on_the_gpus_that_it_names(name, n_ranks, monkeypa
     prepared = preflight(["--config", name], machine=EIGHT_H100, n_ranks=n_ranks, n_hosts=max(1, n_ranks // 8))
     assert prepared.layout.world_size == n_ranks and prepared.config_name == name
     assert "eeds" in "".join((CONFIG_FOLDER / f"{name}.toml").read_text().splitlines(keepends=True)[:2])
+
+
+@pytest.mark.parametrize(
+    ("args", "machine", "bytes_each", "activations", "batch"),
+    [  # bytes of state per parameter, bytes of activations, tokens of a rank in a step
+        (f"{TP}=2 --training.local_batch_size=2", EIGHT_H100, 16, 0, 32),
+        (f"{TP}=2 --training.seq_len=8192", EIGHT_H100, 12, (8192 * 32 * 102_528 + 1024 * 256_512) // 2, 8192),
+        (ACCUMULATED, EIGHT_H100, 16, 16 * (32 * 102_528 + 2 * 128_256) // 2, 32),
+        (f"{ACCUMULATED} --compile.enable", EIGHT_H100, 16, 16 * (32 * 8192 + 256_512) // 2, 32),
+        (ACCUMULATED, LARGE, 16, 16 * (32 * 204_928 + 4 * 128_256) // 2, 32),
+    ],
+)
+def test_the_least_bytes_of_a_rank_are_state_activations_and_the_batch_of_a_step(
+    args, machine, bytes_each, activations, batch
+):
+    """The 8B on 8 ranks. With one microbatch its gradients come as its activations go."""
+    machine = replace(machine, is_here=False)
+    (bound,) = preflight(["--config", "llama3_8b", SHORT, *args.split()], machine=machine, n_ranks=8).memory
+    n = bound.n_ranks
+    assert bound.state_bytes // n == 8_030_261_248 * bytes_each // 8
+    assert (bound.activation_bytes // n, bound.batch_bytes // n) == (activations, batch * 4 * 8)
+
+
+def test_the_largest_batch_that_is_named_fits_and_a_tenth_more_does_not():
+    def find(n: int) -> list[Problem]:
+        args = f"--config llama3_1b --training.local_batch_size={n}"
+        return find_problems(args, machine=H100_ELSEWHERE, n_ranks=1)
+
+    (problem,) = find(1000)
+    most = int(re.search(r"\d+", problem.remedy)[0])
+    assert problem.key == "training.local_batch_size" and not find(most) and find(most + most // 10 + 1)
 
 
 # ---------------------------------------------------------------- files
@@ -475,6 +530,8 @@ def test_the_resolved_config_has_no_automatic_value_left():
     assert config.training.mixed_precision_param == "float32"
     assert preflight([], machine=EIGHT_H100).config.training.mixed_precision_param == "bfloat16"
     assert preflight([], machine=LAPTOP).config.training.global_batch_size == 8
+    config = preflight([f"{RESHARD}=never", "--lr_scheduler.total_steps=9"], machine=LAPTOP).config
+    assert (config.parallelism.zero_stage, config.lr_scheduler.total_steps) == (2, 9)
 
 
 def test_the_config_that_a_run_saves_starts_the_same_run(empty_folder):

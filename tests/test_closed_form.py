@@ -1,18 +1,23 @@
 """The closed form against figures worked out by hand, and rules of proportion. (test_costs.py: against the dry run.)"""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
+from torchtitan_lite.bench.step import count_head_peak_bytes
 from torchtitan_lite.config.flavors import FLAVORS, count_parameters
 from torchtitan_lite.config.hardware import CLUSTERS, ROW_OF_GPU, find_cluster
 from torchtitan_lite.config.layout import plan_layout, resolve_model
-from torchtitan_lite.config.memory import list_kept_bytes
+from torchtitan_lite.config.memory import estimate_loss, list_kept_bytes
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.workload import Workload, describe_workload
-from torchtitan_lite.plan.ledger import Forecast, forecast, list_memory, rate_step
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config
+from torchtitan_lite.config.workload import Workload, count_recompute, describe_workload
+from torchtitan_lite.parallel.activation_checkpoint import plan_recompute
+from torchtitan_lite.plan.ledger import Forecast, forecast, forecast_quickly, list_memory, rate_step
+from torchtitan_lite.plan.search import estimate_peak
 from torchtitan_lite.plan.simulator import plan_order
 from torchtitan_lite.plan.step_time import StepTimeModel
 from torchtitan_lite.plan.traffic import estimate_traffic
@@ -126,6 +131,13 @@ def test_kept_bytes_of_experts_are_those_of_the_tensors_in_their_block():
     assert kept["none"] == attention + routing + rows
     uneven = list_kept_bytes(FLAVORS["Mixtral-8x7B"], 2, mixture=True, ep=4, imbalance=1.5)["none"]
     assert uneven == kept["none"] + 0.5 * 2 * 2 * (4096 + 4 * 14336) + 1.5 * 2 * 8 * 2  # and two orders elsewhere
+    by_op = (
+        2 * (4096 + 6144 + 4096 + 4096 + 2 * 4096) + 4 * 32
+    )  # block's input, q, k, v, attention, wo; the second norm
+    by_op += 4 * 8 + 2 * (4 + 8)  # logits; weights and routes
+    assert kept["op"] == by_op + 2 * 2 * (2 * 14336 + 4096)
+    uneven = list_kept_bytes(FLAVORS["Mixtral-8x7B"], 2, mixture=True, ep=4, imbalance=1.5)["op"]
+    assert uneven == kept["op"] + 2 * (2 * 14336 + 4096) + 2 * (3 + 2) * 4096  # rows that arrive, and that return
     of_heads = 2 * (32 + 8) * 128 + 4 * (32 + 8)  # queries and keys before their norms
     with_norms = replace(FLAVORS["8B"], qk_norm=True)
     assert list_kept_bytes(with_norms, 2)["none"] == list_kept_bytes(FLAVORS["8B"], 2)["none"] + of_heads
@@ -145,11 +157,12 @@ def test_an_uneven_load_costs_memory_and_time_by_its_share():
     assert slow.exposed_ep == pytest.approx(1.5 * fast.exposed_ep, rel=0.1)
 
 
-def test_tokens_that_leave_the_node_go_by_its_network_cards():
-    """64 ranks of one expert each: 56 of 64 parts of 2,048 x 6,144 x 2 bytes for other nodes, at 0.8 x 50 GB/s."""
-    workload = describe(read("mixtral_8x22b", "--model.n_experts 64 --parallelism.expert_parallel_degree 64"), 2048)
+@pytest.mark.parametrize(("n", "parts", "bandwidth"), [(8, 7, 450e9), (64, 56, 50e9)])
+def test_tokens_for_other_nodes_go_by_its_network_cards_and_those_for_its_own_by_links(n, parts, bandwidth):
+    """n ranks of one expert each, of 2,048 x 6,144 x 2 bytes."""
+    workload = describe(read("mixtral_8x22b", f"--model.n_experts {n} --parallelism.expert_parallel_degree {n}"), 2048)
     seconds = StepTimeModel(workload, H100).exchange_time(workload.n_rows_received)
-    assert seconds == pytest.approx(2048 * 6144 * 2 * 56 / 64 / (0.8 * 50e9) + H100.latency_s)
+    assert seconds == pytest.approx(2048 * 6144 * 2 * parts / n / (0.8 * bandwidth) + H100.latency_s)
 
 
 def test_a_gpipe_holds_all_microbatches_and_1f1b_as_many_as_there_are_stages():
@@ -158,8 +171,27 @@ def test_a_gpipe_holds_all_microbatches_and_1f1b_as_many_as_there_are_stages():
         config = read("llama3_8b", degrees(pp=4, tp=2), "--training.local_batch_size 16")
         config = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_schedule=schedule))
         order = plan_order(config.parallelism, describe(config, 8).layout)
-        kept[schedule] = [memory.activations for memory in list_memory(describe(config, 8), order)]
+        memory = list_memory(describe(config, 8), order)
+        kept[schedule] = [of_rank.activations for of_rank in memory]
+        assert estimate_peak(describe(config, 8), schedule) == max(of_rank.live for of_rank in memory)
     assert [a / b for a, b in zip(kept["GPipe"], kept["1F1B"], strict=True)] == pytest.approx([4, 16 / 3, 8, 16])
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "2", "3"])
+def test_as_many_layers_are_recomputed_as_the_run_plans(mode):
+    options = {"mode": "selective", "selective_ac_option": mode} if mode.isdecimal() else {"mode": mode}
+    section = ActivationCheckpoint(**options)
+    assert count_recompute(section, range(5)) == Counter(plan_recompute(section, list(range(5))).values())
+
+
+@pytest.mark.parametrize(("chunk_tokens", "dtype"), [(0, "bfloat16"), (256, "bfloat16"), (256, "float32")])
+def test_the_loss_holds_what_the_head_makes(chunk_tokens, dtype):
+    """On fake tensors. Hidden states of this small width, and their gradients, are not counted."""
+    keys = f"--model.dim 64 --model.head_dim 2 --training.seq_len 1024 --training.mixed_precision_param {dtype}"
+    workload = describe(read("llama3_8b", keys, f"--training.loss_chunk_tokens {chunk_tokens}"), 1)
+    sizes = {"n_tokens": 1024, "dim": 64, "vocab_size": 128256, "chunk_tokens": chunk_tokens}
+    measured = count_head_peak_bytes(**sizes, dtype=getattr(torch, dtype))
+    assert estimate_loss(workload) == pytest.approx(measured, rel=0.005)
 
 
 # ---------------------------------------------------------------- clusters
@@ -225,6 +257,8 @@ def test_a_rate_follows_from_the_seconds_of_a_step():
     assert rate.tokens_per_s_per_gpu == 4096
     assert rate.mfu_full == pytest.approx(4096 * 57.9e9 / 989e12, rel=1e-3)
     assert rate.mfu_causal == pytest.approx(4096 * 51.5e9 / 989e12, rel=1e-3)
+    in_fp32 = rate_step(describe(read("llama3_8b", "--training.mixed_precision_param float32"), 8), H100, 2.0)
+    assert in_fp32.mfu_full == pytest.approx(rate.mfu_full * 989 / 67)
     assert rate.count_days(15e12, 16) == pytest.approx(15e12 / 65536 / 86400)
 
 
@@ -244,7 +278,99 @@ def test_no_schedule_undercuts_the_bound_by_which_layouts_are_pruned(schedule, b
     keys = f"--training.local_batch_size {batch} {PIPELINE} {schedule} --parallelism.zero_stage 1"
     config = read("llama3_8b", degrees(pp=4, tp=2), keys, "--activation_checkpoint.mode full")
     workload, result = plan(config, 8)
-    assert 0.8 < StepTimeModel(workload, H100).lower_bound_s / result.rate.step_time_s <= 1 + 1e-9
+    model = StepTimeModel(workload, H100)
+    assert 0.8 < model.lower_bound_s / result.rate.step_time_s <= 1 + 1e-9
+    quick = forecast_quickly(model, schedule)
+    assert (quick.bubble, quick.rate.step_time_s) == pytest.approx((result.bubble, result.rate.step_time_s))
+
+
+def test_a_layer_of_experts_copies_rows_and_routes_in_fp32():
+    """Mixtral 8x22B, tp8, ep8, eager, by hand: a rank sends and receives 2,048 rows of 6,144 numbers of 2 bytes."""
+    workload = describe(read("mixtral_8x22b", "--compile.no_enable"), 2048)
+    ((kind, _),) = StepTimeModel(workload, H100).layers
+    memory_s, tokens = 3.35e12 * 0.8, 8192
+    of_tokens = tokens * (2 * 5 * 2 * 6144 + (2 * 2 + 16) * (48 + 8) * 128) / 8  # two norms, the rotation
+    exchanged = 2048 * 6144 * 4 * 2
+    of_rows = 2048 * (6144 * (5 * 2 + 16) + 5 * 2 * 16384)
+    times = {}
+    for ep in (1, 8):
+        model = StepTimeModel(replace(workload, layout=replace(workload.layout, ep=ep)), H100)
+        times[ep] = model.elementwise_time(kind)
+    assert times[1] == pytest.approx((of_tokens + of_rows) / memory_s)
+    assert times[8] == pytest.approx((of_tokens + of_rows + exchanged) / memory_s)
+    attention, experts = 2 * 6144 * 6144 + 2 * 6144 * 1024, 3 * 6144 * 16384
+    matmuls = 2 * tokens * attention / 8 + 2 * 2048 * experts
+    router = 2 * tokens * 8 * 6144 / 8
+    assert model.linear_time(kind) == pytest.approx((matmuls / 989e12 + router / 67e12) / 0.65)
+    gathered_s = model.gather(0, 10**9) - model.gather(0, 0)  # over 64 ranks, 8 apart
+    assert gathered_s == pytest.approx(2e9 * 63 / 64 / (0.8 * 50e9) + H100.latency_s)
+
+
+def test_norms_of_heads_are_read_and_written_like_others():
+    workload = describe(read("llama3_8b", "--compile.no_enable"), 8)
+    ((kind, _),) = StepTimeModel(workload, H100).layers
+    plain, normed = (
+        StepTimeModel(replace(workload, args=replace(workload.args, qk_norm=has)), H100).elementwise_time(kind)
+        for has in (False, True)
+    )
+    assert normed - plain == pytest.approx(8192 * 5 * 2 * (32 + 8) * 128 / (3.35e12 * 0.8))
+
+
+@pytest.mark.parametrize(
+    ("name", "n_gpus", "keys"),
+    [
+        ("llama3_8b", 16, degrees(tp=2, cp=4) + " --activation_checkpoint.mode none"),
+        ("llama3_8b", 16, degrees(tp=2, cp=4) + " --activation_checkpoint.mode full"),
+        ("llama3_8b", 16, degrees(tp=2) + " --activation_checkpoint.mode selective"),
+        ("mixtral_8x22b", 2048, "--activation_checkpoint.mode full"),
+        ("mixtral_8x22b", 2048, "--activation_checkpoint.mode none"),
+    ],
+)
+def test_forward_and_backward_are_work_recompute_and_waits(name, n_gpus, keys):
+    """Over links so slow that nothing hides the keys and values."""
+    slow = replace(H100, link_bandwidth=1e9)
+    model = StepTimeModel(describe(read(name, keys), n_gpus), slow)
+    workload, ((kind, layer),) = model.workload, model.layers
+    attention, rest, is_full = model.attention_s, model.elementwise_time(kind), "full" in workload.recompute
+    work = 3 * model.linear_time(kind) + 3.5 * attention + 3 * rest
+    waits = layer.exposed_tp + layer.exposed_cp + layer.exposed_ep
+    assert layer.forward + layer.backward == pytest.approx(work + layer.again + waits)
+    if kind.is_mixture:  # rows there and back, four times their way; of all forwards the counts, too
+        exchange_s = model.exchange_time(workload.n_rows_received)
+        assert layer.exposed_ep == pytest.approx((4 + 2 * is_full) * exchange_s + (1 + is_full) * slow.latency_s)
+    n_bytes = 2 * 2 * 8192 * 4 * 128  # keys and values of 8 / 2 heads
+    if workload.layout.cp > 1:
+        fetch = n_bytes * 3 / 4 / 0.8e9 + slow.latency_s
+        reduce = 2 * n_bytes * 3 / 4 / 0.8e9 + slow.latency_s
+        forward, backward = fetch - attention / 4, fetch - 2.5 * attention / 4 + reduce
+        assert layer.exposed_cp == pytest.approx(forward * (1 + is_full) + backward)
+        ring = StepTimeModel(replace(workload, ring=True), slow)
+        fetch += 2 * slow.latency_s  # three steps
+        assert ring.expose_context() == pytest.approx((fetch - attention, fetch + reduce - 2.5 * attention))
+
+
+def test_what_a_rank_waits_for_in_a_step_is_that_of_all_its_layers_and_microbatches():
+    config = read("llama3_8b", degrees(tp=2), "--training.global_batch_size 8")
+    model = StepTimeModel(describe(config, 8), H100)
+    ((_, layer),) = model.layers
+    call_s = 8192 * 4096 * 2 / 2 / (0.8 * 450e9) + H100.latency_s
+    assert model.exposed_s["tp"] == pytest.approx(2 * (32 * layer.exposed_tp + 4 * call_s)), "embedding and head"
+    whole = StepTimeModel(replace(model.workload, shards_loss=False), H100)
+    half = 8192 * 128256 / 2
+    assert whole.head.forward - model.head.forward == pytest.approx(12 * half / (3.35e12 * 0.8))
+
+
+def test_replicas_add_up_their_shards_and_an_update_reads_and_writes_its_moments():
+    """8B over 8 ranks, and two replicas of that on other nodes; AdamW touches 10 numbers a parameter, 8 of 4 bytes."""
+    one, two = (
+        StepTimeModel(describe(read("llama3_8b", f"--parallelism.data_parallel_replicate_degree {n}"), 8 * n), H100)
+        for n in (1, 2)
+    )
+    shard_bytes = 8_030_261_248 / 8 * 4
+    assert two.once_s - one.once_s == pytest.approx(2 * (shard_bytes / 2 / (0.8 * 50e9) + H100.latency_s))
+    assert one.optimizer_s == pytest.approx(10 * shard_bytes / (0.8 * 3.35e12))
+    halved = StepTimeModel(replace(one.workload, moment_bytes=4), H100)
+    assert halved.optimizer_s == pytest.approx(8 * shard_bytes / (0.8 * 3.35e12))
 
 
 def test_tensor_parallel_across_nodes_costs_more_than_inside():

@@ -11,6 +11,7 @@ from layouts import (
     ACCUMULATION_4,
     ADAMW,
     BALANCE_LOSS,
+    CHUNKS,
     COMPILED,
     CP,
     DOCUMENTS,
@@ -18,6 +19,7 @@ from layouts import (
     EXPERTS,
     HEAD_NORMS,
     MODE,
+    NO_LOSS_PARALLEL,
     OPTION,
     PP,
     REPLICATE,
@@ -25,6 +27,7 @@ from layouts import (
     SCHEDULE,
     TP,
     TWO_LAYERS,
+    WHOLE_LOGITS,
     ZERO,
 )
 from measure_memory import BATCH, GLOBAL_BATCH, MODEL, make_even_routes, measure_on_gloo, measure_peak, plan
@@ -62,7 +65,7 @@ DTYPE = "training.mixed_precision_param"
 # name -> world size, keys. Every axis, ZeRO stage, recompute mode and attention, and three schedules.
 LAYOUTS = {
     "one rank": (1, {BATCH: 8, MODE: "full"}),
-    "dp2 x tp2": (4, {TP: 2, BATCH: 4, MODE: "none"}),
+    "dp2 x tp2": (4, {TP: 2, BATCH: 4, MODE: "none", **CHUNKS, **NO_LOSS_PARALLEL}),
     "replicas, ZeRO 2": (4, {REPLICATE: 2, ZERO: 2, MODE: "selective", **ACCUMULATION_4}),
     "cp2, documents": (2, {CP: 2, BATCH: 4, **DOCUMENTS}),
     "cp2, ring": (2, {CP: 2, BATCH: 4, MODE: "full", **RING}),
@@ -88,7 +91,7 @@ LAYOUTS = {
         {BATCH: 4, REPLICATE: 2, CP: 2, TP: 2, EP: 2, **EXPERTS, **SOME_LAYERS, **HEAD_NORMS, **BALANCE_LOSS},
     ),
     "experts and shared ones, ZeRO 2": (4, {EP: 2, ZERO: 2, **EXPERTS, **SHARED, **ACCUMULATION_4, GLOBAL_BATCH: 16}),
-    "experts and shared ones, tp2, full": (2, {TP: 2, BATCH: 4, MODE: "full", **EXPERTS, **SHARED}),
+    "experts and shared ones, tp2, full": (2, {TP: 2, BATCH: 4, MODE: "full", **WHOLE_LOGITS, **EXPERTS, **SHARED}),
 }
 
 

@@ -35,7 +35,7 @@ def cut(full: torch.Tensor, text: str) -> torch.Tensor:
     ("keys", "rank"),
     [
         ({TP: 2, REPLICATE: 2, BATCH: 2}, 3),
-        ({CP: 2, TP: 2, BATCH: 2}, 6),
+        ({CP: 2, TP: 2, BATCH: 2}, 4),
         ({TP: 2, REPLICATE: 2, EP: 2, BATCH: 2, **EXPERTS}, 7),
         ({TP: 2, EP: 1, BATCH: 2, **EXPERTS}, 5),
         ({EP: 4, BATCH: 2, **EXPERTS, "model.n_experts": 4}, 6),  # one expert a rank: efsdp splits it
@@ -77,6 +77,8 @@ def test_experts_are_explained_with_their_mesh_slices_and_exchange(capsys):
         cell for line in forward.splitlines() if "over ep" in line for cell in re.split(r"  +", line)[2:4]
     ] == exchanged
     assert "reduce-scatter over efsdp" in printed[printed.index("backward, once") :]
+    first, *_, gathered = (line for line in printed.splitlines() if re.match(r"  [15]\. ", line))
+    assert re.findall(r"\d+", first) == ["1", "4", "4", "16", "32", "4", "1"], "of 4 ranks each: 4 of 16 sequences"
     assert "picks 2 of 8 experts for each token. Each of 4 ep ranks has 2" in printed
 
 

@@ -42,6 +42,8 @@ def test_a_gpu_without_a_row_has_no_times_but_traffic_and_memory():
     assert unknown.predicted.traffic == known.predicted.traffic
     assert unknown.predicted.memory_bytes == known.predicted.memory_bytes
     assert any("NVIDIA H100 PCIe" in note for note in unknown.notes)
+    offloaded = open_for(4, {PP: 2, "training.enable_cpu_offload": True}, Machine("cuda", 8, 2**36, "NVIDIA H100 PCIe"))
+    assert offloaded.predicted.memory_bytes is None and offloaded.predicted.traffic == known.predicted.traffic
 
 
 def test_without_a_closed_form_the_ledger_has_a_note_and_stops_nothing():
@@ -183,6 +185,8 @@ def test_the_second_step_of_a_process_is_measured_and_scored(pool, tmp_path, cap
     assert [set(each) for each in pictures] == names, "the ledger comes once, after the measured step"
     assert values["step"] == 12
     measured = values["measured"]
+    assert measured["traffic"]["pp"] == values["predicted"]["traffic"]["pp"]
+    measured["traffic"]["pp"]["n_bytes"] *= 2
     assert measured["tokens_per_s_per_rank"] == pytest.approx(8 * 32 / measured["step_time_s"] / 2)
     assert {path.name for path in tmp_path.iterdir()} == {"timeline.svg", "timeline.json"}
     boxes = [box for box in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if box["ph"] == "X"]
@@ -190,12 +194,16 @@ def test_the_second_step_of_a_process_is_measured_and_scored(pool, tmp_path, cap
     in_all = max(box["ts"] + box["dur"] for box in boxes)
     assert measured["bubble"] == pytest.approx(1 - sum(box["dur"] for box in boxes) / in_all / 2)
 
-    line = format_json_line(StepMetrics(**{**vars(SOME_STEP), "ledger": values}))
-    (tmp_path / "metrics.jsonl").write_text(format_json_line(SOME_STEP) + line + '{"step": 1')
+    # Of an earlier process, and of this one.
+    earlier, line = (
+        format_json_line(StepMetrics(**{**vars(SOME_STEP), "ledger": {**values, "measured": columns}}))
+        for columns in ({**measured, "bubble": 0.5, "traffic": {}}, measured)
+    )
+    (tmp_path / "metrics.jsonl").write_text(earlier + format_json_line(SOME_STEP) + line + '{"step": 1')
     assert plan_tool.main(["--score", str(tmp_path / "metrics.jsonl"), "--json"]) == 0
     ratios = json.loads(capsys.readouterr().out)["measured_over_predicted"]
     assert ratios["bubble"] == measured["bubble"] / values["predicted"]["bubble"]
-    assert ratios["over pp"] == 1
+    assert ratios["over pp"] == 2
     assert plan_tool.main(["--score", str(tmp_path)]) == 0
     assert "measured / forecast" in capsys.readouterr().out
 

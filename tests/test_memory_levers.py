@@ -19,6 +19,7 @@ from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.parallel.attention_kernels import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend
+from torchtitan_lite.plan import remedies
 from torchtitan_lite.plan.dry_run import dry_run
 from torchtitan_lite.plan.remedies import explain_out_of_memory, find_memory_options
 from torchtitan_lite.preflight import preflight
@@ -55,6 +56,7 @@ def test_options_on_one_gpu_are_sized_and_sorted():
     assert options[MODE] == pytest.approx(0.5 * 31 / 32 * (100.125 - 8), rel=0.02)
     assert options[DTYPE] == pytest.approx(119.66 - 89.75, rel=1e-3)
     assert list(options)[4:] == ["parallelism.tensor_parallel_degree", "parallelism.data_parallel_shard_degree"]
+    assert options["parallelism.data_parallel_shard_degree"] == pytest.approx(119.66 / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +132,18 @@ def test_out_of_memory_says_what_uses_it_and_which_three_keys_would_save_most(po
     keys = [line.split("--")[1].split("=")[0] for line in lines[4:7]]
     assert keys[:2] == ["training.enable_cpu_offload", DTYPE]
     assert lines[7:] == ["a stage failed"]
+
+
+def test_a_rank_of_a_pipeline_is_told_what_saves_on_its_stage(monkeypatch):
+    """Rank 2 of pp2 x dp2 is the first of the second stage."""
+    asked = []
+    monkeypatch.setattr(remedies, "find_memory_options", lambda *args: asked.append(args[-1]) or [])
+    monkeypatch.setattr(remedies.dist, "get_rank", lambda: 2)
+    layout = plan(4, {PP: 2})[2]
+    with pytest.raises(torch.OutOfMemoryError):
+        with explain_out_of_memory(None, None, layout, {}, torch.optim.SGD([torch.zeros(1)])):
+            raise torch.OutOfMemoryError("no memory")
+    assert asked == [1]
 
 
 def test_any_other_error_passes_as_it_is():

@@ -11,18 +11,21 @@ from layouts import PP, TP
 
 from torchtitan_lite import step
 from torchtitan_lite.config.command_lines import make_plan_parser
-from torchtitan_lite.config.hardware import find_cluster
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.hardware import GIB, find_cluster
+from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.config.workload import Workload
 from torchtitan_lite.plan import command as plan
 from torchtitan_lite.plan.dry_run import PlannedRun, group_pp_ranks, plan_run
+from torchtitan_lite.plan.ledger import list_memory
 from torchtitan_lite.plan.remedies import (
+    list_memory_of,
     simulate_bubble,
     warn_of_bubble,
     warn_of_few_microbatches,
     warn_of_groups,
     warn_of_memory,
 )
+from torchtitan_lite.plan.simulator import plan_order
 
 SMALL = ["--config", "debug", "--training.seq_len", "32", "--model.n_layers", "2"]
 H100 = find_cluster("h100")
@@ -99,6 +102,7 @@ def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
     n = int(warning.split("Use ")[1].split(" microbatches")[0])
     assert simulate_bubble(*run, H100, n) <= 0.15 < simulate_bubble(*run, H100, n // 2)
     assert f"training.global_batch_size = {n * 128}" in warning
+    assert "or about 6 stages a rank" in warning, "15 ranks x (1 / 0.15 - 1) / 16 microbatches"
     assert not warn_of_bubble(*run, H100, 0.15)
 
 
@@ -119,6 +123,9 @@ def test_groups_over_nodes_or_across_two_get_a_degree_that_stays_inside():
     (warning,) = warn_of_groups(llama("qwen3_30b_a3b", 64, expert_parallel_degree=32).layout, H100)
     assert "expert_parallel_degree = 8" in warning
     assert not warn_of_groups(llama("qwen3_30b_a3b", 64).layout, H100)
+    layout = llama("llama3_70b", 24, tensor_parallel_degree=2, context_parallel_degree=2).layout
+    (warning,) = warn_of_groups(layout, replace(H100, node_size=6))
+    assert "cp 2 take 4 GPUs" in warning
 
 
 def test_a_plan_of_experts_names_their_ranks_and_the_load(capsys, monkeypatch):
@@ -133,6 +140,24 @@ def test_a_plan_of_experts_names_their_ranks_and_the_load(capsys, monkeypatch):
     assert plan.main([*args, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert (values["layout"]["ep"], values["layout"]["efsdp"], values["imbalance"]) == (4, 1, 1.5)
+    config = made.planned.config
+    of_stage = list_memory(made.workload, plan_order(config.parallelism, made.planned.layout))[1]
+    n_tokens = config.training.steps * config.training.global_batch_size * 32
+    assert f"\n{n_tokens:,} tokens take " in printed
+    rank = values["pp_ranks"]["1"]
+    assert rank["flops"] == made.runs[1].n_flops
+    state = {kind: rank["memory"][kind] for kind in ("parameters", "gradients", "optimizer")}
+    assert state == pytest.approx({kind: getattr(of_stage, kind) for kind in state}, rel=0.02)
+
+    # Where memory is too small, and a node has four of the eight GPUs: each stage is on one.
+    small = replace(made, cluster=replace(H100, memory_bytes=1e6, node_size=4))
+    monkeypatch.setattr(plan, "make_plan", lambda *_: small)
+    assert plan.main([*args, "--json"]) == 1
+    values = json.loads(capsys.readouterr().out)
+    assert not values["fits"]
+    assert {each["axis"] for each in values["traffic"] if each["tier"] == "network"} == {
+        each["axis"] for each in values["traffic"] if "pp" in each["axis"]
+    }
 
 
 @pytest.mark.slow
@@ -147,6 +172,19 @@ def test_too_much_for_the_memory_gets_a_number_of_gpus_that_would_do():
     warning = warn_of_memory(*work("llama3_405b", 64), H100)
     n_gpus = int(warning.split("fits ")[1].split(" ")[0].replace(",", ""))
     assert n_gpus * H100.memory_bytes / H100.reserve_factor > 16 * 405e9  # what the training state alone takes
+
+
+def test_too_much_for_the_memory_gets_the_fewest_changes_that_would_do():
+    """The second is needed: ZeRO 3 beside full recompute. What is named with its bytes is the peak with both."""
+    config, workload = work("llama3_8b", 8, zero_stage=1, local_batch_size=4)
+    with_one = with_value(config, "activation_checkpoint.mode", "full")
+    with_both = with_value(with_one, "parallelism.zero_stage", 3)
+    peaks = [max(each.live for each in list_memory_of(given, workload.args, 8)) for given in (with_one, with_both)]
+    cluster = replace(H100, memory_bytes=(peaks[0] * peaks[1]) ** 0.5 * H100.reserve_factor)
+    warning = warn_of_memory(config, workload, cluster)
+    assert "activation_checkpoint.mode = " in warning and "parallelism.zero_stage = 3" in warning
+    assert "local_batch_size" not in warning
+    assert f" {peaks[1] * H100.reserve_factor / GIB:.0f} GiB" in warning
 
 
 @pytest.mark.parametrize(

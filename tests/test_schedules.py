@@ -54,6 +54,7 @@ def test_layers_are_spread_evenly_with_embedding_and_head_counted(parallelism, n
 def test_stages_are_placed_round_robin_or_in_a_v():
     assert place_stages(pipeline(2, "Interleaved1F1B"), 6) == (0, 1, 0, 1, 0, 1)
     assert place_stages(pipeline(4, "ZBVZeroBubble"), 8) == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert place_stages(pipeline(2, "ZBVZeroBubble"), 8) == (0, 1, 1, 0, 0, 1, 1, 0)
 
 
 @pytest.mark.parametrize(

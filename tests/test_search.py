@@ -12,10 +12,10 @@ from torchtitan_lite.config.hardware import CLUSTERS
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.plan.dry_run import dry_run
 from torchtitan_lite.plan.search import Search
-from torchtitan_lite.plan.search_report import choose_by_dry_run, fill_pipeline, print_search, split_step
+from torchtitan_lite.plan.search_report import choose_by_dry_run, explain_own, fill_pipeline, print_search, split_step
 
 H100 = CLUSTERS["h100"]
 
@@ -70,6 +70,12 @@ def test_a_search_of_experts_has_every_degree_that_divides_them_and_loads_the_fu
         assert loaded.workload.imbalance == min(3, ep)
         assert loaded.live_bytes >= even.live_bytes
         assert (loaded.step_time.lower_bound_s > even.step_time.lower_bound_s) == (ep > 1)
+    given = with_value(with_value(config, "parallelism.expert_parallel_degree", 4), "training.local_batch_size", 1)
+    said = []
+    for x, each in candidates.items():
+        found = Search(given, model_args, 8, H100, x, best=[(each[0], each[0].forecast())])
+        said.append(explain_own(found).splitlines()[1].split(";")[0])
+    assert said[0] != said[1], "the config's own layout too has the load that is asked about"
 
 
 def test_the_ten_best_are_those_that_simulating_all_would_give(found_8b):
@@ -104,6 +110,10 @@ def test_the_report_compares_the_configs_own_layout_with_the_best_which_reads_ba
     assert "pp4 x tp2, 1F1B with 4 stages, microbatches: 16 x 1, ZeRO 1, recompute full" in printed
     layout = plan_layout(*read(str(file)), 8)
     winner = next(line for line in printed.splitlines() if line.startswith(" 1  "))
+    own, slower = re.search(r"([\d,]+) tok/s/GPU; a step takes \+([\d.]+)%", printed).groups()
+    best = winner.split()[1]
+    best, own = (int(number.replace(",", "")) for number in (best, own))
+    assert best / own == pytest.approx(1 + float(slower) / 100, rel=1e-3)
     assert f"{layout}, " in winner and winner.partition(str(layout))[2] in file.read_text()
 
 
@@ -165,6 +175,8 @@ def test_the_size_of_a_node_bounds_tensor_parallel_and_divides_the_gpus():
     config, model_args = read("llama3_8b", "--training.global_batch_size 16")
     candidates = Search(config, model_args, 8, replace(H100, node_size=2)).list_candidates()
     assert {candidate.workload.layout.tp for candidate in candidates} == {1, 2}
+    own = with_value(with_value(config, "parallelism.context_parallel_degree", 4), "training.global_batch_size", -1)
+    assert Search(own, model_args, 8, H100).find_global_batch() == 2 * own.training.local_batch_size
     with pytest.raises(ConfigError, match="nodes of this kind have 8 GPUs"):
         rank(config, model_args, 12)
 

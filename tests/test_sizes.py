@@ -83,6 +83,7 @@ def test_a_number_beside_the_flavor_overrides_its_row_and_a_new_width_gets_a_hea
     args = resolve_model(Model(flavor="8B", n_layers=4))
     assert (args.n_layers, args.dim) == (4, 4096) and args.rope_scaling is not None
     assert resolve_model(Model(flavor="debug", dim=256, n_heads=8)).head_dim == 32
+    assert resolve_model(Model(flavor="debug", n_heads=8)).head_dim == 16
 
 
 def test_keys_of_the_rope_scaling_override_the_flavors_one_by_one():
@@ -96,6 +97,19 @@ def test_keys_of_the_rope_scaling_override_the_flavors_one_by_one():
     assert scaling(rope_scaling="llama3", **odd) == RopeScaling(5.5, 1.5, 3.0, 96)
     assert scaling(rope_scaling="llama3") == RopeScaling(8.0)
     assert scaling(flavor="8B", rope_scaling="linear", rope_factor=2.5) == RopeScaling(2.5, kind="linear")
+
+
+@pytest.mark.parametrize("flavor", [name for name in FLAVORS if name != "auto" and not name.startswith("debug")])
+def test_norms_and_rotations_have_the_published_numbers(flavor):
+    family = flavor.split("-")[0]
+    eps, theta, factor = {
+        "Mixtral": (1e-5, 1e6, None),
+        "Qwen3": (1e-6, 1e6, None),
+        **dict.fromkeys(("1B", "3B"), (1e-5, 5e5, 32)),
+    }.get(family, (1e-5, 5e5, 8))
+    args = FLAVORS[flavor]
+    assert (args.norm_eps, args.rope_theta) == (eps, theta)
+    assert args.rope_scaling == (factor and RopeScaling(factor))
 
 
 def test_rows_and_code_name_the_same_choices():

@@ -175,7 +175,7 @@ def measure_row(config: Config, *, n_rounds: int, n_steps: int) -> RowResult:
         clocks = read_clocks()  # while the device is still warm
         losses.append(step().item())
     memory = read_peak_memory(device)
-    flops = 2 * MATMUL_SIZE[device.type] ** 3 * N_PRODUCTS
+    flops = count_matmul_flops(device)
     return {
         "tokens_per_step": batch.tokens.numel(),
         "step_time_s": times_s["train"],
@@ -186,6 +186,11 @@ def measure_row(config: Config, *, n_rounds: int, n_steps: int) -> RowResult:
         "first_and_last_loss": [losses[0], losses[-1]],
         "clocks": clocks,
     }
+
+
+def count_matmul_flops(device: torch.device) -> int:
+    """Return the FLOPs of a turn of the matmuls."""
+    return 2 * MATMUL_SIZE[device.type] ** 3 * N_PRODUCTS
 
 
 def build_matmuls(device: torch.device) -> dict[str, Callable[[], None]]:

@@ -243,7 +243,7 @@ def estimate_loss(workload: Workload) -> float:
     """Return what the loss holds at its peak.
 
     In chunks, and over tp always: the gradient of the weight in fp32, and either a chunk's logits in compute dtype and
-    in fp32, or their gradient and its contribution to that of the weight.
+    in fp32 with their gradient, or that gradient and its contribution to that of the weight.
 
     All at once on one rank, of the logits (T, V): three fp32 tensors in backward, log-softmax and two gradients.
     """
@@ -256,7 +256,7 @@ def estimate_loss(workload: Workload) -> float:
     logits = chunk_tokens * workload.args.vocab_size / (layout.tp if workload.shards_loss else 1)
     if width == MASTER_BYTES:  # one tensor serves as both, and the contribution is added in place
         return (weight + logits) * MASTER_BYTES
-    return weight * MASTER_BYTES + max(logits * (width + MASTER_BYTES), (weight + logits) * width)
+    return weight * MASTER_BYTES + max(logits * (2 * width + MASTER_BYTES), (weight + logits) * width)
 
 
 def estimate_gathered(workload: Workload, stages: list[Stage]) -> float:

@@ -222,11 +222,9 @@ def add_tensor_parallel(tally: Tally, workload: Workload, stage: Stage) -> None:
     if not workload.shards_loss:
         logits = workload.n_tokens * workload.args.vocab_size * workload.compute_bytes
         tally.add(tp, "all-gather", m * workload.n_loss_chunks, logits / workload.n_loss_chunks)
-    elif workload.loss_chunk_tokens:  # from each rank and token: sum of exponentials, the target's logit, in fp32
+    else:  # from each rank and token: sum of exponentials, the target's logit, in fp32
         sums = workload.layout.tp * workload.n_tokens * 8
         tally.add(tp, "all-gather", m * workload.n_loss_chunks, sums / workload.n_loss_chunks)
-    else:  # from each token: maximum, sum of exponentials, the target's logit, in fp32
-        tally.add(tp, "all-reduce", 3 * m, workload.n_tokens * 4)
 
 
 def add_blocks(tally: Tally, workload: Workload, kind: LayerKind, n_layers: int) -> None:
