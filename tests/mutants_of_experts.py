@@ -100,6 +100,15 @@ def rows_beyond_the_last_offset_used(original, rows, matrices, ends):
     return multiplied.masked_fill(is_beyond[:, None], float("nan"))
 
 
+@mutant(EP2, "gradient", ("module output", MIX), at=(moe, "multiply_groups"))
+def rows_beyond_the_capacity_dropped(original, rows, matrices, ends):
+    """An expert takes three times its fair share of the rows, and leaves out the rest, as it did when its buffers had a
+    fixed size. While loads are even nothing is lost; later the tokens of the busiest expert are not computed."""
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    place = torch.arange(len(rows)) - (ends - counts).repeat_interleave(counts)
+    return original(rows, matrices, ends) * (place < 3 * len(rows) // len(ends))[:, None]
+
+
 @mutant(EP2, "gradient", ("module output", MIX), at=(expert_parallel, "invert"))
 def one_run_of_results_sent_back_in_another_order(original, order):
     """The inverse permutation is wrong for one expert and one rank that its rows came from: tokens get the results of

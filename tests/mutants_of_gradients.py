@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from layouts import CHUNKS, COMPILED, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO, Row
 from mutant_table import CP2, HEAD, HEAD_GRADIENT, INNER, NORM, mutant
 from torch.distributed.tensor import DTensor, Replicate
@@ -264,6 +265,18 @@ def norm_gradient_of_own_tokens():
     """Each tensor-parallel rank has a norm weight's gradient of its own tokens, and nobody adds them: the copies get
     other updates and drift apart."""
     return patch.object(tensor_parallel, "Partial", Replicate)
+
+
+@mutant(
+    Row(2, {TP: 2, "model.norm_eps": 1e-6}),
+    "gradient",
+    ("module output", "layers.0.attention_norm"),
+    at=(F, "rms_norm"),
+)
+def norm_with_an_eps_of_its_own(original, x, shape, weight, eps):
+    """Under tensor parallelism a norm is computed without the eps of the model, by torch's own default. Tokens with
+    small embeddings are normed a little more; on one device, in generation, the model is another one."""
+    return original(x, shape, weight)
 
 
 @mutant(Row(1, CHUNKS), "gradient", HEAD_GRADIENT, at=(torch.Tensor, "addmm_"))

@@ -9,15 +9,17 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from layouts import CHUNKS, CP, GATHER, PRECOMPUTE, RING, TP, Row
+from layouts import CHUNKS, CP, FAST, GATHER, PRECOMPUTE, RING, TP, Row
 from mutant_table import CP2, mutant
 from mutants_of_updates import in_place_of
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from torchtitan_lite import step
+from torchtitan_lite.model.moe import MixtureOfExperts
 from torchtitan_lite.parallel import context_parallel, float8, fsdp, parallelize, tensor_parallel
 
 ANGLES, REDUCTION = ("rotary angles", "layers.0"), ("gradient reduction", "output.weight")
+EXPERT_REDUCTION = ("gradient reduction", "layers.1.feed_forward.experts.w3")
 BLOCK = ("module output", "layers.0")
 
 # ---------------------------------------------------------------- bfloat16
@@ -30,6 +32,20 @@ def gradients_reduced_in_bfloat16(apply, part, mesh, **options):
     """FSDP adds the gradients of the ranks in the compute dtype. With two ranks nobody sees it; with a thousand, small
     gradients vanish beside the sum of the others."""
     apply(part, mesh, **{**options, "reduce_dtype": torch.bfloat16})
+
+
+@in_bfloat16(FAST["experts, dp2"], "gradient reduction", EXPERT_REDUCTION)
+def gradients_of_experts_reduced_in_bfloat16():
+    """The mixture is sharded by a call of its own, which lacks the dtype of the reduction: its gradients are added in
+    the compute dtype, and those of all else in fp32."""
+    original = fsdp.fully_shard
+
+    def shard(module, *, mp_policy, **options):
+        if isinstance(module, MixtureOfExperts):
+            mp_policy = replace(mp_policy, reduce_dtype=torch.bfloat16)
+        return original(module, mp_policy=mp_policy, **options)
+
+    return patch.object(fsdp, "fully_shard", shard)
 
 
 @in_bfloat16(Row(4, {TP: 2}), "gradient reduction", REDUCTION)
@@ -75,7 +91,7 @@ def norms_computed_in_bfloat16_on_one_rank(normalize, x, shape, weight, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-@replacing(context_parallel, "merge_into", Row(4, {CP: 4, **RING}), "block outputs", BLOCK, dims=("cp",))
+@replacing(context_parallel, "merge_into", Row(4, {CP: 4, **RING}), "block outputs", BLOCK)
 def attention_merged_in_bfloat16(merge, out, lse, new_out, new_lse):
     """Around the ring the attention to each rank's keys is added to what there is, which is kept in bf16: rounded once
     for each rank instead of once. The longer the ring, the coarser."""

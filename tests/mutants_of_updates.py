@@ -11,6 +11,7 @@ from layouts import ADAMW, PP, TP, Row
 from mutant_table import mutant
 
 from torchtitan_lite import step
+from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components import adamw_bfloat16, optim
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor as local
 
@@ -121,6 +122,25 @@ def moments_move_in_a_step_that_is_not_finite(step_if_finite, optimizer, grad_no
         for state in optimizer.state.values():
             local(state["exp_avg"]).mul_(0.9)
     return finite
+
+
+@replacing(step, "step_if_finite", SHARDED, "moments", ("moments", FIRST))
+def all_steps_left_out_after_one(step_if_finite, optimizer, grad_norm):
+    """The flag of a gradient that is not finite is added up instead of set, so that no later step moves a weight. The
+    loss stays where it was, and no number in the log is odd."""
+    optimizer.seen = getattr(optimizer, "seen", 0.0) + 0 * grad_norm  # NaN from then on
+    step_if_finite(optimizer, grad_norm + optimizer.seen)
+    return grad_norm.isfinite()
+
+
+@replacing(step, "train_step", Row(2, RATES), "learning rate", RATE)
+def schedule_waits_for_a_finite_gradient(train_step, run, batch):
+    """A step that changes no weight does not count for the schedule either. A resume sets the rate by the number of the
+    step: a run that was stopped goes on at another rate than the same run unbroken."""
+    result = train_step(run, batch)
+    if not result.finite:
+        set_step(run.lr_scheduler, run.lr_scheduler.last_epoch - 1)
+    return result
 
 
 @mutant(SHARDED, "moments", ("moments", FIRST), trial="updates")

@@ -1,5 +1,8 @@
 """The chunked loss: the plain loss's numbers without its logits. On ranks: the rows of layouts.py that name a chunk."""
 
+import math
+from unittest.mock import patch
+
 import compare
 import pytest
 import torch
@@ -10,6 +13,9 @@ from torch.utils._pytree import tree_leaves
 from torchtitan_lite.bench.step import compare_head_memory, count_head_peak_bytes
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.head import IGNORE_INDEX, ChunkedLoss, Head
+from torchtitan_lite.parallel import tensor_parallel
+from torchtitan_lite.parallel.exchange import Ranks
+from torchtitan_lite.parallel.tensor_parallel import ShardedLoss
 
 ROWS, SEQ_LEN, DIM, VOCAB = 3, 20, 16, 50
 N_TOKENS = ROWS * SEQ_LEN
@@ -85,6 +91,10 @@ def test_logits_of_any_size_neither_overflow_nor_vanish():
     hidden *= torch.tensor([1e-4, 1.0, 1e4])[:, None, None]  # logits up to 1e5; exp(89) is more than fp32 holds
     for value, truth in zip(run_head(head, hidden, targets, 7), compute_in_float64(head, hidden, targets), strict=True):
         assert compare.relative_error(value, truth) < 1e-6
+    far = torch.tensor([[-1e4], [1.0], [1e4]])  # of two tp ranks: the same log of a sum twice
+    with patch.object(tensor_parallel, "all_gather", lambda own, ranks, dim: torch.cat([own, own])):
+        log_total, _ = ShardedLoss(0, Ranks(0, 2, "tp")).combine(far, far)
+    assert compare.relative_error(log_total, far.double() + math.log(2)) < 1e-6
 
 
 def test_without_a_counted_target_loss_and_gradients_are_zero():

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from layouts import CP, DOCUMENTS, EP, LAYOUTS, PP, SHARED, TP
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lite import step
 from torchtitan_lite.config.layout import plan_layout, resolve_model
@@ -24,7 +26,7 @@ from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, save_reference
 from torchtitan_lite.verify.module_outputs import ModuleErrors, RankRoutes, find_flips, judge_routes, observe_outputs
 from torchtitan_lite.verify.ranks import RankKilled, RankPool, RankTimeout, describe_stack
 from torchtitan_lite.verify.reference import load_reference
-from torchtitan_lite.verify.slices import Gap, join_slices
+from torchtitan_lite.verify.slices import Gap, find_unequal_replicas, join_slices
 from torchtitan_lite.verify.trial import MOST_OF_CRASH, describe_failure, find_disagreement, name_crash
 
 # ---------------------------------------------------------------- what ranks see is put together
@@ -35,6 +37,17 @@ def test_ranks_disagree_along_the_dims_on_which_neighbours_differ():
     assert find_disagreement([(rank, 1.0 + rank["pp"]) for rank in ranks], 1e-5) == ["pp"]
     assert find_disagreement([(rank, 3.0) for rank in ranks], 1e-5) == []
     assert find_disagreement([(rank, float(n)) for n, rank in enumerate(ranks)], 1e-5) == ["pp", "tp"]
+
+
+def compare_copies(rank: int, world_size: int) -> set[tuple[str, str]]:
+    """Worker: a tensor that two mesh dims copy, and that is another one on the second rank of tp."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
+    copies = DTensor.from_local(torch.tensor([rank % 2.0]), mesh, [Replicate(), Replicate()], run_check=False)
+    return find_unequal_replicas({"w": copies})
+
+
+def test_copies_are_compared_along_each_dim_that_has_some(pool):
+    assert set.union(*pool.run(compare_copies, 4)) == {("w", "tp")}
 
 
 def test_slices_are_joined_to_the_wholes_that_they_belong_to():

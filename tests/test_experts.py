@@ -1,5 +1,6 @@
 """Mixtures of experts: what one process computes, what is counted, how the bias moves, what the log says."""
 
+import copy
 import math
 
 import compare
@@ -69,6 +70,14 @@ def test_a_mixture_and_its_gradients_are_those_of_the_formula(numbers):
         results.append([output, *torch.autograd.grad(output.square().sum(), tensors)])
     for ours, plain in zip(*results, strict=True):
         assert compare.relative_error(ours, plain) < 1e-6
+
+
+def test_in_bfloat16_scores_and_the_sum_of_a_tokens_experts_are_computed_in_fp32():
+    mixture, x = make_mixture(top_k=6).bfloat16(), torch.randn(2, 5, 16).bfloat16()
+    weights, routes = mixture.router(x)
+    assert torch.equal(weights, copy.deepcopy(mixture.router).float()(x.float(), routes)[0])
+    mixture.experts.forward = lambda rows, counts: rows  # then a token is the weighted sum of six times itself
+    assert torch.equal(mixture(x), x)
 
 
 def test_given_routes_are_taken_and_each_sequence_keeps_its_own():

@@ -21,6 +21,7 @@ EXIT_STATUS = {CERTIFIED: 0, CERTIFIED_IN_PART: 3, IN_PART: 3, WRONG: 1, NOT_FIN
 LEGEND = "S(0): rows sharded, S(1): columns, _S: rows, in the strides that two sharded dims leave; R: copies, bit-equal"
 OUTSIDE = [
     "the model file, which both sides share: --against-hf compares it with transformers",
+    "the arithmetic of float8 (model/float8_linear.py), which both sides share too",
     "kernels of CUDA and collectives of NCCL: this ran on CPUs",
     "data, seed, speed and memory",
 ]

@@ -227,8 +227,12 @@ def name_first_load(difference: Difference, faults: dict[str, str], reference: R
             factor = (loads.sum() / right.sum()).item()
             if torch.equal(loads, factor * right):
                 detail += f"; all loads are {factor:.4g} times what they should be"
-            of_ranks = [(each.coordinates, each.expert_loads[step][layer, expert].item()) for each in difference.ranks]
-            dims = find_disagreement(of_ranks, 0)
+            # Of an expert that gets every token, ranks may agree on a wrong load.
+            of_experts = (
+                [(each.coordinates, each.expert_loads[step][at].item()) for each in difference.ranks]
+                for at in map(tuple, wrong)
+            )
+            dims = max((find_disagreement(of_ranks, 0) for of_ranks in of_experts), key=len)
             return Culprit("expert loads", f"layers.{layer}.feed_forward.router", detail, dims)
     if "router_entropy" in faults:
         return Culprit("router entropy", "ExpertBalance.update", f"every load is right, and {faults['router_entropy']}")

@@ -104,7 +104,12 @@ def measure_faults(
         culprit = Culprit("parameters", lost[0], f"no rank holds it; {len(lost)} of {len(fqns)} parameters are lost")
         return None, {"parameters": culprit.detail}, culprit
     difference = merge(ranks, fqns)
-    return difference, find_faults(difference), None
+    faults = find_faults(difference)
+    forgotten = [fqn for fqn in fqns if any(fqn in rank.not_updated for rank in ranks)]
+    if forgotten and not faults:  # and no step was made that would have shown it
+        detail = f"the optimizer does not hold it; {len(forgotten)} of {len(fqns)} parameters are never updated"
+        return difference, {"parameters": detail}, Culprit("parameters", forgotten[0], detail)
+    return difference, faults, None
 
 
 def has_experts(difference: Difference) -> bool:

@@ -59,6 +59,7 @@ class RankResult:
     coordinates: Coordinates
     initial_equal: dict[str, bool]  # by FQN
     placements: dict[str, str]  # FQN -> how it is placed on its mesh
+    not_updated: list[str]  # FQNs of parameters that the optimizer does not hold
     n_tokens: int  # of the first batch
     losses: list[float]  # by step
     grad_norms: list[float]
@@ -148,10 +149,12 @@ def measure_layout(
                 scale = compute_clip_scale(reference.grad_norms[0], step_config.training.max_norm)
                 clipping = measure_clipping(run, gradients, scale)
     weights = compare(run.parameters, reference.weights) if method.updates else {}
+    updated = {id(parameter) for group in run.optimizer.param_groups for parameter in group["params"]}
     return RankResult(
         coordinates=coordinates,
         initial_equal=initial_equal,
         placements={fqn: describe_placement(parameter) for fqn, parameter in run.parameters.items()},
+        not_updated=[fqn for fqn, parameter in run.parameters.items() if id(parameter) not in updated],
         n_tokens=n_tokens,
         losses=losses,
         grad_norms=grad_norms,

@@ -36,6 +36,7 @@ from torchtitan_lite.verify.step_formulas import (
 )
 
 BLOCK = 1_000_003  # numbers; a prime, so that no two rows of a matrix are equal
+EMBEDDING_SCALE = 0.05  # of numbers of 1; trained embeddings have 0.02 or so
 NEVER_CLIPPED = 1e4  # no gradient norm of the second step is that many times max_norm
 
 
@@ -73,19 +74,22 @@ def choose_max_norm(config: Config, step: int) -> float:
 def choose_model(config: Config, method: Method) -> tuple[type[nn.Module], Callable]:
     """Return the user's class and its rule of the initial weights, changed as `method` says."""
     model_class, init_parameter = stepping.MODELS[config.model.name]
-    if method.enlarges_experts:
-        init_parameter = partial(enlarge_experts, init_parameter)
+    if method.levels_weights:
+        init_parameter = partial(level_weights, init_parameter)
     return model_class, partial(repeat_block, init_parameter) if method.repeats_weights else init_parameter
 
 
-def enlarge_experts(
+def level_weights(
     init_parameter: Callable, fqn: str, full: Tensor, args: ModelArgs, generator: torch.Generator
 ) -> None:
-    """Fill the full tensor of one parameter in place; that of experts is larger in narrow models.
+    """Fill the full tensor of one parameter in place; experts of narrow models are larger, the embedding is smaller.
 
-    Without that, experts made 1e-5 of the norm of all gradients at dim 32: a norm that forgets them would be right.
+    Without that, experts made 1e-5 of the norm of all gradients at dim 32: a norm that forgets them would be right. And
+    beside an embedding of 1 nothing shows what blocks add, nor which eps a norm has.
     """
     init_parameter(fqn, full, args, generator)
+    if fqn == "tok_embeddings.weight" and not args.tie_embeddings:
+        full.mul_(EMBEDDING_SCALE)
     if full.dim() == 3:
         full.mul_(max(1.0, 50 / math.sqrt(args.dim)))  # from 0.02 to 1 / sqrt(dim)
 

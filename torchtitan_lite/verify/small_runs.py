@@ -53,7 +53,7 @@ class Method:
     updates: bool = True  # two steps, of which the first is clipped and the second is not; else one without an update
     farthest_position: int = 0  # of the first token of row 0; of further rows it is nearer to 0, in equal distances
     tokens_per_document: int = 8  # on average, of document attention
-    enlarges_experts: bool = True  # initial weights of experts are larger, so that they count for as much as the rest
+    levels_weights: bool = True  # initial weights of experts are larger, of the embedding smaller: all count alike
     repeats_weights: bool = False  # large weights are a block of random numbers over and over, which is drawn faster
 
     @property
@@ -62,7 +62,7 @@ class Method:
 
 
 WIDE = Method()
-AS_TRAINED = Method(enlarges_experts=False)
+AS_TRAINED = Method(levels_weights=False)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ them to the slices that it holds. A fork adds a row to FORMULAS for its optimize
 updates have no reference.
 
 Of experts, routes are the best by score and bias, and recorded, so that a layout can be given the same ones
-(Batch.routes). Biases start so that loads are uneven and one expert of each layer gets no token.
+(Batch.routes). Biases start so that loads are uneven: in each layer one expert gets no token, and one every token.
 
 Legend: B batch, S sequence, D model dim, E experts, K = top_k.
 """
@@ -219,13 +219,18 @@ def name_bias(layer: int) -> str:
 
 
 def draw_biases(args: ModelArgs) -> dict[str, Tensor]:
-    """Return biases with which loads are uneven, and one expert of each layer gets no token. FQN -> (E,) fp32."""
+    """Return biases with which loads are uneven: in each layer one expert gets no token, and one gets every token.
+
+    FQN -> (E,) fp32. A token that has but one expert, or all of them, does not go to that last one.
+    """
     biases = {}
     n_experts = args.mixture.n_experts if args.mixture else 0
     for layer in filter(args.is_mixture, range(args.n_layers)):
         bias = APART * torch.randn(n_experts, generator=torch.Generator().manual_seed(layer))
         if n_experts > args.mixture.top_k:
             bias[layer % n_experts] = NEVER
+        if n_experts > args.mixture.top_k > 1:
+            bias[(layer + 1) % n_experts] = -NEVER
         biases[name_bias(layer)] = bias
     return biases
 

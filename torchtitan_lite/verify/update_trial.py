@@ -4,8 +4,8 @@ given         gradients, drawn by a seed of (step, FQN)
 the user's    optimizer, moments_dtype, weight decay, schedule and max_norm; `train_step` itself makes the steps,
               without its backward
 reference     step_formulas.py, from the slice and its moments as they were just before: errors do not add up
-compared      learning rates, gradient norm, clipped gradients, moments, updates, copies; at the end, what two steps
-              change whose gradients are not finite on one rank only
+compared      learning rates, gradient norm, clipped gradients, moments, updates, copies; and between two steps, what
+              two others change whose gradients are not finite on one rank only: the schedule alone
 """
 
 import math
@@ -54,6 +54,7 @@ TOLERANCE = 1e-6
 RATE_TOLERANCE = 1e-12  # of the peak: rates are Python's floats
 LEAST_MAX_NORM, LARGEST_MAX_NORM = 1e-3, 1e3  # fp32 holds the squares of gradients of such norms
 NORMS = (2.0, 0.5, 1.0, 3.0)  # of the gradients of each step, in units of max_norm: cut, left, at the border, cut
+SECOND_HALF = 2  # index of the step before which there are two whose gradients are not finite
 SPREAD = 6  # gradients of one tensor are up to that many powers of ten apart: near eps, and far above
 NOT_FINITE = {"NaN": math.nan, "infinity": math.inf}
 
@@ -89,10 +90,10 @@ def try_updates(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Tria
         "learning rate": f"of the peak, at steps {steps} of the schedule",
         "gradient norm": f"of {', '.join(f'{norm:g}' for norm in NORMS)} times max_norm {max_norm:g}",
         "clipping": f"gradients that the optimizer gets; {worst}",
+        "non-finite step": f"of {len(ranks)} ranks step on a gradient of {' or '.join(NOT_FINITE)}, or say so",
         "moments": f"in {section.moments_dtype}; {worst}",
         "update": f"bound: 1e-6, and what fp32 rounds off weights; {worst}",
         "copies": f"of {len(sizes)} parameters: weights or moments not bit-equal on all ranks that hold one",
-        "non-finite step": f"of {len(ranks)} ranks step on a gradient of {' or '.join(NOT_FINITE)}, or say so",
     }
     subject = f"{section.name} ({section.implementation}), {len(NORMS)} steps from given gradients and moments"
     return judge(list(list_checks(ranks, config, list(sizes))), measures, subject)
@@ -133,6 +134,10 @@ def list_checks(ranks: list[RankUpdates], config: Config, fqns: list[str]) -> It
         values = [(rank.coordinates, [rank.grad_norms[index]]) for rank in ranks]
         culprit = Culprit("gradient norm", "clip_grad_norm", f"the gradient norm in step {index + 1}")
         yield check_values("gradient norm", culprit, values, norm * max_norm, TOLERANCE)
+    wrong = [rank.finite_faults[0] for rank in ranks if rank.finite_faults]
+    is_right = [(rank.coordinates, not rank.finite_faults) for rank in ranks]
+    culprit = blame("non-finite step", "step_if_finite", wrong[0] if wrong else "", is_right)
+    yield Check("non-finite step", len(wrong), 0, culprit)
     moments = FORMULAS[config.optimizer.name].moments
     for measure, kinds in {"clipping": ["clipped gradient"], "moments": moments, "update": ["update"]}.items():
         for fqn in fqns:
@@ -145,10 +150,6 @@ def list_checks(ranks: list[RankUpdates], config: Config, fqns: list[str]) -> It
     kinds, dims = (sorted({found[index] for found in unequal if found[1] == first}) for index in (0, 2))
     detail = f"copies of its {' and '.join(kinds)} are not bit-equal; {len(wrong)} of {len(fqns)} parameters are wrong"
     yield Check("copies", len(wrong), 0, Culprit("replicas", first, detail, dims))
-    wrong = [rank.finite_faults[0] for rank in ranks if rank.finite_faults]
-    is_right = [(rank.coordinates, not rank.finite_faults) for rank in ranks]
-    culprit = blame("non-finite step", "step_if_finite", wrong[0] if wrong else "", is_right)
-    yield Check("non-finite step", len(wrong), 0, culprit)
 
 
 def check_tensor(measure: str, kind: str, fqn: str, index: int, ranks: list[RankUpdates], config: Config) -> Check:
@@ -158,7 +159,8 @@ def check_tensor(measure: str, kind: str, fqn: str, index: int, ranks: list[Rank
     error, bound = add_gaps(gap for _, gap in held).relative(tolerance)
     is_right = [(coordinates, gap.is_within(tolerance)) for coordinates, gap in held]
     name = "clip_grad_norm" if measure == "clipping" else fqn
-    detail = f"in step {index + 1} the {kind} of {fqn} is off"
+    following = ", after two that are not finite," if index == SECOND_HALF else ""
+    detail = f"in step {index + 1}{following} the {kind} of {fqn} is off"
     return Check(measure, error, bound, blame(measure, name, f"{detail} by {error:.1e}", is_right))
 
 
@@ -191,6 +193,11 @@ def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str,
     found = RankUpdates(run.mesh.coordinates())
     positions = choose_positions(run.config.lr_scheduler)
     for index, position in enumerate(positions):
+        if index == SECOND_HALF:
+            for name, value in NOT_FINITE.items():
+                set_step(run.lr_scheduler, position)  # in the decay: neither is the rate zero, nor the next one equal
+                found.finite_faults += step_without_effect(run, name, value, sizes)
+                found.rates.append((position + 1, list_rates(run.optimizer)))  # which a resume sets by the step alone
         if run.lr_scheduler.last_epoch != position:
             set_step(run.lr_scheduler, position)  # as a run does that resumes
         step_beside_reference(run, found, index, position, sizes)
@@ -199,9 +206,6 @@ def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str,
         named[name] = {fqn: run.optimizer.state[parameter][name] for fqn, parameter in run.parameters.items()}
     for what, tensors in named.items():
         found.unequal_replicas |= {(what, *pair) for pair in find_unequal_replicas(tensors)}
-    set_step(run.lr_scheduler, positions[1])  # at the peak: a rate of zero would hide a step
-    for name, value in NOT_FINITE.items():
-        found.finite_faults += step_without_effect(run, name, value, sizes)
     return found
 
 
