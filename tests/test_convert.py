@@ -118,17 +118,18 @@ def assert_refused(tmp_path, capsys):
     """Function: arguments -> the exit status and what is named. Nothing is made or changed."""
 
     def check(*arguments: object, named: str, status: int = 2) -> None:
-        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
         assert run(*arguments) == status
         assert named in capsys.readouterr().err
-        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+        assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
     return check
 
 
 def test_out_is_never_overwritten(ours, theirs, tmp_path, assert_refused):
     (tmp_path / "out.tmp").mkdir()  # of a conversion that was killed, or is at work
-    for source, other in ((ours, theirs), (theirs, ours)):
+    (tmp_path / "link").symlink_to("nowhere")
+    for source, other in ((ours, theirs), (theirs, ours), (ours, tmp_path / "link"), (theirs, tmp_path / "link")):
         assert_refused(source, other, *BYTES, named=f"{other} exists")
         assert_refused(source, tmp_path / "out", *BYTES, named=f"{tmp_path / 'out.tmp'} exists")
     assert_refused(theirs, tmp_path / "step-5", *BYTES, named="Give step-0")
