@@ -31,9 +31,9 @@ def with_room_for_bytes(shape: ModelArgs, **changes) -> ModelArgs:
 def save_ours(
     folder: Path, shape: ModelArgs, dtype: torch.dtype = torch.float32, bias: float = 0.0
 ) -> dict[str, torch.Tensor]:
-    """A checkpoint of weights, and of biases of experts. Returns them."""
+    """A checkpoint of weights, and of biases of experts, which add up to zero. Returns them."""
     weights = {f"model.{fqn}": p.detach().to(dtype) for fqn, p in build_ours(shape).named_parameters()}
-    weights |= {f"model.{fqn}": torch.full(size, float(bias)) for fqn, size in list_expert_biases(shape).items()}
+    weights |= {f"model.{fqn}": bias * (-1.0) ** torch.arange(*size) for fqn, size in list_expert_biases(shape).items()}
     fingerprint = {"shape": asdict(shape), "tokenizer": make_byte_vocabulary().identity}
     run = {"config": {"model": {"name": "llama3", "hf_assets_path": "bytes"}, "training": {"seq_len": 64}}}
     write_tensors(folder, weights, step=7, fingerprint=fingerprint, run=run)

@@ -195,7 +195,6 @@ def test_a_number_that_is_not_the_folders_is_one_problem_with_both_values(publis
     args = [*text, *from_folder(published)]
     for more, key, named in (
         ("--model.n_layers=3", "model.n_layers", ("3", "has 2")),
-        ("--model.rope_factor=8", "model.rope_factor", ("8.0", "has 5.5")),
         ("--model.flavor=8B", "model.flavor", ("8B", "dim 4096 instead of 64")),
     ):
         problem = find_one_problem([*args, more])
