@@ -257,11 +257,13 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     ("--metrics.save_tb_folder=timeline.svg", "metrics.save_tb_folder"),
     ("--comm.save_traces_folder=traces", "comm.save_traces_folder"),
     ("--profiling.save_traces_folder=a --comm.save_traces_folder=a/b", "comm.save_traces_folder"),
+    ("--profiling.save_traces_folder=a/b --comm.save_traces_folder=a", "comm.save_traces_folder"),
     (f"{RUN} --training.cache_folder=run/checkpoint/cache", "training.cache_folder"),
     (f"{RUN} --metrics.save_tb_folder=file", "metrics.save_tb_folder"),
     # what starting over would delete before it is read
     (f"{RUN} --job.overwrite --training.dataset=run/traces/data.bin", "training.dataset"),
     (f"{RUN} --job.overwrite --model.hf_assets_path=run/tb/tokenizer", "model.hf_assets_path"),
+    (f"{RUN} --job.overwrite --validation.dataset=run/traces/data.bin", "validation.dataset"),
     # sound: what a rule does not mean
     (f"{BF16} --optimizer.beta2=0.99", ""),
     (f"{SPLIT} --activation_checkpoint.mode=none", ""),
@@ -498,9 +500,9 @@ def test_a_folder_with_an_earlier_run_is_resumed_or_deleted_only_when_asked():
 
 def test_a_folder_without_write_permission_is_refused(monkeypatch):
     Path("locked").mkdir()
-    # The answer is made up, because root may write everywhere.
-    monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK and path.name == "locked"))
-    assert find_keys("--job.dump_folder locked/new/run") == ["job.dump_folder"]
+    for refused in (os.W_OK, os.X_OK):  # the answer is made up, because root may write everywhere
+        monkeypatch.setattr(os, "access", lambda path, mode, no=refused: not (mode & no and path.name == "locked"))
+        assert find_keys("--job.dump_folder locked/new/run") == ["job.dump_folder"]
 
 
 def test_a_tokenizer_is_looked_up_here_first_then_in_the_repository(empty_folder, monkeypatch):

@@ -23,7 +23,7 @@ from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO
 
 from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.manifest import find_steps
-from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, name_tensors
+from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, name_tensors, name_weights
 from torchtitan_lite.config.schema import Checkpoint, Config
 from torchtitan_lite.verify.ranks import RankFailure
 
@@ -105,6 +105,7 @@ def test_files_are_plain_safetensors_with_readable_names_and_hashes_of_coreutils
     for name, record in manifest["files"].items():
         command = ["b2sum", "-l", "256", folder / "step-2" / name]
         assert subprocess.run(command, capture_output=True, text=True).stdout.split()[0] == record["blake2b"]
+        assert int.from_bytes(command[-1].read_bytes()[:8], "little") % 8 == 0, "the tensors are aligned to 8 bytes"
     assert manifest["step"] == 2 and manifest["fingerprint"] == FINGERPRINT
     n_bytes = sum(tensor.nbytes for tensor in state.values())  # each element is written once
     assert n_bytes < sum(record["size"] for record in manifest["files"].values()) < n_bytes + 8 * 30_000
@@ -140,6 +141,7 @@ def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(po
     ("overrides", "more", "message"),
     [
         ({}, {"fingerprint": {"data": "other"}}, "was saved with data = 'of this test', this run has 'other'"),
+        ({}, {"fingerprint": FINGERPRINT | {"tokenizer": "mine"}}, "saved with tokenizer = None, this run has 'mine'"),
         ({"model.n_layers": 5}, {}, "another model: it has no model.layers.4.attention_norm.weight"),
         ({"model.ffn_dim": 128}, {}, r"feed_forward.w1.weight is \[96, 64\] there and \[128, 64\] here"),
         ({}, {"step": 5}, "step-5 is no checkpoint"),
@@ -162,7 +164,8 @@ def test_moments_begin_anew_where_the_optimizer_is_excluded(pool, saved):
 
 
 def save_beside(rank: int, world_size: int, folder: str, mode: str, n_saves: int) -> tuple[list[dict], set[int], int]:
-    """Worker: saves after every step. The whole states at those steps, addresses of the copies, number of tensors."""
+    """Worker: saves after every step, then weights in bfloat16. The whole states at those steps, addresses of the
+    copies until then, number of tensors."""
     run = compare.build_table_run(world_size, ADAMW)
     states, addresses = [], set()
     with make_saver(folder, Checkpoint(enable=True, async_mode=mode, keep_latest_k=0), run.optimizer) as saver:
@@ -171,6 +174,7 @@ def save_beside(rank: int, world_size: int, folder: str, mode: str, n_saves: int
             states.append(whole_state(run))
             saver.save(step + 1, name_tensors(run.parameters, run.optimizer))
             addresses |= {buffer.data_ptr() for buffer in saver.staging.buffers.values()}
+        saver.save(n_saves + 1, {name: weight.bfloat16() for name, weight in name_weights(run.parameters).items()})
     return states, addresses, len(states[0])
 
 
@@ -178,7 +182,8 @@ def save_beside(rank: int, world_size: int, folder: str, mode: str, n_saves: int
 def test_an_asynchronous_save_holds_the_step_it_was_asked_for_and_its_buffers_are_used_again(pool, tmp_path, mode):
     states, addresses, n_tensors = pool.run(save_beside, 2, str(tmp_path), mode, 3)[0]
     assert len(addresses) == n_tensors
-    for step, state in enumerate(states, 1):
+    rounded = {name: weight.bfloat16().float() for name, weight in states[-1].items() if name.startswith("model.")}
+    for step, state in enumerate([*states, rounded], 1):
         assert list_differing(assemble(tmp_path / f"step-{step}"), state) == []
 
 

@@ -29,17 +29,17 @@ MIB = 2**20
 
 
 def try_to_save(saver: CheckpointSaver, step: int, tensors: dict[str, Tensor]) -> str:
-    """What was raised; nothing, if it worked or the run continues."""
+    """What was raised, or is kept until a save works where the run continues; nothing, if this one worked."""
     try:
         saver.save(step, tensors)
         saver.wait()
     except CheckpointError as error:
         return str(error)
-    return ""
+    return str(saver.failure or "")
 
 
 def save_without_room(rank: int, world_size: int, folder: str, mode: str, on_save_error: str) -> list[str]:
-    """Worker: in every second of four saves, rank 1 has no room. What was raised at each of them, or after it."""
+    """Worker: in every second of four saves, rank 1 has no room. What `try_to_save` says of each."""
     said = []
     tensors = {f"model.{n}": torch.randn(256, 1024) for n in range(4)}  # 4 MiB, of which each rank writes a half
     saver = make_saver(folder, Checkpoint(enable=True, async_mode=mode, on_save_error=on_save_error))
@@ -62,7 +62,8 @@ def test_without_room_the_save_fails_on_every_rank_and_says_where_and_how_much(p
 
 
 def test_a_run_may_continue_without_the_checkpoint_that_failed(pool, tmp_path):
-    assert pool.run(save_without_room, 2, str(tmp_path), "async", "continue") == [["", "", "", ""]] * 2
+    for said in pool.run(save_without_room, 2, str(tmp_path), "async", "continue"):
+        assert ["File too large" in one for one in said] == [bool(one) for one in said] == [False, True] * 2
     assert find_steps(tmp_path) == [1, 3]
 
 
@@ -161,11 +162,14 @@ def write_steps(folder: Path, *steps: int) -> None:
         write_tensors(folder / f"step-{step}", {"model.a": torch.ones(2)}, step=step)
 
 
-def test_a_death_in_front_of_the_rename_leaves_no_checkpoint(tmp_path, monkeypatch):
+def test_a_death_in_front_of_the_rename_leaves_no_checkpoint_and_everything_on_the_disk(tmp_path, monkeypatch):
+    synced, sync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")) or sync(file))
     monkeypatch.setattr(Path, "rename", die)
     with pytest.raises(Death):
         write_steps(tmp_path, 1)
     assert find_steps(tmp_path) == []
+    assert [Path(path).name for path in synced] == ["rank-00000.safetensors", "manifest.json", "step-1.tmp"]
 
 
 def test_a_death_while_deleting_leaves_no_half_checkpoint_under_a_good_name(tmp_path, monkeypatch):
@@ -220,3 +224,4 @@ def test_loading_on_another_layout_takes_its_share_and_no_more_than_one_tensor(p
 def test_steps_that_are_saved(keys, steps):
     section = Checkpoint(**{"enable": True, "interval": 5, **keys})
     assert [step for step in range(1, 13) if is_saved(step, section, 12)] == steps
+    assert all(is_saved(step, section, 12, is_stopped=True) == bool(steps) for step in range(1, 13))

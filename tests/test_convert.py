@@ -31,9 +31,9 @@ def with_room_for_bytes(shape: ModelArgs, **changes) -> ModelArgs:
 def save_ours(
     folder: Path, shape: ModelArgs, dtype: torch.dtype = torch.float32, bias: float = 0.0
 ) -> dict[str, torch.Tensor]:
-    """A checkpoint of weights, and of biases of experts. Returns them."""
+    """A checkpoint of weights, and of biases of experts, which add up to zero. Returns them."""
     weights = {f"model.{fqn}": p.detach().to(dtype) for fqn, p in build_ours(shape).named_parameters()}
-    weights |= {f"model.{fqn}": torch.full(size, float(bias)) for fqn, size in list_expert_biases(shape).items()}
+    weights |= {f"model.{fqn}": bias * (-1.0) ** torch.arange(*size) for fqn, size in list_expert_biases(shape).items()}
     fingerprint = {"shape": asdict(shape), "tokenizer": make_byte_vocabulary().identity}
     run = {"config": {"model": {"name": "llama3", "hf_assets_path": "bytes"}, "training": {"seq_len": 64}}}
     write_tensors(folder, weights, step=7, fingerprint=fingerprint, run=run)
@@ -118,17 +118,18 @@ def assert_refused(tmp_path, capsys):
     """Function: arguments -> the exit status and what is named. Nothing is made or changed."""
 
     def check(*arguments: object, named: str, status: int = 2) -> None:
-        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
         assert run(*arguments) == status
         assert named in capsys.readouterr().err
-        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+        assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
     return check
 
 
 def test_out_is_never_overwritten(ours, theirs, tmp_path, assert_refused):
     (tmp_path / "out.tmp").mkdir()  # of a conversion that was killed, or is at work
-    for source, other in ((ours, theirs), (theirs, ours)):
+    (tmp_path / "link").symlink_to("nowhere")
+    for source, other in ((ours, theirs), (theirs, ours), (ours, tmp_path / "link"), (theirs, tmp_path / "link")):
         assert_refused(source, other, *BYTES, named=f"{other} exists")
         assert_refused(source, tmp_path / "out", *BYTES, named=f"{tmp_path / 'out.tmp'} exists")
     assert_refused(theirs, tmp_path / "step-5", *BYTES, named="Give step-0")

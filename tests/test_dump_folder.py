@@ -15,7 +15,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.dump_folder import check_still_held, hold, open_dump_folder
 
 OF_A_RUN = ["config.toml", "metrics.jsonl", "log.txt", "timeline.svg", "timeline.json", "tb/events", "traces/0.json"]
-OF_A_RUN += ["checkpoint/step-5/manifest.json"]
+OF_A_RUN += ["checkpoint/step-5/manifest.json", "metrics.jsonl.new"]
 OF_OTHERS = ["notes.txt", "elsewhere/step-5/manifest.json"]
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -112,7 +113,9 @@ def test_a_master_port_that_is_taken_is_named_at_once(monkeypatch, capsys):
         port = other.getsockname()[1]
         args = ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "is_host=1", "train.py"]
         assert launch.main(args) == 1
+        assert launch.refuse_port(Namespace(rdzv_endpoint=args[1], rdzv_conf="is_host=0")) is None  # of another host
     assert capsys.readouterr().err.startswith(f"run_train.sh: MASTER_PORT={port} is taken on this host by another")
+    assert "MASTER_PORT=99999" in launch.refuse_port(Namespace(rdzv_endpoint="host:99999", rdzv_conf="is_host=1"))
 
 
 # ---------------------------------------------------------------- train.py

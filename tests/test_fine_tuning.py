@@ -195,7 +195,6 @@ def test_a_number_that_is_not_the_folders_is_one_problem_with_both_values(publis
     args = [*text, *from_folder(published)]
     for more, key, named in (
         ("--model.n_layers=3", "model.n_layers", ("3", "has 2")),
-        ("--model.rope_factor=8", "model.rope_factor", ("8.0", "has 5.5")),
         ("--model.flavor=8B", "model.flavor", ("8B", "dim 4096 instead of 64")),
     ):
         problem = find_one_problem([*args, more])
@@ -208,7 +207,8 @@ def test_a_folder_that_is_not_there_or_is_not_a_model_of_ours_is_one_problem(pub
     config = read_json(other)
     (other / "config.json").write_text(json.dumps({**config, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}))
     text = text[1:]  # a corpus of another tokenizer would be a second problem
-    assert find_one_problem([*text, *from_folder(tmp_path / "nowhere")]).key == PATH
+    nowhere = [*text, *from_folder(tmp_path / "nowhere"), "--parallelism.tensor_parallel_degree=8"]
+    assert find_one_problem(nowhere, n_ranks=8).key == PATH  # and nothing on the 4 heads of a default model
     problem = find_one_problem([*text, *from_folder(other)])
     assert problem.key == PATH and "'yarn'" in problem.why
     (other / "config.json").write_text(json.dumps(config))

@@ -340,6 +340,12 @@ UNUSABLE = {  # change of the weights, of the manifest | what is named
     "negative": (None, replace_in(dim=-1), ["manifest.json"]),
     "beyond all memory": (None, replace_in(dim=2**62), ["manifest.json"]),
     "name of a scaling": (None, replace_in(rope_scaling="llama3"), ["manifest.json"]),
+    "unknown scaling": (None, replace_in(rope_scaling={"kind": "yarn", "factor": 2.0}), ["kind", "yarn"]),
+    "unknown scores": (
+        None,
+        replace_in(mixture={"n_experts": 2, "top_k": 1, "expert_ffn_dim": 8, "router_scores": "hash"}),
+        ["router_scores", "hash"],
+    ),
     "another tokenizer": (None, {"tokenizer": "0" * 64}, [SHIPPED, "--tokenizer"]),
     "too few rows": (
         lambda weights: weights.update(Llama3(SMALL).state_dict()),

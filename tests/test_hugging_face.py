@@ -185,6 +185,8 @@ def test_each_flavor_is_described_by_its_config(name):
     assert found == (replace(args, ffn_dim=96) if name == "debug_moe" else args)  # no layer there has that width
     assert resolve_model(take_model(Model(flavor=name), found, "there")) == args
     assert config["sliding_window"] is None
+    published = config | {"dtype": "float32"}  # two spellings, and no length
+    assert make_config(args, dtype="bfloat16", context=99, published=published) == config | {"dtype": "bfloat16"}
 
 
 # ---------------------------------------------------------------- files of an export

@@ -280,7 +280,6 @@ GIVEN = [  # model of the weights, [model] | key -> what is named
         {"rope_factor": 4.0, "rope_theta": 1e4},
         {"model.rope_factor": ("4.0", "8.0"), "model.rope_theta": ("500000.0",)},
     ),
-    (SCALED, {"rope_scaling": "linear"}, {"model.rope_scaling": ("linear", "llama3")}),
     (SCALED, {"tie_embeddings": True}, {"model.tie_embeddings": ("True", "false")}),
     (
         SCALED,
@@ -296,7 +295,6 @@ GIVEN = [  # model of the weights, [model] | key -> what is named
     ),
     (MIXTRAL, {"router_scores": "sigmoid"}, {"model.router_scores": ("has softmax",)}),
     (MIXTRAL, {"flavor": "8B"}, {"model.flavor": ("n_experts none instead of 4",)}),
-    (QWEN, {"normalize_top_k": True}, {"model.normalize_top_k": ("has false",)}),
     (QWEN, {"n_first_dense_layers": 0}, {"model.n_first_dense_layers": ("has 1",)}),
     (QWEN, {"ffn_dim": 97}, {"model.ffn_dim": ("has 96",)}),
     ("Qwen3", {"n_experts": 4}, {"model.n_experts": ("has none",)}),

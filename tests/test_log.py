@@ -7,7 +7,7 @@ import sys
 import pytest
 from torch.distributed.tensor import _redistribute
 
-from torchtitan_lite.components.log import ESCAPE_CODE, Progress, paint, start_logging
+from torchtitan_lite.components.log import ESCAPE_CODE, Progress, log_rank_on_error, paint, start_logging
 
 
 class FakeClock:
@@ -59,9 +59,13 @@ def test_other_ranks_write_only_warnings_to_stderr_with_their_rank(logger, tmp_p
     start_logging(3, tmp_path)
     logger.info("nobody reads this")
     logger.warning("disk is slow")
+    with pytest.raises(OSError), log_rank_on_error(3, {"pp": 1, "tp": 0}):
+        raise OSError("disk is gone")
     out, err = capsys.readouterr()
     assert out == ""
-    assert err[8:] == " WARNING rank 3: disk is slow\n"
+    first, second = err.splitlines()
+    assert first[8:] == " WARNING rank 3: disk is slow"
+    assert second[8:].startswith(" ERROR rank 3: rank 3 (pp 1, tp 0)") and "disk is gone" in second
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_log import FakeClock
 
 from torchtitan_lite.components import metrics as metrics_module
+from torchtitan_lite.components.expert_balance import ExpertLoad
 from torchtitan_lite.components.log import ESCAPE_CODE
 from torchtitan_lite.components.metrics import MetricsWriter, PeakMemory, StepMeter, StepTimes, read_peak_memory
 from torchtitan_lite.config.flavors import FLAVORS, FlopsPerToken, count_flops_per_token
@@ -167,11 +168,13 @@ def test_tensorboard_has_torchtitans_tags_and_each_step_once_after_a_resume(tmp_
     # Never closed, as after a kill: what was logged is on disk all the same.
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     assert [event.step for event in events.Scalars("grad_norm")] == [10, 20]
+    assert not {"memory/max_reserved(GiB)", "experts/dead_share"} & set(events.Tags()["scalars"])
 
     resumed = make_writer(tmp_path, section, resumed_step=10, **run)
     texts = {"config": "[training]\nsteps = 20 # <all>"}
     more = {"loss": 2.0, "validation": VALIDATION, "times": StepTimes(0.25, 0.01), "texts": texts}
-    resumed.write(20, **(STEP | more))
+    more |= {"memory": PeakMemory(1.5, 20.0, 1.75, 25.0, n_alloc_retries=3, n_ooms=1)}
+    resumed.write(20, **(STEP | more), experts=ExpertLoad(2.5, 1, 0.125, 1.25, picture=""))
     resumed.close()
     killed.close()
     events = EventAccumulator(str(tmp_path / "events")).Reload()
@@ -192,6 +195,14 @@ def test_tensorboard_has_torchtitans_tags_and_each_step_once_after_a_resume(tmp_
             "time_metrics/data_loading(s)": 0.01,
             "time_metrics/data_loading(%)": 4.0,
             "memory/max_active(GiB)": 1.5,
+            "memory/max_active(%)": 20.0,
+            "memory/max_reserved(GiB)": 1.75,
+            "memory/max_reserved(%)": 25.0,
+            "memory/num_alloc_retries": 3.0,
+            "memory/num_ooms": 1.0,
+            "experts/max_over_mean": 2.5,
+            "experts/dead_share": 0.125,
+            "experts/router_entropy": 1.25,
             "validation_metrics/global_avg_loss": 5.5,
             "validation_metrics/perplexity": 244.69,
             "validation_metrics/bits_per_byte": 2.25,

@@ -31,6 +31,7 @@ from torchtitan_lite.config.schema import Compile, LRScheduler, Optimizer
         # without decay_ratio the decay follows the warmup at once; with it, the rate stays at the peak until then
         ({"total_steps": 12, "warmup_steps": 2}, 2, [1 - n / 10 for n in range(10)]),
         ({"total_steps": 20, "warmup_steps": 5, "decay_ratio": 0.25}, 4, [1.0] * 12 + [0.8, 0.6, 0.4, 0.2]),
+        ({"total_steps": 10, "warmup_steps": 1, "decay_ratio": 0.28}, 6, [1.0, 1.0, 2 / 3, 1 / 3]),  # three steps
         ({"total_steps": 4, "warmup_steps": 0, "decay_type": "sqrt"}, 0, [1 - math.sqrt(n / 4) for n in range(4)]),
         ({"total_steps": 5, "warmup_steps": 100}, 4, [0.05]),  # a run that ends in its warmup
         ({"total_steps": 10, "warmup_steps": 1, "min_lr_factor": 0.2}, 500, [0.2]),  # and one that continues beyond

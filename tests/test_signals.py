@@ -21,6 +21,7 @@ from torchtitan_lite.checkpoint.manifest import find_steps
 from torchtitan_lite.components import shutdown
 from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, StopRequest, describe_stop
 from torchtitan_lite.config.reader import REPOSITORY, read_config
+from torchtitan_lite.config.schema import Config
 
 # ---------------------------------------------------------------- the agreement
 
@@ -97,6 +98,9 @@ def test_the_command_that_continues_neither_starts_over_nor_goes_back(args, chan
     line = describe_stop(signal.SIGTERM, 7, read_config(args).config, Path("out/checkpoint/step-7"), args, "8")
     assert line.endswith(f"out/checkpoint/step-7; to continue: NGPU=8 ./run_train.sh {' '.join(args)}{change}")
     assert read_config([*args, *change.split()]).problems == []
+    for config, has_remedy in ((read_config(args).config, False), (Config(), True)):  # saved nothing yet; never saves
+        line = describe_stop(signal.SIGTERM, 7, config, None, args, None)
+        assert ("--checkpoint.enable" in line) == has_remedy and "to continue" not in line
 
 
 # ---------------------------------------------------------------- a run on pp2 x dp2 x tp2

@@ -293,6 +293,7 @@ def test_a_dataset_path_that_no_corpus_is_read_from_is_refused(tmp_path):
     for section in ("training", "validation"):
         args = ["--validation.enable", f"--{section}.dataset_path={tmp_path}"]
         assert find_problems(args) == [(f"{section}.dataset_path", str(tmp_path))]
+    assert find_problems(["--validation.no_enable", f"--validation.dataset_path={tmp_path}"]) == []
 
 
 def test_a_damaged_file_of_c4_stops_the_run_by_its_name(tmp_path, c4):

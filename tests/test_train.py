@@ -9,6 +9,7 @@ import pytest
 import warm_start
 from kill_while_training import finish, kill_rank, launch, list_differences, read_losses
 
+from torchtitan_lite.checkpoint.manifest import find_steps
 from torchtitan_lite.dump_folder import FILES
 
 STEPS = 20
@@ -34,7 +35,8 @@ def unbroken(pool, tmp_path_factory) -> tuple[Path, list[str]]:
 
 
 def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_one(unbroken, tmp_path):
-    process = launch(tmp_path / "killed", tmp_path, *unbroken[1], LAYOUT, n_ranks=RANKS, MAX_RESTARTS="1")
+    keys = [*unbroken[1], LAYOUT, "--job.overwrite"]  # which a restart does not do a second time
+    process = launch(tmp_path / "killed", tmp_path, *keys, n_ranks=RANKS, MAX_RESTARTS="1")
     kill_rank(process, RANKS - 1, after_step=11)
     output = finish(process)
     assert "resumed from" in output and "step-8" in output
@@ -52,6 +54,8 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
 def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(pool, unbroken, tmp_path, n_ranks, layout):
     shutil.copytree(unbroken[0] / "checkpoint" / "step-8", tmp_path / "checkpoint" / "step-8")
     keys = [*unbroken[1], layout, f"--job.dump_folder={tmp_path}"]
+    assert pool.run(warm_start.start, n_ranks, keys, 12) == [143] * n_ranks  # a signal stops it there
+    assert find_steps(tmp_path / "checkpoint") == [8, 12]
     assert pool.run(warm_start.start, n_ranks, keys) == [0] * n_ranks
     for name, steps in (("loss", list(range(9, STEPS + 1))), ("val_loss", [10, STEPS])):
         seen, expected = read_losses(tmp_path, name), read_losses(unbroken[0], name)

@@ -111,15 +111,19 @@ def test_a_run_resumes_from_another_only_where_the_name_says_its_step(ours):
 
 
 def test_weights_that_overwriting_would_delete_first_are_refused(ours):
-    config = make_config("run", overwrite=True, initial_load_path=ours)
-    assert_one_problem(check_files(config, restarted=False), PATH, "job.overwrite")
+    Path("link").symlink_to("run")
+    for path in (ours, Path("link/checkpoint/step-9")):
+        config = make_config("run", overwrite=True, initial_load_path=path)
+        assert_one_problem(check_files(config, restarted=False), PATH, "job.overwrite")
+        assert check_files(config, restarted=True) == []  # it was deleted when the job started
     assert check_files(make_config("other", overwrite=True, initial_load_path=ours), restarted=False) == []
 
 
 def test_an_export_that_transformers_would_refuse_is_refused_before_training():
     args = replace(ARGS, n_heads=3)
     assert_one_problem(check_export(make_config(last_save_in_hf=True), args), "checkpoint.last_save_in_hf", "3 heads")
-    assert check_export(make_config(last_save_in_hf=False), args) == []
+    for exports_nothing in (make_config(last_save_in_hf=False), make_config(last_save_in_hf=True, enable=False)):
+        assert check_export(exports_nothing, args) == []
 
 
 # ---------------------------------------------------------------- their tokenizer
@@ -131,14 +135,15 @@ FROM_OURS = ["--checkpoint.initial_load_path=step-9"]
 
 @pytest.fixture
 def tokenizers():
-    """Weights in hf/ with a tokenizer beside them, a checkpoint step-9 that was trained with mine/; and other/."""
+    """Weights in hf/ with a tokenizer beside them; checkpoints step-9, trained with mine/, and step-12, with other/."""
     args = resolve_model(read_config(MODEL).config.model)
     write_theirs(Path("hf"), args)
     for number, folder in enumerate(("hf", "mine", "other", "assets/tokenizer")):
         write_tokenizer(Path(folder), n_tokens=300 + number)
-    fingerprint = {"shape": asdict(args), "tokenizer": read_vocabulary("mine").identity}
-    run = {"config": {"model": {"hf_assets_path": "mine"}}}
-    write_tensors(Path("step-9"), TENSORS, step=9, fingerprint=fingerprint, run=run)
+    for step, assets in ((9, "mine"), (12, "other")):
+        fingerprint = {"shape": asdict(args), "tokenizer": read_vocabulary(assets).identity}
+        run = {"config": {"model": {"hf_assets_path": assets}}}
+        write_tensors(Path(f"step-{step}"), TENSORS, step=step, fingerprint=fingerprint, run=run)
 
 
 def find_tokenizer(*args: str) -> tuple[str, list[str]]:
@@ -176,6 +181,9 @@ def test_a_run_that_resumes_keeps_the_tokenizer_of_its_checkpoint_wherever_its_f
     args = ["--job.overwrite=false", *FROM_THEIRS]
     assert find_tokenizer(*args)[0] == "mine"
     assert find_one_problem([*MODEL, *args, "--model.hf_assets_path=other"]).key == "model.hf_assets_path"
+    shutil.copytree("step-12", "outputs/debug/checkpoint/step-12")
+    for more, tokenizer in (([], "other"), (["--checkpoint.load_step=9", "--checkpoint.load_only"], "mine")):
+        assert find_tokenizer(*args, *more)[0] == tokenizer
 
 
 def test_the_folder_named_original_is_looked_into_as_well(tokenizers):

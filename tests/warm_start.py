@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 from contextlib import redirect_stdout
 from pathlib import Path
 from random import Random
@@ -10,11 +11,24 @@ from unittest.mock import patch
 from made_corpora import write_corpus
 
 import train
+from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.verify.train_start import make_environment, process_left_as_it_was
 
 
-def start(rank: int, world_size: int, keys: list[str]) -> int:
-    """Worker: train over the process group that this worker is in. Return the exit status."""
+class StopAfter(StopRequest):
+    """Gets SIGTERM in front of this step; 0: never."""
+
+    def __init__(self, last_step: int):
+        super().__init__()
+        self.last_step = last_step
+
+    def announce(self, step: int) -> None:
+        self.received = signal.SIGTERM if step == self.last_step else None
+        super().announce(step)
+
+
+def start(rank: int, world_size: int, keys: list[str], last_step: int = 0) -> int:
+    """Worker: train over the process group that this worker is in, as rank 0 gets SIGTERM. Return the exit status."""
     with (
         process_left_as_it_was(),
         redirect_stdout(io.StringIO()),
@@ -22,7 +36,7 @@ def start(rank: int, world_size: int, keys: list[str]) -> int:
         patch.object(train.dist, "destroy_process_group"),
     ):
         os.environ.update(make_environment(rank, world_size, port=0))
-        return train.main(["--config=debug", *keys])
+        return train.main(["--config=debug", *keys], StopAfter(last_step if rank == 0 else 0))
 
 
 def write_letters(folder: Path) -> list[str]:

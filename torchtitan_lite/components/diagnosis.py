@@ -155,9 +155,10 @@ def name_culprit(findings: list[Finding]) -> str:
     if weights := [finding for finding in findings if finding.bad_weight]:
         rank = describe_rank(weights[0].rank, weights[0].coordinates)
         return f"the weight {weights[0].bad_weight} on {rank} was not finite before the step"
-    # No gradient is made before the activations, and in forward no stage works before the one in front of it.
+    # No gradient is made before the activations, and in forward no stage works before the one in front of it, whose
+    # ranks have lower numbers: pp is the outermost dim of the mesh.
     if made := [finding for finding in findings if finding.origin]:
-        first = min(made, key=lambda each: (each.origin.walk == "backward", each.coordinates["pp"], each.rank))
+        first = min(made, key=lambda each: (each.origin.walk == "backward", each.rank))
         others = ", ".join(str(finding.rank) for finding in made if finding is not first)
         rank = describe_rank(first.rank, first.coordinates)
         return f"{rank} made the first: {first.origin}" + f" (others: ranks {others})" * bool(others)
