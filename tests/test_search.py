@@ -169,6 +169,7 @@ def test_a_model_that_fits_nowhere_gets_the_least_number_of_gpus(tmp_path):
     least = int(re.search(r"Use (\d+) such GPUs", problem.remedy)[1])
     assert 16 <= least <= 32
     assert least % 8 == 0
+    assert Search(*read("debug"), 8, H100).find_least_gpus() == 16, "more than there are, even where those would do"
 
 
 def test_the_size_of_a_node_bounds_tensor_parallel_and_divides_the_gpus():

@@ -191,7 +191,8 @@ class Search:
                 break
         else:
             return None
-        while self.fits_at_all((n_nodes - 1) * node_size):
+        # Another layout than those that were tried may fit on the GPUs that there are: those are no answer.
+        while (n_nodes - 1) * node_size > self.world_size and self.fits_at_all((n_nodes - 1) * node_size):
             n_nodes -= 1
         return n_nodes * node_size
 
@@ -216,7 +217,7 @@ class Search:
                         layout = plan_layout(lean, self.model_args, world_size)
                     except ConfigError:
                         continue
-                    if self.fits(self.describe(lean, layout, imbalance=1.0)):
+                    if self.fits(self.describe(lean, layout, self.imbalance)):
                         return True
         return False
 
