@@ -26,9 +26,16 @@ from torchtitan_lite.verify.ranks import PRELOADED
 # ---------------------------------------------------------------- the launcher, with a script in place of train.py
 
 RANK = """
-import os, signal, sys
-def wait_for_the_end(): print("ready", flush=True); signal.pause()
+import os, signal, sys, time
 rank = os.environ["RANK"]
+listens = os.path.join(os.path.dirname(sys.argv[0]), "rank 1 listens")
+def wait_for_the_end():
+    if rank == "1":
+        open(listens, "w").close()
+    while not os.path.exists(listens):
+        time.sleep(0.01)
+    print("ready", flush=True)
+    signal.pause()
 """
 FAIL = f"""{RANK}
 from torch.distributed.elastic.multiprocessing.errors import record

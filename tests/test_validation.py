@@ -17,9 +17,11 @@ from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch, rows_of_rank
 from torchtitan_lite.data.prepare import prepare_files
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.model.llama3 import Llama3, init_parameter
+from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.validation import is_validated
+from torchtitan_lite.verify.reference import choose_model
+from torchtitan_lite.verify.small_runs import WIDE
 
 SEQ_LEN = compare.SEQ_LEN
 BYTES = {"model.vocab_size": 264}  # of the byte tokenizer 258, and a multiple of tp
@@ -72,6 +74,7 @@ def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, fl
     """The same by a plain loop over samples of the held-out row, one at a time; `starts`: their first tokens."""
     config = compare.override(compare.TABLE_CONFIG, BYTES)
     model = Llama3(resolve_model(config.model))
+    _, init_parameter = choose_model(config, WIDE)  # as build_table_run
     initialize_weights(model, init_parameter, config.debug.seed)
     held_out = open_held_out(folder)
     tokens, begins = held_out.read(0, held_out.n_tokens)
