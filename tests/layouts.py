@@ -110,10 +110,7 @@ FAST = {
     "pp2 DualPipeV, no recompute": Row(2, {PP: 2, SCHEDULE: "DualPipeV", MODE: "none"}),
     "pp2 x tp2 every second layer": Row(4, {PP: 2, TP: 2, **RECOMPUTE["every-second-layer"], **TWO_LAYERS}),
     "dp2 x tp2 compile": Row(4, {TP: 2, **COMPILED, **TWO_LAYERS}),
-    **{
-        f"tp2 compile, {name}": Row(2, {TP: 2, **COMPILED, **keys, **TWO_LAYERS})
-        for name, keys in (("no recompute", {MODE: "none"}), ("full recompute", {MODE: "full"}), ("budget", BUDGET))
-    },
+    "tp2 compile, budget": Row(2, {TP: 2, **BUDGET, **TWO_LAYERS}),
     "dp2 offloaded, accumulation 2": Row(2, {**OFFLOAD, "training.local_batch_size": 2, **TWO_LAYERS}),
     "pp2 x tp2 offloaded": Row(4, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
     # the loss
@@ -137,7 +134,6 @@ FAST = {
     "dp2 x cp2 accumulation 4": Row(4, {CP: 2, **ACCUMULATION_4, **TWO_LAYERS}),
     "hsdp2 x cp2 x tp2 ring": Row(8, {REPLICATE: 2, CP: 2, TP: 2, **RING, **TWO_LAYERS}),
     "pp2 x cp2 ring": Row(4, {CP: 2, PP: 2, **RING, **TWO_LAYERS}),
-    "cp2 compile allgather": Row(2, {CP: 2, **COMPILED, **TWO_LAYERS}),
     "cp2 x tp2 ring compile, full recompute": Row(4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED, **TWO_LAYERS}),
     **{
         f"{name} documents": Row(world_size, {**degrees, **DOCUMENTS, **TWO_LAYERS})
@@ -146,7 +142,6 @@ FAST = {
             ("tp2", 2, {TP: 2}),
             ("pp2", 2, {PP: 2}),
             ("cp4", 4, {CP: 4}),
-            ("cp2 compile", 2, {CP: 2, **COMPILED}),
             ("pp2 x cp2", 4, {PP: 2, CP: 2}),
         )
     },
@@ -264,6 +259,7 @@ CROSSES = {
     "tp2 compile, many chunks": Row(2, {TP: 2, **COMPILED, **CHUNKS, **TWO_LAYERS}),
     "cp2 ring, no recompute": Row(2, {CP: 2, **RING, MODE: "none"}),
     "cp2 documents, no recompute": Row(2, {CP: 2, **DOCUMENTS, MODE: "none"}),
+    "cp2 compile documents": Row(2, {CP: 2, **COMPILED, **DOCUMENTS, **TWO_LAYERS}),
     "pp2 x cp2 x tp2 documents": Row(8, {PP: 2, CP: 2, TP: 2, **DOCUMENTS, **TWO_LAYERS}),
 }
 CROSSES |= {
@@ -289,7 +285,6 @@ FLOAT8_LAYOUTS = {
     "tp2": Row(2, {TP: 2, **FLOAT8}),
     "dp2": Row(2, FLOAT8),
     "pp2 x dp2 x tp2, gathered": Row(8, {PP: 2, TP: 2, **PRECOMPUTE, **TWO_LAYERS}),
-    "compile": Row(1, {**FLOAT8, **COMPILED, **TWO_LAYERS}),
     "dp2 x tp2 compile, gathered": Row(4, {TP: 2, **PRECOMPUTE, **COMPILED, **TWO_LAYERS}),
     "dp2 ZeRO-2 accumulation 4, gathered": Row(2, {**PRECOMPUTE, ZERO: 2, **ACCUMULATION_4, **TWO_LAYERS}),
     "dp2 full recompute, gathered": Row(2, {MODE: "full", **GATHER, **TWO_LAYERS}),
@@ -300,5 +295,6 @@ FLOAT8_LAYOUTS = {
 SLOW_FLOAT8_LAYOUTS = {
     "dp2 x tp2": Row(4, {TP: 2, **FLOAT8}),
     "cp2": Row(2, {CP: 2, **FLOAT8}),
+    "compile": Row(1, {**FLOAT8, **COMPILED, **TWO_LAYERS}),
     "emulate": Row(1, {**FLOAT8, "quantize.linear.float8.emulate": True}),
 }

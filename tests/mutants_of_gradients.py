@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from layouts import CHUNKS, COMPILED, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO, Row
+from layouts import CHUNKS, COMPILED, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, TWO_LAYERS, ZERO, Row
 from mutant_table import CP2, HEAD, HEAD_GRADIENT, INNER, NORM, mutant
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -122,7 +122,12 @@ def gathered_sequence_keeps_its_own_gradient(original, ctx, grad):
     return grad.chunk(ctx.ranks.n, dim=1)[ctx.ranks.own], None
 
 
-@mutant(Row(2, {TP: 2, **COMPILED}), "loss", ("module output", "tok_embeddings"), at=(exchange, "reduce_scatter"))
+@mutant(
+    Row(2, {TP: 2, **COMPILED, **TWO_LAYERS}),
+    "loss",
+    ("module output", "tok_embeddings"),
+    at=(exchange, "reduce_scatter"),
+)
 def partial_sums_averaged(original, whole, ranks, dim):
     """Partial sums are averaged, as gradients of replicas are. The loss falls, with a residual stream of half the
     size."""

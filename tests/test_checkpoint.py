@@ -50,7 +50,7 @@ OPENED_ON = {
     "cp2": (2, {CP: 2, **ADAMW}),
     "dp2, ZeRO 1": (2, {ZERO: 1, **ADAMW}),
 }
-FAST = ["dp4", "tp4", "pp4"]
+FAST = ["dp4", "pp4"]
 
 
 @pytest.fixture(scope="module")

@@ -45,10 +45,11 @@ COMPILED_RUNS = {  # name -> ranks, keys
     "tp2": (2, {TP: 2, **CHUNKS}),
     "pp2": (2, {PP: 2, MODE: "none", **CHUNKS}),
 }
+SLOW = ["chunks of two sizes", "pp2"]  # tp2 has chunks of two sizes too
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "pp2" else ()) for name in COMPILED_RUNS]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in COMPILED_RUNS]
 )
 def test_nothing_is_compiled_after_the_second_step(pool, name):
     world_size, keys = COMPILED_RUNS[name]

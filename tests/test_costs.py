@@ -166,7 +166,7 @@ def test_traffic_flops_and_memory_of_the_closed_form_are_those_of_a_dry_run(name
         assert bound.needed_bytes < max(peaks) < 3 * bound.needed_bytes
 
 
-@pytest.mark.parametrize("imbalance", [1.25, 2.0])
+@pytest.mark.parametrize("imbalance", [pytest.param(1.25, marks=pytest.mark.slow), 2.0])
 def test_an_uneven_load_is_that_of_a_dry_run(imbalance):
     """Of the most loaded rank: traffic and FLOPs exactly, and by how much more memory its activations take."""
     config, shape, layout = read("experts, dp2, ep2", **{DTYPE: "bfloat16", MODE: "none", "model.n_layers": 8})
@@ -238,7 +238,12 @@ def test_memory_of_a_dry_run_is_what_the_allocator_gives_out(name, pp_rank):
 
 
 @pytest.mark.parametrize(
-    "name", ["dp2 x tp2", "experts, tp2, ep2", pytest.param("experts, dp2, ep2", marks=pytest.mark.slow)]
+    "name",
+    [
+        pytest.param("dp2 x tp2", marks=pytest.mark.slow),
+        "experts, tp2, ep2",
+        pytest.param("experts, dp2, ep2", marks=pytest.mark.slow),
+    ],
 )
 def test_memory_of_a_dry_run_is_that_of_real_ranks_over_gloo(pool, name):
     run = read(name, **{MODE: "full"})

@@ -139,7 +139,9 @@ def test_the_norm_of_a_large_gradient_is_right_whole_and_in_slices(pool, n_ranks
 BFLOAT16 = Optimizer(lr=0.01, weight_decay=0.1, moments_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("compiled", [{}, COMPILED], ids=["fused", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [pytest.param({}, id="fused"), pytest.param(COMPILED, id="compiled", marks=pytest.mark.slow)]
+)
 def test_moments_in_bfloat16_are_adamw_with_rounded_moments_on_every_shard(pool, compiled):
     overrides = {**SMALL, **ADAMW, **compiled, "optimizer.moments_dtype": "bfloat16"}
     # fp32 and fp64 round a moment in a thousand to different neighbours in bf16. Not rounded it would be 1e-3 away.

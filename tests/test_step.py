@@ -107,11 +107,11 @@ def find_origin(run: stepping.Run, batch: Batch) -> str:
 DIAGNOSED = {  # ranks, layout
     "dp2": (2, {}),
     "tp2": (2, {TP: 2}),
-    "pp2": (2, {PP: 2}),
+    "pp2": (2, {PP: 2, **TWO_LAYERS}),
     "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2, **TWO_LAYERS}),
     "cp2 ring, every second layer recomputed": (2, {CP: 2, **RING, **RECOMPUTE["every-second-layer"]}),
     "cp2 documents, compiled": (2, {CP: 2, **DOCUMENTS, **COMPILED}),
-    "dp2 float8": (2, {**GATHER, **BFLOAT16}),
+    "dp2 float8": (2, {**GATHER, **BFLOAT16, **TWO_LAYERS}),
 }
 
 
