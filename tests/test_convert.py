@@ -1,6 +1,9 @@
 """convert: checkpoints to Hugging Face folders and back, bit by bit, one tensor at a time."""
 
 import json
+import shutil
+import signal
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,9 +16,10 @@ from test_model import FLAVORS, PLAIN, build_ours, build_theirs
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
+from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import read_manifest
-from torchtitan_lite.config.flavors import ModelArgs, list_expert_biases
+from torchtitan_lite.config.flavors import ModelArgs, count_parameters, list_expert_biases
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data.vocabulary import make_byte_vocabulary
 from torchtitan_lite.tools import convert
@@ -51,8 +55,8 @@ def run(*arguments: object) -> int:
 
 
 @pytest.mark.parametrize("name", ["Llama 3.1, scaled RoPE", "Llama 3.2, tied", "Mixtral", "Qwen3-MoE", "Qwen3, tied"])
-def test_a_checkpoint_becomes_a_folder_that_gives_our_logits_and_comes_back_bit_by_bit(name, tmp_path):
-    args = with_room_for_bytes(FLAVORS[name])
+def test_a_checkpoint_becomes_a_folder_that_gives_our_logits_and_comes_back_bit_by_bit(name, tmp_path, capsys):
+    args, started_s = with_room_for_bytes(FLAVORS[name]), time.monotonic()
     weights = save_ours(tmp_path / "step-7", args)
     assert run(tmp_path / "step-7", tmp_path / "hf", "--file-gb", "1e-4") == 0
     tokens = torch.arange(200)[None] % 258
@@ -61,13 +65,18 @@ def test_a_checkpoint_becomes_a_folder_that_gives_our_logits_and_comes_back_bit_
         difference = theirs(tokens).logits - build_ours(args)(tokens, positions=torch.arange(200)[None])
     assert difference.abs().max() < 1e-5
 
-    assert run(tmp_path / "hf", tmp_path / "back", *BYTES, "--file-gb", "1e-4") == 0
+    capsys.readouterr()
+    assert run(tmp_path / "hf", tmp_path / "back", *BYTES, "--file-gb", "1e-4", "--json") == 0
+    report, sizes = json.loads(capsys.readouterr().out), [f.stat().st_size for f in tmp_path.glob("back/*.safetensors")]
+    assert (report["files"], report["bytes"]) == (len(sizes), sum(sizes)) and max(sizes) < 1.1e5
+    assert report["parameters"] == count_parameters(args) and 0 < report["seconds"] < time.monotonic() - started_s
     assert list_differing(read_tensors(tmp_path / "back"), weights) == []
     manifest = read_manifest(tmp_path / "back")
     assert manifest.step == 0 and len(manifest.files) > 1
     assert manifest.fingerprint["shape"] == json.loads(json.dumps(asdict(args)))
     assert manifest.fingerprint["tokenizer"] == make_byte_vocabulary().identity
-    assert manifest.run["config"]["training"]["seq_len"] > 0
+    assert manifest.run["config"]["training"]["seq_len"] == 64
+    assert manifest.run[IN_MANIFEST]["config.json"] == json.loads((tmp_path / "hf" / "config.json").read_text())
     assert manifest.run["converted_from"] == str(tmp_path / "hf")
 
 
@@ -79,6 +88,17 @@ def test_the_type_of_the_source_is_kept_and_another_one_can_be_chosen(tmp_path, 
         assert (printed["dtype"], printed["files"]) == (dtype, 1)
         held = LlamaForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto").lm_head.weight
         assert torch.equal(held, weights["model.output.weight"].to(getattr(torch, dtype)))
+
+
+def test_step_0_names_its_tokenizer_from_any_folder_and_ctrl_c_makes_nothing(tmp_path, monkeypatch):
+    save_theirs(tmp_path / "hf", with_room_for_bytes(PLAIN, vocab_size=2304))
+    shutil.copytree(REPOSITORY / "assets" / "tokenizer", tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert run("hf", "step-0", "--tokenizer", "mine") == 0
+    named = read_manifest(tmp_path / "step-0").run["config"]["model"]["hf_assets_path"]
+    assert named == str(tmp_path / "mine" / "tokenizer.model")
+    monkeypatch.setattr(convert, "convert_dtype", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert run("hf", "out", "--tokenizer", "mine") == 130 and names(tmp_path) == {"hf", "mine", "step-0"}
 
 
 def test_one_tensor_at_a_time_is_in_memory(tmp_path):
@@ -146,6 +166,7 @@ def test_a_wrong_source_or_tokenizer_is_refused(ours, theirs, tmp_path, assert_r
     assert_refused(theirs, tmp_path / "out", *BYTES, named="hidden_act = 'gelu'")
     flip_bit(ours / "rank-00000.safetensors", -100)
     assert_refused(ours, tmp_path / "out", status=1, named=str(ours / "rank-00000.safetensors"))
+    assert run(ours, tmp_path / "out", "--no-verify") == 0
 
 
 def test_a_shape_that_transformers_refuses_is_not_exported(tmp_path, assert_refused):

@@ -3,27 +3,40 @@
 import json
 import math
 import socket
+import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from checkpoints import flip_bit
 from test_generate_tool import ARGS, SHIPPED, refuse_with, save
 from transformers import LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
+from torchtitan_lite.config.flavors import count_parameters
+from torchtitan_lite.config.layout import plan_degrees, resolve_model
+from torchtitan_lite.config.schema import Config, Model
 from torchtitan_lite.data.prepare import prepare_files
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
+from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools import eval as tool
-from torchtitan_lite.tools.multiple_choice import Question, score
+from torchtitan_lite.tools.model_source import SourceError, build_model, open_source
+from torchtitan_lite.tools.multiple_choice import Question, Row, encode_endings, score
 
 WINDOW = 32
-TEXTS = {"a.txt": "def read(self, n):\n" * 9, "b.md": "Grüße, 世界! " * 12, "c.py": "x = 1\n"}
+TEXTS = {
+    "a.txt": "def read(self, n):\n" * 9,
+    "b.md": "Grüße, 世界! " * 12,
+    "c.py": "x = 134\n",
+}  # `prepare` would hold out the last
 QUESTIONS = [
-    {"ctx": "import os", "endings": ["and sys", "# Grüße, 世界", "from x import y as z"], "label": 1},
+    {"ctx": "import os", "endings": ["and sys", "# Grüße,\u2028世界", "from x import y as z"], "label": 1},
     {"ctx": "def f(self): ", "endings": ["return", "pass\n    return self.value + 1"], "label": "0"},
     {"ctx": "", "endings": ["class A:", "while True:", "if x:", "no"], "label": 3},
 ]
@@ -65,7 +78,7 @@ def texts(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("questions") / "some.jsonl"
-    path.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n", encoding="utf-8")
+    path.write_text("\n".join(json.dumps(each, ensure_ascii=False) for each in QUESTIONS) + "\n\n", encoding="utf-8")
     return path
 
 
@@ -75,10 +88,13 @@ def evaluate(capsys, monkeypatch, pool):
     monkeypatch.setattr(tool, "RankPool", lambda n_ranks: nullcontext(pool))
 
     def call(*args: object) -> dict:
+        started_s = time.monotonic()
         status = tool.main(["--json", *map(str, args)])
         printed = capsys.readouterr()
         assert status == 0, printed.err
-        return json.loads(printed.out)
+        report = json.loads(printed.out)
+        assert report["dtype"] == "float32" and 0 < report["seconds"] < time.monotonic() - started_s
+        return report
 
     return call
 
@@ -113,15 +129,21 @@ def measure_with_transformers(export: Path) -> dict[str, float]:
 
 def test_a_text_has_the_loss_of_transformers_on_the_same_windows(evaluate, checkpoint, export, texts):
     expected = measure_with_transformers(export)
-    for source, more in ((checkpoint, ()), (export, ("--tokenizer", SHIPPED))):
+    for source, more in ((checkpoint, ("--training.batch_size", 2)), (export, ("--tokenizer", SHIPPED))):
         found = evaluate(source, "--data", texts, "--training.seq_len", WINDOW, *more)
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert (found["tokens"], found["bytes"]) == (expected["tokens"], expected["bytes"])
+    shown = {f"{expected['perplexity']:.5g}", f"{expected['bits_per_byte']:.4f}", f"{expected['bytes']:,}"}
+    assert shown < set(tool.describe(found).split())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_has_the_figures_of_one_rank(evaluate, checkpoint, texts, questions, name):
+def test_every_layout_has_the_figures_of_one_rank_in_just_its_memory(
+    evaluate, checkpoint, texts, questions, name, monkeypatch
+):
     n_ranks, keys = LAYOUTS[name]
+    n_bytes = 4 * count_parameters(ARGS) * (2 if "replicas" in name else 1)
+    monkeypatch.setattr(tool, "measure_cpu_memory", lambda: n_bytes)
     flags = [word for key in keys for word in f"--parallelism.{key}".split()]
     of_text, of_choice = ("--data", texts, "--training.seq_len", WINDOW), ("--multiple-choice", questions)
     for what in (of_text, of_choice):
@@ -163,6 +185,25 @@ def test_endings_have_the_log_likelihood_of_transformers(evaluate, export, quest
     labels = [int(question["label"]) for question in QUESTIONS]
     chosen = [max(range(len(found)), key=found.__getitem__) for found in report["log_likelihoods"]]
     assert report["acc"] == sum(map(int.__eq__, chosen, labels)) / len(labels)
+    assert f"{report['acc_norm']:.2%}" in tool.describe(report).split()
+
+
+def test_biases_of_experts_choose_the_experts_also_here(evaluate, tmp_path):
+    args = resolve_model(Model(flavor="debug_moe", n_layers=2))
+    model = Llama3(args)
+    initialize_weights(model, init_parameter, seed=3)
+    for _, mixture in list_mixtures(model):
+        mixture.router.expert_bias.copy_(torch.arange(8) % 3)
+    path, question = save(tmp_path / "step-4", model.state_dict(), shape=asdict(args)), QUESTIONS[0]
+    (tmp_path / "one.jsonl").write_text(json.dumps(question))
+    (found,) = evaluate(path, "--multiple-choice", tmp_path / "one.jsonl")["log_likelihoods"]
+    loaded = build_model(open_source(path, tokenizer=None, verify=False), torch.device("cpu"), 2**40, 1)
+    assert all(torch.equal(ours, model.state_dict()[fqn]) for fqn, ours in loaded.state_dict().items())
+    row = encode_endings([Question(question["ctx"], question["endings"], 1)], load_tokenizer(SHIPPED))[0]
+    tokens = torch.tensor(row.tokens)
+    logits = model(tokens[None], positions=torch.arange(len(tokens))[None])[0, row.n_context - 1 : -1]
+    nats = F.cross_entropy(logits.double(), tokens[row.n_context :], reduction="sum").item()
+    assert found[0] == pytest.approx(-nats, rel=1e-5)
 
 
 @pytest.mark.parametrize(("label", "right"), [(0, "acc"), (1, "acc_norm"), (2, "acc_bytes")])
@@ -172,15 +213,32 @@ def test_endings_are_chosen_as_they_are_or_by_their_characters_or_by_their_bytes
     assert found == {name: float(name == right) for name in ("acc", "acc_norm", "acc_bytes")}
 
 
-def test_a_rank_of_torchrun_joins_its_group(evaluate, checkpoint, texts, monkeypatch):
-    expected = evaluate(checkpoint, "--data", texts, "--training.seq_len", WINDOW)
+def test_an_ending_has_a_token_of_its_own_and_one_before_it():
+    joining = SimpleNamespace(encode=lambda text, bos: [7, 8])
+    assert [row.n_context for row in encode_endings([Question("a", ["b", "c"], 0)], joining)] == [1, 1]
+    without_bos = SimpleNamespace(encode=lambda text, bos: list(text.encode()))
+    with pytest.raises(SourceError):
+        encode_endings([Question("", ["b", "c"], 0)], without_bos)
+
+
+def test_a_rank_of_torchrun_joins_its_group_and_windows_are_as_trained(
+    evaluate, checkpoint, texts, monkeypatch, assert_refused, capsys
+):
+    arguments = (checkpoint, "--data", texts)
+    expected = evaluate(*arguments)
+    assert expected["seq_len"] == 128
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     ours = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in {**ours, "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, str(value))
-    found = evaluate(checkpoint, "--data", texts, "--training.seq_len", WINDOW)
-    assert found["nats_per_token"] == expected["nats_per_token"]
+    assert evaluate(*arguments)["nats_per_token"] == expected["nats_per_token"]
+    assert_refused(*arguments, "--ranks", 2, named=["--ranks"])
+    monkeypatch.setattr(tool, "LONGEST_WINDOW", WINDOW)
+    assert evaluate(*arguments)["seq_len"] == WINDOW
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(tool, "evaluate", lambda *_: expected)
+    assert tool.main(list(map(str, arguments))) == 0 and capsys.readouterr().out == ""  # rank 0 alone prints
 
 
 @pytest.mark.parametrize(
@@ -190,6 +248,10 @@ def test_a_rank_of_torchrun_joins_its_group(evaluate, checkpoint, texts, monkeyp
         ('{"ctx": "a", "label": 0}', ["line 2", "endings"]),
         ('{"ctx": "a", "endings": ["b", "c"], "label": 2}', ["line 2", "label 2"]),
         ('{"ctx": "a", "endings": ["b", "c"], "label": ""}', ["line 2", "label"]),
+        ('{"ctx": "a", "endings": ["b", "c"], "label": -1}', ["line 2", "label -1"]),
+        ('{"ctx": "a", "endings": ["b", "c"], "label": 0.9}', ["line 2", "label"]),
+        ('{"ctx": 3, "endings": ["b", "c"], "label": 0}', ["line 2", "ctx"]),
+        ('{"ctx": "a", "endings": ["b", " "], "label": 0}', ["line 2", "endings"]),
         ('{"ctx": "a", "endings": ["b"], "label": 0}', ["line 2", "endings"]),
         ("[]", ["line 2"]),
     ],
@@ -213,7 +275,24 @@ def test_what_cannot_be_evaluated_is_refused_before_weights_are_loaded(
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({**QUESTIONS[0], "ctx": "word " * 200}))
     assert_refused(checkpoint, "--multiple-choice", long, named=["training.seq_len = 128"])
+    long.write_text("\n")
+    assert_refused(checkpoint, "--multiple-choice", long, named=[str(long)])
+    source, one_rank = open_source(checkpoint, tokenizer=None, verify=False), plan_degrees(Config().parallelism, 1)
+    assert tool.fit_rows(Config(), [Row([0] * 129, 1)], one_rank, source).training.seq_len == 128
+    with pytest.raises(SourceError):
+        tool.fit_rows(Config(), [Row([0] * 130, 1)], one_rank, source)
     unknown = save(tmp_path / "step-1", model.state_dict(), attention="mine")
     assert_refused(unknown, *data, named=["model.attention"])
-    monkeypatch.setattr(tool, "measure_cpu_memory", lambda: 10**6)
-    assert_refused(checkpoint, *data, named=["GiB", str(checkpoint)])
+    monkeypatch.setattr(tool, "measure_cpu_memory", lambda: 4 * count_parameters(ARGS))
+    replicas = ("--ranks", 2, "--parallelism.data_parallel_replicate_degree", 2)
+    assert_refused(checkpoint, *data, *replicas, named=["GiB", str(checkpoint)])
+
+
+def test_damaged_weights_have_no_figures(model, texts, questions, tmp_path, assert_refused):
+    nan = {**model.state_dict(), "norm.weight": torch.full((128,), torch.nan)}
+    for what in (("--data", texts), ("--multiple-choice", questions)):
+        path = save(tmp_path / f"step-{len(what[0])}", nan)
+        assert_refused(path, *what, status=1, named=["not finite"])
+    (file,) = path.glob("*.safetensors")
+    flip_bit(file)
+    assert_refused(path, "--data", texts, status=1, named=[str(file)])

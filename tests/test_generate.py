@@ -68,6 +68,9 @@ def test_rewound_cache_reads_on_as_if_nothing_had_followed():
     cached.rewind(30)
     cached.read(tokens[30:39])
     assert (cached.read(tokens[39:]) - expected).abs().max() < 2e-5
+    for beyond in (lambda: cached.read(tokens[:11]), lambda: cached.rewind(41)):
+        with pytest.raises(AssertionError):
+            beyond()
 
 
 def test_model_trained_with_document_attention_generates_as_inside_one_document():
@@ -146,6 +149,7 @@ def test_coldest_temperatures_and_least_probabilities_leave_the_most_likely_toke
         generator = torch.Generator().manual_seed(0)
         assert {choose_token(logits, sampling, generator, usable) for _ in range(20)} == {1}
     assert choose_token(logits, Sampling(0), generator, torch.tensor([True, False, True, True])) == 2
+    assert limit(torch.zeros(4), Sampling(top_p=0.5)).isfinite().sum() == 2  # the fewest that hold half
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])

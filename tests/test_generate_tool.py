@@ -8,9 +8,11 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,10 +96,13 @@ def generate(capsys):
     """Function: arguments -> what --json prints."""
 
     def call(source: Path, *args: object) -> dict:
+        started_s = time.monotonic()
         status = tool.main([str(source), "--json", *map(str, args)])
         printed = capsys.readouterr()
         assert status == 0, printed.err
-        return json.loads(printed.out)
+        report = json.loads(printed.out)
+        assert 0 < sum(sample["seconds"] for sample in report["samples"]) < time.monotonic() - started_s
+        return report
 
     return call
 
@@ -139,7 +144,9 @@ def test_limits_on_what_is_drawn_reach_the_model(checkpoint, generate):
     arguments = ("--prompt", PROMPT, "--max-new-tokens", 9, "--temperature")
     (greedy,) = generate(checkpoint, *arguments, 0)["samples"]
     for limits in (("--top-k", 1), ("--top-p", 0)):
-        assert generate(checkpoint, *arguments, 2, *limits)["samples"][0]["tokens"] == greedy["tokens"]
+        report = generate(checkpoint, *arguments, 2, *limits)
+        assert report["samples"][0]["tokens"] == greedy["tokens"] and report["temperature"] == 2
+        assert report[limits[0][2:].replace("-", "_")] == limits[1]
     assert generate(checkpoint, *arguments, 2)["samples"][0]["tokens"] != greedy["tokens"]
 
 
@@ -172,7 +179,7 @@ def test_prompt_and_text_go_to_standard_output_and_each_sample_depends_on_its_ow
 
 def test_the_prompt_is_an_argument_a_file_or_standard_input(checkpoint, generate, tmp_path, monkeypatch):
     prompt, short = "  naïve\r\n\tdef  ", ("--max-new-tokens", 3)
-    (tmp_path / "prompt").write_bytes(prompt.encode())
+    (tmp_path / "prompt").write_bytes(prompt.encode("utf-8-sig"))  # Windows marks a file so
     expected = generate(checkpoint, "--prompt", prompt, *short)
     assert expected["prompt"] == prompt
     for arguments in (["--prompt-file", tmp_path / "prompt"], [], ["--prompt-file", "-"]):
@@ -189,7 +196,7 @@ def test_the_newest_checkpoint_of_a_run_is_taken(generate, trained, tmp_path):
 
 def test_a_text_ends_where_the_context_does(checkpoint, generate):
     n_tokens = len(generate(checkpoint, "--prompt", PROMPT, "--max-new-tokens", 1)["prompt_tokens"])
-    for arguments, n_new in (((), 128 - n_tokens), (("--context", n_tokens + 3), 3)):
+    for arguments, n_new in (((), 128 - n_tokens), *((("--context", n_tokens + n), n) for n in (3, 130))):
         (sample,) = generate(checkpoint, "--prompt", PROMPT, "--max-new-tokens", 1000, *arguments)["samples"]
         assert len(sample["tokens"]) == n_new and sample["stopped"] == "context"
 
@@ -271,6 +278,9 @@ def test_a_prompt_that_leaves_no_room_is_refused(checkpoint, export, tokenizer, 
     assert_refused(export, *of_export, named=["max_position_embeddings = "])
     n_tokens = 1 + len(tokenizer.encode(PROMPT))
     assert_refused(checkpoint, "--prompt", PROMPT, "--context", n_tokens, named=[f"--context = {n_tokens}"])
+    without_bos = SimpleNamespace(encode=lambda text, bos: [])
+    with pytest.raises(tool.SourceError):
+        tool.encode_prompt("", SimpleNamespace(tokenizer=without_bos), 10)
 
 
 def test_a_prompt_that_is_no_text_is_refused(checkpoint, assert_refused, tmp_path, monkeypatch):

@@ -13,12 +13,12 @@ those that torchrun has started. One rank on a machine with GPUs takes one.
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -67,7 +67,7 @@ def main(args: list[str]) -> int:
     except (SourceError, HuggingFaceError, PreparationError) as error:
         print(error, file=sys.stderr)
         return 2
-    except (CheckpointError, CorpusError, Unfinished, RankFailure) as error:
+    except (CheckpointError, CorpusError, Unfinished, RankFailure, FloatingPointError) as error:
         print(error, file=sys.stderr)
         return 1
     if os.environ.get("RANK", "0") == "0":  # of torchrun
@@ -76,7 +76,10 @@ def main(args: list[str]) -> int:
 
 
 def evaluate(options: argparse.Namespace, config_args: list[str]) -> dict[str, object]:
-    """Return the report. Raises ConfigError, SourceError, PreparationError before any weight is loaded."""
+    """Return the report. Raises ConfigError, SourceError, PreparationError before any weight is loaded.
+
+    Raises FloatingPointError where the loss is NaN or infinite.
+    """
     started_s, environment = time.monotonic(), os.environ
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment
     if by_torchrun and options.ranks:
@@ -84,7 +87,7 @@ def evaluate(options: argparse.Namespace, config_args: list[str]) -> dict[str, o
     source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
     config = read_flags(config_args, source)
     n_ranks = int(environment["WORLD_SIZE"]) if by_torchrun else options.ranks
-    n_ranks = n_ranks or prod(plan_degrees(config.parallelism, 1).values())
+    n_ranks = n_ranks or math.prod(plan_degrees(config.parallelism, 1).values())
     machine = detect_machine()
     device_type = machine.device_type if by_torchrun or n_ranks == 1 else "cpu"
     questions, rows = [], []
@@ -114,6 +117,8 @@ def evaluate(options: argparse.Namespace, config_args: list[str]) -> dict[str, o
         "dtype": config.training.mixed_precision_param,
         "seq_len": config.training.seq_len,
     }
+    if not all(map(math.isfinite, result if rows else [result["nats_per_token"]])):
+        raise FloatingPointError(f"{source.path}: the loss is not finite: these weights do not make a model")
     if questions:
         left = iter(result)
         log_likelihoods = [[-next(left) for _ in question.endings] for question in questions]

@@ -44,7 +44,7 @@ class Question:
 def read_questions(path: Path) -> list[Question]:
     """Read a JSONL file. Raises SourceError for the first line that is no question."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a JSON text may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"--multiple-choice {path} cannot be read: {error}") from None
     questions = []
@@ -64,7 +64,8 @@ def read_questions(path: Path) -> list[Question]:
 
 def parse_question(raw: dict) -> Question:
     """Raises ValueError, TypeError or KeyError."""
-    context, endings, label = raw["ctx"], raw["endings"], int(raw["label"])  # some copies write the label as a text
+    context, endings = raw["ctx"], raw["endings"]
+    label = int(str(raw["label"]))  # some copies write it as a text; 1.9 and true are no labels
     if not isinstance(context, str):
         raise ValueError("ctx is no text")
     if not isinstance(endings, list) or len(endings) < 2 or not all(isinstance(e, str) and e.strip() for e in endings):
