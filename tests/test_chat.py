@@ -138,6 +138,8 @@ def test_what_is_no_conversation_is_named_with_its_line_and_left_out_with_skip_b
     assert prepare_chat(tmp_path, "--skip-bad", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["documents"], found["n_bad_lines"]) == (1, 1)
+    (tmp_path / "in.jsonl").write_text(json.dumps({"talk": TALK, "messages": messages}))
+    assert prepare_chat(tmp_path, "--overwrite", "--text-column", "talk") == 0
 
 
 TEMPLATES = {  # a template -> a word of what is said of it

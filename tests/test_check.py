@@ -406,6 +406,11 @@ def test_a_run_elsewhere_is_judged_by_what_is_said_of_it(args, keys, monkeypatch
     status, verdict = ask(args, capsys)
     assert (status, [problem["key"] for problem in verdict.get("problems", [])]) == (2 if keys else 0, keys)
     assert keys or (verdict["memory"] is None) == ("--ranks" in args)
+    for bound in verdict.get("memory") or ():
+        assert bound["needed_bytes"] == bound["state_bytes"] + bound["activation_bytes"] + bound["batch_bytes"]
+        assert verdict["place"] == "{} x {}".format(
+            args.split("--gpus ")[1].split()[0], "cpu" if "cpu" in args else "h100"
+        )
 
 
 # ---------------------------------------------------------------- memory
@@ -548,6 +553,7 @@ debug_3d is sound on a laptop:
   model   llama3 debug, 1,328,256 parameters, 6.98 MFLOP per token (6.59 MFLOP with causal attention)
   mesh    8 ranks: pp2 x dp_shard2 x tp2
   stages  [2, 2] layers on 2 pp ranks, 1F1B
+  batch   8 sequences of 128 tokens make 1,024 per step: data-parallel ranks 2 x microbatches 4 x sequences 1
 """
 
 
@@ -555,7 +561,14 @@ def test_the_verdict_says_what_the_run_will_be_to_people_and_to_programs(capsys)
     assert check.main(["--config", "debug_3d", "--training.seed", "1"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(VERDICT) and "training.seed is now debug.seed" in out
-    status, verdict = ask("--ranks 4 --training.steps 3", capsys)
+    status, verdict = ask("--ranks 4 --training.steps 3 --training.seed 1", capsys)
+    assert verdict["flops_per_token"] == {"full": 6_979_584, "causal": 6_586_368} and len(verdict["notices"]) == 1
+    assert [check.format_flops(n) for n in (999, 1000, 250_000)] == ["999 FLOP", "1 kFLOP", "250 kFLOP"]
+    _, of_experts = ask("--config debug_moe --ranks 2", capsys)
+    idle = 4 * (8 - 2) * 3 * 128 * 96  # layers, experts that a token is not routed to, the weights of one
+    assert of_experts["parameters"] - of_experts["active_parameters"] == idle
+    resumed = replace(preflight([], machine=LAPTOP), resumed_step=87)
+    assert "step 87" in check.describe(resumed, check.Target(LAPTOP, None, 1, LAPTOP.name))
     assert status == 0 and verdict["sound"] and verdict["world_size"] == 4 and verdict["layout"]["dp_shard"] == 4
     assert verdict["parameters"] == 1_328_256 and verdict["config"]["training"]["steps"] == 3
 

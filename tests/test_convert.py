@@ -97,8 +97,15 @@ def test_step_0_names_its_tokenizer_from_any_folder_and_ctrl_c_makes_nothing(tmp
     assert run("hf", "step-0", "--tokenizer", "mine") == 0
     named = read_manifest(tmp_path / "step-0").run["config"]["model"]["hf_assets_path"]
     assert named == str(tmp_path / "mine" / "tokenizer.model")
+    assert run("step-0", "exported") == 0 and run("exported", "back") == 0  # with its tokenizer
     monkeypatch.setattr(convert, "convert_dtype", lambda *_: signal.raise_signal(signal.SIGINT))
-    assert run("hf", "out", "--tokenizer", "mine") == 130 and names(tmp_path) == {"hf", "mine", "step-0"}
+    assert run("hf", "out", "--tokenizer", "mine") == 130 and names(tmp_path) == {
+        "hf",
+        "mine",
+        "step-0",
+        "exported",
+        "back",
+    }
 
 
 def test_one_tensor_at_a_time_is_in_memory(tmp_path):

@@ -20,9 +20,11 @@ from checkpoints import flip_bit, write_tensors
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from torchtitan_lite.checkpoint.folders import open_checkpoint
 from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
+from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.config import choices
-from torchtitan_lite.config.flavors import FLAVORS, RopeScaling
+from torchtitan_lite.config.flavors import FLAVORS, RopeScaling, count_parameters
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
@@ -30,6 +32,7 @@ from torchtitan_lite.data.tokenizer_files import describe_for_export
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools import generate as tool
+from torchtitan_lite.tools.model_source import describe_checkpoint, open_source
 
 ARGS = replace(FLAVORS["debug"], n_layers=2, rope_scaling=RopeScaling(factor=8.0, original_length=64))
 SHIPPED = "assets/tokenizer"
@@ -211,7 +214,7 @@ def test_a_text_ends_with_any_token_of_generation_config(checkpoint, trained, to
     greedy = (*GREEDY, "--max-new-tokens", 40)
     (unbroken,) = generate(checkpoint, *greedy)["samples"]
     at = next(n for n, token in enumerate(unbroken["tokens"]) if n > 5 and token not in unbroken["tokens"][:n])
-    end = json.dumps({"eos_token_id": [tokenizer.eos_id, unbroken["tokens"][at]]})
+    end = json.dumps({"eos_token_id": [unbroken["tokens"][at]]})
     export = Export(
         ARGS, "float32", context=1024, **describe_for_export(tokenizer.vocabulary)
     )  # so no --tokenizer is needed
@@ -223,6 +226,8 @@ def test_a_text_ends_with_any_token_of_generation_config(checkpoint, trained, to
     for source in ((tmp_path / "llama",), (checkpoint, "--tokenizer", tmp_path / "assets")):
         (sample,) = generate(source[0], *greedy, *source[1:])["samples"]
         assert sample["tokens"] == unbroken["tokens"][:at] and sample["stopped"] == "end_of_document"
+        opened = open_source(source[0], tokenizer=str(source[-1]) if source[1:] else None, verify=False)
+        assert opened.end_ids == {tokenizer.eos_id, unbroken["tokens"][at]}
 
 
 @pytest.mark.parametrize("assets", ["bytes", SHIPPED])
@@ -396,10 +401,22 @@ def test_a_source_that_does_not_say_its_context_asks_for_one(export, assert_refu
         (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": odd}))
         assert_refused(folder, *arguments, named=["--context N"])
         generate(folder, *arguments, "--context", 10)
+    for odd in (True, -1, "7"):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": odd}))
+        assert_refused(folder, *arguments, "--context", 10, named=["eos_token_id"])
+
+
+def test_a_model_that_was_trained_further_keeps_its_longer_context_and_its_end_tokens(checkpoint, tokenizer):
+    opened = open_checkpoint(checkpoint, verify=False)
+    for length, expected in ((4096, (4096, "max_position_embeddings")), (64, (128, "training.seq_len"))):
+        config, generation = {"max_position_embeddings": length}, {"eos_token_id": 5}
+        opened.manifest.run[IN_MANIFEST] = {"config.json": config, "generation_config.json": generation}
+        source = describe_checkpoint(opened, None)
+        assert (source.context, source.context_key) == expected and source.end_ids == {5, tokenizer.eos_id}
 
 
 def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_loaded(checkpoint, assert_refused, monkeypatch):
-    monkeypatch.setattr(tool, "detect_machine", lambda: Machine("cpu", 1, 2**20, "small"))
+    monkeypatch.setattr(tool, "detect_machine", lambda: Machine("cpu", 1, 4 * count_parameters(ARGS), "small"))
     assert_refused(checkpoint, "--prompt", "a", named=["GiB of cpu memory"])
 
 

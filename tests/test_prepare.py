@@ -215,6 +215,7 @@ def test_a_folder_that_is_no_corpus_is_never_replaced(tmp_path, capsys):
         ({"a.jsonl": '{"text": "a"}\n{"text": 1}'}, (), "a.jsonl, line 2: field 'text' holds no text"),
         ({"a.txt": "a"}, ("--held-out", "0.99999999"), "--held-out 0.99999999 holds out all of the 1 documents"),
         ({"a.txt": "a"}, ("--tokenizer", "/nowhere"), "--tokenizer /nowhere: "),
+        ({"a.txt": "a"}, ("--out", "."), "--out '.' names no new folder"),
         ({"a.txt": "a"}, ("--out", "in/out"), "--out in/out is inside in"),
     ],
 )
@@ -255,7 +256,7 @@ def test_bad_lines_that_were_left_out_are_an_error_without_skip_bad(tmp_path, sm
 def test_the_summary_has_the_numbers_of_the_corpus(tmp_path, monkeypatch, capsys, tokenizer):
     monkeypatch.chdir(tmp_path)
     lines = '{"text": "good"}\nbad\n{"text": "\\ud800"}\n'
-    write_inputs(tmp_path, {"a.jsonl": lines, "b.txt": "", "c.png": "", "d.txt": "x" * 1000})
+    write_inputs(tmp_path, {"a.jsonl": lines, "b.txt": "", "c.png": "", "e.jpg": "", "f.jpg": "", "d.txt": "x" * 1000})
     assert tool.main(["in", "--out", "out", "--skip-bad", "--held-out", "0"]) == 0
     n_tokens = sum(len(tokenizer.encode(text, bos=True, eos=True)) for text in ("good", "\ufffd", "x" * 1000))
     said = capsys.readouterr().out
@@ -263,17 +264,20 @@ def test_the_summary_has_the_numbers_of_the_corpus(tmp_path, monkeypatch, capsys
         "documents  3, of which 0 are held out",
         f"tokens     {n_tokens:,} as uint16",
         f"{1007 / n_tokens:.2f} bytes per token",
-        "from 3 files. Left out: 1 files that are not known as text (1 .png)",
+        "from 3 files. Left out: 3 files that are not known as text (2 .jpg, 1 .png)",
         "empty      1 ",
         "replaced   1 ",
         "skipped    1 bad lines, the first: in/a.jsonl, line 2: not JSON",
         "./run_train.sh --training.dataset out",
     ):
         assert words in said, said
-    assert tool.main(["in", "--out", "out2", "--skip-bad", "--held-out", "0", "--json"]) == 0
+    assert tool.main(["in", "--out", "out2", "--skip-bad", "--held-out", "0.5", "--suffix", ".PNG", "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert (numbers["documents"], numbers["tokens"], numbers["n_bad_lines"]) == (3, n_tokens, 1)
-    assert numbers["identity"] == read_manifest(tmp_path / "out").identity
+    manifest = read_manifest(tmp_path / "out2")
+    held_out = [len(document) for document in read_split(tmp_path / "out2", manifest, SPLITS["validation"])]
+    assert (numbers["documents_held_out"], numbers["tokens_held_out"]) == (len(held_out), sum(held_out)) != (1, 1)
+    assert (numbers["files_left_out"], numbers["n_empty"], numbers["identity"]) == (2, 2, manifest.identity)
 
 
 class Terminal(io.StringIO):
