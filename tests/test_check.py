@@ -564,6 +564,7 @@ def test_the_verdict_says_what_the_run_will_be_to_people_and_to_programs(capsys)
     status, verdict = ask("--ranks 4 --training.steps 3 --training.seed 1", capsys)
     assert verdict["flops_per_token"] == {"full": 6_979_584, "causal": 6_586_368} and len(verdict["notices"]) == 1
     assert [check.format_flops(n) for n in (999, 1000, 250_000)] == ["999 FLOP", "1 kFLOP", "250 kFLOP"]
+    assert check.main(["--ranks", "4"]) == 0 and "--gpus 4" in capsys.readouterr().out  # would know the memory
     _, of_experts = ask("--config debug_moe --ranks 2", capsys)
     idle = 4 * (8 - 2) * 3 * 128 * 96  # layers, experts that a token is not routed to, the weights of one
     assert of_experts["parameters"] - of_experts["active_parameters"] == idle

@@ -67,6 +67,7 @@ def test_the_command_line_wins_over_toml_and_toml_over_the_default_and_any_text_
         ["--training.local_batch_size=3"],
         ["--training.local-batch-size=3"],
         ["--training.local_batch_size", "5", "--training.local_batch_size", "3"],  # the last one counts
+        ["--training.batch_size", "5", "--training.local_batch_size", "4", "--training.batch_size", "3"],  # an old name
     ],
 )
 def test_every_way_to_write_an_override_sets_the_same_key(written):
@@ -164,6 +165,8 @@ def test_a_file_of_the_working_directory_comes_first_and_without_a_config_debug_
     Path("debug.toml").write_text("[training]\nsteps = 3\n")
     for name in ("debug", "debug.toml"):
         assert read_sound(["--config", name]).training.steps == 3
+    Path("...toml").touch()
+    assert read_config(["--config", "...toml"]).config_name == "config"  # outputs/.. is no dump folder
 
 
 AWKWARD = [
@@ -310,6 +313,7 @@ def test_an_old_name_is_taken_as_its_new_one_with_one_line_of_notice(write_toml)
     config = reading.config
     assert (config.training.local_batch_size, config.compile.enable, config.debug.seed) == (3, True, 5)
     assert config.lr_scheduler.min_lr_factor == 0.1
+    assert read_sound(write_toml("[training]\nseed = 7\n[debug]\nseed = 7\n")).debug.seed == 7  # both say the same
     problem = read_one_problem(["--training.batch_size", "0"])
     assert problem.key == "training.local_batch_size" and "training.batch_size" in problem.why
     assert sorted(reading.notices) == [

@@ -272,6 +272,8 @@ def test_what_cannot_be_evaluated_is_refused_before_weights_are_loaded(
     assert_refused(checkpoint, "--data", tmp_path / "absent", named=["absent"])
     assert_refused(checkpoint, *data, "--split", "train", named=["--split"])
     assert_refused(tmp_path, *data, named=[str(tmp_path)])
+    with pytest.raises(SystemExit):
+        tool.main([str(checkpoint)])  # what is to be read?
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({**QUESTIONS[0], "ctx": "word " * 200}))
     assert_refused(checkpoint, "--multiple-choice", long, named=["training.seq_len = 128"])

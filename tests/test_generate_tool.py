@@ -305,6 +305,8 @@ def test_a_prompt_that_is_no_text_is_refused(checkpoint, assert_refused, tmp_pat
     [
         ["--temperature", "-1"],
         ["--temperature", "nan"],
+        ["--temperature", "inf"],
+        ["--temp", "1"],  # nothing may be shortened
         ["--top-p", "1.5"],
         ["--top-k", "2.5"],
         ["--seed", "1" + "0" * 400],
@@ -316,6 +318,13 @@ def test_arguments_that_mean_nothing_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         tool.main(["nowhere", *arguments])
     assert stopped.value.code == 2 and arguments[-2] in capsys.readouterr().err
+
+
+def test_a_command_line_without_end_is_refused_in_few_words(capsys):
+    for arguments in (["--top-k=1"] * 1001, ["--" + "y" * 9000]):
+        with pytest.raises(SystemExit):
+            tool.main(["nowhere", *arguments])
+        assert len(capsys.readouterr().err) < 3000
 
 
 def test_a_source_without_a_model_is_refused(assert_refused, tmp_path):
