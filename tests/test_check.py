@@ -115,6 +115,7 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     ("--config assets", "job.config_file"),
     (f"--config={LONG}", "job.config_file"),
     ("--compile.no_enable true", "compile.no_enable"),
+    ("--job.no_description", "job.no_description"),
     ("stray", "argument"),
     ("-x", "argument"),
     ("--", "argument"),

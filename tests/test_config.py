@@ -199,6 +199,7 @@ def test_a_key_that_may_be_none_is_none_by_default_since_toml_cannot_say_it():
     [
         ("[paralelism]\ntensor_parallel_degree = 2\ncontext = 3", "paralelism.tensor_parallel_degree", "parallelism."),
         ("[training]\nstepps = 2", "training.stepps", "training.steps"),
+        ("[job]\nearly_step_in_backward = true", "job.early_step_in_backward", "optimizer.early_step_in_backward"),
         ("steps = 2", "steps", "training.steps"),
         ("training = 2", "training", "training."),
         ("[zzz]\nqqq = 2", "zzz.qqq", "job, profiling"),
@@ -304,6 +305,8 @@ def test_every_absent_key_is_accepted_where_it_is_off_and_refused_where_it_is_on
         assert (problem.key, problem.value) == (key, on) and absent.instead in problem.remedy
         if absent.only_if:
             read_sound([f"--{absent.only_if}=false", f"--{key}={on}"])
+    read_sound(["--activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns=moe.router.gate"])  # as theirs is
+    read_sound(["--checkpoint.no_enable", "--checkpoint.interval_type=seconds"])
 
 
 def test_an_old_name_is_taken_as_its_new_one_with_one_line_of_notice(write_toml):
@@ -316,6 +319,14 @@ def test_an_old_name_is_taken_as_its_new_one_with_one_line_of_notice(write_toml)
     assert read_sound(write_toml("[training]\nseed = 7\n[debug]\nseed = 7\n")).debug.seed == 7  # both say the same
     problem = read_one_problem(["--training.batch_size", "0"])
     assert problem.key == "training.local_batch_size" and "training.batch_size" in problem.why
+    for old, new in {
+        "job.print_args": "job.print_config",
+        "training.deterministic": "debug.deterministic",
+        "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
+        "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
+        "float8.filter_fqns": "quantize.linear.float8.filter_fqns",
+    }.items():
+        assert resolve_alias(old) == new
     assert sorted(reading.notices) == [
         "lr_scheduler.lr_min is now lr_scheduler.min_lr_factor",
         "training.batch_size is now training.local_batch_size",
