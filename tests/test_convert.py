@@ -174,8 +174,9 @@ def test_a_wrong_source_or_tokenizer_is_refused(ours, theirs, tmp_path, assert_r
     flip_bit(ours / "rank-00000.safetensors", -100)
     assert_refused(ours, tmp_path / "out", status=1, named=str(ours / "rank-00000.safetensors"))
     assert run(ours, tmp_path / "out", "--no-verify") == 0
-    with pytest.raises(SystemExit):
-        run(ours, tmp_path / "other", "--file-gb", 0)
+    for file_gb in (0, "inf"):
+        with pytest.raises(SystemExit):
+            run(ours, tmp_path / "other", "--file-gb", file_gb)
 
 
 def test_a_shape_that_transformers_refuses_is_not_exported(tmp_path, assert_refused):

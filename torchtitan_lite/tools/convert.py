@@ -93,11 +93,8 @@ def write_weights(
     out: Path, source: ModelSource, read: Callable[[str], Tensor], dtype: torch.dtype, most_file_bytes: int
 ) -> None:
     """Write a checkpoint of weights alone. Its manifest says what `generate` needs, as that of a run does."""
-    tokenizer_path = source.tokenizer.vocabulary.path
-    if tokenizer_path.is_file():  # plain bytes have none
-        tokenizer_path = tokenizer_path.absolute()
     config = {
-        "model": {"name": "llama3", "hf_assets_path": str(tokenizer_path)},
+        "model": {"name": "llama3", "hf_assets_path": str(source.tokenizer.vocabulary.path)},
         "training": {"seq_len": source.context},
     }
     about = {
