@@ -159,6 +159,7 @@ def test_what_validation_would_need_is_not_asked_for_while_it_is_off():
 
 def test_ids_of_a_large_vocabulary_are_expected_in_four_bytes():
     Path("six.bin").write_bytes(bytes(6))
+    assert measure_flat(write_flat(Path("two.bin"), [1, 2]), 2**16) == ("uint16", 2)  # as few as can be
     assert measure_flat(Path("six.bin"), 2**16) == ("uint16", 3)
     with pytest.raises(CorpusError) as error:
         measure_flat(Path("six.bin"), 2**16 + 1)

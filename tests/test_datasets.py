@@ -132,7 +132,8 @@ def test_python_stdlib_is_sources_without_tests_or_installed_packages():
     assert sum(path.stat().st_size for path in files) > 5e6
     assert {"json/decoder.py", "asyncio/events.py"} <= {f"{path.parent.name}/{path.name}" for path in files}
     folders = {part for path in files for part in path.parts}
-    assert not folders & {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+    assert not folders & {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+    assert not [path for path in files if path.name.startswith("_sysconfigdata")]  # written when Python is built
 
 
 # ---------------------------------------------------------------- several processes

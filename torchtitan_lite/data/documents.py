@@ -92,7 +92,7 @@ def read_text(source: Source, tally: Tally) -> Iterator[str]:
             decoded = decoder.decode(block, final=not block)
             # U+FFFD that is in the file itself is not counted, also where two blocks meet.
             tally.n_replaced += decoded.count(REPLACEMENT) - (seam + block).count(REPLACEMENT.encode())
-            seam = (seam + block)[-2:]
+            seam = block[-2:]
             text += decoded
             while len(text) > MAX_CHARACTERS:
                 yield text[:MAX_CHARACTERS]
