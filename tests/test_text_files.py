@@ -220,7 +220,10 @@ def test_a_packed_file_that_was_cut_off_or_is_not_packed_is_named(tmp_path):
 
 
 def test_a_file_that_changes_after_it_was_found_is_refused(tmp_path):
-    source = look_at(str(write(tmp_path / "a.txt", b"before")))
-    write(tmp_path / "a.txt", b"after it")
-    with pytest.raises(PreparationError, match=r"a\.txt was changed"):
-        read(Part(source, 0, source.n_bytes))
+    path = write(tmp_path / "a.txt", b"before")
+    os.utime(path, ns=(1, 1))
+    source = look_at(str(path))
+    for content in (b"after it", b"after!"):  # the second one by its time alone
+        write(path, content)
+        with pytest.raises(PreparationError, match=r"a\.txt was changed"):
+            read(Part(source, 0, source.n_bytes))
