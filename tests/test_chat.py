@@ -123,6 +123,8 @@ REFUSED = {  # what is wrong -> the conversation, a word of the reason
     "a list of texts": (["x"], "message 1"),
     "no assistant": (TALK[:2], "no turn of an assistant"),
     "a special token": ([TALK[1], {"role": "assistant", "content": "no<|eot_id|>yes"}], "<|eot_id|>"),
+    "a special token as a role": ([{"role": "<|eot_id|>", "content": "x"}, TALK[2]], "<|eot_id|>"),
+    "the mark of a turn's end": ([TALK[1], {"role": "assistant", "content": "no\ufdd1yes"}], "ufdd1"),
     "half of a character": ([TALK[1], {"role": "assistant", "content": "\ud800"}], "surrogates"),
     "too long": ([TALK[1], {"role": "assistant", "content": "x" * 400_000}], "longer than"),
 }
@@ -142,6 +144,8 @@ def test_what_is_no_conversation_is_named_with_its_line_and_left_out_with_skip_b
 
 TEMPLATES = {  # a template -> a word of what is said of it
     "{% for message in messages %}{{ message.content }}{% if loop.last %}!{% endif %}{% endfor %}": "{% generation %}",
+    "{% for message in messages %}{{ message.content }}{% endfor %}{{ '>' if add_generation_prompt }}": "its prompt",
+    "a{% generation %}{% endgeneration %}": "no turn of an assistant",
     "{{ raise_exception('no system message') }}": "no system message",
     "{{ ''.__class__.__mro__ }}": "unsafe",
     "{{ messages.append(1) }}": "unsafe",

@@ -30,7 +30,7 @@ def write_parquet(path: Path, **columns) -> None:
 
 
 def compress(content: bytes) -> bytes:
-    """In several frames, as `zstd` of several files and parallel writers make it; the first as `zstd --long=28` does."""
+    """In two frames, as `zstd` of several files and parallel writers make it; the first as `zstd --long=28` does."""
     options, half = zstandard.ZstdCompressionParameters.from_level(1, window_log=28), len(content) // 2
     first = zstandard.ZstdCompressor(compression_params=options).compressobj()
     return first.compress(content[:half]) + first.flush() + zstandard.ZstdCompressor().compress(content[half:])
