@@ -139,7 +139,10 @@ def test_what_is_no_conversation_is_named_with_its_line_and_left_out_with_skip_b
     assert "in.jsonl, line 2" in error and why in error and not (tmp_path / "out").exists()
     assert prepare_chat(tmp_path, "--skip-bad", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["documents"], found["n_bad_lines"]) == (1, 1)
+    ((ids, targets),) = encode_talks([TALK])
+    assert (found["documents"], found["n_bad_lines"], found["n_targets"]) == (1, 1, sum(targets))
+    (shard,) = read_manifest(tmp_path / "out").splits["train"]
+    assert shard.n_text_bytes == len(load_tokenizer(SHIPPED).decode(ids).encode())
 
 
 TEMPLATES = {  # a template -> a word of what is said of it
@@ -183,6 +186,8 @@ def test_the_template_is_that_of_its_own_file_then_of_the_config_then_llama_3s(t
     assert read_template() == "c"
     (tmp_path / "chat_template.jinja").write_text("d")
     assert read_template() == "d"
+    formats = [ChatFormat("d", names, ()) for names in ((), (("bos_token", "a"),))]
+    assert formats[0].identity != formats[1].identity, "a template writes its tokens too"
 
 
 @pytest.mark.parametrize("template", ["{% if %}", "{% nonsense %}"])

@@ -21,7 +21,7 @@ from torchtitan_lite.data import documents
 from torchtitan_lite.data import tokenizer as tokenizer_module
 from torchtitan_lite.data.corpus_folder import SPLITS, CorpusError, CorpusManifest, read_manifest
 from torchtitan_lite.data.prepare import hold, prepare_files
-from torchtitan_lite.data.shards import Recipe, choose_split, make_plan
+from torchtitan_lite.data.shards import Recipe, choose_split, make_plan, make_unit_in_worker
 from torchtitan_lite.data.text_files import PreparationError, Source
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools import prepare as tool
@@ -106,6 +106,23 @@ def test_processes_change_no_byte(tmp_path, small_units, capsys):
         assert tool.main(command) == 0
         assert read_folder(out) == read_folder(tmp_path / "out1")
     assert len(read_folder(tmp_path / "out1")) > 8  # several units had something to do
+    with pytest.raises(PreparationError, match="was changed"):  # a worker that reads another tokenizer
+        make_unit_in_worker(tmp_path, Recipe(0), "bytes", "identity of another", 0, [])
+
+
+def test_what_says_that_a_corpus_is_whole_is_written_when_its_files_are_on_the_disk(tmp_path, tokenizer, monkeypatch):
+    real, synced = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    (tmp_path / "a.txt").write_text("text")
+    prepare_files([tmp_path / "a.txt"], tmp_path / "out", tokenizer, validation_share=0)
+    unit = ["train-00000.tokens", "train-00000.documents", "corpus", "00000.json.unfinished", "units"]
+    whole = ["sources.jsonl.unfinished", "corpus", "manifest.json.unfinished", "corpus", tmp_path.name]
+    assert synced[2:] == [*unit, *whole]  # the first two are the plan and its folder
 
 
 @pytest.mark.parametrize(
@@ -153,12 +170,16 @@ def leave_unfinished(folder: Path, monkeypatch) -> None:
 def test_what_another_command_left_is_refused_unless_it_starts_over(
     tmp_path, small_units, monkeypatch, tokenizer, capsys
 ):
-    write_files(tmp_path / "in", random.Random(3), n_files=8)
+    files, _ = write_files(tmp_path / "in", random.Random(3), n_files=8)
     leave_unfinished(tmp_path, monkeypatch)
-    (tmp_path / "in" / "new.txt").write_text("one more")
-    assert prepare_some(tmp_path, "--field", "body") == 2
+    for option, value in (("field", "body"), ("held-out", "0.4"), ("tokenizer", "bytes")):
+        assert prepare_some(tmp_path, f"--{option}", value) == 2
+        assert f"(other: {option})" in capsys.readouterr().err
+    os.utime(files[0], ns=(1, 1))  # written again, with as many bytes
+    assert prepare_some(tmp_path) == 2
     message = capsys.readouterr().err
-    assert "(other: field, files)" in message and "--start-over" in message
+    assert "(other: files)" in message and "--start-over" in message
+    (tmp_path / "in" / "new.txt").write_text("one more")
     assert prepare_some(tmp_path, "--start-over") == 0
     found = read_folder(tmp_path / "out")
     delete(tmp_path / "out")
