@@ -113,6 +113,10 @@ def test_ids_and_targets_are_those_of_transformers(tmp_path, request, style, tem
             answers[at - len(body) : at] = [message["role"] == "assistant"] * len(body)
         spans = oracle(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         assert list(targets) == [int(any(answers[start:stop])) for start, stop in spans]
+    assert tokenizer.eos_id not in tokenizer.encode(f"a{EOS}b")  # elsewhere it stays plain text
+    if style == "Qwen":  # NFC joins what a turn begins with to the text before it
+        with pytest.raises(ValueError, match="bytes of its text"):
+            tokenizer.encode_spelled("e\u0301", [(1, 2)])
 
 
 REFUSED = {  # what is wrong -> the conversation, a word of the reason

@@ -185,7 +185,10 @@ def test_what_another_command_left_is_refused_unless_it_starts_over(
     delete(tmp_path / "out")
     assert prepare_some(tmp_path) == 0 and read_folder(tmp_path / "out") == found
     delete(tmp_path / "out")
-    leave_unfinished(tmp_path, monkeypatch)  # prepare_files always starts over
+    leave_unfinished(tmp_path, monkeypatch)
+    os.truncate(next((tmp_path / "out.unfinished" / "corpus").glob("*-00000.tokens")), 2)
+    assert prepare_some(tmp_path) == 1 and "changed since" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()  # prepare_files always starts over
     one = [tmp_path / "in" / "new.txt"]
     manifest = prepare_files(one, tmp_path / "out", tokenizer, validation_share=0)
     assert read_split(tmp_path / "out", manifest, "train") == [tokenizer.encode("one more", bos=True, eos=True)]
@@ -256,7 +259,7 @@ def test_a_wrong_command_line_is_refused(args, capsys):
 
 def test_bad_lines_that_were_left_out_are_an_error_without_skip_bad(tmp_path, small_units, monkeypatch, capsys):
     good = "".join(json.dumps({"text": f"good {number}"}) + "\n" for number in range(100))
-    write_inputs(tmp_path, {"a.jsonl": '{"text": 1}\n' + good})
+    write_inputs(tmp_path, {"a.jsonl": '{"text": 1}\n' + good + "bad\n"})
     with monkeypatch.context() as patches:
         kill_at(25, patches)
         with pytest.raises(Killed):
@@ -264,6 +267,8 @@ def test_bad_lines_that_were_left_out_are_an_error_without_skip_bad(tmp_path, sm
     assert prepare_some(tmp_path) == 2
     assert "a.jsonl, line 1" in capsys.readouterr().err
     assert prepare_some(tmp_path, "--skip-bad") == 0
+    said = capsys.readouterr().out
+    assert "2 bad lines, the first" in said and "a.jsonl, line 1:" in said
     delete(tmp_path / "out")
     assert prepare_some(tmp_path) == 2
     (tmp_path / "in" / "a.jsonl").write_text('{"text": "1"}\n' + good)  # repaired

@@ -413,6 +413,8 @@ def test_bos_is_what_the_tokenizer_itself_puts_before_a_text(contents, tmp_path)
     folder = write_json(tmp_path / "template", json.loads(oracle.to_str()))
     ours = load_tokenizer(write_neighbours(folder))  # nothing beside it: the template names both
     assert ours.encode("a b", bos=True, eos=True) == oracle.encode("a b").ids
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": ours.bos_id}))
+    assert load_tokenizer(folder).eos_id == ours.bos_id  # a file beside it comes first
     folder = write_json(tmp_path / "config", contents["Qwen"])
     named = {"eos_token": EOS, "bos_token": IM_END}
     assert load_tokenizer(write_neighbours(folder, tokenizer_config=named)).bos_id is None
