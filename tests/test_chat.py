@@ -113,6 +113,10 @@ def test_ids_and_targets_are_those_of_transformers(tmp_path, request, style, tem
             answers[at - len(body) : at] = [message["role"] == "assistant"] * len(body)
         spans = oracle(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         assert list(targets) == [int(any(answers[start:stop])) for start, stop in spans]
+    assert tokenizer.eos_id not in tokenizer.encode(f"a{EOS}b")  # elsewhere it stays plain text
+    if style == "Qwen":  # NFC joins what a turn begins with to the text before it
+        with pytest.raises(ValueError, match="bytes of its text"):
+            tokenizer.encode_spelled("e\u0301", [(1, 2)])
 
 
 REFUSED = {  # what is wrong -> the conversation, a word of the reason
@@ -123,6 +127,8 @@ REFUSED = {  # what is wrong -> the conversation, a word of the reason
     "a list of texts": (["x"], "message 1"),
     "no assistant": (TALK[:2], "no turn of an assistant"),
     "a special token": ([TALK[1], {"role": "assistant", "content": "no<|eot_id|>yes"}], "<|eot_id|>"),
+    "a special token as a role": ([{"role": "<|eot_id|>", "content": "x"}, TALK[2]], "<|eot_id|>"),
+    "the mark of a turn's end": ([TALK[1], {"role": "assistant", "content": "no\ufdd1yes"}], "ufdd1"),
     "half of a character": ([TALK[1], {"role": "assistant", "content": "\ud800"}], "surrogates"),
     "too long": ([TALK[1], {"role": "assistant", "content": "x" * 400_000}], "longer than"),
 }
@@ -137,13 +143,18 @@ def test_what_is_no_conversation_is_named_with_its_line_and_left_out_with_skip_b
     assert "in.jsonl, line 2" in error and why in error and not (tmp_path / "out").exists()
     assert prepare_chat(tmp_path, "--skip-bad", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["documents"], found["n_bad_lines"]) == (1, 1)
+    ((ids, targets),) = encode_talks([TALK])
+    assert (found["documents"], found["n_bad_lines"], found["n_targets"]) == (1, 1, sum(targets))
+    (shard,) = read_manifest(tmp_path / "out").splits["train"]
+    assert shard.n_text_bytes == len(load_tokenizer(SHIPPED).decode(ids).encode())
     (tmp_path / "in.jsonl").write_text(json.dumps({"talk": TALK, "messages": messages}))
     assert prepare_chat(tmp_path, "--overwrite", "--text-column", "talk") == 0
 
 
 TEMPLATES = {  # a template -> a word of what is said of it
     "{% for message in messages %}{{ message.content }}{% if loop.last %}!{% endif %}{% endfor %}": "{% generation %}",
+    "{% for message in messages %}{{ message.content }}{% endfor %}{{ '>' if add_generation_prompt }}": "its prompt",
+    "a{% generation %}{% endgeneration %}": "no turn of an assistant",
     "{{ raise_exception('no system message') }}": "no system message",
     "{{ ''.__class__.__mro__ }}": "unsafe",
     "{{ messages.append(1) }}": "unsafe",
@@ -181,6 +192,8 @@ def test_the_template_is_that_of_its_own_file_then_of_the_config_then_llama_3s(t
     assert read_template() == "c"
     (tmp_path / "chat_template.jinja").write_text("d")
     assert read_template() == "d"
+    formats = [ChatFormat("d", names, ()) for names in ((), (("bos_token", "a"),))]
+    assert formats[0].identity != formats[1].identity, "a template writes its tokens too"
 
 
 @pytest.mark.parametrize("template", ["{% if %}", "{% nonsense %}"])

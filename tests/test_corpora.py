@@ -27,6 +27,7 @@ def corpora_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_corpus(Path("made"), [[[1, 2, 3]], [[4, 5]]], validation=[[[6, 7]]])
     write_corpus(Path("all_trained"), [[[1, 2, 3]]])
+    write_corpus(Path("held_out"), [], validation=[[[1, 2, 3]]])
     write_flat(Path("flat.bin"), [1, 2, 3])
     write_corpus(Path("others"), [[[1, 2]]], tokenizer_identity="another")
     Path("notes.txt").write_text("text")
@@ -73,6 +74,7 @@ BAD_NAMES = {  # what training.dataset names -> a word of the remedy
     "notes.txt": "`prepare`",
     "plain": "made by `prepare`",
     "others": "model.hf_assets_path",
+    "held_out": "made by `prepare`",
     "half.bin": "uint16",
     "one.bin": "uint16",
 }
@@ -112,10 +114,15 @@ def test_a_corpus_that_cannot_be_used_is_one_problem_with_its_name_its_file_and_
     assert name in problem.why and file in problem.why and remedy in problem.remedy
 
 
-@pytest.mark.parametrize("name", ["flat.bin", "made/train-00001.documents"])
+@pytest.mark.parametrize("name", ["flat.bin", "made/train-00001.documents", "c4/0.json"])
 def test_a_file_that_this_user_may_not_read_is_named(monkeypatch, name):
     monkeypatch.setattr(corpus_folder.os, "access", lambda path, mode: str(path) != name)
-    (problem,) = find_problems([f"--training.dataset={name.split('/')[0]}", "--validation.no_enable"])
+    dataset, args = name.split("/")[0], []
+    if dataset == "c4":
+        Path("c4").mkdir()
+        Path(name).touch()
+        args = ["--training.dataset_path=c4"]
+    (problem,) = find_problems([f"--training.dataset={dataset}", "--validation.no_enable", *args])
     assert name in problem.why and f"chmod a+r {name}" in problem.remedy
 
 
@@ -159,6 +166,7 @@ def test_what_validation_would_need_is_not_asked_for_while_it_is_off():
 
 def test_ids_of_a_large_vocabulary_are_expected_in_four_bytes():
     Path("six.bin").write_bytes(bytes(6))
+    assert measure_flat(write_flat(Path("two.bin"), [1, 2]), 2**16) == ("uint16", 2)  # as few as can be
     assert measure_flat(Path("six.bin"), 2**16) == ("uint16", 3)
     with pytest.raises(CorpusError) as error:
         measure_flat(Path("six.bin"), 2**16 + 1)

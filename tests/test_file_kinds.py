@@ -9,7 +9,7 @@ import pytest
 from made_corpora import make_text, prepare_some, read_folder, write_inputs
 
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.data import shards
+from torchtitan_lite.data import shards, text_files
 from torchtitan_lite.data.documents import Tally, read_documents
 from torchtitan_lite.data.shards import Recipe, make_plan
 from torchtitan_lite.data.text_files import PreparationError, find_sources
@@ -30,9 +30,10 @@ def write_parquet(path: Path, **columns) -> None:
 
 
 def compress(content: bytes) -> bytes:
-    """In several frames, as `zstd` of several files and parallel writers make it."""
-    packer, half = zstandard.ZstdCompressor(), len(content) // 2
-    return packer.compress(content[:half]) + packer.compress(content[half:])
+    """In two frames, as `zstd` of several files and parallel writers make it; the first as `zstd --long=28` does."""
+    options, half = zstandard.ZstdCompressionParameters.from_level(1, window_log=28), len(content) // 2
+    first = zstandard.ZstdCompressor(compression_params=options).compressobj()
+    return first.compress(content[:half]) + first.flush() + zstandard.ZstdCompressor().compress(content[half:])
 
 
 WRITERS = {
@@ -83,12 +84,14 @@ def test_files_of_folders_are_found_by_their_suffix_and_json_only_where_it_is_as
         (tmp_path / "in").mkdir(exist_ok=True)
         write(tmp_path / "in" / name)
     (tmp_path / "in" / "pretty.json").write_text('{\n  "text": "x"\n}\n')
+    (tmp_path / "in" / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "in" / "packed.parquet.gz").write_bytes(gzip.compress((tmp_path / "in" / "a.parquet").read_bytes()))
     sources, left_out = find_sources([tmp_path / "in"])
     assert {Path(source.path).name for source in sources} == {"a.parquet", "large.parquet", "a.jsonl.zst"}
-    assert sum(left_out.values()) == 4
+    assert sum(left_out.values()) == 6
     sources, _ = find_sources([tmp_path / "in"], more_suffixes=[".json"])
     rows = {Path(source.path).name for source in sources if source.holds_rows}
-    assert len(sources) == 7 and rows == set(WRITERS)  # one JSON object over several lines is one document
+    assert len(sources) == 8 and rows == set(WRITERS)  # one JSON object over several lines is one document
 
 
 BAD = {  # name of a file -> how it is written | what the error says
@@ -113,12 +116,16 @@ def test_a_file_that_cannot_be_read_is_named_and_nothing_is_left(tmp_path, capsy
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_rows_without_a_text_are_counted_with_skip_bad_and_broken_utf_8_is_replaced(tmp_path):
-    broken = pyarrow.array([b"a", None, b"\xff\xfeb", b"c"], pyarrow.binary()).view(pyarrow.string())
+@pytest.mark.parametrize("kinds", [("binary", "string"), ("large_binary", "large_string")])
+def test_rows_without_a_text_are_counted_with_skip_bad_and_broken_utf_8_is_replaced(tmp_path, monkeypatch, kinds):
+    monkeypatch.setattr(shards, "SMALLEST_UNIT_BYTES", 20)  # a part for each row group of 7 rows, read 2 at a time
+    monkeypatch.setattr(text_files, "ROWS_AT_A_TIME", 2)
+    as_bytes, as_text = (getattr(pyarrow, kind)() for kind in kinds)
+    broken = pyarrow.array([b"a"] * 12 + [None, b"\xff\xfeb", b"c"], as_bytes).view(as_text)
     write_parquet(tmp_path / "a.parquet", text=broken)
     tally = Tally()
-    assert list_documents(tmp_path / "a.parquet", skip_bad=True, tally=tally) == ["a", "��b", "c"]
-    assert (tally.n_bad_lines, tally.n_replaced) == (1, 2) and "row 2" in tally.first_bad_line
+    assert list_documents(tmp_path / "a.parquet", skip_bad=True, tally=tally) == [*"a" * 12, "��b", "c"]
+    assert (tally.n_bad_lines, tally.n_replaced) == (1, 2) and "row 13:" in tally.first_bad_line
 
 
 @pytest.mark.parametrize("option", ["--text-column", "--field"])

@@ -21,7 +21,7 @@ from torchtitan_lite.data import documents
 from torchtitan_lite.data import tokenizer as tokenizer_module
 from torchtitan_lite.data.corpus_folder import SPLITS, CorpusError, CorpusManifest, read_manifest
 from torchtitan_lite.data.prepare import hold, prepare_files
-from torchtitan_lite.data.shards import Recipe, choose_split, make_plan
+from torchtitan_lite.data.shards import Recipe, choose_split, make_plan, make_unit_in_worker
 from torchtitan_lite.data.text_files import PreparationError, Source
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools import prepare as tool
@@ -106,6 +106,23 @@ def test_processes_change_no_byte(tmp_path, small_units, capsys):
         assert tool.main(command) == 0
         assert read_folder(out) == read_folder(tmp_path / "out1")
     assert len(read_folder(tmp_path / "out1")) > 8  # several units had something to do
+    with pytest.raises(PreparationError, match="was changed"):  # a worker that reads another tokenizer
+        make_unit_in_worker(tmp_path, Recipe(0), "bytes", "identity of another", 0, [])
+
+
+def test_what_says_that_a_corpus_is_whole_is_written_when_its_files_are_on_the_disk(tmp_path, tokenizer, monkeypatch):
+    real, synced = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    (tmp_path / "a.txt").write_text("text")
+    prepare_files([tmp_path / "a.txt"], tmp_path / "out", tokenizer, validation_share=0)
+    unit = ["train-00000.tokens", "train-00000.documents", "corpus", "00000.json.unfinished", "units"]
+    whole = ["sources.jsonl.unfinished", "corpus", "manifest.json.unfinished", "corpus", tmp_path.name]
+    assert synced[2:] == [*unit, *whole]  # the first two are the plan and its folder
 
 
 @pytest.mark.parametrize(
@@ -153,18 +170,25 @@ def leave_unfinished(folder: Path, monkeypatch) -> None:
 def test_what_another_command_left_is_refused_unless_it_starts_over(
     tmp_path, small_units, monkeypatch, tokenizer, capsys
 ):
-    write_files(tmp_path / "in", random.Random(3), n_files=8)
+    files, _ = write_files(tmp_path / "in", random.Random(3), n_files=8)
     leave_unfinished(tmp_path, monkeypatch)
-    (tmp_path / "in" / "new.txt").write_text("one more")
-    assert prepare_some(tmp_path, "--field", "body") == 2
+    for option, value in (("field", "body"), ("held-out", "0.4"), ("tokenizer", "bytes")):
+        assert prepare_some(tmp_path, f"--{option}", value) == 2
+        assert f"(other: {option})" in capsys.readouterr().err
+    os.utime(files[0], ns=(1, 1))  # written again, with as many bytes
+    assert prepare_some(tmp_path) == 2
     message = capsys.readouterr().err
-    assert "(other: field, files)" in message and "--start-over" in message
+    assert "(other: files)" in message and "--start-over" in message
+    (tmp_path / "in" / "new.txt").write_text("one more")
     assert prepare_some(tmp_path, "--start-over") == 0
     found = read_folder(tmp_path / "out")
     delete(tmp_path / "out")
     assert prepare_some(tmp_path) == 0 and read_folder(tmp_path / "out") == found
     delete(tmp_path / "out")
-    leave_unfinished(tmp_path, monkeypatch)  # prepare_files always starts over
+    leave_unfinished(tmp_path, monkeypatch)
+    os.truncate(next((tmp_path / "out.unfinished" / "corpus").glob("*-00000.tokens")), 2)
+    assert prepare_some(tmp_path) == 1 and "changed since" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()  # prepare_files always starts over
     one = [tmp_path / "in" / "new.txt"]
     manifest = prepare_files(one, tmp_path / "out", tokenizer, validation_share=0)
     assert read_split(tmp_path / "out", manifest, "train") == [tokenizer.encode("one more", bos=True, eos=True)]
@@ -236,7 +260,7 @@ def test_a_wrong_command_line_is_refused(args, capsys):
 
 def test_bad_lines_that_were_left_out_are_an_error_without_skip_bad(tmp_path, small_units, monkeypatch, capsys):
     good = "".join(json.dumps({"text": f"good {number}"}) + "\n" for number in range(100))
-    write_inputs(tmp_path, {"a.jsonl": '{"text": 1}\n' + good})
+    write_inputs(tmp_path, {"a.jsonl": '{"text": 1}\n' + good + "bad\n"})
     with monkeypatch.context() as patches:
         kill_at(25, patches)
         with pytest.raises(Killed):
@@ -244,6 +268,8 @@ def test_bad_lines_that_were_left_out_are_an_error_without_skip_bad(tmp_path, sm
     assert prepare_some(tmp_path) == 2
     assert "a.jsonl, line 1" in capsys.readouterr().err
     assert prepare_some(tmp_path, "--skip-bad") == 0
+    said = capsys.readouterr().out
+    assert "2 bad lines, the first" in said and "a.jsonl, line 1:" in said
     delete(tmp_path / "out")
     assert prepare_some(tmp_path) == 2
     (tmp_path / "in" / "a.jsonl").write_text('{"text": "1"}\n' + good)  # repaired

@@ -118,14 +118,14 @@ BAD_LINES = [
 @pytest.mark.parametrize(("line", "why"), BAD_LINES)
 def test_a_bad_line_is_named_with_its_number_in_the_file_or_counted(tmp_path, line, why):
     good = b'{"text": "good"}\n'
-    path = write(tmp_path / "a.jsonl", good * 3 + b"\n" + line + b"\n" + good)
+    path = write(tmp_path / "a.jsonl", good * 3 + b"\n" + line + b"\n" + good + b"[]\n")
     source = look_at(str(path))
     for start in (0, 1, len(good), len(good) * 3 + 1):  # the part may begin anywhere before
         with pytest.raises(PreparationError) as error:
             read(Part(source, start, source.n_bytes))
         assert str(error.value).startswith(f"{path}, line 5: {why}") and "--skip-bad" in str(error.value)
     texts, tally = read_whole(path, skip_bad=True)
-    assert texts == ["good"] * 4 and tally.n_bad_lines == 1
+    assert texts == ["good"] * 4 and tally.n_bad_lines == 2
     assert tally.first_bad_line.startswith(f"{path}, line 5: {why}")
 
 
@@ -220,7 +220,10 @@ def test_a_packed_file_that_was_cut_off_or_is_not_packed_is_named(tmp_path):
 
 
 def test_a_file_that_changes_after_it_was_found_is_refused(tmp_path):
-    source = look_at(str(write(tmp_path / "a.txt", b"before")))
-    write(tmp_path / "a.txt", b"after it")
-    with pytest.raises(PreparationError, match=r"a\.txt was changed"):
-        read(Part(source, 0, source.n_bytes))
+    path = write(tmp_path / "a.txt", b"before")
+    os.utime(path, ns=(1, 1))
+    source = look_at(str(path))
+    for content in (b"after it", b"after!"):  # the second one by its time alone
+        write(path, content)
+        with pytest.raises(PreparationError, match=r"a\.txt was changed"):
+            read(Part(source, 0, source.n_bytes))

@@ -141,7 +141,7 @@ def test_words_are_counted_as_llama3_splits_them():
 @pytest.fixture
 def small_corpus(tmp_path, monkeypatch):
     files = []
-    for n, text in enumerate(["alpha beta gamma\n" * 20, "beta delta()\n" * 30]):
+    for n, text in enumerate(["alpha beta gamma\n" * 20, "beta dèlta()\n" * 30]):
         files.append(tmp_path / f"{n}.py")
         files[-1].write_text(text)
     monkeypatch.setitem(DATASETS, "python_stdlib", lambda: files)
@@ -152,8 +152,8 @@ def test_tool_writes_a_vocabulary_that_loads_and_tells_its_bytes_per_token(small
     assert tool.main(["--vocab", "270", "--out", str(out)]) == 0
     tokenizer = load_tokenizer(str(out))
     assert tokenizer.vocab_size == 270 + 256
-    n_tokens = len(tokenizer.encode("alpha beta gamma\n" * 20)) + len(tokenizer.encode("beta delta()\n" * 30))
-    assert f"730 bytes in {n_tokens} tokens, {730 / n_tokens:.2f} bytes per token" in capsys.readouterr().out
+    n_tokens = len(tokenizer.encode("alpha beta gamma\n" * 20)) + len(tokenizer.encode("beta dèlta()\n" * 30))
+    assert f"760 bytes in {n_tokens} tokens, {760 / n_tokens:.2f} bytes per token" in capsys.readouterr().out
     assert [path.name for path in out.iterdir()] == ["tokenizer.model"]
 
 

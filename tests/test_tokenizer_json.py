@@ -235,7 +235,16 @@ def test_without_the_package_what_tiktoken_cannot_do_is_refused_and_the_extra_na
     folder = write_json(tmp_path, (contents | {"sentencepiece": sentencepiece})[style])
     with pytest.raises(ConfigError, match="extra `hf`"):
         read_vocabulary(str(folder))
-    assert load_tokenizer(write_json(tmp_path / "other", contents["Qwen"])).vocabulary.for_package is None
+    stages = ("pre_tokenizer", "pretokenizers")
+    with_space = {"type": "ByteLevel", "use_regex": False}  # add_prefix_space is true where it is not named
+    for path, value in (((*stages, 0, "behavior"), "Removed"), ((*stages, 1), with_space)):
+        with pytest.raises(ConfigError, match="pre-tokenizer"):
+            read_vocabulary(str(write_json(tmp_path, change(contents["Qwen"], path, value))))
+    unchanged = change(contents["GPT-2"], ("normalizer",), {"type": "Sequence", "normalizers": []})
+    unchanged["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False}  # as published
+    for content in (contents["Qwen"], unchanged):
+        vocabulary = load_tokenizer(write_json(tmp_path / "other", content)).vocabulary
+        assert (vocabulary.for_package, vocabulary.nfc) == (None, content is contents["Qwen"])
 
 
 # ---------------------------------------------------------------- patterns and characters
@@ -372,6 +381,10 @@ def test_what_changes_no_id_is_taken(contents, tmp_path):
     for path, value in HARMLESS:
         changed = load_tokenizer(write_json(tmp_path / "changed", change(contents["Qwen"], path, value)))
         assert [changed.encode(text) for text in SCRIPTS] == [plain.encode(text) for text in SCRIPTS], path
+        assert changed.vocabulary.for_package is None, path
+    cut = change(contents["SmolLM"], *HARMLESS[-1])
+    plain, changed = (load_tokenizer(write_json(tmp_path / "x", content)) for content in (contents["SmolLM"], cut))
+    assert changed.encode(SCRIPTS[0]) == plain.encode(SCRIPTS[0])  # nor does the package cut a text
 
 
 # ---------------------------------------------------------------- BOS, EOS, identity, files
@@ -413,6 +426,8 @@ def test_bos_is_what_the_tokenizer_itself_puts_before_a_text(contents, tmp_path)
     folder = write_json(tmp_path / "template", json.loads(oracle.to_str()))
     ours = load_tokenizer(write_neighbours(folder))  # nothing beside it: the template names both
     assert ours.encode("a b", bos=True, eos=True) == oracle.encode("a b").ids
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": ours.bos_id}))
+    assert load_tokenizer(folder).eos_id == ours.bos_id  # a file beside it comes first
     folder = write_json(tmp_path / "config", contents["Qwen"])
     named = {"eos_token": EOS, "bos_token": IM_END}
     assert load_tokenizer(write_neighbours(folder, tokenizer_config=named)).bos_id is None

@@ -11,6 +11,7 @@ from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.hardware import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import REPOSITORY, read_config
+from torchtitan_lite.data import corpus as corpus_module
 from torchtitan_lite.data import corpus_folder
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import DOWNLOADS
@@ -146,7 +147,7 @@ def c4(tmp_path) -> Path:
     }.items():
         write_lines(folder / f"{name}.json.gz", [f"{name} says {number}: " + "words " * 90 for number in range(n)])
     write_lines(folder / "de" / "c4-train.00000-of-01024.json.gz", ["not this one"])
-    write_lines(folder / "en" / ".cache" / "c4-train.00002-of-01024.json.gz", ["nor this one"])
+    write_lines(folder / "en" / "more" / ".cache" / "c4-train.00002-of-01024.json.gz", ["nor this one"])
     (folder / "en" / "README.md").write_text("nor this")
     return folder
 
@@ -238,14 +239,14 @@ def test_c4_is_its_training_files_and_c4_validation_the_others_and_both_are_prep
         ]
         for split in ("train", "validation")
     }
+    monkeypatch.setattr(corpus_module, "VALIDATION_SHARE_OF_DATASETS", 0.5)
     for split in ("train", "validation"):
-        held = [text for text in texts["train"] if choose_split(text, 0.02) == split]
-        if held:
-            assert read_texts("c4", c4, tmp_path / "cache", split=split) == held
+        held = [text for text in texts["train"] if choose_split(text, 0.5) == split]
+        assert read_texts("c4", c4, tmp_path / "cache", split=split) == held
         assert read_texts("c4_validation", c4, tmp_path / "cache", split=split) == texts["validation"]
     assert len(list((tmp_path / "cache").glob("*/manifest.json"))) == 2
     write_lines(c4 / "en" / "c4-train.00002-of-01024.json.gz", ["one more"])
-    assert "one more" in read_texts("c4", c4, tmp_path / "cache", split="train")
+    assert "one more" in read_texts("c4", c4, tmp_path / "cache", split="validation")
 
 
 def test_c4_test_is_found_where_a_checkout_of_torchtitan_has_it(tmp_path, monkeypatch):

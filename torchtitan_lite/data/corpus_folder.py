@@ -146,7 +146,7 @@ def parse_manifest(folder: Path) -> CorpusManifest:
 
 def parse_content(content: dict[str, Any]) -> CorpusManifest:
     """Return the manifest. Raises KeyError, TypeError or ValueError for what `dump_manifest` would not write."""
-    if type(content["format"]) is not int or content["format"] != FORMAT:
+    if content["format"] != FORMAT:
         raise ValueError(f"its format is not {FORMAT}, the only one known here")
     if content["dtype"] not in BYTES_OF:
         raise ValueError(f"dtype is {content['dtype']!r:.60}")
