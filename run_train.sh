@@ -13,7 +13,7 @@ Usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key value]...
   NGPU=8 ./run_train.sh --config debug_3d               8 ranks on this host, on GPUs or CPUs
 
 What it does: takes the Python on the PATH if that has the packages that pyproject.toml names, else makes .venv here
-once; runs `python -m torchtitan_lite check`, which refuses a config that cannot work; hands over to torchrun. The
+once; refuses a config that cannot work, as `python -m torchtitan_lite check` does; starts one process per rank. The
 working directory stays the caller's. Exit status: 0 trained, 2 refused by check, 130 stopped by Ctrl-C, 143 stopped by
 SIGTERM, 1 anything else.
 
@@ -77,27 +77,7 @@ if [[ -z ${NNODES:-} ]]; then
             --kill-on-bad-exit=1 bash "$repository/run_train.sh" "$@"
     fi
 fi
-export NNODES=${NNODES:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-} MASTER_PORT=${MASTER_PORT:-29500}
+[[ $NNODES == 1 || -n $MASTER_ADDR ]] || fail "NNODES=$NNODES needs MASTER_ADDR, the name of the host with NODE_RANK=0"
 [[ -z ${CONFIG_FILE:-} ]] || set -- --config "$CONFIG_FILE" "$@" # the last --config wins
-
-check() { "$PYTHON" -m torchtitan_lite check --launch "$@"; } # prints the ranks per host, and its report to stderr
-if [[ ${NODE_RANK:-0} == 0 ]]; then
-    ranks=$(check "$@")
-else # every host would report the same, so the others speak only where something is wrong
-    ranks=$(check "$@" 2>/dev/null) || check "$@"
-fi
-
-if [[ $NNODES == 1 ]]; then
-    rendezvous=(--rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1) # port 0: any free one
-    [[ ! -e /sys/class/net/lo ]] || export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
-else
-    [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] || fail "NNODES=$NNODES needs NODE_RANK and MASTER_ADDR too"
-    [[ $NODE_RANK == 0 ]] && is_host=1 || is_host=0
-    rendezvous=(--rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv-conf "is_host=$is_host")
-fi
-
-# LOG_RANK's stdout goes straight to the terminal (with --tee 3 it would pass through a file, each line with a prefix);
-# what other ranks print there is dropped. The stderr of all goes to files, and LOG_RANK's from there to the terminal.
-exec "$PYTHON" -m torchtitan_lite.launch --nnodes "$NNODES" --nproc-per-node "$ranks" --rdzv-backend c10d \
-    "${rendezvous[@]}" --max-restarts "${MAX_RESTARTS:-0}" --role rank --local-ranks-filter "${LOG_RANK:-0}" --tee 2 \
-    "$repository/train.py" "$@"
+exec "$PYTHON" -m torchtitan_lite train "$@"

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 from torchtitan_lite.components.shutdown import StopRequest, describe_stop
-from torchtitan_lite.data.tokenizer_files import describe_for_export
 from torchtitan_lite.environment import continue_with_packages
 
 if __name__ == "__main__":
@@ -30,26 +29,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.checkpoint.hugging_face import Export, export_hf, refuse_biases
+from torchtitan_lite.checkpoint.hugging_face import Export, explain_biases, write_folder
 from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver, choose_tensors, describe_run, is_saved
-from torchtitan_lite.checkpoint.storage import raise_on_all_ranks
+from torchtitan_lite.checkpoint.storage import open_checkpoint, raise_on_all_ranks
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.expert_balance import CollapseWatch
-from torchtitan_lite.components.log import Progress, log_rank_on_error, start_logging
+from torchtitan_lite.components.log import log_rank_on_error, start_logging
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, read_peak_memory
-from torchtitan_lite.components.profiling import profile_steps, warn_on_recompile
+from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.config.flavors import count_flops_per_token
 from torchtitan_lite.config.hardware import detect_machine, peak_flops
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.corpus import BackgroundHash, open_corpus
+from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import CorpusError
 from torchtitan_lite.data.dataset import SampleReader, SampleStream, ValidationBatches, prefetch, rows_of_rank
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.dump_folder import check_still_held, explain_lost_folder, open_dump_folder
+from torchtitan_lite.dump_folder import open_dump_folder
 from torchtitan_lite.parallel.attention_kernels import describe_attention
 from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_group, set_timeouts, start_process_group
@@ -103,7 +102,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
         logger.info(dump_config_toml(config))
 
     # ---- data: each data-parallel rank reads its rows of every global batch
-    tokenizer = Tokenizer(prepared.vocabulary)
+    tokenizer = prepared.tokenizer
     read_split = partial(open_samples, config, model_args.vocab_size, tokenizer)
     stream = SampleStream(
         read_split(config.training.dataset, config.training.dataset_path, "train"),
@@ -121,7 +120,6 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
         bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
     about_data = f"{stream.describe(n_steps)}; tokenizer {config.model.hf_assets_path}, {tokenizer.vocab_size:,} tokens"
     logger.info(f"data: {about_data}")
-    corpora = [*stream.reader.corpora, *(validation_data.reader.corpora if config.validation.enable else [])]
 
     # ---- run: model parts, optimizer, schedules. Before it, the planner forecasts what a step costs
     ledger = RunLedger(config, model_args, layout, machine, dump_folder)
@@ -151,7 +149,8 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
         group=host_group,
     )
     if config.checkpoint.enable and config.checkpoint.last_save_in_hf:  # before the first step, not after the last
-        raise_on_all_ranks(host_group, lambda: refuse_biases(run.saved))
+        if why := explain_biases(run.saved):
+            raise CheckpointError(why)
     saver = CheckpointSaver(
         checkpoints,
         config.checkpoint,
@@ -182,26 +181,21 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
         )
     texts = {"config": dump_config_toml(config), "data": about_data}  # for the first line that is logged
     collapse_watch = CollapseWatch(model_args.mixture) if model_args.mixture else None
-    progress = Progress(rank, n_steps, stream=sys.stdout)
     status = 1
     batches = prefetch(stream, rows, steps=range(resumed_step, n_steps), device=device)
     with (
         log_rank_on_error(rank, mesh.coordinates()),
-        explain_lost_folder(lock),
         explain_out_of_memory(config, model_args, layout, run.parameters, run.optimizer),
         profile_steps(config.profiling, dump_folder, rank, resumed_step=resumed_step) as profiler,
         saver,  # on exit, waits for the save in flight
-        BackgroundHash(corpora, part=local_rank, n_parts=local_world_size) as hashing,
     ):
         meter = StepMeter()
         for step in range(resumed_step + 1, n_steps + 1):
-            progress.show(step, "loading")
             with meter.loading():
                 batch = next(batches)
-            progress.show(step, "computing")
             (lr,) = set(run.lr_scheduler.get_last_lr())
             stop.announce(step)  # if this rank got a signal
-            with warn_on_recompile(step - resumed_step), ledger.measured(step, run, host_group, besides=saver_group):
+            with ledger.measured(step, run, host_group, besides=saver_group):
                 result = train_step(run, batch)
             if not result.finite:  # the same on every rank; waits for the device, and so for all ranks
                 again, coordinates = partial(compute_gradients, run, batch), mesh.coordinates()
@@ -217,12 +211,10 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
                 stop.wait_for_steps(dist.distributed_c10d._get_default_store())
             validation = {}
             if is_validated(step, config.validation, n_steps):
-                progress.show(step, "validating")
                 with meter.paused():
                     val_batches = prefetch(validation_data, rows, steps=range(validation_data.n_batches), device=device)
                     validation = validate(run, val_batches, bytes_of_tokens)
             if writer and (validation or step % config.metrics.log_freq == 0 or step in (resumed_step + 1, n_steps)):
-                check_still_held(lock)
                 saver.notice_loss()
                 load = collapse_watch.read(step, result.expert_loads) if collapse_watch else None
                 writer.write(
@@ -239,10 +231,8 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
                 )
                 texts = {}
             saver.check()  # raises an error of an earlier save
-            hashing.check()
             received = stop.find(step) if step < n_steps else None  # the same on every rank
             if is_saved(step, config.checkpoint, n_steps, is_stopped=received is not None):
-                progress.show(step, "saving")
                 saver.wait()  # one save at a time, and the last one converts together
                 tensors = choose_tensors(
                     run.saved, run.optimizer, section=config.checkpoint, is_last=step == n_steps, group=host_group
@@ -259,18 +249,11 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
                 gc.collect(1)
         else:
             saver.wait()
-            if config.checkpoint.last_save_in_hf and is_saved(n_steps, config.checkpoint, n_steps):
-                progress.show(n_steps, "exporting")
-                about = {"context": config.training.seq_len, "published": prepared.published}
-                about |= describe_for_export(prepared.vocabulary)
-                export = Export(model_args, config.checkpoint.export_dtype, **about)
-                export_hf(checkpoints / f"step-{n_steps}-hf", run.saved, export=export, group=host_group)
             if saver.failure is None:
                 logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
                 status = 0
             elif rank == 0:
                 logger.error(f"trained {n_steps} steps, and {saver.describe_saved()}: {saver.failure}")
-    progress.clear()
     batches.close()
     if writer:
         writer.close()
@@ -278,6 +261,14 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
         lock.close()
     dist.barrier()  # no rank closes its connections while another still communicates
     dist.destroy_process_group()
+    if (
+        rank == 0 and status == 0 and config.checkpoint.last_save_in_hf
+    ):  # an export is a conversion of the last checkpoint
+        last, about = checkpoints / f"step-{n_steps}", tokenizer.describe_for_export()
+        about |= {"context": config.training.seq_len, "published": prepared.published}
+        weights = open_checkpoint(last, verify=False)
+        export = Export(model_args, config.checkpoint.export_dtype, **about)
+        write_folder(last.with_name(f"{last.name}-hf"), lambda fqn: weights.read(f"model.{fqn}"), export)
     return status
 
 

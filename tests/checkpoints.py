@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.checkpoint.folders import open_checkpoint, write_checkpoint
 from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
+from torchtitan_lite.checkpoint.storage import open_checkpoint, write_checkpoint
 from torchtitan_lite.config.schema import Checkpoint
 
 FINGERPRINT = {"data": "of this test", "shape": {"dim": 64, "name": "llama3", "qk_norm": False, "mixture": None}}
@@ -124,13 +124,13 @@ def limit_files(n_bytes: int) -> Iterator[None]:
 def assemble(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, by safetensors' own reader and the manifest as JSON."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    files = {name: load_file(folder / name) for name in manifest["files"]}
+    files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
     tensors = {}
-    for name, record in manifest["tensors"].items():
-        whole = torch.full(record["shape"], float("nan"))
-        for file, offsets, sizes in record["chunks"]:
+    for name, (_, shape, chunks) in manifest["tensors"].items():
+        whole = torch.full(shape, float("nan"))
+        for file, offsets, sizes in chunks:
             ranges = [f"{begin}:{begin + size}" for begin, size in zip(offsets, sizes, strict=True)]
-            entry = name if sizes == record["shape"] else f"{name}[{','.join(ranges)}]"
+            entry = name if sizes == shape else f"{name}[{','.join(ranges)}]"
             box = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
             whole[box] = files[file][entry]
         tensors[name] = whole
@@ -139,16 +139,11 @@ def assemble(folder: Path) -> dict[str, Tensor]:
 
 def forge(folder: Path, edit: Callable[[dict], object]) -> None:
     """Rewrites a manifest as someone would who knows how it is sealed."""
-    path = folder / "manifest.json"
-    content = json.loads(path.read_text())
-    del content["blake2b"]
+    path, sums = folder / "manifest.json", folder / "checksums"
+    content, old = json.loads(path.read_text()), hashlib.blake2b(path.read_bytes()).hexdigest()
     edit(content)
-    seal(path, json.dumps(content)[1:].encode())
-
-
-def seal(path: Path, body: bytes) -> None:
-    digest = hashlib.blake2b(body, digest_size=32).hexdigest()
-    path.write_bytes(b'{"blake2b": "%s",\n' % digest.encode() + body)
+    path.write_text(json.dumps(content))
+    sums.write_text(sums.read_text().replace(old, hashlib.blake2b(path.read_bytes()).hexdigest()))
 
 
 def edit_header(path: Path, edit: Callable[[dict], object]) -> None:

@@ -6,7 +6,6 @@ import compare
 import pytest
 import torch
 
-from torchtitan_lite.data import shards
 from torchtitan_lite.verify.ranks import RankPool
 
 
@@ -26,12 +25,6 @@ def ctrl_c_is_heard():
 def pool():
     with RankPool(n_ranks=8) as ranks:
         yield ranks
-
-
-@pytest.fixture
-def small_units(monkeypatch):
-    """`prepare` divides a few short files into several units."""
-    monkeypatch.setattr(shards, "SMALLEST_UNIT_BYTES", 200)
 
 
 @pytest.fixture(scope="session")

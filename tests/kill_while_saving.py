@@ -60,8 +60,8 @@ def save_for_ever(rank: int, world_size: int, folder: str, mode: str, keep_lates
     with make_saver(checkpoints, Checkpoint(enable=True, async_mode=mode, keep_latest_k=keep_latest_k)) as saver:
         while True:
             step += 1
-            if saver.staging:
-                saver.staging.wait()  # as an optimizer does
+            if saver.stager:
+                saver.stager.synchronize_staging()  # as an optimizer does
             for name, tensor in make_tensors(step).items():
                 tensors[name].copy_(tensor)
             saver.save(step, tensors)

@@ -2,14 +2,14 @@
 
 import gzip
 import json
-import os
 import random
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 
-from torchtitan_lite.data.corpus_folder import SPLITS, CorpusManifest, Shard, dump_manifest
+from torchtitan_lite.data.corpus_folder import CorpusManifest, Split, dump_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools import prepare as tool
 
@@ -27,37 +27,24 @@ def write_corpus(
     dtype: str = "uint16",
     tokenizer_identity: str = BYTES.identity,
 ) -> Path:
-    """A prepared corpus of these documents, one list of them for each shard."""
+    """A prepared corpus of these documents, given in several lists."""
     folder.mkdir(parents=True)
-    written = {
-        split: [write_shard(folder, f"{split}-{n:05}", documents, dtype) for n, documents in enumerate(of_split)]
-        for split, of_split in zip(SPLITS.values(), (shards, validation), strict=True)
-    }
-    write_manifest(folder, written, dtype, tokenizer_identity)
+    of_splits = {"train": list(chain(*shards)), "held_out": list(chain(*validation))}
+    splits = {name: write_split(folder, name, documents, dtype) for name, documents in of_splits.items() if documents}
+    (folder / "manifest.json").write_text(dump_manifest(CorpusManifest(dtype, tokenizer_identity, splits)))
     return folder
 
 
-def write_shard(folder: Path, name: str, documents: Sequence[Document], dtype: str) -> Shard:
-    tokens, begins = array(CODES[dtype]), array("Q", [0])
+def write_split(folder: Path, name: str, documents: Sequence[Document], dtype: str) -> Split:
+    tokens, begins = array(CODES[dtype]), array("q")
     for document in documents:
-        tokens.extend(document)
         begins.append(len(tokens))
-    (folder / f"{name}.tokens").write_bytes(tokens.tobytes())
-    (folder / f"{name}.documents").write_bytes(begins.tobytes())
-    hashes = [sha256(content.tobytes()).hexdigest() for content in (tokens, begins)]
-    return Shard(name, len(tokens), len(documents), len(tokens), *hashes)
-
-
-def write_manifest(
-    folder: Path, splits: dict[str, list[Shard]], dtype: str, tokenizer_identity: str = BYTES.identity
-) -> None:
-    manifest = CorpusManifest(dtype, tokenizer_identity, 2**16, 0.0, splits, "")
-    (folder / "manifest.json").write_text(dump_manifest(manifest))
-
-
-def write_flat(path: Path, tokens: Sequence[int], dtype: str = "uint16") -> Path:
-    path.write_bytes(array(CODES[dtype], tokens).tobytes())
-    return path
+        tokens.extend(document)
+    hashes = {}
+    for suffix, numbers in {"tokens": tokens, "documents": begins}.items():
+        (folder / f"{name}.{suffix}").write_bytes(numbers)
+        hashes[suffix] = sha256(numbers).hexdigest()
+    return Split(len(tokens), len(documents), 0, len(tokens), hashes)
 
 
 # ---------------------------------------------------------------- files for `prepare`
@@ -106,27 +93,3 @@ def delete(path: Path) -> None:
 
 def prepare_some(folder: Path, *more: str) -> int:
     return tool.main([str(folder / "in"), "--out", str(folder / "out"), "--processes", "1", "--held-out", "0.3", *more])
-
-
-class Killed(BaseException):
-    """No handler of errors sees it, as none sees SIGKILL."""
-
-
-def kill_at(operation: int, monkeypatch) -> None:
-    """Ends this process, as it were, before file-system operation number `operation`: nothing more is done to files."""
-    n_done = 0
-
-    def replace_one(name: str) -> None:
-        real = getattr(os, name)
-
-        def counted(*args, **kwargs):
-            nonlocal n_done
-            n_done += 1
-            if n_done > operation:
-                raise Killed(name)
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(os, name, counted)
-
-    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
-        replace_one(name)

@@ -19,7 +19,7 @@ from test_run_train import REPOSITORY
 from test_run_train import Checkout as RunCheckout
 
 from torchtitan_lite import environment
-from torchtitan_lite.config.command_lines import TOOLS
+from torchtitan_lite.__main__ import TOOLS
 from torchtitan_lite.config.reader import load_toml
 
 # A stub of the venv module: the Python that it makes is a script, with a stub of pip that can be held and can fail.

@@ -20,7 +20,7 @@ from checkpoints import flip_bit, write_tensors
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from torchtitan_lite.checkpoint.folders import open_checkpoint
+from torchtitan_lite.checkpoint.storage import open_checkpoint
 from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.config import choices
@@ -28,7 +28,6 @@ from torchtitan_lite.config.flavors import FLAVORS, RopeScaling, count_parameter
 from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_lite.data.tokenizer_files import describe_for_export
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools import generate as tool
@@ -216,13 +215,13 @@ def test_a_text_ends_with_any_token_of_generation_config(checkpoint, trained, to
     at = next(n for n, token in enumerate(unbroken["tokens"]) if n > 5 and token not in unbroken["tokens"][:n])
     end = json.dumps({"eos_token_id": [unbroken["tokens"][at]]})
     export = Export(
-        ARGS, "float32", context=1024, **describe_for_export(tokenizer.vocabulary)
+        ARGS, "float32", context=1024, **tokenizer.describe_for_export()
     )  # so no --tokenizer is needed
     write_folder(tmp_path / "llama", trained.state_dict().__getitem__, export)
     (tmp_path / "assets").mkdir()
     for name in ("llama", "assets"):
         (tmp_path / name / "generation_config.json").write_text(end)
-    shutil.copy(tokenizer.vocabulary.path, tmp_path / "assets")
+    shutil.copy(tokenizer.path, tmp_path / "assets")
     for source in ((tmp_path / "llama",), (checkpoint, "--tokenizer", tmp_path / "assets")):
         (sample,) = generate(source[0], *greedy, *source[1:])["samples"]
         assert sample["tokens"] == unbroken["tokens"][:at] and sample["stopped"] == "end_of_document"

@@ -27,14 +27,12 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 )
 from torchtitan_lite.checkpoint.hugging_face_families import FAMILIES
 from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, list_tensors, open_folder
-from torchtitan_lite.checkpoint.tensor_files import cut_into_files
+from torchtitan_lite.checkpoint.storage import cut_into_files
 from torchtitan_lite.config.flavors import FLAVORS as OUR_FLAVORS
 from torchtitan_lite.config.flavors import ModelArgs, list_expert_biases
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Model
-from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.data.tokenizer_files import describe_for_export
-from torchtitan_lite.data.vocabulary import Vocabulary, make_byte_vocabulary
+from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.tools.model_source import read_end_ids
 
@@ -121,7 +119,7 @@ def test_we_load_what_transformers_saved_and_give_its_logits(name, version, dtyp
     if version == 4:
         spell_as_version_4(tmp_path)
     folder = open_folder(tmp_path)
-    assert folder.model_args == FLAVORS[name] and folder.stacked == (version == STACKED)
+    assert folder.model_args == FLAVORS[name]
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(TOKENS).logits
     assert (logits_of_ours(tmp_path) - expected).abs().max() < 1e-5
@@ -200,10 +198,9 @@ def test_files_are_as_full_as_allowed_and_a_larger_tensor_has_one_of_its_own():
 def test_tokenizer_files_travel_where_they_are_hugging_faces(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "README.md"):
         (tmp_path / name).write_text(f"content of {name}")
-    described = {"identity": "", "pattern": "", "ranks": {}, "bos_id": 126, "eos_id": 127}
-    vocabulary = Vocabulary(tmp_path / "tokenizer.json", **described)
-    write_ours(PLAIN, tmp_path / "a", **describe_for_export(vocabulary))
-    write_ours(PLAIN, tmp_path / "b", **describe_for_export(make_byte_vocabulary()))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json", "", 126, 127, {}, {}, list, list)
+    write_ours(PLAIN, tmp_path / "a", **tokenizer.describe_for_export())
+    write_ours(PLAIN, tmp_path / "b", **load_tokenizer('bytes').describe_for_export())
     names = [{path.name for path in (tmp_path / folder).iterdir()} for folder in "ab"]
     assert names[0] - names[1] == {"tokenizer.json", "tokenizer_config.json"} and names[1] < names[0]
     assert (tmp_path / "a" / "tokenizer.json").read_text() == "content of tokenizer.json"
@@ -213,7 +210,7 @@ def test_tokenizer_files_travel_where_they_are_hugging_faces(tmp_path):
 
 def test_transformers_reads_the_tokenizer_of_llama_3s_format_and_gives_our_ids(tmp_path):
     ours = load_tokenizer("assets/tokenizer")
-    write_ours(PLAIN, tmp_path / "out", **describe_for_export(ours.vocabulary))
+    write_ours(PLAIN, tmp_path / "out", **ours.describe_for_export())
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (len(theirs), theirs.bos_token_id, theirs.eos_token_id) == (ours.vocab_size, ours.bos_id, ours.eos_id)
     for text in (

@@ -36,7 +36,7 @@ FLOORS = {
 }
 
 
-IMPORTS_LATE = (
+IMPORTS_LATE = ("torchtitan_lite.data.tokenizer", 
     "torchtitan_lite.__main__",  # the door picks its tool
     "torchtitan_lite.components.sinks",  # wandb: only with metrics.enable_wandb
     "torchtitan_lite.data.chat",  # packages of the extra `data`: training needs none, and pyarrow takes seconds

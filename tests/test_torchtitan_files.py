@@ -15,7 +15,7 @@ from torchtitan_lite.data import corpus as corpus_module
 from torchtitan_lite.data import corpus_folder
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import DOWNLOADS
-from torchtitan_lite.data.shards import choose_split
+from torchtitan_lite.data.prepare import choose_split
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import preflight
 
@@ -201,7 +201,7 @@ def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
     assert missing == [("model.hf_assets_path", named), ("training.dataset", dataset)]  # and nothing else, at once
     args += [f"--training.dataset_path={c4}", f"--model.hf_assets_path={tokenizer}"]
     prepared = preflight(args, machine=EIGHT_H100, n_ranks=8 * FILES[file][1], n_hosts=FILES[file][1])
-    assert prepared.model_args == FLAVORS[flavor] and prepared.vocabulary.vocab_size == 2048
+    assert prepared.model_args == FLAVORS[flavor] and prepared.tokenizer.vocab_size == 2048
     on_a_laptop = [("model.flavor", flavor)] if flavor != "debugmodel" else []  # it is too large
     args += ["--parallelism.no_enable_async_tensor_parallel"]  # which needs a GPU
     assert find_problems(args, n_ranks=prepared.layout.world_size) == on_a_laptop

@@ -16,7 +16,7 @@ from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Checkpoint, Config, Job
-from torchtitan_lite.data.tokenizer_files import read_vocabulary
+from torchtitan_lite.data.tokenizer import load_tokenizer as read_vocabulary
 from torchtitan_lite.dump_folder import check_files
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.run_config import check_export, check_initial_load
@@ -149,8 +149,8 @@ def tokenizers():
 def find_tokenizer(*args: str) -> tuple[str, list[str]]:
     """Folder of the tokenizer of a run, and the notices."""
     prepared = preflight([*MODEL, *args], machine=LAPTOP, n_ranks=2)
-    assert read_vocabulary(prepared.config.model.hf_assets_path).identity == prepared.vocabulary.identity
-    return str(prepared.vocabulary.path.parent.resolve().relative_to(Path.cwd())), prepared.notices
+    assert read_vocabulary(prepared.config.model.hf_assets_path).identity == prepared.tokenizer.identity
+    return str(prepared.tokenizer.path.parent.resolve().relative_to(Path.cwd())), prepared.notices
 
 
 @pytest.mark.parametrize(

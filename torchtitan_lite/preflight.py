@@ -1,8 +1,7 @@
 """Find everything that is wrong with a run before torch is imported: config, layout, memory, files, compilers.
 
 config/checks.py holds the rules that need numbers only; the checks here need files or the machine. `check` and train.py
-both call preflight, so that a run which `check` accepts does start. All problems are reported together; a problem that
-may follow from another one (a layout computed with the default of a bad key) is left out.
+both call preflight, so that a run which `check` accepts does start. All problems are reported together.
 """
 
 from dataclasses import dataclass
@@ -12,20 +11,18 @@ from math import prod
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps, read_manifest
-from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.certificates import describe_coverage, find_certificate
-from torchtitan_lite.config.checks import find_problems
+from torchtitan_lite.config.checks import check_machine, check_run
 from torchtitan_lite.config.flavors import ModelArgs, describe_skipped, list_linears, plan_float8
 from torchtitan_lite.config.hardware import Machine, find_missing_compiler
-from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Compile, Config, Metrics, Parallelism, with_value
-from torchtitan_lite.data.corpus_folder import DATASETS, DOWNLOADS, check_corpora, check_weights
-from torchtitan_lite.data.vocabulary import Vocabulary
+from torchtitan_lite.data.corpus_folder import DOWNLOADS, check_corpora, check_weights
+from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.dump_folder import check_files
 from torchtitan_lite.run_config import (
-    PATH,
     check_export,
     check_initial_load,
     choose_tokenizer,
@@ -43,12 +40,12 @@ class Prepared:
     config_name: str
     model_args: ModelArgs
     layout: Layout
-    memory: list[MemoryBound]  # empty: not judged, because the memory is not known
+    memory: MemoryBound | None  # None: not judged, because the memory is not known
     notices: list[str]
     dump_folder: Path
     resumed_step: int  # the last step that is already done; 0: the run does not resume
     certificate: dict[str, object] | None  # the record of `verify` for this config, these mesh dims and this code
-    vocabulary: Vocabulary
+    tokenizer: Tokenizer
     published: dict[str, dict]  # config.json and generation_config.json of the weights that the run starts from, if any
 
 
@@ -65,22 +62,17 @@ def preflight(
     if n_ranks is None:
         n_ranks = choose_n_ranks(config.parallelism, machine, n_hosts)
 
-    # ---- numbers: the rules of config/checks.py, and memory
-    degrees = plan_degrees(config.parallelism, n_ranks)
-    case = Case(config, None, degrees, n_ranks, plan_batch(config, degrees), machine=machine)
-    problems = find_problems("run", case) + find_problems("machine", case)
-    model_args = layout = None
-    memory: list[MemoryBound] = []
-    try:
-        model_args = resolve_model(config.model)
-        if prod(degrees.values()) == n_ranks:
-            memory = bound_memory(config, model_args, degrees, machine, n_hosts)
+    # ---- numbers. A layout that would be planned with the default of a bad key is not: its problems mean nothing
+    problems = check_run(config) + check_machine(config, machine)
+    model_args = layout = memory = None
+    if not any(problem.key.startswith(("model.", "training.", "parallelism.")) for problem in reading.problems):
+        try:
+            model_args = resolve_model(config.model)
+            layout = plan_layout(config, model_args, n_ranks)
+            memory = bound_memory(config, model_args, layout.degrees, machine, n_hosts)
             problems += check_memory(config, model_args, memory, machine)
-        layout = plan_layout(config, model_args, n_ranks)
-    except ConfigError as error:
-        problems += error.problems
-    if model_args is None:  # rules that need no ModelArgs
-        problems += find_problems("mesh", case)
+        except ConfigError as error:
+            problems += error.problems
 
     # ---- files and the machine
     tokenizer, resumed_step = None, find_resumed_step(config, restarted)
@@ -88,10 +80,10 @@ def preflight(
     try:
         tokenizer = choose_tokenizer(config, weights)
         config = with_value(config, "model.hf_assets_path", tokenizer.assets)
-        problems += check_vocabulary(config, tokenizer.vocabulary, model_args)
+        problems += check_vocabulary(config, tokenizer.tokenizer, model_args)
     except ConfigError as error:
         problems += error.problems
-    problems += check_data(config, tokenizer and tokenizer.vocabulary)
+    problems += check_data(config, tokenizer and tokenizer.tokenizer)
     problems += check_files(config, restarted)
     if machine.is_here:
         problems += check_compilers(config.compile, machine.device_type) + check_packages(config.metrics)
@@ -102,7 +94,7 @@ def preflight(
         if not resumed_step:
             problems += check_initial_load(config, model_args)
 
-    problems = reading.problems + drop_follow_ups(problems, reading.problems)
+    problems = reading.problems + problems
     if problems:
         raise ConfigError(problems)
     assert model_args and layout and tokenizer, "without a problem there is a plan"
@@ -122,7 +114,7 @@ def preflight(
         dump_folder=Path(config.job.dump_folder),
         resumed_step=resumed_step,
         certificate=certificate,
-        vocabulary=tokenizer.vocabulary,
+        tokenizer=tokenizer.tokenizer,
         published=weights.published if weights else {},
     )
 
@@ -133,22 +125,6 @@ def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> 
         return machine.n_devices * n_hosts
     degrees = [value for key, value in vars(parallelism).items() if key.endswith("_degree")]
     return 2 * n_hosts if -1 in degrees else prod(degrees)
-
-
-def drop_follow_ups(problems: list[Problem], causes: list[Problem]) -> list[Problem]:
-    """Leave out the problems that may be due to a bad value which was replaced by its default (`causes`)."""
-    follow = {"degrees": {"degrees", "batch"}, "batch": {"batch"}, "shape": {"shape"}, PATH: {PATH, "shape"}}
-    families = {family for cause in causes for family in follow.get(name_family(cause.key), {cause.key})}
-    return [problem for problem in problems if name_family(problem.key) not in families]
-
-
-def name_family(key: str) -> str:
-    """Return the family of a key: keys that are computed from each other are one family."""
-    if "_degree" in key:
-        return "degrees"
-    if "batch_size" in key:
-        return "batch"
-    return "shape" if key.startswith("model.") and key != "model.hf_assets_path" else key
 
 
 def describe_float8(config: Config, args: ModelArgs, tp: int) -> list[str]:
@@ -187,9 +163,9 @@ def check_packages(section: Metrics) -> list[Problem]:
     return [Problem("metrics.enable_wandb", True, why, remedy)]
 
 
-def check_vocabulary(config: Config, vocabulary: Vocabulary, model_args: ModelArgs | None) -> list[Problem]:
+def check_vocabulary(config: Config, tokenizer: Tokenizer, model_args: ModelArgs | None) -> list[Problem]:
     """Find a tokenizer with more tokens than the embedding of the model has rows."""
-    vocab_size = vocabulary.vocab_size
+    vocab_size = tokenizer.vocab_size
     if model_args is None or vocab_size <= model_args.vocab_size:
         return []
     why = f"the ids of the tokenizer {config.model.hf_assets_path} go from 0 to {vocab_size - 1}"
@@ -197,28 +173,22 @@ def check_vocabulary(config: Config, vocabulary: Vocabulary, model_args: ModelAr
     return [Problem("model.vocab_size", model_args.vocab_size, why, remedy)]
 
 
-def check_data(config: Config, vocabulary: Vocabulary | None) -> list[Problem]:
-    """Find corpora that are missing, damaged, or, where the vocabulary is known, made with another tokenizer."""
+def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
+    """Find corpora that are missing, damaged, or, where the tokenizer is known, made with another one."""
     trained, validation = config.training.dataset, config.validation
-    check = partial(check_corpora, vocabulary=vocabulary)
+    check = partial(check_corpora, tokenizer=tokenizer)
     problems = check("training.dataset", trained, split="train", dataset_path=config.training.dataset_path)
     problems += check_weights(config.training.dataset_weights, len(trained))
     names, dataset_path = choose_validation(config)
     if validation.enable and validation.dataset:
         problems += check("validation.dataset", names, split="validation", dataset_path=dataset_path)
     elif validation.enable and not problems:
-        # A flat file of tokens holds nothing out, so that validating on it would measure what was trained on.
-        known = (*DATASETS, *DOWNLOADS)
-        if flat := [name for name in trained if name not in known and not Path(name).is_dir()]:
-            remedy = "Name corpora to validate on, or set validation.enable = false"
-            problems.append(Problem("validation.dataset", [], f"{', '.join(flat)} has nothing held out", remedy))
-        else:
-            problems += check("training.dataset", trained, split="validation", dataset_path=dataset_path)
+        problems += check("training.dataset", trained, split="validation", dataset_path=dataset_path)
     for key, path, given, is_read in (
         ("training.dataset", config.training.dataset_path, trained, True),
         ("validation.dataset", validation.dataset_path, names, validation.enable),
     ):
-        if path and is_read and not set(given) & DOWNLOADS.keys():
+        if path and is_read and not set(given) & DOWNLOADS:
             why = f"{key} names none of {', '.join(DOWNLOADS)}, whose files it would hold"
             problems.append(
                 Problem(f"{key}_path", path, why, f"Leave it out: {key} itself takes paths of other corpora")

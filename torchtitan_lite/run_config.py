@@ -35,9 +35,8 @@ from torchtitan_lite.config.flavors import AUTO, ModelArgs
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import ConfigReading, read_config
 from torchtitan_lite.config.schema import Config, with_value
-from torchtitan_lite.data.tokenizer_files import KEY as TOKENIZER
-from torchtitan_lite.data.tokenizer_files import find_tokenizer, read_vocabulary
-from torchtitan_lite.data.vocabulary import Vocabulary
+from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
+from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 
 PATH = "checkpoint.initial_load_path"
 SHIPPED = "assets/tokenizer"
@@ -144,14 +143,14 @@ class Weights:
 
     path: Path
     assets: str | None  # what model.hf_assets_path would be
-    identity: str | None  # of the vocabulary
+    identity: str | None  # of the tokenizer
     published: dict[str, dict]  # config.json and generation_config.json, if they ever were in a Hugging Face folder
 
 
 @dataclass(frozen=True)
 class TokenizerChoice:
     assets: str  # model.hf_assets_path, resolved
-    vocabulary: Vocabulary
+    tokenizer: Tokenizer
     notices: list[str]
 
 
@@ -159,13 +158,13 @@ def choose_tokenizer(config: Config, weights: Weights | None) -> TokenizerChoice
     """Return the tokenizer of the run. Raises ConfigError if there is none, or another than that of the weights."""
     named = None if config.model.hf_assets_path == AUTO else config.model.hf_assets_path
     if weights is None:
-        return TokenizerChoice(named or SHIPPED, read_vocabulary(named or SHIPPED), [])
+        return TokenizerChoice(named or SHIPPED, load_tokenizer(named or SHIPPED), [])
     assets = named or weights.assets
     if assets is None:
         why = f"no tokenizer comes with the weights in {weights.path}"
         raise ConfigError([Problem(TOKENIZER, AUTO, why, "Name the one that they were trained with")])
-    vocabulary = read_vocabulary(assets)
-    if weights.identity not in (None, vocabulary.identity):
+    tokenizer = load_tokenizer(assets)
+    if weights.identity not in (None, tokenizer.identity):
         why = f"the weights in {weights.path} were trained with another tokenizer, so its ids mean other words to them"
         if named is None:
             remedy = f"{assets}, which they name, has changed: name the one that they were trained with"
@@ -174,10 +173,10 @@ def choose_tokenizer(config: Config, weights: Weights | None) -> TokenizerChoice
         raise ConfigError([Problem(TOKENIZER, assets, why, remedy)])
     notices = []
     if named is None:
-        notices = [f"the tokenizer is that of the weights in {weights.path}: {vocabulary.path}"]
+        notices = [f"the tokenizer is that of the weights in {weights.path}: {tokenizer.path}"]
     elif weights.identity is None:
         notices = [f"{weights.path} does not say whether {TOKENIZER} = {named!r} is the tokenizer of its weights"]
-    return TokenizerChoice(assets, vocabulary, notices)
+    return TokenizerChoice(assets, tokenizer, notices)
 
 
 def find_weights(config: Config, resumed_step: int) -> Weights | None:
@@ -214,6 +213,6 @@ def describe_hugging_face(path: Path) -> Weights:
     if find_tokenizer(assets) is None:
         return Weights(path, None, None, published)
     try:
-        return Weights(path, assets, read_vocabulary(assets).identity, published)
+        return Weights(path, assets, load_tokenizer(assets).identity, published)
     except ConfigError:  # raised again if it is the one that the run would use
         return Weights(path, assets, None, published)

@@ -1,8 +1,11 @@
 """`bench`: the table of benches, and the report of one for people and for programs."""
 
+import argparse
 import json
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from tempfile import gettempdir
 
@@ -12,8 +15,8 @@ from torchtitan_lite.bench.peers import bench_peers
 from torchtitan_lite.bench.rounds import BenchFailed, Report
 from torchtitan_lite.bench.step import bench_step
 from torchtitan_lite.components.metrics import compute_mfu
-from torchtitan_lite.config.command_lines import make_bench_parser
 from torchtitan_lite.config.messages import ConfigError, format_table
+from torchtitan_lite.config.options import make_parser, positive
 
 BENCHES: dict[str, Callable[..., Report]] = {"step": bench_step, "gpu": bench_gpu, "io": bench_io}
 COLUMNS = {  # rate -> title and format in the table
@@ -22,6 +25,44 @@ COLUMNS = {  # rate -> title and format in the table
     "share_of_matmul": ("of matmul", ".1%"),  # as mfu_full, of the speed of a large matmul
     "memory_gib": ("GiB", ".2f"),
 }
+
+
+def make_bench_parser() -> ArgumentParser:
+    """Make a sub-command for each bench, which decides what is not given."""
+    description = """
+How fast is it, as ratios against references measured in the same run?
+
+The numbers are for reading: a bench never fails because something was slow."""
+    epilog = "Exit status: 0 measured, 1 it failed or the contenders do not compute the same, 2 wrong input."
+    parser = make_parser("bench", description, epilog)
+    options = {
+        "--rounds": {"dest": "n_rounds", "type": int, "help": "turns of each contender"},
+        "--steps": {"dest": "n_steps", "type": positive, "help": "steps of a turn"},
+        "--out": {"metavar": "FILE", "help": "keeps each row as a line of JSON; default: in assets/benchmarks/"},
+        "--seconds": {"type": positive, "help": "for the whole table; what does not fit is named"},
+        "--peers": {
+            "type": Path,
+            "metavar": "DIR",
+            "help": "compare with the checkouts torchtitan and picotron in DIR instead, on CPU ranks",
+        },
+        "--tiny": {"action": "store_true", "help": "models that a CPU carries too: its numbers mean nothing"},
+    }
+    usual = ["--rounds", "--steps"]
+    benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
+    for name, names, compares in (
+        ("step", [*usual, "--peers"], "a step with a hand-written loop and with transformers, compiled with eager"),
+        (
+            "gpu",
+            [*usual, "--out", "--seconds", "--tiny"],
+            "1B, 3B and 8B on one GPU, eager, compiled and in float8, with its largest matmuls",
+        ),
+        ("io", usual, "saving with disk and hash, batches with mapped files, the start of a run with importing torch"),
+    ):
+        bench = benches.add_parser(name, help=compares, description=compares, allow_abbrev=False)
+        bench.add_argument("--json", action="store_true", help="print for programs")
+        for option in names:
+            bench.add_argument(option, default=argparse.SUPPRESS, **options[option])
+    return parser
 
 
 def main(args: list[str]) -> int:

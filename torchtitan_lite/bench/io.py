@@ -25,11 +25,12 @@ import torch.distributed as dist
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.bench.rounds import BenchFailed, Report, measure_rounds, one_rank_group, read_setting
-from torchtitan_lite.checkpoint.manifest import HASH_BYTES, find_steps
+from torchtitan_lite.checkpoint.manifest import find_steps
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.config.files import sync_folder
 from torchtitan_lite.config.schema import Checkpoint, Training
 from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, dump_manifest
 from torchtitan_lite.data.dataset import SampleReader, SampleStream
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
@@ -106,7 +107,7 @@ class CheckpointBench:
             os.fsync(file.fileno())
 
     def hash(self) -> None:
-        digest = hashlib.blake2b(digest_size=HASH_BYTES)
+        digest = hashlib.blake2b()
         for content in self.contents:
             digest.update(content)
 
@@ -119,15 +120,18 @@ class CheckpointBench:
 
 
 def build_reading(folder: Path, n_tokens: int, n_windows: int) -> dict[str, Callable[[], None]]:
-    """Return two contenders that read as many windows of seq_len + 1 tokens from all over one flat file."""
-    tokenizer, path = load_tokenizer(TOKENIZER), folder / "random.bin"
+    """Return two contenders that read as many windows of seq_len + 1 tokens from all over one corpus."""
+    tokenizer, path = load_tokenizer(TOKENIZER), folder / "train.tokens"
     seq_len, n_rows = Training.seq_len, Training.local_batch_size
     block = torch.randint(tokenizer.vocab_size, (2**20,), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
     content = bytes(block.view(torch.uint8).tolist())  # bytes() of a torch storage takes two seconds a MiB
     with open(path, "wb") as file:
         for start in range(0, n_tokens, len(block)):
             file.write(content[: 2 * (n_tokens - start)])
-    corpus = open_corpus(str(path), tokenizer, cache_folder=folder)
+    (folder / "train.documents").write_bytes(bytes(8))
+    split = Split(n_tokens, 1, 0, 0, {"tokens": "", "documents": ""})
+    (folder / MANIFEST).write_text(dump_manifest(CorpusManifest("uint16", tokenizer.identity, {"train": split})))
+    corpus = open_corpus(str(folder), tokenizer, cache_folder=folder)
     reader = SampleReader([corpus], seq_len=seq_len, vocab_size=tokenizer.vocab_size)
     stream = SampleStream(reader, global_batch_size=n_rows, seed=0)
     steps, draw = count(), Random(0)

@@ -37,7 +37,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import make_config
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, locate
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_model
-from torchtitan_lite.config.messages import ConfigError, Problem, show_text
+from torchtitan_lite.config.messages import ConfigError, Problem, shorten
 from torchtitan_lite.config.reader import dump_config_toml, format_toml
 from torchtitan_lite.config.schema import Config, Metrics, Parallelism, get_value, with_value
 
@@ -258,7 +258,7 @@ def find_reason(output: str) -> str:
     """Return the first exception that a rank has printed, without torchrun's own; else the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()] or ["it printed nothing"]
     raised = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception)\b", line)]
-    return show_text((raised or lines[-1:])[0], 300)
+    return shorten((raised or lines[-1:])[0], 300)
 
 
 def read_speed(trainer: Trainer, output: str, n_ranks: int, n_steps: int) -> float:

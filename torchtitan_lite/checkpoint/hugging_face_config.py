@@ -34,10 +34,9 @@ from torchtitan_lite.checkpoint.hugging_face_families import (
 from torchtitan_lite.config.files import read_json_object
 from torchtitan_lite.config.flavors import AUTO, AUTO_WITH_EXPERTS, ROPE_KEYS, MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.messages import ConfigError, Problem, show_text
-from torchtitan_lite.config.reader import KEYS
+from torchtitan_lite.config.messages import ConfigError, Problem, shorten
+from torchtitan_lite.config.reader import KEYS, WrongValue, convert_text
 from torchtitan_lite.config.schema import Model
-from torchtitan_lite.config.values import WrongValue, convert
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 IN_MANIFEST = "hugging_face"  # key in `run` of a manifest: name of a file -> its content
@@ -51,7 +50,7 @@ class HuggingFaceError(ValueError):
     """A folder that does not hold a model that we can load. `problems` lists everything that was found."""
 
     def __init__(self, folder: Path, problems: list[str]):
-        self.problems = [show_text(problem) for problem in problems]
+        self.problems = [shorten(problem) for problem in problems]
         super().__init__("\n".join([f"{folder} cannot be used:", *(f"  {problem}" for problem in self.problems)]))
 
 
@@ -276,9 +275,9 @@ def take_model(model: Model, theirs: ModelArgs, source: str) -> Model:
         problems.append(Problem("model.flavor", model.flavor, why, remedy))
     for key, value in expected.items():
         try:
-            convert(KEYS[f"model.{key}"], show_number(value), is_text=True)
+            convert_text(KEYS[f"model.{key}"], show_number(value))
         except WrongValue as wrong:
-            problems.append(Problem(f"model.{key}", value, f"{wrong.why}, and {source} has it", wrong.remedy))
+            problems.append(Problem(f"model.{key}", value, f"{wrong.args[0]}, and {source} has it", wrong.args[1]))
     if problems:
         raise ConfigError(problems)
     flavor = AUTO_WITH_EXPERTS if theirs.mixture and model.flavor == AUTO else model.flavor

@@ -21,10 +21,17 @@ from torch.optim.optimizer import Optimizer
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
-from torchtitan_lite.checkpoint.manifest import CheckpointError, DamagedCheckpoint, Manifest, find_steps, read_manifest
+from torchtitan_lite.checkpoint.manifest import (
+    CheckpointError,
+    DamagedCheckpoint,
+    Manifest,
+    find_damage,
+    find_steps,
+    read_checksums,
+    read_manifest,
+)
 from torchtitan_lite.checkpoint.save import name_tensors, name_weights
 from torchtitan_lite.checkpoint.storage import StorageReader, do_on_rank_0, explain_dcp_error, raise_on_all_ranks
-from torchtitan_lite.checkpoint.tensor_files import find_damage
 from torchtitan_lite.config.certificates import describe_certificate
 from torchtitan_lite.config.schema import Checkpoint
 
@@ -137,18 +144,17 @@ def load_checkpoint(
     """
     manifest = raise_on_all_ranks(group, lambda: read_matching_manifest(path, tensors, fingerprint))
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    own_files = sorted(manifest.files)[rank::world_size] if verify else []
+    own_files = sorted(read_checksums(path))[rank::world_size] if verify else []
     failure = None
-    with ThreadPoolExecutor(thread_name_prefix="verify") as threads:  # hashing releases the interpreter
-        hashing = [threads.submit(find_damage, path / name, manifest.files[name]) for name in own_files]
+    with ThreadPoolExecutor(1, thread_name_prefix="verify") as thread:
+        hashing = thread.submit(find_damage, path, own_files)
         try:
             planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
             dcp.load(tensors, storage_reader=StorageReader(path, manifest), planner=planner, process_group=group)
         except CheckpointException as error:  # the same on every rank
             failure = explain_dcp_error(error)
-        damage = [problem for future in hashing if (problem := future.result())]
     found: list[list[str]] = [[] for _ in range(world_size)]
-    dist.all_gather_object(found, damage, group=group)
+    dist.all_gather_object(found, hashing.result(), group=group)
     if problems := [problem for of_rank in found for problem in of_rank]:
         raise DamagedCheckpoint("; ".join(problems[:3]) + f" and {len(problems) - 3} more" * (len(problems) > 3))
     if failure:

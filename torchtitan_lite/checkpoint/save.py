@@ -8,16 +8,15 @@ numbers. So the step, which is in the manifest, restores all of them on any layo
 
     save(20) ------------------------------ save(40)
       |  waits for the previous save          |
-      |  starts to copy                       |        async: `check` raises an error after the step in which the
-      v                                       v        thread met it; leaving the saver waits for the last save
-      thread: copy, plan, write, hash, commit, prune
+      |  copies to the host, on CUDA beside   |        async: `check` raises an error after the step in which the
+      v  the next forward and backward        v        thread met it; leaving the saver waits for the last save
+      thread: plan, write, hash, commit, prune
 
 Ranks save over a group that no other code uses: the calls of two threads over one group have no order, and can
 deadlock.
 """
 
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -28,82 +27,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps
-from torchtitan_lite.checkpoint.storage import StorageWriter, explain_dcp_error, raise_on_all_ranks
-from torchtitan_lite.checkpoint.tensor_files import convert_dtype
+from torchtitan_lite.checkpoint.storage import StorageWriter, convert_dtype, explain_dcp_error, raise_on_all_ranks
 from torchtitan_lite.config.schema import Checkpoint, Config
 
 logger = logging.getLogger(__name__)
-
-
-class Staging(dcp.DefaultSavePlanner):
-    """DCP's planner, which writes copies of a rank's tensors: in host memory, made while the next step runs.
-
-        step n   save        forward   backward   optimizer.step      only optimizer.step changes the weights,
-                 copying ----------------->|      waits for the copy  so the copy has a whole forward and backward
-                 writing                   |--------------------------------------------->  until the next save
-
-    The buffers are allocated once and reused, so memory does not grow. On CUDA they may be pinned; a separate stream
-    fills them, and only the device waits for it. On a CPU the thread that writes makes the copies first.
-    """
-
-    def __init__(self, *, pinned: bool):
-        super().__init__(flatten_state_dict=False)
-        self.pinned = pinned and torch.cuda.is_available()
-        self.buffers: dict[str, Tensor] = {}
-        self.copied = threading.Event()
-        self.copied.set()
-        self.stream: torch.cuda.Stream | None = None
-
-    def begin(self, tensors: dict[str, Tensor]) -> None:
-        """Allocate buffers for this rank's shards of `tensors`. On CUDA, also enqueue the copies."""
-        self.shards = {
-            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()
-        }
-        for name, shard in self.shards.items():
-            buffer = self.buffers.get(name)
-            if buffer is None or (buffer.shape, buffer.dtype) != (shard.shape, shard.dtype):
-                self.buffers[name] = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=self.pinned)
-        self.copied.clear()
-        if any(shard.is_cuda for shard in self.shards.values()):
-            if self.stream is None:
-                self.stream = torch.cuda.Stream()
-            self.stream.wait_stream(torch.cuda.current_stream())  # the step that is to be saved
-            with torch.cuda.stream(self.stream):
-                self.copy()
-            self.copied.set()  # on the host; `wait` makes the device wait too
-
-    def create_local_plan(self) -> SavePlan:
-        """Finish the copies. DCP calls this in the thread that writes, and shares an error with all ranks."""
-        try:
-            if not self.copied.is_set():
-                self.copy()
-        finally:
-            self.copied.set()
-        if self.stream is not None:
-            self.stream.synchronize()
-        return super().create_local_plan()
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.buffers[index.fqn]
-
-    def copy(self) -> None:
-        for name, shard in self.shards.items():
-            self.buffers[name].copy_(shard, non_blocking=self.pinned)
-
-    def wait(self) -> None:
-        """Wait until the tensors may change. On CUDA only the device waits."""
-        self.copied.wait()
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
 
 
 class CheckpointSaver:
@@ -131,10 +65,13 @@ class CheckpointSaver:
         self.newest_step: int | None = None  # that is saved; known on rank 0 only
         if section.enable and dist.get_rank(group) == 0:
             self.newest_step = max(find_steps(folder), default=None)
-        self.staging = self.thread = None
+        self.stager = self.thread = None
         if section.async_mode != "disabled":
-            self.staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
-            optimizer.register_step_pre_hook(lambda *_: self.staging.wait())
+            on_cuda = device.type == "cuda"
+            pinned = on_cuda and section.async_mode == "async_with_pinned_mem"
+            # Its buffers are used again, so memory does not grow. On a CPU the copy is made at once.
+            self.stager = DefaultStager(StagingOptions(pinned, False, on_cuda, on_cuda))
+            optimizer.register_step_pre_hook(lambda *_: self.stager.synchronize_staging())
             set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if device.type == "cuda" else {}
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", **set_device)
 
@@ -145,11 +82,10 @@ class CheckpointSaver:
         failed on any rank and `on_save_error` is "stop". A failed save leaves nothing behind.
         """
         self.wait()
-        if self.staging is None:
+        if self.stager is None:
             self.finish_save(lambda: self.write(step, tensors))
         else:
-            self.staging.begin(tensors)
-            self.in_flight = self.thread.submit(self.write, step, tensors)
+            self.in_flight = self.thread.submit(self.write, step, self.stager.stage(tensors))
 
     def check(self) -> None:
         """Raise the error of a save that has ended since the last call, as `save` does."""
@@ -174,12 +110,13 @@ class CheckpointSaver:
             if dist.get_rank(self.group) == 0:
                 logger.error(f"NOT SAVED, and the run continues (checkpoint.on_save_error): {error}")
 
-    def write(self, step: int, tensors: dict[str, Tensor]) -> None:
+    def write(self, step: int, tensors: dict[str, Tensor] | Future) -> None:
         """Save and commit one step, then delete old ones. Runs in the thread if saves are asynchronous."""
+        tensors = tensors.result() if isinstance(tensors, Future) else tensors
         final = self.folder / f"step-{step}"
         rank = dist.get_rank(self.group)
-        writer = StorageWriter(final, Manifest(step, self.fingerprint, self.run, {}, {}), rank)
-        planner = self.staging or dcp.DefaultSavePlanner(flatten_state_dict=False)
+        writer = StorageWriter(final, Manifest(step, self.fingerprint, self.run, {}), rank)
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
         try:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as error:  # the same on every rank, and no rank is still writing
@@ -227,6 +164,7 @@ class CheckpointSaver:
         finally:
             if self.thread is not None:
                 self.thread.shutdown()
+                self.stager.close()
 
 
 def name_weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,9 +1,8 @@
-"""The storage of torch.distributed.checkpoint (DCP): our files in the place of its own.
+"""The storage of torch.distributed.checkpoint (DCP): safetensors and JSON in the place of its own files.
 
-DCP plans which rank writes which chunk of which tensor, each copy once, and which chunks a rank of any other layout
-must read. Its storage is an extension point. DCP's own files have metadata in a pickle, so that a crafted checkpoint
-runs code, and no hashes, so that a flipped bit is loaded silently. The classes here write and read safetensors files
-and one JSON manifest.
+DCP plans which rank writes which box of which tensor, each copy once, and which boxes a rank of any other layout must
+read. Its storage is an extension point. DCP's own files have metadata in a pickle, so that a crafted checkpoint runs
+code, and no hashes, so that a flipped bit is loaded silently.
 
     save   rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename to step-20/
     load   every rank reads the manifest, and then only the boxes that it needs
@@ -12,13 +11,19 @@ If one rank fails, every rank raises the same error; otherwise the others would 
 and report a timeout minutes later. DCP does so for what it calls; `raise_on_all_ranks` does for everything else.
 """
 
-from collections.abc import Callable
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf, prod
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint import StorageReader as Reader
 from torch.distributed.checkpoint import StorageWriter as Writer
@@ -36,15 +41,19 @@ from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.manifest import (
     CheckpointError,
     Chunk,
-    FileRecord,
+    DamagedCheckpoint,
     Manifest,
     TensorRecord,
+    find_damage,
     name_entry,
     name_file,
+    read_checksums,
+    read_manifest,
 )
-from torchtitan_lite.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, TensorFileReader, TensorFileWriter
+from torchtitan_lite.config.files import hash_file
 
 Result = TypeVar("Result")
+Entries = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # name -> dtype and shape, in the order of the files
 
 
 # --- errors ---
@@ -82,6 +91,48 @@ def as_checkpoint_error(error: BaseException, prefix: str = "") -> CheckpointErr
     return error if isinstance(error, CheckpointError) else CheckpointError(f"{prefix}{type(error).__name__}: {error}")
 
 
+# --- one file ---
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file, and wait until it is on the disk. Raises CheckpointError."""
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with folders.explain_full_disk(path):
+        save_file(on_host, path, {"format": "pt"})  # transformers refuses files without it
+        path.chmod(0o644)  # the library lets nobody else read it
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def open_tensors(path: Path) -> safe_open:
+    """Open a file with the safetensors library, which maps it and checks its header. Raises DamagedCheckpoint."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise DamagedCheckpoint(f"{path} cannot be read as safetensors: {error}") from None
+
+
+def cut_into_files(n_bytes: Mapping[str, int], most_file_bytes: float) -> list[list[str]]:
+    """Cut a list of tensors, name -> bytes, into files of at most that size. A larger tensor gets its own file."""
+    files: list[list[str]] = []
+    filled = 0  # bytes of the last file
+    for name, size in n_bytes.items():
+        if not files or filled + size > most_file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    return files
+
+
+def convert_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a tensor. Raises CheckpointError where a finite number becomes an infinity in float16."""
+    converted = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
+        raise CheckpointError(f"{name} has numbers beyond 65,504, the largest of float16: choose bfloat16 or float32")
+    return converted
+
+
 # --- DCP's hooks ---
 
 
@@ -111,12 +162,11 @@ class NoSetUp:
 class StorageWriter(NoSetUp, Writer):
     """Write what DCP has planned for this rank. Rank 0 also creates the folder and commits it.
 
-    `unsaved` is the manifest without files and tensors.
+    `unsaved` is the manifest without tensors.
     """
 
     def __init__(self, final: Path, unsaved: Manifest, rank: int):
-        self.final, self.unsaved = final, unsaved
-        self.file_name = name_file(rank)
+        self.final, self.unsaved, self.file_name = final, unsaved, name_file(rank)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the folder. DCP calls this on rank 0, before any rank writes."""
@@ -125,34 +175,32 @@ class StorageWriter(NoSetUp, Writer):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        chunks = {}  # name of the entry -> DCP's item, and the chunk
+        chunks, tensors = [], {}
         for item in plan.items:
             data = item.tensor_data
             chunk = Chunk(self.file_name, tuple(data.chunk.offsets), tuple(data.chunk.sizes))
             if 0 not in chunk.sizes:  # a rank beyond the last row has an empty shard
-                record = TensorRecord(DTYPE_NAMES[data.properties.dtype], tuple(data.size), ())
-                chunks[name_entry(item.index.fqn, record, chunk)] = (item, chunk)
+                chunks.append((item.index, chunk))
+                tensors[name_entry(item.index.fqn, data.size, chunk)] = planner.resolve_data(item)
         if not chunks:
             return completed([])
-        entries = {name: (item.tensor_data.properties.dtype, chunk.sizes) for name, (item, chunk) in chunks.items()}
-        with TensorFileWriter(folders.name_unfinished(self.final) / self.file_name, entries) as file:
-            for name, (item, _) in chunks.items():
-                file.write(name, planner.resolve_data(item))
-            record = file.finish()
-        return completed([WriteResult(item.index, record.size, (chunk, record)) for item, chunk in chunks.values()])
+        path = folders.name_unfinished(self.final) / self.file_name
+        write_tensors(path, tensors)
+        digest, size = hash_file(path, hashlib.blake2b()), path.stat().st_size
+        return completed([WriteResult(index, size, (chunk, digest)) for index, chunk in chunks])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit. DCP calls this on rank 0, when every rank has all its data on the disk."""
         chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
-        files: dict[str, FileRecord] = {}
+        hashes: dict[str, str] = {}
         for result in (result for of_rank in results for result in of_rank):
-            chunk, files[chunk.file] = result.storage_data
+            chunk, hashes[chunk.file] = result.storage_data
             chunks[result.index.fqn].append(chunk)
         tensors = {
-            name: TensorRecord(DTYPE_NAMES[described.properties.dtype], tuple(described.size), tuple(chunks[name]))
+            name: TensorRecord(name_dtype(described.properties.dtype), tuple(described.size), tuple(chunks[name]))
             for name, described in metadata.state_dict_metadata.items()
         }
-        folders.commit(self.final, replace(self.unsaved, files=files, tensors=tensors))
+        folders.commit(self.final, replace(self.unsaved, tensors=tensors), hashes)
 
 
 class StorageReader(NoSetUp, Reader):
@@ -165,7 +213,7 @@ class StorageReader(NoSetUp, Reader):
         return Metadata(
             {
                 name: TensorStorageMetadata(
-                    TensorProperties(dtype=DTYPES[record.dtype]),
+                    TensorProperties(dtype=getattr(torch, record.dtype)),
                     torch.Size(record.shape),
                     [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in record.chunks],
                 )
@@ -178,18 +226,91 @@ class StorageReader(NoSetUp, Reader):
         for item in plan.items:
             record = self.manifest.tensors[item.storage_index.fqn]
             (chunk,) = [chunk for chunk in record.chunks if chunk.offsets == tuple(item.storage_index.offset)]
-            planned.setdefault(chunk.file, []).append((item, record, chunk))
+            planned.setdefault(chunk.file, []).append((item, name_entry(item.storage_index.fqn, record.shape, chunk)))
         for name, items in planned.items():
-            file = TensorFileReader(self.folder / name, self.manifest.files[name])
-            for item, record, chunk in items:
+            file = open_tensors(self.folder / name)
+            for item, entry in items:
                 target = planner.resolve_tensor(item)
-                box = file.read(item.storage_index.fqn, record, chunk, item.storage_offsets, target.shape)
-                target.detach().copy_(box)
+                box = zip(item.storage_offsets, target.shape, strict=True)
+                # A view of the mapped file: it allocates nothing
+                target.detach().copy_(read_box(file, entry, [slice(start, start + size) for start, size in box]))
                 planner.commit_tensor(item, target)
         return completed(None)
+
+
+def read_box(file: safe_open, entry: str, box: Iterable[slice]) -> Tensor:
+    return file.get_slice(entry)[tuple(box) or ...]
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def completed(result: object) -> Future:
     future: Future = Future()
     future.set_result(result)
     return future
+
+
+# --- in one process, for tools: one tensor at a time is read, however large the model is ---
+
+
+class OpenCheckpoint:
+    """A checkpoint whose manifest is read. Files are opened when their tensors are read."""
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self.folder, self.manifest = folder, manifest
+        # Name -> dtype and shape of the whole tensor.
+        self.tensors = {name: (getattr(torch, r.dtype), r.shape) for name, r in manifest.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor, on the CPU. Raises KeyError if there is none, DamagedCheckpoint for a damaged file."""
+        dtype, shape = self.tensors[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        for chunk in self.manifest.tensors[name].chunks:
+            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            tensor[box] = open_tensors(self.folder / chunk.file).get_tensor(name_entry(name, shape, chunk))
+        return tensor
+
+
+def open_checkpoint(folder: Path, *, verify: bool = True) -> OpenCheckpoint:
+    """Open the checkpoint `folder` (a step-N). With `verify`, read and hash all its files first.
+
+    Raises CheckpointError where there is none, DamagedCheckpoint naming the damaged files.
+    """
+    manifest = read_manifest(folder)
+    if verify and (damage := find_damage(folder, list(read_checksums(folder)))):
+        raise DamagedCheckpoint("; ".join(damage))
+    return OpenCheckpoint(folder, manifest)
+
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    tensors: Entries,
+    read: Callable[[str], Tensor],
+    *,
+    fingerprint: Mapping[str, object] | None = None,
+    run: Mapping[str, object] | None = None,
+    most_file_bytes: float = inf,
+) -> None:
+    """Write `tensors` as a new checkpoint. `read(name)` returns each of them when it is needed; a file is in memory.
+
+    Raises CheckpointError if `folder` or an unfinished one exists, or cannot be written; then nothing is left.
+    """
+    unfinished = folders.create_unfinished(folder)
+    n_bytes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
+    records, hashes = {}, {}
+    try:
+        for number, names in enumerate(cut_into_files(n_bytes, most_file_bytes)):
+            file = name_file(number)
+            write_tensors(unfinished / file, {name: read(name) for name in names})
+            hashes[file] = hash_file(unfinished / file, hashlib.blake2b())
+            for name in names:
+                dtype, shape = tensors[name]
+                chunk = Chunk(file, (0,) * len(shape), tuple(shape))
+                records[name] = TensorRecord(name_dtype(dtype), tuple(shape), (chunk,))
+        folders.commit(folder, Manifest(step, dict(fingerprint or {}), dict(run or {}), records), hashes)
+    except BaseException:
+        folders.discard(folder)
+        raise

@@ -12,11 +12,10 @@ Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 from dataclasses import dataclass, fields, replace
 from math import prod
 
-from torchtitan_lite.config.case import Case
-from torchtitan_lite.config.checks import find_problems, find_refused
+from torchtitan_lite.config.checks import check_layout, check_mesh, check_model, find_refused
 from torchtitan_lite.config.flavors import FLAVORS, ROPE_KEYS, MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.pipeline_plan import Stages, check_microbatches, place_stages, plan_stages
+from torchtitan_lite.config.pipeline_plan import Stages, check_microbatches, find_csv_fault, place_stages, plan_stages
 from torchtitan_lite.config.schema import Config, Model, Parallelism, with_value
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
@@ -41,8 +40,7 @@ def resolve_model(model: Model) -> ModelArgs:
     args = replace(row, **given, rope_scaling=scaling, mixture=mixture)
     if model.head_dim is None and (model.dim or model.n_heads):
         args = replace(args, head_dim=args.dim // args.n_heads)
-    case = Case(Config(model=model), args)
-    if problems := find_problems("model", case) + find_problems("mixture", case):
+    if problems := check_model(model, args):
         raise ConfigError(problems)
     return args
 
@@ -108,11 +106,10 @@ def plan_layout(config: Config, args: ModelArgs, world_size: int) -> Layout:
     section = config.parallelism
     degrees, zero_stage = plan_degrees(section, world_size), plan_zero_stage(section)
     batch = plan_batch(config, degrees)
-    case = Case(config, args, degrees, world_size, batch, zero_stage)
-    problems = find_problems("mesh", case) + find_problems("layout", case)
-    if case.csv_fault:  # what follows would read the file again
+    problems = check_mesh(config, degrees, world_size, batch) + check_layout(config, args, degrees, batch)
+    problems += find_refused(config, args, zero_stage).values()
+    if find_csv_fault(section):  # what follows would read the file again
         raise ConfigError(problems)
-    problems += find_refused(config, args, zero_stage)
     stages, stage_problems = plan_stages(section, args.n_layers)
     problems += stage_problems
     if degrees["pp"] > 1 and not any("batch_size" in problem.key for problem in problems):

@@ -241,6 +241,12 @@ def find_fault(path: str, pp: int) -> str:
     return wrong_number or find_missing_action(rows) or find_deadlock(rows)
 
 
+def find_csv_fault(parallelism: Parallelism) -> str:
+    """Return what is wrong with the schedule file of a run; empty: nothing, or the run needs none."""
+    path, pp = parallelism.pipeline_parallel_schedule_csv, parallelism.pipeline_parallel_degree
+    return find_fault(path, pp) if path and pp > 1 else ""
+
+
 def find_missing_action(rows: list[list[Action]]) -> str:
     """Return a stage and microbatch that does not have F and B, or F, I and W, once each; empty: there is none."""
     ranks_of, kinds = defaultdict(set), defaultdict(list)

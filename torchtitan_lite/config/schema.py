@@ -7,6 +7,7 @@ these classes from TOML and the command line; `layout.py` plans what follows fro
 
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from math import inf
 from typing import Annotated, Any, Literal
 
 from torchtitan_lite.config.choices import ATTENTIONS, DECAYS, OPTIMIZERS, SCHEDULES
@@ -15,43 +16,29 @@ from torchtitan_lite.config.flavors import AUTO, BLOCKS
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number: `low <= value <= high`, or the value `auto`, which is resolved later.
-
-    Every number has both bounds: beyond them a run cannot start, or cannot make a step.
-    """
+    """Bounds of a number: `low <= value <= high`, or the value `auto`, which is resolved later."""
 
     low: float
-    high: float
+    high: float = inf
     auto: int | None = None
 
+    def __str__(self) -> str:
+        bounds = f"{self.low} or more" if self.high == inf else f"a value from {self.low} to {self.high}"
+        return bounds if self.auto is None else f"{bounds}, or {self.auto} to have it derived"
 
-NAME_BYTES = 255  # of each file or folder in a path, at most
-PATH_BYTES = 3800  # of a path, at most: the limit of Linux, 4,095, less what a run adds to the path of a folder
 
-Steps = Annotated[int, Range(1, 10**15)]  # a float still tells such numbers apart
-StepsOrZero = Annotated[int, Range(0, 10**15)]
-StepsOrAuto = Annotated[int, Range(1, 10**15, auto=-1)]
-Sequences = Annotated[int, Range(1, 2**31)]  # far beyond what any memory holds
-SequencesOrAuto = Annotated[int, Range(1, 2**31, auto=-1)]
-TokensOrZero = Annotated[int, Range(0, 2**31)]
-Seconds = Annotated[int, Range(1, 315_360_000)]  # ten years: torch adds them to a clock that overflows after 292
-Layers = Annotated[int, Range(1, 2**14)]
-LayersOrZero = Annotated[int, Range(0, 2**14)]
-Width = Annotated[int, Range(1, 2**20)]  # the largest matrix, heads x head_dim x dim, has fewer than 2**63 numbers
-Experts = Annotated[int, Range(1, 2**14)]
-Degree = Annotated[int, Range(1, 2**20)]
-DegreeOrAuto = Annotated[int, Range(1, 2**20, auto=-1)]
-Fraction = Annotated[float, Range(0, 1)]
+Positive = Annotated[int, Range(1)]
+PositiveOrAuto = Annotated[int, Range(1, auto=-1)]
+NotNegative = Annotated[int, Range(0)]
+AboveZero = Annotated[float, Range(1e-30)]
+Share = Annotated[float, Range(0, 1)]
 Decay = Annotated[float, Range(0, 0.999999)]  # Adam divides by 1 - beta
-Entries = Annotated[int, Range(0, 10**6)]
-Weight = Annotated[float, Range(0, 1e12)]
-FilePath = Annotated[str, "path"]
 
 
 @dataclass(frozen=True)
 class Job:
     config_file: str = "debug"  # path of a TOML file, or a bare name in configs/; `--config` is short for it
-    dump_folder: FilePath = "auto"  # where a run leaves its files; auto: ./outputs/<config name>
+    dump_folder: str = "auto"  # where a run leaves its files; auto: ./outputs/<config name>
     description: str = ""  # printed at the start
     print_config: bool = False  # print the resolved config at the start
     overwrite: bool = False  # new: start over in a dump folder that holds an earlier run, whose files are deleted
@@ -60,19 +47,19 @@ class Job:
 @dataclass(frozen=True)
 class Profiling:
     enable_profiling: bool = False  # write a Chrome trace of some steps of every rank
-    save_traces_folder: FilePath = "traces"  # inside dump_folder
-    profile_freq: Steps = 10  # steps from one trace to the next; at least warm-up + active
-    profiler_active: Steps = 1  # steps recorded in each trace
-    profiler_warmup: StepsOrZero = 3  # steps before it, during which the profiler runs and records nothing
+    save_traces_folder: str = "traces"  # inside dump_folder
+    profile_freq: Positive = 10  # steps from one trace to the next; at least warm-up + active
+    profiler_active: Positive = 1  # steps recorded in each trace
+    profiler_warmup: NotNegative = 3  # steps before it, during which the profiler runs and records nothing
     enable_memory_snapshot: bool = False  # CUDA: write what is in memory every profile_freq steps, and when it runs out
-    save_memory_snapshot_folder: FilePath = "memory_snapshot"  # inside dump_folder
+    save_memory_snapshot_folder: str = "memory_snapshot"  # inside dump_folder
 
 
 @dataclass(frozen=True)
 class Metrics:
-    log_freq: Steps = 10  # steps between two log lines; the first step is always logged
+    log_freq: Positive = 10  # steps between two log lines; the first step is always logged
     enable_tensorboard: bool = True  # write TensorBoard events
-    save_tb_folder: FilePath = "tb"  # inside dump_folder
+    save_tb_folder: str = "tb"  # inside dump_folder
     enable_wandb: bool = False  # send the same to Weights & Biases; needs the extra `wandb`
     disable_color_printing: bool = False  # never colour; without it, colour on a terminal only
     measure_ledger: bool = False  # new: measure one early step beside its forecast; patches torch during that step
@@ -86,36 +73,36 @@ class Model:
     flavor: str = AUTO
     # folder with tokenizer.json or tokenizer.model, from the working directory, else from this repository; or "bytes";
     # auto: that of the weights which the run resumes or starts from, else assets/tokenizer
-    hf_assets_path: FilePath = "auto"
-    dim: Width | None = None  # new: width of the residual stream
-    n_layers: Layers | None = None  # new
-    n_heads: Width | None = None  # new: query heads
-    n_kv_heads: Width | None = None  # new: key/value heads, which groups of query heads share
-    head_dim: Width | None = None  # new: an even number; by default dim / n_heads
-    ffn_dim: Width | None = None  # new: inner width of the feed-forward
-    vocab_size: Annotated[int, Range(1, 2**24)] | None = None  # new
-    norm_eps: Annotated[float, Range(1e-12, 1)] | None = None  # new: inside the root of RMSNorm
-    rope_theta: Annotated[float, Range(1, 1e12)] | None = None  # new: base of the rotary wavelengths
+    hf_assets_path: str = "auto"
+    dim: Positive | None = None  # new: width of the residual stream
+    n_layers: Positive | None = None  # new
+    n_heads: Positive | None = None  # new: query heads
+    n_kv_heads: Positive | None = None  # new: key/value heads, which groups of query heads share
+    head_dim: Positive | None = None  # new: an even number; by default dim / n_heads
+    ffn_dim: Positive | None = None  # new: inner width of the feed-forward
+    vocab_size: Positive | None = None  # new
+    norm_eps: AboveZero | None = None  # new: inside the root of RMSNorm
+    rope_theta: AboveZero | None = None  # new: base of the rotary wavelengths
     attention: Literal[tuple(ATTENTIONS)] = "causal"  # new: document: no token sees another document's
     # new: stretched rotary wavelengths; "none" turns Llama 3.1 into Llama 3, "linear" reads rope_factor alone
     rope_scaling: Literal["none", "llama3", "linear"] | None = None
-    rope_factor: Annotated[float, Range(1e-3, 1e6)] | None = None  # new: how much longer they become; llama3: 8
-    rope_low_freq_factor: Annotated[float, Range(1e-3, 1e6)] | None = None  # new: see RopeScaling in flavors.py
-    rope_high_freq_factor: Annotated[float, Range(1e-3, 1e6)] | None = None  # new
-    rope_original_max_position_embeddings: Annotated[int, Range(1, 2**24)] | None = None  # new: tokens
+    rope_factor: AboveZero | None = None  # new: how much longer they become; llama3: 8
+    rope_low_freq_factor: AboveZero | None = None  # new: see RopeScaling in flavors.py
+    rope_high_freq_factor: AboveZero | None = None  # new
+    rope_original_max_position_embeddings: Positive | None = None  # new: tokens
     # ["float8"]: linear layers compute in float8, as [quantize.linear.float8] says
     converters: list[Literal["float8", "quantize.linear.float8"]] = field(default_factory=list)
     tie_embeddings: bool | None = None  # new: one matrix for tok_embeddings and output
     qk_norm: bool | None = None  # new: an RMSNorm of each query and key head, as Qwen3 has it
     # of flavors with experts only, see model/moe.py
-    n_experts: Experts | None = None  # new: of a layer
-    top_k: Experts | None = None  # new: experts of a token
-    expert_ffn_dim: Width | None = None  # new: inner width of one expert
-    n_shared_experts: Annotated[int, Range(0, 2**10)] | None = None  # new: as one feed-forward for every token
+    n_experts: Positive | None = None  # new: of a layer
+    top_k: Positive | None = None  # new: experts of a token
+    expert_ffn_dim: Positive | None = None  # new: inner width of one expert
+    n_shared_experts: NotNegative | None = None  # new: as one feed-forward for every token
     router_scores: Literal["softmax", "sigmoid"] | None = None  # new: of a token's logits
     normalize_top_k: bool | None = None  # new: the weights of a token's experts add up to 1
-    n_first_dense_layers: LayersOrZero | None = None  # new: without experts
-    mixture_every: Layers | None = None  # new: n: only each n-th layer has experts
+    n_first_dense_layers: NotNegative | None = None  # new: without experts
+    mixture_every: Positive | None = None  # new: n: only each n-th layer has experts
 
     @property
     def uses_float8(self) -> bool:
@@ -126,11 +113,11 @@ class Model:
 @dataclass(frozen=True)
 class Optimizer:
     name: Literal[tuple(OPTIMIZERS)] = "AdamW"  # SGD is without momentum
-    lr: Annotated[float, Range(0, 10)] = 8e-4  # peak learning rate
+    lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
     beta1: Decay = 0.9
     beta2: Decay = 0.95
-    eps: Annotated[float, Range(1e-30, 1)] = 1e-8  # 0 would be 0/0 where a gradient is 0
-    weight_decay: Annotated[float, Range(0, 1000)] = 0.1  # decoupled, on every parameter
+    eps: AboveZero = 1e-8  # 0 would be 0/0 where a gradient is 0
+    weight_decay: Annotated[float, Range(0)] = 0.1  # decoupled, on every parameter
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # AdamW; SGD: foreach
     # new: of AdamW's moments; bfloat16 saves 4 bytes per parameter
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -138,57 +125,58 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class LRScheduler:
-    warmup_steps: StepsOrZero = 200  # linear from 0 to the peak
-    total_steps: Steps | None = None  # length of the whole schedule; by default training.steps
-    decay_ratio: Fraction | None = None  # share of the steps that decays, at the end; none: decay right after warm-up
+    warmup_steps: NotNegative = 200  # linear from 0 to the peak
+    total_steps: Positive | None = None  # length of the whole schedule; by default training.steps
+    decay_ratio: Share | None = None  # share of the steps that decays, at the end; none: decay right after warm-up
     decay_type: Literal[tuple(DECAYS)] = "linear"
-    min_lr_factor: Fraction = 0.0  # the decay ends at this share of the peak
+    min_lr_factor: Share = 0.0  # the decay ends at this share of the peak
 
 
 @dataclass(frozen=True)
 class Training:
-    # corpora: names of DATASETS and DOWNLOADS in data/corpus_folder.py, folders made by `prepare`, .bin files of ids
-    dataset: list[FilePath] = field(default_factory=lambda: ["python_stdlib"])
-    dataset_path: FilePath = ""  # of c4 and c4_test: the folder, or the file, that was downloaded; none: see DOWNLOADS
-    dataset_weights: list[Weight] = field(default_factory=list)  # new: share of the samples of each; none: by size
-    cache_folder: FilePath = "outputs/cache"  # new: named corpora as tokens, shared by all runs
-    local_batch_size: Sequences = 8  # sequences per data-parallel rank and forward (all microbatches together under PP)
-    global_batch_size: SequencesOrAuto = -1  # sequences per step; auto: local_batch_size x data-parallel ranks
-    seq_len: Annotated[int, Range(1, 2**24)] = 2048  # tokens per sequence; fp32 tells no more positions apart
-    steps: Steps = 10000
-    max_norm: Annotated[float, Range(1e-12, 1e30)] = 1.0  # gradients are scaled down to this global 2-norm
+    # corpora: names of DATASETS in data/corpus_folder.py, folders made by `prepare`
+    dataset: list[str] = field(default_factory=lambda: ["python_stdlib"])
+    dataset_path: str = ""  # of c4 and c4_test: the folder, or the file, that was downloaded; none: see DATASETS
+    # new: share of the samples of each; none: by size
+    dataset_weights: list[Annotated[float, Range(0)]] = field(default_factory=list)
+    cache_folder: str = "outputs/cache"  # new: named corpora as tokens, shared by all runs
+    local_batch_size: Positive = 8  # sequences per data-parallel rank and forward (all microbatches together under PP)
+    global_batch_size: PositiveOrAuto = -1  # sequences per step; auto: local_batch_size x data-parallel ranks
+    seq_len: Positive = 2048  # tokens per sequence; fp32 tells no more positions apart
+    steps: Positive = 10000
+    max_norm: AboveZero = 1.0  # gradients are scaled down to this global 2-norm
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"  # of compute; auto: bfloat16 on CUDA
     mixed_precision_reduce: Literal["float32"] = "float32"  # of gradient reduction
     enable_cpu_offload: bool = False  # weights, gradients and optimizer live, and the optimizer runs, on the host
-    loss_chunk_tokens: TokensOrZero = 1024  # new: tokens of a rank whose logits exist at a time; 0: all of them
+    loss_chunk_tokens: NotNegative = 1024  # new: tokens of a rank whose logits exist at a time; 0: all of them
     # new: by how much the bias of an expert moves in a step, towards an even load; 0: there is no bias
-    expert_bias_rate: Annotated[float, Range(0, 1)] = 1e-3
+    expert_bias_rate: Share = 1e-3
     # new: weight of the auxiliary loss of each sequence's load (DeepSeek-V3: 1e-4; Mixtral and Qwen3: 1e-3 or more)
-    expert_balance_loss: Annotated[float, Range(0, 100)] = 0.0
-    gc_freq: Steps = 50  # steps between two collections of Python garbage, at the same step on every rank
+    expert_balance_loss: Annotated[float, Range(0)] = 0.0
+    gc_freq: Positive = 50  # steps between two collections of Python garbage, at the same step on every rank
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    data_parallel_replicate_degree: Degree = 1  # copies of the sharded model (HSDP; alone: plain data parallel)
-    data_parallel_shard_degree: DegreeOrAuto = -1  # FSDP2: ranks that share one copy; auto: all ranks that remain
+    data_parallel_replicate_degree: Positive = 1  # copies of the sharded model (HSDP; alone: plain data parallel)
+    data_parallel_shard_degree: PositiveOrAuto = -1  # FSDP2: ranks that share one copy; auto: all ranks that remain
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # always: zero_stage 3, never: 2
     # new: what dp_shard shards, see parallel/fsdp.py; auto: 3, under PP 1
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
-    tensor_parallel_degree: Degree = 1
+    tensor_parallel_degree: Positive = 1
     enable_async_tensor_parallel: bool = False  # overlap its collectives with parts of the matmuls; inductor on CUDA
     disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss
-    pipeline_parallel_degree: Degree = 1
+    pipeline_parallel_degree: Positive = 1
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"
-    pipeline_parallel_schedule_csv: FilePath = ""  # a file with the schedule instead: one row a pp rank, cells like 0F3
-    pipeline_parallel_microbatch_size: Sequences = 1  # sequences per microbatch
-    pipeline_parallel_layers_per_stage: Layers | None = None  # default: one stage per rank, interleaved two
-    pipeline_parallel_first_stage_less_layers: LayersOrZero = 1  # load of the embedding, in layers
-    pipeline_parallel_last_stage_less_layers: LayersOrZero = 1  # load of norm and head, in layers
+    pipeline_parallel_schedule_csv: str = ""  # a file with the schedule instead: one row a pp rank, cells like 0F3
+    pipeline_parallel_microbatch_size: Positive = 1  # sequences per microbatch
+    pipeline_parallel_layers_per_stage: Positive | None = None  # default: one stage per rank, interleaved two
+    pipeline_parallel_first_stage_less_layers: NotNegative = 1  # load of the embedding, in layers
+    pipeline_parallel_last_stage_less_layers: NotNegative = 1  # load of norm and head, in layers
     module_fqns_per_model_part: list[list[str]] = field(default_factory=list)  # the stages, module by module
-    context_parallel_degree: Degree = 1  # ranks that share each sequence
+    context_parallel_degree: Positive = 1  # ranks that share each sequence
     # ranks that share the experts of a layer, of those that dp_shard, cp and tp have together
-    expert_parallel_degree: Degree = 1
+    expert_parallel_degree: Positive = 1
     context_parallel_rotate_method: Literal["allgather", "ring"] = "allgather"  # how keys and values reach all cp ranks
 
     @property
@@ -202,7 +190,7 @@ class Parallelism:
 class ActivationCheckpoint:
     mode: Literal["selective", "full", "none", "memory_budget"] = "selective"
     selective_ac_option: str = "op"  # "op": save matmuls and attention only; "n": recompute every n-th layer
-    memory_budget: Fraction = 0.5  # of mode memory_budget: 0 recomputes each compiled block, 1 as little as none
+    memory_budget: Share = 0.5  # of mode memory_budget: 0 recomputes each compiled block, 1 as little as none
 
     @property
     def is_by_op(self) -> bool:
@@ -243,19 +231,19 @@ class Quantize:
 @dataclass(frozen=True)
 class Checkpoint:
     enable: bool = False  # save, and resume from the newest sound checkpoint of the dump folder
-    folder: FilePath = "checkpoint"  # inside dump_folder
-    interval: Steps = 500  # steps between two saves; the last step is always saved
+    folder: str = "checkpoint"  # inside dump_folder
+    interval: Positive = 500  # steps between two saves; the last step is always saved
     enable_first_step_checkpoint: bool = False  # save after the first step too: storage that fails is found at once
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"  # copy, then write beside the steps
     # new: what the run does when a checkpoint cannot be written. continue: it still ends with 1 if the last one failed
     on_save_error: Literal["stop", "continue"] = "stop"
-    keep_latest_k: StepsOrZero = 10  # 0 keeps all
-    keep_every_m: StepsOrZero = 0  # new: checkpoints of steps that m divides are kept too; 0: none
-    load_step: Annotated[int, Range(0, 10**15, auto=-1)] = -1  # resume from this step; auto: the newest that is sound
+    keep_latest_k: NotNegative = 10  # 0 keeps all
+    keep_every_m: NotNegative = 0  # new: checkpoints of steps that m divides are kept too; 0: none
+    load_step: Annotated[int, Range(0, auto=-1)] = -1  # resume from this step; auto: the newest that is sound
     load_only: bool = False  # resume, and save nothing
     verify: bool = True  # new: hash every file of a checkpoint before it is loaded, each rank some of them
     exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)  # start with new optimizer state
-    initial_load_path: FilePath = ""  # weights to start from if the run does not resume, also without `enable`
+    initial_load_path: str = ""  # weights to start from if the run does not resume, also without `enable`
     initial_load_model_only: bool = True  # of initial_load_path: without optimizer and step
     initial_load_in_hf: bool = False  # initial_load_path is a Hugging Face folder; its config.json gives [model]
     last_save_model_only: bool = False  # the last step is saved as weights alone, which no run can resume
@@ -267,23 +255,23 @@ class Checkpoint:
 class Validation:
     enable: bool = False  # the loss on held-out documents, the same ones on every layout
     # as training.dataset; none: the held-out part of those corpora
-    dataset: list[FilePath] = field(default_factory=list)
-    dataset_path: FilePath = ""  # as training.dataset_path; none: that one
-    freq: Steps = 10  # steps from one validation to the next; the first and the last step are validated too
-    steps: StepsOrAuto = -1  # batches of training.global_batch_size; auto: all there are; fewer are spread over them
+    dataset: list[str] = field(default_factory=list)
+    dataset_path: str = ""  # as training.dataset_path; none: that one
+    freq: Positive = 10  # steps from one validation to the next; the first and the last step are validated too
+    steps: PositiveOrAuto = -1  # batches of training.global_batch_size; auto: all there are; fewer are spread over them
 
 
 @dataclass(frozen=True)
 class Comm:
-    init_timeout_seconds: Seconds = 300  # how long ranks wait for each other until the first step ends, and for disks
-    train_timeout_seconds: Seconds = 100  # after the first step, but for checkpoints and exports: disks may be slower
-    trace_buf_size: Entries = 20000  # entries of NCCL's flight recorder, written on a time-out; 0: off
-    save_traces_folder: FilePath = "comm_traces"  # inside dump_folder
+    init_timeout_seconds: Positive = 300  # how long ranks wait for each other until the first step ends, and for disks
+    train_timeout_seconds: Positive = 100  # after the first step, but for checkpoints and exports: disks may be slower
+    trace_buf_size: NotNegative = 20000  # entries of NCCL's flight recorder, written on a time-out; 0: off
+    save_traces_folder: str = "comm_traces"  # inside dump_folder
 
 
 @dataclass(frozen=True)
 class Debug:
-    seed: Annotated[int, Range(0, 2**63 - 1)] = 0  # of the initial weights and the order of samples, on every layout
+    seed: NotNegative = 0  # of the initial weights and the order of samples, on every layout
     deterministic: bool = False  # torch's deterministic algorithms
     deterministic_warn_only: bool = False  # warn where there is none instead of raising
 

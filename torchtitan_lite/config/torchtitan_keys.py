@@ -5,8 +5,6 @@ one. A switch of a feature that we do not have is accepted where it is off and r
 thing that we do have. A setting of such a feature means nothing while its switch is off, so any value is accepted.
 """
 
-from dataclasses import dataclass
-
 ALIASES = {  # written in v0.1 -> its name now; `section.*` renames a whole section
     "job.print_args": "job.print_config",
     "model.tokenizer_path": "model.hf_assets_path",
@@ -26,65 +24,47 @@ ALIASES = {  # written in v0.1 -> its name now; `section.*` renames a whole sect
 }
 
 
-@dataclass(frozen=True)
-class Absent:
-    """A switch of a feature that we do not have."""
-
-    off: tuple[object, ...]  # values that ask for nothing, if any
-    instead: str  # the nearest thing that we have, as a sentence without its full stop
-    only_if: str = ""  # a boolean key of ours: while it is false, the switch is not looked at
-
-
-OFF = (False,)
-_STAGES = "parallelism.pipeline_parallel_layers_per_stage and the two less_layers keys shape the stages"
-_SHAPES = "Validation batches have the shape of training's, so that they pass through the same schedule and graphs"
-_CUSTOM = "There are no plug-in modules: a new key goes into schema.py, a new model into model/"
-
+# Switch of a feature that we do not have: value that asks for nothing -> the nearest thing that we have
 ABSENT = {
-    "job.save_config_file": Absent(("", "none"), "The resolved config is always saved: config.toml in job.dump_folder"),
-    "job.custom_config_module": Absent(("", "none", "torchtitan.config"), _CUSTOM),
-    "metrics.save_for_all_ranks": Absent(OFF, "Logged numbers are those of the whole job, so rank 0 writes them"),
-    "model.norm_type": Absent(("rmsnorm",), "Llama 3 has RMSNorm"),
-    "optimizer.early_step_in_backward": Absent(OFF, "It rules out clipping by the global norm, which is always on"),
-    "training.dtype": Absent(("float32",), "Use training.mixed_precision_param: weights themselves stay in float32"),
-    "training.gc_debug": Absent(OFF, "training.gc_freq = 1 collects garbage after every step"),
-    "parallelism.enable_compiled_autograd": Absent(OFF, "compile.enable compiles each block, backward included"),
-    "parallelism.pipeline_parallel_split_points": Absent(([],), _STAGES),
-    "parallelism.expert_tensor_parallel_degree": Absent(
-        (1,), "Experts are not split by tp: expert_parallel_degree may take the ranks of tp too"
-    ),
-    "activation_checkpoint.debug": Absent(OFF, "Use debug.deterministic to make two runs comparable"),
-    "activation_checkpoint.determinism_check": Absent(("default", "none"), "Recomputed shapes are always compared"),
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Absent(
-        ([], ["moe.router.gate"]), "Per-operator recompute keeps the result of every matmul"
-    ),
-    "checkpoint.interval_type": Absent(("steps",), "checkpoint.interval counts steps", only_if="checkpoint.enable"),
-    "checkpoint.create_seed_checkpoint": Absent(OFF, "Initial weights are the same on every layout without one"),
-    "comm.mode": Absent(("default",), "Ranks always talk; `check` says what a layout needs without running it"),
-    "validation.seq_len": Absent((), _SHAPES, only_if="validation.enable"),
-    "validation.local_batch_size": Absent((), _SHAPES, only_if="validation.enable"),
-    "memory_estimation.enable": Absent(OFF, "`python -m torchtitan_lite check` prints a lower bound"),
-    "fault_tolerance.enable": Absent(OFF, "MAX_RESTARTS with checkpoint.enable restarts a failed run"),
-    "experimental.custom_import": Absent(("", "none"), _CUSTOM),
-    "experimental.custom_args_module": Absent(("", "none"), _CUSTOM),
-    "debug.moe_force_load_balance": Absent(OFF, "training.expert_bias_rate balances the load"),
+    "job.save_config_file": ("", "The resolved config is always saved: config.toml in job.dump_folder"),
+    "job.custom_config_module": ("torchtitan.config", "A new key is a line in config/schema.py"),
+    "metrics.save_for_all_ranks": (False, "Logged numbers are those of the whole job, so rank 0 writes them"),
+    "model.norm_type": ("rmsnorm", "Llama 3 has RMSNorm"),
+    "optimizer.early_step_in_backward": (False, "It rules out clipping by the global norm, which is always on"),
+    "training.dtype": ("float32", "Use training.mixed_precision_param: weights themselves stay in float32"),
+    "training.gc_debug": (False, "training.gc_freq = 1 collects garbage after every step"),
+    "parallelism.enable_compiled_autograd": (False, "compile.enable compiles each block, backward included"),
+    "parallelism.pipeline_parallel_split_points": ([], "Use pipeline_parallel_layers_per_stage"),
+    "parallelism.expert_tensor_parallel_degree": (1, "expert_parallel_degree may take the ranks of tp too"),
+    "activation_checkpoint.debug": (False, "Use debug.deterministic to make two runs comparable"),
+    "activation_checkpoint.determinism_check": ("default", "Recomputed shapes are always compared"),
+    "checkpoint.interval_type": ("steps", "checkpoint.interval counts steps"),
+    "checkpoint.create_seed_checkpoint": (False, "Initial weights are the same on every layout without one"),
+    "comm.mode": ("default", "`check` says what a layout needs without running it"),
+    "memory_estimation.enable": (False, "`python -m torchtitan_lite plan` estimates memory"),
+    "fault_tolerance.enable": (False, "MAX_RESTARTS with checkpoint.enable restarts a failed run"),
+    "experimental.custom_import": ("", "A new model is a file in model/"),
+    "experimental.custom_args_module": ("", "A new key is a line in config/schema.py"),
+    "debug.moe_force_load_balance": (False, "training.expert_bias_rate balances the load"),
 }
 
-# Keys that only say how a feature is to work. Any value is accepted: their switch, or the value of one of our own keys
-# that would call for them, is refused above.
-SETTINGS_OF_ABSENT = {
-    "job.use_for_integration_test": "torchtitan's own tests",
-    "model.print_after_conversion": "model.converters",
-    "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_degree",
-    "parallelism.expert_parallel_comm_backend": "parallelism.expert_parallel_degree",
-    "activation_checkpoint.early_stop": "recompute may stop early or run on: the numbers are the same",
-    "activation_checkpoint.preserve_rng_state": "the model draws no random numbers",
-    "quantize.linear.float8.force_recompute_fp8_weight_in_bwd": "a weight is always rounded anew in backward",
-    "quantize.linear.mx.*": "model.converters",
-    "quantize.grouped_mm.*": "model.converters",
-    "memory_estimation.*": "memory_estimation.enable",
-    "fault_tolerance.*": "fault_tolerance.enable",
-}
+# Keys, and starts of keys, that only say how such a feature is to work: any value is accepted.
+SETTINGS = (
+    "job.use_for_integration_test",
+    "model.print_after_conversion",
+    "parallelism.context_parallel_load_balancer",
+    "parallelism.expert_parallel_comm_backend",
+    "activation_checkpoint.early_stop",
+    "activation_checkpoint.preserve_rng_state",
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
+    "validation.seq_len",  # validation batches have the shape of training's
+    "validation.local_batch_size",
+    "quantize.linear.float8.force_recompute_fp8_weight_in_bwd",
+    "quantize.linear.mx.",
+    "quantize.grouped_mm.",
+    "memory_estimation.",
+    "fault_tolerance.",
+)
 
 
 def resolve_alias(written: str) -> str:
@@ -97,5 +77,11 @@ def resolve_alias(written: str) -> str:
 
 def is_torchtitan_key(key: str) -> bool:
     """Whether a key that is not ours is torchtitan's."""
-    sections = tuple(name.removesuffix("*") for name in SETTINGS_OF_ABSENT if name.endswith(".*"))
-    return key in ABSENT or key in SETTINGS_OF_ABSENT or key.startswith(sections)
+    return key in ABSENT or key.startswith(SETTINGS)
+
+
+def explain_absent(key: str, value: object) -> str:
+    """Return a remedy if this value of a torchtitan key switches on a feature that we do not have, else nothing."""
+    off, instead = ABSENT.get(key, (value, ""))
+    is_off = value in ("", "none") or str(value).lower() == str(off).lower()
+    return "" if is_off else f"Leave it out, or at {off!r}. {instead}"

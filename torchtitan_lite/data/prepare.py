@@ -1,304 +1,195 @@
-"""Text files to a prepared corpus, which is whole or absent.
+"""Text files to a prepared corpus, on all cores. The folder is whole or absent.
 
-    OUT.unfinished/lock                held by the process that works here
-                   plan.json           what is being made; another plan cannot continue it
-                   corpus/             the shards
-                   units/00003.json    unit 3 is finished: its shards are on the disk
-                   replaced/           the corpus that was at OUT, for the moment between two renames
-    OUT                                the folder corpus, renamed when every unit is finished
+    this process    reads batches of rows  ---------->  writes documents in their order, hashes, renames OUT.tmp to OUT
+    its workers                  parse, choose the split, encode
 
-What says that something is whole is written after it: the record of a unit after its shards, plan.json after corpus/
-and units/; the rename comes last. So after a kill at any instant the same command continues, and ends with the same
-bytes.
+Neither order nor content depends on the number of processes, and one packed file keeps all of them busy. A document is
+`BOS text EOS`, without BOS where the tokenizer has none; a conversation is what its chat template writes.
+
+A hash says which documents are held out: of its text for a row, so that equal rows stay together; of its path for a
+file, so that another version of it is held out too.
 """
 
-import errno
-import fcntl
 import hashlib
-import json
-import logging
+import multiprocessing
 import os
-import platform
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import fields
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 
-from torchtitan_lite.config.command_lines import count_cores
-from torchtitan_lite.config.files import replace_file, sync_folder
-from torchtitan_lite.data.corpus_folder import (
-    BYTES_OF,
-    FORMAT,
-    MANIFEST,
-    SPLITS,
-    CorpusError,
-    CorpusManifest,
-    Shard,
-    check_sizes,
-    check_small,
-    choose_dtype,
-    dump_manifest,
-    read_manifest,
-)
-from torchtitan_lite.data.documents import Tally
-from torchtitan_lite.data.shards import Plan, Recipe, Unfinished, count_bytes, make_plan, make_units
-from torchtitan_lite.data.text_files import PreparationError, find_sources
-from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.data.chat import ChatFormat, read_chat_format
+from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, choose_dtype, dump_manifest
+from torchtitan_lite.data.text_files import Batch, PreparationError, read_batches
+from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.processes import end_with_parent
 
-logger = logging.getLogger(__name__)
-
-SOURCES = "sources.jsonl"
-MANY_BYTES = 2**26  # of files: from here on it pays to start more processes that tokenise
+BATCHES_AHEAD = 4  # of each worker, so that reading does not fill the memory
 
 
-def prepare_files(
-    files: Iterable[Path],
+@dataclass(frozen=True)
+class Recipe:
+    """How rows become documents."""
+
+    assets: str  # of the tokenizer, as load_tokenizer takes it
+    held_out_share: float  # of the documents
+    column: str = "text"  # field of a line of JSON, or column of a table
+    is_chat: bool = False  # it holds conversations
+    skip_bad: bool = False  # a row without text is counted, and no error
+    folder: str = ""  # files are held out by their paths below it
+
+
+@dataclass
+class Documents:
+    """Some documents of one split, in their order."""
+
+    tokens: array
+    lengths: list[int] = field(default_factory=list)  # of each document, in tokens
+    targets: bytearray = field(default_factory=bytearray)  # of conversations: 1 for a token of the assistant
+    n_text_bytes: int = 0
+
+
+@dataclass
+class BadRows:
+    """Rows that were left out."""
+
+    n: int = 0
+    first: str = ""  # where it is, and what is wrong
+
+
+def prepare(
+    files: list[Path],
     out: Path,
-    tokenizer: Tokenizer,
+    recipe: Recipe,
     *,
-    validation_share: float,
     n_processes: int = 1,
-    names_below: str = "",
-) -> CorpusManifest:
-    """Prepare `files` into the folder `out`. What another plan left there is deleted.
-
-    Raises PreparationError, Unfinished.
-    """
-    plan = make_plan(find_sources(files)[0], out, Recipe(validation_share, names_below=names_below), tokenizer)
-    with open_work(plan, start_over=True) as missing:
-        make_units(plan, missing, n_processes=max(1, min(n_processes, len(missing))))
-        return commit(plan)[0]
-
-
-def prepare_dataset(
-    name: str, files: list[Path], tokenizer: Tokenizer, cache_folder: Path, validation_share: float
-) -> Path:
-    """Return the folder of a named corpus inside the cache; the first process prepares it. Raises CorpusError."""
-    stats = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files]
-    key = hashlib.sha256("\n".join([tokenizer.identity, platform.python_version(), *stats]).encode()).hexdigest()
-    folder = cache_folder / f"{name}-{key[:16]}"
-    if find_fault(folder):
-        cache_folder.mkdir(parents=True, exist_ok=True)
-        n_bytes = sum(path.stat().st_size for path in files)
-        logger.info(f"Tokenising {name} once: {n_bytes / 1e6:,.1f} MB in {len(files)} files into {folder}")
-        # Ranks of a host arrive together: one takes the lock and prepares, the others wait and then find the folder.
-        # The system releases the lock of a process that dies, so nobody waits for one that was killed.
-        with open(folder.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if fault := find_fault(folder):
-                if folder.exists():
-                    logger.warning(f"{fault}. The corpus {name} is prepared again")
-                shutil.rmtree(folder, ignore_errors=True)
-                options = {
-                    "validation_share": validation_share,
-                    "n_processes": count_cores() if n_bytes > MANY_BYTES else 1,
-                    "names_below": os.path.commonpath(map(os.path.abspath, files)),
-                }
-                try:
-                    prepare_files(files, folder, tokenizer, **options)
-                except (PreparationError, Unfinished) as error:
-                    raise CorpusError(str(error)) from None
-    return folder
-
-
-def find_fault(folder: Path) -> CorpusError | None:
-    """Return why a corpus is absent or damaged, as far as manifest, sizes, and hashes of a small corpus tell."""
+    report: Callable[[int], object] = lambda n_bytes: None,
+) -> tuple[CorpusManifest, BadRows]:
+    """Make the new folder `out`. `report` is called with bytes of text that were encoded. Raises PreparationError."""
+    unfinished = out.with_name(out.name + ".tmp")
+    for path in (out, unfinished):
+        if path.exists():
+            raise PreparationError(f"{path} exists: delete it, or give another --out")
+    unfinished.mkdir(parents=True)
     try:
-        check_small(folder, read_manifest(folder))
-    except CorpusError as error:
-        return error
-    return None
+        batches = (batch for path in files for batch in read_batches(path, recipe.column))
+        writers: dict[str, SplitWriter] = {}
+        bad = BadRows()
+        for made, faults in map_in_order(partial(encode_batch, recipe), batches, n_processes):
+            for name, documents in made.items():
+                if name not in writers:
+                    writers[name] = SplitWriter(unfinished, name, has_targets=recipe.is_chat)
+                writers[name].write(documents)
+                report(documents.n_text_bytes)
+            bad = BadRows(bad.n + faults.n, bad.first or faults.first)
+        if "train" not in writers:
+            raise PreparationError(f"these {len(files)} files hold no text to train on. {bad.first}")
+        tokenizer, _ = get_encoder(recipe)
+        splits = {name: writers[name].finish() for name in sorted(writers)}
+        manifest = CorpusManifest(choose_dtype(tokenizer.vocab_size), tokenizer.identity, splits)
+        (unfinished / MANIFEST).write_text(dump_manifest(manifest))
+        unfinished.rename(out)
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise
+    return manifest, bad
 
 
-# ---------------------------------------------------------------- the work folder
-
-
-@contextmanager
-def open_work(plan: Plan, *, overwrite: bool = False, start_over: bool = False) -> Iterator[list[int]]:
-    """Hold the work folder for this process, ready for `plan`; yield the numbers of the units that are missing.
-
-    With `start_over`, what another plan left there is deleted, else it is refused. Raises PreparationError; Unfinished
-    where another process works there, and for every OSError inside.
-    """
-    if not plan.work.exists():
-        refuse_existing(plan.out, overwrite)  # before anything is made
-    try:
-        plan.work.mkdir(parents=True, exist_ok=True)
-        with hold(plan.work):
-            if (plan.work / "replaced").exists() and not plan.out.exists():
-                (plan.work / "replaced").rename(plan.out)  # a kill came between the two renames of `commit`
-            described, left = describe(plan), read_json(plan.work / "plan.json") or {}
-            if left != described or not plan.is_committed:
-                refuse_existing(plan.out, overwrite)
-                if left != described:
-                    start_plan(plan, left, described, start_over)
-            try:
-                yield [] if plan.is_committed else find_missing(plan)
-            except PreparationError:  # the user repairs something, and so makes another plan
-                if len(find_missing(plan)) == len(plan.units):
-                    discard(plan.work)
-                raise
-    except OSError as error:
-        raise Unfinished(explain(error, plan)) from error
-
-
-def refuse_existing(out: Path, overwrite: bool) -> None:
-    """Raise PreparationError if the corpus would replace something that should stay."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+def map_in_order(function: Callable, items: Iterable, n_processes: int) -> Iterator:
+    """Yield function(item) for each item, in order. At most BATCHES_AHEAD items a worker are read ahead."""
+    if n_processes == 1:
+        yield from map(function, items)
         return
-    if not (out / MANIFEST).is_file():
-        raise PreparationError(f"{out} exists and is no prepared corpus, so it stays as it is. Give another --out.")
-    if not overwrite:
-        remedy = "Give another --out, or --overwrite to replace it when the new one is whole."
-        raise PreparationError(f"{out} exists. {remedy}")
+    context, pending = multiprocessing.get_context("spawn"), deque()
+    with ProcessPoolExecutor(n_processes, context, initializer=end_with_parent) as pool:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > BATCHES_AHEAD * n_processes:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
-@contextmanager
-def hold(work: Path) -> Iterator[None]:
-    """Lock the work folder for this process; the system unlocks it when the process dies. Raises Unfinished."""
-    with open(work / "lock", "ab") as file:
+class SplitWriter:
+    """Writes the files of a split, and hashes them on the way."""
+
+    def __init__(self, folder: Path, name: str, *, has_targets: bool):
+        suffixes = ("tokens", "documents", "targets") if has_targets else ("tokens", "documents")
+        self.files = {suffix: open(folder / f"{name}.{suffix}", "wb") for suffix in suffixes}
+        self.digests = {suffix: hashlib.sha256() for suffix in suffixes}
+        self.n_tokens = self.n_documents = self.n_targets = self.n_text_bytes = 0
+
+    def write(self, documents: Documents) -> None:
+        starts = array("q", accumulate(documents.lengths[:-1], initial=self.n_tokens))
+        for suffix, content in {"tokens": documents.tokens, "documents": starts, "targets": documents.targets}.items():
+            if suffix in self.files:
+                self.files[suffix].write(content)
+                self.digests[suffix].update(content)
+        self.n_tokens += len(documents.tokens)
+        self.n_documents += len(documents.lengths)
+        self.n_targets += sum(documents.targets)
+        self.n_text_bytes += documents.n_text_bytes
+
+    def finish(self) -> Split:
+        """Return what is in the files, which are on the disk."""
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        hashes = {suffix: digest.hexdigest() for suffix, digest in self.digests.items()}
+        return Split(self.n_tokens, self.n_documents, self.n_targets, self.n_text_bytes, hashes)
+
+
+# ---------------------------------------------------------------- in a worker
+
+
+@lru_cache(maxsize=1)
+def get_encoder(recipe: Recipe) -> tuple[Tokenizer, ChatFormat | None]:
+    tokenizer = load_tokenizer(recipe.assets)
+    return tokenizer, read_chat_format(tokenizer) if recipe.is_chat else None
+
+
+def encode_batch(recipe: Recipe, batch: Batch) -> tuple[dict[str, Documents], BadRows]:
+    """Return the documents of a batch by their split. Raises PreparationError for a bad row, unless it is skipped."""
+    tokenizer, chat = get_encoder(recipe)
+    code = "H" if choose_dtype(tokenizer.vocab_size) == "uint16" else "I"
+    made: dict[str, Documents] = {}
+    bad = BadRows()
+    for number, row in enumerate(batch.rows, batch.first):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Unfinished(f"Another process prepares a corpus in {work}. Wait until it has ended.") from None
-        if os.fstat(file.fileno()).st_nlink == 0:  # deleted by the process that held it
-            raise Unfinished(f"Another process has just ended its work in {work}. Give the command again.")
-        try:
-            yield
-        finally:
-            if not (work / "plan.json").exists():  # nothing is left to continue
-                (work / "lock").unlink()
-                with suppress(OSError):  # not empty: another process has started here
-                    work.rmdir()
+            text, turns = batch.parse(row, recipe.column), []
+            if chat:
+                text, turns = chat.render(text)
+            elif not isinstance(text, str):
+                raise ValueError(f"its {recipe.column!r} is no text: {text!r:.60}")
+        except ValueError as error:
+            fault = f"{batch.path}, row {number}: {error}"
+            if not recipe.skip_bad:
+                raise PreparationError(f"{fault}. Repair it, or leave such rows out with --skip-bad") from None
+            bad = BadRows(bad.n + 1, bad.first or fault)
+            continue
+        if not text:
+            continue
+        content = text.encode(errors="replace")  # JSON can spell half of a character
+        key = os.path.relpath(batch.path, recipe.folder).encode() if batch.is_text else content
+        documents = made.setdefault(choose_split(key, recipe.held_out_share), Documents(array(code)))
+        if chat:
+            ids, starts = tokenizer.encode_special(text)
+            documents.targets += bytes(any(start in turn for turn in turns) for start in starts)
+        else:
+            ids = tokenizer.encode(content.decode(), bos=True, eos=True)
+        documents.tokens.extend(ids)
+        documents.lengths.append(len(ids))
+        documents.n_text_bytes += len(content)
+    return made, bad
 
 
-def describe(plan: Plan) -> dict[str, object]:
-    """Return what decides the bytes of the corpus. Skipped lines decide too: records of units say how many."""
-    sources = hashlib.sha256()
-    for source in plan.sources:
-        sources.update(f"{source.path} {source.n_bytes} {source.modified_ns}\n".encode(errors="surrogateescape"))
-    return {
-        "format": FORMAT,
-        "tokenizer": f"{plan.tokenizer.identity} {plan.tokenizer.vocab_size}",
-        "held-out": plan.recipe.validation_share,
-        "field": plan.recipe.field,
-        "files": sources.hexdigest(),
-        **({"held out by": "name"} if plan.recipe.names_below else {}),
-        **({"chat": plan.recipe.chat.identity} if plan.recipe.chat else {}),
-    }
-
-
-def start_plan(plan: Plan, left: dict, described: dict, start_over: bool) -> None:
-    """Delete what another plan left, if no unit of it is finished or `start_over`; then start this plan."""
-    finished = list(plan.work.glob("units/*.json"))
-    if left and finished and not start_over:
-        changed = ", ".join(key for key in described if left.get(key) != described[key])
-        raise PreparationError(
-            f"{plan.work} holds {len(finished)} finished parts of another corpus (other: {changed}). "
-            "Finish that with its own command, give another --out, or --start-over to delete them."
-        )
-    discard(plan.work)
-    for name in ("units", "corpus"):
-        (plan.work / name).mkdir()
-    with replace_file(plan.work / "plan.json") as file:
-        file.write(json.dumps(described, indent=1).encode())
-
-
-def discard(work: Path) -> None:
-    """Delete all but the lock. The plan goes first: a folder without a plan holds nothing to continue."""
-    for path in sorted(work.iterdir(), key=lambda path: path.name != "plan.json"):
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != "lock":
-            path.unlink()
-
-
-def read_json(path: Path) -> dict | None:
-    try:
-        return json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-
-
-def read_units(plan: Plan) -> dict[int, tuple[dict[str, Shard], Tally]]:
-    """Return shards by split, and tally, of each finished unit; units that skipped lines only with --skip-bad."""
-    units = {}
-    for number in range(len(plan.units)):
-        if record := read_json(plan.work / "units" / f"{number:05}.json"):
-            shards, tally = record["shards"], Tally(**record["tally"])
-            if plan.recipe.skip_bad or tally.n_bad_lines == 0:
-                units[number] = {split: Shard(**shard) for split, shard in shards.items()}, tally
-    return units
-
-
-def find_missing(plan: Plan) -> list[int]:
-    return sorted(set(range(len(plan.units))) - read_units(plan).keys())
-
-
-def commit(plan: Plan) -> tuple[CorpusManifest, Tally]:
-    """Rename the corpus of all units to OUT, which replaces an old one; then delete the work folder.
-
-    Raises PreparationError where there is nothing to train on, Unfinished where a shard was changed.
-    """
-    units = read_units(plan).values()
-    assert len(units) == len(plan.units), "commit is called when every unit is finished"
-    tallies = [tally for _, tally in units]
-    tally = Tally(
-        **{f.name: sum(getattr(tally, f.name) for tally in tallies) for f in fields(Tally) if f.type is int},
-        first_bad_line=next((tally.first_bad_line for tally in tallies if tally.first_bad_line), ""),
-    )
-    sources = "".join(json.dumps({"path": s.path, "bytes": s.n_bytes}) + "\n" for s in plan.sources).encode()
-    manifest = CorpusManifest(
-        dtype=choose_dtype(plan.tokenizer.vocab_size),
-        tokenizer_identity=plan.tokenizer.identity,
-        vocab_size=plan.tokenizer.vocab_size,
-        held_out_share=plan.recipe.validation_share,
-        splits={split: [shards[split] for shards, _ in units if split in shards] for split in SPLITS.values()},
-        sources_sha256=hashlib.sha256(sources).hexdigest(),
-    )
-    if not manifest.splits["train"]:
-        discard(plan.work)
-        if n_documents := sum(shard.n_documents for shard in manifest.splits[SPLITS["validation"]]):
-            all_of = f"--held-out {plan.recipe.validation_share} holds out all of the {n_documents} documents."
-            raise PreparationError(f"{all_of} Lower it, or name more files.")
-        bad = (
-            f" Left out: {tally.n_bad_lines} bad lines, the first {tally.first_bad_line}." if tally.n_bad_lines else ""
-        )
-        raise PreparationError(f"There is no text in the {len(plan.sources)} files that were named.{bad}")
-    corpus, replaced = plan.work / "corpus", plan.work / "replaced"
-    if not plan.is_committed:
-        try:
-            check_sizes(corpus, manifest)
-        except CorpusError as error:
-            raise Unfinished(f"{error}: it was changed since. Delete {plan.work}, then start again.") from None
-        for name, content in ((SOURCES, sources), (MANIFEST, dump_manifest(manifest).encode())):
-            with replace_file(corpus / name) as file:
-                file.write(content)
-        if plan.out.exists():
-            plan.out.rename(replaced)
-        corpus.rename(plan.out)
-        sync_folder(plan.out.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    discard(plan.work)
-    return manifest, tally
-
-
-def explain(error: OSError, plan: Plan) -> str:
-    """Describe an error of writing, and how much room is needed."""
-    message = f"{error.filename or plan.work} cannot be written ({error.strerror})."
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"{message} What is finished is kept in {plan.work}."
-    units = read_units(plan)
-    n_tokens = sum(shard.n_tokens for shards, _ in units.values() for shard in shards.values())
-    n_bytes_read = sum(count_bytes(plan.units[number]) for number in units)
-    tokens_per_byte = n_tokens / n_bytes_read if n_bytes_read else 1  # at most
-    width = BYTES_OF[choose_dtype(plan.tokenizer.vocab_size)]
-    needed = (plan.n_bytes - n_bytes_read) * tokens_per_byte * width
-    free = shutil.disk_usage(plan.work.parent).free
-    return (
-        f"{message} {'About' if units else 'At most'} {needed / 1e6:,.1f} MB more are needed, and the disk has "
-        f"{free / 1e6:,.1f} MB free. Make room there (or lift the limit: quota, ulimit -f), and give the same command "
-        "again: it continues from here."
-    )
+def choose_split(key: bytes, held_out_share: float) -> str:
+    """Return the split of a document: keys hash to numbers below 2**64, and the lowest are held out."""
+    number = int.from_bytes(hashlib.sha256(key).digest()[:8], "big")
+    return "held_out" if number < held_out_share * 2**64 else "train"

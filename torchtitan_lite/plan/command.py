@@ -9,15 +9,16 @@ import argparse
 import json
 import sys
 import time
+from argparse import ArgumentParser
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from torchtitan_lite.config.command_lines import make_plan_parser
 from torchtitan_lite.config.hardware import GIB, Cluster, find_cluster
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
+from torchtitan_lite.config.options import CONFIG, make_parser, positive
 from torchtitan_lite.config.workload import Workload
 from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, group_pp_ranks, plan_run, sum_traffic
 from torchtitan_lite.plan.ledger import Forecast, forecast, print_score
@@ -60,6 +61,36 @@ class Plan:
         """(axis, operation, tier of links) -> what the rank moves that moves most."""
         find_tier = self.cluster.find_tier
         return sum_traffic(self.runs, lambda call: (call.axis, call.operation, find_tier(call.stride, call.n_ranks)))
+
+
+def make_plan_parser() -> ArgumentParser:
+    description = """
+What does this layout cost on these GPUs: memory, traffic, bubble and time? Which layouts are best?
+
+    memory, traffic, FLOPs    what step.py does as one rank of each kind
+    bubble, time, tokens/s    the schedule, simulated with the closed form's durations
+    warnings                  what is wrong with the layout, and the number that would be right
+
+`--search` ranks all layouts of the model on these GPUs; `--score` compares a forecast with what a run of yours has
+measured (metrics.measure_ledger)."""
+    epilog = "Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input."
+    parser = make_parser("plan", description, f"{CONFIG}\n{epilog}")
+    add = parser.add_argument
+    add("--gpus", type=positive, metavar="N", help="GPUs in all; default: what the degrees multiply to")
+    add("--gpu", default="h100", help="a row of config/hardware.py; default: h100")
+    add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
+    add("--full", action="store_true", help="run every microbatch instead of a few that stand for all")
+    help = "tokens of the most loaded of the ranks that share experts, over their mean (%(default)s)"
+    add("--imbalance", type=float, default=1.0, metavar="X", help=help)
+    help = "also say the days of this many; default: training.steps"
+    add("--tokens", type=float, metavar="N", help=help)
+    add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
+    add("--trace", type=Path, metavar="FILE", help="also write it for chrome://tracing or Perfetto")
+    add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
+    add("--toml", type=Path, metavar="FILE", help="with --search: the best layout as a config")
+    add("--score", type=Path, metavar="RUN", help="a dump folder: what was forecast for that run, and what it measured")
+    add("--json", action="store_true", help="print for programs")
+    return parser
 
 
 def main(args: list[str]) -> int:

@@ -7,6 +7,7 @@ import argparse
 import json
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -17,14 +18,38 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from torchtitan_lite.config.command_lines import make_explain_parser
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
+from torchtitan_lite.config.options import CONFIG, make_parser, positive
 from torchtitan_lite.config.reader import find_config_file
 from torchtitan_lite.plan.dry_run import DryRun, PlannedRun, Sharding, group_pp_ranks, plan_run, sum_traffic
 from torchtitan_lite.plan.traffic import Collective
 
 MOST_SHOWN = 8  # ranks or coordinates in a row; otherwise the first two and the last
+
+
+def make_explain_parser() -> ArgumentParser:
+    description = """
+Who holds which slice of which weight? What do ranks exchange in a step, and which line causes it?
+
+    mesh          where each rank is
+    parameters    which rows and columns of which weight each rank holds
+    collectives   of one step in order: operation, mesh axis, shape, bytes, the line of code that causes it
+    the step      in words
+
+Nothing here is a table of what should happen: step.py is run as one rank of that world, and this is what it did. So
+`--against BASE.toml`, or the folder of another checkout, tells what a change of config or code changed."""
+    epilog = "Exit status: 0 explained (--against: no difference), 1 --against has found one, 2 wrong input."
+    parser = make_parser("explain", description, f"{CONFIG}\n{epilog}")
+    add = parser.add_argument
+    add("--gpus", type=positive, metavar="N", help="ranks; default: what the degrees multiply to")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run; default: cuda")
+    add("--stage", type=int, metavar="P", help="only this pp rank; default: one of each kind")
+    help = "tokens of the most loaded of the ranks that share experts, over their mean (%(default)s)"
+    add("--imbalance", type=float, default=1.0, metavar="X", help=help)
+    add("--against", metavar="BASE", help="a TOML file, or the folder of another checkout")
+    add("--json", action="store_true", help="print for programs, every collective by itself")
+    return parser
 
 
 def main(args: list[str]) -> int:

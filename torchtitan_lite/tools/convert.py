@@ -1,4 +1,11 @@
-"""`convert`: make a Hugging Face folder from a checkpoint, or the reverse. One tensor at a time is in memory."""
+"""Converts a checkpoint to a Hugging Face folder, or back. One tensor at a time is in memory; OUT is whole or absent.
+
+    outputs/debug, step-200, ...  ->  OUT/config.json, *.safetensors, tokenizer: for transformers and others
+    Hugging Face folder           ->  OUT/manifest.json, *.safetensors: weights at step 0, for a run that starts from
+                                      them (--checkpoint.initial_load_path OUT)
+
+Exit status: 0 fine, 1 it failed, 2 wrong input.
+"""
 
 import argparse
 import json
@@ -11,25 +18,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpoint.folders import check_free, write_checkpoint
 from torchtitan_lite.checkpoint.hugging_face import Export, explain_biases, write_folder
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, HuggingFaceError
 from torchtitan_lite.checkpoint.hugging_face_families import explain_unwritable
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import CheckpointError
-from torchtitan_lite.checkpoint.tensor_files import convert_dtype
-from torchtitan_lite.config.command_lines import make_convert_parser
+from torchtitan_lite.checkpoint.storage import convert_dtype, write_checkpoint
 from torchtitan_lite.config.flavors import count_parameters, list_expert_biases
-from torchtitan_lite.data.tokenizer_files import describe_for_export
-from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
-from torchtitan_lite.tools.prepare import Progress
+from torchtitan_lite.config.options import make_parser
+from torchtitan_lite.tools.model_source import ModelSource, SourceError, add_source, open_source
 
 FINAL_NORM = "norm.weight"
 
 
 def main(args: list[str]) -> int:
     """Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."""
-    options = make_convert_parser().parse_args(args)
+    parser = make_parser("convert", __doc__)
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, help="of all weights; default: that of the source")
+    parser.add_argument("--file-gb", type=float, default=5.0, metavar="N", help="size of a file, at most (%(default)s)")
+    add_source(parser)
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    options = parser.parse_args(args)
     try:
         print(convert(options))
     except (SourceError, HuggingFaceError) as error:
@@ -57,34 +67,27 @@ def convert(options: argparse.Namespace) -> str:
             raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}.")
     norm_dtype = source.read(FINAL_NORM).dtype
     dtype = options.dtype or str(norm_dtype).removeprefix("torch.")
-    progress = Progress(count_parameters(args) * norm_dtype.itemsize, 0, stream=sys.stderr)
 
     def read(fqn: str) -> Tensor:
         tensor = source.read(fqn)
         # Weights of several dtypes become one dtype that nobody has chosen only if nothing is lost.
         if not options.dtype and torch.promote_types(tensor.dtype, norm_dtype) != norm_dtype:
             raise SourceError(f"{fqn} is {tensor.dtype}, and {FINAL_NORM} {norm_dtype}. Choose one type with --dtype.")
-        progress.add(tensor.nbytes)
         return tensor
 
-    try:
-        if to_checkpoint:
-            write_weights(out, source, read, getattr(torch, dtype), most_file_bytes)
-        else:
-            about = {"context": source.context, "published": source.published}
-            about |= describe_for_export(source.tokenizer.vocabulary)
-            write_folder(out, read, Export(args, dtype, most_file_bytes, **about))
-    finally:
-        progress.clear()
+    if to_checkpoint:
+        write_weights(out, source, read, getattr(torch, dtype), most_file_bytes)
+    else:
+        about = {"context": source.context, "published": source.published}
+        about |= source.tokenizer.describe_for_export()
+        write_folder(out, read, Export(args, dtype, most_file_bytes, **about))
     return describe(options, source, dtype, seconds=time.monotonic() - started_s)
 
 
 def check_out(out: Path, to_checkpoint: bool) -> None:
     """Raise SourceError if OUT exists, if it is being written, or if its name is that of another step."""
-    try:
-        check_free(out)
-    except CheckpointError as error:
-        raise SourceError(f"OUT {error}") from None
+    if out.exists():
+        raise SourceError(f"OUT {out} exists already, and is never overwritten")
     if to_checkpoint and out.name.startswith("step-") and out.name != "step-0":
         raise SourceError(f"OUT {out} names a step, and weights without a run are at step 0. Give step-0, or a name.")
 
@@ -94,7 +97,7 @@ def write_weights(
 ) -> None:
     """Write a checkpoint of weights alone. Its manifest says what `generate` needs, as that of a run does."""
     config = {
-        "model": {"name": "llama3", "hf_assets_path": str(source.tokenizer.vocabulary.path)},
+        "model": {"name": "llama3", "hf_assets_path": str(source.tokenizer.path)},
         "training": {"seq_len": source.context},
     }
     about = {

@@ -1,14 +1,14 @@
-"""`eval`: the loss of a checkpoint or a Hugging Face folder on a text, or its answers to questions, on any layout.
+"""How well does a model predict a text: nats per token, perplexity, bits per byte? Which endings does it choose?
 
     --data FILE or FOLDER      prepared as `prepare` does, in a temporary folder: documents are BOS text EOS
            CORPUS              its held-out documents (--split train: the others), a .bin file, or a name of DATASETS
     --multiple-choice FILE     see multiple_choice.py
 
 A text is cut into windows as the samples of training are (data/dataset.py), so this is the val_loss of a run if the
-text is the same; README.md of this folder says which tokens count.
+text is the same; README.md of this folder says which tokens count. Model and ranks are those of step.py, on processes
+of this CPU, or with `torchrun --nproc-per-node 8 -m torchtitan_lite eval ...` on GPUs.
 
-The model, its weights excepted, is built and run by step.py like that of a run; the ranks are processes of this CPU, or
-those that torchrun has started. One rank on a machine with GPUs takes one.
+Exit status: 0 fine, 1 it failed, 2 wrong input.
 """
 
 import argparse
@@ -28,37 +28,45 @@ import torch.distributed as dist
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS
-from torchtitan_lite.config.command_lines import make_eval_parser
 from torchtitan_lite.config.flavors import ModelArgs, count_parameters
 from torchtitan_lite.config.hardware import GIB, detect_machine, measure_cpu_memory
 from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_config
-from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.reader import KEYS, parse_arguments
-from torchtitan_lite.config.schema import Config, Model, Training, with_value
-from torchtitan_lite.config.torchtitan_keys import resolve_alias
-from torchtitan_lite.config.values import WrongValue, convert
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.options import make_parser
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, check_corpora
 from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch, rows_of_rank
-from torchtitan_lite.data.prepare import prepare_files
-from torchtitan_lite.data.shards import Unfinished
-from torchtitan_lite.data.text_files import PreparationError
+from torchtitan_lite.data.prepare import Recipe, prepare
+from torchtitan_lite.data.text_files import PreparationError, find_files
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend, choose_device, forget_groups, start_process_group
 from torchtitan_lite.step import Run, build_run
-from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
+from torchtitan_lite.tools.model_source import ModelSource, SourceError, add_source, open_source
 from torchtitan_lite.tools.multiple_choice import Row, RowBatches, encode_endings, read_questions, score
 from torchtitan_lite.validation import measure_rows, measure_text
 from torchtitan_lite.verify.ranks import RankFailure, RankPool
 
 LONGEST_WINDOW = 8192  # unless training.seq_len asks for more
 LONGEST_S = 7 * 24 * 3600  # how long the ranks may take
-OF_TRAINING = ("seq_len", "local_batch_size", "mixed_precision_param", "loss_chunk_tokens", "cache_folder")
-TAKEN = [key for key in KEYS if key.startswith("parallelism.") or key in {f"training.{name}" for name in OF_TRAINING}]
+OF_LAYOUT = """config: none; the model is that of SOURCE.
+  --section.key VALUE    any key of [parallelism], and of [training] seq_len, local_batch_size, mixed_precision_param,
+                         loss_chunk_tokens, cache_folder
+"""
 
 
 def main(args: list[str]) -> int:
     """Exit status: 0 fine, 1 it failed, 2 wrong input."""
-    options, config_args = make_eval_parser().parse_known_args(args)
+    parser = make_parser("eval", __doc__, OF_LAYOUT)
+    add = parser.add_argument
+    subject = parser.add_mutually_exclusive_group(required=True)
+    help = "text file, folder of texts, prepared corpus, .bin file of token ids, or python_stdlib"
+    subject.add_argument("--data", type=Path, metavar="DATA", help=help)
+    subject.add_argument("--multiple-choice", type=Path, metavar="FILE", help="JSONL with ctx, endings, label")
+    add("--split", choices=("validation", "train"), help="of a prepared corpus; default: validation")
+    add("--ranks", type=int, metavar="N", help="processes of this CPU; default: what the degrees multiply to")
+    add_source(parser)
+    options, config_args = parser.parse_known_args(args)
     try:
         report = evaluate(options, config_args)
     except ConfigError as error:
@@ -67,7 +75,7 @@ def main(args: list[str]) -> int:
     except (SourceError, HuggingFaceError, PreparationError) as error:
         print(error, file=sys.stderr)
         return 2
-    except (CheckpointError, CorpusError, Unfinished, RankFailure, FloatingPointError) as error:
+    except (CheckpointError, CorpusError, RankFailure, FloatingPointError) as error:
         print(error, file=sys.stderr)
         return 1
     if os.environ.get("RANK", "0") == "0":  # of torchrun
@@ -131,25 +139,14 @@ def evaluate(options: argparse.Namespace, config_args: list[str]) -> dict[str, o
 
 def read_flags(args: list[str], source: ModelSource) -> Config:
     """Return a config with the model of `source` and what the command line says of the layout. Raises ConfigError."""
-    name, attention = source.model_args.name, source.attention
-    if attention not in ATTENTIONS:
-        raise SourceError(f'{source.path} was trained with model.attention = "{attention}", which is not known here.')
+    if source.attention not in ATTENTIONS:
+        raise SourceError(f'{source.path} was trained with model.attention = "{source.attention}", not known here.')
     seq_len = min(source.context or LONGEST_WINDOW, LONGEST_WINDOW)
-    config = Config(model=Model(name=name, attention=attention), training=Training(seq_len=seq_len))
-    texts, problems = parse_arguments(args)
-    for written, text in texts.items():
-        key = resolve_alias(written)
-        if key not in TAKEN:
-            why = "eval takes the model from SOURCE, and of a run only its layout"
-            problems.append(Problem(key, text, why, f"Use keys of [parallelism], or of [training] {OF_TRAINING}"))
-            continue
-        try:
-            config = with_value(config, key, convert(KEYS[key], text, is_text=True))
-        except WrongValue as wrong:
-            problems.append(Problem(key, wrong.value, wrong.why, wrong.remedy))
-    if problems:
-        raise ConfigError(problems)
-    return config
+    reading = read_config(["--config=none", f"--training.seq_len={seq_len}", *args])
+    if reading.problems:
+        raise ConfigError(reading.problems)
+    config = Config(training=reading.config.training, parallelism=reading.config.parallelism)
+    return replace(config, model=replace(config.model, name=source.model_args.name, attention=source.attention))
 
 
 def fit_rows(config: Config, rows: list[Row], degrees: dict[str, int], source: ModelSource) -> Config:
@@ -170,18 +167,18 @@ def fit_rows(config: Config, rows: list[Row], degrees: dict[str, int], source: M
 def find_text(data: Path, split: str | None, source: ModelSource, folder: Path) -> tuple[str, str]:
     """Return name and split of the corpus, which is prepared in `folder` if there is only text.
 
-    Raises ConfigError, PreparationError, Unfinished.
+    Raises ConfigError, PreparationError.
     """
-    is_corpus = str(data) in DATASETS or data.suffix == ".bin" or (data / MANIFEST).is_file()
+    is_corpus = str(data) in DATASETS or (data / MANIFEST).is_file()
     if not is_corpus and split:
         raise SourceError(
             f"--split {split}: {data} is text, of which all is read. Leave it out, or `prepare` a corpus."
         )
     if not is_corpus:
-        prepare_files([data], folder / "corpus", source.tokenizer, validation_share=0.0)
+        prepare(find_files([data])[0], folder / "corpus", Recipe(str(source.tokenizer.path), held_out_share=0.0))
         return str(folder / "corpus"), "train"
     split = split or "validation"
-    if problems := check_corpora("--data", [str(data)], split=split, vocabulary=source.tokenizer.vocabulary):
+    if problems := check_corpora("--data", [str(data)], split=split, tokenizer=source.tokenizer):
         raise ConfigError(problems)
     return str(data), split
 

@@ -7,6 +7,7 @@
 Weights go from file to model one tensor at a time, and are converted on the way.
 """
 
+from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan_lite.checkpoint.folders import OpenCheckpoint, open_checkpoint
 from torchtitan_lite.checkpoint.hugging_face import read_tensor
 from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
@@ -29,6 +29,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 )
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import MANIFEST, find_steps, parse_model_args
+from torchtitan_lite.checkpoint.storage import OpenCheckpoint, open_checkpoint
 from torchtitan_lite.config.flavors import ModelArgs, count_parameters, list_expert_biases
 from torchtitan_lite.config.hardware import GIB
 from torchtitan_lite.config.messages import ConfigError
@@ -59,6 +60,15 @@ class ModelSource:
     published: dict[str, dict[str, Any]]  # config.json and generation_config.json that the weights came with, if any
     has_biases: bool  # of experts: a Hugging Face folder has none
     read: Callable[[str], Tensor]  # FQN -> the whole tensor, on the CPU, in the dtype of its file
+
+
+def add_source(parser: ArgumentParser) -> None:
+    """Add the options of every tool that opens a model."""
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help="checkpoint, run (its newest checkpoint), or Hugging Face folder")
+    add("--tokenizer", metavar="FOLDER", help="in the place of the one that SOURCE names")
+    add("--no-verify", action="store_true", help="do not compare a checkpoint with its manifest")
+    add("--json", action="store_true", help="print for programs")
 
 
 def open_source(path: Path, *, tokenizer: str | None, verify: bool) -> ModelSource:
@@ -103,8 +113,8 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
     if not tokenizer and manifest.fingerprint.get("tokenizer", found.identity) != found.identity:
         why = f"{assets} holds another tokenizer than the one that it was trained with"
         raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is not compared.")
-    if not published and found.vocabulary.path.is_file():  # the folder of the tokenizer may name further end tokens
-        beside = read_published(found.vocabulary.path.parent)
+    if not published and found.path.is_file():  # the folder of the tokenizer may name further end tokens
+        beside = read_published(found.path.parent)
     else:
         beside = published
     return ModelSource(

@@ -29,7 +29,6 @@ from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, take_model
 from torchtitan_lite.checkpoint.hugging_face_families import FAMILIES, find_model_type
 from torchtitan_lite.checkpoint.hugging_face_folder import REMEDY, HuggingFaceFolder, list_tensors, open_folder
-from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.hardware import measure_cpu_memory
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes
@@ -59,7 +58,6 @@ def main(reading: ConfigReading, options: argparse.Namespace) -> int:
     try:
         if reading.problems:
             raise ConfigError(reading.problems)
-        refuse_other_options(options)
         transformers = load_transformers()
         folder = open_matching(options.against_hf, reading.config)
         ours = build_ours(reading.config, folder)
@@ -142,16 +140,6 @@ def make_batch(rows: list[Row], args: ModelArgs, seed: int) -> Batch:
 
 
 # ---------------------------------------------------------------- before anything is loaded
-
-
-def refuse_other_options(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options of layouts: no layout is run."""
-    parser = make_verify_parser()
-    of_layouts = ("ranks", "timeout", "full_width", "bf16", "bisect", "matrix")
-    given = [name for name in of_layouts if getattr(options, name) != parser.get_default(name)]
-    if given:
-        why = f"it compares the model file, and --{given[0].replace('_', '-')} is about layouts"
-        raise ConfigError([Problem(KEY, str(options.against_hf), why, "Ask for one at a time")])
 
 
 def load_transformers() -> ModuleType:

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,8 +13,8 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config.certificates import write_certificate
-from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.options import CONFIG, make_parser, positive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.run_config import read_run_config
 from torchtitan_lite.verify import against_hf
@@ -49,6 +50,39 @@ TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
         "float8": try_float8,
     }.items()
 }
+
+
+def make_verify_parser() -> ArgumentParser:
+    description = """
+Does this layout compute the single-device model? A certificate, or the culprit.
+
+Runs the config, reduced to laptop size, on processes of this CPU beside one process with the same model file, in
+several trials: wide, deep, long, at real width; the run's own optimizer; train.py; bfloat16 and float8 where the run
+computes in them. Where something differs, it names the first thing that does.
+
+The layout that was asked for is tried where it fits the ranks; else a smaller one, and the verdict says which.
+
+Both sides share the model file, so that a mistake in it is in both. `--against-hf FOLDER` runs no layout: it compares
+the model file with transformers' model (Llama, Mixtral, Qwen3, Qwen3-MoE), both with the weights of that Hugging Face
+folder: logits, loss, gradient of every parameter, experts of every token."""
+    epilog = """Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished.
+With --against-hf: 0 equal, 1 not, 2 wrong input, no transformers, or too little memory."""
+    parser = make_parser("verify", description, f"{CONFIG}\n{epilog}")
+    add = parser.add_argument
+    help = "processes at most, up to 16; default: 8. The more, the nearer to the real mesh"
+    add("--ranks", type=int, default=8, choices=range(1, 17), metavar="N", help=help)
+    help = "longest silence of the ranks in one trial (%(default)s)"
+    add("--timeout", type=positive, default=300, metavar="SECONDS", help=help)
+    help = "compare the real dim, ffn_dim and vocabulary as far as memory allows, for minutes if need be"
+    add("--full-width", action="store_true", help=help)
+    add("--bf16", action="store_true", help="try bfloat16 also where the config says float32")
+    add("--bisect", action="store_true", help="where the wide trial fails, find the smallest combination that does")
+    add("--matrix", action="store_true", help="thirty layouts of this model instead of its own")
+    add("--verbose", action="store_true", help="every parameter instead of the worst of each kind")
+    help = "instead of a layout, compare the model file with transformers' model of this Hugging Face folder"
+    add("--against-hf", type=Path, metavar="FOLDER", help=help)
+    add("--json", action="store_true", help="print for programs, every parameter included")
+    return parser
 
 
 def main(args: list[str]) -> int:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.config.case import Case
-from torchtitan_lite.config.checks import REFUSED
+from torchtitan_lite.config.checks import find_refused
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Config
@@ -206,8 +205,7 @@ def refusal_applies(name: str) -> Callable[[Config, Culprit], bool]:
     def applies(config: Config, culprit: Culprit) -> bool:
         zero_stage = config.parallelism.zero_stage
         reshards = zero_stage == 3 or config.parallelism.fsdp_reshard_after_forward == "always"
-        case = Case(config, resolve_model(config.model), zero_stage=3 if reshards else 1)
-        return bool(REFUSED[name].applies(case))
+        return name in find_refused(config, resolve_model(config.model), zero_stage=3 if reshards else 1)
 
     return applies
 

@@ -1,6 +1,6 @@
 """What a run of train.py has to compute, by one process in plain torch, on a corpus that is written here.
 
-    corpus        random documents, written as `prepare` would: two shards of training documents, one held out
+    corpus        random documents, written as `prepare` would
     batches       the order of the samples is data/dataset.py's; rows are cut from the documents token by token
     steps         one backward over all rows; learning rate, clipping, SGD or AdamW by step_formulas.py, in float64
     validation    the held-out samples one by one, without padding
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Shard, dump_manifest
+from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, dump_manifest
 from torchtitan_lite.data.dataset import Batch, Sampler
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.head import IGNORE_INDEX
@@ -58,29 +58,22 @@ def make_text(seed: int, n_tokens: int) -> Text:
 
 
 def write_corpus(folder: Path, train: Text, held_out: Text) -> None:
-    """Write a prepared corpus of these texts. The training documents are in two shards."""
+    """Write a prepared corpus of these texts."""
     folder.mkdir(parents=True)
-    middle = len(train) // 2
-    shards = [write_shard(folder, "train-00000", train[:middle]), write_shard(folder, "train-00001", train[middle:])]
-    manifest = CorpusManifest(
-        dtype="uint16",
-        tokenizer_identity=load_tokenizer(TOKENIZER).identity,
-        vocab_size=N_WORDS,
-        held_out_share=0.0,
-        splits={"train": shards, "held_out": [write_shard(folder, "held_out-00000", held_out)]},
-        sources_sha256=sha256().hexdigest(),
-    )
+    splits = {"train": write_split(folder, "train", train), "held_out": write_split(folder, "held_out", held_out)}
+    manifest = CorpusManifest("uint16", load_tokenizer(TOKENIZER).identity, splits)
     (folder / MANIFEST).write_text(dump_manifest(manifest), encoding="utf-8")
 
 
-def write_shard(folder: Path, name: str, documents: Text) -> Shard:
-    """Write documents: their tokens, and their borders."""
+def write_split(folder: Path, name: str, documents: Text) -> Split:
+    """Write documents: their tokens, and where each begins."""
     tokens = array("H", chain.from_iterable(documents))
-    borders = array("Q", accumulate(map(len, documents), initial=0))
-    (folder / f"{name}.tokens").write_bytes(tokens.tobytes())
-    (folder / f"{name}.documents").write_bytes(borders.tobytes())
-    hashes = sha256(tokens.tobytes()).hexdigest(), sha256(borders.tobytes()).hexdigest()
-    return Shard(name, len(tokens), len(documents), sum(token < BEGIN for token in tokens), *hashes)
+    starts = array("q", accumulate(map(len, documents[:-1]), initial=0))
+    hashes = {}
+    for suffix, numbers in {"tokens": tokens, "documents": starts}.items():
+        (folder / f"{name}.{suffix}").write_bytes(numbers)
+        hashes[suffix] = sha256(numbers).hexdigest()
+    return Split(len(tokens), len(documents), 0, sum(token < BEGIN for token in tokens), hashes)
 
 
 def cut_samples(text: Text, seq_len: int, *, restart_positions: bool) -> list[Sample]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from torchtitan_lite.config.messages import show_text
+from torchtitan_lite.config.messages import shorten
 from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
 from torchtitan_lite.verify.one_rank import RankResult
 from torchtitan_lite.verify.ranks import NoAnswer, RankFailure, RankTimeout
@@ -114,10 +114,10 @@ def describe_failure(failure: RankFailure) -> Trial:
 def name_crash(text: str) -> Culprit:
     """Return the culprit of a rank that raised or died: the last line of its traceback."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    last = show_text(lines[-1].strip(), MOST_OF_CRASH)
+    last = shorten(lines[-1].strip(), MOST_OF_CRASH)
     if match := re.match(rf"(\S+\.)?{MissingFromPlan.__name__}: (?P<fqn>\S+) (?P<why>.*)", last):
         return Culprit("placement", match["fqn"], match["why"])
-    return Culprit("crash", show_text(lines[0].split(":")[0], MOST_OF_CRASH), last)
+    return Culprit("crash", shorten(lines[0].split(":")[0], MOST_OF_CRASH), last)
 
 
 # ---------------------------------------------------------------- whole tensors
