@@ -63,7 +63,7 @@ repository=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 # The Python to train with. A node that srun starts below gets it by PYTHON, and finds nothing left to do.
 command -v "${PYTHON:=python3}" >/dev/null || fail "there is no $PYTHON here: set PYTHON=/path/to/python3"
 export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
-PYTHON=$("$PYTHON" -m torchtitan_lite.environment)
+PYTHON=$("$PYTHON" -m torchtitan_lite.tools.environment)
 export PYTHON
 
 if [[ -z ${NNODES:-} ]]; then

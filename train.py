@@ -18,10 +18,8 @@ from functools import partial
 from pathlib import Path
 
 from torchtitan_lite.components.shutdown import StopRequest, describe_stop
-from torchtitan_lite.environment import continue_with_packages
 
 if __name__ == "__main__":
-    continue_with_packages()  # started by hand, perhaps with a Python that has no torch
     stop = StopRequest(os.environ.get("RANK", ""))
     stop.listen()  # before the imports, which take seconds
 
@@ -40,7 +38,7 @@ from torchtitan_lite.components.log import log_rank_on_error, start_logging
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, read_peak_memory
 from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.config.flavors import count_flops_per_token
-from torchtitan_lite.config.hardware import detect_machine, peak_flops
+from torchtitan_lite.config.machine import detect_machine, peak_flops
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config
@@ -52,8 +50,6 @@ from torchtitan_lite.dump_folder import open_dump_folder
 from torchtitan_lite.parallel.attention_kernels import describe_attention
 from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_group, set_timeouts, start_process_group
-from torchtitan_lite.plan.remedies import explain_out_of_memory
-from torchtitan_lite.plan.step_measure import RunLedger
 from torchtitan_lite.preflight import choose_validation, preflight
 from torchtitan_lite.process_setup import (
     keep_compiled_code,
@@ -121,8 +117,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
     about_data = f"{stream.describe(n_steps)}; tokenizer {config.model.hf_assets_path}, {tokenizer.vocab_size:,} tokens"
     logger.info(f"data: {about_data}")
 
-    # ---- run: model parts, optimizer, schedules. Before it, the planner forecasts what a step costs
-    ledger = RunLedger(config, model_args, layout, machine, dump_folder)
+    # ---- run: model parts, optimizer, schedules
     run = build_run(config, model_args, layout, mesh, device)
 
     # ---- checkpoint: resume from the newest one, or from the one that is named; or load initial weights
@@ -156,7 +151,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
         config.checkpoint,
         run.optimizer,
         fingerprint=fingerprint,
-        run=describe_run(config, layout.degrees, prepared.certificate, prepared.published),
+        run=describe_run(config, layout.degrees, prepared.published),
         group=saver_group,
         device=device,
     )
@@ -185,7 +180,6 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
     batches = prefetch(stream, rows, steps=range(resumed_step, n_steps), device=device)
     with (
         log_rank_on_error(rank, mesh.coordinates()),
-        explain_out_of_memory(config, model_args, layout, run.parameters, run.optimizer),
         profile_steps(config.profiling, dump_folder, rank, resumed_step=resumed_step) as profiler,
         saver,  # on exit, waits for the save in flight
     ):
@@ -195,8 +189,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
                 batch = next(batches)
             (lr,) = set(run.lr_scheduler.get_last_lr())
             stop.announce(step)  # if this rank got a signal
-            with ledger.measured(step, run, host_group, besides=saver_group):
-                result = train_step(run, batch)
+            result = train_step(run, batch)
             if not result.finite:  # the same on every rank; waits for the device, and so for all ranks
                 again, coordinates = partial(compute_gradients, run, batch), mesh.coordinates()
                 culprit = find_non_finite(result.local_loss, run.parts, coordinates, again, composed=CONTEXT_ATTENTION)
@@ -225,8 +218,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
                     times=meter.read(),
                     memory=read_peak_memory(device),
                     validation=validation,
-                    ledger=ledger.take(),
-                    texts=texts | ledger.take_pictures(),
+                    texts=texts,
                     experts=load,
                 )
                 texts = {}

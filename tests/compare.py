@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler, Model, Optimizer, Training
-from torchtitan_lite.data.dataset import Batch
-from torchtitan_lite.verify import one_rank, reference
-from torchtitan_lite.verify.gradient_trial import find_faults
-from torchtitan_lite.verify.one_rank import gather, own_rows
-from torchtitan_lite.verify.reduction import Reduction, override, reduce_config
-from torchtitan_lite.verify.reference import relative_error, run_one_process
-from torchtitan_lite.verify.trial import Difference, merge
+from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.tools.verify import one_rank, reference
+from torchtitan_lite.tools.verify.gradient_trial import find_faults
+from torchtitan_lite.tools.verify.one_rank import gather, own_rows
+from torchtitan_lite.tools.verify.reduction import Reduction, override, reduce_config
+from torchtitan_lite.tools.verify.reference import relative_error, run_one_process
+from torchtitan_lite.tools.verify.trial import Difference, merge
 
 __all__ = [
     "Difference",

@@ -6,7 +6,7 @@ import compare
 import pytest
 import torch
 
-from torchtitan_lite.verify.ranks import RankPool
+from torchtitan_lite.tools.verify.ranks import RankPool
 
 
 @pytest.fixture(scope="session", autouse=True)

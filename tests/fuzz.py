@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 from unittest import mock
 
-from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.reader import CONFIG_FOLDER, KEYS, format_toml
 from torchtitan_lite.config.schema import Range
 from torchtitan_lite.config.torchtitan_keys import ABSENT, ALIASES, SETTINGS_OF_ABSENT

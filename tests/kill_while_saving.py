@@ -22,7 +22,7 @@ from checkpoints import make_saver, read_tensors
 
 from torchtitan_lite.checkpoint.manifest import find_steps
 from torchtitan_lite.config.schema import Checkpoint
-from torchtitan_lite.verify.ranks import RankFailure, RankPool
+from torchtitan_lite.tools.verify.ranks import RankFailure, RankPool
 
 N_RANKS = 2
 ROWS = 2048  # 16 tensors of this many rows of 32 make 4 MB: a save takes some tens of milliseconds

@@ -27,8 +27,8 @@ from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.plan.fake_world import fake_group, make_batch, static_stages
-from torchtitan_lite.plan.meter import Meter
+from torchtitan_lite.tools.plan.fake_world import fake_group, make_batch, static_stages
+from torchtitan_lite.tools.plan.meter import Meter
 
 BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
 MODEL = {  # small, but with activations larger than its weights

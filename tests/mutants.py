@@ -19,9 +19,9 @@ import mutants_of_train  # noqa: F401
 import mutants_of_updates  # noqa: F401
 from mutant_table import MUTANTS
 
-from torchtitan_lite.verify.command import TRIALS
-from torchtitan_lite.verify.reduction import Reduction
-from torchtitan_lite.verify.trial import Trial
+from torchtitan_lite.tools.verify.command import TRIALS
+from torchtitan_lite.tools.verify.reduction import Reduction
+from torchtitan_lite.tools.verify.trial import Trial
 
 __all__ = ["MUTANTS"]
 

@@ -15,7 +15,7 @@ from torchtitan_lite import preflight, validation
 from torchtitan_lite.checkpoint import load as loading
 from torchtitan_lite.checkpoint import save as saving
 from torchtitan_lite.checkpoint.save import name_weights
-from torchtitan_lite.verify import train_start
+from torchtitan_lite.tools.verify import train_start
 
 in_train_py, replacing = partial(mutant, trial="train.py"), partial(in_place_of, trial="train.py")
 VALIDATION = ("validation loss", "validate")

@@ -9,15 +9,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan_lite.environment import continue_with_packages
+from torchtitan_lite.tools.environment import continue_with_packages
 
 if __name__ == "__main__":
     continue_with_packages()
 
 from mutants import MUTANTS, try_mutant
 
-from torchtitan_lite.verify.certificate import Certificate, describe_trial, describe_verdict
-from torchtitan_lite.verify.ranks import RankPool
+from torchtitan_lite.tools.verify.certificate import Certificate, describe_trial, describe_verdict
+from torchtitan_lite.tools.verify.ranks import RankPool
 
 
 def main(names: list[str]) -> int:

@@ -28,9 +28,9 @@ from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.model import attention as attentions
 from torchtitan_lite.model import head, llama3, moe
 from torchtitan_lite.step import MODELS
-from torchtitan_lite.verify import against_hf, model_comparison
-from torchtitan_lite.verify import command as tool
-from torchtitan_lite.verify.reference import relative_error
+from torchtitan_lite.tools.verify import against_hf, model_comparison
+from torchtitan_lite.tools.verify import command as tool
+from torchtitan_lite.tools.verify.reference import relative_error
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = ["--config", "debug", "--model.dim", "64", "--model.n_layers", "2", "--model.vocab_size", "300"]

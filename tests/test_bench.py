@@ -17,23 +17,23 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite import __main__ as door
-from torchtitan_lite.bench import command as bench
-from torchtitan_lite.bench import contenders, rounds
-from torchtitan_lite.bench import io as bench_io
-from torchtitan_lite.bench import peers as bench_peers
-from torchtitan_lite.bench import step as bench_step
-from torchtitan_lite.bench.bare_3d import Bare3D
-from torchtitan_lite.bench.command import compare_rounds, describe, report_for_programs
-from torchtitan_lite.bench.contenders import CONTENDERS, EXPERTS_CONFIG, ON_8_RANKS, RATIO_OF
-from torchtitan_lite.bench.rounds import Absent, BenchFailed, Report, measure_rounds
-from torchtitan_lite.bench.step import measure_step_memory, take_turns
 from torchtitan_lite.components import optim
 from torchtitan_lite.components.log import LineFormatter
 from torchtitan_lite.components.metrics import StepMetrics, format_console_lines
-from torchtitan_lite.config.hardware import Gpu
+from torchtitan_lite.config.machine import Gpu
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Compile, Model, Training, with_value
-from torchtitan_lite.verify.ranks import RankFailure
+from torchtitan_lite.tools.bench import command as bench
+from torchtitan_lite.tools.bench import contenders, rounds
+from torchtitan_lite.tools.bench import io as bench_io
+from torchtitan_lite.tools.bench import peers as bench_peers
+from torchtitan_lite.tools.bench import step as bench_step
+from torchtitan_lite.tools.bench.bare_3d import Bare3D
+from torchtitan_lite.tools.bench.command import compare_rounds, describe, report_for_programs
+from torchtitan_lite.tools.bench.contenders import CONTENDERS, EXPERTS_CONFIG, ON_8_RANKS, RATIO_OF
+from torchtitan_lite.tools.bench.rounds import Absent, BenchFailed, Report, measure_rounds
+from torchtitan_lite.tools.bench.step import measure_step_memory, take_turns
+from torchtitan_lite.tools.verify.ranks import RankFailure
 
 TINY_CONFIG = replace(
     contenders.STEP_CONFIG,

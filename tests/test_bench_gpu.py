@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan_lite import __main__ as door
-from torchtitan_lite.bench import gpu as bench_gpu
-from torchtitan_lite.bench.command import describe, report_for_programs
-from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.plan.dry_run import dry_run
+from torchtitan_lite.tools.bench import gpu as bench_gpu
+from torchtitan_lite.tools.bench.command import describe, report_for_programs
+from torchtitan_lite.tools.plan.dry_run import dry_run
 
 GIB = 2**30
 H200 = Machine("cuda", 1, 143771 * 2**20, "NVIDIA H200")

@@ -15,12 +15,12 @@ from mutants import MUTANTS
 from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.parallel import context_parallel
-from torchtitan_lite.verify import command as tool
-from torchtitan_lite.verify.certificate import IN_PART, describe_verdict
-from torchtitan_lite.verify.reduction import reduce_config
+from torchtitan_lite.tools.command_lines import make_verify_parser
+from torchtitan_lite.tools.verify import command as tool
+from torchtitan_lite.tools.verify.certificate import IN_PART, describe_verdict
+from torchtitan_lite.tools.verify.reduction import reduce_config
 
 REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"

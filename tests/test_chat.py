@@ -10,20 +10,20 @@ import torch
 from checkpoints import flip_bit
 from made_corpora import Killed, kill_at, read_folder
 from test_tokenizer_json import EOS, IM_END, sentencepiece, train, write_json  # noqa: F401
+from torchtitan_lite.data.vocabulary import VocabularyError
 from two_steps import make_two_steps
 
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import shards
-from torchtitan_lite.data.chat import LLAMA_3, ChatFormat, read_chat_format
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import CorpusError, read_manifest
 from torchtitan_lite.data.dataset import SampleReader, SampleStream
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.data.vocabulary import VocabularyError
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.tools import prepare as tool
+from torchtitan_lite.tools.corpora.chat import LLAMA_3, ChatFormat, read_chat_format
 
 SHIPPED = str(REPOSITORY / "assets" / "tokenizer")
 TALK = [
@@ -210,7 +210,7 @@ def test_chat_without_a_format_without_jinja2_or_of_plain_text_is_refused(tmp_pa
     with pytest.raises(VocabularyError, match="<|start_header_id|>"):
         read_chat_format(load_tokenizer(write_json(tmp_path / "gpt2", train("GPT-2"))).vocabulary)
     with monkeypatch.context() as patches:
-        patches.setattr("torchtitan_lite.data.chat.find_spec", lambda package: None)
+        patches.setattr("torchtitan_lite.tools.corpora.chat.find_spec", lambda package: None)
         assert prepare_chat(tmp_path) == 2 and "`data`" in capsys.readouterr().err
     (tmp_path / "in.jsonl").rename(tmp_path / "in.txt")
     assert tool.main(["--chat", str(tmp_path / "in.txt"), "--out", str(tmp_path / "out")]) == 2

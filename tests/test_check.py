@@ -19,8 +19,8 @@ import pytest
 
 from torchtitan_lite import __main__
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
-from torchtitan_lite.config.hardware import GIB, Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_model
+from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import CONFIG_FOLDER, KEYS, REPOSITORY, dump_config_toml, flatten_table, tomllib
 from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value

@@ -20,14 +20,13 @@ from checkpoints import (
     whole_state,
 )
 from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.manifest import find_steps
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, name_tensors, name_weights
 from torchtitan_lite.config.schema import Checkpoint, Config
-from torchtitan_lite.verify.ranks import RankFailure
+from torchtitan_lite.tools.verify.ranks import RankFailure
 
 ADAMW = {
     "optimizer.name": "AdamW",

@@ -28,7 +28,7 @@ from torchtitan_lite.checkpoint.manifest import (
     hash_bytes,
     read_manifest,
 )
-from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.preflight import preflight

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.load import load_checkpoint
 from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
-from torchtitan_lite.checkpoint.storage import open_checkpoint
 from torchtitan_lite.checkpoint.save import CheckpointSaver, is_saved
+from torchtitan_lite.checkpoint.storage import open_checkpoint
 from torchtitan_lite.config.schema import Checkpoint
 
 MIB = 2**20

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtitan_lite.bench.step import compare_head_memory, count_head_peak_bytes
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.head import IGNORE_INDEX, ChunkedLoss, Head
 from torchtitan_lite.parallel import tensor_parallel
 from torchtitan_lite.parallel.exchange import Ranks
 from torchtitan_lite.parallel.tensor_parallel import ShardedLoss
+from torchtitan_lite.tools.bench.step import compare_head_memory, count_head_peak_bytes
 
 ROWS, SEQ_LEN, DIM, VOCAB = 3, 20, 16, 50
 N_TOKENS = ROWS * SEQ_LEN

@@ -6,21 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torchtitan_lite.bench.step import count_head_peak_bytes
 from torchtitan_lite.config.flavors import FLAVORS, count_parameters
-from torchtitan_lite.config.hardware import CLUSTERS, ROW_OF_GPU, find_cluster
 from torchtitan_lite.config.layout import plan_layout, resolve_model
-from torchtitan_lite.config.memory import estimate_loss, list_kept_bytes
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config
-from torchtitan_lite.config.workload import Workload, count_recompute, describe_workload
 from torchtitan_lite.parallel.activation_checkpoint import plan_recompute
-from torchtitan_lite.plan.ledger import Forecast, forecast, forecast_quickly, list_memory, rate_step
-from torchtitan_lite.plan.search import estimate_peak
-from torchtitan_lite.plan.simulator import plan_order
-from torchtitan_lite.plan.step_time import StepTimeModel
-from torchtitan_lite.plan.traffic import estimate_traffic
+from torchtitan_lite.tools.bench.step import count_head_peak_bytes
+from torchtitan_lite.tools.plan.cluster import CLUSTERS, ROW_OF_GPU, find_cluster
+from torchtitan_lite.tools.plan.ledger import Forecast, forecast, forecast_quickly, list_memory, rate_step
+from torchtitan_lite.tools.plan.memory import estimate_loss, list_kept_bytes
+from torchtitan_lite.tools.plan.search import estimate_peak
+from torchtitan_lite.tools.plan.simulator import plan_order
+from torchtitan_lite.tools.plan.step_time import StepTimeModel
+from torchtitan_lite.tools.plan.traffic import estimate_traffic
+from torchtitan_lite.tools.plan.workload import Workload, count_recompute, describe_workload
 
 H100 = CLUSTERS["h100"]
 PIPELINE = "--parallelism.pipeline_parallel_schedule"

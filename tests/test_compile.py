@@ -17,7 +17,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.components import profiling
 from torchtitan_lite.components.profiling import list_compiled_since, warn_on_recompile
 from torchtitan_lite.config import hardware
-from torchtitan_lite.config.hardware import GIB, Machine
+from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.schema import Compile
 from torchtitan_lite.preflight import check_compilers, preflight
 

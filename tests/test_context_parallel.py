@@ -18,8 +18,8 @@ from torchtitan_lite.parallel.context_parallel import (
     context_attention_backward,
     plan_query_positions,
 )
-from torchtitan_lite.verify.one_rank import build_small_run, own_rows
-from torchtitan_lite.verify.reference import make_batch
+from torchtitan_lite.tools.verify.one_rank import build_small_run, own_rows
+from torchtitan_lite.tools.verify.reference import make_batch
 
 METHODS = ["allgather", "ring"]
 N_HEADS, SEQ_LEN, HEAD_DIM = 4, 48, 8

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import flip_bit
 from made_corpora import write_corpus, write_flat
 
-from torchtitan_lite.config.hardware import GIB, Machine
+from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.data import corpus_folder
 from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, measure_flat

@@ -34,6 +34,7 @@ from measure_memory import BATCH, GLOBAL_BATCH, MODEL, make_even_routes, measure
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from torchtitan_lite.tools.plan.step_measure import count_traffic, find_most_moved
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import (
@@ -42,20 +43,19 @@ from torchtitan_lite.config.flavors import (
     count_flops_per_token,
     count_parameters,
 )
-from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.memory import count_state_bytes, list_kept_bytes
+from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import bound_memory
-from torchtitan_lite.config.workload import Workload, count_layers, describe_workload
 from torchtitan_lite.model.attention import CausalAttention
 from torchtitan_lite.model.llama3 import TransformerBlock, rotary_angles
-from torchtitan_lite.plan.dry_run import DryRun, dry_run, plan_run
-from torchtitan_lite.plan.fake_world import kernels_of_gpus, loaded_experts
-from torchtitan_lite.plan.ledger import list_memory, open_ledger
-from torchtitan_lite.plan.meter import Meter
-from torchtitan_lite.plan.simulator import plan_order
-from torchtitan_lite.plan.step_measure import count_traffic, find_most_moved
-from torchtitan_lite.plan.traffic import Moved, estimate_traffic, sum_moved
+from torchtitan_lite.tools.plan.dry_run import DryRun, dry_run, plan_run
+from torchtitan_lite.tools.plan.fake_world import kernels_of_gpus, loaded_experts
+from torchtitan_lite.tools.plan.ledger import list_memory, open_ledger
+from torchtitan_lite.tools.plan.memory import count_state_bytes, list_kept_bytes
+from torchtitan_lite.tools.plan.meter import Meter
+from torchtitan_lite.tools.plan.simulator import plan_order
+from torchtitan_lite.tools.plan.traffic import Moved, estimate_traffic, sum_moved
+from torchtitan_lite.tools.plan.workload import Workload, count_layers, describe_workload
 
 CPU = Machine("cpu", 1, 2**34, "x86_64 CPU")
 EVERY_SECOND = {MODE: "selective", OPTION: "2"}

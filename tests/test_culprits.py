@@ -20,14 +20,20 @@ from torchtitan_lite import step
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.parallel import parallelize, tensor_parallel
 from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
-from torchtitan_lite.verify import command as tool
-from torchtitan_lite.verify.culprit import name_first_output
-from torchtitan_lite.verify.gradient_trial import FP32_TOLERANCE, save_reference, try_layout
-from torchtitan_lite.verify.module_outputs import ModuleErrors, RankRoutes, find_flips, judge_routes, observe_outputs
-from torchtitan_lite.verify.ranks import RankKilled, RankPool, RankTimeout, describe_stack
-from torchtitan_lite.verify.reference import load_reference
-from torchtitan_lite.verify.slices import Gap, find_unequal_replicas, join_slices
-from torchtitan_lite.verify.trial import MOST_OF_CRASH, describe_failure, find_disagreement, name_crash
+from torchtitan_lite.tools.verify import command as tool
+from torchtitan_lite.tools.verify.culprit import name_first_output
+from torchtitan_lite.tools.verify.gradient_trial import FP32_TOLERANCE, save_reference, try_layout
+from torchtitan_lite.tools.verify.module_outputs import (
+    ModuleErrors,
+    RankRoutes,
+    find_flips,
+    judge_routes,
+    observe_outputs,
+)
+from torchtitan_lite.tools.verify.ranks import RankKilled, RankPool, RankTimeout, describe_stack
+from torchtitan_lite.tools.verify.reference import load_reference
+from torchtitan_lite.tools.verify.slices import Gap, find_unequal_replicas, join_slices
+from torchtitan_lite.tools.verify.trial import MOST_OF_CRASH, describe_failure, find_disagreement, name_crash
 
 # ---------------------------------------------------------------- what ranks see is put together
 

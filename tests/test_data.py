@@ -15,7 +15,6 @@ from torchtitan_lite.data import dataset as data
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import DRAWS_PER_ROUND, CorpusError, check_weights, split_round
 from torchtitan_lite.data.dataset import (
-    Batch,
     Sampler,
     SampleReader,
     SampleStream,
@@ -24,6 +23,7 @@ from torchtitan_lite.data.dataset import (
     prefetch,
     rows_of_rank,
 )
+from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 
 CPU = torch.device("cpu")

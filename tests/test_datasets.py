@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from checkpoints import flip_bit
 from made_corpora import BYTES
+from torchtitan_lite.data.shards import choose_split
 
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import corpus as corpus_module
 from torchtitan_lite.data import prepare, shards
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError
-from torchtitan_lite.data.shards import choose_split
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
 

@@ -15,14 +15,14 @@ from layouts import CHUNK, CP, DOCUMENTS, MODE, NO_LOSS_PARALLEL, OPTION, PP, RE
 from mutant_table import SHARD
 
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.command_lines import make_verify_parser
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify import command as tool
-from torchtitan_lite.verify.certificate import CERTIFIED, describe
-from torchtitan_lite.verify.reduction import reduce_config
+from torchtitan_lite.tools.command_lines import make_verify_parser
+from torchtitan_lite.tools.verify import command as tool
+from torchtitan_lite.tools.verify.certificate import CERTIFIED, describe
+from torchtitan_lite.tools.verify.reduction import reduce_config
 
 N_LAYOUTS, SEED = int(os.environ.get("LAYOUTS", 6)), int(os.environ.get("SEED", 0))
 CHEAP = (2,)  # of seed 0: neither compiled nor on 8 ranks

@@ -21,7 +21,7 @@ from kill_while_training import launch as launch_run
 
 from torchtitan_lite import launch
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.verify.ranks import PRELOADED
+from torchtitan_lite.tools.verify.ranks import PRELOADED
 
 # ---------------------------------------------------------------- the launcher, with a script in place of train.py
 
@@ -179,7 +179,7 @@ def test_a_run_that_continues_without_its_checkpoints_says_so_at_its_end(pool, t
 WORKERS = {  # script of a tool whose two workers name themselves, the signal that ends it
     "plan --search": (
         """
-from torchtitan_lite.plan import search_report
+from torchtitan_lite.tools.plan import search_report
 def work(number, candidate):
     os.write(1, b"%d\\n" % os.getpid())
     signal.pause()
@@ -191,7 +191,7 @@ if __name__ == "__main__":
     ),
     "verify": (
         """
-from torchtitan_lite.verify.ranks import RankPool
+from torchtitan_lite.tools.verify.ranks import RankPool
 def work(rank, world_size):
     os.write(1, b"%d\\n" % os.getpid())
     signal.pause()

@@ -65,7 +65,7 @@ class Checkout(RunCheckout):
         self.started: list[subprocess.Popen] = []
 
     def start(self, *args: str, command: list[str] | None = None, **variables: str) -> subprocess.Popen:
-        command = command or [sys.executable, "-m", "torchtitan_lite.environment", *args]
+        command = command or [sys.executable, "-m", "torchtitan_lite.tools.environment", *args]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": self.root}
         self.started.append(subprocess.Popen(command, env=self.variables | variables, start_new_session=True, **pipes))
         return self.started[-1]

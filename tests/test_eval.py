@@ -14,21 +14,21 @@ import torch
 import torch.nn.functional as F
 from checkpoints import flip_bit
 from test_generate_tool import ARGS, SHIPPED, refuse_with, save
+from torchtitan_lite.tools.multiple_choice import Question, Row, encode_endings, score
 from transformers import LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
 from torchtitan_lite.config.flavors import count_parameters
 from torchtitan_lite.config.layout import plan_degrees, resolve_model
 from torchtitan_lite.config.schema import Config, Model
-from torchtitan_lite.data.prepare import Recipe, prepare
-from torchtitan_lite.data.text_files import find_files
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools import eval as tool
+from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
+from torchtitan_lite.tools.corpora.text_files import find_files
 from torchtitan_lite.tools.model_source import SourceError, build_model, open_source
-from torchtitan_lite.tools.multiple_choice import Question, Row, encode_endings, score
 
 WINDOW = 32
 TEXTS = {
@@ -161,13 +161,21 @@ def test_every_layout_has_the_figures_of_one_rank_in_just_its_memory(
 def test_a_prepared_corpus_has_the_figures_of_its_text_and_shows_what_it_holds_out(
     evaluate, checkpoint, texts, tmp_path, assert_refused
 ):
-    prepare(find_files([texts])[0], tmp_path / "all", Recipe(str(SHIPPED), 0.0, folder=str(tmp_path) if 'tmp_path' in dir() else str(root)))
+    prepare(
+        find_files([texts])[0],
+        tmp_path / "all",
+        Recipe(str(SHIPPED), 0.0, folder=str(tmp_path)),
+    )
     window = ("--training.seq_len", WINDOW)
     of_text = evaluate(checkpoint, "--data", texts, *window)
     of_corpus = evaluate(checkpoint, "--data", tmp_path / "all", "--split", "train", *window)
     assert of_corpus["nats_per_token"] == of_text["nats_per_token"] and of_corpus["tokens"] == of_text["tokens"]
     assert_refused(checkpoint, "--data", tmp_path / "all", named=["--data", "validation"])
-    prepare(find_files([texts])[0], tmp_path / "bytes", Recipe(str("bytes"), 0.5, folder=str(tmp_path) if 'tmp_path' in dir() else str(root)))
+    prepare(
+        find_files([texts])[0],
+        tmp_path / "bytes",
+        Recipe(str("bytes"), 0.5, folder=str(tmp_path)),
+    )
     assert_refused(checkpoint, "--data", tmp_path / "bytes", named=["--data", "tokenizer"])
 
 

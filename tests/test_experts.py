@@ -26,7 +26,7 @@ from torchtitan_lite.config.schema import Checkpoint, Metrics, Model
 from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.model.moe import MixtureOfExperts, list_mixtures, multiply_groups
-from torchtitan_lite.verify.ranks import RankFailure
+from torchtitan_lite.tools.verify.ranks import RankFailure
 
 RATE, IMPLEMENTATION = "training.expert_bias_rate", "optimizer.implementation"
 MOE = {"model.flavor": "debug_moe", "model.expert_ffn_dim": 48, "model.head_dim": 8}

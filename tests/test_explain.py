@@ -12,10 +12,10 @@ from torch.distributed.tensor import distribute_tensor
 
 from torchtitan_lite import step
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.plan import explain
-from torchtitan_lite.plan.dry_run import describe_sharding
-from torchtitan_lite.plan.explain import describe_slice, draw_mesh
-from torchtitan_lite.plan.fake_world import fake_group
+from torchtitan_lite.tools.plan import explain
+from torchtitan_lite.tools.plan.dry_run import describe_sharding
+from torchtitan_lite.tools.plan.explain import describe_slice, draw_mesh
+from torchtitan_lite.tools.plan.fake_world import fake_group
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = ["--config", "debug", "--model.n_layers", "2", "--training.seq_len", "32"]

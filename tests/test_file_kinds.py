@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from made_corpora import make_text, prepare_some, read_folder, write_inputs
+from torchtitan_lite.data.documents import Tally, read_documents
+from torchtitan_lite.data.shards import Recipe, make_plan
 
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import shards, text_files
-from torchtitan_lite.data.documents import Tally, read_documents
-from torchtitan_lite.data.shards import Recipe, make_plan
-from torchtitan_lite.data.text_files import PreparationError, find_sources
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools import prepare as tool
+from torchtitan_lite.tools.corpora.text_files import PreparationError, find_sources
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is in the extra `data`")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -142,7 +142,7 @@ def test_the_text_column_names_a_field_of_lines_and_a_column_of_tables_alike(tmp
 @pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard")])
 def test_without_its_package_a_file_is_refused_and_the_extra_named(tmp_path, monkeypatch, capsys, name, package):
     WRITERS[name](tmp_path / name)
-    monkeypatch.setattr("torchtitan_lite.data.text_files.find_spec", lambda package: None)
+    monkeypatch.setattr("torchtitan_lite.tools.corpora.text_files.find_spec", lambda package: None)
     assert prepare(tmp_path / name, tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert name in error and package in error and "`data`" in error

@@ -15,20 +15,20 @@ from test_model import PLAIN
 from their_llama import make_their_config
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers, processors, trainers
+from torchtitan_lite.config.certificates import identify
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.checkpoint.manifest import read_manifest
-from torchtitan_lite.config.certificates import identify
 from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.plan.dry_run import plan_run
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.run_config import read_run_config
 from torchtitan_lite.tools import check, convert, generate
 from torchtitan_lite.tools.model_source import build_model, open_source
-from torchtitan_lite.verify.other_layouts import list_features, turn_off
+from torchtitan_lite.tools.plan.dry_run import plan_run
+from torchtitan_lite.tools.verify.other_layouts import list_features, turn_off
 
 BOS, EOS, EOT = "<s>", "</s>", "<|eot|>"
 ODD = RopeScaling(factor=5.5, low_freq_factor=1.5, high_freq_factor=3.0, original_length=96)

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import FLAVORS, list_linears, plan_float8
-from torchtitan_lite.config.hardware import GIB, Machine
 from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Checkpoint, Float8

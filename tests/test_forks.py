@@ -34,8 +34,8 @@ WHOLE_WALK = ("an optimizer", "a model")
 # Calls tools, and train.py on a pool of ranks, in one process: importing torch takes most of the time of each.
 CALLS = """
 import contextlib, importlib, io, json, sys, traceback
-from torchtitan_lite.config.command_lines import TOOLS
-from torchtitan_lite.verify.ranks import RankPool
+from torchtitan_lite.tools.command_lines import TOOLS
+from torchtitan_lite.tools.verify.ranks import RankPool
 import warm_start
 
 def call(tool, args):

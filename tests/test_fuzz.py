@@ -14,7 +14,7 @@ from fuzz import MACHINES, Case, Cases, judge, make_odd_files, memory_limited
 from made_corpora import prepare_some, write_inputs
 from two_steps import make_two_steps
 
-from torchtitan_lite.config.hardware import detect_machine
+from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import CONFIG_FOLDER, KEYS, REPOSITORY
 from torchtitan_lite.config.schema import Range

@@ -20,12 +20,12 @@ from checkpoints import flip_bit, write_tensors
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from torchtitan_lite.checkpoint.storage import open_checkpoint
 from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
+from torchtitan_lite.checkpoint.storage import open_checkpoint
 from torchtitan_lite.config import choices
 from torchtitan_lite.config.flavors import FLAVORS, RopeScaling, count_parameters
-from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
@@ -214,9 +214,7 @@ def test_a_text_ends_with_any_token_of_generation_config(checkpoint, trained, to
     (unbroken,) = generate(checkpoint, *greedy)["samples"]
     at = next(n for n, token in enumerate(unbroken["tokens"]) if n > 5 and token not in unbroken["tokens"][:n])
     end = json.dumps({"eos_token_id": [unbroken["tokens"][at]]})
-    export = Export(
-        ARGS, "float32", context=1024, **tokenizer.describe_for_export()
-    )  # so no --tokenizer is needed
+    export = Export(ARGS, "float32", context=1024, **tokenizer.describe_for_export())  # so no --tokenizer is needed
     write_folder(tmp_path / "llama", trained.state_dict().__getitem__, export)
     (tmp_path / "assets").mkdir()
     for name in ("llama", "assets"):

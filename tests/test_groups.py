@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from layouts import PP, SCHEDULE, TP
 from made_corpora import write_corpus
+from torchtitan_lite.tools.plan.step_measure import FRONT, TrafficCount
 
 import train
 from torchtitan_lite import step as stepping
@@ -26,8 +27,7 @@ from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.checkpoint.storage import StorageWriter
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.parallel.mesh import list_groups, make_host_group, set_timeouts
-from torchtitan_lite.plan import step_measure
-from torchtitan_lite.plan.step_measure import FRONT, TrafficCount
+from torchtitan_lite.tools.plan import step_measure
 
 N_STARTS = int(os.environ.get("STARTS", 3))
 INIT_TIMEOUT_S, TRAIN_TIMEOUT_S = 200, 100  # patient: a loaded machine is no failure

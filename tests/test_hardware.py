@@ -5,7 +5,7 @@ import os
 import pytest
 
 from torchtitan_lite.config import hardware
-from torchtitan_lite.config.hardware import GIB, Gpu, Machine, detect_machine, peak_flops, select_visible
+from torchtitan_lite.config.machine import GIB, Gpu, Machine, detect_machine, peak_flops, select_visible
 
 NVIDIA_SMI = """#!/bin/sh
 echo "0, GPU-aaa1, NVIDIA H100 80GB HBM3, 81559"

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as HuggingFace
+from torchtitan_lite.data.tokenizer_files import read_vocabulary
+from torchtitan_lite.data.vocabulary import PATTERNS, spell_bytes
 
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, read_published
 from torchtitan_lite.config.files import read_json_object
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data import tokenizer_files
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.data.tokenizer_files import read_vocabulary
-from torchtitan_lite.data.vocabulary import PATTERNS, spell_bytes
 
 EOS = "<|end|>"
 MOST_CPU_S = 10  # of this process, on a slow machine; what is listed here took minutes, or never ended

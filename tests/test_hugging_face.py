@@ -200,7 +200,7 @@ def test_tokenizer_files_travel_where_they_are_hugging_faces(tmp_path):
         (tmp_path / name).write_text(f"content of {name}")
     tokenizer = Tokenizer(tmp_path / "tokenizer.json", "", 126, 127, {}, {}, list, list)
     write_ours(PLAIN, tmp_path / "a", **tokenizer.describe_for_export())
-    write_ours(PLAIN, tmp_path / "b", **load_tokenizer('bytes').describe_for_export())
+    write_ours(PLAIN, tmp_path / "b", **load_tokenizer("bytes").describe_for_export())
     names = [{path.name for path in (tmp_path / folder).iterdir()} for folder in "ab"]
     assert names[0] - names[1] == {"tokenizer.json", "tokenizer_config.json"} and names[1] < names[0]
     assert (tmp_path / "a" / "tokenizer.json").read_text() == "content of tokenizer.json"

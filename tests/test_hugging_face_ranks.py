@@ -28,7 +28,7 @@ from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.save import choose_tensors
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.schema import Checkpoint
-from torchtitan_lite.verify.ranks import RankFailure
+from torchtitan_lite.tools.verify.ranks import RankFailure
 
 SHAPE = compare.resolve_model(compare.TABLE_CONFIG.model)
 SIX = {"training.global_batch_size": 6}  # a batch that three ranks can share

@@ -15,6 +15,7 @@ from test_model import FLAVORS, PLAIN, build_ours, build_theirs
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, take_model
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
+
 MOST_HEADER_BYTES = 100_000_000
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.flavors import ModelArgs

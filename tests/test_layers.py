@@ -14,8 +14,8 @@ FILES = [REPOSITORY / "train.py", *sorted((REPOSITORY / "torchtitan_lite").rglob
 # own room; rooms on one floor never import each other.
 FLOORS = {
     "torchtitan_lite.config": 0,  # no torch, so that it loads in milliseconds
-    "torchtitan_lite.environment": 0,
-    "torchtitan_lite.processes": 0,
+    "torchtitan_lite.tools.environment": 0,
+    "torchtitan_lite.tools.processes": 0,
     "torchtitan_lite.model": 1,
     "torchtitan_lite.parallel": 2,
     "torchtitan_lite.data": 2,
@@ -25,23 +25,24 @@ FLOORS = {
     "torchtitan_lite.step": 3,
     "torchtitan_lite.validation": 4,
     "torchtitan_lite.process_setup": 4,  # a door: it reads torchrun's environment
-    "torchtitan_lite.verify": 5,
-    "torchtitan_lite.plan": 5,
+    "torchtitan_lite.tools.verify": 5,
+    "torchtitan_lite.tools.plan": 5,
     "torchtitan_lite.tools": 5,
     "torchtitan_lite.tools.eval": 6,  # on the rank pool of verify
-    "torchtitan_lite.bench": 6,
-    "torchtitan_lite.launch": 6,
+    "torchtitan_lite.tools.bench": 6,
+    "torchtitan_lite.tools.launch": 6,
     "torchtitan_lite.__main__": 6,
     "train": 6,
 }
 
 
-IMPORTS_LATE = ("torchtitan_lite.data.tokenizer", 
+IMPORTS_LATE = (
+    "torchtitan_lite.data.tokenizer",
     "torchtitan_lite.__main__",  # the door picks its tool
     "torchtitan_lite.components.sinks",  # wandb: only with metrics.enable_wandb
-    "torchtitan_lite.data.chat",  # packages of the extra `data`: training needs none, and pyarrow takes seconds
-    "torchtitan_lite.data.text_files",
-    "torchtitan_lite.verify.against_hf",  # transformers: training does not need it, and importing it takes seconds
+    "torchtitan_lite.tools.corpora.chat",  # packages of the extra `data`: training needs none, and pyarrow takes seconds
+    "torchtitan_lite.tools.corpora.text_files",
+    "torchtitan_lite.tools.verify.against_hf",  # transformers: training does not need it, and importing it takes seconds
 )
 
 

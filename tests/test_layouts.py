@@ -17,8 +17,8 @@ from layouts import (
 )
 
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.verify.module_outputs import judge_routes, measure_routes
-from torchtitan_lite.verify.ranks import RankFailure
+from torchtitan_lite.tools.verify.module_outputs import judge_routes, measure_routes
+from torchtitan_lite.tools.verify.ranks import RankFailure
 
 
 @pytest.fixture(scope="module")

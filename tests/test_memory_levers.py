@@ -8,22 +8,22 @@ import torch
 import torch.distributed as dist
 from layouts import ADAMW, CHUNK, COMPILED, MODE, PP, SCHEDULE, TP, ZERO
 from measure_memory import BATCH, GLOBAL_BATCH, MODEL, plan
+from torchtitan_lite.config.case import Case
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.checks import find_problems
-from torchtitan_lite.config.hardware import Machine
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.parallel.attention_kernels import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend
-from torchtitan_lite.plan import remedies
-from torchtitan_lite.plan.dry_run import dry_run
-from torchtitan_lite.plan.remedies import explain_out_of_memory, find_memory_options
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.verify.reduction import reduce_config
+from torchtitan_lite.tools.plan import remedies
+from torchtitan_lite.tools.plan.dry_run import dry_run
+from torchtitan_lite.tools.plan.remedies import explain_out_of_memory, find_memory_options
+from torchtitan_lite.tools.verify.reduction import reduce_config
 
 GIB = 2**30
 GPU, CPU = Machine("cuda", 1, 141 * 10**9, "NVIDIA H200"), Machine("cpu", 1, 64 * GIB, "a CPU")

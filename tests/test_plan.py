@@ -10,14 +10,14 @@ import torch.distributed as dist
 from layouts import PP, TP
 
 from torchtitan_lite import step
-from torchtitan_lite.config.command_lines import make_plan_parser
-from torchtitan_lite.config.hardware import GIB, find_cluster
+from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.schema import Config, with_value
-from torchtitan_lite.config.workload import Workload
-from torchtitan_lite.plan import command as plan
-from torchtitan_lite.plan.dry_run import PlannedRun, group_pp_ranks, plan_run
-from torchtitan_lite.plan.ledger import list_memory
-from torchtitan_lite.plan.remedies import (
+from torchtitan_lite.tools.command_lines import make_plan_parser
+from torchtitan_lite.tools.plan import command as plan
+from torchtitan_lite.tools.plan.cluster import find_cluster
+from torchtitan_lite.tools.plan.dry_run import PlannedRun, group_pp_ranks, plan_run
+from torchtitan_lite.tools.plan.ledger import list_memory
+from torchtitan_lite.tools.plan.remedies import (
     list_memory_of,
     simulate_bubble,
     warn_of_bubble,
@@ -25,7 +25,8 @@ from torchtitan_lite.plan.remedies import (
     warn_of_groups,
     warn_of_memory,
 )
-from torchtitan_lite.plan.simulator import plan_order
+from torchtitan_lite.tools.plan.simulator import plan_order
+from torchtitan_lite.tools.plan.workload import Workload
 
 SMALL = ["--config", "debug", "--training.seq_len", "32", "--model.n_layers", "2"]
 H100 = find_cluster("h100")

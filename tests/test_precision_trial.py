@@ -38,11 +38,17 @@ from torch import nn
 
 from torchtitan_lite.config.layout import plan_layout, resolve_config
 from torchtitan_lite.model.llama3 import Llama3
-from torchtitan_lite.verify.precision_parts import fan_out, sum_partials
-from torchtitan_lite.verify.precision_reference import RoundedProcess
-from torchtitan_lite.verify.precision_trial import MEASURES, ORDER_OF_SUMS, find_short_share, try_bfloat16, try_float8
-from torchtitan_lite.verify.reduction import override, reduce_config
-from torchtitan_lite.verify.small_runs import choose_float8_sizes
+from torchtitan_lite.tools.verify.precision_parts import fan_out, sum_partials
+from torchtitan_lite.tools.verify.precision_reference import RoundedProcess
+from torchtitan_lite.tools.verify.precision_trial import (
+    MEASURES,
+    ORDER_OF_SUMS,
+    find_short_share,
+    try_bfloat16,
+    try_float8,
+)
+from torchtitan_lite.tools.verify.reduction import override, reduce_config
+from torchtitan_lite.tools.verify.small_runs import choose_float8_sizes
 
 FLOAT32 = {"training.mixed_precision_param": "float32"}
 LEFT_OUT = {"quantize.linear.float8.filter_fqns": ["output", "experts"]}

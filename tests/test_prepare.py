@@ -15,16 +15,16 @@ from types import SimpleNamespace
 import pytest
 from checkpoints import flip_bit
 from made_corpora import Killed, delete, kill_at, make_text, prepare_some, read_folder, write_files, write_inputs
+from torchtitan_lite.data.shards import Recipe, choose_split, make_plan, make_unit_in_worker
 
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import documents
 from torchtitan_lite.data import tokenizer as tokenizer_module
 from torchtitan_lite.data.corpus_folder import SPLITS, CorpusError, CorpusManifest, read_manifest
-from torchtitan_lite.data.prepare import hold, prepare_files
-from torchtitan_lite.data.shards import Recipe, choose_split, make_plan, make_unit_in_worker
-from torchtitan_lite.data.text_files import PreparationError, Source
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools import prepare as tool
+from torchtitan_lite.tools.corpora.prepare import hold, prepare_files
+from torchtitan_lite.tools.corpora.text_files import PreparationError, Source
 from torchtitan_lite.tools.prepare import Progress
 
 

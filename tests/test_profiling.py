@@ -9,7 +9,7 @@ import torch
 import warm_start
 
 from torchtitan_lite.components.profiling import GROUPS, TraceSummary, find_group, profile_steps, summarize_trace
-from torchtitan_lite.config.hardware import Machine
+from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Profiling
 from torchtitan_lite.preflight import preflight

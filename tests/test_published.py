@@ -21,14 +21,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.hardware import CLUSTERS, Cluster
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.pipeline_plan import name_modules
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.config.workload import Workload
-from torchtitan_lite.plan.ledger import Forecast, forecast_quickly
-from torchtitan_lite.plan.search import estimate_peak
-from torchtitan_lite.plan.step_time import StepTimeModel
+from torchtitan_lite.config.schedule import name_modules
+from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
+from torchtitan_lite.tools.plan.ledger import Forecast, forecast_quickly
+from torchtitan_lite.tools.plan.search import estimate_peak
+from torchtitan_lite.tools.plan.step_time import StepTimeModel
+from torchtitan_lite.tools.plan.workload import Workload
 
 ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"
 TABLE = ROWS.with_suffix(".md")
@@ -55,7 +55,7 @@ H100_96 = replace(
 PREFACE = """# Published layouts and what the planner predicts
 
 Made by `python tests/test_published.py` from published_layouts.csv, by the closed form with the constants
-of torchtitan_lite/config/hardware.py: one set for each GPU, none for a row.
+of torchtitan_lite/config/machine.py: one set for each GPU, none for a row.
 
 Published, predicted, error: first tokens per second and GPU, then GiB reserved (live bytes x reserve_factor). Rows of
 GPT shapes exist in the closed form only, since the model code here is Llama. An asterisk: the source leaves something

@@ -12,11 +12,11 @@ from torchtitan_lite.config.layout import MESH_DIMS, plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify.degrees import DEGREE_KEYS, choose_degrees
-from torchtitan_lite.verify.other_layouts import turn_off
-from torchtitan_lite.verify.reduction import count_layers, override, reduce_config
-from torchtitan_lite.verify.reference import run_one_process
-from torchtitan_lite.verify.small_runs import (
+from torchtitan_lite.tools.verify.degrees import DEGREE_KEYS, choose_degrees
+from torchtitan_lite.tools.verify.other_layouts import turn_off
+from torchtitan_lite.tools.verify.reduction import count_layers, override, reduce_config
+from torchtitan_lite.tools.verify.reference import run_one_process
+from torchtitan_lite.tools.verify.small_runs import (
     MOST_PARAMETERS,
     deepen,
     fit_sizes,

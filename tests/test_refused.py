@@ -11,7 +11,7 @@ from torchtitan_lite.config import layout
 from torchtitan_lite.config.checks import find_refused
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.verify.ranks import RankFailure
+from torchtitan_lite.tools.verify.ranks import RankFailure
 
 SPLIT = {PP: 2, SCHEDULE: "ZBVZeroBubble"}
 

@@ -73,12 +73,12 @@ class Checkout:
         self.folder.mkdir(parents=True)
         self.temporary.mkdir()
         self.write("run_train.sh", (REPOSITORY / "run_train.sh").read_text(encoding="utf-8"), executable=True)
-        self.take_real("torchtitan_lite/environment.py")
+        self.take_real("torchtitan_lite/tools/environment.py")
         self.write("pyproject.toml", "dependencies = [\n]\n")  # the Python of these tests will do
         self.write("train.py", "")
         self.take_real("torchtitan_lite/__init__.py")
         self.write("torchtitan_lite/__main__.py", STUB_CHECK)
-        self.write("torchtitan_lite/launch.py", STUB_LAUNCH)
+        self.write("torchtitan_lite/tools/launch.py", STUB_LAUNCH)
         self.write("bin/srun", STUB_SRUN, executable=True)
         self.write("bin/scontrol", STUB_SCONTROL, executable=True)
         self.variables = {
@@ -224,7 +224,7 @@ def test_in_a_slurm_allocation_it_starts_itself_once_on_each_node(checkout):
 
 def test_a_bare_config_name_is_found_and_a_misspelt_key_refused_by_the_real_check(checkout):
     checkout.take_package()
-    checkout.write("torchtitan_lite/launch.py", STUB_LAUNCH)
+    checkout.write("torchtitan_lite/tools/launch.py", STUB_LAUNCH)
     checkout.variables["CUDA_VISIBLE_DEVICES"] = ""
     answer = checkout.run("--config", "debug.toml", "--training.step", "20")
     assert answer.returncode == 2 and "training.steps" in answer.stderr

@@ -7,12 +7,12 @@ import compare
 import pytest
 import torch
 from layouts import PP, SCHEDULE, TP, ZERO
+from torchtitan_lite.config.case import Case
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.case import Case
 from torchtitan_lite.config.checks import find_problems
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.pipeline_plan import check_microbatches, find_fault, name_modules, place_stages, plan_stages
+from torchtitan_lite.config.schedule import check_microbatches, find_fault, name_modules, place_stages, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism
 
 CSV = "parallelism.pipeline_parallel_schedule_csv"

@@ -8,14 +8,20 @@ from math import prod
 import pytest
 
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.hardware import CLUSTERS
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, with_value
-from torchtitan_lite.plan.dry_run import dry_run
-from torchtitan_lite.plan.search import Search
-from torchtitan_lite.plan.search_report import choose_by_dry_run, explain_own, fill_pipeline, print_search, split_step
+from torchtitan_lite.tools.plan.cluster import CLUSTERS
+from torchtitan_lite.tools.plan.dry_run import dry_run
+from torchtitan_lite.tools.plan.search import Search
+from torchtitan_lite.tools.plan.search_report import (
+    choose_by_dry_run,
+    explain_own,
+    fill_pipeline,
+    print_search,
+    split_step,
+)
 
 H100 = CLUSTERS["h100"]
 

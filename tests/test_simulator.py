@@ -9,11 +9,11 @@ import pytest
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.layout import plan_layout
-from torchtitan_lite.config.pipeline_plan import Action, find_deadlock, find_missing_action
+from torchtitan_lite.config.schedule import Action, find_deadlock, find_missing_action
 from torchtitan_lite.config.schema import Config, Parallelism, Training
 from torchtitan_lite.parallel import pipeline
-from torchtitan_lite.plan import simulator, step_measure
-from torchtitan_lite.plan.simulator import (
+from torchtitan_lite.tools.plan import simulator, step_measure
+from torchtitan_lite.tools.plan.simulator import (
     Durations,
     Timeline,
     count_in_flight,

@@ -14,11 +14,11 @@ from torch import nn
 
 from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
-from torchtitan_lite.verify.command import TRIALS
-from torchtitan_lite.verify.reference import BLOCK, make_batch, repeat_block, run_one_process
-from torchtitan_lite.verify.small_runs import WIDE, Method
+from torchtitan_lite.tools.verify.command import TRIALS
+from torchtitan_lite.tools.verify.reference import BLOCK, make_batch, repeat_block, run_one_process
+from torchtitan_lite.tools.verify.small_runs import WIDE, Method
 
 # ---------------------------------------------------------------- what they are made of
 

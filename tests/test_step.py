@@ -13,7 +13,7 @@ from layouts import ADAMW, BFLOAT16, COMPILED, CP, DOCUMENTS, GATHER, PP, RECOMP
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS as CONTEXT_ATTENTION
 
 

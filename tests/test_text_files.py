@@ -7,10 +7,10 @@ import random
 from pathlib import Path
 
 import pytest
+from torchtitan_lite.data.documents import Tally, read_documents
 
 from torchtitan_lite.data import documents as reading
-from torchtitan_lite.data.documents import Tally, read_documents
-from torchtitan_lite.data.text_files import Part, PreparationError, find_sources, look_at
+from torchtitan_lite.tools.corpora.text_files import Part, PreparationError, find_sources, look_at
 
 
 def read(part: Part, *, field: str = "text", skip_bad: bool = False) -> tuple[list[str], Tally]:

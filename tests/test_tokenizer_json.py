@@ -11,12 +11,12 @@ import tiktoken
 from test_hostile_vocabulary import change
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HuggingFace
+from torchtitan_lite.data.tokenizer_files import read_vocabulary
+from torchtitan_lite.data.vocabulary import PATTERNS, NotForTiktoken, choose_ranks, spell_bytes
 
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data import tokenizer_files
 from torchtitan_lite.data.tokenizer import MAX_CHARACTERS, Tokenizer, load_tokenizer, pack
-from torchtitan_lite.data.tokenizer_files import read_vocabulary
-from torchtitan_lite.data.vocabulary import PATTERNS, NotForTiktoken, choose_ranks, spell_bytes
 
 EOS, IM_END = "<|endoftext|>", "<|im_end|>"
 

@@ -8,16 +8,16 @@ import pytest
 from two_steps import make_two_steps
 
 from torchtitan_lite.config.flavors import FLAVORS
-from torchtitan_lite.config.hardware import GIB, Machine
+from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import REPOSITORY, read_config
 from torchtitan_lite.data import corpus as corpus_module
 from torchtitan_lite.data import corpus_folder
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import DOWNLOADS
-from torchtitan_lite.data.prepare import choose_split
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import preflight
+from torchtitan_lite.tools.corpora.prepare import choose_split
 
 LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
 EIGHT_H100 = Machine("cuda", 8, 80 * GIB, "NVIDIA H100 80GB HBM3", is_here=False)
@@ -278,7 +278,7 @@ REFUSED = {  # what the folder holds -> a word of the reason, a word of the reme
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_c4_that_cannot_be_read_is_one_problem_that_says_what_to_download(tmp_path, monkeypatch, case):
-    monkeypatch.setattr("torchtitan_lite.data.text_files.find_spec", lambda package: None)
+    monkeypatch.setattr("torchtitan_lite.tools.corpora.text_files.find_spec", lambda package: None)
     name, why, remedy = REFUSED[case]
     if name:
         (tmp_path / "c4").mkdir()

@@ -34,13 +34,13 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import SampleReader
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.verify import train_trial
-from torchtitan_lite.verify.command import TRIALS
-from torchtitan_lite.verify.ranks import RankPool, RankTimeout
-from torchtitan_lite.verify.slices import measure_slice
-from torchtitan_lite.verify.train_checks import StartPlan, find_unlike_peers
-from torchtitan_lite.verify.train_reference import cut_samples, make_batch, make_text, write_corpus
-from torchtitan_lite.verify.train_trial import choose_other_layout, make_config, try_train
+from torchtitan_lite.tools.verify import train_trial
+from torchtitan_lite.tools.verify.command import TRIALS
+from torchtitan_lite.tools.verify.ranks import RankPool, RankTimeout
+from torchtitan_lite.tools.verify.slices import measure_slice
+from torchtitan_lite.tools.verify.train_checks import StartPlan, find_unlike_peers
+from torchtitan_lite.tools.verify.train_reference import cut_samples, make_batch, make_text, write_corpus
+from torchtitan_lite.tools.verify.train_trial import choose_other_layout, make_config, try_train
 
 ASYNC = {"checkpoint.async_mode": "async"}
 ACCUMULATION = {"training.local_batch_size": 1}

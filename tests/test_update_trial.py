@@ -16,13 +16,13 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, LRScheduler, Optimizer
 from torchtitan_lite.model.llama3 import Llama3
-from torchtitan_lite.verify.command import TRIALS
-from torchtitan_lite.verify.one_rank import build_small_run
-from torchtitan_lite.verify.reduction import reduce_config
-from torchtitan_lite.verify.slices import Gap
-from torchtitan_lite.verify.step_formulas import FORMULAS, LEFT, compute_clip_scale, compute_rate_factor
-from torchtitan_lite.verify.trial import Check, Culprit
-from torchtitan_lite.verify.update_trial import (
+from torchtitan_lite.tools.verify.command import TRIALS
+from torchtitan_lite.tools.verify.one_rank import build_small_run
+from torchtitan_lite.tools.verify.reduction import reduce_config
+from torchtitan_lite.tools.verify.slices import Gap
+from torchtitan_lite.tools.verify.step_formulas import FORMULAS, LEFT, compute_clip_scale, compute_rate_factor
+from torchtitan_lite.tools.verify.trial import Check, Culprit
+from torchtitan_lite.tools.verify.update_trial import (
     NORMS,
     TOLERANCE,
     choose_positions,

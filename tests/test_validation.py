@@ -15,14 +15,14 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Validation
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch, rows_of_rank
-from torchtitan_lite.data.prepare import Recipe, prepare
-from torchtitan_lite.data.text_files import find_files
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
+from torchtitan_lite.tools.corpora.text_files import find_files
+from torchtitan_lite.tools.verify.reference import choose_model
+from torchtitan_lite.tools.verify.small_runs import WIDE
 from torchtitan_lite.validation import is_validated
-from torchtitan_lite.verify.reference import choose_model
-from torchtitan_lite.verify.small_runs import WIDE
 
 SEQ_LEN = compare.SEQ_LEN
 BYTES = {"model.vocab_size": 264}  # of the byte tokenizer 258, and a multiple of tp
@@ -47,7 +47,11 @@ def folder(tmp_path_factory) -> Path:
     files = [root / f"{number:02}.txt" for number in range(30)]
     for number, path in enumerate(files):
         path.write_text(f"{number} Grüße, 世界! " * (1 + number * 7 % 5), encoding="utf-8")
-    prepare(find_files(files)[0], root / "prepared", Recipe(str("bytes"), 0.5, folder=str(tmp_path) if 'tmp_path' in dir() else str(root)))
+    prepare(
+        find_files(files)[0],
+        root / "prepared",
+        Recipe(str("bytes"), 0.5, folder=str(tmp_path)),
+    )
     return root / "prepared"
 
 

@@ -19,8 +19,8 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.verify import command as tool
-from torchtitan_lite.verify.certificate import (
+from torchtitan_lite.tools.verify import command as tool
+from torchtitan_lite.tools.verify.certificate import (
     EXIT_STATUS,
     Certificate,
     describe,
@@ -28,8 +28,8 @@ from torchtitan_lite.verify.certificate import (
     record_for_runs,
     report_for_programs,
 )
-from torchtitan_lite.verify.command import TRIALS
-from torchtitan_lite.verify.other_layouts import (
+from torchtitan_lite.tools.verify.command import TRIALS
+from torchtitan_lite.tools.verify.other_layouts import (
     COLUMNS,
     FEATURES,
     ROWS,
@@ -42,8 +42,8 @@ from torchtitan_lite.verify.other_layouts import (
     turn_off,
     verify_matrix,
 )
-from torchtitan_lite.verify.reduction import reduce_config
-from torchtitan_lite.verify.trial import Trial
+from torchtitan_lite.tools.verify.reduction import reduce_config
+from torchtitan_lite.tools.verify.trial import Trial
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

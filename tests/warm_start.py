@@ -12,7 +12,7 @@ from made_corpora import write_corpus
 
 import train
 from torchtitan_lite.components.shutdown import StopRequest
-from torchtitan_lite.verify.train_start import make_environment, process_left_as_it_was
+from torchtitan_lite.tools.verify.train_start import make_environment, process_left_as_it_was
 
 
 class StopAfter(StopRequest):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS
-from torchtitan_lite.plan.traffic import OPERATIONS
+from torchtitan_lite.tools.plan.traffic import OPERATIONS
 
 aten = torch.ops.aten
 

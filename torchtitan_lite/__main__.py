@@ -10,16 +10,22 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 
 TOOLS = {  # tool -> its module, with `main(args) -> exit status`, and what it answers
-    "train": ("tools.train", "trains a model: run_train.sh in the working directory"),
+    "train": ("tools.launch", "trains a model: run_train.sh in the working directory"),
     "check": ("tools.check", "is this config sound on this many ranks? (without torch, under a second)"),
     "prepare": ("tools.prepare", "makes a corpus to train on from text, JSON lines, Parquet, conversations"),
-    "verify": ("verify.command", "does this layout compute the single-device model? a certificate, or the culprit"),
-    "plan": ("plan.command", "what does this layout cost: memory, traffic, bubble, time? which layouts are best?"),
-    "explain": ("plan.explain", "who holds which slice of which weight? what do ranks exchange in a step?"),
+    "verify": (
+        "tools.verify.command",
+        "does this layout compute the single-device model? a certificate, or the culprit",
+    ),
+    "plan": (
+        "tools.plan.command",
+        "what does this layout cost: memory, traffic, bubble, time? which layouts are best?",
+    ),
+    "explain": ("tools.plan.explain", "who holds which slice of which weight? what do ranks exchange in a step?"),
     "convert": ("tools.convert", "converts a checkpoint to a Hugging Face folder, or back"),
     "generate": ("tools.generate", "continues a text with the model of a checkpoint or a Hugging Face folder"),
     "eval": ("tools.eval", "how well does a model predict a text, or choose among endings?"),
-    "bench": ("bench.command", "how fast is it, as ratios against references measured in the same run?"),
+    "bench": ("tools.bench.command", "how fast is it, as ratios against references measured in the same run?"),
 }
 
 
@@ -36,7 +42,7 @@ def main(args: list[str] | None = None) -> int:
         print(f"There is no tool named {name!r}. Use {', '.join(near)}.", file=sys.stderr)
         return 2
     if name != "check" or not (find_spec("tomllib") or find_spec("tomli")):  # check needs no package but a TOML reader
-        importlib.import_module("torchtitan_lite.environment").continue_with_packages()
+        importlib.import_module("torchtitan_lite.tools.environment").continue_with_packages()
     try:
         return importlib.import_module(f"torchtitan_lite.{TOOLS[name][0]}").main(rest)
     except KeyboardInterrupt:

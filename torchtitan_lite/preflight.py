@@ -11,11 +11,10 @@ from math import prod
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps, read_manifest
-from torchtitan_lite.config.certificates import describe_coverage, find_certificate
 from torchtitan_lite.config.checks import check_machine, check_run
 from torchtitan_lite.config.flavors import ModelArgs, describe_skipped, list_linears, plan_float8
-from torchtitan_lite.config.hardware import Machine, find_missing_compiler
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.machine import Machine, find_missing_compiler
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Compile, Config, Metrics, Parallelism, with_value
@@ -44,7 +43,6 @@ class Prepared:
     notices: list[str]
     dump_folder: Path
     resumed_step: int  # the last step that is already done; 0: the run does not resume
-    certificate: dict[str, object] | None  # the record of `verify` for this config, these mesh dims and this code
     tokenizer: Tokenizer
     published: dict[str, dict]  # config.json and generation_config.json of the weights that the run starts from, if any
 
@@ -98,12 +96,9 @@ def preflight(
     if problems:
         raise ConfigError(problems)
     assert model_args and layout and tokenizer, "without a problem there is a plan"
-    certificate = find_certificate(config, layout)
     notices = reading.notices + tokenizer.notices + describe_float8(config, model_args, layout.tp)
     if weights and not config.checkpoint.enable:
         notices.append("checkpoint.enable is false, so that what is trained is not saved")
-    if certificate:
-        notices += describe_coverage(certificate, layout)
     return Prepared(
         config=resolve_config(config, layout, machine.device_type),
         config_name=reading.config_name,
@@ -113,7 +108,6 @@ def preflight(
         notices=notices,
         dump_folder=Path(config.job.dump_folder),
         resumed_step=resumed_step,
-        certificate=certificate,
         tokenizer=tokenizer.tokenizer,
         published=weights.published if weights else {},
     )

@@ -30,8 +30,8 @@ from torchtitan_lite.components.optim import (
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.dataset import Batch
 from torchtitan_lite.model import llama3
+from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.parallel.context_parallel import shard_sequence

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.config.schema import Validation
-from torchtitan_lite.data.dataset import Batch
+from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.step import Run, forward_only, shard_for_cp
 

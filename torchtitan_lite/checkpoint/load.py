@@ -32,7 +32,6 @@ from torchtitan_lite.checkpoint.manifest import (
 )
 from torchtitan_lite.checkpoint.save import name_tensors, name_weights
 from torchtitan_lite.checkpoint.storage import StorageReader, do_on_rank_0, explain_dcp_error, raise_on_all_ranks
-from torchtitan_lite.config.certificates import describe_certificate
 from torchtitan_lite.config.schema import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -84,8 +83,7 @@ def restore_or_load(
     else:
         manifest = load_checkpoint(folder / f"step-{step}", tensors, **options)
     set_step(lr_scheduler, manifest.step)
-    certificate = describe_certificate(manifest.run.get("certificate"))
-    logger.info(f"resumed from {folder / f'step-{manifest.step}'}, {certificate}")
+    logger.info(f"resumed from {folder / f'step-{manifest.step}'}")
     return manifest.step
 
 

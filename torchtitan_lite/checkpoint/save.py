@@ -196,14 +196,11 @@ def choose_tensors(
     return raise_on_all_ranks(group, lambda: {name: convert(name, tensor) for name, tensor in weights.items()})
 
 
-def describe_run(
-    config: Config, degrees: dict[str, int], certificate: dict[str, object] | None, published: dict[str, dict]
-) -> dict[str, object]:
+def describe_run(config: Config, degrees: dict[str, int], published: dict[str, dict]) -> dict[str, object]:
     """Return what a manifest says about the run: for people, but for `published`, the files of its first weights."""
     return {
         "config": asdict(config),
         "layout": degrees,
-        "certificate": certificate,
         IN_MANIFEST: published,
         "torch": torch.__version__,
         "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),

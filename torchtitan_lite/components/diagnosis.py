@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtitan_lite.components.call_sites import CallSites
 from torchtitan_lite.components.log import describe_rank
+from torchtitan_lite.tools.plan.call_sites import CallSites
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")  # libraries whose results come from other ranks
 UNINITIALIZED = ("aten::empty", "aten::new_empty")  # prefixes: results hold whatever was in that memory before

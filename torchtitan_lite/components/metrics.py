@@ -135,8 +135,6 @@ class StepMetrics:
     expert_max_over_mean: float | None = None
     expert_dead_share: float | None = None
     router_entropy: float | None = None
-    # Forecast and measured costs of one early step (plan/ledger.py), in the first line after that step.
-    ledger: dict[str, object] | None = None
 
 
 def compute_mfu(flops_per_token: int, tokens_per_s_per_rank: float, peak_flops: float | None) -> float | None:
@@ -184,7 +182,6 @@ class MetricsWriter:
         times: StepTimes,
         memory: PeakMemory,
         validation: dict[str, float],  # val_loss and so on; empty if the step was not validated
-        ledger: dict[str, object] | None,
         texts: dict[str, str],  # for the sinks; mostly empty
         experts: ExpertLoad | None = None,
     ) -> None:
@@ -203,7 +200,6 @@ class MetricsWriter:
             step_time_s=times.step_time_s,
             data_time_s=times.data_time_s,
             **validation,
-            ledger=ledger,
             expert_max_over_mean=experts and experts.max_over_mean,
             expert_dead_share=experts and experts.dead_share,
             router_entropy=experts and experts.router_entropy,

@@ -21,9 +21,9 @@ from torchtitan_lite.config.flavors import (
     list_linears,
     plan_float8,
 )
-from torchtitan_lite.config.hardware import Machine, lacks_float8
+from torchtitan_lite.config.machine import Machine, lacks_float8
 from torchtitan_lite.config.messages import Problem
-from torchtitan_lite.config.pipeline_plan import find_csv_fault, splits_backward
+from torchtitan_lite.config.schedule import find_csv_fault, splits_backward
 from torchtitan_lite.config.schema import Config, Model, get_value
 
 FLOAT8 = "quantize.linear.float8"

@@ -15,7 +15,7 @@ from math import prod
 from torchtitan_lite.config.checks import check_layout, check_mesh, check_model, find_refused
 from torchtitan_lite.config.flavors import FLAVORS, ROPE_KEYS, MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.pipeline_plan import Stages, check_microbatches, find_csv_fault, place_stages, plan_stages
+from torchtitan_lite.config.schedule import Stages, check_microbatches, find_csv_fault, place_stages, plan_stages
 from torchtitan_lite.config.schema import Config, Model, Parallelism, with_value
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first

@@ -62,7 +62,6 @@ class Metrics:
     save_tb_folder: str = "tb"  # inside dump_folder
     enable_wandb: bool = False  # send the same to Weights & Biases; needs the extra `wandb`
     disable_color_printing: bool = False  # never colour; without it, colour on a terminal only
-    measure_ledger: bool = False  # new: measure one early step beside its forecast; patches torch during that step
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.data.corpus_folder import DATASETS, HELD_OUT, MANIFEST, SPLITS, CorpusError, read_split
-from torchtitan_lite.data.prepare import Recipe, prepare
-from torchtitan_lite.data.text_files import PreparationError
 from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
+from torchtitan_lite.tools.corpora.text_files import PreparationError
 
 logger = logging.getLogger(__name__)
 

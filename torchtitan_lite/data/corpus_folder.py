@@ -25,8 +25,8 @@ from typing import Literal
 
 from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.messages import Problem
-from torchtitan_lite.data.text_files import explain_missing_package
 from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.tools.corpora.text_files import explain_missing_package
 
 FORMAT = 2
 MANIFEST = "manifest.json"

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.pipeline_plan import splits_backward
+from torchtitan_lite.config.schedule import splits_backward
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.moe import MixtureOfExperts
 from torchtitan_lite.parallel.activation_checkpoint import (

@@ -14,11 +14,12 @@ from argparse import Namespace
 from dataclasses import asdict, replace
 
 from torchtitan_lite.config.flavors import AUTO, count_flops_per_token, count_parameters
-from torchtitan_lite.config.hardware import Machine, describe_node, detect_machine, find_cluster
+from torchtitan_lite.config.machine import Machine, detect_machine
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.options import CONFIG, make_parser, positive
 from torchtitan_lite.config.reader import describe_keys
 from torchtitan_lite.preflight import Prepared, preflight
+from torchtitan_lite.tools.command_lines import CONFIG, make_parser, positive
+from torchtitan_lite.tools.plan.cluster import describe_node, find_cluster
 
 
 def main(args: list[str]) -> int:

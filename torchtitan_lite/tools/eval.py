@@ -29,23 +29,23 @@ from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.flavors import ModelArgs, count_parameters
-from torchtitan_lite.config.hardware import GIB, detect_machine, measure_cpu_memory
 from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_config
+from torchtitan_lite.config.machine import GIB, detect_machine, measure_cpu_memory
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.options import make_parser
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, check_corpora
 from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch, rows_of_rank
-from torchtitan_lite.data.prepare import Recipe, prepare
-from torchtitan_lite.data.text_files import PreparationError, find_files
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend, choose_device, forget_groups, start_process_group
 from torchtitan_lite.step import Run, build_run
+from torchtitan_lite.tools.command_lines import make_parser
+from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
+from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, add_source, open_source
 from torchtitan_lite.tools.multiple_choice import Row, RowBatches, encode_endings, read_questions, score
+from torchtitan_lite.tools.verify.ranks import RankFailure, RankPool
 from torchtitan_lite.validation import measure_rows, measure_text
-from torchtitan_lite.verify.ranks import RankFailure, RankPool
 
 LONGEST_WINDOW = 8192  # unless training.seq_len asks for more
 LONGEST_S = 7 * 24 * 3600  # how long the ranks may take

@@ -26,11 +26,11 @@ from torch import Tensor
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config import choices
-from torchtitan_lite.config.hardware import detect_machine
-from torchtitan_lite.config.options import make_parser, positive
+from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.parallel.mesh import choose_device
+from torchtitan_lite.tools.command_lines import make_parser, positive
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, add_source, build_model, open_source
 
 REASONS = {  # why a text ends

@@ -18,11 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.options import make_parser, positive
 from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusError, check_corpus
-from torchtitan_lite.data.prepare import Recipe, prepare
-from torchtitan_lite.data.text_files import PreparationError, find_files
 from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.tools.command_lines import make_parser, positive
+from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
+from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
 
 
 def main(args: list[str]) -> int:

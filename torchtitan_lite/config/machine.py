@@ -1,0 +1,164 @@
+"""This host: its GPUs, memory limits, compilers, and the peak FLOP/s of a GPU. No torch."""
+
+import csv
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One host. On a CPU its ranks share one memory, so it counts as one device."""
+
+    device_type: Literal["cuda", "cpu"]
+    n_devices: int
+    memory_bytes_per_device: int | None  # None: not known
+    name: str  # as the driver spells it
+    is_here: bool = True  # False: the run is elsewhere, so that compilers and memory of this host do not matter
+
+
+# Dense bfloat16 peak of one GPU in FLOP/s: half of the number where NVIDIA's sheet counts 2:4 sparsity. The first row
+# whose words occur in the driver's name, whole and side by side, is used. Peaks are nowhere else.
+PEAK_BF16_FLOPS = {
+    "GB200": 2.5e15,  # nvidia.com, Blackwell architecture datasheet: 5 PFLOP/s sparse
+    "B200": 2.25e15,  # same sheet: 4.5 PFLOP/s sparse
+    "GH200": 989e12,  # nvidia.com, GH200 datasheet: 1,979 TFLOP/s sparse
+    "H200 NVL": 835e12,  # nvidia.com, H200 datasheet: 1,671 sparse
+    "H200": 989e12,  # same sheet: 1,979 sparse
+    "H100 NVL": 835e12,  # nvidia.com, H100 datasheet: 1,671 sparse
+    "H100 PCIe": 756e12,  # same sheet: 1,513 sparse
+    "H100": 989e12,  # same sheet, SXM: 1,979 sparse
+    "H800": 989e12,  # H100 with slower NVLink
+    "H20": 148e12,  # nvidia.com, H20 datasheet: dense
+    "A100": 312e12,  # nvidia.com, A100 datasheet: dense
+    "A800": 312e12,  # A100 with slower NVLink
+    "A40": 149.7e12,  # nvidia.com, A40 datasheet: dense
+    "A30": 165e12,  # nvidia.com, A30 datasheet: dense
+    "L40S": 362e12,  # nvidia.com, L40S datasheet: dense
+    "L4": 121e12,  # nvidia.com, L4 datasheet: 242 sparse
+}
+
+
+def peak_flops(name: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of a GPU by name; None: unknown, without bfloat16 (V100, T4), or a MIG slice."""
+    if "MIG" in name.split():
+        return None  # a slice has the name of the whole GPU and a fraction of its cores
+    return next((peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+
+
+# GPUs whose matrix units have no float8: compute capability below 8.9. Searched in a name as above.
+WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]0..|RTX A....)\b"
+
+
+def lacks_float8(machine: Machine) -> bool:
+    """Whether this GPU is known to have no float8. An unknown GPU is tried."""
+    return re.search(WITHOUT_FLOAT8, machine.name) is not None
+
+
+def detect_machine() -> Machine:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, as the driver reports them; without any, the CPU."""
+    gpus = select_visible(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if gpus:
+        # FSDP shards evenly, so that the smallest GPU decides what fits
+        return Machine("cuda", len(gpus), min(gpu.memory_bytes for gpu in gpus), gpus[0].name)
+    return Machine("cpu", 1, measure_cpu_memory(), f"{platform.machine()} CPU")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: str
+    uuid: str
+    name: str
+    memory_bytes: int
+
+
+def list_gpus() -> list[Gpu]:
+    """Return all GPUs of this host in the order of nvidia-smi; none if that is missing or fails."""
+    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        rows = csv.reader(answer.splitlines(), skipinitialspace=True)
+        return [Gpu(index, uuid, name, int(mib) * MIB) for index, uuid, name, mib in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
+def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names by index or start of a UUID.
+
+    As in CUDA, a bad name ends the list.
+    """
+    if visible is None:
+        return gpus
+    selected = []
+    for name in visible.split(","):
+        name = name.strip()
+        named = [gpu for gpu in gpus if name == gpu.index or (name.startswith("GPU-") and gpu.uuid.startswith(name))]
+        if name.startswith("MIG-") and gpus:
+            # The query does not list slices. Each has less memory than its GPU, so that a lower bound stays one.
+            named = [replace(gpus[0], uuid=name, name=f"{gpus[0].name} MIG")]
+        if len(named) != 1:
+            break
+        selected += named
+    return selected
+
+
+def measure_cpu_memory() -> int:
+    """Return the bytes that processes of this host may use: its memory, or the limit of a control group."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in list_memory_limit_files():
+        try:
+            limits.append(int(file.read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return min(limits)
+
+
+def list_memory_limit_files(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+    """Return the files with memory limits of this process: its control group (version 2) and every group around it.
+
+    Version 1 has the limit of a container in one fixed file. Slurm and Docker use either.
+    """
+    files = [root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
+    try:
+        group = next(line[3:] for line in proc.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return files
+    inside = root / group.strip("/")
+    around = [folder for folder in inside.parents if folder.is_relative_to(root) and folder != root]
+    return files + [folder / "memory.max" for folder in (inside, *around) if folder != root]
+
+
+def find_missing_compiler(device_type: str) -> list[tuple[str, str]]:
+    """Return what torch.compile lacks here for the backend inductor, and how to get it.
+
+    On a CPU inductor writes C++; on CUDA triton compiles, and needs a C compiler. Both need Python's headers. Compilers
+    are looked up as torch (CXX, one name) and triton (CC, else gcc or clang) do.
+    """
+    missing = []
+    if device_type == "cpu":
+        name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        if not shutil.which(name):
+            how = "Install one (apt install g++), name another one in CXX"
+            missing.append((f"there is no C++ compiler {name!r} here", how))
+    else:
+        if find_spec("triton") is None:
+            missing.append(("there is no triton here", "Install the triton that belongs to this torch"))
+        names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+        if not any(shutil.which(name) for name in names):
+            how = "Install one (apt install gcc), name another one in CC"
+            missing.append((f"there is no C compiler {' or '.join(names)} here", how))
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        missing.append((f"{headers} holds no Python.h", "Install Python's headers (Debian: apt install python3-dev)"))
+    return missing

@@ -1,0 +1,34 @@
+"""A batch: tokens, targets, and where each token stands. Legend: B sequences, S tokens per sequence."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of a global batch, each field (B, S) int64 unless it says otherwise."""
+
+    tokens: Tensor
+    targets: Tensor  # the token after each one; IGNORE_INDEX where none is to be predicted
+    positions: Tensor  # of a token in its row, or in its document
+    doc_ids: Tensor  # number of a token's document in its row, from 0
+    routes: Tensor | None = None  # (B, S, layers, top_k): experts of each token, if the routers are not to choose them
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "Batch":
+        return Batch(*(field.to(device, non_blocking=non_blocking) for field in self._fields()))
+
+    def take_rows(self, rows: range) -> "Batch":
+        return Batch(*(field[rows.start : rows.stop] for field in self._fields()))
+
+    def pin_memory(self) -> "Batch":
+        return Batch(*(field.pin_memory() for field in self._fields()))
+
+    def split(self, n: int) -> "list[Batch]":
+        """Return n microbatches of equally many rows, in order."""
+        assert self.tokens.shape[0] % n == 0, f"{self.tokens.shape[0]} rows do not split into {n} equal parts"
+        return [Batch(*fields) for fields in zip(*(field.chunk(n) for field in self._fields()), strict=True)]
+
+    def _fields(self) -> tuple[Tensor, ...]:
+        return tuple(field for field in vars(self).values() if field is not None)

@@ -1,0 +1,195 @@
+"""Text files to a prepared corpus, on all cores. The folder is whole or absent.
+
+    this process    reads batches of rows  ---------->  writes documents in their order, hashes, renames OUT.tmp to OUT
+    its workers                  parse, choose the split, encode
+
+Neither order nor content depends on the number of processes, and one packed file keeps all of them busy. A document is
+`BOS text EOS`, without BOS where the tokenizer has none; a conversation is what its chat template writes.
+
+A hash says which documents are held out: of its text for a row, so that equal rows stay together; of its path for a
+file, so that another version of it is held out too.
+"""
+
+import hashlib
+import multiprocessing
+import os
+import shutil
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import accumulate
+from pathlib import Path
+
+from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, choose_dtype, dump_manifest
+from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
+from torchtitan_lite.tools.corpora.text_files import Batch, PreparationError, read_batches
+from torchtitan_lite.tools.processes import end_with_parent
+
+BATCHES_AHEAD = 4  # of each worker, so that reading does not fill the memory
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How rows become documents."""
+
+    assets: str  # of the tokenizer, as load_tokenizer takes it
+    held_out_share: float  # of the documents
+    column: str = "text"  # field of a line of JSON, or column of a table
+    is_chat: bool = False  # it holds conversations
+    skip_bad: bool = False  # a row without text is counted, and no error
+    folder: str = ""  # files are held out by their paths below it
+
+
+@dataclass
+class Documents:
+    """Some documents of one split, in their order."""
+
+    tokens: array
+    lengths: list[int] = field(default_factory=list)  # of each document, in tokens
+    targets: bytearray = field(default_factory=bytearray)  # of conversations: 1 for a token of the assistant
+    n_text_bytes: int = 0
+
+
+@dataclass
+class BadRows:
+    """Rows that were left out."""
+
+    n: int = 0
+    first: str = ""  # where it is, and what is wrong
+
+
+def prepare(
+    files: list[Path],
+    out: Path,
+    recipe: Recipe,
+    *,
+    n_processes: int = 1,
+    report: Callable[[int], object] = lambda n_bytes: None,
+) -> tuple[CorpusManifest, BadRows]:
+    """Make the new folder `out`. `report` is called with bytes of text that were encoded. Raises PreparationError."""
+    unfinished = out.with_name(out.name + ".tmp")
+    for path in (out, unfinished):
+        if path.exists():
+            raise PreparationError(f"{path} exists: delete it, or give another --out")
+    unfinished.mkdir(parents=True)
+    try:
+        batches = (batch for path in files for batch in read_batches(path, recipe.column))
+        writers: dict[str, SplitWriter] = {}
+        bad = BadRows()
+        for made, faults in map_in_order(partial(encode_batch, recipe), batches, n_processes):
+            for name, documents in made.items():
+                if name not in writers:
+                    writers[name] = SplitWriter(unfinished, name, has_targets=recipe.is_chat)
+                writers[name].write(documents)
+                report(documents.n_text_bytes)
+            bad = BadRows(bad.n + faults.n, bad.first or faults.first)
+        if "train" not in writers:
+            raise PreparationError(f"these {len(files)} files hold no text to train on. {bad.first}")
+        tokenizer, _ = get_encoder(recipe)
+        splits = {name: writers[name].finish() for name in sorted(writers)}
+        manifest = CorpusManifest(choose_dtype(tokenizer.vocab_size), tokenizer.identity, splits)
+        (unfinished / MANIFEST).write_text(dump_manifest(manifest))
+        unfinished.rename(out)
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise
+    return manifest, bad
+
+
+def map_in_order(function: Callable, items: Iterable, n_processes: int) -> Iterator:
+    """Yield function(item) for each item, in order. At most BATCHES_AHEAD items a worker are read ahead."""
+    if n_processes == 1:
+        yield from map(function, items)
+        return
+    context, pending = multiprocessing.get_context("spawn"), deque()
+    with ProcessPoolExecutor(n_processes, context, initializer=end_with_parent) as pool:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > BATCHES_AHEAD * n_processes:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+class SplitWriter:
+    """Writes the files of a split, and hashes them on the way."""
+
+    def __init__(self, folder: Path, name: str, *, has_targets: bool):
+        suffixes = ("tokens", "documents", "targets") if has_targets else ("tokens", "documents")
+        self.files = {suffix: open(folder / f"{name}.{suffix}", "wb") for suffix in suffixes}
+        self.digests = {suffix: hashlib.sha256() for suffix in suffixes}
+        self.n_tokens = self.n_documents = self.n_targets = self.n_text_bytes = 0
+
+    def write(self, documents: Documents) -> None:
+        starts = array("q", accumulate(documents.lengths[:-1], initial=self.n_tokens))
+        for suffix, content in {"tokens": documents.tokens, "documents": starts, "targets": documents.targets}.items():
+            if suffix in self.files:
+                self.files[suffix].write(content)
+                self.digests[suffix].update(content)
+        self.n_tokens += len(documents.tokens)
+        self.n_documents += len(documents.lengths)
+        self.n_targets += sum(documents.targets)
+        self.n_text_bytes += documents.n_text_bytes
+
+    def finish(self) -> Split:
+        """Return what is in the files, which are on the disk."""
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        hashes = {suffix: digest.hexdigest() for suffix, digest in self.digests.items()}
+        return Split(self.n_tokens, self.n_documents, self.n_targets, self.n_text_bytes, hashes)
+
+
+# ---------------------------------------------------------------- in a worker
+
+
+@lru_cache(maxsize=1)
+def get_encoder(recipe: Recipe) -> tuple[Tokenizer, ChatFormat | None]:
+    tokenizer = load_tokenizer(recipe.assets)
+    return tokenizer, read_chat_format(tokenizer) if recipe.is_chat else None
+
+
+def encode_batch(recipe: Recipe, batch: Batch) -> tuple[dict[str, Documents], BadRows]:
+    """Return the documents of a batch by their split. Raises PreparationError for a bad row, unless it is skipped."""
+    tokenizer, chat = get_encoder(recipe)
+    code = "H" if choose_dtype(tokenizer.vocab_size) == "uint16" else "I"
+    made: dict[str, Documents] = {}
+    bad = BadRows()
+    for number, row in enumerate(batch.rows, batch.first):
+        try:
+            text, turns = batch.parse(row, recipe.column), []
+            if chat:
+                text, turns = chat.render(text)
+            elif not isinstance(text, str):
+                raise ValueError(f"its {recipe.column!r} is no text: {text!r:.60}")
+        except ValueError as error:
+            fault = f"{batch.path}, row {number}: {error}"
+            if not recipe.skip_bad:
+                raise PreparationError(f"{fault}. Repair it, or leave such rows out with --skip-bad") from None
+            bad = BadRows(bad.n + 1, bad.first or fault)
+            continue
+        if not text:
+            continue
+        content = text.encode(errors="replace")  # JSON can spell half of a character
+        key = os.path.relpath(batch.path, recipe.folder).encode() if batch.is_text else content
+        documents = made.setdefault(choose_split(key, recipe.held_out_share), Documents(array(code)))
+        if chat:
+            ids, starts = tokenizer.encode_special(text)
+            documents.targets += bytes(any(start in turn for turn in turns) for start in starts)
+        else:
+            ids = tokenizer.encode(content.decode(), bos=True, eos=True)
+        documents.tokens.extend(ids)
+        documents.lengths.append(len(ids))
+        documents.n_text_bytes += len(content)
+    return made, bad
+
+
+def choose_split(key: bytes, held_out_share: float) -> str:
+    """Return the split of a document: keys hash to numbers below 2**64, and the lowest are held out."""
+    number = int.from_bytes(hashlib.sha256(key).digest()[:8], "big")
+    return "held_out" if number < held_out_share * 2**64 else "train"

@@ -1,0 +1,98 @@
+"""`python3 -m torchtitan_lite.tools.environment [--extra test]` prints the path of a Python that has the packages.
+
+    this Python has those of pyproject.toml  ->  this Python
+    otherwise                                ->  .venv/bin/python; .venv is made once, with the tested versions of
+                                                 constraints.txt
+
+run_train.sh and tests/run.sh run it first; `python -m torchtitan_lite` and train.py call continue_with_packages().
+Progress goes to stderr. Exit status: 0, or 1 with the reason.
+"""
+
+import argparse
+import fcntl
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+
+from torchtitan_lite import IS_INSTALLED, REPOSITORY
+
+try:  # tensorboard needs packaging, so that a Python without it lacks packages
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+except ImportError:
+    Requirement = Version = None
+
+VENV = REPOSITORY / ".venv"
+INSTALLED = VENV / "installed.txt"  # the requirements that pip has met, one a line: written after pip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--extra", action="append", default=[], help="the packages of this extra too")
+    print(find_python(parser.parse_args().extra))
+
+
+def continue_with_packages() -> None:
+    """Replace this process by the same command in a Python that has the packages. Return if this one has them."""
+    python = find_python([])
+    if python != sys.executable:
+        os.execv(python, [python, *sys.orig_argv[1:]])
+
+
+def find_python(extras: list[str]) -> str:
+    """Return the path of a Python that has the packages; set up .venv if there is none."""
+    requirements = read_requirements(extras)
+    if all(map(is_met, requirements)):
+        return sys.executable
+    if IS_INSTALLED:
+        sys.exit(f"{sys.executable} lacks packages: install {', '.join(requirements)} where you installed this one.")
+    with open(REPOSITORY / ".venv.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second start waits until the first one has set up
+        installed = INSTALLED.read_text(encoding="utf-8").splitlines() if INSTALLED.exists() else []
+        if missing := [requirement for requirement in requirements if requirement not in installed]:
+            set_up(missing)
+            INSTALLED.write_text("\n".join(installed + missing), encoding="utf-8")
+    return str(VENV / "bin" / "python")
+
+
+def read_requirements(extras: list[str]) -> list[str]:
+    """Return the strings of `dependencies = [...]` and `EXTRA = [...]`: Python 3.10 has no reader of TOML."""
+    pyproject = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    requirements = []
+    for name in ["dependencies", *extras]:
+        array = re.search(rf"^{name} = \[\n(.*?)^\]", pyproject, re.MULTILINE | re.DOTALL)
+        requirements += [text for _, text in re.findall(r"""^\s*(["'])(.*?)\1""", array[1], re.MULTILINE)]
+    return requirements
+
+
+def is_met(text: str) -> bool:
+    """Return whether this Python has a package within its bounds, or does not need it."""
+    if Requirement is None:
+        return False
+    requirement = Requirement(text)
+    if requirement.marker and not requirement.marker.evaluate():
+        return True
+    try:  # of 2.13.0+cpu and of NVIDIA's 2.13.0a0+nv26 the release decides: both work like it
+        return requirement.specifier.contains(Version(metadata.version(requirement.name)).base_version)
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def set_up(requirements: list[str]) -> None:
+    """Make .venv, or complete it, and let pip install these. Exits with the reason if that fails."""
+    print(f"Installing {', '.join(requirements)} into {VENV}: a minute or more.", file=sys.stderr, flush=True)
+    # A torch that the machine comes with fits its GPUs: then .venv sees the packages of this Python too.
+    shared = ["--system-site-packages"] * any(is_met(text) for text in requirements if text.startswith("torch>"))
+    pip = [VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install"]
+    for command, remedy in (
+        ([sys.executable, "-m", "venv", *shared, VENV], "On Debian and Ubuntu: apt install python3-venv."),
+        ([*pip, "-c", REPOSITORY / "constraints.txt", *requirements], "Its last lines, above, say why."),
+    ):
+        if subprocess.run(command, stdout=sys.stderr).returncode != 0:
+            sys.exit(f"`{' '.join(map(str, command[:4]))}` has failed. {remedy} The next start tries again.")
+
+
+if __name__ == "__main__":
+    main()

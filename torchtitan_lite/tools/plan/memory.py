@@ -1,0 +1,274 @@
+"""Bytes that one rank holds at its peak: the one closed form.
+
+`check` (memory_bound.py), plan, search, the out-of-memory report and `bench gpu` all use it; the dry run and
+tests/measure_memory.py are its measure.
+
+    at rest      parameters, gradients (fp32), optimizer state: of the rank's stages, over tp and over dp_shard x cp, of
+                 experts over ep and over efsdp
+    gathered     whole parameters in compute dtype: of a block and the next (ZeRO 3), or of everything (ZeRO 1, 2)
+    activations  what forward keeps for backward, by recompute mode, times microbatches in flight; of experts on the
+                 most loaded rank
+    received     a pipeline's receive buffers: torch makes those of all microbatches of a step at once
+    working      temporary tensors of the block in backward, or the logits and their gradients
+
+These are live bytes. The allocator reserves more: Cluster.reserve_factor. Legend in workload.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from torchtitan_lite.config.flavors import ModelArgs, find_expert_dim, list_block
+from torchtitan_lite.tools.plan.workload import (
+    MASTER_BYTES,
+    LayerKind,
+    Stage,
+    Workload,
+    count_layers,
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the peak."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    activations: float
+    received: float  # hidden states and their gradients, of all microbatches
+    working: float  # of the block or the loss that is being computed
+
+    @property
+    def live(self) -> float:
+        return sum(vars(self).values())
+
+
+Kept = dict[str, float]  # recompute mode -> bytes that are kept for backward, per token of T
+
+
+def list_kept_bytes(args: ModelArgs, compute_bytes: int, *, tp: int = 1, mixture: bool = False, **experts) -> Kept:
+    """Return the bytes that a layer keeps per token, by recompute mode. `experts`: as list_mixture_bytes takes them."""
+    pieces = list_kept_pieces(args, compute_bytes, tp=tp, mixture=mixture, **experts)
+    return {mode: sum(piece[mode] for piece in pieces) for mode in pieces[0]}
+
+
+@lru_cache
+def list_kept_pieces(
+    args: ModelArgs, compute_bytes: int, *, tp: int = 1, mixture: bool = False, **experts
+) -> list[Kept]:
+    """Return what the pieces of a layer keep: all of a dense one; of one with experts its mixture, and the rest.
+
+    In numbers of the compute dtype (1/tp of all but what is marked "whole"); in KiB of 8B in bf16 on one rank:
+
+        none       164.1  input of each norm and its gathered output (whole), outputs of colwise layers (q, k, v, w1,
+                          w3), inputs of rowwise ones (attention's output, the product), output of silu. Queries lie
+                          in memory as (B, S, H, E), and so does what attention returns: wo reads it without a copy
+        op         100.1  input of the block, outputs of colwise layers and of attention, outputs of rowwise layers
+                          (whole: partial sums), with tp also scattered
+        full         8.0  input of the block
+        alternate   62.1  input of the block, outputs of wq, wv, w1, attention and w2 (whole)
+
+    waiting    264.1  in a split backward, from the gradient of the input to those of the weights: "none", which is then
+                          recomputed, and the gradients of what norms (1/tp) and linear layers give
+
+    and 4 bytes per head of attention's log-sum-exp, unless backward runs attention's forward again. Rotation keeps
+    nothing: its backward needs the angles only. A norm of heads keeps its input, and 4 bytes per head. CPU kernels keep
+    one or two more tensors per norm. With experts "op" recomputes piece by piece: the norm before the mixture is in no
+    piece, and its input and output are kept.
+    """
+    block = list_block(args, mixture=mixture)
+    colwise = [module for module in block if module.split == "colwise"]
+    rowwise = [module.weight for module in block if module.split == "rowwise"]
+    norms = sum(module.weight[0] for module in block if module.split == "sequence")
+    gathered = args.dim * len({module.name.rpartition(".")[0] for module in colwise})
+    heads, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    hidden, of_colwise = args.dim / tp, sum(module.weight[0] for module in colwise) / tp
+    of_rowwise = sum(out for out, _ in rowwise)  # partial sums of the whole width
+    scattered = of_rowwise / tp * (tp > 1)
+    of_products = sum(width for _, width in rowwise) + sum(width for _, width in rowwise[1:])
+    elements = {
+        "none": norms / tp + gathered + of_colwise + (of_products + (heads + keys) * args.qk_norm) / tp,
+        "op": hidden + of_colwise + of_rowwise + scattered + heads / tp + 2 * hidden * mixture,
+        "full": hidden,
+        "alternate": hidden + (heads + keys + args.ffn_dim + heads) / tp + args.dim,
+    }
+    elements["waiting"] = elements["none"] + of_colwise + of_rowwise + norms / tp
+    every_head = args.n_heads + (args.n_heads + args.n_kv_heads) * args.qk_norm
+    of_heads = {"none": every_head, "waiting": every_head, "full": 0}
+    rest = {mode: n * compute_bytes + 4 * of_heads.get(mode, args.n_heads) / tp for mode, n in elements.items()}
+    return [rest, list_mixture_bytes(args, compute_bytes, tp=tp, **experts)] if mixture else [rest]
+
+
+def list_mixture_bytes(
+    args: ModelArgs, compute_bytes: int, *, tp: int = 1, ep: int = 1, imbalance: float = 1.0
+) -> Kept:
+    """Return what router and experts keep per token. A rank has 1/tp of the tokens, and `imbalance` times its rows.
+
+    none    in fp32: input and scores of the router, weights, what the weights multiply; routes and orders (int64);
+            rows sorted by expert, outputs of w1 and w3, output of silu, the product
+    op      logits, routes, outputs of the experts' matmuls; with ep > 1 the rows that arrive and those that return
+    """
+    n_experts, width = args.mixture.n_experts, args.mixture.expert_ffn_dim
+    sent, normalized = args.mixture.top_k, args.mixture.normalize_top_k  # those keep weights before and after, and sums
+    received = sent * imbalance if ep > 1 else sent
+    kept = {
+        "none": 4 * (args.dim + n_experts + sent * args.dim)
+        + sent * (4 + 4 * normalized + 3 * 8)
+        + 4 * normalized
+        + received * ((args.dim + 4 * width) * compute_bytes + 2 * 8 * (ep > 1)),
+        "op": 4 * n_experts
+        + sent * (4 + 8)
+        + (received * (2 * width + args.dim) + (received + sent) * args.dim * (ep > 1)) * compute_bytes,
+        "full": 0.0,
+    }
+    of_gradients = 4 * n_experts + received * (2 * width + args.dim) * compute_bytes
+    kept["waiting"] = kept["none"] + of_gradients
+    return {mode: n_bytes / tp for mode, n_bytes in {**kept, "alternate": kept["op"]}.items()}
+
+
+class LayerBytes(NamedTuple):
+    """What a layer holds of a microbatch. Means over recompute modes, but for `working`."""
+
+    kept: float  # from forward to backward
+    waiting: float  # of a split backward: from the gradient of its input to those of its weights
+    working: float  # besides, at the peak of backward
+
+
+def estimate_layer(workload: Workload, kind: LayerKind) -> LayerBytes:
+    """Return what a layer holds of a microbatch.
+
+    In backward it holds its recomputed activations and temporary gradients besides what is kept. A split backward keeps
+    what it recomputes: that counts as waiting. A mixture, large as it
+    is, may need more at two other moments: while the next one is gathered, by a buffer and copies of its slices; and
+    when its gradients are reduced, once in compute dtype and once in fp32. By then its activations are freed, and under
+    ZeRO 3 its parameters.
+    """
+    args, layout, width = workload.args, workload.layout, workload.compute_bytes
+    kept_by = {"tp": layout.tp, "mixture": kind.is_mixture}
+    if not kind.is_mixture:
+        (piece,) = list_kept_pieces(args, width, **kept_by)
+        again = max(0, *(piece["none"] - piece[mode] for mode in kind.recompute)) * (not workload.splits_backward)
+        temporary = (3 * args.ffn_dim / layout.tp + args.dim) * width
+        held = kind.average(piece), piece["waiting"], again + temporary
+        return LayerBytes(*(n_bytes * workload.n_tokens for n_bytes in held))
+
+    rest, mixture = list_kept_pieces(args, width, **kept_by, ep=layout.ep, imbalance=workload.imbalance)
+    weighted = workload.n_rows * args.dim * MASTER_BYTES  # what the weights of a token multiply, in fp32
+    of_experts = workload.n_rows_received * (3 * args.mixture.expert_ffn_dim + args.dim) * width
+    exchanged = (3 * workload.n_rows_received + 2 * workload.n_rows) * args.dim * width * (layout.ep > 1)
+    # Gradients of rows and of weights; before they are weighted: rows that travel in forward, gradients of the experts.
+    temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
+    is_cut = find_expert_dim(args, layout.ep, layout.efsdp) != 0  # FSDP then joins the slices in a further copy
+    moments = [kind.mixture_parameters * width * (1 + is_cut) * (layout.zero_stage == 3)]
+    for mode in kind.recompute:
+        of_rest, of_mixture = rest["none"] - rest[mode], mixture["none"] - mixture[mode]
+        again = max(of_rest, of_mixture) if mode == "op" else of_rest + of_mixture
+        again *= not workload.splits_backward
+        moments.append(again * workload.n_tokens + temporary)
+        if layout.pp == 1:
+            freed = mixture[mode] - of_rest * (mode == "full")
+            n_bytes = MASTER_BYTES + width * (layout.zero_stage < 3)
+            moments.append(kind.mixture_parameters * n_bytes - freed * workload.n_tokens)
+    kept, waiting = kind.average(rest) + kind.average(mixture), rest["waiting"] + mixture["waiting"]
+    return LayerBytes(kept * workload.n_tokens, waiting * workload.n_tokens, max(moments))
+
+
+def weigh_waiting(workload: Workload) -> float:
+    """Return the bytes of a microbatch that waits for the gradients of its weights, those after its forward being 1."""
+    layers = [(kind.recompute.total(), estimate_layer(workload, kind)) for kind in workload.kinds]
+    return sum(n * held.waiting for n, held in layers) / sum(n * held.kept for n, held in layers)
+
+
+def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[tuple[int, str], float]) -> Memory:
+    """Return what a rank with this index on mesh dim `pp` holds at its peak.
+
+    `in_flight`: (stage, its last action: F or I) -> microbatches that this pp rank holds at once
+    (simulator.count_in_flight). With a split backward the sum is right within 9 %.
+    """
+    layout = workload.layout
+    stages = {index: workload.stages[index] for index in layout.stages_of(pp_rank)}
+    n_parameters = sum(workload.count_stage_parameters(s) + workload.count_stage_mixtures(s) for s in stages.values())
+    at_rest = sum(map(workload.count_at_rest, stages.values()))
+    summed_whole = layout.zero_stage == 1 or layout.pp > 1
+    gradients = MASTER_BYTES * (n_parameters if summed_whole else at_rest)
+    embedding = workload.vocabulary_parameters * any(stage.has_embedding for stage in stages.values())
+    layers = [(kind, estimate_layer(workload, kind)) for kind in workload.kinds]
+    kept = sum(
+        (held.waiting if action == "I" else held.kept) * count_layers(stages[index], kind) * n
+        for kind, held in layers
+        for (index, action), n in in_flight.items()
+    )
+    # A stage keeps its output too. A stage with layers has no extra bytes for it: its input is received and kept.
+    kept += sum(
+        workload.hidden_bytes / layout.tp * n
+        for (index, _), n in in_flight.items()
+        if stages[index].has_embedding and not stages[index].n_layers
+    )
+    present = [held for kind, held in layers if any(count_layers(stage, kind) for stage in stages.values())]
+    kept_of_layer = max((held.kept for held in present), default=0)
+    block = max((held.working for held in present), default=0)
+    has_head = any(stage.has_head for stage in stages.values())
+    loss = estimate_loss(workload) * has_head
+    # The head's gradients are freed when those of a whole block are reduced: after the last mixture's backward.
+    of_head = workload.vocabulary_parameters * MASTER_BYTES * has_head * (layout.pp == 1 and layout.ep > 0)
+    if layout.n_microbatches > 1:
+        moments = [(gradients, kept, max(block + of_head, loss, embedding * workload.compute_bytes))]
+    else:  # gradients come as activations go: the peak is at the logits, or at the very end
+        moments = [(0, kept, max(block + of_head, loss)), (gradients, kept_of_layer, block)]
+    gradients, kept, working = max(moments, key=sum)
+    # Receive buffers hold hidden states for all stages but the model's first, and gradients for all but its last.
+    n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in stages)
+    return Memory(
+        parameters=at_rest * MASTER_BYTES,
+        gradients=gradients,
+        optimizer=at_rest * workload.moment_bytes,
+        gathered=estimate_gathered(workload, list(stages.values())),
+        activations=kept,
+        received=n_received * layout.n_microbatches * workload.hidden_bytes / layout.tp,
+        working=working,
+    )
+
+
+def estimate_loss(workload: Workload) -> float:
+    """Return what the loss holds at its peak.
+
+    In chunks, and over tp always: the gradient of the weight in fp32, and either a chunk's logits in compute dtype and
+    in fp32 with their gradient, or that gradient and its contribution to that of the weight.
+
+    All at once on one rank, of the logits (T, V): three fp32 tensors in backward, log-softmax and two gradients.
+    """
+    layout = workload.layout
+    if layout.tp == 1 and not workload.loss_chunk_tokens:
+        return 12 * workload.n_tokens * workload.args.vocab_size
+    width = workload.compute_bytes
+    weight = workload.args.vocab_size * workload.args.dim / layout.tp
+    chunk_tokens = min(workload.loss_chunk_tokens or workload.n_tokens, workload.n_tokens)
+    logits = chunk_tokens * workload.args.vocab_size / (layout.tp if workload.shards_loss else 1)
+    if width == MASTER_BYTES:  # one tensor serves as both, and the contribution is added in place
+        return (weight + logits) * MASTER_BYTES
+    return weight * MASTER_BYTES + max(logits * (2 * width + MASTER_BYTES), (weight + logits) * width)
+
+
+def estimate_gathered(workload: Workload, stages: list[Stage]) -> float:
+    """Return the bytes of gathered parameters.
+
+    ZeRO 3: two blocks, and the head from its forward to its backward, or an embedding that is alone on its stage; and
+    the gradients of a block without its mixture, once in compute dtype and once as they are reduced. ZeRO 1 and 2: all
+    parameters.
+    """
+    if workload.is_whole:
+        return 0
+    if workload.layout.zero_stage < 3:
+        whole = sum(workload.count_stage_parameters(stage) + workload.count_stage_mixtures(stage) for stage in stages)
+        return whole * workload.compute_bytes
+    has_layers = any(stage.n_layers for stage in stages)
+    has_matrix = any(stage.has_head for stage in stages) or not has_layers
+    kinds = [kind for kind in workload.kinds if any(count_layers(stage, kind) for stage in stages)]
+    of_layer = max((kind.parameters + kind.mixture_parameters for kind in kinds), default=0)
+    of_block = max((kind.parameters for kind in kinds), default=0)
+    reduced = of_block * (workload.compute_bytes + MASTER_BYTES) * (workload.layout.pp == 1)
+    gathered = 2 * of_layer + workload.vocabulary_parameters * has_matrix
+    return gathered * workload.compute_bytes + reduced

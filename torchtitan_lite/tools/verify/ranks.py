@@ -1,0 +1,219 @@
+"""A pool of worker processes that stand in for ranks: multi-rank checks without launching a job for each.
+
+    parent:  pool.run(function, world_size, *args)   ->   [result of rank 0, result of rank 1, ...]
+    worker:  join a fresh gloo group of world_size ranks, call function(rank, world_size, *args), leave the group
+
+Starting eight processes that import torch takes ten seconds, launching them with torchrun twenty; a call on a warm pool
+takes a tenth of one. Workers that failed or hang are killed, all of them, and the next call starts new ones.
+"""
+
+import faulthandler
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.parallel.mesh import forget_groups
+from torchtitan_lite.tools.processes import end_with_parent, prepare_forkserver
+
+WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+# Gloo groups that torch's caches still refer to keep their threads, hundreds after some tens of jobs, and all of them
+# want the cores. A new worker is a fork of a process that has torch already.
+JOBS_PER_WORKER = 8
+# What workers would import one after another: the last two for the trial of train.py.
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torchtitan_lite.step",
+    "torchtitan_lite.checkpoint.load",
+]
+SECONDS_AFTER_A_FAILURE = 3  # how long the other ranks may go on once one has failed
+SECONDS_FOR_A_STACK = 5  # in which ranks that are late write where they are: they need no Python for that
+PACKAGE = Path(__file__).resolve().parent.parent
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')  # as faulthandler writes it
+
+
+class RankFailure(RuntimeError):
+    """A rank raised, died or hung. The message holds the first failing rank's traceback."""
+
+
+class NoAnswer(RankFailure):
+    """Ranks were killed, or did not answer in time: nothing is known of what they compute."""
+
+
+class RankKilled(NoAnswer):
+    """A signal ended a rank: the memory was used up, or a library aborted."""
+
+
+class RankTimeout(NoAnswer):
+    """Ranks did not answer in time: they are slow, or they wait for each other. The message says where each one is."""
+
+
+class RankPool:
+    """Worker processes 0 .. n_ranks - 1, started when first needed. Use as a context manager, or close()."""
+
+    def __init__(self, n_ranks: int):
+        self.n_ranks = n_ranks
+        self._processes: list = []
+        self._connections: list[Connection] = []
+        self._n_jobs = 0  # since the workers were started
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def run(self, function: Callable, world_size: int, *args, timeout_s: float = 300, **kwargs) -> list:
+        """Call `function(rank, world_size, *args, **kwargs)` on each of `world_size` ranks; return results by rank.
+
+        Function, arguments and results must be picklable. Raises RankFailure when a rank raises, dies or takes longer
+        than `timeout_s`.
+        """
+        if world_size > self.n_ranks:
+            raise ValueError(f"world_size {world_size} is larger than the pool of {self.n_ranks} ranks")
+        if self._n_jobs == JOBS_PER_WORKER:
+            self.close()
+        self._start(world_size)
+        self._n_jobs += 1
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            job = (function, world_size, folder, timeout_s, args, kwargs)
+            for connection in self._connections[:world_size]:
+                connection.send(job)
+            return self._collect(world_size, timeout_s, Path(folder))
+
+    def close(self) -> None:
+        """End the workers."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._connections, self._n_jobs = [], [], 0
+
+    def _start(self, n_ranks: int) -> None:
+        """Start the workers that are missing, up to `n_ranks`."""
+        os.environ.update(WORKER_ENVIRONMENT)  # read by libraries when the workers import them
+        context = multiprocessing.get_context("forkserver")
+        prepare_forkserver(PRELOADED)
+        for rank in range(len(self._processes), n_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()  # so that a worker's death is seen as the end of the stream
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def _collect(self, world_size: int, timeout_s: float, folder: Path) -> list:
+        results = [None] * world_size
+        pending = {self._connections[rank]: rank for rank in range(world_size)}
+        deadline = time.monotonic() + timeout_s
+        failure = None
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if failure is None:
+                    places = self._ask_where(sorted(pending.values()), folder)
+                    self.close()
+                    late = f"{len(pending)} of {world_size} ranks did not answer within {timeout_s:g} s"
+                    raise RankTimeout(f"{late}: {'; '.join(places)}")
+                break
+            for connection in ready:
+                rank = pending.pop(connection)
+                succeeded, results[rank] = self._receive(connection, rank)
+                is_killed = not succeeded and (self._processes[rank].exitcode or 0) < 0
+                if not succeeded and (failure is None or is_killed):  # its peers fail because it is gone
+                    failure = f"rank {rank} of {world_size}: {results[rank]}"
+                    kind = RankKilled if is_killed else RankFailure
+                    deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
+        if failure is not None:
+            self.close()
+            raise kind(failure)
+        return results
+
+    def _receive(self, connection: Connection, rank: int) -> tuple[bool, object]:
+        try:
+            return connection.recv()
+        except EOFError:
+            self._processes[rank].join(timeout=5)
+            status = self._processes[rank].exitcode
+            if status and status < 0:
+                return False, f"was killed by {signal.Signals(-status).name}"
+            return False, f"died with exit code {status}"
+
+    def _ask_where(self, ranks: list[int], folder: Path) -> list[str]:
+        """Return where each of these ranks is, one text for all that are at one place."""
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        deadline, stacks = time.monotonic() + SECONDS_FOR_A_STACK, []
+        while time.monotonic() < deadline and not all(" in serve\n" in stack for stack in stacks or [""]):
+            time.sleep(0.1)
+            paths = [folder / f"stack-{rank}" for rank in ranks]
+            stacks = [path.read_text(errors="replace") if path.exists() else "" for path in paths]
+        at: dict[str, list[int]] = {}
+        for rank, stack in zip(ranks, stacks, strict=True):
+            at.setdefault(describe_stack(stack), []).append(rank)
+        return [f"rank{'s' * (len(here) > 1)} {', '.join(map(str, here))} {place}" for place, here in at.items()]
+
+
+def describe_stack(text: str) -> str:
+    """Return where a rank is, from faulthandler's text: the innermost call, and the last line of this package."""
+    # Other threads than the one that runs the job come in the same file, each under a heading of its own.
+    threads = [[match.groupdict() for match in FRAME.finditer(thread)] for thread in text.split("\n\n")]
+    frames = next((frames for frames in threads if any(frame["function"] == "serve" for frame in frames)), [])
+    if not frames:
+        return "cannot say where they are"
+    in_package = (f for f in frames if PACKAGE in Path(f["file"]).parents and Path(f["file"]) != Path(__file__))
+    called, ours = frames[0], next(in_package, None)
+    where = f"in {called['function']} ({Path(called['file']).name}:{called['line']})"
+    if ours is None or ours is called:
+        return where
+    path = Path(ours["file"]).relative_to(PACKAGE.parent)
+    return f"{where}, called by {ours['function']} ({path}:{ours['line']})"
+
+
+def serve(rank: int, connection: Connection) -> None:
+    """Worker: take a job, join a group, call, answer, leave; until the parent ends."""
+    os.environ.update(WORKER_ENVIRONMENT)
+    torch.set_num_threads(1)
+    # DTensor warns that gathering over two dims takes two steps: it is right, and here it does not matter.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too, but only the parent acts on it
+    end_with_parent()
+    while True:
+        try:
+            function, world_size, folder, timeout_s, args, kwargs = connection.recv()
+        except EOFError:
+            return
+        try:
+            store = dist.FileStore(str(Path(folder) / "store"), world_size)
+            timeout = timedelta(seconds=timeout_s + 60)  # so that it is the parent who notices ranks that wait
+            with (
+                open(Path(folder) / f"stack-{rank}", "w") as stack,
+                # Groups that are made later have torch's 30 minutes otherwise, whatever the first one has.
+                patch.object(dist.distributed_c10d, "default_pg_timeout", timeout),
+            ):
+                faulthandler.register(signal.SIGUSR1, stack)  # from C: also while this rank waits for another
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+                try:
+                    dist.barrier()  # a rank that has nothing to say may not leave while others still join
+                    result = function(rank, world_size, *args, **kwargs)
+                finally:
+                    if dist.is_initialized():  # a function may have left it
+                        dist.destroy_process_group()
+                    forget_groups()
+                    faulthandler.unregister(signal.SIGUSR1)
+            connection.send((True, result))
+        except BaseException:  # a worker must answer, whatever happened
+            connection.send((False, traceback.format_exc()))
