@@ -4,15 +4,26 @@ The reasons are predicates that follow the name of the file: "config.json" "is n
 """
 
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 BLOCK_BYTES = 2**20  # of a file that is hashed
+
+
+def import_extra(name: str, extra: str) -> ModuleType:
+    """Import a module of an optional package. Raises ImportError that names the extra of pyproject.toml."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise ImportError(f"{error}. It is in the extra `{extra}`: pip install {package}") from None
 
 
 def read_regular_file(path: Path, most_bytes: int) -> bytes:
