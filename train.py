@@ -43,7 +43,7 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.corpus import open_corpus
-from torchtitan_lite.data.corpus_folder import CorpusError
+from torchtitan_lite.data.corpus_folder import CorpusError, check_prepared
 from torchtitan_lite.data.dataset import SampleReader, SampleStream, ValidationBatches, prefetch, rows_of_rank
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.dump_folder import open_dump_folder
@@ -76,6 +76,8 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
     n_hosts = world_size // local_world_size
     prepared = preflight(args, machine=machine, n_ranks=world_size, n_hosts=n_hosts, restarted=restarts > 0)
     config, layout, dump_folder = prepared.config, prepared.layout, prepared.dump_folder
+    if problems := check_prepared(config, prepared.tokenizer):
+        raise ConfigError(problems)
     model_args, n_steps = prepared.model_args, config.training.steps
 
     # ---- mesh: one process group for the world, and one for each mesh dim and view of it

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchtitan_lite.data.corpus_folder import CorpusManifest, Split, dump_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.tools import prepare as tool
+from torchtitan_lite.tools.corpora import command as tool
 
 CODES = {"uint16": "H", "uint32": "I"}
 BYTES = load_tokenizer("bytes")

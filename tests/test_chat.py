@@ -22,7 +22,7 @@ from torchtitan_lite.data.dataset import SampleReader, SampleStream
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.llama3 import Llama3
-from torchtitan_lite.tools import prepare as tool
+from torchtitan_lite.tools.corpora import command as tool
 from torchtitan_lite.tools.corpora.chat import LLAMA_3, ChatFormat, read_chat_format
 
 SHIPPED = str(REPOSITORY / "assets" / "tokenizer")

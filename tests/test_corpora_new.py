@@ -15,7 +15,7 @@ from made_corpora import BYTES, WORDS, write_corpus
 from torchtitan_lite.data import text_files
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, check_corpora
-from torchtitan_lite.tools import prepare as tool
+from torchtitan_lite.tools.corpora import command as tool
 from torchtitan_lite.tools.corpora.prepare import Recipe, choose_split, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
 

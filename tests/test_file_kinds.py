@@ -13,7 +13,7 @@ from torchtitan_lite.data.shards import Recipe, make_plan
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import shards, text_files
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.tools import prepare as tool
+from torchtitan_lite.tools.corpora import command as tool
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_sources
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is in the extra `data`")

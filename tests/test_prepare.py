@@ -22,7 +22,7 @@ from torchtitan_lite.data import documents
 from torchtitan_lite.data import tokenizer as tokenizer_module
 from torchtitan_lite.data.corpus_folder import SPLITS, CorpusError, CorpusManifest, read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.tools import prepare as tool
+from torchtitan_lite.tools.corpora import command as tool
 from torchtitan_lite.tools.corpora.prepare import hold, prepare_files
 from torchtitan_lite.tools.corpora.text_files import PreparationError, Source
 from torchtitan_lite.tools.prepare import Progress

@@ -22,7 +22,7 @@ from made_corpora import Killed, delete, kill_at, make_text, prepare_some, read_
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data.corpus_folder import CorpusError, read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.tools import prepare as tool
+from torchtitan_lite.tools.corpora import command as tool
 
 N_KILLS = int(os.environ.get("KILLS", 2))
 

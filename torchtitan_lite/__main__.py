@@ -12,7 +12,7 @@ from importlib.util import find_spec
 TOOLS = {  # tool -> its module, with `main(args) -> exit status`, and what it answers
     "train": ("tools.launch", "trains a model: run_train.sh in the working directory"),
     "check": ("tools.check", "is this config sound on this many ranks? (without torch, under a second)"),
-    "prepare": ("tools.prepare", "makes a corpus to train on from text, JSON lines, Parquet, conversations"),
+    "prepare": ("tools.corpora.command", "makes a corpus to train on from text, JSON lines, Parquet, conversations"),
     "verify": (
         "tools.verify.command",
         "does this layout compute the single-device model? a certificate, or the culprit",

@@ -7,27 +7,15 @@ The files are mapped: neither the start nor the memory of a process grows with t
 the pages that the system keeps.
 """
 
-import fcntl
-import hashlib
-import logging
 import mmap
-import os
-import shutil
 import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchtitan_lite.data.corpus_folder import DATASETS, HELD_OUT, MANIFEST, SPLITS, CorpusError, read_split
+from torchtitan_lite.data.corpus_folder import DATASETS, HELD_OUT, SPLITS, find_cached, read_split
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
-from torchtitan_lite.tools.corpora.text_files import PreparationError
-
-logger = logging.getLogger(__name__)
-
-VALIDATION_SHARE_OF_DATASETS = 0.02
-MANY_BYTES = 2**26  # of files: from here on it pays to start more processes that tokenise
 
 
 class Corpus:
@@ -68,33 +56,9 @@ def open_corpus(
 ) -> Corpus:
     """Open the corpus that training.dataset or validation.dataset calls `name`. Raises CorpusError.
 
-    `split` is "train" or "validation". One of DATASETS is prepared first, if no process has done so yet.
+    `split` is "train" or "validation".
     """
     if name not in DATASETS:
         return Corpus(name, Path(name), split)
-    files = DATASETS[name](dataset_path)
-    folder = prepare_dataset(name, files, tokenizer, cache_folder)
+    folder = find_cached(name, tokenizer, cache_folder, dataset_path)
     return Corpus(name, folder, "train" if name in HELD_OUT else split)
-
-
-def prepare_dataset(name: str, files: list[Path], tokenizer: Tokenizer, cache_folder: Path) -> Path:
-    """Return the folder of a named corpus inside the cache; the first process prepares it. Raises CorpusError."""
-    stats = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files]
-    folder = cache_folder / f"{name}-{hashlib.sha256(repr([tokenizer.identity, *stats]).encode()).hexdigest()[:16]}"
-    if (folder / MANIFEST).exists():
-        return folder
-    cache_folder.mkdir(parents=True, exist_ok=True)
-    # Ranks of a host arrive together: one takes the lock and prepares, the others wait and then find the folder.
-    with open(folder.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            n_bytes = sum(path.stat().st_size for path in files)
-            logger.info(f"Tokenising {name} once: {n_bytes / 1e6:,.1f} MB in {len(files)} files into {folder}")
-            shutil.rmtree(folder.with_name(folder.name + ".tmp"), ignore_errors=True)  # of a process that was killed
-            share = 0.0 if name in HELD_OUT else VALIDATION_SHARE_OF_DATASETS
-            recipe = Recipe(str(tokenizer.path), share, folder=os.path.commonpath(map(os.path.abspath, files)))
-            try:
-                prepare(files, folder, recipe, n_processes=(os.cpu_count() or 1) if n_bytes > MANY_BYTES else 1)
-            except (PreparationError, OSError) as error:
-                raise CorpusError(f"{name} cannot be prepared: {error}", "") from None
-    return folder

@@ -1,32 +1,34 @@
-"""What `training.dataset` may name, what a prepared corpus holds, and the checks before a run. No torch.
+"""What `training.dataset` may name, the folder of a prepared corpus, and the checks before a run. Needs no torch.
 
-    python_stdlib, c4    rows of DATASETS: tokenised on first use, into training.cache_folder
+    python_stdlib, c4    rows of DATASETS: the launcher prepares them, in training.cache_folder
     data/my_corpus       a folder that `python -m torchtitan_lite prepare` wrote
 
-A prepared corpus is a folder with three files for each of its splits, "train" and "held_out":
+A prepared corpus is a folder with a manifest and up to three files per split, "train" and "held_out":
 
     train.tokens       token ids, little-endian, document after document
-    train.documents    int64: the position of each document's first token
-    train.targets      of conversations alone: a byte for each token, 1 where it is a target
-    manifest.json      what is in them, with their SHA-256
+    train.documents    int64: position of each document's first token
+    train.targets      conversations only: one byte per token, 1 if the token is a target
+    manifest.json      sizes and SHA-256 of these files
 
-The folder is renamed into place when all of it is written, so it is whole or absent. Sizes are compared whenever it is
-opened, hashes by `prepare --check`: one wrong word among millions harms no run.
+The folder is written under another name and renamed when it is complete. Opening it compares file sizes with the
+manifest; `prepare --check` compares the hashes.
 """
 
 import hashlib
 import json
+import os
+import shlex
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
 from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.tools.corpora.text_files import explain_missing_package
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -36,11 +38,11 @@ DRAWS_PER_ROUND = 10_000
 
 
 class CorpusError(ValueError):
-    """A corpus that cannot be used: the file, what is wrong with it, and what to do."""
+    """A corpus cannot be used. `why` names the file and what is wrong; `remedy` says what to do."""
 
-    def __init__(self, why: str, remedy: str = "Copy the folder again, or prepare it again"):
-        super().__init__(why)
-        self.remedy = remedy
+    def __init__(self, why: str, remedy: str = "Delete the folder, and prepare or copy it again"):
+        self.why, self.remedy = why, remedy
+        super().__init__(f"{why}. {remedy}.")
 
 
 @dataclass(frozen=True)
@@ -127,30 +129,25 @@ def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusM
 # ---------------------------------------------------------------- corpora with a name
 
 
+@cache
 def list_python_stdlib(_: str = "") -> list[Path]:
     """Return the sources of the running Python's standard library, about 11 MB: real text on every machine."""
-    root = Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"}
-    # _sysconfigdata* is written when Python is built, so it differs between machines that have the same Python.
-    return sorted(
-        path
-        for path in root.rglob("*.py")
-        if left_out.isdisjoint(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")
-    )
+    files = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = set(folders) - left_out
+        # _sysconfigdata* is written when Python is built, so it differs between machines that have the same Python.
+        names = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+        files += [Path(folder, name) for name in names]
+    return sorted(files)
 
 
 def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -> list[Path]:
-    """Return the files of a corpus that the user has downloaded into `dataset_path`, else `folder`.
-
-    Raises CorpusError.
-    """
+    """Return the files of a downloaded corpus, in `dataset_path` or else in `folder`. Raises CorpusError."""
     path = Path(dataset_path or folder)
     files = [path] if path.is_file() else sorted(path.rglob(pattern))
-    remedy = f"{advice}, and name its folder in training.dataset_path"
     if not files:
-        raise CorpusError(f"{path.absolute()} holds no {pattern}", remedy)
-    if missing := next(filter(None, map(explain_missing_package, files)), ""):
-        raise CorpusError(missing, remedy)
+        raise CorpusError(f"{path.absolute()} holds no {pattern}", f"{advice}, and set training.dataset_path")
     return files
 
 
@@ -165,6 +162,23 @@ DATASETS: dict[str, Callable[[str], list[Path]]] = {
 }
 DOWNLOADS = DATASETS.keys() - {"python_stdlib"}  # they have a training.dataset_path
 HELD_OUT = {"c4_validation"}  # all of their documents are for validation
+
+
+def find_cached(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
+    """Return where a corpus of DATASETS is prepared: a function of its files and the tokenizer. Raises CorpusError."""
+    files = [(path, path.stat()) for path in DATASETS[name](dataset_path)]
+    stats = [f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in files]
+    return cache_folder / f"{name}-{hashlib.sha256(repr([tokenizer.identity, *stats]).encode()).hexdigest()[:16]}"
+
+
+def list_named(config: Config) -> set[tuple[str, str]]:
+    """Return (name, dataset_path) of the corpora of DATASETS that a run reads."""
+    training, validation = config.training, config.validation
+    named = {(name, training.dataset_path) for name in training.dataset}
+    if validation.enable:
+        path = validation.dataset_path or training.dataset_path
+        named |= {(name, path) for name in validation.dataset or training.dataset}
+    return {(name, path) for name, path in named if name in DATASETS}
 
 
 # ---------------------------------------------------------------- before a run
@@ -185,9 +199,23 @@ def check_corpora(
             else:
                 read_split(Path(name), split, tokenizer)
         except CorpusError as error:
-            problems.append(Problem(key, name, str(error), error.remedy))
+            problems.append(Problem(key, name, error.why, error.remedy))
     if not names:
         problems.append(Problem(key, [], "it names no corpus", f"Name one, {', '.join(DATASETS)} for instance"))
+    return problems
+
+
+def check_prepared(config: Config, tokenizer: Tokenizer) -> list[Problem]:
+    """Return the named corpora that are not prepared on this host. Ranks do not prepare them; the launcher does."""
+    cache_folder, problems = config.training.cache_folder, []
+    for name, path in sorted(list_named(config)):
+        if not (find_cached(name, tokenizer, Path(cache_folder), path) / MANIFEST).is_file():
+            command = ["python", "-m", "torchtitan_lite", "prepare", "--dataset", name]
+            command += ["--tokenizer", str(tokenizer.path)]
+            command += ["--dataset-path", path] * bool(path)
+            command += ["--cache-folder", cache_folder] * (cache_folder != Training.cache_folder)
+            why = "it is not prepared on this host for this tokenizer"
+            problems.append(Problem("training.dataset", name, why, f"Run: {shlex.join(command)}"))
     return problems
 
 

@@ -40,6 +40,7 @@ from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefet
 from torchtitan_lite.parallel.mesh import build_mesh, choose_backend, choose_device, forget_groups, start_process_group
 from torchtitan_lite.step import Run, build_run
 from torchtitan_lite.tools.command_lines import make_parser
+from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, add_source, open_source
@@ -108,7 +109,11 @@ def evaluate(options: argparse.Namespace, config_args: list[str]) -> dict[str, o
     check_memory(source, layout, memory_bytes, n_sharing=n_ranks if device_type == "cpu" else 1)
     config = resolve_config(config, layout, device_type)
     with TemporaryDirectory(prefix="eval-") as folder:
-        text = None if rows else find_text(options.data, options.split, source, Path(folder))
+        text = (
+            None
+            if rows
+            else find_text(options.data, options.split, source, Path(folder), Path(config.training.cache_folder))
+        )
         what = {"config": config, "layout": layout, "rows": rows, "text": text, "tokenizer": options.tokenizer}
         if environment.get("RANK", "0") == "0":
             print(f"{source.path} on {device_type}: {layout}", file=sys.stderr)
@@ -164,7 +169,7 @@ def fit_rows(config: Config, rows: list[Row], degrees: dict[str, int], source: M
     return replace(config, training=training)
 
 
-def find_text(data: Path, split: str | None, source: ModelSource, folder: Path) -> tuple[str, str]:
+def find_text(data: Path, split: str | None, source: ModelSource, folder: Path, cache_folder: Path) -> tuple[str, str]:
     """Return name and split of the corpus, which is prepared in `folder` if there is only text.
 
     Raises ConfigError, PreparationError.
@@ -180,6 +185,8 @@ def find_text(data: Path, split: str | None, source: ModelSource, folder: Path) 
     split = split or "validation"
     if problems := check_corpora("--data", [str(data)], split=split, tokenizer=source.tokenizer):
         raise ConfigError(problems)
+    if str(data) in DATASETS:
+        prepare_dataset(str(data), source.tokenizer, cache_folder)
     return str(data), split
 
 

@@ -25,6 +25,8 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.tools.check import check, choose_host, describe
 from torchtitan_lite.tools.command_lines import CONFIG, make_parser
+from torchtitan_lite.tools.corpora.named import prepare_datasets
+from torchtitan_lite.tools.corpora.text_files import PreparationError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit status of a rank that has stopped for a signal
@@ -41,6 +43,11 @@ def main(args: list[str]) -> int:
     node_rank = int(os.environ.get("NODE_RANK", 0))
     if node_rank == 0:
         print(describe(prepared, machine), file=sys.stderr, flush=True)
+    try:
+        prepare_datasets(prepared.config, prepared.tokenizer)
+    except (PreparationError, ImportError) as error:
+        print(f"This run cannot start: {error}", file=sys.stderr)
+        return 2
     n_local, status = prepared.layout.world_size // n_hosts, 1
     for attempt in range(1 + int(os.environ.get("MAX_RESTARTS", 0))):
         common = {

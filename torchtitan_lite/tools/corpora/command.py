@@ -1,10 +1,13 @@
-"""Makes a corpus to train on from text, JSON lines, Parquet, conversations and folders of these.
+"""Make a corpus to train on from text, JSON lines, Parquet, conversations, and folders of these.
 
-The corpus is a folder of token shards, which `--training.dataset FOLDER` names. Inputs are .txt, .md and source files
-(one document each), .jsonl and .json (one document a line), .parquet (one document a row), .gz and .zst of these, and
-folders, whose files of other kinds are left out and counted. Parquet and .zst need the extra `data`.
+    prepare texts/ notes.jsonl.gz --out data/mine      your own text: a folder that training.dataset names
+    prepare --dataset c4 --dataset-path downloads/     a corpus with a name, as the launcher makes it before a run
+    prepare --check data/mine                          compare a corpus with its manifest
 
-OUT is whole or absent.
+Inputs are .txt, .md and source files (one document each), .jsonl and .json (one document per line), .parquet (one
+document per row), .gz and .zst of these, and folders. Files of other kinds in a folder are left out and counted.
+Parquet and .zst need the extra `data`. OUT is complete or does not exist.
+
 Exit status: 0 fine, 1 it could not be written or --check found damage, 2 wrong input.
 """
 
@@ -18,45 +21,52 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusError, check_corpus
+from torchtitan_lite.config.schema import Training
+from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, check_corpus
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools.command_lines import make_parser, positive
+from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
 
 
 def main(args: list[str]) -> int:
-    """Exit status: 0 fine, 1 it could not be written or --check found damage, 2 wrong input, 130 Ctrl-C."""
+    """Run the command. Return its exit status."""
     parser = make_parser("prepare", __doc__)
     add = parser.add_argument
     add("inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER", help="in the order of the corpus")
-    add("--out", metavar="FOLDER", help="where the corpus will be")
+    add("--out", type=Path, metavar="FOLDER", help="the corpus to make")
     add("--tokenizer", default="assets/tokenizer", metavar="FOLDER", help="(%(default)s)")
     add("--held-out", type=float, default=0.01, metavar="SHARE", help="of the documents, for validation (%(default)s)")
-    help = "field of a line, or column of a Parquet file, which holds the text (text; with --chat messages)"
+    help = "field of a line or column of a Parquet file that holds the text (text; with --chat messages)"
     add("--text-column", "--field", metavar="NAME", help=help)
-    help = "documents are conversations, lists of {role, content}, and targets the tokens of the assistant alone"
+    help = "documents are conversations, lists of {role, content}; only the assistant's tokens are targets"
     add("--chat", action="store_true", help=help)
-    add("--suffix", action="append", default=[], metavar=".X", help="also read files *.X of folders, one document each")
-    add("--skip-bad", action="store_true", help="count lines that hold no text, instead of stopping at the first")
+    add("--suffix", action="append", default=[], metavar=".X", help="also read *.X files of folders, one document each")
+    add("--skip-bad", action="store_true", help="count lines that hold no text instead of stopping at the first one")
     add("--processes", type=positive, default=os.cpu_count(), metavar="N", help="(%(default)s)")
     add("--json", action="store_true", help="print the result for programs")
-    add("--check", metavar="FOLDER", help="compare a corpus with its manifest, and do nothing else")
+    add("--dataset", choices=DATASETS, help="prepare this corpus for training.dataset; reads --tokenizer")
+    add("--dataset-path", default="", metavar="PATH", help="as training.dataset_path: the downloaded files")
+    add("--cache-folder", default=Training.cache_folder, metavar="FOLDER", help="(%(default)s)")
+    add("--check", type=Path, metavar="FOLDER", help="compare a corpus with its manifest, and do nothing else")
     options = parser.parse_args(args)
-    if options.check:
-        return check(Path(options.check))
-    if not options.inputs or not options.out:
-        parser.error("name the files and folders to read, and the folder to make: prepare data/ --out data.corpus")
+    if not (options.check or options.dataset or (options.inputs and options.out)):
+        parser.error("name the files and folders to read, and the folder to make: prepare texts/ --out data/mine")
     try:
+        if options.check:
+            return check(options.check)
+        if options.dataset:
+            tokenizer = load_tokenizer(options.tokenizer)
+            print(prepare_dataset(options.dataset, tokenizer, Path(options.cache_folder), options.dataset_path))
+            return 0
         print(run(options))
-    except (PreparationError, ConfigError) as error:
+    except (CorpusError, PreparationError, ConfigError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
-    except OSError as error:  # a full disk, for instance; nothing is left
-        print(f"{options.out} cannot be made: {error}", file=sys.stderr)
+    except OSError as error:  # a full disk, for instance
+        print(f"The corpus could not be written: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 
@@ -71,16 +81,15 @@ def run(options: argparse.Namespace) -> str:
         skip_bad=options.skip_bad,
         folder=os.path.commonpath([path.absolute().parent for path in files]),
     )
-    progress = Progress()
-    manifest, bad = prepare(files, Path(options.out), recipe, n_processes=options.processes, report=progress.add)
-    numbers = {"folder": options.out, "files": len(files), "files_left_out": left_out.total()}
+    manifest, bad = prepare(files, options.out, recipe, n_processes=options.processes, report=Progress().add)
+    numbers = {"folder": str(options.out), "files": len(files), "files_left_out": left_out.total()}
     numbers |= {"bad_rows": bad.n, "first_bad_row": bad.first, **asdict(manifest)}
     return json.dumps(numbers) if options.json else describe(numbers, left_out)
 
 
 def describe(numbers: dict, left_out: Counter[str]) -> str:
     """Return what was made, and what to do next."""
-    lines = [f"{numbers['folder']} is whole, from {numbers['files']:,} files:"]
+    lines = [f"{numbers['folder']} is complete, from {numbers['files']:,} files:"]
     for name, split in numbers["splits"].items():
         figures = f"{split['n_tokens']:,} tokens in {split['n_documents']:,} documents"
         figures += f", {split['n_targets']:,} of them targets" if split["n_targets"] else ""
@@ -94,20 +103,16 @@ def describe(numbers: dict, left_out: Counter[str]) -> str:
 
 
 def check(folder: Path) -> int:
-    """Return 0 where every file is as the manifest says, 1 with the names of those that are not."""
-    try:
-        problems = check_corpus(folder)
-    except CorpusError as error:
-        problems = [str(error)]
-    if problems:
+    """Compare a corpus with its manifest. Return 1 and print the damaged files if there are any."""
+    if problems := check_corpus(folder):
         print("\n".join(problems), file=sys.stderr)
         return 1
-    print(f"{folder} is whole: every file has the SHA-256 that {MANIFEST} says")
+    print(f"{folder} is complete: every file has the SHA-256 in {MANIFEST}")
     return 0
 
 
 class Progress:
-    """Says every ten seconds how much text was encoded."""
+    """Print every ten seconds how much text was encoded."""
 
     def __init__(self):
         self.started_s = self.shown_s = time.monotonic()

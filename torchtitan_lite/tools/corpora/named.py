@@ -1,0 +1,47 @@
+"""The corpora with a name: prepare each once per host, before the ranks start, in training.cache_folder.
+
+Two runs may start at the same moment. Each prepares a folder of its own beside the wanted one and renames it; the first
+rename wins, and the other folder is deleted.
+"""
+
+import os
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.corpus_folder import DATASETS, HELD_OUT, MANIFEST, find_cached, list_named
+from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
+
+VALIDATION_SHARE = 0.02
+MANY_BYTES = 2**26  # of files: more processes pay for their start from here on
+
+
+def prepare_datasets(config: Config, tokenizer: Tokenizer) -> None:
+    """Prepare the named corpora that a run reads, unless they exist. Raises CorpusError, PreparationError, OSError."""
+    for name, dataset_path in sorted(list_named(config)):
+        prepare_dataset(name, tokenizer, Path(config.training.cache_folder), dataset_path)
+
+
+def prepare_dataset(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str = "") -> Path:
+    """Return the folder of a corpus of DATASETS; prepare it if it does not exist. Raises as prepare_datasets."""
+    folder = find_cached(name, tokenizer, cache_folder, dataset_path)
+    if (folder / MANIFEST).exists():
+        return folder
+    files = DATASETS[name](dataset_path)
+    n_bytes = sum(path.stat().st_size for path in files)
+    about = f"{name}: {n_bytes / 1e6:,.1f} MB in {len(files)} files"
+    print(f"Encoding {about} once, into {folder}", file=sys.stderr, flush=True)
+    held_out_share = 0.0 if name in HELD_OUT else VALIDATION_SHARE
+    recipe = Recipe(str(tokenizer.path), held_out_share, folder=os.path.commonpath(map(os.path.abspath, files)))
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=cache_folder, prefix=f"{name}-") as work:
+        made = Path(work) / "corpus"
+        prepare(files, made, recipe, n_processes=(os.cpu_count() or 1) if n_bytes > MANY_BYTES else 1)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not (folder / MANIFEST).exists():  # the error is not that another process was first
+                raise
+    return folder
