@@ -19,13 +19,16 @@ from dataclasses import replace
 import compare
 import torch
 from layouts import ADAMW
+from torch import nn
 from torch._C._profiler import _EventType
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.model.head import ChunkedLoss, Head
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.fake_world import fake_group, make_batch, static_stages
 from torchtitan_lite.tools.plan.meter import Meter
@@ -112,3 +115,22 @@ def follow(events: list) -> list[int]:
 
 def record_memory() -> profile:
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+
+def count_head_peak_bytes(
+    *, n_tokens: int, dim: int, vocab_size: int, chunk_tokens: int, dtype: torch.dtype = torch.float32
+) -> int:
+    """Return the peak bytes of the head's forward and backward without weight and hidden states, on fake tensors.
+
+    chunk_tokens 0: the plain loss.
+    """
+    meter = Meter(plan(1, {})[2])
+    with FakeTensorMode(), meter.watching():
+        head = Head(dim, vocab_size)
+        head.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
+        head.chunked_loss = ChunkedLoss(chunk_tokens) if chunk_tokens else None
+        hidden = torch.empty(1, n_tokens, dim, dtype=dtype, requires_grad=True)
+        targets = torch.zeros(1, n_tokens, dtype=torch.int64)
+        meter.mark("forward and backward")
+        head(hidden, targets).backward()
+        return meter.segments[-1].peak.total()

@@ -7,15 +7,14 @@ import compare
 import pytest
 import torch
 import torch.nn.functional as F
+from measure_memory import count_head_peak_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.head import IGNORE_INDEX, ChunkedLoss, Head
 from torchtitan_lite.parallel import tensor_parallel
 from torchtitan_lite.parallel.exchange import Ranks
 from torchtitan_lite.parallel.tensor_parallel import ShardedLoss
-from torchtitan_lite.tools.bench.step import compare_head_memory, count_head_peak_bytes
 
 ROWS, SEQ_LEN, DIM, VOCAB = 3, 20, 16, 50
 N_TOKENS = ROWS * SEQ_LEN
@@ -156,6 +155,6 @@ def test_memory_of_the_head_does_not_grow_with_sequence_times_vocabulary():
     # The gradient of a hidden state, twice: as formed, and as scaled in backward.
     assert 0 <= long - short <= 7168 * 2 * 64 * 4
     assert long < 2 * 512 * 128256 * 4
-    figures = compare_head_memory(Config().training.loss_chunk_tokens)
-    assert 2.8 < figures["head_gib_plain_loss"][0] < 3.1  # three times 2,048 x 128,256 numbers of 4 bytes
-    assert figures["head_chunked_over_plain"][0] < 0.25
+    plain = count_head_peak_bytes(n_tokens=2048, **sizes | {"chunk_tokens": 0})
+    assert plain == pytest.approx(3 * 2048 * 128256 * 4, rel=0.05)
+    assert count_head_peak_bytes(n_tokens=2048, **sizes) < 0.3 * plain

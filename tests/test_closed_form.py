@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from measure_memory import count_head_peak_bytes
 
 from torchtitan_lite.config.flavors import FLAVORS, count_parameters
 from torchtitan_lite.config.layout import plan_layout, resolve_model
@@ -12,7 +13,6 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config
 from torchtitan_lite.parallel.activation_checkpoint import plan_recompute
-from torchtitan_lite.tools.bench.step import count_head_peak_bytes
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, ROW_OF_GPU, find_cluster
 from torchtitan_lite.tools.plan.ledger import Forecast, forecast, forecast_quickly, list_memory, rate_step
 from torchtitan_lite.tools.plan.memory import estimate_loss, list_kept_bytes

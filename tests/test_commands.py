@@ -58,9 +58,7 @@ ROWS = {
     "./run_train.sh --help": Row(),
     # bench
     "python -m torchtitan_lite bench step": Row("--rounds 3 --steps 1"),
-    "python -m torchtitan_lite bench step --peers DIR": Row(status=2),  # there are no such checkouts
     "python -m torchtitan_lite bench gpu": Row("--tiny"),
-    "python -m torchtitan_lite bench io": Row("--rounds 3"),
     # checkpoint
     "./run_train.sh --checkpoint.enable --checkpoint.interval 100 --checkpoint.async_mode async "
     "--job.no_overwrite": Row(TWO_STEPS + " --job.dump_folder outputs/saved"),
@@ -82,18 +80,15 @@ ROWS = {
     "--model.attention document": Row(TINY + OUR_VOCABULARY),
     # plan
     "python -m torchtitan_lite plan --config llama3_405b --gpus 1024 --search": Row(),
-    "python -m torchtitan_lite plan --score outputs/debug_3d": Row(),
     # tools
     'python -m torchtitan_lite generate outputs/debug --prompt "def " --temperature 0.8': Row("--max-new-tokens 5"),
-    "python -m torchtitan_lite verify --config debug --against-hf exported": Row(),
     "python -m torchtitan_lite eval Llama-3.2-1B --multiple-choice hellaswag.jsonl": Row(),
     "python -m torchtitan_lite eval outputs/debug --data texts/ "
     "--ranks 4 --parallelism.tensor_parallel_degree 2": Row(),
     "python -m torchtitan_lite plan --config mixtral_8x22b --gpus 2048": Row(),
     # verify
     "python -m torchtitan_lite verify --config llama3_70b --ranks 16": Row(),
-    "python -m torchtitan_lite verify --config debug_3d --ranks 8 --bisect": Row(),
-    "python -m torchtitan_lite verify --against-hf Llama-3.2-1B": Row(),
+    "python -m torchtitan_lite verify --config debug_3d --ranks 8": Row(),
 }
 
 

@@ -42,7 +42,6 @@ IMPORTS_LATE = (
     "torchtitan_lite.components.sinks",  # wandb: only with metrics.enable_wandb
     "torchtitan_lite.tools.corpora.chat",  # packages of the extra `data`: training needs none, and pyarrow takes seconds
     "torchtitan_lite.tools.corpora.text_files",
-    "torchtitan_lite.tools.verify.against_hf",  # transformers: training does not need it, and importing it takes seconds
 )
 
 

@@ -5,20 +5,17 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from tempfile import gettempdir
 
 from torchtitan_lite.components.metrics import compute_mfu
 from torchtitan_lite.config.messages import ConfigError, format_table
 from torchtitan_lite.tools.bench.gpu import bench_gpu
-from torchtitan_lite.tools.bench.io import bench_io
-from torchtitan_lite.tools.bench.peers import bench_peers
 from torchtitan_lite.tools.bench.rounds import BenchFailed, Report
 from torchtitan_lite.tools.bench.step import bench_step
 from torchtitan_lite.tools.command_lines import make_parser, positive
 
-BENCHES: dict[str, Callable[..., Report]] = {"step": bench_step, "gpu": bench_gpu, "io": bench_io}
+BENCHES: dict[str, Callable[..., Report]] = {"step": bench_step, "gpu": bench_gpu}
 COLUMNS = {  # rate -> title and format in the table
     "mfu_full": ("MFU", ".1%"),  # share of the peak by the data sheet, attention counted in full
     "mfu_causal": ("causal", ".1%"),  # the same with attention's causal half
@@ -40,23 +37,17 @@ The numbers are for reading: a bench never fails because something was slow."""
         "--steps": {"dest": "n_steps", "type": positive, "help": "steps of a turn"},
         "--out": {"metavar": "FILE", "help": "keeps each row as a line of JSON; default: in assets/benchmarks/"},
         "--seconds": {"type": positive, "help": "for the whole table; what does not fit is named"},
-        "--peers": {
-            "type": Path,
-            "metavar": "DIR",
-            "help": "compare with the checkouts torchtitan and picotron in DIR instead, on CPU ranks",
-        },
         "--tiny": {"action": "store_true", "help": "models that a CPU carries too: its numbers mean nothing"},
     }
     usual = ["--rounds", "--steps"]
     benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
     for name, names, compares in (
-        ("step", [*usual, "--peers"], "a step with a hand-written loop and with transformers, compiled with eager"),
+        ("step", usual, "a step with a hand-written loop and with transformers, compiled with eager"),
         (
             "gpu",
             [*usual, "--out", "--seconds", "--tiny"],
             "1B, 3B and 8B on one GPU, eager, compiled and in float8, with its largest matmuls",
         ),
-        ("io", usual, "saving with disk and hash, batches with mapped files, the start of a run with importing torch"),
     ):
         bench = benches.add_parser(name, help=compares, description=compares, allow_abbrev=False)
         bench.add_argument("--json", action="store_true", help="print for programs")
@@ -69,9 +60,8 @@ def main(args: list[str]) -> int:
     """Return the exit status: 0 measured, 1 failed or contenders that compute different things, 2 wrong input."""
     options = vars(make_bench_parser().parse_args(args))
     bench, as_json = options.pop("bench"), options.pop("json")
-    measure = bench_peers if "peers" in options else BENCHES[bench]
     try:
-        report = measure(**options)
+        report = BENCHES[bench](**options)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,29 +1,17 @@
-"""The contenders of `bench step`, each as a function that builds its optimizer step.
+"""The contenders of `bench step`. Each is a function that builds one optimizer step.
 
     trainer        train_step as train.py calls it: counted tokens, FSDP2 on one rank, gradient norm, clipping, the
                    finite flag read after every step, learning-rate schedule
-    bare_loop      a hand-written loop around the same model class; nothing from step.py, and of parallel/ only the
-                   initial weights
+    bare_loop      a hand-written loop around the same model class; it uses nothing from step.py, and only the
+                   initial weights from parallel/
     transformers   Hugging Face's Llama of the same shape in that same loop
     compiled       trainer with compile.enable
-
-    experts        trainer with the flavor debug_moe: 8 experts, 2 of them for each token
-    dense          trainer with a dense model of the same active parameters: a token costs as many FLOPs
-    expert_loop    experts, with a matmul for each expert in place of grouped_mm
-    mixtral        transformers' Mixtral of the same shape in the hand-written loop
-
-    trainer_3d     trainer on eight ranks of a CPU: pp2 x dp_shard2 x tp2, 1F1B
-    bare_3d        a hand-written step of the same work: bare_3d.py
-    experts_dp2    experts on two ranks of a CPU, whole ones on each, sharded by FSDP
-    experts_ep2    the same, half of the experts on each, and all-to-alls
 
 The batch is on the device: loading is not measured. No contender recomputes in backward.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,24 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.checkpoint.hugging_face_config import make_config
-from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters
+from torchtitan_lite.config.flavors import count_parameters
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
-from torchtitan_lite.config.schema import (
-    ActivationCheckpoint,
-    Config,
-    LRScheduler,
-    Model,
-    Parallelism,
-    Training,
-    with_value,
-)
-from torchtitan_lite.model import moe
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Training
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.step import build_run, train_step
-from torchtitan_lite.tools.bench.bare_3d import Bare3D
 from torchtitan_lite.tools.bench.rounds import Absent, BenchFailed
 from torchtitan_lite.tools.verify.reduction import override
 
@@ -63,20 +41,6 @@ STEP_CONFIG = Config(
     lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
     training=Training(local_batch_size=8, seq_len=256, mixed_precision_param="float32"),
     activation_checkpoint=ActivationCheckpoint(mode="none"),
-)
-EXPERTS_CONFIG = replace(
-    STEP_CONFIG, model=Model(flavor="debug_moe"), training=replace(STEP_CONFIG.training, seq_len=128)
-)
-STEP_3D_CONFIG = replace(
-    STEP_CONFIG,
-    model=replace(STEP_CONFIG.model, n_layers=6, n_heads=16, n_kv_heads=16),
-    training=replace(STEP_CONFIG.training, local_batch_size=4, seq_len=128),
-    parallelism=Parallelism(
-        pipeline_parallel_degree=2,
-        pipeline_parallel_schedule="1F1B",
-        data_parallel_shard_degree=2,
-        tensor_parallel_degree=2,
-    ),
 )
 
 TrainStep = Callable[[], Tensor]  # one optimizer step on the batch -> its loss, () on the device
@@ -160,69 +124,15 @@ def write_bare_loop(
     return step
 
 
-# ---------------------------------------------------------------- experts
-
-
-def build_dense(config: Config, batch: Batch, device: torch.device) -> TrainStep:
-    """Return a step of a dense model whose feed-forward is as wide as the experts of a token together."""
-    args = resolve_model(config.model)
-    width = args.mixture.top_k * args.mixture.expert_ffn_dim
-    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size")
-    dense = with_value(config, "model", Model(flavor="debug", ffn_dim=width, **{n: getattr(args, n) for n in names}))
-    flops, of_dense = (count_flops_per_token(a, 1).full for a in (args, resolve_model(dense.model)))
-    assert abs(flops / of_dense - 1) < 0.02, "only the router is more"
-    return build_trainer(dense, batch, device)
-
-
-def build_expert_loop(config: Config, batch: Batch, device: torch.device) -> TrainStep:
-    step = build_trainer(config, batch, device)
-
-    def step_without_grouped_mm() -> Tensor:
-        with patch.object(moe, "multiply_groups", moe.multiply_each):
-            return step()
-
-    return step_without_grouped_mm
-
-
-# ---------------------------------------------------------------- three dims
-
-
-def build_bare_3d(config: Config, batch: Batch, device: torch.device) -> TrainStep:
-    args = resolve_model(config.model)
-    layout = plan_layout(config, args, dist.get_world_size())
-    model = Llama3(args)
-    initialize_weights(model, init_parameter, config.debug.seed)
-    degrees = layout.pp, layout.dp, layout.tp
-    bare = Bare3D(args, dict(model.named_parameters()), degrees, resolve_config(config, layout, device.type))
-    own = batch.split(layout.dp)[bare.dp.rank()]
-    return lambda: bare.train_step(own.tokens, own.targets, layout.n_microbatches)
-
-
 CONTENDERS: dict[str, Build] = {
     "trainer": build_trainer,
     "bare_loop": build_bare_loop,
     "transformers": build_transformers,
     "compiled": partial(build_trainer, **{"compile.enable": True}),
 }
-WITH_EXPERTS: dict[str, Build] = {
-    "experts": build_trainer,
-    "dense": build_dense,
-    "expert_loop": build_expert_loop,
-    "mixtral": build_transformers,
-}
-ON_8_RANKS: dict[str, Build] = {"trainer_3d": build_trainer, "bare_3d": build_bare_3d}
-ON_2_RANKS: dict[str, Build] = {
-    "experts_dp2": build_trainer,
-    "experts_ep2": partial(build_trainer, **{"parallelism.expert_parallel_degree": 2}),
-}
 
 RATIO_OF = {  # ratio -> (contender, the one it is divided by)
     "bare_loop": ("trainer", "bare_loop"),
     "transformers": ("trainer", "transformers"),
     "compile_over_eager": ("compiled", "trainer"),
-    "bare_3d": ("trainer_3d", "bare_3d"),
-    "experts_over_dense": ("experts", "dense"),
-    "experts_over_mixtral": ("experts", "mixtral"),
-    "grouped_over_loop": ("experts", "expert_loop"),
-    "ep2_over_dp2": ("experts_ep2", "experts_dp2"),
 }

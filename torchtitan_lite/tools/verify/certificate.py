@@ -1,13 +1,9 @@
-"""What `verify` says: the verdict, for people and for programs, and the record that runs find.
-
-README.md says what each verdict means. Only the first one leaves a record.
-"""
+"""The verdict of `verify`, for people and for programs. README.md says what each verdict means."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from math import prod
 
 from torchtitan_lite.config.messages import format_table
@@ -20,7 +16,7 @@ WRONG, NOT_FINISHED = "wrong", "not finished"
 EXIT_STATUS = {CERTIFIED: 0, CERTIFIED_IN_PART: 3, IN_PART: 3, WRONG: 1, NOT_FINISHED: 4}
 LEGEND = "S(0): rows sharded, S(1): columns, _S: rows, in the strides that two sharded dims leave; R: copies, bit-equal"
 OUTSIDE = [
-    "the model file, which both sides share: --against-hf compares it with transformers",
+    "the model file, which both sides share: the tests compare it with transformers",
     "the arithmetic of float8 (model/float8_linear.py), which both sides share too",
     "kernels of CUDA and collectives of NCCL: this ran on CPUs",
     "data, seed, speed and memory",
@@ -34,7 +30,6 @@ class Certificate:
     config_name: str
     reduction: Reduction
     trials: list[Trial]  # as far as they were made
-    smallest_failing_combination: list[str] | None = None  # of --bisect
 
     @property
     def verdict(self) -> str:
@@ -105,9 +100,6 @@ def describe_verdict(certificate: Certificate) -> list[str]:
         lines += [f"  {fault}" for fault in last.faults.values()]
         if last.culprit is not None:
             lines += [f"first to differ: {last.culprit}", f"cause: {last.culprit.cause}"]
-        if certificate.smallest_failing_combination is not None:
-            parts = " + ".join(certificate.smallest_failing_combination) or "one rank without any option"
-            lines.append(f"smallest combination that fails: {parts}")
         return lines
     if verdict == IN_PART:
         missing = " and ".join(f"{dim} {degrees.reduced[dim]}" for dim in degrees.given_up)
@@ -150,7 +142,6 @@ def report_for_programs(certificate: Certificate) -> dict[str, object]:
         "faults": last.faults,
         "culprit": asdict(last.culprit) if last.culprit else None,
         "parameters": None if wide is None else report_parameters(wide),
-        "smallest_failing_combination": certificate.smallest_failing_combination,
         "seconds": round(sum(trial.seconds for trial in certificate.trials), 1),
     }
 
@@ -180,19 +171,6 @@ def report_parameters(difference: Difference) -> dict[str, dict[str, object]]:
             "copies_unequal_over": sorted(dim for name, dim in difference.unequal_replicas if name == fqn),
         }
         for fqn, equal in difference.initial_equal.items()
-    }
-
-
-def record_for_runs(certificate: Certificate) -> dict[str, object]:
-    """Return the short form of a certificate, which runs of this config print."""
-    (wide,) = (trial.difference for trial in certificate.trials if trial.name == "wide")
-    return {
-        "layout": str(certificate.reduction.degrees),
-        "largest_error": float(f"{max(wide.gradient.values()):.1e}"),
-        "trials": [trial.name for trial in certificate.trials if not trial.skipped],
-        "not_covered": [*OUTSIDE, "degrees, sizes, lengths and counts beyond those that were tried"],
-        "reduced": [change.key for change in certificate.reduction.changes],
-        "date": datetime.now(timezone.utc).date().isoformat(),
     }
 
 

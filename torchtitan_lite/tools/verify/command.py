@@ -1,6 +1,5 @@
 """`verify`: runs a config, reduced, beside one process, and prints a certificate or the first difference."""
 
-import argparse
 import json
 import sys
 import tempfile
@@ -15,7 +14,6 @@ import torch
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.run_config import read_run_config
 from torchtitan_lite.tools.command_lines import CONFIG, make_parser, positive
-from torchtitan_lite.tools.verify import against_hf
 from torchtitan_lite.tools.verify.certificate import (
     EXIT_STATUS,
     Certificate,
@@ -23,7 +21,6 @@ from torchtitan_lite.tools.verify.certificate import (
     report_for_programs,
 )
 from torchtitan_lite.tools.verify.gradient_trial import try_small, try_wide
-from torchtitan_lite.tools.verify.other_layouts import find_smallest_failing, verify_matrix
 from torchtitan_lite.tools.verify.precision_trial import try_bfloat16, try_float8
 from torchtitan_lite.tools.verify.ranks import RankPool
 from torchtitan_lite.tools.verify.reduction import Reduction, override, reduce_config
@@ -56,27 +53,16 @@ Runs the config, reduced to laptop size, on processes of this CPU beside one pro
 several trials: wide, deep, long, at real width; the run's own optimizer; train.py; bfloat16 and float8 where the run
 computes in them. Where something differs, it names the first thing that does.
 
-The layout that was asked for is tried where it fits the ranks; else a smaller one, and the verdict says which.
-
-Both sides share the model file, so that a mistake in it is in both. `--against-hf FOLDER` runs no layout: it compares
-the model file with transformers' model (Llama, Mixtral, Qwen3, Qwen3-MoE), both with the weights of that Hugging Face
-folder: logits, loss, gradient of every parameter, experts of every token."""
-    epilog = """Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished.
-With --against-hf: 0 equal, 1 not, 2 wrong input, no transformers, or too little memory."""
+The layout that was asked for is tried where it fits the ranks; else a smaller one, and the verdict says which."""
+    epilog = "Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished."
     parser = make_parser("verify", description, f"{CONFIG}\n{epilog}")
     add = parser.add_argument
     help = "processes at most, up to 16; default: 8. The more, the nearer to the real mesh"
     add("--ranks", type=int, default=8, choices=range(1, 17), metavar="N", help=help)
     help = "longest silence of the ranks in one trial (%(default)s)"
     add("--timeout", type=positive, default=300, metavar="SECONDS", help=help)
-    help = "compare the real dim, ffn_dim and vocabulary as far as memory allows, for minutes if need be"
-    add("--full-width", action="store_true", help=help)
     add("--bf16", action="store_true", help="try bfloat16 also where the config says float32")
-    add("--bisect", action="store_true", help="where the wide trial fails, find the smallest combination that does")
-    add("--matrix", action="store_true", help="thirty layouts of this model instead of its own")
     add("--verbose", action="store_true", help="every parameter instead of the worst of each kind")
-    help = "instead of a layout, compare the model file with transformers' model of this Hugging Face folder"
-    add("--against-hf", type=Path, metavar="FOLDER", help=help)
     add("--json", action="store_true", help="print for programs, every parameter included")
     return parser
 
@@ -85,12 +71,10 @@ def main(args: list[str]) -> int:
     """Run the tool. Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished."""
     options, config_args = make_verify_parser().parse_known_args(args)
     reading = read_run_config(config_args)
-    if options.against_hf is not None:
-        return against_hf.main(reading, options)
     try:
         if reading.problems:
             raise ConfigError(reading.problems)
-        reduction = replace(reduce_config(reading.config, options.ranks), full_width=options.full_width)
+        reduction = reduce_config(reading.config, options.ranks)
     except ConfigError as error:
         if options.json:
             print(json.dumps({"certified": False, "problems": [problem.for_json() for problem in error.list_first()]}))
@@ -99,13 +83,11 @@ def main(args: list[str]) -> int:
     if options.bf16:
         reduction = replace(reduction, real=override(reading.config, {"training.mixed_precision_param": "bfloat16"}))
     torch.set_num_threads(1)
-    n_ranks = options.ranks if options.matrix else reduction.layout.world_size
+    n_ranks = reduction.layout.world_size
     print(f"starting {n_ranks} processes ...", file=sys.stderr)
     with RankPool(n_ranks) as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
         run_ranks = partial(pool.run, timeout_s=options.timeout)
-        if options.matrix:
-            return verify_matrix(reading.config, options.ranks, run_ranks, Path(folder), as_json=options.json)
-        certificate = verify(reading.config_name, reduction, options, run_ranks, Path(folder))
+        certificate = verify(reading.config_name, reduction, run_ranks, Path(folder))
     if options.json:
         print(json.dumps(report_for_programs(certificate), default=str))
     else:
@@ -113,9 +95,7 @@ def main(args: list[str]) -> int:
     return EXIT_STATUS[certificate.verdict]
 
 
-def verify(
-    config_name: str, reduction: Reduction, options: argparse.Namespace, run_ranks: RunRanks, folder: Path
-) -> Certificate:
+def verify(config_name: str, reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Certificate:
     """Make the trials of one layout, up to the first that finds a fault."""
     trials: list[Trial] = []
     for name, make in TRIALS.items():
@@ -123,10 +103,4 @@ def verify(
         trials.append(make(reduction, run_ranks, folder))
         if trials[-1].faults:
             break
-    smallest = None
-    if options.bisect and trials[-1].faults:
-        if trials[-1].name == "wide":
-            smallest = find_smallest_failing(reduction, run_ranks, folder)
-        else:
-            print(f"--bisect repeats the wide trial, which found no fault: {trials[-1].name} did", file=sys.stderr)
-    return Certificate(config_name, reduction, trials, smallest)
+    return Certificate(config_name, reduction, trials)

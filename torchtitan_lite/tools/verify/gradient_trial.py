@@ -42,15 +42,7 @@ def try_small(
     return replace(trial, subject=run.subject)
 
 
-def try_layout(
-    config: Config,
-    world_size: int,
-    run_ranks: RunRanks,
-    folder: Path,
-    *,
-    method: Method = WIDE,
-    find_culprit: bool = True,
-) -> Trial:
+def try_layout(config: Config, world_size: int, run_ranks: RunRanks, folder: Path, *, method: Method = WIDE) -> Trial:
     """Run `config` (reduced, every size given) beside one process. `folder` keeps references for the next trial."""
     reference_path = save_reference(config, folder, method)
     difference, faults, culprit = measure_faults(config, world_size, run_ranks, reference_path)
@@ -58,7 +50,7 @@ def try_layout(
     if not faults and has_experts(difference):
         flips = judge_routes(run_ranks(measure_routes, world_size, config, reference_path))
         measures, faults, culprit = measures + flips.measures, flips.faults, flips.culprit
-    if faults and find_culprit:
+    if faults:
         if culprit is None:
             try:
                 outputs = run_ranks(observe_outputs, world_size, config, reference_path)

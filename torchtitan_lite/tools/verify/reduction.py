@@ -73,7 +73,6 @@ class Reduction:
     args: ModelArgs  # of `config`, as `layout`
     layout: Layout
     changes: list[Change]  # in the order of schema.py
-    full_width: bool = False  # the trial of real width takes the time that it needs
 
 
 def reduce_config(config: Config, max_ranks: int) -> Reduction:

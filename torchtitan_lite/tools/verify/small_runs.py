@@ -41,7 +41,7 @@ LEAST_LAYERS = 12  # so that some numbers have two digits: as text, 10 comes bef
 LEAST_TOKENS, MOST_TOKENS = 512, 2048  # of a sequence of the long run
 FAR_POSITION = 8192  # the first position of the long run, unless seq_len or original_length is larger
 N_CHUNKS = 12  # of each row's loss in the long run
-MOST_PARAMETERS = 48 * 10**6  # of the run of real width, without --full-width: about five seconds on two cores
+MOST_PARAMETERS = 48 * 10**6  # of the run of real width: about five seconds on two cores
 # Of it: halved in this order, to these at least.
 LEAST_SIZES = {"vocab_size": 2000, "ffn_dim": 1000, "expert_ffn_dim": 500, "dim": 500}
 
@@ -127,9 +127,7 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
     memory_bytes = memory_bytes or measure_available_memory() // 2
     # The reference: weights and gradients in memory, and in its file. Each data-parallel and cp rank: both, gathered.
     bytes_each = 16 + 16 * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"]
-    most = memory_bytes // bytes_each
-    if not reduction.full_width:
-        most = min(most, MOST_PARAMETERS)
+    most = min(memory_bytes // bytes_each, MOST_PARAMETERS)
     args, unit = replace(real, n_layers=n_layers), degrees["tp"]
     if real.mixture:
         unit *= reduction.layout.efsdp
