@@ -10,6 +10,9 @@ from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
+from torchtitan_lite.checkpoint.hugging_face_families import explain_unwritable
+from torchtitan_lite.checkpoint.hugging_face_folder import REMEDY, open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps, read_manifest
 from torchtitan_lite.config.checks import check_machine, check_run
 from torchtitan_lite.config.flavors import ModelArgs, describe_skipped, list_linears, plan_float8
@@ -21,14 +24,7 @@ from torchtitan_lite.config.schema import Compile, Config, Metrics, Parallelism,
 from torchtitan_lite.data.corpus_folder import DOWNLOADS, check_corpora, check_weights
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.dump_folder import check_files
-from torchtitan_lite.run_config import (
-    check_export,
-    check_initial_load,
-    choose_tokenizer,
-    find_resumed_step,
-    find_weights,
-    read_run_config,
-)
+from torchtitan_lite.run_config import PATH, Weights, choose_tokenizer, read_run_config
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,12 @@ class Prepared:
     dump_folder: Path
     resumed_step: int  # the last step that is already done; 0: the run does not resume
     tokenizer: Tokenizer
-    published: dict[str, dict]  # config.json and generation_config.json of the weights that the run starts from, if any
+    weights: Weights | None  # that the run starts from; None: initial weights
+
+    @property
+    def published(self) -> dict[str, dict]:
+        """config.json and generation_config.json of the weights, if they came from a Hugging Face folder."""
+        return self.weights.published if self.weights else {}
 
 
 def preflight(
@@ -56,7 +57,7 @@ def preflight(
     Writes nothing. Raises ConfigError with every problem.
     """
     reading = read_run_config(args, restarted=restarted)
-    config = reading.config
+    config, weights = reading.config, reading.weights
     if n_ranks is None:
         n_ranks = choose_n_ranks(config.parallelism, machine, n_hosts)
 
@@ -73,8 +74,7 @@ def preflight(
             problems += error.problems
 
     # ---- files and the machine
-    tokenizer, resumed_step = None, find_resumed_step(config, restarted)
-    weights = find_weights(config, resumed_step)
+    tokenizer = None
     try:
         tokenizer = choose_tokenizer(config, weights)
         config = with_value(config, "model.hf_assets_path", tokenizer.assets)
@@ -89,8 +89,10 @@ def preflight(
         problems += check_load_step(config)
     if model_args is not None:
         problems += check_export(config, model_args)
-        if not resumed_step:
-            problems += check_initial_load(config, model_args)
+        if weights:
+            problems += check_shape(config, model_args, weights)
+    if weights and not reading.resumed_step:
+        problems += check_initial_load(config, weights)
 
     problems = reading.problems + problems
     if problems:
@@ -107,9 +109,9 @@ def preflight(
         memory=memory,
         notices=notices,
         dump_folder=Path(config.job.dump_folder),
-        resumed_step=resumed_step,
+        resumed_step=reading.resumed_step,
         tokenizer=tokenizer.tokenizer,
-        published=weights.published if weights else {},
+        weights=weights,
     )
 
 
@@ -194,6 +196,42 @@ def choose_validation(config: Config) -> tuple[list[str], str]:
     """Return the corpora to validate on, and the folder with the files of those that are downloaded."""
     training, validation = config.training, config.validation
     return validation.dataset or training.dataset, validation.dataset_path or training.dataset_path
+
+
+def check_shape(config: Config, model_args: ModelArgs, weights: Weights) -> list[Problem]:
+    """Find numbers in which the model of the config differs from the model of the weights."""
+    theirs = vars(weights.model_args)
+    different = [
+        f"{name} {value} instead of {theirs[name]}" for name, value in vars(model_args).items() if value != theirs[name]
+    ]
+    if not different:
+        return []
+    why = f"it is not the model in {weights.path}: {', '.join(different)}"
+    remedy = "Leave out [model], and every number is that of the weights"
+    return [Problem("model.flavor", config.model.flavor, why, remedy)]
+
+
+def check_initial_load(config: Config, weights: Weights) -> list[Problem]:
+    """Return why a run that does not resume cannot start from these weights."""
+    model_only, key = config.checkpoint.initial_load_model_only, "checkpoint.initial_load_model_only"
+    if weights.step is None:
+        try:
+            open_folder(weights.path)
+        except HuggingFaceError as error:
+            return [Problem(PATH, str(weights.path), "; ".join(error.problems), REMEDY)]
+        why = "a Hugging Face folder has neither optimizer state nor step"
+        return [] if model_only else [Problem(key, False, why, "Set it to true")]
+    if not model_only and weights.path.name != f"step-{weights.step}":
+        why = f"the run would continue from step {weights.step}, and the name does not say so"
+        return [Problem(PATH, str(weights.path), why, f"Name it step-{weights.step}, or set {key}")]
+    return []
+
+
+def check_export(config: Config, model_args: ModelArgs) -> list[Problem]:
+    """Return why this model cannot be exported for transformers."""
+    if config.checkpoint.enable and config.checkpoint.last_save_in_hf and (why := explain_unwritable(model_args)):
+        return [Problem("checkpoint.last_save_in_hf", True, why, "Set it to false, or change [model]")]
+    return []
 
 
 def check_load_step(config: Config) -> list[Problem]:

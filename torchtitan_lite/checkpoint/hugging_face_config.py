@@ -8,7 +8,7 @@ RoPE scaling, quantized weights) is refused: it would load, and compute somethin
 which no family has keys.
 
     config.json, generation_config.json   what its authors said of the model: `read_published`
-      -> the run                          the first gives [model] its numbers: `take_model`
+      -> the run                          the first is the model: run_config.py
       -> manifest.json of a checkpoint    `run` has both; a run that resumes or starts from it passes them on
       -> an export                        both, but for what training has changed: `make_config`
 
@@ -16,7 +16,7 @@ An export of a model that never was in such a folder has the old form of config.
 """
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,10 @@ from torchtitan_lite.checkpoint.hugging_face_families import (
     THEIR_SCALING_KEYS,
     Family,
     find_model_type,
-    show_number,
 )
 from torchtitan_lite.config.files import read_json_object
-from torchtitan_lite.config.flavors import AUTO, AUTO_WITH_EXPERTS, ROPE_KEYS, MixtureArgs, ModelArgs, RopeScaling
-from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.messages import ConfigError, Problem, shorten
-from torchtitan_lite.config.reader import KEYS, WrongValue, convert_text
-from torchtitan_lite.config.schema import Model
+from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
+from torchtitan_lite.config.messages import shorten
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 IN_MANIFEST = "hugging_face"  # key in `run` of a manifest: name of a file -> its content
@@ -247,50 +243,3 @@ def list_free(theirs: ModelArgs) -> list[str]:
     """List the fields in which a model may differ from `theirs` and still have its weights."""
     unused = ["ffn_dim"] if theirs.n_mixture_layers == theirs.n_layers else []  # no layer is dense
     return ["tie_embeddings", "name", *unused]
-
-
-def take_model(model: Model, theirs: ModelArgs, source: str) -> Model:
-    """Return [model] with each number that it leaves open taken from `theirs`, the model of the weights in `source`.
-
-    Raises ConfigError for each key that differs from it; for numbers of a flavor, model.flavor. An untied model may
-    load a tied one: its head then starts as a copy of the embedding.
-    """
-    expected = list_numbers(theirs)
-    given = {key: value for key in expected if (value := getattr(model, key)) is not None}
-    of_flavor = {} if model.flavor == AUTO else list_numbers(resolve_model(model))
-    different = {key: value for key, value in (of_flavor | given).items() if value != expected[key]}
-    if expected["tie_embeddings"]:
-        different.pop("tie_embeddings", None)
-    if "ffn_dim" in list_free(theirs):
-        different.pop("ffn_dim", None)
-    remedy = "Leave it out, and all numbers are those of the weights"
-    problems = [
-        Problem(f"model.{key}", value, f"the model in {source} has {show_number(expected[key])}", remedy)
-        for key, value in different.items()
-        if key in given
-    ]
-    if of_row := [key for key in different if key not in given]:
-        row = (f"{key} {show_number(different[key])} instead of {show_number(expected[key])}" for key in of_row)
-        why = f"it is not the model in {source}: {', '.join(row)}"
-        problems.append(Problem("model.flavor", model.flavor, why, remedy))
-    for key, value in expected.items():
-        try:
-            convert_text(KEYS[f"model.{key}"], show_number(value))
-        except WrongValue as wrong:
-            problems.append(Problem(f"model.{key}", value, f"{wrong.args[0]}, and {source} has it", wrong.args[1]))
-    if problems:
-        raise ConfigError(problems)
-    flavor = AUTO_WITH_EXPERTS if theirs.mixture and model.flavor == AUTO else model.flavor
-    return replace(model, **{**expected, **of_flavor, **given}, flavor=flavor)
-
-
-def list_numbers(args: ModelArgs) -> dict[str, Any]:
-    """Return key of [model] -> its value in this model; None for a number of RoPE scaling or experts that it lacks."""
-    scaling, mixture = args.rope_scaling, args.mixture
-    names = {None: (), "linear": ("factor",), "llama3": ROPE_KEYS}[scaling and scaling.kind]
-    return {
-        **{key: value for key, value in vars(args).items() if key not in ("name", "mixture")},
-        "rope_scaling": scaling.kind if scaling else "none",
-        **{key: getattr(scaling, name) if name in names else None for name, key in ROPE_KEYS.items()},
-        **{number.name: mixture and getattr(mixture, number.name) for number in fields(MixtureArgs)},
-    }

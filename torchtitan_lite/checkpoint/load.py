@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face import load_weights
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import (
     CheckpointError,
@@ -60,8 +61,8 @@ def restore_or_load(
         folder, step = checkpoints, resumed_step if is_named else None
     elif not section.initial_load_path:
         return 0
-    elif section.initial_load_in_hf or section.initial_load_model_only:
-        if section.initial_load_in_hf:
+    elif section.initial_load_model_only:
+        if (path / CONFIG).is_file():  # a Hugging Face folder
             raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
         else:
             same_model = {"shape": fingerprint["shape"]}

@@ -79,7 +79,7 @@ class CheckpointSaver:
         """Save this rank's shards of `tensors` as step-N, or start to if saves are asynchronous. Collective.
 
         Only `optimizer.step` may change them meanwhile. Raises CheckpointError where this save, or the previous one,
-        failed on any rank and `on_save_error` is "stop". A failed save leaves nothing behind.
+        failed on any rank. A failed save leaves nothing behind.
         """
         self.wait()
         if self.stager is None:
@@ -99,16 +99,8 @@ class CheckpointSaver:
             self.finish_save(in_flight.result)
 
     def finish_save(self, result: Callable[[], None]) -> None:
-        """Call `result`. Its error stops the run, or is logged and kept, as `on_save_error` says."""
-        try:
-            result()
-            self.failure = None
-        except CheckpointError as error:
-            if self.section.on_save_error == "stop":
-                raise
-            self.failure = error
-            if dist.get_rank(self.group) == 0:
-                logger.error(f"NOT SAVED, and the run continues (checkpoint.on_save_error): {error}")
+        """Call `result`. Its error stops the run."""
+        result()
 
     def write(self, step: int, tensors: dict[str, Tensor] | Future) -> None:
         """Save and commit one step, then delete old ones. Runs in the thread if saves are asynchronous."""

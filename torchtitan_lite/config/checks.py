@@ -15,7 +15,6 @@ from math import prod
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
 from torchtitan_lite.config.flavors import (
     FLOAT8_BLOCK,
-    ROPE_KEYS,
     ModelArgs,
     find_expert_dim,
     list_linears,
@@ -40,17 +39,16 @@ class Problems(list):
         self.config, self.args = config, args
 
     def refuse(self, key: str, why: str, remedy: str) -> None:
-        """Add a problem with the value of this key; of a number of [model] that is not given, the flavor's."""
+        """Add a problem with the value of this key; for a size that [model] does not give, the value of the flavor."""
         value = get_value(self.config, key)
         if value is None:
-            name = key.removeprefix("model.")
-            value = getattr(self.args if hasattr(self.args, name) else self.args.mixture, name)
+            value = getattr(self.args, key.removeprefix("model."))
         self.append(Problem(key, value, why, remedy))
 
 
 def check_model(model: Model, args: ModelArgs) -> list[Problem]:
     """Find numbers of [model] that do not make a model. `args`: the flavor with these numbers."""
-    problems, mixture = Problems(Config(model=model), args), args.mixture
+    problems = Problems(Config(model=model), args)
     follows = model.head_dim is None and (model.dim is not None or model.n_heads is not None)
     if follows and args.dim % args.n_heads:
         problems.refuse(
@@ -63,24 +61,6 @@ def check_model(model: Model, args: ModelArgs) -> list[Problem]:
     if args.n_heads % args.n_kv_heads:
         why = f"it does not divide model.n_heads = {args.n_heads}"
         problems.refuse("model.n_kv_heads", why, "Choose a divisor of n_heads")
-    scaling = args.rope_scaling
-    read = {"llama3": [*ROPE_KEYS.values()], "linear": ["rope_factor"]}[scaling.kind] if scaling else []
-    for key in ROPE_KEYS.values():
-        if getattr(model, key) is not None and key not in read:
-            remedy = 'Set model.rope_scaling = "llama3", or leave it out'
-            problems.refuse(f"model.{key}", "this model.rope_scaling does not read it", remedy)
-    if model.rope_scaling == "linear" and model.rope_factor is None:
-        problems.refuse("model.rope_scaling", "its factor is not given", "Set model.rope_factor")
-    if mixture is None:
-        for key in ("n_experts", "top_k", "expert_ffn_dim", "n_shared_experts"):
-            if getattr(model, key) is not None:
-                remedy = 'Set model.flavor = "debug_moe" or another flavor with experts, or leave it out'
-                problems.refuse(f"model.{key}", "the layers of this flavor have no experts", remedy)
-    elif mixture.top_k > mixture.n_experts:
-        problems.refuse("model.top_k", f"a layer has {mixture.n_experts} experts", f"Use at most {mixture.n_experts}")
-    elif args.n_mixture_layers == 0:
-        remedy = "Lower n_first_dense_layers or mixture_every"
-        problems.refuse("model.n_experts", f"none of {args.n_layers} layers would have them", remedy)
     return problems
 
 
@@ -148,19 +128,18 @@ def check_experts(problems: Problems, degrees: dict[str, int]) -> None:
         why = f"it does not divide the {n_ranks} ranks of dp_shard x cp x tp"
         problems.refuse(EP, why, f"Use a divisor of {n_ranks}")
     elif mixture.n_experts % ep:
-        why = f"it does not divide model.n_experts = {mixture.n_experts}: every ep rank holds equally many experts"
+        why = f"it does not divide the {mixture.n_experts} experts of a layer: every ep rank holds equally many"
         problems.refuse(EP, why, f"Use a divisor of {mixture.n_experts}")
     elif find_expert_dim(args, ep, n_ranks // ep) is None:
         why = f"FSDP finds no dim of {mixture.n_experts} x {args.dim} x {mixture.expert_ffn_dim} to share out evenly"
-        problems.refuse(EP, why, "Use another expert_parallel_degree, model.dim or model.expert_ffn_dim")
+        problems.refuse(EP, why, "Use another expert_parallel_degree or model.dim")
     alignment = 4 if config.training.mixed_precision_param == "float32" else 8  # numbers in 16 bytes
-    for key, size in {"model.dim": args.dim, "model.expert_ffn_dim": mixture.expert_ffn_dim}.items():
-        if size % alignment:
-            why = "the grouped matmul of experts reads rows of multiples of 16 bytes"
-            problems.refuse(key, why, f"Use a multiple of {alignment}")
-    if mixture.n_shared_experts * mixture.expert_ffn_dim % degrees["tp"]:
-        why = f"parallelism.tensor_parallel_degree = {degrees['tp']} does not divide the width of the shared experts"
-        problems.refuse("model.expert_ffn_dim", why, f"Use a multiple of {degrees['tp']}")
+    if args.dim % alignment:
+        why = "the grouped matmul of experts reads rows of multiples of 16 bytes"
+        problems.refuse("model.dim", why, f"Use a multiple of {alignment}")
+    if (width := mixture.n_shared_experts * mixture.expert_ffn_dim) % degrees["tp"]:
+        why = "tp ranks hold equal parts of the shared experts"
+        problems.refuse("parallelism.tensor_parallel_degree", why, f"Use a divisor of their width {width}")
     if config.checkpoint.enable and config.checkpoint.last_save_in_hf and config.training.expert_bias_rate:
         why = "no format of Hugging Face has a bias of experts, and training.expert_bias_rate moves it"
         remedy = "Set training.expert_bias_rate = 0, and balance experts by training.expert_balance_loss"
@@ -205,7 +184,7 @@ def find_refused(config: Config, args: ModelArgs, zero_stage: int) -> dict[str, 
             "tied embeddings over stages",
             "parallelism.pipeline_parallel_degree",
             "the first and the last stage would each hold and train a copy of the tied matrix",
-            "Set model.tie_embeddings = false, or use pipeline_parallel_degree = 1",
+            "Use pipeline_parallel_degree = 1, or a flavor whose embedding is not tied",
         )
     if splits and zero_stage == 3:
         refuse(

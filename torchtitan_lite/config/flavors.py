@@ -25,14 +25,6 @@ class RopeScaling:
     kind: Literal["llama3", "linear"] = "llama3"
 
 
-ROPE_KEYS = {  # number of RopeScaling -> its key in [model]
-    "factor": "rope_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_length": "rope_original_max_position_embeddings",
-}
-
-
 @dataclass(frozen=True)
 class MixtureArgs:
     """The feed-forward of a mixture layer (model/moe.py): of many experts, a router picks a few for each token."""
@@ -117,9 +109,8 @@ FLAVORS = {
     "Qwen3-30B-A3B": qwen3(2048, 48, 32, 4, 6144, expert_ffn_dim=768),
     "Qwen3-235B-A22B": qwen3(4096, 94, 64, 4, 12288, expert_ffn_dim=1536),
 }
-AUTO = "auto"  # the model of the Hugging Face folder that the run starts from (run_config.py), else:
+AUTO = "auto"  # the model of the weights that the run resumes or starts from (run_config.py), else:
 FLAVORS[AUTO] = FLAVORS["debug"]
-AUTO_WITH_EXPERTS = "debug_moe"  # stands for AUTO where that model has experts: each of its numbers is then given
 
 
 @dataclass(frozen=True)

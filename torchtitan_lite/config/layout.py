@@ -9,35 +9,26 @@ group. What is wrong with a plan is a row of checks.py. Training, planner, tests
 Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from torchtitan_lite.config.checks import check_layout, check_mesh, check_model, find_refused
-from torchtitan_lite.config.flavors import FLAVORS, ROPE_KEYS, MixtureArgs, ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schedule import Stages, check_microbatches, find_csv_fault, place_stages, plan_stages
 from torchtitan_lite.config.schema import Config, Model, Parallelism, with_value
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
+SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")  # keys of [model]
 
 
 def resolve_model(model: Model) -> ModelArgs:
-    """Return the flavor's row of FLAVORS with the numbers that [model] gives. Raises ConfigError."""
+    """Return the row of FLAVORS, or of the weights, with the sizes that [model] gives. Raises ConfigError."""
     if model.flavor not in FLAVORS:
         why, remedy = "there is no such flavor", f"Use one of {', '.join(FLAVORS)}"
         raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
-    row = FLAVORS[model.flavor]
-    names = [f.name for f in fields(ModelArgs) if f.name not in ("name", "rope_scaling", "mixture")]
-    given = {name: value for name in names if (value := getattr(model, name)) is not None} | {"name": model.name}
-    scaling = row.rope_scaling
-    if model.rope_scaling not in (None, scaling and scaling.kind):
-        scaling = None if model.rope_scaling == "none" else RopeScaling(factor=8.0, kind=model.rope_scaling)
-    if scaling:
-        numbers = {name: value for name, key in ROPE_KEYS.items() if (value := getattr(model, key)) is not None}
-        scaling = replace(scaling, **numbers)
-    of_experts = {f.name: value for f in fields(MixtureArgs) if (value := getattr(model, f.name)) is not None}
-    mixture = row.mixture and replace(row.mixture, **of_experts)
-    args = replace(row, **given, rope_scaling=scaling, mixture=mixture)
+    given = {name: value for name in SIZES if (value := getattr(model, name)) is not None}
+    args = replace(model.row or FLAVORS[model.flavor], **given, name=model.name)
     if model.head_dim is None and (model.dim or model.n_heads):
         args = replace(args, head_dim=args.dim // args.n_heads)
     if problems := check_model(model, args):

@@ -20,6 +20,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite import REPOSITORY
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Config, Job, get_value, with_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent, is_torchtitan_key, resolve_alias
@@ -37,7 +38,7 @@ def list_keys(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, kind in get_type_hints(section, include_extras=True).items():
         if is_dataclass(kind):
             yield from list_keys(kind, f"{prefix}{name}.")
-        else:
+        elif kind != ModelArgs | None:  # Model.row, which no user writes
             yield prefix + name, kind
 
 
@@ -236,5 +237,5 @@ def describe_keys(section: str) -> str:
         raise ConfigError([Problem("--keys", section, "there is no such section", remedy)])
     shown = [section] if section else SECTIONS
     sources = [inspect.getsource(type(get_value(Config(), name))) for name in shown]
-    keys = [inspect.cleandoc(source.partition(":\n")[2].partition("\n\n    @")[0]) for source in sources]
+    keys = [inspect.cleandoc(source.partition(":\n")[2].partition("\n\n")[0]) for source in sources]
     return "\n\n".join(f"[{name}]\n{lines}" for name, lines in zip(shown, keys, strict=True))

@@ -11,7 +11,7 @@ from math import inf
 from typing import Annotated, Any, Literal
 
 from torchtitan_lite.config.choices import ATTENTIONS, DECAYS, OPTIMIZERS, SCHEDULES
-from torchtitan_lite.config.flavors import AUTO, BLOCKS
+from torchtitan_lite.config.flavors import AUTO, BLOCKS, ModelArgs
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Metrics:
 @dataclass(frozen=True)
 class Model:
     name: Literal[tuple(BLOCKS)] = "llama3"  # a row of BLOCKS in flavors.py and of MODELS in step.py
-    # a row of flavors.py; the numbers below, where given, override that row. auto: the model of the Hugging Face folder
-    # that the run starts from (checkpoint.initial_load_in_hf), else debug
+    # a row of flavors.py, in which the sizes below replace numbers; auto: the model of the weights that the run resumes
+    # or starts from (checkpoint.initial_load_path), else debug
     flavor: str = AUTO
     # folder with tokenizer.json or tokenizer.model, from the working directory, else from this repository; or "bytes";
     # auto: that of the weights which the run resumes or starts from, else assets/tokenizer
@@ -80,28 +80,11 @@ class Model:
     head_dim: Positive | None = None  # new: an even number; by default dim / n_heads
     ffn_dim: Positive | None = None  # new: inner width of the feed-forward
     vocab_size: Positive | None = None  # new
-    norm_eps: AboveZero | None = None  # new: inside the root of RMSNorm
-    rope_theta: AboveZero | None = None  # new: base of the rotary wavelengths
     attention: Literal[tuple(ATTENTIONS)] = "causal"  # new: document: no token sees another document's
-    # new: stretched rotary wavelengths; "none" turns Llama 3.1 into Llama 3, "linear" reads rope_factor alone
-    rope_scaling: Literal["none", "llama3", "linear"] | None = None
-    rope_factor: AboveZero | None = None  # new: how much longer they become; llama3: 8
-    rope_low_freq_factor: AboveZero | None = None  # new: see RopeScaling in flavors.py
-    rope_high_freq_factor: AboveZero | None = None  # new
-    rope_original_max_position_embeddings: Positive | None = None  # new: tokens
     # ["float8"]: linear layers compute in float8, as [quantize.linear.float8] says
     converters: list[Literal["float8", "quantize.linear.float8"]] = field(default_factory=list)
-    tie_embeddings: bool | None = None  # new: one matrix for tok_embeddings and output
-    qk_norm: bool | None = None  # new: an RMSNorm of each query and key head, as Qwen3 has it
-    # of flavors with experts only, see model/moe.py
-    n_experts: Positive | None = None  # new: of a layer
-    top_k: Positive | None = None  # new: experts of a token
-    expert_ffn_dim: Positive | None = None  # new: inner width of one expert
-    n_shared_experts: NotNegative | None = None  # new: as one feed-forward for every token
-    router_scores: Literal["softmax", "sigmoid"] | None = None  # new: of a token's logits
-    normalize_top_k: bool | None = None  # new: the weights of a token's experts add up to 1
-    n_first_dense_layers: NotNegative | None = None  # new: without experts
-    mixture_every: Positive | None = None  # new: n: only each n-th layer has experts
+
+    row: ModelArgs | None = None  # no key: the model of the weights that the run starts from, instead of FLAVORS[flavor]
 
     @property
     def uses_float8(self) -> bool:
@@ -234,17 +217,15 @@ class Checkpoint:
     interval: Positive = 500  # steps between two saves; the last step is always saved
     enable_first_step_checkpoint: bool = False  # save after the first step too: storage that fails is found at once
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"  # copy, then write beside the steps
-    # new: what the run does when a checkpoint cannot be written. continue: it still ends with 1 if the last one failed
-    on_save_error: Literal["stop", "continue"] = "stop"
     keep_latest_k: NotNegative = 10  # 0 keeps all
     keep_every_m: NotNegative = 0  # new: checkpoints of steps that m divides are kept too; 0: none
     load_step: Annotated[int, Range(0, auto=-1)] = -1  # resume from this step; auto: the newest that is sound
     load_only: bool = False  # resume, and save nothing
     verify: bool = True  # new: hash every file of a checkpoint before it is loaded, each rank some of them
     exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)  # start with new optimizer state
-    initial_load_path: str = ""  # weights to start from if the run does not resume, also without `enable`
+    # weights to start from if the run does not resume, also without `enable`: a checkpoint, or a Hugging Face folder
+    initial_load_path: str = ""
     initial_load_model_only: bool = True  # of initial_load_path: without optimizer and step
-    initial_load_in_hf: bool = False  # initial_load_path is a Hugging Face folder; its config.json gives [model]
     last_save_model_only: bool = False  # the last step is saved as weights alone, which no run can resume
     last_save_in_hf: bool = False  # and as a Hugging Face folder
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights in those two

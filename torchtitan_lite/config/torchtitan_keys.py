@@ -55,6 +55,7 @@ SETTINGS = (
     "parallelism.context_parallel_load_balancer",
     "parallelism.expert_parallel_comm_backend",
     "activation_checkpoint.early_stop",
+    "checkpoint.initial_load_in_hf",  # a folder with config.json is recognized
     "activation_checkpoint.preserve_rng_state",
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
     "validation.seq_len",  # validation batches have the shape of training's

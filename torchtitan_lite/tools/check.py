@@ -88,9 +88,9 @@ def describe(prepared: Prepared, machine: Machine) -> str:
     config, layout, args = prepared.config, prepared.layout, prepared.model_args
     tokens = layout.global_batch_size * config.training.seq_len
     flops = count_flops_per_token(args, config.training.seq_len)
-    flavor = "debug" if config.model.flavor == AUTO else config.model.flavor
-    if config.checkpoint.initial_load_in_hf:
-        flavor = f"of {config.checkpoint.initial_load_path}"
+    flavor = config.model.flavor
+    if flavor == AUTO:
+        flavor = f"of {prepared.weights.path}" if prepared.weights else "debug"
     active = f" ({count_parameters(args, active=True):,} active)" if args.mixture else ""
     unjudged = f"not judged, because its size is not known. Use --gpus {layout.world_size} --gpu h100, for instance"
     rows = {

@@ -12,11 +12,11 @@ Whatever differs from the real config is listed, because it is not certified. No
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, lcm, prod
 
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.flavors import ModelArgs, find_expert_dim
+from torchtitan_lite.config.flavors import FLAVORS, ModelArgs, find_expert_dim
 from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import KEYS
@@ -93,7 +93,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     sizes = reduce_sizes(args, real, degrees, n_shards_known=chosen.asked["dp_shard"] != AUTOMATIC)
     sizes |= reduce_experts(args, real, degrees, chosen.ep, sizes["dim"])
     small = keep_mixture_layers(small, args)
-    small = override(small, {f"model.{name}": size for name, size in sizes.items()})
+    small = override(small, {name_size(name): size for name, size in sizes.items()})
     option = config.activation_checkpoint.selective_ac_option
     if option.isdecimal() and int(option) > 2:
         small = override(small, {"activation_checkpoint.selective_ac_option": "2"})
@@ -115,10 +115,25 @@ def plan_real_layout(config: Config, args: ModelArgs) -> Layout:
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:
-    """Return the config with some keys ("section.key") set."""
+    """Return the config with some keys ("section.key") set. "flavor.NUMBER" replaces a number of the flavor's row."""
     for key, value in overrides.items():
+        if key.startswith("flavor."):
+            row = change_row(config.model.row or FLAVORS[config.model.flavor], key.removeprefix("flavor."), value)
+            key, value = "model.row", row
         config = with_value(config, key, value)
     return config
+
+
+def change_row(row: ModelArgs, name: str, value: object) -> ModelArgs:
+    """Return the model with another value of a number that has no key; `name` may be a field of MixtureArgs."""
+    if hasattr(row, name):
+        return replace(row, **{name: value})
+    return replace(row, mixture=replace(row.mixture, **{name: value}))
+
+
+def name_size(name: str) -> str:
+    """Return the key of a size for `override`."""
+    return f"flavor.{name}" if name in EXPERT_SIZES else f"model.{name}"
 
 
 def list_changes(config: Config, small: Config) -> list[Change]:
@@ -126,9 +141,8 @@ def list_changes(config: Config, small: Config) -> list[Change]:
     args, small_args = (resolve_model(each.model) for each in (config, small))
     args, small_args = (vars(each) | (vars(each.mixture) if each.mixture else {}) for each in (args, small_args))
     pairs = {key: (get_value(config, key), get_value(small, key)) for key in KEYS}
-    for name in args.keys() - {"rope_scaling"}:
-        if f"model.{name}" in pairs:
-            pairs[f"model.{name}"] = (args[name], small_args[name])
+    for name in args.keys() - {"name", "mixture"}:
+        pairs[f"model.{name}" if f"model.{name}" in KEYS else f"flavor.{name}"] = (args[name], small_args[name])
     if config.training.mixed_precision_param == "auto":
         pairs["training.mixed_precision_param"] = ("auto (bfloat16 on CUDA)", "float32")
     if not config.compile.enable:
@@ -194,8 +208,8 @@ def keep_mixture_layers(small: Config, args: ModelArgs) -> Config:
     return override(
         small,
         {
-            "model.n_first_dense_layers": min(args.mixture.n_first_dense_layers, 1) * several,
-            "model.mixture_every": min(args.mixture.mixture_every, 2) if several else 1,
+            "flavor.n_first_dense_layers": min(args.mixture.n_first_dense_layers, 1) * several,
+            "flavor.mixture_every": min(args.mixture.mixture_every, 2) if several else 1,
         },
     )
 

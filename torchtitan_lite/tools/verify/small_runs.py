@@ -29,6 +29,7 @@ from torchtitan_lite.tools.verify.reduction import (
     give_batch,
     keep_mixture_layers,
     list_widths,
+    name_size,
     override,
     plan_real_layout,
     reduce_experts,
@@ -281,7 +282,7 @@ def resize(
     small: Config, degrees: dict[str, int], sizes: dict[str, int], *, n_rows: int, n_microbatches: int, seq_len: int
 ) -> Config:
     """Return the config with these sizes; `n_rows` to a microbatch, and under pp `n_microbatches` or a few more."""
-    small = override(small, {f"model.{name}": size for name, size in sizes.items()})
+    small = override(small, {name_size(name): size for name, size in sizes.items()})
     section = small.parallelism
     if degrees["pp"] == 1:
         n_microbatches = 1
