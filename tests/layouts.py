@@ -36,18 +36,18 @@ ADAMW = {
 }
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 TWO_LAYERS = {"model.n_layers": 2}  # of many ranks on two cores each layer takes seconds
-TIED = {"model.tie_embeddings": True}
-MIXTURE = {"model.flavor": "debug_moe", "model.expert_ffn_dim": 48, **TWO_LAYERS}  # 2 of 8 experts a token
-FIVE_EXPERTS = {**MIXTURE, "model.n_experts": 5}  # which FSDP cannot share out: each rank has a part of every matrix
+TIED = {"flavor.tie_embeddings": True}
+MIXTURE = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 48, **TWO_LAYERS}  # 2 of 8 experts a token
+FIVE_EXPERTS = {**MIXTURE, "flavor.n_experts": 5}  # which FSDP cannot share out: each rank has a part of every matrix
 SHARED = {  # as DeepSeek-V3 has them; and an auxiliary loss that is no small part of the gradients
     **MIXTURE,
-    "model.n_shared_experts": 2,
-    "model.router_scores": "sigmoid",
-    "model.n_first_dense_layers": 1,
+    "flavor.n_shared_experts": 2,
+    "flavor.router_scores": "sigmoid",
+    "flavor.n_first_dense_layers": 1,
     "training.expert_balance_loss": 0.1,
 }
-HEAD_NORMS = {"model.qk_norm": True}
-EXPERTS = {"model.flavor": "debug_moe", "model.expert_ffn_dim": 192}  # 2 of 8 for each token
+HEAD_NORMS = {"flavor.qk_norm": True}
+EXPERTS = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 192}  # 2 of 8 for each token
 BALANCE_LOSS = {"training.expert_balance_loss": 0.01}
 # As in Llama 3, the first stage is the embedding alone and the last one norm and head. Two layers on four stages make
 # that too.
@@ -151,7 +151,7 @@ FAST = {
 EXPERT_LAYOUTS = {
     "one rank": Row(1),
     **{f"one rank, {name} recompute": Row(1, keys) for name, keys in RECOMPUTE.items()},
-    "one rank, 3 experts of 8": Row(1, {"model.top_k": 3, "model.normalize_top_k": False}),
+    "one rank, 3 experts of 8": Row(1, {"flavor.top_k": 3, "flavor.normalize_top_k": False}),
     "dp2": Row(2),
     "dp2, matrices shared": Row(2, FIVE_EXPERTS),
     "tp2": Row(2, {TP: 2}),

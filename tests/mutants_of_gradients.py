@@ -273,7 +273,7 @@ def norm_gradient_of_own_tokens():
 
 
 @mutant(
-    Row(2, {TP: 2, "model.norm_eps": 1e-6}),
+    Row(2, {TP: 2, "flavor.norm_eps": 1e-6}),
     "gradient",
     ("module output", "layers.0.attention_norm"),
     at=(F, "rms_norm"),

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import step
 from torchtitan_lite.components import optim
+from torchtitan_lite.config.flavors import RopeScaling
 from torchtitan_lite.model import head, llama3
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.parallel import (
@@ -116,7 +117,7 @@ def positions_of_cp_pieces_rounded(original, run, batch):
 
 
 @mutant(
-    Row(1, {"model.rope_scaling": "llama3", **LONG}),
+    Row(1, {"flavor.rope_scaling": RopeScaling(factor=8.0), **LONG}),
     "gradient",
     ("rotary angles", "layers.0"),
     trial="long",

@@ -36,7 +36,7 @@ ADAMW = {
     "lr_scheduler.total_steps": 10,
     MODE: "none",  # what is computed again, is not saved
 }
-TIED = {"model.tie_embeddings": True}
+TIED = {"flavor.tie_embeddings": True}
 IN_3D = (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B", **ADAMW})
 KEEP_ALL = Checkpoint(enable=True, keep_latest_k=0)
 

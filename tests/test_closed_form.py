@@ -21,6 +21,7 @@ from torchtitan_lite.tools.plan.simulator import plan_order
 from torchtitan_lite.tools.plan.step_time import StepTimeModel
 from torchtitan_lite.tools.plan.traffic import estimate_traffic
 from torchtitan_lite.tools.plan.workload import Workload, count_recompute, describe_workload
+from torchtitan_lite.tools.verify.reduction import override
 
 H100 = CLUSTERS["h100"]
 PIPELINE = "--parallelism.pipeline_parallel_schedule"
@@ -160,7 +161,8 @@ def test_an_uneven_load_costs_memory_and_time_by_its_share():
 @pytest.mark.parametrize(("n", "parts", "bandwidth"), [(8, 7, 450e9), (64, 56, 50e9)])
 def test_tokens_for_other_nodes_go_by_its_network_cards_and_those_for_its_own_by_links(n, parts, bandwidth):
     """n ranks of one expert each, of 2,048 x 6,144 x 2 bytes."""
-    workload = describe(read("mixtral_8x22b", f"--model.n_experts {n} --parallelism.expert_parallel_degree {n}"), 2048)
+    config = override(read("mixtral_8x22b", f"--parallelism.expert_parallel_degree {n}"), {"flavor.n_experts": n})
+    workload = describe(config, 2048)
     seconds = StepTimeModel(workload, H100).exchange_time(workload.n_rows_received)
     assert seconds == pytest.approx(2048 * 6144 * 2 * parts / n / (0.8 * bandwidth) + H100.latency_s)
 

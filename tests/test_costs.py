@@ -59,7 +59,7 @@ from torchtitan_lite.tools.plan.workload import Workload, count_layers, describe
 
 CPU = Machine("cpu", 1, 2**34, "x86_64 CPU")
 EVERY_SECOND = {MODE: "selective", OPTION: "2"}
-SHARED, SOME_LAYERS = {"model.n_shared_experts": 1}, {"model.mixture_every": 2, "model.n_layers": 4}
+SHARED, SOME_LAYERS = {"flavor.n_shared_experts": 1}, {"flavor.mixture_every": 2, "model.n_layers": 4}
 DTYPE = "training.mixed_precision_param"
 
 # name -> world size, keys. Every axis, ZeRO stage, recompute mode and attention, and three schedules.
@@ -69,7 +69,7 @@ LAYOUTS = {
     "replicas, ZeRO 2": (4, {REPLICATE: 2, ZERO: 2, MODE: "selective", **ACCUMULATION_4}),
     "cp2, documents": (2, {CP: 2, BATCH: 4, **DOCUMENTS}),
     "cp2, ring": (2, {CP: 2, BATCH: 4, MODE: "full", **RING}),
-    "tied": (2, {BATCH: 4, "model.tie_embeddings": True, ZERO: 1, MODE: "none"}),
+    "tied": (2, {BATCH: 4, "flavor.tie_embeddings": True, ZERO: 1, MODE: "none"}),
     "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2, BATCH: 4, **EVERY_SECOND, "model.n_layers": 4}),
     "pp2, ZeRO 3": (4, {PP: 2, BATCH: 4, ZERO: 3, MODE: "full"}),
     "pp2, V": (2, {PP: 2, BATCH: 4, SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 4}),

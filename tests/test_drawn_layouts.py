@@ -82,7 +82,7 @@ def draw_keys(draw: random.Random, degrees: dict[str, int]) -> dict[str, object]
         for end in ("first", "last"):
             keys[f"parallelism.pipeline_parallel_{end}_stage_less_layers"] = draw.choice([0, 1])
     else:
-        keys["model.tie_embeddings"] = draw.random() < 0.3
+        keys["flavor.tie_embeddings"] = draw.random() < 0.3
     keys[ZERO] = draw.choice(["auto", 1, 2, 3])
     keys[CHUNK] = draw.choice([0, 24, 1024])
     keys["lr_scheduler.decay_type"] = draw.choice(["linear", "sqrt", "cosine"])

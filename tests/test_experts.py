@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from functools import cache
 
 import compare
@@ -29,7 +30,7 @@ from torchtitan_lite.model.moe import MixtureOfExperts, list_mixtures, multiply_
 from torchtitan_lite.tools.verify.ranks import RankFailure
 
 RATE, IMPLEMENTATION = "training.expert_bias_rate", "optimizer.implementation"
-MOE = {"model.flavor": "debug_moe", "model.expert_ffn_dim": 48, "model.head_dim": 8}
+MOE = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 48, "model.head_dim": 8}
 TOKENS = compare.GLOBAL_BATCH_SIZE * compare.SEQ_LEN
 
 
@@ -284,7 +285,8 @@ def test_a_cache_gives_the_logits_of_the_whole_text():
 
 def test_flops_are_those_of_the_experts_that_a_token_is_routed_to(monkeypatch):
     monkeypatch.delattr(F, "grouped_mm")  # torch's counter does not know it
-    args = resolve_model(Model(flavor="debug_moe", n_layers=2, n_shared_experts=1))
+    args = resolve_model(Model(flavor="debug_moe", n_layers=2))
+    args = replace(args, mixture=replace(args.mixture, n_shared_experts=1))
     model = Llama3(args)
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 64, dtype=torch.int64), positions=torch.arange(64)[None])
@@ -295,7 +297,7 @@ def test_flops_are_those_of_the_experts_that_a_token_is_routed_to(monkeypatch):
 
 def test_a_run_whose_biases_moved_is_refused_an_export_before_it_goes_on(pool, tmp_path):
     keys = [*warm_start.write_letters(tmp_path / "letters"), f"--job.dump_folder={tmp_path}", "--job.no_overwrite"]
-    keys += ["--model.flavor=debug_moe", "--model.n_experts=4", "--model.expert_ffn_dim=32"]
+    keys += ["--model.flavor=debug_moe"]
     assert pool.run(warm_start.start, 1, [*keys, "--training.steps=2", f"--{RATE}=0.01"]) == [0]
     keys += ["--training.steps=4", f"--{RATE}=0", "--checkpoint.last_save_in_hf"]
     with pytest.raises(RankFailure, match="expert_bias has moved from zero"):

@@ -38,7 +38,7 @@ def cut(full: torch.Tensor, text: str) -> torch.Tensor:
         ({CP: 2, TP: 2, BATCH: 2}, 4),
         ({TP: 2, REPLICATE: 2, EP: 2, BATCH: 2, **EXPERTS}, 7),
         ({TP: 2, EP: 1, BATCH: 2, **EXPERTS}, 5),
-        ({EP: 4, BATCH: 2, **EXPERTS, "model.n_experts": 4}, 6),  # one expert a rank: efsdp splits it
+        ({EP: 4, BATCH: 2, **EXPERTS, "flavor.n_experts": 4}, 6),  # one expert a rank: efsdp splits it
     ],
 )
 def test_slices_are_those_that_the_rank_holds(keys, rank):

@@ -36,7 +36,7 @@ EP = "parallelism.expert_parallel_degree"
 SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "head_dim": 24, "vocab_size": 64}
 MIXTURE = {"n_experts": 8, "top_k": 2, "expert_ffn_dim": 128}
 KEYS = {f"model.{key}": value for key, value in (SIZES | MIXTURE).items()} | {"model.flavor": "debug_moe"}
-OF_QWEN = {"model.qk_norm": True, "model.ffn_dim": 48, "model.n_first_dense_layers": 1, "model.norm_eps": 1e-6}
+OF_QWEN = {"flavor.qk_norm": True, "model.ffn_dim": 48, "flavor.n_first_dense_layers": 1, "flavor.norm_eps": 1e-6}
 LAYOUTS = {  # ranks, overrides
     "one rank": (1, {}),
     "dp3, uneven shards that cut through heads": (3, SIX),
@@ -47,7 +47,7 @@ LAYOUTS = {  # ranks, overrides
     "pp2 x dp2 x tp2 Interleaved1F1B": (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
     "dp2, ep2": (2, KEYS | {EP: 2}),
     "dp4, ep2, two experts of each rank": (4, KEYS | OF_QWEN | {EP: 2}),
-    "dp4, experts of which each rank has a quarter": (4, KEYS | {"model.n_experts": 6}),
+    "dp4, experts of which each rank has a quarter": (4, KEYS | {"flavor.n_experts": 6}),
     "tp2, ep2": (2, KEYS | OF_QWEN | {TP: 2, EP: 2}),
     "pp2 x dp2, ep2": (4, KEYS | {PP: 2, EP: 2}),
 }

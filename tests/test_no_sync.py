@@ -41,7 +41,7 @@ WAITING = (
 ).split()
 BY_MASK = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")  # masks among the indices count
 
-EXPERTS = {"model.flavor": "debug_moe", "model.expert_ffn_dim": 48}
+EXPERTS = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 48}
 
 RUNS = {
     "one rank": (1, {}),

@@ -55,7 +55,7 @@ LEFT_OUT = {"quantize.linear.float8.filter_fqns": ["output", "experts"]}
 # Each mesh dim, recipe, loss, attention, schedule and ZeRO stage is in a row of the default run; `slow` has more pairs.
 HEALTHY = {
     "hsdp2x2, accumulation, ZeRO-1": Row(4, {**PRECOMPUTE, REPLICATE: 2, ZERO: 1, **ACCUMULATION_4}),
-    "tp2, plain loss, tied": Row(2, {**GATHER, TP: 2, **WHOLE_LOGITS, "model.tie_embeddings": True}),
+    "tp2, plain loss, tied": Row(2, {**GATHER, TP: 2, **WHOLE_LOGITS, "flavor.tie_embeddings": True}),
     "tp2, whole logits": Row(2, {**ROWWISE_HP, TP: 2, **NO_LOSS_PARALLEL, **WHOLE_LOGITS}),
     "cp2 x tp2 ring": Row(4, {**ROWWISE, CP: 2, TP: 2, **RING, **TWO_LAYERS}),
     "dp2 x cp2 documents": Row(4, {**PRECOMPUTE, CP: 2, **DOCUMENTS}),

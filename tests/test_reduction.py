@@ -166,11 +166,11 @@ def test_experts_keep_top_k_and_are_shared_as_before(args, ranks, ep, efsdp, n_e
 
 
 def test_layers_without_experts_are_kept_where_there_are_two():
-    layers = ("--model.n_first_dense_layers=3", "--model.mixture_every=4", "--model.n_shared_experts=1")
-    reduction = reduce_config(read("--config", "debug_moe", "--model.n_layers=8", *layers), 2)
+    layers = {"flavor.n_first_dense_layers": 3, "flavor.mixture_every": 4, "flavor.n_shared_experts": 1}
+    reduction = reduce_config(override(read("--config", "debug_moe", "--model.n_layers=8"), layers), 2)
     assert [reduction.args.is_mixture(layer) for layer in range(4)] == [False, True, False, True]
     assert resolve_model(keep_width(reduction).config.model).n_mixture_layers == 1
-    assert {"model.n_first_dense_layers", "model.mixture_every"} <= {change.key for change in reduction.changes}
+    assert {"flavor.n_first_dense_layers", "flavor.mixture_every"} <= {change.key for change in reduction.changes}
 
 
 def test_loads_are_uneven_and_one_expert_of_each_layer_gets_no_token():

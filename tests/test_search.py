@@ -66,11 +66,11 @@ def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
 
 
 def test_a_search_of_experts_has_every_degree_that_divides_them_and_loads_the_fullest_rank():
-    config, model_args = read("debug_moe", "--training.global_batch_size 8 --model.n_experts 4")
+    config, model_args = read("debug_moe", "--training.global_batch_size 8")
     candidates = {x: list(Search(config, model_args, 8, H100, x).list_candidates()) for x in (1.0, 3.0)}
     layouts = {candidate.workload.layout for candidate in candidates[1.0]}
     for pp in (1, 2, 4):
-        assert {layout.ep for layout in layouts if layout.pp == pp} == {n for n in (1, 2, 4) if 8 // pp % n == 0}
+        assert {layout.ep for layout in layouts if layout.pp == pp} == {n for n in (1, 2, 4, 8) if 8 // pp % n == 0}
     for even, loaded in zip(*candidates.values(), strict=True):
         ep = even.workload.layout.ep
         assert loaded.workload.imbalance == min(3, ep)

@@ -49,7 +49,7 @@ DECAY = {"lr_scheduler.decay_ratio": 0.2, "lr_scheduler.decay_type": "cosine", "
 
 HEALTHY = {
     "one rank": Row(1, {**ADAMW, **DECAY}),
-    "dp2 tied, documents, two corpora": Row(2, {"model.tie_embeddings": True, **DOCUMENTS, **TWO_CORPORA, **ADAMW}),
+    "dp2 tied, documents, two corpora": Row(2, {"flavor.tie_embeddings": True, **DOCUMENTS, **TWO_CORPORA, **ADAMW}),
     "pp2 x cp2 documents": Row(4, {PP: 2, CP: 2, **DOCUMENTS, **ASYNC}),
     "pp2 DualPipeV": Row(2, {PP: 2, SCHEDULE: "DualPipeV", MODE: "none", **ADAMW, **ASYNC}),
     "experts on tp2, ep2": Row(2, {TP: 2, EP: 2, **SHARED, **ADAMW, **ASYNC}),

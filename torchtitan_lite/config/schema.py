@@ -84,7 +84,7 @@ class Model:
     # ["float8"]: linear layers compute in float8, as [quantize.linear.float8] says
     converters: list[Literal["float8", "quantize.linear.float8"]] = field(default_factory=list)
 
-    row: ModelArgs | None = None  # no key: the model of the weights that the run starts from, instead of FLAVORS[flavor]
+    row: ModelArgs | None = None  # no key: the model of the weights that the run starts from, in place of the flavor
 
     @property
     def uses_float8(self) -> bool:
