@@ -37,7 +37,7 @@ from torchtitan_lite.components.expert_balance import CollapseWatch
 from torchtitan_lite.components.log import log_rank_on_error, start_logging
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, read_peak_memory
 from torchtitan_lite.components.profiling import profile_steps
-from torchtitan_lite.config.flavors import count_flops_per_token
+from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import detect_machine, peak_flops
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import dump_config_toml

@@ -141,7 +141,7 @@ FORKS = {
     "a model": Fork(
         ("--model.name=qk_norm",),
         {
-            "torchtitan_lite/config/flavors.py": [
+            "torchtitan_lite/config/block.py": [
                 (
                     "BLOCKS: ",
                     '    "qk_norm": lambda args: [\n'

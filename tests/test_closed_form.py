@@ -7,7 +7,8 @@ import pytest
 import torch
 from measure_memory import count_head_peak_bytes
 
-from torchtitan_lite.config.flavors import FLAVORS, count_parameters
+from torchtitan_lite.config.block import count_parameters
+from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from torchtitan_lite.config.flavors import ROPE_KEYS
+from torchtitan_lite.config.block import ROPE_KEYS
 from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
     KEYS,

@@ -19,7 +19,8 @@ from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import read_manifest
-from torchtitan_lite.config.flavors import ModelArgs, count_parameters, list_expert_biases
+from torchtitan_lite.config.block import count_parameters, list_expert_biases
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data.tokenizer import make_byte_tokenizer as make_byte_vocabulary
 from torchtitan_lite.tools import convert

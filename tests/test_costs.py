@@ -37,12 +37,8 @@ from torch.profiler import ProfilerActivity, profile
 from torchtitan_lite.tools.plan.step_measure import count_traffic, find_most_moved
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.flavors import (
-    FLAVORS,
-    count_expert_parameters,
-    count_flops_per_token,
-    count_parameters,
-)
+from torchtitan_lite.config.block import count_expert_parameters, count_flops_per_token, count_parameters
+from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import bound_memory

@@ -18,7 +18,7 @@ from torchtitan_lite.tools.multiple_choice import Question, Row, encode_endings,
 from transformers import LlamaForCausalLM
 
 from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
-from torchtitan_lite.config.flavors import count_parameters
+from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.layout import plan_degrees, resolve_model
 from torchtitan_lite.config.schema import Config, Model
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -174,7 +174,7 @@ def test_a_prepared_corpus_has_the_figures_of_its_text_and_shows_what_it_holds_o
     prepare(
         find_files([texts])[0],
         tmp_path / "bytes",
-        Recipe(str("bytes"), 0.5, folder=str(tmp_path)),
+        Recipe("bytes", 0.5, folder=str(tmp_path)),
     )
     assert_refused(checkpoint, "--data", tmp_path / "bytes", named=["--data", "tokenizer"])
 

@@ -21,7 +21,8 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.components import expert_balance, metrics
 from torchtitan_lite.components.expert_balance import CollapseWatch, describe_load
 from torchtitan_lite.components.log import ESCAPE_CODE
-from torchtitan_lite.config.flavors import MixtureArgs, count_flops_per_token
+from torchtitan_lite.config.block import count_flops_per_token
+from torchtitan_lite.config.flavors import MixtureArgs
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Checkpoint, Metrics, Model
 from torchtitan_lite.model.kv_cache import CachedModel

@@ -24,7 +24,8 @@ from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.checkpoint.storage import open_checkpoint
 from torchtitan_lite.config import choices
-from torchtitan_lite.config.flavors import FLAVORS, RopeScaling, count_parameters
+from torchtitan_lite.config.block import count_parameters
+from torchtitan_lite.config.flavors import FLAVORS, RopeScaling
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer

@@ -28,8 +28,9 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 from torchtitan_lite.checkpoint.hugging_face_families import FAMILIES
 from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, list_tensors, open_folder
 from torchtitan_lite.checkpoint.storage import cut_into_files
+from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.flavors import FLAVORS as OUR_FLAVORS
-from torchtitan_lite.config.flavors import ModelArgs, list_expert_biases
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Model
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer

@@ -14,7 +14,8 @@ from torchtitan_lite.components import metrics as metrics_module
 from torchtitan_lite.components.expert_balance import ExpertLoad
 from torchtitan_lite.components.log import ESCAPE_CODE
 from torchtitan_lite.components.metrics import MetricsWriter, PeakMemory, StepMeter, StepTimes, read_peak_memory
-from torchtitan_lite.config.flavors import FLAVORS, FlopsPerToken, count_flops_per_token
+from torchtitan_lite.config.block import FlopsPerToken, count_flops_per_token
+from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.machine import peak_flops
 from torchtitan_lite.config.schema import Metrics
 

@@ -6,7 +6,8 @@ import compare
 import pytest
 from layouts import CP, EP, PP, SCHEDULE, TP
 
-from torchtitan_lite.config.flavors import FLAVORS, count_parameters
+from torchtitan_lite.config.block import count_parameters
+from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.layout import MESH_DIMS, plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config

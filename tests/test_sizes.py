@@ -6,8 +6,9 @@ import torch.distributed.pipelining as pipelining
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan_lite.components.optim import BUILDERS
+from torchtitan_lite.config.block import BLOCKS, count_flops_per_token, count_parameters
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
-from torchtitan_lite.config.flavors import BLOCKS, FLAVORS, RopeScaling, count_flops_per_token, count_parameters
+from torchtitan_lite.config.flavors import FLAVORS, RopeScaling
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Model
 from torchtitan_lite.model import llama3

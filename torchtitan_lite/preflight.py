@@ -14,8 +14,9 @@ from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.hugging_face_families import explain_unwritable
 from torchtitan_lite.checkpoint.hugging_face_folder import REMEDY, open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps, read_manifest
+from torchtitan_lite.config.block import describe_skipped, list_linears, plan_float8
 from torchtitan_lite.config.checks import check_machine, check_run
-from torchtitan_lite.config.flavors import ModelArgs, describe_skipped, list_linears, plan_float8
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import Machine, find_missing_compiler
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory

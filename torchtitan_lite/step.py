@@ -42,7 +42,7 @@ from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule
 
-# model.name, a row of BLOCKS in config/flavors.py -> (class, rule for the initial weights of one parameter)
+# model.name, a row of BLOCKS in config/block.py -> (class, rule for the initial weights of one parameter)
 MODELS = {
     "llama3": (llama3.Llama3, llama3.init_parameter),
 }

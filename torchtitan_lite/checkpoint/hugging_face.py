@@ -42,7 +42,8 @@ from torchtitan_lite.checkpoint.storage import (
     open_tensors,
     write_tensors,
 )
-from torchtitan_lite.config.flavors import ModelArgs, list_expert_biases
+from torchtitan_lite.config.block import list_expert_biases
+from torchtitan_lite.config.flavors import ModelArgs
 
 IN_ROTARY_ORDER = tuple(f"attention.{name}.weight" for name in ("wq", "wk", "q_norm", "k_norm"))
 MOST_FILE_BYTES = 5 * 10**9  # as transformers has it

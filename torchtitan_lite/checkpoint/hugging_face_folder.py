@@ -12,7 +12,7 @@
     lm_head.weight (missing if tied)                 output.weight (the same)
     ...mlp.experts.0.gate_proj.weight  (F, D)        ...feed_forward.experts.w1  (experts, D, F)
 
-Modules and shapes come from config/flavors.py; only the mapping of names is here. Shapes are the same on both sides,
+Modules and shapes come from config/block.py; only the mapping of names is here. Shapes are the same on both sides,
 but for experts, which they have as a matrix of each. The order of the rows of wq and wk differs: hugging_face.py.
 """
 
@@ -22,7 +22,8 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, read_beside, read_model_args
 from torchtitan_lite.checkpoint.hugging_face_families import find_model_type
-from torchtitan_lite.config.flavors import ModelArgs, list_llama_block
+from torchtitan_lite.config.block import list_llama_block
+from torchtitan_lite.config.flavors import ModelArgs
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

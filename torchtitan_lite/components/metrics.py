@@ -26,7 +26,7 @@ import torch
 from torchtitan_lite.components.expert_balance import ExpertLoad
 from torchtitan_lite.components.log import paint
 from torchtitan_lite.components.sinks import TensorBoardSink, WandbSink
-from torchtitan_lite.config.flavors import FlopsPerToken
+from torchtitan_lite.config.block import FlopsPerToken
 from torchtitan_lite.config.schema import Metrics
 
 logger = logging.getLogger(__name__)

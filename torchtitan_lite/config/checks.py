@@ -12,14 +12,9 @@ Each function asks all of its rules, so that a user sees every problem at once. 
 
 from math import prod
 
+from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim, list_linears, plan_float8
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
-from torchtitan_lite.config.flavors import (
-    FLOAT8_BLOCK,
-    ModelArgs,
-    find_expert_dim,
-    list_linears,
-    plan_float8,
-)
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.machine import Machine, lacks_float8
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.schedule import find_csv_fault, splits_backward

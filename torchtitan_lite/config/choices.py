@@ -5,7 +5,7 @@
     lr_scheduler.decay_type                DECAYS        the function in the row
     model.attention                        ATTENTIONS    model/attention.py; under cp: parallel/context_parallel.py
     parallelism.pipeline_parallel_schedule SCHEDULES     torch.distributed.pipelining
-    model.name                             BLOCKS, in flavors.py; MODELS in step.py
+    model.name                             BLOCKS, in block.py; MODELS in step.py
 
 The defaults of a row claim nothing. What a row does not claim is refused before launch, with the key and a remedy.
 """

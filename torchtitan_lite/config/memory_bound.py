@@ -10,8 +10,9 @@ Activations come on top: `python -m torchtitan_lite plan` forecasts them.
 from dataclasses import dataclass
 from math import ceil, prod
 
+from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.choices import OPTIMIZERS
-from torchtitan_lite.config.flavors import ModelArgs, count_parameters
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.schema import Config, Optimizer

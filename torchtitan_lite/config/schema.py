@@ -10,8 +10,9 @@ from functools import reduce
 from math import inf
 from typing import Annotated, Any, Literal
 
+from torchtitan_lite.config.block import BLOCKS
 from torchtitan_lite.config.choices import ATTENTIONS, DECAYS, OPTIMIZERS, SCHEDULES
-from torchtitan_lite.config.flavors import AUTO, BLOCKS, ModelArgs
+from torchtitan_lite.config.flavors import AUTO, ModelArgs
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Model:
-    name: Literal[tuple(BLOCKS)] = "llama3"  # a row of BLOCKS in flavors.py and of MODELS in step.py
+    name: Literal[tuple(BLOCKS)] = "llama3"  # a row of BLOCKS in block.py and of MODELS in step.py
     # a row of flavors.py, in which the sizes below replace numbers; auto: the model of the weights that the run resumes
     # or starts from (checkpoint.initial_load_path), else debug
     flavor: str = AUTO

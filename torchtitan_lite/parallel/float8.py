@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from torchtitan_lite.config.flavors import plan_float8
+from torchtitan_lite.config.block import plan_float8
 from torchtitan_lite.config.schema import Float8
 from torchtitan_lite.model.float8_linear import E4M3, Float8Linear, Float8MatmulFunction, cast, choose_scale
 

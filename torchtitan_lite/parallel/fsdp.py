@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from torchtitan_lite.config.flavors import find_expert_dim
+from torchtitan_lite.config.block import find_expert_dim
 from torchtitan_lite.model.moe import MixtureOfExperts, list_mixtures
 
 

@@ -50,7 +50,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from torchtitan_lite.config.flavors import list_block
+from torchtitan_lite.config.block import list_block
 from torchtitan_lite.model.head import ChunkedLoss, Head
 from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.parallel.exchange import (
@@ -116,7 +116,7 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: Plan) -> None
         others = f", like {len(missing) - 1} others" if len(missing) > 1 else ""
         raise MissingFromPlan(
             f"{missing[0]} is no tensor of mesh dim tp{others}: the tensor-parallel plan does not name its module. "
-            "Give it a row in the table of its block (config/flavors.py)"
+            "Give it a row in the table of its block (config/block.py)"
         )
 
 
@@ -229,7 +229,7 @@ class SplitHead(LocalStyle):
         return forward
 
 
-STYLES = {  # `tp` of a row of config/flavors.py
+STYLES = {  # `tp` of a row of config/block.py
     "sequence": CopiedNorm,
     "heads": CopiedNorm,
     "colwise": ColwiseLinear,

@@ -13,7 +13,8 @@ import sys
 from argparse import Namespace
 from dataclasses import asdict, replace
 
-from torchtitan_lite.config.flavors import AUTO, count_flops_per_token, count_parameters
+from torchtitan_lite.config.block import count_flops_per_token, count_parameters
+from torchtitan_lite.config.flavors import AUTO
 from torchtitan_lite.config.machine import Machine, detect_machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import describe_keys

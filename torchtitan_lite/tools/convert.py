@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.hugging_face_families import explain_unwritable
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.storage import convert_dtype, write_checkpoint
-from torchtitan_lite.config.flavors import count_parameters, list_expert_biases
+from torchtitan_lite.config.block import count_parameters, list_expert_biases
 from torchtitan_lite.tools.command_lines import make_parser
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, add_source, open_source
 

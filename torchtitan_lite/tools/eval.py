@@ -27,8 +27,9 @@ import torch.distributed as dist
 
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.choices import ATTENTIONS
-from torchtitan_lite.config.flavors import ModelArgs, count_parameters
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_config
 from torchtitan_lite.config.machine import GIB, detect_machine, measure_cpu_memory
 from torchtitan_lite.config.messages import ConfigError

@@ -30,7 +30,8 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import MANIFEST, find_steps, parse_model_args
 from torchtitan_lite.checkpoint.storage import OpenCheckpoint, open_checkpoint
-from torchtitan_lite.config.flavors import ModelArgs, count_parameters, list_expert_biases
+from torchtitan_lite.config.block import count_parameters, list_expert_biases
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.checkpoint.hugging_face_config import make_config
-from torchtitan_lite.config.flavors import count_parameters
+from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Training
 from torchtitan_lite.model.batch import Batch

@@ -27,7 +27,7 @@ import torch
 
 from torchtitan_lite import IS_INSTALLED, REPOSITORY
 from torchtitan_lite.components.metrics import read_peak_memory
-from torchtitan_lite.config.flavors import count_flops_per_token
+from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.machine import Machine, detect_machine, peak_flops
 from torchtitan_lite.config.messages import ConfigError, Problem

@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.config.flavors import FlopsPerToken
+from torchtitan_lite.config.block import FlopsPerToken
 from torchtitan_lite.config.machine import detect_machine, list_gpus, select_visible
 
 CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "temperature.gpu")  # as nvidia-smi calls them

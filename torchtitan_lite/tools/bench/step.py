@@ -13,7 +13,7 @@ from torch._C._profiler import _EventType
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.profiler import ProfilerActivity, profile
 
-from torchtitan_lite.config.flavors import count_flops_per_token, count_parameters
+from torchtitan_lite.config.block import count_flops_per_token, count_parameters
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import GIB, detect_machine, peak_flops
 from torchtitan_lite.config.schema import Config

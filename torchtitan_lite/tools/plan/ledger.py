@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
-from torchtitan_lite.config.flavors import ModelArgs, count_flops_per_token
+from torchtitan_lite.config.block import count_flops_per_token
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from torchtitan_lite.config.flavors import ModelArgs, find_expert_dim, list_block
+from torchtitan_lite.config.block import find_expert_dim, list_block
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.tools.plan.workload import (
     MASTER_BYTES,
     LayerKind,

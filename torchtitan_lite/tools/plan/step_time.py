@@ -17,7 +17,7 @@ from math import prod
 from operator import mul
 from typing import NamedTuple
 
-from torchtitan_lite.config.flavors import count_expert_parameters
+from torchtitan_lite.config.block import count_expert_parameters
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.simulator import Durations
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload, count_layers

@@ -15,13 +15,8 @@ from functools import cached_property, lru_cache
 from math import ceil, prod
 from typing import Literal
 
-from torchtitan_lite.config.flavors import (
-    BlockModule,
-    ModelArgs,
-    count_expert_parameters,
-    count_layer_parameters,
-    list_block,
-)
+from torchtitan_lite.config.block import BlockModule, count_expert_parameters, count_layer_parameters, list_block
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.memory_bound import MASTER_BYTES, count_moment_bytes
 from torchtitan_lite.config.messages import ConfigError, Problem

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.config.flavors import list_block, plan_float8
+from torchtitan_lite.config.block import list_block, plan_float8
 from torchtitan_lite.config.layout import Layout, resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.batch import Batch

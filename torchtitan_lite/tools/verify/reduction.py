@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import gcd, lcm, prod
 
+from torchtitan_lite.config.block import find_expert_dim
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.flavors import FLAVORS, ModelArgs, find_expert_dim
+from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import KEYS

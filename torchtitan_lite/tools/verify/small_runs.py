@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from torchtitan_lite.config.flavors import FLOAT8_BLOCK, ModelArgs, count_parameters
+from torchtitan_lite.config.block import FLOAT8_BLOCK, count_parameters
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.machine import measure_cpu_memory
 from torchtitan_lite.config.schedule import check_microbatches, name_modules, plan_stages

@@ -1,0 +1,209 @@
+"""What a block of a model consists of, and what follows from it: parameters, FLOPs, layers in float8.
+
+One table per model: each row is a module with its name, its weight, and how tensor parallel splits it. The TP plan,
+float8, Hugging Face names, memory and traffic derive from the same table.
+
+Legend: D model dim, L layers, H query heads, E head dim, F ffn dim, S sequence.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs
+
+
+@dataclass(frozen=True)
+class BlockModule:
+    """A module of a transformer block with one weight."""
+
+    name: str  # FQN inside the block; of experts that of the parameter
+    # (out, in) features of a linear layer; (size,) of a norm; (experts, in, out) of one matrix of all experts
+    weight: tuple[int, ...]
+    # Colwise, rowwise: tp splits out, or in. Experts: ep splits them, and holds the router whole; tp does not look at
+    # them. Else every tp rank holds the whole weight, and applies it to its slice of the sequence, or to its heads.
+    split: Literal["colwise", "rowwise", "sequence", "heads", "router", "experts"] = "sequence"
+
+    @property
+    def is_norm(self) -> bool:
+        return len(self.weight) == 1
+
+
+def list_llama_block(args: ModelArgs, mixture: MixtureArgs | None = None) -> list[BlockModule]:
+    """List the modules of a Llama block in the order of the model file: attention and SwiGLU, a norm before each.
+
+    With `mixture` those of a block with experts.
+    """
+    query, key = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    of_heads = ["attention.q_norm", "attention.k_norm"] if args.qk_norm else []
+    return [
+        BlockModule("attention_norm", (args.dim,)),
+        BlockModule("attention.wq", (query, args.dim), "colwise"),
+        BlockModule("attention.wk", (key, args.dim), "colwise"),
+        BlockModule("attention.wv", (key, args.dim), "colwise"),
+        BlockModule("attention.wo", (args.dim, query), "rowwise"),
+        *(BlockModule(name, (args.head_dim,), "heads") for name in of_heads),
+        BlockModule("ffn_norm", (args.dim,)),
+        *(list_mixture(args.dim, mixture) if mixture else list_swiglu("feed_forward", args.dim, args.ffn_dim)),
+    ]
+
+
+def list_swiglu(name: str, dim: int, ffn_dim: int) -> list[BlockModule]:
+    return [
+        BlockModule(f"{name}.w1", (ffn_dim, dim), "colwise"),
+        BlockModule(f"{name}.w2", (dim, ffn_dim), "rowwise"),
+        BlockModule(f"{name}.w3", (ffn_dim, dim), "colwise"),
+    ]
+
+
+def list_mixture(dim: int, mixture: MixtureArgs) -> list[BlockModule]:
+    """List the modules of a mixture: router, experts, shared experts."""
+    n_experts, ffn_dim = mixture.n_experts, mixture.expert_ffn_dim
+    shared_dim = mixture.n_shared_experts * ffn_dim
+    return [
+        BlockModule("feed_forward.router", (n_experts, dim), "router"),
+        BlockModule("feed_forward.experts.w1", (n_experts, dim, ffn_dim), "experts"),
+        BlockModule("feed_forward.experts.w2", (n_experts, ffn_dim, dim), "experts"),
+        BlockModule("feed_forward.experts.w3", (n_experts, dim, ffn_dim), "experts"),
+        *(list_swiglu("shared_experts", dim, shared_dim) if shared_dim else []),
+    ]
+
+
+def list_expert_biases(args: ModelArgs) -> dict[str, tuple[int]]:
+    """Return FQN -> size of what checkpoints hold besides parameters: the bias of each mixture layer (moe.py), fp32."""
+    layers = filter(args.is_mixture, range(args.n_layers))
+    return {f"layers.{layer}.feed_forward.router.expert_bias": (args.mixture.n_experts,) for layer in layers}
+
+
+# The TP plan, float8, counts, memory, traffic and FLOPs are derived from these tables.
+BLOCKS: dict[str, Callable[..., list[BlockModule]]] = {  # model.name -> the modules of its dense, or mixture block
+    "llama3": list_llama_block,
+}
+
+
+def list_block(args: ModelArgs, *, mixture: bool = False) -> list[BlockModule]:
+    """List the modules with weights of one block of this model: of a dense one, or of one with experts."""
+    return BLOCKS[args.name](args, args.mixture) if mixture else BLOCKS[args.name](args)
+
+
+def count_layer_parameters(
+    args: ModelArgs, *, mixture: bool = False, tp: int = 1, linear_only: bool = False, experts: int | None = None
+) -> int:
+    """Return the parameters of one block that one of `tp` ranks holds. `experts`: how many count; None: all."""
+    n_parameters = 0
+    for module in list_block(args, mixture=mixture):
+        if module.split == "experts" and experts is not None:
+            n_parameters += experts * prod(module.weight[1:])
+        elif not (linear_only and module.is_norm):
+            n_parameters += prod(module.weight) // (tp if module.split in ("colwise", "rowwise") else 1)
+    return n_parameters
+
+
+def count_all_layers(args: ModelArgs, *, linear_only: bool = False, experts: int | None = None) -> int:
+    """Return the parameters of all blocks, counted as above."""
+    n_of = {True: args.n_mixture_layers, False: args.n_layers - args.n_mixture_layers}
+    counted = {"linear_only": linear_only, "experts": experts}
+    return sum(n * count_layer_parameters(args, mixture=mixture, **counted) for mixture, n in n_of.items() if n)
+
+
+def list_experts(args: ModelArgs) -> list[tuple[int, ...]]:
+    """List the sizes (experts, in, out) of the matrices of a mixture; none without experts."""
+    block = list_block(args, mixture=True) if args.mixture else []
+    return [module.weight for module in block if module.split == "experts"]
+
+
+def count_expert_parameters(args: ModelArgs) -> int:
+    """Return the parameters of one expert; 0 without experts."""
+    return sum(prod(sizes[1:]) for sizes in list_experts(args))
+
+
+def find_expert_dim(args: ModelArgs, ep: int, n_ranks: int) -> int | None:
+    """Return the first dim of the experts (E/ep, in, out) that FSDP's `n_ranks` can share evenly, or None."""
+    for dim in range(3):
+        if all(sizes[dim] // (ep if dim == 0 else 1) % n_ranks == 0 for sizes in list_experts(args)):
+            return dim
+    return None
+
+
+def count_parameters(args: ModelArgs, *, active: bool = False) -> int:
+    """Return the number of all parameters, a tied embedding once. Equals what the model cards publish.
+
+    `active`: of those that a token passes through, which of the experts are top_k.
+    """
+    n_matrices = 1 if args.tie_embeddings else 2  # over the vocabulary
+    experts = args.mixture.top_k if args.mixture and active else None
+    return count_all_layers(args, experts=experts) + (n_matrices * args.vocab_size + 1) * args.dim
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """FLOPs of one token, forward and backward, without recompute: attention counted in full, or its causal half."""
+
+    full: int
+    causal: int
+
+
+def count_flops_per_token(args: ModelArgs, seq_len: int) -> FlopsPerToken:
+    """Count 6 FLOPs per matmul weight and token, plus 12*L*H*E*S of attention (PaLM, app. B, arXiv:2204.02311).
+
+    The embedding is a lookup and costs nothing; the head counts, also where both are one tied matrix. Norms have no
+    matmul, and of the experts only those that a token is routed to count. Both conventions are in use: 57.9 GFLOP
+    (full) and 51.5 (causal) for the 8B at 8,192 tokens.
+    """
+    experts = args.mixture.top_k if args.mixture else None
+    matmul_weights = count_all_layers(args, linear_only=True, experts=experts) + args.vocab_size * args.dim
+    attention = 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
+    return FlopsPerToken(full=6 * matmul_weights + attention, causal=6 * matmul_weights + attention // 2)
+
+
+# ---------------------------------------------------------------- float8
+
+FLOAT8_BLOCK = 16  # the matrix units take float8 in blocks of this size
+
+
+@dataclass(frozen=True)
+class Float8Plan:
+    fqns: tuple[str, ...]  # of the linear layers that compute in float8
+    skipped: dict[str, str]  # FQN -> why not
+
+
+def plan_float8(linears: dict[str, tuple[int, int]], filter_fqns: list[str], tp: int) -> Float8Plan:
+    """Return the layers that compute in float8, and why the others do not.
+
+    `linears`: FQN -> (out, in) features of the whole layer. A filter may be any part of an FQN, as in torchtitan.
+    Every dim of every matmul must be a multiple of FLOAT8_BLOCK, on each rank:
+
+        y  = x  @ w.T    (tokens, in)  x (in, out)       in and out: a layer that has others is skipped, and listed;
+        dx = dy @ w      (tokens, out) x (out, in)       over tp each rank multiplies its slice, so 16 x tp there
+        dw = dy.T @ x    (out, tokens) x (tokens, in)    tokens: one number for all layers, a rule of checks.py
+
+    The head never computes in float8: its logits decide between tokens, and torchtitan's filter leaves it out as well.
+    Nor does a mixture of experts: its grouped matmul has no float8 here.
+    """
+    skipped = {}
+    for fqn, sizes in linears.items():
+        if any(part in fqn for part in filter_fqns):
+            skipped[fqn] = "filter_fqns names it"
+        elif any(size % (FLOAT8_BLOCK * tp) for size in sizes):
+            over = f" x tp {tp}" if tp > 1 else ""
+            skipped[fqn] = f"{sizes[0]} x {sizes[1]} is not in multiples of {FLOAT8_BLOCK}{over}"
+    return Float8Plan(tuple(fqn for fqn in linears if fqn not in skipped), skipped)
+
+
+def list_linears(args: ModelArgs) -> dict[str, tuple[int, int]]:
+    """Return FQN -> (out, in) features of every linear layer except the head, routers and experts."""
+    return {
+        f"layers.{layer}.{module.name}": module.weight
+        for layer in range(args.n_layers)
+        for module in list_block(args, mixture=args.is_mixture(layer))
+        if len(module.weight) == 2 and module.split != "router"
+    }
+
+
+def describe_skipped(plan: Float8Plan) -> list[str]:
+    """List why layers are left out, each kind once: `layers.*.attention.wk: 24 x 64 is not in multiples of 16`."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for fqn, why in plan.skipped.items():
+        kinds.setdefault((fqn.split(".", 2)[2], why), []).append(fqn)
+    return [f"{fqns[0] if len(fqns) == 1 else f'layers.*.{name}'}: {why}" for (name, why), fqns in kinds.items()]
