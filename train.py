@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import sys
+import traceback
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.checkpoint.hugging_face import Export, explain_biases, write_folder
+from torchtitan_lite.checkpoint.hugging_face import explain_biases
 from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver, choose_tensors, describe_run, is_saved
-from torchtitan_lite.checkpoint.storage import open_checkpoint, raise_on_all_ranks
+from torchtitan_lite.checkpoint.storage import raise_on_all_ranks
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.expert_balance import CollapseWatch
 from torchtitan_lite.components.log import log_rank_on_error, start_logging
@@ -255,14 +256,6 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
         lock.close()
     dist.barrier()  # no rank closes its connections while another still communicates
     dist.destroy_process_group()
-    if (
-        rank == 0 and status == 0 and config.checkpoint.last_save_in_hf
-    ):  # an export is a conversion of the last checkpoint
-        last, about = checkpoints / f"step-{n_steps}", tokenizer.describe_for_export()
-        about |= {"context": config.training.seq_len, "published": prepared.published}
-        weights = open_checkpoint(last, verify=False)
-        export = Export(model_args, config.checkpoint.export_dtype, **about)
-        write_folder(last.with_name(f"{last.name}-hf"), lambda fqn: weights.read(f"model.{fqn}"), export)
     return status
 
 
@@ -279,17 +272,23 @@ def open_samples(
     )
 
 
-if __name__ == "__main__":
+def run_rank(args: list[str], stop: StopRequest) -> int:
+    """Call `main`, and print its exception for the user before it passes on. tools/launch.py calls this in a fork."""
     try:
-        sys.exit(record(main)(sys.argv[1:], stop))  # so that torchrun can name the first rank that failed, and why
-    except ConfigError as error:
-        print(f"This run cannot start:\n{error}", file=sys.stderr)
-        sys.exit(2)
-    except (CheckpointError, CorpusError) as error:
+        return main(args, stop)
+    except (ConfigError, CheckpointError, CorpusError) as error:
         print(f"This run stops: {error}", file=sys.stderr)
-        sys.exit(1)
+        raise
     except Exception as error:
         if stop.received is None:
+            traceback.print_exc()
             raise
         # A peer ended at once, by a second signal or in its first step, and this rank waited for it.
         stop.end(stop.received, f"in the midst of a step: {type(error).__name__}")
+
+
+if __name__ == "__main__":  # under a bare torchrun
+    try:
+        sys.exit(record(run_rank)(sys.argv[1:], stop))  # torchrun can name the first rank that failed, and why
+    except Exception as error:  # printed above
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -1,35 +1,43 @@
-"""Train a model: check the config, then start the ranks of this host and wait for them. run_train.sh calls it.
+"""Train a model: check the config, then start the ranks of this host with torchrun and wait. run_train.sh calls it.
 
-    this process (without torch)  ->  rank 0, rank 1, ...      train.py, each with the variables that torchrun would set
+    launcher  ->  fork server: imports train.py once  ->  rank 0, rank 1, ...     forks, which share its memory
 
-If a rank fails, the others are ended, and the last line says which one failed first and why. SIGINT and SIGTERM are
-passed on to the ranks, which finish a step, save and end (components/shutdown.py); a second signal kills them.
+SIGINT and SIGTERM are passed on to the ranks, which finish a step, save and end (components/shutdown.py). A second
+signal kills them. If a rank fails, torchrun ends the others, and the last line says which one failed and why.
 
-Environment: NGPU (ranks of this host), LOG_RANK (those whose output is shown, default 0), MAX_RESTARTS; for several
+Environment: NGPU (ranks of this host), LOG_RANK (ranks whose output is shown, default 0), MAX_RESTARTS; for several
 hosts NNODES, NODE_RANK (0 on the host that MASTER_ADDR names), MASTER_ADDR, MASTER_PORT (default 29500).
 Exit status: 0 trained, 2 refused by check, 130 stopped by Ctrl-C, 143 stopped by SIGTERM, 1 anything else.
 """
 
-import json
+import importlib
+import logging
+import multiprocessing
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchtitan_lite import REPOSITORY
+from torchtitan_lite.components.shutdown import SIGNALS, StopRequest
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.tools.check import check, choose_host, describe
 from torchtitan_lite.tools.command_lines import CONFIG, make_parser
 from torchtitan_lite.tools.corpora.named import prepare_datasets
 from torchtitan_lite.tools.corpora.text_files import PreparationError
+from torchtitan_lite.tools.processes import prepare_forkserver
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-STOPPED = tuple(128 + number for number in SIGNALS)  # exit status of a rank that has stopped for a signal
+if TYPE_CHECKING:  # the fork server starts before the launcher spends 1.5 s on torch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig
+
+STOPPED = tuple(128 + number for number in SIGNALS)  # exit status of a rank that stopped for a signal
+STOP_FILE = "stopped"  # in the folder of the launch, once it has received a signal
+LINGER_S = 1.0
 
 
 def main(args: list[str]) -> int:
@@ -40,108 +48,135 @@ def main(args: list[str]) -> int:
     except ConfigError as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
         return 2
-    node_rank = int(os.environ.get("NODE_RANK", 0))
-    if node_rank == 0:
+    if is_first_host():
         print(describe(prepared, machine), file=sys.stderr, flush=True)
     try:
         prepare_datasets(prepared.config, prepared.tokenizer)
     except (PreparationError, ImportError) as error:
         print(f"This run cannot start: {error}", file=sys.stderr)
         return 2
-    n_local, status = prepared.layout.world_size // n_hosts, 1
-    for attempt in range(1 + int(os.environ.get("MAX_RESTARTS", 0))):
-        common = {
-            "WORLD_SIZE": str(n_local * n_hosts),
-            "LOCAL_WORLD_SIZE": str(n_local),
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            **choose_address(n_hosts),
-        }
-        status = run_ranks(args, range(node_rank * n_local, (node_rank + 1) * n_local), common)
-        if status != 1:
-            break
+    folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
+    status, reason = run_ranks(args, prepared.layout.world_size // n_hosts, n_hosts, folder)
+    if status == 1 and any(path.stat().st_size for path in folder.rglob("stderr.log")):
+        print(f"The stderr of the other ranks is in {folder}.", file=sys.stderr)
+    else:
+        shutil.rmtree(folder)
+    if reason:
+        print(f"run_train.sh: {reason}", file=sys.stderr)
     return status
 
 
-def choose_address(n_hosts: int) -> dict[str, str]:
-    """Return where rank 0 listens: on a single host any free port of the loopback."""
-    if n_hosts > 1:
-        return {"MASTER_PORT": os.environ.get("MASTER_PORT", "29500")}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return address | ({"GLOO_SOCKET_IFNAME": interface} if Path(f"/sys/class/net/{interface}").exists() else {})
+def is_first_host() -> bool:
+    return int(os.environ.get("NODE_RANK") or 0) == 0
 
 
-def run_ranks(args: list[str], numbers: range, variables: dict[str, str]) -> int:
-    """Run train.py as these ranks. Return the exit status of the run on this host."""
-    folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
-    ranks: list[subprocess.Popen] = []
-    received: list[int] = []
+def run_ranks(args: list[str], n_local: int, n_hosts: int, folder: Path) -> tuple[int, str]:
+    """Run the ranks of this host to their end. Return the exit status, and the reason if it is not 0."""
+    received: list[signal.Signals] = []
 
     def pass_on(number: int, frame: object) -> None:
-        received.append(number)
-        send(ranks, number if len(received) == 1 else signal.SIGKILL)
+        received.append(signal.Signals(number))
+        (folder / STOP_FILE).touch()  # for ranks that start later, after a failure for instance
+        ranks = multiprocessing.active_children()
+        if not ranks:
+            raise KeyboardInterrupt  # the launcher waits for other hosts
+        for rank in ranks:
+            os.kill(rank.pid, number if len(received) == 1 else signal.SIGKILL)
 
     for number in SIGNALS:
         signal.signal(number, pass_on)
-    for local_rank, number in enumerate(numbers):
-        of_rank = {"RANK": str(number), "LOCAL_RANK": str(local_rank)}
-        of_rank["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{local_rank}.json")
-        ranks.append(start_rank(args, variables | of_rank, folder))
-    if received:  # while they were started
-        send(ranks, received[0])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if n_hosts == 1 and Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        start_fork_server()
+        launcher = importlib.import_module("torch.distributed.launcher.api")
+        config = make_launch_config(n_local, n_hosts, folder)
+        if config.max_restarts == 0:
+            logging.disable(logging.ERROR)  # torchrun's own account of a failure: the last line is shorter
+        try:
+            statuses = launcher.launch_agent(config, run_rank, [args, folder])
+        except launcher.ChildFailedError as error:
+            code = error.get_first_failure()[1].exitcode
+            if code not in STOPPED and not (received and code < 0):
+                return 1, describe_failure(error)
+            statuses = {0: code if code in STOPPED else 128 + received[0]}
+    except KeyboardInterrupt:
+        statuses = {0: 128 + received[0]}
+    status = max(statuses.values())
+    return status, f"stopped by {signal.Signals(status - 128).name}" if status else ""
 
-    ends = {0, None, *STOPPED, *(-number for number in SIGNALS)}
-    while None in (codes := [rank.poll() for rank in ranks]) and set(codes) <= ends:
-        time.sleep(0.1)
-    send(ranks, signal.SIGKILL)  # those that wait for one that has failed
-    failed = {n: code for n, code in enumerate(codes) if code not in ends}
-    if failed:
-        print(f"run_train.sh: {describe_failure(failed, numbers, folder)}", file=sys.stderr)
-        return 1
-    shutil.rmtree(folder)
-    if set(codes) == {0}:
+
+def start_fork_server() -> None:
+    """Start the process that imports train.py, and that ranks are forks of.
+
+    It blocks both signals for its whole life, and so do new ranks: a signal waits until a rank can handle it.
+    """
+    prepare_forkserver(["train"])
+    resource_tracker.ensure_running()  # unblocks signals when it starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def make_launch_config(n_local: int, n_hosts: int, folder: Path) -> "LaunchConfig":
+    """Return torchrun's settings for this host, as the environment says."""
+    launcher = importlib.import_module("torch.distributed.launcher.api")
+    std = importlib.import_module("torch.distributed.elastic.multiprocessing").Std
+    shown = {int(rank) for rank in os.environ.get("LOG_RANK", "0").split(",")}
+    hidden = dict.fromkeys(set(range(n_local)) - shown, std.ERR)  # their stderr goes to files, their stdout nowhere
+    address, local_address = "127.0.0.1:0", "127.0.0.1"  # port 0: any free one
+    if n_hosts > 1:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '29500')}"
+        local_address = os.environ.get("PET_LOCAL_ADDR")
+    return launcher.LaunchConfig(
+        min_nodes=n_hosts,
+        max_nodes=n_hosts,
+        nproc_per_node=n_local,
+        logs_specs=launcher.DefaultLogsSpecs(str(folder), redirects=hidden, local_ranks_filter=shown),
+        run_id="torchtitan_lite",
+        role="rank",
+        rdzv_backend="c10d",
+        rdzv_endpoint=address,
+        rdzv_configs={"is_host": is_first_host()},
+        local_addr=local_address,
+        max_restarts=int(os.environ.get("MAX_RESTARTS", 0)),
+        start_method="forkserver",
+        signals_to_handle="SIGHUP,SIGQUIT",  # the other two are passed on
+    )
+
+
+def run_rank(args: list[str], folder: Path) -> int:
+    """Train as one rank. Return 0, 130 or 143; anything else is a failure, and ends the process."""
+    stop = StopRequest(os.environ["RANK"])
+    stop.listen()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if (folder / STOP_FILE).exists():
         return 0
-    stopped = next((code - 128 for code in codes if code in STOPPED), signal.SIGTERM)
-    stopped = signal.Signals(received[0] if received else stopped)
-    print(f"run_train.sh: stopped by {stopped.name}", file=sys.stderr)
-    return 128 + stopped
+    train = importlib.import_module("train")  # the fork server has imported it
+    try:
+        status = train.run_rank(args, stop)
+    except Exception:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)  # torchrun ends it by SIGTERM if another one was first
+        time.sleep(LINGER_S)  # torchrun names the rank that ends first: not this one, if it fails because of another
+        raise
+    if status not in (0, *STOPPED):
+        sys.exit(status)
+    return status
 
 
-def start_rank(args: list[str], variables: dict[str, str], folder: Path) -> subprocess.Popen:
-    """Start one rank. If it is not shown, its output is dropped, and its stderr is kept in a file."""
-    local_rank = variables["LOCAL_RANK"]
-    streams = {}
-    if local_rank not in os.environ.get("LOG_RANK", "0").split(","):
-        streams = {"stdout": subprocess.DEVNULL, "stderr": open(folder / f"rank-{variables['RANK']}.txt", "wb")}
-    command = [sys.executable, REPOSITORY / "train.py", *args]
-    # A session of its own: Ctrl-C in a terminal reaches the rank by pass_on alone.
-    return subprocess.Popen(command, env=os.environ | variables, start_new_session=True, **streams)
+def describe_failure(error: "ChildFailedError") -> str:
+    """Return which rank failed first, and why."""
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        by_kernel = ", as Linux does when the memory is used up" if failure.exitcode == -signal.SIGKILL else ""
+        return f"rank {rank} was killed by {failure.signal_name()}{by_kernel}"
+    if Path(failure.error_file).exists():  # an exception
+        message = failure.error_file_data["message"]
+        return f"rank {rank} failed: {(message['message'] if isinstance(message, dict) else message).splitlines()[0]}"
+    return f"rank {rank} ended with exit status {failure.exitcode}"
 
 
-def send(ranks: list[subprocess.Popen], number: int) -> None:
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.send_signal(number)
-
-
-def describe_failure(failed: dict[int, int], numbers: range, folder: Path) -> str:
-    """Return which rank failed first, and why. `failed`: rank of this host -> exit status, -N if signal N ended it."""
-
-    def order(local_rank: int) -> tuple[bool, float]:
-        report = folder / f"{local_rank}.json"  # a rank that was killed wrote none; the others fail because of it
-        return failed[local_rank] > 0, report.stat().st_mtime if report.exists() else 0.0
-
-    local_rank = min(failed, key=order)
-    rank, code, report = numbers[local_rank], failed[local_rank], folder / f"{local_rank}.json"
-    kept = f"; the stderr of the other ranks is in {folder}" if len(numbers) > 1 else ""
-    if code < 0:
-        by_kernel = ", as Linux does when the memory is used up" if code == -signal.SIGKILL else ""
-        return f"rank {rank} was killed by {signal.Signals(-code).name}{by_kernel}{kept}"
-    if report.exists():  # of `record` in train.py
-        message = json.loads(report.read_text())["message"]
-        text = message["message"] if isinstance(message, dict) else message
-        return f"rank {rank} failed: {text.splitlines()[0]}{kept}"
-    return f"rank {rank} ended with exit status {code}{kept}"
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
