@@ -1,13 +1,13 @@
-"""Text files to a prepared corpus, on all cores. The folder is whole or absent.
+"""Encode text files into a prepared corpus, on all cores. The folder is complete or does not exist.
 
-    this process    reads batches of rows  ---------->  writes documents in their order, hashes, renames OUT.tmp to OUT
+    this process    reads batches of rows  ---------->  writes documents in order, hashes, renames OUT.tmp to OUT
     its workers                  parse, choose the split, encode
 
-Neither order nor content depends on the number of processes, and one packed file keeps all of them busy. A document is
-`BOS text EOS`, without BOS where the tokenizer has none; a conversation is what its chat template writes.
+Order and content do not depend on the number of processes, and a single packed file keeps all of them busy. A document
+is `BOS text EOS`, without BOS if the tokenizer has none; a conversation is what its chat template writes.
 
-A hash says which documents are held out: of its text for a row, so that equal rows stay together; of its path for a
-file, so that another version of it is held out too.
+A hash decides which documents are held out. It is the hash of the text of a row, which keeps equal rows together, or of
+the path of a file, which keeps the file held out when it changes.
 """
 
 import hashlib
@@ -29,28 +29,28 @@ from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
 from torchtitan_lite.tools.corpora.text_files import Batch, PreparationError, read_batches
 from torchtitan_lite.tools.processes import end_with_parent
 
-BATCHES_AHEAD = 4  # of each worker, so that reading does not fill the memory
+BATCHES_AHEAD = 4  # per worker: limits what is read into memory
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How rows become documents."""
 
-    assets: str  # of the tokenizer, as load_tokenizer takes it
+    assets: str  # the tokenizer, as load_tokenizer takes it
     held_out_share: float  # of the documents
-    column: str = "text"  # field of a line of JSON, or column of a table
-    is_chat: bool = False  # it holds conversations
-    skip_bad: bool = False  # a row without text is counted, and no error
-    folder: str = ""  # files are held out by their paths below it
+    column: str = "text"  # field of a JSON line, or column of a table
+    is_chat: bool = False  # the column holds conversations
+    skip_bad: bool = False  # count a row without text instead of raising
+    folder: str = ""  # files are held out by their paths relative to it
 
 
 @dataclass
 class Documents:
-    """Some documents of one split, in their order."""
+    """Documents of one split, in order."""
 
     tokens: array
-    lengths: list[int] = field(default_factory=list)  # of each document, in tokens
-    targets: bytearray = field(default_factory=bytearray)  # of conversations: 1 for a token of the assistant
+    lengths: list[int] = field(default_factory=list)  # tokens of each document
+    targets: bytearray = field(default_factory=bytearray)  # conversations: 1 for a token of the assistant
     n_text_bytes: int = 0
 
 
@@ -59,7 +59,7 @@ class BadRows:
     """Rows that were left out."""
 
     n: int = 0
-    first: str = ""  # where it is, and what is wrong
+    first: str = ""  # its place, and what is wrong
 
 
 def prepare(
@@ -70,11 +70,14 @@ def prepare(
     n_processes: int = 1,
     report: Callable[[int], object] = lambda n_bytes: None,
 ) -> tuple[CorpusManifest, BadRows]:
-    """Make the new folder `out`. `report` is called with bytes of text that were encoded. Raises PreparationError."""
+    """Make the folder `out`. `report` is called with the bytes of text that were encoded.
+
+    Raises PreparationError for wrong input, ImportError for a missing extra, OSError if a file cannot be written.
+    """
     unfinished = out.with_name(out.name + ".tmp")
     for path in (out, unfinished):
         if path.exists():
-            raise PreparationError(f"{path} exists: delete it, or give another --out")
+            raise PreparationError(f"{path} exists. Delete it, or give another --out")
     unfinished.mkdir(parents=True)
     try:
         batches = (batch for path in files for batch in read_batches(path, recipe.column))
@@ -101,7 +104,7 @@ def prepare(
 
 
 def map_in_order(function: Callable, items: Iterable, n_processes: int) -> Iterator:
-    """Yield function(item) for each item, in order. At most BATCHES_AHEAD items a worker are read ahead."""
+    """Yield function(item) for each item, in order."""
     if n_processes == 1:
         yield from map(function, items)
         return
@@ -116,7 +119,7 @@ def map_in_order(function: Callable, items: Iterable, n_processes: int) -> Itera
 
 
 class SplitWriter:
-    """Writes the files of a split, and hashes them on the way."""
+    """Write and hash the files of a split."""
 
     def __init__(self, folder: Path, name: str, *, has_targets: bool):
         suffixes = ("tokens", "documents", "targets") if has_targets else ("tokens", "documents")
@@ -136,7 +139,7 @@ class SplitWriter:
         self.n_text_bytes += documents.n_text_bytes
 
     def finish(self) -> Split:
-        """Return what is in the files, which are on the disk."""
+        """Write the files to the disk, and describe them."""
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -155,9 +158,8 @@ def get_encoder(recipe: Recipe) -> tuple[Tokenizer, ChatFormat | None]:
 
 
 def encode_batch(recipe: Recipe, batch: Batch) -> tuple[dict[str, Documents], BadRows]:
-    """Return the documents of a batch by their split. Raises PreparationError for a bad row, unless it is skipped."""
+    """Return the documents of a batch by split. Raises PreparationError for a bad row, unless it is to be skipped."""
     tokenizer, chat = get_encoder(recipe)
-    code = "H" if choose_dtype(tokenizer.vocab_size) == "uint16" else "I"
     made: dict[str, Documents] = {}
     bad = BadRows()
     for number, row in enumerate(batch.rows, batch.first):
@@ -166,7 +168,7 @@ def encode_batch(recipe: Recipe, batch: Batch) -> tuple[dict[str, Documents], Ba
             if chat:
                 text, turns = chat.render(text)
             elif not isinstance(text, str):
-                raise ValueError(f"its {recipe.column!r} is no text: {text!r:.60}")
+                raise ValueError(f"its {recipe.column!r} is not a text: {text!r:.60}")
         except ValueError as error:
             fault = f"{batch.path}, row {number}: {error}"
             if not recipe.skip_bad:
@@ -177,15 +179,21 @@ def encode_batch(recipe: Recipe, batch: Batch) -> tuple[dict[str, Documents], Ba
             continue
         content = text.encode(errors="replace")  # JSON can spell half of a character
         key = os.path.relpath(batch.path, recipe.folder).encode() if batch.is_text else content
-        documents = made.setdefault(choose_split(key, recipe.held_out_share), Documents(array(code)))
+        documents = made.setdefault(choose_split(key, recipe.held_out_share), Documents(array("I")))
+        n_before = len(documents.tokens)
         if chat:
             ids, starts = tokenizer.encode_special(text)
             documents.targets += bytes(any(start in turn for turn in turns) for start in starts)
+            documents.tokens.extend(ids)
         else:
-            ids = tokenizer.encode(content.decode(), bos=True, eos=True)
-        documents.tokens.extend(ids)
-        documents.lengths.append(len(ids))
+            documents.tokens.extend([tokenizer.bos_id] if tokenizer.bos_id is not None else [])
+            documents.tokens.extend(tokenizer.encode_text(content.decode()))
+            documents.tokens.append(tokenizer.eos_id)
+        documents.lengths.append(len(documents.tokens) - n_before)
         documents.n_text_bytes += len(content)
+    if choose_dtype(tokenizer.vocab_size) == "uint16":
+        for documents in made.values():  # the lower half of each little-endian uint32
+            documents.tokens = array("H", memoryview(documents.tokens).cast("B").cast("H")[::2].tobytes())
     return made, bad
 
 

@@ -1,0 +1,160 @@
+"""Read the tokens of a vocabulary, without a library: tokenizer.model, and a tokenizer.json that tiktoken can encode.
+
+    tokenizer.model    as published with Llama 3: a line per token, `<base64 of its bytes> <rank>`; ids are the ranks,
+                       and 256 special tokens follow
+    tokenizer.json     Hugging Face's file. A plain byte-level BPE (Llama 3, Qwen, GPT-2) is turned into ranks:
+
+        model           tokens with one printable character per byte ("Ġreturn" is " return"), and merges
+        pre_tokenizer   a pattern that cuts a text into words: one of PATTERNS
+        normalizer      none, or NFC
+        added_tokens    special tokens, and tokens such as "<think>" that are found in a text before it is cut
+
+tiktoken joins the two neighbors that form the token of lowest id; Hugging Face's library applies the first merge of its
+list. Both give the same ids if the merges are in the order of the ids that they make, as training writes them.
+"""
+
+import json
+from base64 import b64decode
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+CONFIG = "tokenizer_config.json"
+
+# The first alternative that matches takes the next word.
+LLAMA3_PATTERN = "|".join(
+    [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # the end of an English contraction
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # letters, and one other character before them: " return", "_name"
+        r"\p{N}{1,3}",  # up to three digits
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # punctuation, with the line ends after it
+        r"\s*[\r\n]+",  # empty lines
+        r"\s+(?!\S)",  # spaces, except the last one before a word, which belongs to the word
+        r"\s+",
+    ]
+)
+QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+PATTERNS = (LLAMA3_PATTERN, QWEN_PATTERN, GPT2_PATTERN)
+
+N_SPECIAL_TOKENS = 256
+NAMED_SPECIAL_TOKENS = {  # Llama 3.1: number -> name; all others are reserved
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    4: "<|finetune_right_pad_id|>",
+    5: "<|step_id|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+}
+
+
+def parse_tokenizer_model(content: bytes) -> dict[bytes, int]:
+    """Return the rank of each token. Raises ValueError."""
+    lines = [line.split() for line in content.splitlines()]
+    ranks = {b64decode(token, validate=True): int(rank) for token, rank in lines}
+    if sorted(ranks.values()) != list(range(len(lines))) or not all(bytes([n]) in ranks for n in range(256)):
+        raise ValueError("its ranks do not count its tokens, or one of the 256 bytes is missing")
+    return ranks
+
+
+def name_special_tokens() -> list[str]:
+    """Return the names of Llama 3's special tokens. Reserved ones are counted."""
+    numbers = iter(range(N_SPECIAL_TOKENS))
+    named = [NAMED_SPECIAL_TOKENS.get(number) for number in range(N_SPECIAL_TOKENS)]
+    return [name or f"<|reserved_special_token_{next(numbers)}|>" for name in named]
+
+
+# ---------------------------------------------------------------- tokenizer.json
+
+
+@dataclass(frozen=True)
+class ByteLevelBPE:
+    """A tokenizer.json that tiktoken encodes."""
+
+    ranks: dict[bytes, int]
+    pattern: str
+    nfc: bool  # a text is put in Unicode's composed form first
+    found_in_text: frozenset[str]  # added tokens that are not special
+
+
+def read_byte_level_bpe(file: dict) -> ByteLevelBPE | None:
+    """Return the ranks of a plain byte-level BPE, or None if the file is anything else."""
+    model, normalizer, added = file["model"], file.get("normalizer"), file.get("added_tokens") or []
+    pattern = read_pattern(file.get("pre_tokenizer"))
+    switches = ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
+    flags = ("lstrip", "rstrip", "single_word", "normalized")
+    is_plain = not (
+        any(model.get(switch) for switch in switches)
+        or any(token.get(flag) for token in added if not token["special"] for flag in flags)
+    )
+    if not is_plain or "merges" not in model or normalizer not in (None, {"type": "NFC"}) or pattern not in PATTERNS:
+        return None
+    vocab = model["vocab"]
+    made = ["".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
+    if not vocab.keys() >= BYTE_OF.keys() or any(vocab[first] > vocab[second] for first, second in pairwise(made)):
+        return None
+    joined = vocab if model.get("ignore_merges") else {*BYTE_OF, *made}  # the others are never made
+    ranks = {bytes(BYTE_OF[c] for c in token): vocab[token] for token in joined if BYTE_OF.keys() >= set(token)}
+    found_in_text = frozenset(token["content"] for token in added if not token["special"])
+    return ByteLevelBPE(ranks, pattern, normalizer is not None, found_in_text)
+
+
+def read_pattern(pre_tokenizer: dict | None) -> str | None:
+    """Return the regular expression that cuts a text into words, or None if it is not the only thing done."""
+    stages = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
+    byte_level = stages[-1] if stages and stages[-1] else {}
+    if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space", True):
+        return None
+    if byte_level.get("use_regex", True):
+        return GPT2_PATTERN if len(stages) == 1 else None
+    if len(stages) != 2 or stages[0]["type"] != "Split" or stages[0]["behavior"] != "Isolated":
+        return None
+    regex = stages[0]["pattern"].get("Regex", "")
+    return regex.replace("\r", r"\r").replace("\n", r"\n")  # some files have the characters themselves
+
+
+def find_bos(file: dict) -> str | None:
+    """Return the token that the post-processor puts before a text."""
+    processor = file.get("post_processor") or {}
+    for stage in processor.get("processors", [processor]):
+        if stage.get("type") == "TemplateProcessing" and "SpecialToken" in stage["single"][0]:
+            return stage["single"][0]["SpecialToken"]["id"]
+    return None
+
+
+def find_eos(path: Path, ids: dict[str, int]) -> int:
+    """Return the token that ends a document: eos_token of tokenizer_config.json, else eos_token_id of config.json."""
+    for name, key in ((CONFIG, "eos_token"), ("config.json", "eos_token_id")):
+        found = read_json(path.with_name(name)).get(key)
+        found = found[0] if isinstance(found, list) else found
+        found = found["content"] if isinstance(found, dict) else found
+        if found is not None:
+            return ids[found] if isinstance(found, str) else found
+    raise ValueError(f"neither {CONFIG} nor config.json beside it says which token ends a document")
+
+
+def read_json(path: Path) -> dict:
+    """Return the JSON object in a file, or an empty one if there is no file."""
+    return json.loads(path.read_bytes()) if path.is_file() else {}
+
+
+def spell_token(token: str, *, is_byte_level: bool) -> bytes:
+    """Return the bytes that a token stands for: a character per byte, or text with SentencePiece's "▁" for a space."""
+    if is_byte_level:
+        return bytes(BYTE_OF[character] for character in token if character in BYTE_OF)
+    if len(token) == 6 and token.startswith("<0x"):
+        return bytes.fromhex(token[3:5])
+    return token.replace("▁", " ").encode()
+
+
+def spell_bytes() -> dict[str, int]:
+    """Return GPT-2's character for each byte: itself if it is printable, else the next one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_OF = spell_bytes()
