@@ -1,21 +1,319 @@
-"""What the command lines of the tools share. Each tool makes its own parser, whose description is its docstring."""
+"""Define the command line of every tool of `python -m torchtitan_lite`, with the text of its --help.
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+`__main__` parses with these before it imports a tool: help and a mistyped option are answered at once, without torch.
+The first line of a description is the question that the tool answers.
+"""
+
+import argparse
+import os
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 CONFIG = """config:
   --config NAME_OR_PATH  a bare name in configs/, or the path of a TOML file; default: debug
-  --section.key VALUE    any key of it; `python -m torchtitan_lite check --keys` prints them all
+  --section.key VALUE    override any key; `python -m torchtitan_lite check --keys` prints all keys
+
 """
+STATUS = "Exit status: 0 fine, 1 it failed, 2 wrong input."
 
 
-def make_parser(tool: str, description: str, epilog: str = "") -> ArgumentParser:
-    """Make the parser of a tool. No option may be shortened, because it could then be a key of the config."""
-    name, form = f"python -m torchtitan_lite {tool}", RawDescriptionHelpFormatter
-    return ArgumentParser(name, description=description, epilog=epilog, formatter_class=form, allow_abbrev=False)
+class Tool(NamedTuple):
+    """A tool of the command line."""
+
+    module: str  # in torchtitan_lite.tools, with `main(options) -> exit status`
+    make_parser: Callable[[], ArgumentParser]
+    reads_config: bool = False  # the arguments that its parser does not know are the config's: options.config_args
+
+
+def parse_command(tool: str, args: list[str]) -> Namespace:
+    """Return the options of `tool`. Exit with status 2 on a mistake, with 0 after --help."""
+    row = TOOLS[tool]
+    parser = row.make_parser()
+    if not row.reads_config:
+        return parser.parse_args(args)
+    options, config_args = parser.parse_known_args(args)
+    return Namespace(**vars(options), config_args=config_args)
+
+
+def make_parser(tool: str, description: str, epilog: str = STATUS) -> ArgumentParser:
+    """Make the parser of a tool. Options cannot be abbreviated, because an abbreviation could be a key of the config."""
+    return ArgumentParser(
+        f"python -m torchtitan_lite {tool}",
+        description=description.strip(),
+        epilog=CONFIG + epilog if TOOLS[tool].reads_config else epilog,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def positive(text: str) -> int:
-    """Return a whole number above 0: the type of an argument."""
+    """Return an integer above 0: the type of an argument."""
     if (number := int(text)) < 1:
         raise ValueError
     return number
+
+
+# ---------------------------------------------------------------- options of several tools
+
+
+def add_json(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print for programs")
+
+
+def add_imbalance(parser: ArgumentParser) -> None:
+    help = "tokens of the most loaded rank among those that share experts, divided by their mean (%(default)s)"
+    parser.add_argument("--imbalance", type=float, default=1.0, metavar="X", help=help)
+
+
+def add_source(parser: ArgumentParser) -> None:
+    """Add the options of every tool that opens a model."""
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help="checkpoint, run (its newest checkpoint), or Hugging Face folder")
+    add("--tokenizer", metavar="FOLDER", help="instead of the tokenizer that SOURCE names")
+    add("--no-verify", action="store_true", help="do not compare a checkpoint with its checksums")
+    add_json(parser)
+
+
+# ---------------------------------------------------------------- tools
+
+
+def make_train_parser() -> ArgumentParser:
+    description = """
+Train a model: check the config, then start one process per rank on this host and wait for them.
+
+The same as ./run_train.sh, whose --help lists the environment variables: several hosts, Slurm, restarts."""
+    epilog = "Exit status: 0 trained, 2 refused by check, 130 stopped by Ctrl-C, 143 stopped by SIGTERM, 1 otherwise."
+    return make_parser("train", description, epilog)
+
+
+def make_check_parser() -> ArgumentParser:
+    description = """
+Is this config sound on this many ranks? Prints what the run will be, or every problem that would stop it.
+
+Without --ranks and --gpus, check a run on this host: NGPU ranks (default: all GPUs; on a CPU the product of the
+degrees, else 2) on each of NNODES hosts like this one. With --gpus, memory and what only GPUs can do are checked
+against --gpu. With --ranks, memory is not checked. check needs no torch."""
+    parser = make_parser("check", description, "Environment: NGPU, NNODES. Exit status: 0 sound, 2 not.")
+    add = parser.add_argument
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--ranks", type=positive, metavar="N", help="check a run of N ranks elsewhere")
+    where.add_argument("--gpus", type=positive, metavar="N", help="check a run on N GPUs elsewhere")
+    add("--gpu", default="h100", help="GPU type, a row of tools/plan/cluster.py (%(default)s)")
+    add("--keys", nargs="?", const="", metavar="SECTION", help="print every key, or the keys of a section")
+    add_json(parser)
+    return parser
+
+
+def make_prepare_parser() -> ArgumentParser:
+    description = """
+Make a corpus to train on from text, JSON lines, Parquet, conversations, and folders of these.
+
+The corpus is a folder for `--training.dataset FOLDER`. Inputs are .txt, .md and source files (one document each),
+.jsonl and .json (one document a line), .parquet (one document a row), and .gz and .zst of these. In a folder, files of
+other kinds are left out and counted. Parquet and .zst need the extra `data`."""
+    parser = make_parser("prepare", description, "Exit status: 0 fine, 1 not written or damaged, 2 wrong input.")
+    add = parser.add_argument
+    add("inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER", help="in the order of the corpus")
+    add("--out", metavar="FOLDER", help="the corpus to make; it is complete or does not exist")
+    add("--tokenizer", default="assets/tokenizer", metavar="FOLDER", help="(%(default)s)")
+    help = "fraction of the documents kept for validation (%(default)s)"
+    add("--held-out", type=float, default=0.01, metavar="FRACTION", help=help)
+    help = "field of a line, or column of a Parquet file, that holds the text (text; with --chat messages)"
+    add("--text-column", "--field", metavar="NAME", help=help)
+    help = "documents are conversations, lists of {role, content}; only tokens of the assistant are targets"
+    add("--chat", action="store_true", help=help)
+    add("--suffix", action="append", default=[], metavar=".X", help="also read files *.X of folders, one document each")
+    add("--skip-bad", action="store_true", help="count lines that hold no text, instead of stopping at the first")
+    add("--processes", type=positive, default=os.cpu_count(), metavar="N", help="(%(default)s)")
+    add("--check", metavar="FOLDER", help="compare a corpus with its manifest, and do nothing else")
+    add_json(parser)
+    return parser
+
+
+def make_verify_parser() -> ArgumentParser:
+    description = """
+Does this layout compute the single-device model? Prints a certificate, or the first difference.
+
+Runs the config, reduced to laptop size, on processes of this CPU beside one process with the same model file, in
+several trials: wide, deep, long, at real width; the run's own optimizer; train.py; bfloat16 and float8 where the run
+computes in them. Where something differs, it names the first thing that does.
+
+The layout that was asked for is tried where it fits the ranks; else a smaller one, and the verdict says which.
+
+Both sides share the model file, so that a mistake in it is in both. `--against-hf FOLDER` runs no layout: it compares
+the model file with transformers' model (Llama, Mixtral, Qwen3, Qwen3-MoE), both with the weights of that Hugging Face
+folder: logits, loss, gradient of every parameter, experts of every token."""
+    epilog = """Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished.
+With --against-hf: 0 equal, 1 not, 2 wrong input, no transformers, or too little memory."""
+    parser = make_parser("verify", description, epilog)
+    add = parser.add_argument
+    help = "processes at most, up to 16; default: 8. The more, the nearer to the real mesh"
+    add("--ranks", type=int, default=8, choices=range(1, 17), metavar="N", help=help)
+    help = "longest silence of the ranks in one trial (%(default)s)"
+    add("--timeout", type=positive, default=300, metavar="SECONDS", help=help)
+    help = "compare the real dim, ffn_dim and vocabulary as far as memory allows, for minutes if need be"
+    add("--full-width", action="store_true", help=help)
+    add("--bf16", action="store_true", help="try bfloat16 also where the config says float32")
+    add("--bisect", action="store_true", help="where the wide trial fails, find the smallest combination that does")
+    add("--matrix", action="store_true", help="thirty layouts of this model instead of its own")
+    add("--verbose", action="store_true", help="every parameter instead of the worst of each kind")
+    help = "instead of a layout, compare the model file with transformers' model of this Hugging Face folder"
+    add("--against-hf", type=Path, metavar="FOLDER", help=help)
+    add_json(parser)
+    return parser
+
+
+def make_plan_parser() -> ArgumentParser:
+    description = """
+What does this layout cost on these GPUs: memory, traffic, bubble, time? Which layouts are best?
+
+    memory, traffic, FLOPs    what step.py does as one rank of each kind
+    bubble, time, tokens/s    the schedule, simulated with the closed form's durations
+    warnings                  what is wrong with the layout, and the number that would be right
+
+`--search` ranks all layouts of the model on these GPUs; `--score` compares a forecast with what a run of yours has
+measured (metrics.measure_ledger)."""
+    parser = make_parser("plan", description, "Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input.")
+    add = parser.add_argument
+    add("--gpus", type=positive, metavar="N", help="number of GPUs; default: the product of the degrees")
+    add("--gpu", default="h100", help="GPU type, a row of tools/plan/cluster.py (%(default)s)")
+    add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
+    add("--full", action="store_true", help="run every microbatch instead of a few that stand for all")
+    add_imbalance(parser)
+    add("--tokens", type=float, metavar="N", help="also print the days for N tokens; default: training.steps")
+    add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
+    add("--trace", type=Path, metavar="FILE", help="also write the timeline for chrome://tracing or Perfetto")
+    add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
+    add("--toml", type=Path, metavar="FILE", help="with --search: write the best layout as a config")
+    add("--score", type=Path, metavar="RUN", help="a dump folder: what was forecast for that run, and what it measured")
+    add_json(parser)
+    return parser
+
+
+def make_explain_parser() -> ArgumentParser:
+    description = """
+Who holds which slice of which weight? What do ranks exchange in a step, and which line causes it?
+
+    mesh          where each rank is
+    parameters    which rows and columns of which weight each rank holds
+    collectives   of one step in order: operation, mesh axis, shape, bytes, the line of code that causes it
+    the step      in words
+
+Everything is recorded while step.py runs as one rank of that world on tensors without storage."""
+    epilog = "Exit status: 0 explained (--against: no difference), 1 --against has found one, 2 wrong input."
+    parser = make_parser("explain", description, epilog)
+    add = parser.add_argument
+    add("--gpus", type=positive, metavar="N", help="number of ranks; default: the product of the degrees")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run (%(default)s)")
+    add("--stage", type=int, metavar="P", help="only this pp rank; default: one of each kind")
+    add_imbalance(parser)
+    add("--against", metavar="BASE", help="a TOML file, or the folder of another checkout")
+    add_json(parser)
+    return parser
+
+
+def make_convert_parser() -> ArgumentParser:
+    description = """
+Convert a checkpoint to a Hugging Face folder.
+
+    outputs/debug, step-200, ...  ->  OUT/config.json, *.safetensors, tokenizer: for transformers and others
+
+One tensor at a time is in memory. OUT is complete or does not exist."""
+    parser = make_parser("convert", description)
+    add = parser.add_argument
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of all weights; default: as in the source")
+    add("--file-gb", type=float, default=5.0, metavar="N", help="maximum size of a file (%(default)s)")
+    add_source(parser)
+    add("out", type=Path, metavar="OUT", help="the folder to make")
+    return parser
+
+
+def make_generate_parser() -> ArgumentParser:
+    description = """
+Continue a text with the model of a checkpoint or a Hugging Face folder.
+
+The text goes to standard output, prompt first. It ends at a token that ends texts, after --max-new-tokens, or when the
+context is full. Sample i is drawn with seed SEED + i."""
+    parser = make_parser("generate", description)
+    add = parser.add_argument
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8; default: standard input")
+    add("--max-new-tokens", type=positive, default=256, metavar="N", help="(%(default)s)")
+    add("--n", type=positive, default=1, metavar="N", help="number of samples (%(default)s)")
+    add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (%(default)s)")
+    add("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens; 0: from all")
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the most likely tokens of total probability P")
+    add("--seed", type=int, default=0, metavar="N", help="equal seeds give equal texts on the same device (%(default)s)")
+    add("--context", type=positive, metavar="N", help="maximum tokens of prompt and answer; default: as trained")
+    add_source(parser)
+    return parser
+
+
+def make_eval_parser() -> ArgumentParser:
+    description = """
+How well does a model predict a text: nats per token, perplexity, bits per byte?
+
+SOURCE is what `generate` takes. The text is cut into windows that do not overlap; every token except a document's first
+counts once. Bits per byte compare models with different tokenizers. Runs in one process, on one GPU or the CPU."""
+    parser = make_parser("eval", description)
+    add = parser.add_argument
+    help = "text file, folder of texts, prepared corpus (its validation split), or python_stdlib"
+    add("--data", required=True, metavar="DATA", help=help)
+    add("--seq-len", type=positive, metavar="N", help="tokens of a window; default: as trained, at most 8192")
+    add_source(parser)
+    return parser
+
+
+def make_bench_parser() -> ArgumentParser:
+    """Make a sub-command for each bench, which decides what is not given."""
+    description = """
+How fast is it, as ratios against references measured in the same run?
+
+A bench never fails because something was slow."""
+    epilog = "Exit status: 0 measured, 1 it failed or the contenders do not compute the same, 2 wrong input."
+    parser = make_parser("bench", description, epilog)
+    options = {
+        "--rounds": {"dest": "n_rounds", "type": int, "help": "turns of each contender"},
+        "--steps": {"dest": "n_steps", "type": positive, "help": "steps of a turn"},
+        "--out": {"metavar": "FILE", "help": "keeps each row as a line of JSON; default: in assets/benchmarks/"},
+        "--seconds": {"type": positive, "help": "for the whole table; what does not fit is named"},
+        "--peers": {
+            "type": Path,
+            "metavar": "DIR",
+            "help": "compare with the checkouts torchtitan and picotron in DIR instead, on CPU ranks",
+        },
+        "--tiny": {"action": "store_true", "help": "models that a CPU carries too: its numbers mean nothing"},
+    }
+    usual = ["--rounds", "--steps"]
+    benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
+    for name, names, compares in (
+        ("step", [*usual, "--peers"], "a step with a hand-written loop and with transformers, compiled with eager"),
+        (
+            "gpu",
+            [*usual, "--out", "--seconds", "--tiny"],
+            "1B, 3B and 8B on one GPU, eager, compiled and in float8, with its largest matmuls",
+        ),
+        ("io", usual, "saving with disk and hash, batches with mapped files, the start of a run with importing torch"),
+    ):
+        bench = benches.add_parser(name, help=compares, description=compares, allow_abbrev=False)
+        add_json(bench)
+        for option in names:
+            bench.add_argument(option, default=argparse.SUPPRESS, **options[option])
+    return parser
+
+
+TOOLS = {
+    "train": Tool("launch", make_train_parser, reads_config=True),
+    "check": Tool("check", make_check_parser, reads_config=True),
+    "prepare": Tool("prepare", make_prepare_parser),
+    "verify": Tool("verify.command", make_verify_parser, reads_config=True),
+    "plan": Tool("plan.command", make_plan_parser, reads_config=True),
+    "explain": Tool("plan.explain", make_explain_parser, reads_config=True),
+    "convert": Tool("convert", make_convert_parser),
+    "generate": Tool("generate", make_generate_parser),
+    "eval": Tool("eval", make_eval_parser),
+    "bench": Tool("bench.command", make_bench_parser),
+}
