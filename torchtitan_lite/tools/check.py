@@ -19,27 +19,17 @@ from torchtitan_lite.config.machine import Machine, detect_machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import describe_keys
 from torchtitan_lite.preflight import Prepared, preflight
-from torchtitan_lite.tools.command_lines import CONFIG, make_parser, positive
 from torchtitan_lite.tools.plan.cluster import describe_node, find_cluster
 
 
-def main(args: list[str]) -> int:
+def main(options: Namespace) -> int:
     """Print the verdict. Return 0 if the run can start, else 2."""
-    parser = make_parser("check", __doc__, CONFIG)
-    add = parser.add_argument
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--ranks", type=positive, metavar="N", help="check a run of N ranks elsewhere")
-    where.add_argument("--gpus", type=positive, metavar="N", help="check a run on N GPUs elsewhere")
-    add("--gpu", default="h100", help="a row of config/hardware.py (%(default)s)")
-    add("--json", action="store_true", help="print for programs")
-    add("--keys", nargs="?", const="", metavar="SECTION", help="print every key, or those of a section")
-    options, config_args = parser.parse_known_args(args)
     try:
         if options.keys is not None:
             print(describe_keys(options.keys))
             return 0
         machine, n_ranks, n_hosts = choose_target(options)
-        prepared = check(config_args, machine, n_ranks, n_hosts)
+        prepared = check(options.config_args, machine, n_ranks, n_hosts)
     except ConfigError as error:
         if options.json:
             print(json.dumps({"sound": False, "problems": list(map(asdict, error.problems))}, default=str))

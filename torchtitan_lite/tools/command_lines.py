@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtitan_lite.config.schema import Training
+
 CONFIG = """config:
   --config NAME_OR_PATH  a bare name in configs/, or the path of a TOML file; default: debug
   --section.key VALUE    override any key; `python -m torchtitan_lite check --keys` prints all keys
@@ -38,7 +40,7 @@ def parse_command(tool: str, args: list[str]) -> Namespace:
 
 
 def make_parser(tool: str, description: str, epilog: str = STATUS) -> ArgumentParser:
-    """Make the parser of a tool. Options cannot be abbreviated, because an abbreviation could be a key of the config."""
+    """Make the parser of a tool. Options cannot be abbreviated: an abbreviation could be a key of the config."""
     return ArgumentParser(
         f"python -m torchtitan_lite {tool}",
         description=description.strip(),
@@ -110,24 +112,31 @@ def make_prepare_parser() -> ArgumentParser:
     description = """
 Make a corpus to train on from text, JSON lines, Parquet, conversations, and folders of these.
 
-The corpus is a folder for `--training.dataset FOLDER`. Inputs are .txt, .md and source files (one document each),
-.jsonl and .json (one document a line), .parquet (one document a row), and .gz and .zst of these. In a folder, files of
-other kinds are left out and counted. Parquet and .zst need the extra `data`."""
-    parser = make_parser("prepare", description, "Exit status: 0 fine, 1 not written or damaged, 2 wrong input.")
+    prepare texts/ notes.jsonl.gz --out data/mine      your own text: a folder that training.dataset names
+    prepare --dataset c4 --dataset-path downloads/     a corpus with a name, as the launcher makes it before a run
+    prepare --check data/mine                          compare a corpus with its manifest
+
+Inputs are .txt, .md and source files (one document each), .jsonl and .json (one document per line), .parquet (one
+document per row), .gz and .zst of these, and folders. Files of other kinds in a folder are left out and counted.
+Parquet and .zst need the extra `data`. OUT is complete or does not exist."""
+    epilog = "Exit status: 0 fine, 1 it could not be written or --check found damage, 2 wrong input."
+    parser = make_parser("prepare", description, epilog)
     add = parser.add_argument
     add("inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER", help="in the order of the corpus")
-    add("--out", metavar="FOLDER", help="the corpus to make; it is complete or does not exist")
+    add("--out", type=Path, metavar="FOLDER", help="the corpus to make")
     add("--tokenizer", default="assets/tokenizer", metavar="FOLDER", help="(%(default)s)")
-    help = "fraction of the documents kept for validation (%(default)s)"
-    add("--held-out", type=float, default=0.01, metavar="FRACTION", help=help)
-    help = "field of a line, or column of a Parquet file, that holds the text (text; with --chat messages)"
+    add("--held-out", type=float, default=0.01, metavar="SHARE", help="of the documents, for validation (%(default)s)")
+    help = "field of a line or column of a Parquet file that holds the text (text; with --chat messages)"
     add("--text-column", "--field", metavar="NAME", help=help)
-    help = "documents are conversations, lists of {role, content}; only tokens of the assistant are targets"
+    help = "documents are conversations, lists of {role, content}; only the assistant's tokens are targets"
     add("--chat", action="store_true", help=help)
-    add("--suffix", action="append", default=[], metavar=".X", help="also read files *.X of folders, one document each")
-    add("--skip-bad", action="store_true", help="count lines that hold no text, instead of stopping at the first")
+    add("--suffix", action="append", default=[], metavar=".X", help="also read *.X files of folders, one document each")
+    add("--skip-bad", action="store_true", help="count lines that hold no text instead of stopping at the first one")
     add("--processes", type=positive, default=os.cpu_count(), metavar="N", help="(%(default)s)")
-    add("--check", metavar="FOLDER", help="compare a corpus with its manifest, and do nothing else")
+    add("--dataset", metavar="NAME", help="prepare this corpus for training.dataset; reads --tokenizer")
+    add("--dataset-path", default="", metavar="PATH", help="as training.dataset_path: the downloaded files")
+    add("--cache-folder", default=Training.cache_folder, metavar="FOLDER", help="(%(default)s)")
+    add("--check", type=Path, metavar="FOLDER", help="compare a corpus with its manifest, and do nothing else")
     add_json(parser)
     return parser
 
@@ -136,31 +145,18 @@ def make_verify_parser() -> ArgumentParser:
     description = """
 Does this layout compute the single-device model? Prints a certificate, or the first difference.
 
-Runs the config, reduced to laptop size, on processes of this CPU beside one process with the same model file, in
-several trials: wide, deep, long, at real width; the run's own optimizer; train.py; bfloat16 and float8 where the run
-computes in them. Where something differs, it names the first thing that does.
-
-The layout that was asked for is tried where it fits the ranks; else a smaller one, and the verdict says which.
-
-Both sides share the model file, so that a mistake in it is in both. `--against-hf FOLDER` runs no layout: it compares
-the model file with transformers' model (Llama, Mixtral, Qwen3, Qwen3-MoE), both with the weights of that Hugging Face
-folder: logits, loss, gradient of every parameter, experts of every token."""
-    epilog = """Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished.
-With --against-hf: 0 equal, 1 not, 2 wrong input, no transformers, or too little memory."""
+Run the config, reduced to laptop size, on processes of this CPU beside one process with the same model file, in
+several trials: wide, deep, long, at real width; the run's own optimizer; train.py; bfloat16 and float8 if the run
+computes in them."""
+    epilog = "Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished."
     parser = make_parser("verify", description, epilog)
     add = parser.add_argument
-    help = "processes at most, up to 16; default: 8. The more, the nearer to the real mesh"
+    help = "maximum number of processes, up to 16 (%(default)s)"
     add("--ranks", type=int, default=8, choices=range(1, 17), metavar="N", help=help)
     help = "longest silence of the ranks in one trial (%(default)s)"
     add("--timeout", type=positive, default=300, metavar="SECONDS", help=help)
-    help = "compare the real dim, ffn_dim and vocabulary as far as memory allows, for minutes if need be"
-    add("--full-width", action="store_true", help=help)
-    add("--bf16", action="store_true", help="try bfloat16 also where the config says float32")
-    add("--bisect", action="store_true", help="where the wide trial fails, find the smallest combination that does")
-    add("--matrix", action="store_true", help="thirty layouts of this model instead of its own")
+    add("--bf16", action="store_true", help="try bfloat16 even if the config says float32")
     add("--verbose", action="store_true", help="every parameter instead of the worst of each kind")
-    help = "instead of a layout, compare the model file with transformers' model of this Hugging Face folder"
-    add("--against-hf", type=Path, metavar="FOLDER", help=help)
     add_json(parser)
     return parser
 
@@ -246,7 +242,9 @@ context is full. Sample i is drawn with seed SEED + i."""
     add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (%(default)s)")
     add("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens; 0: from all")
     add("--top-p", type=float, default=1.0, metavar="P", help="draw from the most likely tokens of total probability P")
-    add("--seed", type=int, default=0, metavar="N", help="equal seeds give equal texts on the same device (%(default)s)")
+    add(
+        "--seed", type=int, default=0, metavar="N", help="equal seeds give equal texts on the same device (%(default)s)"
+    )
     add("--context", type=positive, metavar="N", help="maximum tokens of prompt and answer; default: as trained")
     add_source(parser)
     return parser
@@ -279,24 +277,18 @@ A bench never fails because something was slow."""
         "--rounds": {"dest": "n_rounds", "type": int, "help": "turns of each contender"},
         "--steps": {"dest": "n_steps", "type": positive, "help": "steps of a turn"},
         "--out": {"metavar": "FILE", "help": "keeps each row as a line of JSON; default: in assets/benchmarks/"},
-        "--seconds": {"type": positive, "help": "for the whole table; what does not fit is named"},
-        "--peers": {
-            "type": Path,
-            "metavar": "DIR",
-            "help": "compare with the checkouts torchtitan and picotron in DIR instead, on CPU ranks",
-        },
-        "--tiny": {"action": "store_true", "help": "models that a CPU carries too: its numbers mean nothing"},
+        "--seconds": {"type": positive, "help": "for the whole table; rows that do not fit are named"},
+        "--tiny": {"action": "store_true", "help": "models that fit a CPU: the numbers mean nothing"},
     }
     usual = ["--rounds", "--steps"]
     benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
     for name, names, compares in (
-        ("step", [*usual, "--peers"], "a step with a hand-written loop and with transformers, compiled with eager"),
+        ("step", usual, "a step with a hand-written loop and with transformers, compiled with eager"),
         (
             "gpu",
             [*usual, "--out", "--seconds", "--tiny"],
             "1B, 3B and 8B on one GPU, eager, compiled and in float8, with its largest matmuls",
         ),
-        ("io", usual, "saving with disk and hash, batches with mapped files, the start of a run with importing torch"),
     ):
         bench = benches.add_parser(name, help=compares, description=compares, allow_abbrev=False)
         add_json(bench)
@@ -308,7 +300,7 @@ A bench never fails because something was slow."""
 TOOLS = {
     "train": Tool("launch", make_train_parser, reads_config=True),
     "check": Tool("check", make_check_parser, reads_config=True),
-    "prepare": Tool("prepare", make_prepare_parser),
+    "prepare": Tool("corpora.command", make_prepare_parser),
     "verify": Tool("verify.command", make_verify_parser, reads_config=True),
     "plan": Tool("plan.command", make_plan_parser, reads_config=True),
     "explain": Tool("plan.explain", make_explain_parser, reads_config=True),

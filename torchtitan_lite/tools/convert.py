@@ -25,21 +25,13 @@ from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.storage import convert_dtype, write_checkpoint
 from torchtitan_lite.config.block import count_parameters, list_expert_biases
-from torchtitan_lite.tools.command_lines import make_parser
-from torchtitan_lite.tools.model_source import ModelSource, SourceError, add_source, open_source
+from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 
 FINAL_NORM = "norm.weight"
 
 
-def main(args: list[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."""
-    parser = make_parser("convert", __doc__)
-    dtypes = ("float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=dtypes, help="of all weights; default: that of the source")
-    parser.add_argument("--file-gb", type=float, default=5.0, metavar="N", help="size of a file, at most (%(default)s)")
-    add_source(parser)
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
-    options = parser.parse_args(args)
     try:
         print(convert(options))
     except (SourceError, HuggingFaceError) as error:

@@ -30,8 +30,7 @@ from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.parallel.mesh import choose_device
-from torchtitan_lite.tools.command_lines import make_parser, positive
-from torchtitan_lite.tools.model_source import ModelSource, SourceError, add_source, build_model, open_source
+from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
 
 REASONS = {  # why a text ends
     "end_of_document": "ended by the model",
@@ -60,22 +59,8 @@ class Sample:
     seconds: float
 
 
-def main(args: list[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."""
-    parser = make_parser("generate", __doc__)
-    add = parser.add_argument
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="text in UTF-8; without either, standard input")
-    add("--max-new-tokens", type=positive, default=256, metavar="N", help="tokens at most (%(default)s)")
-    add("--n", type=positive, default=1, metavar="N", help="samples, one after another (%(default)s)")
-    add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (%(default)s)")
-    add("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens; 0: from all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest that hold P of the probability")
-    add("--seed", type=int, default=0, metavar="N", help="the same text for the same seed, on the same device")
-    add("--context", type=positive, metavar="N", help="tokens of prompt and answer; default: as it was trained")
-    add_source(parser)
-    options = parser.parse_args(args)
     sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal does not have
     try:
         run(options)

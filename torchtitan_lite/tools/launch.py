@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,6 @@ from typing import TYPE_CHECKING
 from torchtitan_lite.components.shutdown import SIGNALS, StopRequest
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.tools.check import check, choose_host, describe
-from torchtitan_lite.tools.command_lines import CONFIG, make_parser
 from torchtitan_lite.tools.corpora.named import prepare_datasets
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.processes import prepare_forkserver
@@ -40,8 +40,8 @@ STOP_FILE = "stopped"  # in the folder of the launch, once it has received a sig
 LINGER_S = 1.0
 
 
-def main(args: list[str]) -> int:
-    make_parser("train", __doc__, CONFIG).parse_known_args(args)
+def main(options: Namespace) -> int:
+    args = options.config_args
     try:
         machine, n_ranks, n_hosts = choose_host()
         prepared = check(args, machine, n_ranks, n_hosts)

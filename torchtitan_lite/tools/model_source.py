@@ -7,7 +7,6 @@
 Weights go from file to model one tensor at a time, and are converted on the way.
 """
 
-from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -61,15 +60,6 @@ class ModelSource:
     published: dict[str, dict[str, Any]]  # config.json and generation_config.json that the weights came with, if any
     has_biases: bool  # of experts: a Hugging Face folder has none
     read: Callable[[str], Tensor]  # FQN -> the whole tensor, on the CPU, in the dtype of its file
-
-
-def add_source(parser: ArgumentParser) -> None:
-    """Add the options of every tool that opens a model."""
-    add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE", help="checkpoint, run (its newest checkpoint), or Hugging Face folder")
-    add("--tokenizer", metavar="FOLDER", help="in the place of the one that SOURCE names")
-    add("--no-verify", action="store_true", help="do not compare a checkpoint with its manifest")
-    add("--json", action="store_true", help="print for programs")
 
 
 def open_source(path: Path, *, tokenizer: str | None, verify: bool) -> ModelSource:

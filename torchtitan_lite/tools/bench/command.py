@@ -1,9 +1,8 @@
 """`bench`: the table of benches, and the report of one for people and for programs."""
 
-import argparse
 import json
 import sys
-from argparse import ArgumentParser
+from argparse import Namespace
 from collections.abc import Callable
 from statistics import median
 from tempfile import gettempdir
@@ -13,7 +12,6 @@ from torchtitan_lite.config.messages import ConfigError, format_table
 from torchtitan_lite.tools.bench.gpu import bench_gpu
 from torchtitan_lite.tools.bench.rounds import BenchFailed, Report
 from torchtitan_lite.tools.bench.step import bench_step
-from torchtitan_lite.tools.command_lines import make_parser, positive
 
 BENCHES: dict[str, Callable[..., Report]] = {"step": bench_step, "gpu": bench_gpu}
 COLUMNS = {  # rate -> title and format in the table
@@ -24,44 +22,12 @@ COLUMNS = {  # rate -> title and format in the table
 }
 
 
-def make_bench_parser() -> ArgumentParser:
-    """Make a sub-command for each bench, which decides what is not given."""
-    description = """
-How fast is it, as ratios against references measured in the same run?
-
-The numbers are for reading: a bench never fails because something was slow."""
-    epilog = "Exit status: 0 measured, 1 it failed or the contenders do not compute the same, 2 wrong input."
-    parser = make_parser("bench", description, epilog)
-    options = {
-        "--rounds": {"dest": "n_rounds", "type": int, "help": "turns of each contender"},
-        "--steps": {"dest": "n_steps", "type": positive, "help": "steps of a turn"},
-        "--out": {"metavar": "FILE", "help": "keeps each row as a line of JSON; default: in assets/benchmarks/"},
-        "--seconds": {"type": positive, "help": "for the whole table; what does not fit is named"},
-        "--tiny": {"action": "store_true", "help": "models that a CPU carries too: its numbers mean nothing"},
-    }
-    usual = ["--rounds", "--steps"]
-    benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
-    for name, names, compares in (
-        ("step", usual, "a step with a hand-written loop and with transformers, compiled with eager"),
-        (
-            "gpu",
-            [*usual, "--out", "--seconds", "--tiny"],
-            "1B, 3B and 8B on one GPU, eager, compiled and in float8, with its largest matmuls",
-        ),
-    ):
-        bench = benches.add_parser(name, help=compares, description=compares, allow_abbrev=False)
-        bench.add_argument("--json", action="store_true", help="print for programs")
-        for option in names:
-            bench.add_argument(option, default=argparse.SUPPRESS, **options[option])
-    return parser
-
-
-def main(args: list[str]) -> int:
+def main(options: Namespace) -> int:
     """Return the exit status: 0 measured, 1 failed or contenders that compute different things, 2 wrong input."""
-    options = vars(make_bench_parser().parse_args(args))
-    bench, as_json = options.pop("bench"), options.pop("json")
+    chosen = vars(options)
+    bench, as_json = chosen.pop("bench"), chosen.pop("json")
     try:
-        report = BENCHES[bench](**options)
+        report = BENCHES[bench](**chosen)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

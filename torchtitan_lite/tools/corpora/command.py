@@ -21,42 +21,21 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, check_corpus
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.tools.command_lines import make_parser, positive
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
 
 
-def main(args: list[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the command. Return its exit status."""
-    parser = make_parser("prepare", __doc__)
-    add = parser.add_argument
-    add("inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER", help="in the order of the corpus")
-    add("--out", type=Path, metavar="FOLDER", help="the corpus to make")
-    add("--tokenizer", default="assets/tokenizer", metavar="FOLDER", help="(%(default)s)")
-    add("--held-out", type=float, default=0.01, metavar="SHARE", help="of the documents, for validation (%(default)s)")
-    help = "field of a line or column of a Parquet file that holds the text (text; with --chat messages)"
-    add("--text-column", "--field", metavar="NAME", help=help)
-    help = "documents are conversations, lists of {role, content}; only the assistant's tokens are targets"
-    add("--chat", action="store_true", help=help)
-    add("--suffix", action="append", default=[], metavar=".X", help="also read *.X files of folders, one document each")
-    add("--skip-bad", action="store_true", help="count lines that hold no text instead of stopping at the first one")
-    add("--processes", type=positive, default=os.cpu_count(), metavar="N", help="(%(default)s)")
-    add("--json", action="store_true", help="print the result for programs")
-    add("--dataset", choices=DATASETS, help="prepare this corpus for training.dataset; reads --tokenizer")
-    add("--dataset-path", default="", metavar="PATH", help="as training.dataset_path: the downloaded files")
-    add("--cache-folder", default=Training.cache_folder, metavar="FOLDER", help="(%(default)s)")
-    add("--check", type=Path, metavar="FOLDER", help="compare a corpus with its manifest, and do nothing else")
-    options = parser.parse_args(args)
-    if not (options.check or options.dataset or (options.inputs and options.out)):
-        parser.error("name the files and folders to read, and the folder to make: prepare texts/ --out data/mine")
     try:
         if options.check:
             return check(options.check)
         if options.dataset:
+            if options.dataset not in DATASETS:
+                raise CorpusError(f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}.")
             tokenizer = load_tokenizer(options.tokenizer)
             print(prepare_dataset(options.dataset, tokenizer, Path(options.cache_folder), options.dataset_path))
             return 0
@@ -72,6 +51,8 @@ def main(args: list[str]) -> int:
 
 def run(options: argparse.Namespace) -> str:
     """Make the corpus, and return what to print."""
+    if not (options.inputs and options.out):
+        raise PreparationError("Name the files to read, and the folder to make: prepare texts/ --out data/mine")
     files, left_out = find_files(options.inputs, [suffix.lower() for suffix in options.suffix])
     recipe = Recipe(
         assets=str(load_tokenizer(options.tokenizer).path),

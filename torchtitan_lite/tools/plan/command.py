@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 import time
-from argparse import ArgumentParser
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
 from torchtitan_lite.run_config import read_run_config
-from torchtitan_lite.tools.command_lines import CONFIG, make_parser, positive
 from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
 from torchtitan_lite.tools.plan.dry_run import DryRun, PlannedRun, group_pp_ranks, plan_run, sum_traffic
 from torchtitan_lite.tools.plan.ledger import Forecast, forecast, print_score
@@ -64,38 +62,7 @@ class Plan:
         return sum_traffic(self.runs, lambda call: (call.axis, call.operation, find_tier(call.stride, call.n_ranks)))
 
 
-def make_plan_parser() -> ArgumentParser:
-    description = """
-What does this layout cost on these GPUs: memory, traffic, bubble and time? Which layouts are best?
-
-    memory, traffic, FLOPs    what step.py does as one rank of each kind
-    bubble, time, tokens/s    the schedule, simulated with the closed form's durations
-    warnings                  what is wrong with the layout, and the number that would be right
-
-`--search` ranks all layouts of the model on these GPUs; `--score` compares a forecast with what a run of yours has
-measured (metrics.measure_ledger)."""
-    epilog = "Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input."
-    parser = make_parser("plan", description, f"{CONFIG}\n{epilog}")
-    add = parser.add_argument
-    add("--gpus", type=positive, metavar="N", help="GPUs in all; default: what the degrees multiply to")
-    add("--gpu", default="h100", help="a row of config/hardware.py; default: h100")
-    add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
-    add("--full", action="store_true", help="run every microbatch instead of a few that stand for all")
-    help = "tokens of the most loaded of the ranks that share experts, over their mean (%(default)s)"
-    add("--imbalance", type=float, default=1.0, metavar="X", help=help)
-    help = "also say the days of this many; default: training.steps"
-    add("--tokens", type=float, metavar="N", help=help)
-    add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
-    add("--trace", type=Path, metavar="FILE", help="also write it for chrome://tracing or Perfetto")
-    add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
-    add("--toml", type=Path, metavar="FILE", help="with --search: the best layout as a config")
-    add("--score", type=Path, metavar="RUN", help="a dump folder: what was forecast for that run, and what it measured")
-    add("--json", action="store_true", help="print for programs")
-    return parser
-
-
-def main(args: list[str]) -> int:
-    options, config_args = make_plan_parser().parse_known_args(args)
+def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     try:
         if options.score:
@@ -103,9 +70,9 @@ def main(args: list[str]) -> int:
             return 0
         cluster = find_cluster(options.gpu, options.hardware)
         if options.search:
-            search_layouts(config_args, options, cluster)
+            search_layouts(options.config_args, options, cluster)
             return 0
-        plan = make_plan(config_args, options, cluster)
+        plan = make_plan(options.config_args, options, cluster)
     except ConfigError as error:
         if options.json:
             print(json.dumps({"problems": [problem.for_json() for problem in error.list_first()]}))

@@ -7,7 +7,6 @@ import argparse
 import json
 import subprocess
 import sys
-from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -21,46 +20,20 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
 from torchtitan_lite.config.reader import find_config_file
-from torchtitan_lite.tools.command_lines import CONFIG, make_parser, positive
 from torchtitan_lite.tools.plan.dry_run import DryRun, PlannedRun, Sharding, group_pp_ranks, plan_run, sum_traffic
 from torchtitan_lite.tools.plan.traffic import Collective
 
 MOST_SHOWN = 8  # ranks or coordinates in a row; otherwise the first two and the last
 
 
-def make_explain_parser() -> ArgumentParser:
-    description = """
-Who holds which slice of which weight? What do ranks exchange in a step, and which line causes it?
-
-    mesh          where each rank is
-    parameters    which rows and columns of which weight each rank holds
-    collectives   of one step in order: operation, mesh axis, shape, bytes, the line of code that causes it
-    the step      in words
-
-Nothing here is a table of what should happen: step.py is run as one rank of that world, and this is what it did. So
-`--against BASE.toml`, or the folder of another checkout, tells what a change of config or code changed."""
-    epilog = "Exit status: 0 explained (--against: no difference), 1 --against has found one, 2 wrong input."
-    parser = make_parser("explain", description, f"{CONFIG}\n{epilog}")
-    add = parser.add_argument
-    add("--gpus", type=positive, metavar="N", help="ranks; default: what the degrees multiply to")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run; default: cuda")
-    add("--stage", type=int, metavar="P", help="only this pp rank; default: one of each kind")
-    help = "tokens of the most loaded of the ranks that share experts, over their mean (%(default)s)"
-    add("--imbalance", type=float, default=1.0, metavar="X", help=help)
-    add("--against", metavar="BASE", help="a TOML file, or the folder of another checkout")
-    add("--json", action="store_true", help="print for programs, every collective by itself")
-    return parser
-
-
-def main(args: list[str]) -> int:
-    options, config_args = make_explain_parser().parse_known_args(args)
+def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     try:
-        planned = plan_run(config_args, options.gpus, options.device, imbalance=options.imbalance)
+        planned = plan_run(options.config_args, options.gpus, options.device, imbalance=options.imbalance)
         if options.stage is not None and not 0 <= options.stage < planned.layout.pp:
             why, remedy = f"there are {planned.layout.pp} pp ranks", f"Use 0 to {planned.layout.pp - 1}"
             raise ConfigError([Problem("--stage", options.stage, why, remedy)])
-        base = read_base(options, config_args, planned.config.job.config_file) if options.against else None
+        base = read_base(options, options.config_args, planned.config.job.config_file) if options.against else None
     except ConfigError as error:
         print(f"This run could not start:\n{error}", file=sys.stderr)
         return 2

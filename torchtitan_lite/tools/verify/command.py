@@ -3,7 +3,7 @@
 import json
 import sys
 import tempfile
-from argparse import ArgumentParser
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,6 @@ import torch
 
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.run_config import read_run_config
-from torchtitan_lite.tools.command_lines import CONFIG, make_parser, positive
 from torchtitan_lite.tools.verify.certificate import (
     EXIT_STATUS,
     Certificate,
@@ -45,32 +44,9 @@ TRIALS: dict[str, Callable[[Reduction, RunRanks, Path], Trial]] = {
 }
 
 
-def make_verify_parser() -> ArgumentParser:
-    description = """
-Does this layout compute the single-device model? A certificate, or the culprit.
-
-Runs the config, reduced to laptop size, on processes of this CPU beside one process with the same model file, in
-several trials: wide, deep, long, at real width; the run's own optimizer; train.py; bfloat16 and float8 where the run
-computes in them. Where something differs, it names the first thing that does.
-
-The layout that was asked for is tried where it fits the ranks; else a smaller one, and the verdict says which."""
-    epilog = "Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished."
-    parser = make_parser("verify", description, f"{CONFIG}\n{epilog}")
-    add = parser.add_argument
-    help = "processes at most, up to 16; default: 8. The more, the nearer to the real mesh"
-    add("--ranks", type=int, default=8, choices=range(1, 17), metavar="N", help=help)
-    help = "longest silence of the ranks in one trial (%(default)s)"
-    add("--timeout", type=positive, default=300, metavar="SECONDS", help=help)
-    add("--bf16", action="store_true", help="try bfloat16 also where the config says float32")
-    add("--verbose", action="store_true", help="every parameter instead of the worst of each kind")
-    add("--json", action="store_true", help="print for programs, every parameter included")
-    return parser
-
-
-def main(args: list[str]) -> int:
+def main(options: Namespace) -> int:
     """Run the tool. Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished."""
-    options, config_args = make_verify_parser().parse_known_args(args)
-    reading = read_run_config(config_args)
+    reading = read_run_config(options.config_args)
     try:
         if reading.problems:
             raise ConfigError(reading.problems)
