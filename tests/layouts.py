@@ -58,8 +58,8 @@ def accumulate(local_batch_size: int) -> dict[str, object]:
     return {"training.local_batch_size": local_batch_size, "training.global_batch_size": 8}
 
 
-# A split backward and per-op recompute, which is the default, exclude each other.
-PLAIN_FOR = {name: {MODE: "full"} if schedule.splits_backward else {} for name, schedule in SCHEDULES.items()}
+# A split backward and recompute, which is the default, exclude each other.
+PLAIN_FOR = {name: {MODE: "none"} if schedule.splits_backward else {} for name, schedule in SCHEDULES.items()}
 RECOMPUTE = {"no": {MODE: "none"}, "full": {MODE: "full"}, "every-second-layer": {MODE: "selective", OPTION: "2"}}
 
 
@@ -91,7 +91,7 @@ FAST = {
     # pipelines
     **{f"pp2 {name}": Row(2, {PP: 2, SCHEDULE: name, **PLAIN_FOR[name]}) for name in SCHEDULES},
     "pp4 1F1B": Row(4, {PP: 4}),
-    "pp4 ZBVZeroBubble": Row(4, {PP: 4, SCHEDULE: "ZBVZeroBubble", MODE: "full", "model.n_layers": 8}),
+    "pp4 ZBVZeroBubble": Row(4, {PP: 4, SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 8}),
     "pp2 uneven": Row(2, {PP: 2, "parallelism.pipeline_parallel_first_stage_less_layers": 3}),
     "pp2 Interleaved1F1B, embedding and head alone": Row(2, {PP: 2, SCHEDULE: "Interleaved1F1B", **TWO_LAYERS}),
     "pp2 x dp2 x tp2 ZBVZeroBubble, embedding and head alone": Row(
@@ -123,7 +123,7 @@ FAST = {
     "pp2, plain loss": Row(2, {PP: 2, **WHOLE_LOGITS, **TWO_LAYERS}),
     "pp2 compile, many chunks": Row(2, {PP: 2, **COMPILED, **CHUNKS, **TWO_LAYERS}),
     "pp2 InterleavedZeroBubble, many chunks": Row(
-        2, {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "full", **CHUNKS}
+        2, {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "none", **CHUNKS}
     ),
     "pp2 x tp2 ZBVZeroBubble, many chunks": Row(4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **CHUNKS}),
     # long sequences, documents
@@ -157,7 +157,7 @@ EXPERT_LAYOUTS = {
     "tp2": Row(2, {TP: 2}),
     "cp2": Row(2, {CP: 2}),
     "pp2": Row(2, {PP: 2}),
-    "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "full", "model.n_layers": 4}),
+    "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 4}),
     "dp2, ep2": Row(2, {EP: 2}),
     "tp2, ep2": Row(2, {TP: 2, EP: 2}),
     "cp2 ring, ep2": Row(2, {CP: 2, EP: 2, **RING}),
@@ -211,7 +211,7 @@ CROSSES = {
         f"pp2 {name}, {mode} recompute": Row(2, {PP: 2, SCHEDULE: name, **keys})
         for name in SCHEDULES
         for mode, keys in RECOMPUTE.items()
-        if keys != PLAIN_FOR[name]
+        if not SCHEDULES[name].splits_backward
     },
     **{
         f"{name} {method}": Row(world_size, {**degrees, **rotation})
@@ -252,7 +252,7 @@ CROSSES = {
         for name, keys in (("no recompute", {MODE: "none"}), ("full recompute", {MODE: "full"}), ("budget", BUDGET))
     },
     "pp2 x dp2 ZBVZeroBubble": Row(4, {PP: 2, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"]}),
-    "pp2 x cp2 ring ZBVZeroBubble": Row(4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", MODE: "full"}),
+    "pp2 x cp2 ring ZBVZeroBubble": Row(4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", MODE: "none"}),
     "pp2 x dp2 x tp2 Interleaved1F1B": Row(8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
     "pp2 x dp2 x tp2 DualPipeV": Row(8, {PP: 2, TP: 2, SCHEDULE: "DualPipeV", MODE: "none"}),
     "pp2 x dp2 x tp2 offloaded": Row(8, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
@@ -288,7 +288,7 @@ FLOAT8_LAYOUTS = {
     "dp2 x tp2 compile, gathered": Row(4, {TP: 2, **PRECOMPUTE, **COMPILED, **TWO_LAYERS}),
     "dp2 ZeRO-2 accumulation 4, gathered": Row(2, {**PRECOMPUTE, ZERO: 2, **ACCUMULATION_4, **TWO_LAYERS}),
     "dp2 full recompute, gathered": Row(2, {MODE: "full", **GATHER, **TWO_LAYERS}),
-    "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "full", **FLOAT8}),
+    "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **FLOAT8}),
     "tp2 rowwise": Row(2, {TP: 2, **ROWWISE, **TWO_LAYERS}),
     "tp2 rowwise_with_gw_hp": Row(2, {TP: 2, **ROWWISE_HP, **TWO_LAYERS}),
 }

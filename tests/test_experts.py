@@ -153,7 +153,7 @@ ALONE = (1, {MODE: "none", **TWO_LAYERS})
 COUNTED_ALIKE = {
     "full recompute": (1, {MODE: "full", **TWO_LAYERS}),
     "accumulation": (1, {**ACCUMULATION_4, **TWO_LAYERS}),
-    "pp2 ZBVZeroBubble": (2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "full", **TWO_LAYERS}),
+    "pp2 ZBVZeroBubble": (2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **TWO_LAYERS}),
     "cp2 x tp2, ep4": (4, {CP: 2, TP: 2, EP: 4, **TWO_LAYERS}),
 }
 

@@ -87,7 +87,7 @@ INTERLEAVED = (*EVEN, f"--{SCHEDULE}=Interleaved1F1B")
         (EVEN, [2, 2]),
         ((*EVEN, "--model.n_layers=31"), [2, 1]),
         ((*INTERLEAVED, f"--{LAYERS_PER_STAGE}=4"), [1, 2, 2, 1]),
-        ((*EVEN, f"--{SCHEDULE}=ZBVZeroBubble", "--activation_checkpoint.mode=full"), [1, 2, 2, 1]),
+        ((*EVEN, f"--{SCHEDULE}=ZBVZeroBubble", "--activation_checkpoint.mode=none"), [1, 2, 2, 1]),
         ((*INTERLEAVED, f"--{LAYERS_PER_STAGE}=1"), [0, 1, 1, 0]),  # embedding and head alone
         (("--model.n_layers=3", f"--{PP}=4"), [1, 0]),
         (("--model.n_layers=2", f"--{PP}=4"), [0, 1]),  # both ends alone would be no model

@@ -24,7 +24,7 @@ RUNS = [
         pytest.param(RESHARDING, 4, {PP: 2, SCHEDULE: name, ZERO: 3, MODE: "none"}, symptom, marks=pytest.mark.slow)
         for name, symptom in (("InterleavedZeroBubble", "no gradient for"), ("DualPipeV", "gradient"))
     ),
-    ("split backward with per-op recompute", 2, {**SPLIT, MODE: "selective"}, "backward an extra time"),
+    ("split backward with recompute", 2, {**SPLIT, MODE: "selective"}, "backward an extra time"),
     pytest.param(
         "split backward with compile",
         2,

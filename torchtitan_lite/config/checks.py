@@ -189,12 +189,12 @@ def find_refused(config: Config, args: ModelArgs, zero_stage: int) -> dict[str, 
             "58 %",
             'Set parallelism.zero_stage = 1 (fsdp_reshard_after_forward = "never"), or use Interleaved1F1B',
         )
-    if splits and config.activation_checkpoint.is_by_op:
+    if splits and config.activation_checkpoint.mode != "none":
         refuse(
-            "split backward with per-op recompute",
-            "activation_checkpoint.selective_ac_option",
+            "split backward with recompute",
+            "activation_checkpoint.mode",
             "both halves of a split backward would recompute, and torch allows one: it stops in the first backward",
-            'Set activation_checkpoint.mode = "full" or "none", or recompute every n-th layer',
+            'Set it to "none", or use Interleaved1F1B',
         )
     if splits and config.compile.enable:
         refuse(

@@ -8,20 +8,18 @@
     memory_budget, a share of what a compiled block would keep: the compiler picks what is cheapest to compute again
 
 No communication of its own; but recompute repeats the collectives of TP whose outputs are not kept, so "op" keeps those
-that reduce. If a schedule splits the backward, both halves share one recompute. Each block's bound `forward` is
-replaced in place: names of modules and parameters stay as they are.
+that reduce. Each block's bound `forward` is replaced in place: names of modules and parameters stay as they are. A schedule
+that splits the backward would recompute in each half and for each weight, so config/checks.py refuses it.
 
 Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial, wraps
 
 import torch
 import torch._functorch.config as partitioner_config
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_lite.config.schema import ActivationCheckpoint
@@ -68,17 +66,10 @@ def set_memory_budget(section: ActivationCheckpoint) -> None:
         partitioner_config.unsafe_treat_script_objects_as_zero_size = True
 
 
-def apply_recompute(
-    module: nn.Module, *, keep_expensive_ops: bool, method: str = "forward", split_backward: bool = False
-) -> None:
-    """Replace a method of a block, or of a part of one, by one that backward recomputes: all or the cheap ops of it.
-
-    `split_backward`: the schedule computes gradients of inputs and of weights at different times.
-    """
+def apply_recompute(module: nn.Module, *, keep_expensive_ops: bool, method: str = "forward") -> None:
+    """Replace a method of a block, or of a part of it, so that backward recomputes all of it or only its cheap ops."""
     forward = getattr(module, method)
-    if split_backward:
-        recomputing = recomputed_once(forward)
-    elif keep_expensive_ops:
+    if keep_expensive_ops:
         recomputing = recomputed(forward, context_fn=partial(create_selective_checkpoint_contexts, choose_policy))
     else:
         recomputing = recomputed(forward)
@@ -97,50 +88,3 @@ def recomputed(forward: Callable, **options) -> Callable:
 
 def choose_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-# ---------------------------------------------------------------- a backward in two halves
-
-
-def recomputed_once(forward: Callable) -> Callable:
-    """Wrap `forward` so that it is recomputed once, and kept until the graph is freed.
-
-    torch's checkpoint recomputes in every run of the autograd engine. A split backward is one run for the gradient of a
-    stage's input and one for each weight: nine recomputes of a block, whose tensors all stay until the last of them.
-    """
-
-    @wraps(forward)
-    def run(*args, **kwargs):
-        saved = SavedTensors(partial(forward, *args, **kwargs))
-        with saved_tensors_hooks(saved.count, saved.recompute):
-            return forward(*args, **kwargs)
-
-    return run
-
-
-class AllRecomputed(Exception):
-    """Ends a recompute before what follows the last saved tensor, which is a matmul."""
-
-
-class SavedTensors:
-    """What autograd saves of one call: numbers in forward, tensors from the first backward on."""
-
-    def __init__(self, forward: Callable):
-        self.forward = forward  # holds the block's input
-        self.n_saved = 0
-        self.tensors: list[Tensor] = []
-
-    def count(self, tensor: Tensor) -> int:
-        self.n_saved += 1
-        return self.n_saved - 1
-
-    def recompute(self, number: int) -> Tensor:
-        if not self.tensors:
-            with suppress(AllRecomputed), torch.enable_grad(), saved_tensors_hooks(self.keep, lambda tensor: tensor):
-                self.forward()
-        return self.tensors[number]
-
-    def keep(self, tensor: Tensor) -> None:
-        self.tensors.append(tensor.detach())
-        if len(self.tensors) == self.n_saved:
-            raise AllRecomputed

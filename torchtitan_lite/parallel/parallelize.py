@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.schedule import splits_backward
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.moe import MixtureOfExperts
 from torchtitan_lite.parallel.activation_checkpoint import (
@@ -80,7 +79,7 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
                 compiled = torch.compile(forward, backend=config.compile.backend, fullgraph=True, options=options)
                 setattr(module, method, compiled)
         if recompute[int(layer)] == "full":
-            apply_recompute(block, keep_expensive_ops=False, split_backward=splits_backward(config.parallelism))
+            apply_recompute(block, keep_expensive_ops=False)
     if part.output is not None and config.compile.enable and "loss" in config.compile.components:
         compile_loss(part.output, config.compile.backend)
 

@@ -210,8 +210,8 @@ KNOWN_ISSUES = {  # cause -> how to tell
         refusal_applies("split backward with resharding"),
         {"parallelism.zero_stage": 1, "parallelism.fsdp_reshard_after_forward": "default"},
     ),
-    "a split backward with per-op recompute": KnownIssue(
-        refusal_applies("split backward with per-op recompute"), {"activation_checkpoint.mode": "none"}
+    "a split backward with recompute": KnownIssue(
+        refusal_applies("split backward with recompute"), {"activation_checkpoint.mode": "none"}
     ),
     "a split backward with compile": KnownIssue(
         refusal_applies("split backward with compile"), {"compile.enable": False}
