@@ -157,7 +157,7 @@ def test_samples_are_cut_as_the_reader_of_runs_cuts_them(tmp_path, restart_posit
         reader = SampleReader([corpus], seq_len=24, vocab_size=258, restart_positions=restart_positions)
         cut = cut_samples(text, 24, restart_positions=restart_positions)
         assert reader.n_samples == [len(cut)]
-        read = reader.read([(0, sample) for sample in range(len(cut))])
+        read = reader.read(torch.zeros(len(cut), dtype=torch.int64), torch.arange(len(cut)))
         right = make_batch(cut)
         fields = ("tokens", "targets", "positions", "doc_ids")
         assert all(torch.equal(getattr(read, name), getattr(right, name)) for name in fields)

@@ -1,10 +1,10 @@
-"""Open a corpus and read any stretch of it.
+"""Open a corpus and read rows of it.
 
     corpus     one row of tokens, document after document: "a b c" "d e" "f g h i"
-    read       any stretch [start, stop), with a mark on the first token of each document
+    read       a stretch for each row of a batch, with a mark on the first token of each document
 
-The files are mapped: neither the start nor the memory of a process grows with the corpus, and all ranks of a host share
-the pages that the system keeps.
+The files are mapped. Neither start-up time nor the memory of a process grows with the corpus, and the ranks of a host
+share the pages that the system keeps.
 """
 
 import mmap
@@ -19,10 +19,10 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 
 
 class Corpus:
-    """One split of a prepared corpus. Any thread may read it."""
+    """One split of a prepared corpus. Safe to read from any thread."""
 
     def __init__(self, name: str, folder: Path, split: str):
-        """Raises CorpusError. `name` is what the config calls it."""
+        """`name` is what the config calls it. Raises CorpusError."""
         self.name = name
         manifest = read_split(folder, split, tokenizer=None)
         split, files = SPLITS[split], manifest.splits[SPLITS[split]].sha256
@@ -32,20 +32,29 @@ class Corpus:
         self.targets = map_file(folder / f"{split}.targets", torch.bool) if "targets" in files else None
         self.n_tokens = len(self.tokens)
 
-    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return tokens start .. stop-1, int64, and whether each is its document's first, bool, (stop - start,)."""
-        first, last = torch.searchsorted(self.documents, torch.tensor([start, stop])).tolist()
-        begins = torch.zeros(stop - start, dtype=torch.bool)
-        begins[self.documents[first:last] - start] = True
-        return self.tokens[start:stop].long(), begins
+    def read(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens of the stretches at `starts`, and whether each begins a document, and may be a target.
 
-    def read_targets(self, start: int, stop: int) -> Tensor:
-        """Return whether each token may be a target: all but those of a conversation's other turns; bool."""
-        return torch.ones(stop - start, dtype=torch.bool) if self.targets is None else self.targets[start:stop]
+        Three tensors (len(starts), length): int64, bool, bool. Past the end, a document of zeros begins.
+        """
+        index = starts[:, None] + torch.arange(length)
+        inside, begins = index < self.n_tokens, index == self.n_tokens
+        index.clamp_(max=self.n_tokens - 1)
+        tokens = self.tokens[index].long().masked_fill_(~inside, 0)
+        # Documents first .. last-1 begin in a row. Mark them in all rows at once.
+        first, last = torch.searchsorted(self.documents, torch.stack([starts, starts + length]))
+        rows = torch.repeat_interleave(last - first)
+        ends = (last - first).cumsum(0)  # of the rows, in the list of all these documents
+        documents = torch.arange(len(rows)) + (last - ends)[rows]
+        begins[rows, self.documents[documents] - starts[rows]] = True
+        is_target = inside & ~begins
+        if self.targets is not None:  # a conversation
+            is_target &= self.targets[index]
+        return tokens, begins, is_target
 
 
 def map_file(path: Path, dtype: torch.dtype) -> Tensor:
-    """Return the numbers in a file, which are read when they are used."""
+    """Return the numbers in a file, which are read from the disk when they are used."""
     with open(path, "rb") as file, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nobody writes to it
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=dtype)

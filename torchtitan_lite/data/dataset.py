@@ -55,35 +55,30 @@ class SampleReader:
         """Samples of each corpus: every token but the first is a target of one."""
         return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
 
-    def read(self, samples: Sequence[tuple[int, int] | None]) -> Batch:
-        """Return a row for each (corpus, sample); None is a row of padding. Raises CorpusError."""
+    def read(self, sources: Tensor, samples: Tensor) -> Batch:
+        """Return a row for each sample of corpus number `source`, (B,) int64 each; -1 is a row of padding.
+
+        Raises CorpusError.
+        """
         shape = (len(samples), self.seq_len + 1)
-        tokens, begins = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-        is_target = torch.zeros(shape, dtype=torch.bool)
-        for row, chosen in enumerate(samples):
-            if chosen is None:
-                continue
-            source, sample = chosen
-            start = sample * self.seq_len
-            n = min(shape[1], self.corpora[source].n_tokens - start)
-            tokens[row, :n], begins[row, :n] = self.corpora[source].read(start, start + n)
-            is_target[row, :n] = self.corpora[source].read_targets(start, start + n) & ~begins[row, :n]
-            begins[row, n : n + 1] = True  # padding is a document of its own
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        begins, is_target = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+        for source, corpus in enumerate(self.corpora):
+            rows = (sources == source).nonzero()[:, 0]
+            tokens[rows], begins[rows], is_target[rows] = corpus.read(samples[rows] * self.seq_len, shape[1])
         if tokens.max().item() >= self.vocab_size:
             row, column = (tokens >= self.vocab_size).nonzero()[0].tolist()
-            source, sample = samples[row]
-            position = sample * self.seq_len + column
             raise CorpusError(
-                f"token {position} of {self.corpora[source].name} is {tokens[row, column]}, and the model knows ids "
-                f"below {self.vocab_size} (model.vocab_size). "
-                "Use the tokenizer that made this corpus (model.hf_assets_path)"
+                f"token {samples[row] * self.seq_len + column} of {self.corpora[sources[row]].name} is "
+                f"{tokens[row, column]}, and the model knows ids below {self.vocab_size} (model.vocab_size)",
+                "Use the tokenizer that made this corpus (model.hf_assets_path)",
             )
         targets = tokens[:, 1:].masked_fill(~is_target[:, 1:], IGNORE_INDEX)
         begins = begins[:, :-1]
         positions = torch.arange(self.seq_len).repeat(len(samples), 1)
         if self.restart_positions:  # a document that began before the row counts from the row's start
             positions -= torch.where(begins, positions, 0).cummax(dim=1).values
-        n_begun = begins.long().cumsum(dim=1)
+        n_begun = begins.cumsum(dim=1)
         return Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=n_begun - n_begun[:, :1])
 
 
@@ -111,21 +106,18 @@ class Sampler:
             for source, count in enumerate(counts):
                 self.turns[self.sources == source] = torch.arange(count)
 
-    def choose(self, draws: Tensor) -> list[tuple[int, int]]:
-        """Return (source, sample) of each of `draws`, (n,) int64."""
+    def choose(self, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """Return source and sample of each of `draws`; all (n,) int64."""
         if not self.weights:
-            sources, samples = locate_in_parts(self._permute(draws, sum(self.n_samples), name="all"), self.n_samples)
-        else:
-            rounds, in_round = draws // len(self.sources), draws % len(self.sources)
-            sources = self.sources[in_round]
-            turns = (
-                rounds * self.counts[sources] + self.turns[in_round]
-            )  # draws from its source before, in the whole run
-            samples = torch.empty_like(draws)
-            for source in sources.unique().tolist():
-                own = sources == source
-                samples[own] = self._permute(turns[own], self.n_samples[source], name=f"source {source}")
-        return list(zip(sources.tolist(), samples.tolist(), strict=True))
+            return locate_in_parts(self._permute(draws, sum(self.n_samples), name="all"), self.n_samples)
+        rounds, in_round = draws // len(self.sources), draws % len(self.sources)
+        sources = self.sources[in_round]
+        turns = rounds * self.counts[sources] + self.turns[in_round]  # earlier draws from its source, in the whole run
+        samples = torch.empty_like(draws)
+        for source in sources.unique().tolist():
+            own = sources == source
+            samples[own] = self._permute(turns[own], self.n_samples[source], name=f"source {source}")
+        return sources, samples
 
     def _permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
         """Return permutation number d // n, applied to d % n, for each draw d."""
@@ -200,7 +192,7 @@ class SampleStream:
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return rows `rows` of the global batch of `step`, counted from 0. Raises CorpusError."""
-        return self.reader.read(self.sampler.choose(step * self.global_batch_size + torch.tensor(rows)))
+        return self.reader.read(*self.sampler.choose(step * self.global_batch_size + torch.tensor(rows)))
 
 
 class ValidationBatches:
@@ -222,9 +214,8 @@ class ValidationBatches:
         n_read = self.n_batches * self.global_batch_size
         if n_read < self.ends[-1]:
             numbers = numbers * self.ends[-1] // n_read
-        located = locate_in_parts(numbers.clamp(max=self.ends[-1] - 1), self.reader.n_samples)
-        chosen = zip(numbers.tolist(), *(tensor.tolist() for tensor in located), strict=True)
-        return self.reader.read([(source, sample) if n < self.ends[-1] else None for n, source, sample in chosen])
+        sources, samples = locate_in_parts(numbers.clamp(max=self.ends[-1] - 1), self.reader.n_samples)
+        return self.reader.read(sources.masked_fill(numbers >= self.ends[-1], -1), samples)
 
 
 def rows_of_rank(rank: int, n_ranks: int, global_batch_size: int) -> range:

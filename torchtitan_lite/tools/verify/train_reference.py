@@ -184,7 +184,7 @@ def read_batch(config: Config, samples: Sequence[list[Sample]], step: int) -> Ba
     sampler = Sampler(list(map(len, samples)), weights=training.dataset_weights, seed=config.debug.seed)
     first = step * training.global_batch_size
     chosen = sampler.choose(torch.arange(first, first + training.global_batch_size))
-    return make_batch(samples[corpus][sample] for corpus, sample in chosen)
+    return make_batch(samples[corpus][sample] for corpus, sample in zip(*chosen, strict=True))
 
 
 @torch.no_grad()
