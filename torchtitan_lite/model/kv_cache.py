@@ -48,7 +48,7 @@ class CachedModel:
     """A whole model with a cache in every block. Changes the model: train with another copy."""
 
     def __init__(self, model: nn.Module, capacity: int):
-        """Allocate the cache for `capacity` tokens: count_cache_bytes."""
+        """Allocate the cache for `capacity` tokens."""
         weight = model.tok_embeddings.weight
         self.model, self.capacity, self.device = model, capacity, weight.device
         self.length = 0
@@ -77,8 +77,3 @@ class CachedModel:
         for cache in self.caches:
             cache.length = length
         self.length = length
-
-
-def count_cache_bytes(model_args: ModelArgs, capacity: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a cache: keys and values of every layer."""
-    return 2 * model_args.n_layers * model_args.n_kv_heads * model_args.head_dim * capacity * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Open the model that `generate` and `convert` read, and load all its weights in one process.
+"""Open the model that `generate`, `eval` and `convert` read, and load all its weights in one process.
 
     step-200/                       a checkpoint: its manifest describes the model and names the tokenizer
     checkpoint/, outputs/debug/     the newest checkpoint there
@@ -29,12 +29,10 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import MANIFEST, find_steps, parse_model_args
 from torchtitan_lite.checkpoint.storage import OpenCheckpoint, open_checkpoint
-from torchtitan_lite.config.block import count_parameters, list_expert_biases
+from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_lite.model.kv_cache import count_cache_bytes
 from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.step import MODELS
 
@@ -187,17 +185,12 @@ def find_tokenizer(assets: object, args: ModelArgs, path: Path) -> Tokenizer:
     return tokenizer
 
 
-def build_model(source: ModelSource, device: torch.device, memory_bytes: int, cached_tokens: int) -> nn.Module:
-    """Return the model with its weights. Raises SourceError if it does not fit, with its cache, into `memory_bytes`."""
-    args, dtype = source.model_args, DTYPES[device.type]
-    needed_bytes = count_parameters(args) * dtype.itemsize + count_cache_bytes(args, cached_tokens, dtype)
-    if needed_bytes > memory_bytes:
-        seen = f"with a cache of {cached_tokens} tokens it takes {needed_bytes / GIB:.1f} GiB"
-        why = f"and there are {memory_bytes / GIB:.1f} GiB of {device.type} memory"
-        raise SourceError(f"{source.path}: {seen}, {why}. Take a smaller model, or ask for fewer tokens.")
+def build_model(source: ModelSource, device: torch.device) -> nn.Module:
+    """Return the model with its weights."""
+    args = source.model_args
     with torch.device("meta"):
-        model = source.model_class(args)
-    model.to(dtype).to_empty(device=device).eval()
+        model = source.model_class(args, attention=source.attention)
+    model.to(DTYPES[device.type]).to_empty(device=device).eval()
     for _, mixture in list_mixtures(model):
         mixture.router.reset(device)
     if args.tie_embeddings:  # to_empty made two tensors of the one
