@@ -15,7 +15,7 @@ from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config
 from torchtitan_lite.parallel.activation_checkpoint import plan_recompute
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, ROW_OF_GPU, find_cluster
-from torchtitan_lite.tools.plan.ledger import Forecast, forecast, forecast_quickly, list_memory, rate_step
+from torchtitan_lite.tools.plan.forecast import Forecast, forecast, forecast_quickly, list_memory, rate_step
 from torchtitan_lite.tools.plan.memory import estimate_loss, list_kept_bytes
 from torchtitan_lite.tools.plan.search import estimate_peak
 from torchtitan_lite.tools.plan.simulator import plan_order

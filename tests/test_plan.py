@@ -16,7 +16,7 @@ from torchtitan_lite.tools.command_lines import make_plan_parser
 from torchtitan_lite.tools.plan import command as plan
 from torchtitan_lite.tools.plan.cluster import find_cluster
 from torchtitan_lite.tools.plan.dry_run import PlannedRun, group_pp_ranks, plan_run
-from torchtitan_lite.tools.plan.ledger import list_memory
+from torchtitan_lite.tools.plan.forecast import list_memory
 from torchtitan_lite.tools.plan.remedies import (
     list_memory_of,
     simulate_bubble,

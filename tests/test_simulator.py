@@ -12,7 +12,7 @@ from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.schedule import Action, find_deadlock, find_missing_action
 from torchtitan_lite.config.schema import Config, Parallelism, Training
 from torchtitan_lite.parallel import pipeline
-from torchtitan_lite.tools.plan import simulator, step_measure
+from torchtitan_lite.tools.plan import simulator
 from torchtitan_lite.tools.plan.simulator import (
     Durations,
     Timeline,
@@ -152,7 +152,7 @@ def test_the_order_is_that_of_the_schedule_or_of_the_csv_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("module", "schedule", "backward"),
-    [(pipeline, "1F1B", 1), (simulator, "1F1B", 2), (step_measure, "1F1B", 2)],
+    [(pipeline, "1F1B", 1), (simulator, "1F1B", 2)],
 )
 def test_a_docstring_draws_the_pipeline_that_runs(module, schedule, backward):
     drawn = re.sub(r" \. ", " .. ", module.__doc__).replace(" ", "")  # a lone dot fills a column too

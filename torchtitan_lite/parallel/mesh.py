@@ -103,7 +103,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 
 
 def choose_device(local_rank: int, device_type: str) -> torch.device:
-    """Return this process's GPU, or the CPU. `device_type` comes from config/hardware.py.
+    """Return this process's GPU, or the CPU. `device_type` comes from config/machine.py.
 
     Raises RuntimeError if there are GPUs that this build of torch cannot use.
     """

@@ -169,8 +169,7 @@ What does this layout cost on these GPUs: memory, traffic, bubble, time? Which l
     bubble, time, tokens/s    the schedule, simulated with the closed form's durations
     warnings                  what is wrong with the layout, and the number that would be right
 
-`--search` ranks all layouts of the model on these GPUs; `--score` compares a forecast with what a run of yours has
-measured (metrics.measure_ledger)."""
+`--search` ranks all layouts of the model on these GPUs."""
     parser = make_parser("plan", description, "Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input.")
     add = parser.add_argument
     add("--gpus", type=positive, metavar="N", help="number of GPUs; default: the product of the degrees")
@@ -183,7 +182,6 @@ measured (metrics.measure_ledger)."""
     add("--trace", type=Path, metavar="FILE", help="also write the timeline for chrome://tracing or Perfetto")
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
     add("--toml", type=Path, metavar="FILE", help="with --search: write the best layout as a config")
-    add("--score", type=Path, metavar="RUN", help="a dump folder: what was forecast for that run, and what it measured")
     add_json(parser)
     return parser
 
@@ -198,14 +196,12 @@ Who holds which slice of which weight? What do ranks exchange in a step, and whi
     the step      in words
 
 Everything is recorded while step.py runs as one rank of that world on tensors without storage."""
-    epilog = "Exit status: 0 explained (--against: no difference), 1 --against has found one, 2 wrong input."
-    parser = make_parser("explain", description, epilog)
+    parser = make_parser("explain", description, "Exit status: 0 explained, 2 wrong input.")
     add = parser.add_argument
     add("--gpus", type=positive, metavar="N", help="number of ranks; default: the product of the degrees")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run (%(default)s)")
     add("--stage", type=int, metavar="P", help="only this pp rank; default: one of each kind")
     add_imbalance(parser)
-    add("--against", metavar="BASE", help="a TOML file, or the folder of another checkout")
     add_json(parser)
     return parser
 

@@ -20,11 +20,12 @@ from types import CodeType
 import torch
 from torch import nn
 
-PACKAGE = Path(__file__).resolve().parent.parent
+from torchtitan_lite import PACKAGE
+
 NO_CALL_SITES = (  # files of this package that exchange what the model hands over, or observe operators
     "parallel/exchange.py",
     "parallel/tensor_parallel.py",
-    "components/call_sites.py",
+    "plan/call_sites.py",
     "components/diagnosis.py",
     "plan/meter.py",
     "plan/dry_run.py",

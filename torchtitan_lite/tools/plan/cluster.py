@@ -98,11 +98,6 @@ ROW_OF_GPU = {
 }
 
 
-def find_row(machine: Machine) -> str | None:
-    """Return the row of CLUSTERS that describes this machine; None without one."""
-    return "cpu" if machine.device_type == "cpu" else ROW_OF_GPU.get(machine.name)
-
-
 def describe_node(gpu: str, cluster: Cluster, n_ranks: int) -> Machine:
     """Return a host elsewhere with `n_ranks` GPUs of the row `gpu`."""
     if gpu == "cpu":  # a row is one core with its share of the memory

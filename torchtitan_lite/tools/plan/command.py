@@ -20,7 +20,7 @@ from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, 
 from torchtitan_lite.run_config import read_run_config
 from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
 from torchtitan_lite.tools.plan.dry_run import DryRun, PlannedRun, group_pp_ranks, plan_run, sum_traffic
-from torchtitan_lite.tools.plan.ledger import Forecast, forecast, print_score
+from torchtitan_lite.tools.plan.forecast import Forecast, forecast
 from torchtitan_lite.tools.plan.meter import KINDS
 from torchtitan_lite.tools.plan.remedies import list_warnings
 from torchtitan_lite.tools.plan.search import Search
@@ -65,9 +65,6 @@ class Plan:
 def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     try:
-        if options.score:
-            print_score(options.score, as_json=options.json)
-            return 0
         cluster = find_cluster(options.gpu, options.hardware)
         if options.search:
             search_layouts(options.config_args, options, cluster)
@@ -75,8 +72,8 @@ def main(options: argparse.Namespace) -> int:
         plan = make_plan(options.config_args, options, cluster)
     except ConfigError as error:
         if options.json:
-            print(json.dumps({"problems": [problem.for_json() for problem in error.list_first()]}))
-        print(f"There is no {'score' if options.score else 'plan'}:\n{error}", file=sys.stderr)
+            print(json.dumps({"problems": list(map(asdict, error.problems))}, default=str))
+        print(f"There is no plan:\n{error}", file=sys.stderr)
         return 2
     if options.svg:
         options.svg.write_text(draw_svg(plan.forecast.timeline, plan.planned.config_name), encoding="utf-8")

@@ -5,21 +5,17 @@ Everything is recorded in a dry run of step.py (dry_run.py); no table says what 
 
 import argparse
 import json
-import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from itertools import groupby
 from math import prod
-from pathlib import Path
 
 import torch
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
-from torchtitan_lite.config.reader import find_config_file
 from torchtitan_lite.tools.plan.dry_run import DryRun, PlannedRun, Sharding, group_pp_ranks, plan_run, sum_traffic
 from torchtitan_lite.tools.plan.traffic import Collective
 
@@ -33,13 +29,10 @@ def main(options: argparse.Namespace) -> int:
         if options.stage is not None and not 0 <= options.stage < planned.layout.pp:
             why, remedy = f"there are {planned.layout.pp} pp ranks", f"Use 0 to {planned.layout.pp - 1}"
             raise ConfigError([Problem("--stage", options.stage, why, remedy)])
-        base = read_base(options, options.config_args, planned.config.job.config_file) if options.against else None
     except ConfigError as error:
         print(f"This run could not start:\n{error}", file=sys.stderr)
         return 2
     groups, runs = run_pp_ranks(planned, options.stage)
-    if base is not None:
-        return report_difference(list_for_json(runs), base, options.against)
     if options.json:
         print(json.dumps({"layout": asdict(planned.layout), "collectives": list_for_json(runs)}))
     else:
@@ -274,7 +267,7 @@ def describe_exchange(planned: PlannedRun) -> list[str]:
     return [f"{exchange}; here the most loaded rank gets {planned.imbalance:g} times the mean."]
 
 
-# ---------------------------------------------------------------- differences
+# ---------------------------------------------------------------- the runs
 
 
 def run_pp_ranks(planned: PlannedRun, stage: int | None) -> tuple[dict[int, list[int]], dict[int, DryRun]]:
@@ -290,58 +283,3 @@ def list_for_json(runs: dict[int, DryRun]) -> list[dict[str, object]]:
         for rank, run in runs.items()
         for collective, times in run.collectives
     ]
-
-
-def read_base(options: argparse.Namespace, config_args: list[str], config_name: str) -> list[dict[str, object]]:
-    """Return the collectives of another config with this code, or of this config with another checkout's code."""
-    folder = Path(options.against)
-    if not folder.is_dir():
-        base = plan_run(["--config", options.against], options.gpus, options.device, imbalance=options.imbalance)
-        return list_for_json(run_pp_ranks(base, options.stage)[1])
-    if not (folder / "torchtitan_lite" / "__main__.py").is_file():
-        why = "this folder is no checkout: there is no torchtitan_lite/__main__.py in it"
-        raise ConfigError([Problem("--against", options.against, why, "Name a TOML file or a checkout")])
-    command = [sys.executable, "-m", "torchtitan_lite", "explain", "--json", "--device", options.device, *config_args]
-    command += ["--config", str(find_config_file(config_name).resolve())]  # ours: that checkout's own may differ
-    imbalance = options.imbalance if options.imbalance != 1 else None  # an older checkout may not know the option
-    given = {"--gpus": options.gpus, "--stage": options.stage, "--imbalance": imbalance}
-    command += [f"{flag}={value}" for flag, value in given.items() if value is not None]
-    # Python imports torchtitan_lite from its working directory first.
-    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if answer.returncode != 0:
-        last_line = "".join(answer.stderr.strip().splitlines()[-1:]).strip()
-        why = f"its own `explain` ended with {answer.returncode}: {last_line}"
-        raise ConfigError([Problem("--against", options.against, why, "Name a checkout that can run this config")])
-    return json.loads(answer.stdout)["collectives"]
-
-
-def report_difference(ours: list[dict], base: list[dict], name: str) -> int:
-    """Print collectives that are new or gone; return the exit status. All layers of a model count as one.
-
-    Line numbers are printed but not compared.
-    """
-    counts, lines, sizes = (Counter(), Counter()), {}, {}
-    for count, records in zip(counts, (base, ours), strict=True):
-        for record in records:
-            place = record["place"]
-            module = ".".join("*" if part.isdecimal() else part for part in place["module"].split("."))
-            shape = tuple(record["shape"])
-            key = record["pp_rank"], record["operation"], record["axis"], shape, record["dtype"], module, place["walk"]
-            count[key] += record["times"]
-            lines[key] = f"{place['line']} {place['function']}"
-            sizes[key] = record["n_bytes"]
-    changed = [key for key in lines if counts[0][key] != counts[1][key]]
-    if not changed:
-        print(f"the same collectives as {name}")
-        return 0
-    print(f"against {name}, in one step of each kind of pp rank:")
-    for key in changed:
-        pp_rank, operation, axis, shape, dtype, module, walk = key
-        where = f"{walk or 'between'} {module}".rstrip()
-        before, after = (count[key] for count in counts)
-        print(
-            f"  {'+' if after > before else '-'} {abs(after - before)} x {operation} over {axis}, {list(shape)} "
-            f"{dtype}, {format_bytes(sizes[key])} each ({before} -> {after})\n"
-            f"      pp rank {pp_rank}, {where}: {lines[key]}"
-        )
-    return 1

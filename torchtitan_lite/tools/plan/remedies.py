@@ -6,7 +6,7 @@
                      and logits
                      keys with the bytes that each saves this rank. No rank talks: the others may be in a collective
 
-Each key is tried alone or with those before it: the closed form (config/memory.py) with the key and without.
+Each key is tried alone or with those before it: the closed form (memory.py) with the key and without.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import format_toml
 from torchtitan_lite.config.schema import Config, Training, with_value
 from torchtitan_lite.tools.plan.cluster import Cluster
-from torchtitan_lite.tools.plan.ledger import forecast, list_memory
+from torchtitan_lite.tools.plan.forecast import forecast, list_memory
 from torchtitan_lite.tools.plan.memory import Memory
 from torchtitan_lite.tools.plan.simulator import plan_order
 from torchtitan_lite.tools.plan.workload import Workload, describe_workload

@@ -18,7 +18,7 @@ from torchtitan_lite.config.layout import Layout, plan_layout
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Config, Parallelism
 from torchtitan_lite.tools.plan.cluster import Cluster
-from torchtitan_lite.tools.plan.ledger import Forecast, forecast_quickly
+from torchtitan_lite.tools.plan.forecast import Forecast, forecast_quickly
 from torchtitan_lite.tools.plan.memory import estimate_memory, weigh_waiting
 from torchtitan_lite.tools.plan.simulator import extrapolate_in_flight
 from torchtitan_lite.tools.plan.step_time import StepTimeModel

@@ -16,7 +16,7 @@ from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.dry_run import dry_run, is_uniform, shorten
-from torchtitan_lite.tools.plan.ledger import Forecast
+from torchtitan_lite.tools.plan.forecast import Forecast
 from torchtitan_lite.tools.plan.search import Candidate, Search, estimate_live_bytes
 from torchtitan_lite.tools.plan.simulator import plan_order
 from torchtitan_lite.tools.plan.traffic import estimate_traffic

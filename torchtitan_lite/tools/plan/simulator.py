@@ -10,8 +10,8 @@ A pp rank starts its next action when it is free and the action's input has arri
 it was done. Sends only delay; they take no rank's time. Bubble is the idle share of all pp ranks' time.
 
 With even stages, B = 2F and no delay, GPipe and 1F1B idle (p-1)/(m+p-1) of a step, interleaved (p-1)/(v*m+p-1):
-p pp ranks, m microbatches, v stages a rank. (P-1)/M, often quoted, is idle over *ideal* time. Durations may be modelled
-(step_time.py) or measured (step_measure.py).
+p pp ranks, m microbatches, v stages a rank. (P-1)/M, often quoted, is idle over *ideal* time. Durations come from
+step_time.py.
 """
 
 from collections import Counter
@@ -116,7 +116,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each pp rank did what, simulated or measured."""
+    """When each pp rank does what."""
 
     events: list[Event]
     n_ranks: int
@@ -140,7 +140,7 @@ class Timeline:
 
 
 def simulate(order: PipelineOrder, durations: Durations) -> Timeline:
-    """Return when each action runs. The order must not deadlock: pipeline_plan.py refuses those that do."""
+    """Return when each action runs. The order must not deadlock: config/schedule.py refuses an order that does."""
     last_stage = max(action.stage for row in order for action in row)
     rank_of = {action.stage: rank for rank, row in enumerate(order) for action in row}
     done_at: dict[tuple[int, str, int], float] = {}

@@ -8,7 +8,7 @@
     ep            the same, exposed, of the most loaded rank: the others wait for it
     dp            the same, less the block (ZeRO 3) or the pass (ZeRO 1, 2) that overlaps it
 
-All constants are in config/hardware.py: one set for each GPU. Legend in config/workload.py.
+All constants are in cluster.py: one set for each GPU. Legend in workload.py.
 """
 
 from collections.abc import Sequence

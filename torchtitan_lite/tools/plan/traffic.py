@@ -1,8 +1,7 @@
-"""Bytes that one rank moves in one step: read off each call of a dry or a real run, and by the closed form.
+"""Bytes that one rank moves in one step: read from each call that the Meter (meter.py) sees, and by the closed form.
 
-    tensor, context parallel    _c10d_functional.reduce_scatter_tensor    Meter (meter.py), in a dry run
-    step.py, FSDP, pipeline     dist.all_gather_into_tensor, send ...     Meter
-    everything                  c10d::_allgather_base_ -> gloo, NCCL      count_traffic (step_measure.py), in a real run
+    tensor, context parallel    _c10d_functional.reduce_scatter_tensor
+    step.py, FSDP, pipeline     c10d::_allgather_base_, c10d::send ...
 
     axis              what travels                                      how often
     tp                hidden states (B, S/cp, D)                        4 times a layer and microbatch, and recompute;

@@ -1,6 +1,6 @@
 """One optimizer step of a model in a layout, as numbers: the input of every closed form.
 
-    config + model_args + layout  ->  Workload  ->  config/memory.py    bytes that a rank holds
+    config + model_args + layout  ->  Workload  ->  memory.py           bytes that a rank holds
                                                 ->  plan/traffic.py     bytes that a rank moves
                                                 ->  plan/step_time.py   seconds
 

@@ -5,7 +5,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def main(options: Namespace) -> int:
         reduction = reduce_config(reading.config, options.ranks)
     except ConfigError as error:
         if options.json:
-            print(json.dumps({"certified": False, "problems": [problem.for_json() for problem in error.list_first()]}))
+            print(json.dumps({"certified": False, "problems": list(map(asdict, error.problems))}, default=str))
         print(f"This run could not start:\n{error}", file=sys.stderr)
         return 2
     if options.bf16:

@@ -25,6 +25,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from torchtitan_lite import PACKAGE
 from torchtitan_lite.parallel.mesh import forget_groups
 from torchtitan_lite.tools.processes import end_with_parent, prepare_forkserver
 
@@ -41,7 +42,6 @@ PRELOADED = [
 ]
 SECONDS_AFTER_A_FAILURE = 3  # how long the other ranks may go on once one has failed
 SECONDS_FOR_A_STACK = 5  # in which ranks that are late write where they are: they need no Python for that
-PACKAGE = Path(__file__).resolve().parent.parent
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')  # as faulthandler writes it
 
 
