@@ -158,7 +158,7 @@ def tools(monkeypatch, tmp_path):
     [
         ("cpu", ["g++"], {}, []),
         ("cpu", ["mine"], {"CXX": "mine"}, []),
-        ("cpu", ["g++"], {"CXX": "mine"}, ["C++ compiler 'mine'"]),
+        ("cpu", ["g++"], {"CXX": "mine"}, ["C++ compiler mine"]),
         ("cuda", ["gcc"], {}, []),
         ("cuda", ["g++"], {}, ["C compiler gcc or clang"]),
         ("cuda", ["gcc"], {"CC": "mine"}, ["C compiler mine"]),

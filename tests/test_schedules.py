@@ -12,7 +12,7 @@ from torchtitan_lite.config.case import Case
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.checks import find_problems
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.schedule import check_microbatches, find_fault, name_modules, place_stages, plan_stages
+from torchtitan_lite.config.schedule import check_microbatches, find_csv_fault, name_modules, place_stages, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism
 
 CSV = "parallelism.pipeline_parallel_schedule_csv"
@@ -154,7 +154,7 @@ def write_csv(tmp_path: Path, text: str) -> Parallelism:
 )
 def test_a_schedule_file_that_cannot_run_is_refused_with_the_reason(tmp_path, text, why):
     parallelism = write_csv(tmp_path, text)
-    assert why in find_fault(parallelism.pipeline_parallel_schedule_csv, 2)
+    assert why in find_csv_fault(parallelism)
     assert [problem.key for problem in find_problems("mesh", Case(Config(parallelism=parallelism)), key=CSV)] == [CSV]
 
 
@@ -168,7 +168,7 @@ def test_listed_stages_are_as_many_as_the_schedule_file_has(tmp_path):
 @pytest.mark.parametrize("text", [pytest.param(GPIPE, marks=pytest.mark.slow), SPLIT])
 def test_a_schedule_file_computes_the_single_device_model(pool, oracle, tmp_path, text):
     parallelism = write_csv(tmp_path, text)
-    assert find_fault(parallelism.pipeline_parallel_schedule_csv, 2) == ""
+    assert find_csv_fault(parallelism) == ""
     overrides = {PP: 2, CSV: parallelism.pipeline_parallel_schedule_csv, "activation_checkpoint.mode": "none"}
     overrides["parallelism.pipeline_parallel_microbatch_size"] = 4
     shares = pool.run(compare.measure_layout, 2, overrides, oracle({}))

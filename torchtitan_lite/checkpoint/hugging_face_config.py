@@ -32,28 +32,26 @@ from torchtitan_lite.checkpoint.hugging_face_families import (
 )
 from torchtitan_lite.config.files import read_json_object
 from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
-from torchtitan_lite.config.messages import shorten
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 IN_MANIFEST = "hugging_face"  # key in `run` of a manifest: name of a file -> its content
 LENGTH = "max_position_embeddings"
 DTYPE_KEYS = ("torch_dtype", "dtype")  # of transformers 4 and 5
 LARGEST = 2**24  # of any size; the vocabulary of Llama 3 is 2**17
-MOST_BYTES = 2**24  # of a JSON file beside the weights; the index of the largest models has a tenth
 
 
 class HuggingFaceError(ValueError):
     """A folder that does not hold a model that we can load. `problems` lists everything that was found."""
 
     def __init__(self, folder: Path, problems: list[str]):
-        self.problems = [shorten(problem) for problem in problems]
+        self.problems = problems
         super().__init__("\n".join([f"{folder} cannot be used:", *(f"  {problem}" for problem in self.problems)]))
 
 
 def read_beside(folder: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in the file `name` of a folder. Raises HuggingFaceError."""
     try:
-        return read_json_object(folder / name, MOST_BYTES)
+        return read_json_object(folder / name)
     except ValueError as error:
         raise HuggingFaceError(folder, [f"{name} {error}"]) from None
 

@@ -1,13 +1,13 @@
-"""Find what is wrong with a config by its numbers alone. No torch.
+"""The rules that a config must satisfy, as far as numbers alone can tell. No torch.
 
-    check_model     layout.resolve_model    the numbers of [model]
-    check_mesh      layout.plan_layout      degrees, batch, ZeRO stage
-    check_layout    layout.plan_layout      whether this model can be cut so
-    find_refused    layout.plan_layout      combinations that are known to give wrong numbers or to crash
-    check_run       preflight               the rest
-    check_machine   preflight               what this machine cannot do
+    check_model     called by layout.resolve_model    the numbers of [model]
+    check_mesh                layout.plan_layout      degrees, batch, ZeRO stage
+    check_layout              layout.plan_layout      whether this model can be cut into these degrees
+    find_refused              layout.plan_layout      combinations known to give wrong numbers or to crash
+    check_run                 preflight               settings that contradict each other
+    check_machine             preflight               what this machine cannot do
 
-Each function asks all of its rules, so that a user sees every problem at once. preflight.py adds what needs files.
+Each function asks all of its rules, so a user sees every problem at once. preflight.py adds the checks that read files.
 """
 
 from math import prod
@@ -44,18 +44,15 @@ class Problems(list):
 def check_model(model: Model, args: ModelArgs) -> list[Problem]:
     """Find numbers of [model] that do not make a model. `args`: the flavor with these numbers."""
     problems = Problems(Config(model=model), args)
-    follows = model.head_dim is None and (model.dim is not None or model.n_heads is not None)
-    if follows and args.dim % args.n_heads:
-        problems.refuse(
-            "model.n_heads",
-            f"it does not divide model.dim = {args.dim}, and head_dim is dim / n_heads",
-            "Choose a divisor of model.dim, or set model.head_dim",
-        )
+    is_derived = model.head_dim is None and (model.dim is not None or model.n_heads is not None)
+    if is_derived and args.dim % args.n_heads:
+        why = f"it does not divide model.dim = {args.dim}, and head_dim is dim / n_heads"
+        problems.refuse("model.n_heads", why, "Use a divisor of model.dim, or set model.head_dim")
     elif args.head_dim % 2:
-        problems.refuse("model.head_dim", "rotary embedding rotates pairs of numbers", "Make it an even number")
+        problems.refuse("model.head_dim", "rotary embedding rotates pairs of numbers", "Use an even number")
     if args.n_heads % args.n_kv_heads:
         why = f"it does not divide model.n_heads = {args.n_heads}"
-        problems.refuse("model.n_kv_heads", why, "Choose a divisor of n_heads")
+        problems.refuse("model.n_kv_heads", why, "Use a divisor of n_heads")
     return problems
 
 
@@ -65,21 +62,16 @@ def check_mesh(config: Config, degrees: dict[str, int], world_size: int, batch: 
     if prod(degrees.values()) != world_size:
         others = prod(degree for dim, degree in degrees.items() if dim != "dp_shard")
         shown = " x ".join(f"{dim} {degree}" for dim, degree in degrees.items() if degree > 1) or "all 1"
-        problems.refuse(
-            "parallelism.data_parallel_shard_degree",
-            f"the degrees ({shown}) do not multiply to the world size {world_size}",
-            f"Use a multiple of {others} ranks, and -1 for the rest of them",
-        )
+        why = f"the degrees ({shown}) do not multiply to the world size {world_size}"
+        remedy = f"Use a multiple of {others} ranks, and -1 for the rest of them"
+        problems.refuse("parallelism.data_parallel_shard_degree", why, remedy)
     if fault := find_csv_fault(section):
         remedy = "Write one row for each pp rank and one action a cell, or remove the key"
         problems.refuse("parallelism.pipeline_parallel_schedule_csv", f"it {fault}", remedy)
     unit = training.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
-    if below := batch["global_batch_size"] % unit:
-        problems.refuse(
-            "training.global_batch_size",
-            f"it is no multiple of local_batch_size {training.local_batch_size} x data-parallel ranks = {unit}",
-            f"Use {training.global_batch_size - below + unit}, for instance",
-        )
+    if batch["global_batch_size"] % unit:
+        why = f"it is no multiple of local_batch_size {training.local_batch_size} x data-parallel ranks = {unit}"
+        problems.refuse("training.global_batch_size", why, f"Use a multiple of {unit}")
     if training.local_batch_size % batch["microbatch_size"]:
         why = f"it does not divide training.local_batch_size = {training.local_batch_size}"
         problems.refuse("parallelism.pipeline_parallel_microbatch_size", why, "Use a divisor of it, 1 for instance")
@@ -87,7 +79,7 @@ def check_mesh(config: Config, degrees: dict[str, int], world_size: int, batch: 
         why = f"fsdp_reshard_after_forward = {section.fsdp_reshard_after_forward!r} means {section.reshard_stage}"
         problems.refuse(ZERO_STAGE, why, "Remove one of the two keys")
     elif section.pipeline_parallel_degree > 1 and section.zero_stage == 2:
-        why = "torch's pipeline runtime reduces gradients once per step, so that no rank can shard them before"
+        why = "torch's pipeline runtime reduces gradients once per step, so no rank can shard them earlier"
         problems.refuse(ZERO_STAGE, why, "Use 1, or 3 to shard the parameters too")
     return problems
 
@@ -97,7 +89,7 @@ def check_layout(config: Config, args: ModelArgs, degrees: dict[str, int], batch
     problems, tp, cp = Problems(config, args), degrees["tp"], degrees["cp"]
     for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
         if getattr(args, name) % tp:
-            why = f"parallelism.tensor_parallel_degree = {tp} does not divide it, and tp ranks hold equal shares"
+            why = f"parallelism.tensor_parallel_degree = {tp} does not divide it, and tp ranks hold equal shards"
             remedy = f"Use a parallelism.tensor_parallel_degree that divides {getattr(args, name)}"
             problems.refuse(f"model.{name}", why, remedy)
     pieces = (2 * cp if cp > 1 else 1) * tp  # each cp rank takes an early and a late piece, and tp splits these
@@ -117,6 +109,7 @@ def check_layout(config: Config, args: ModelArgs, degrees: dict[str, int], batch
 
 
 def check_experts(problems: Problems, degrees: dict[str, int]) -> None:
+    """Find why experts cannot be cut into these degrees, or cannot be exported."""
     config, args, mixture = problems.config, problems.args, problems.args.mixture
     ep, n_ranks = config.parallelism.expert_parallel_degree, degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
     if n_ranks % ep:
@@ -126,14 +119,14 @@ def check_experts(problems: Problems, degrees: dict[str, int]) -> None:
         why = f"it does not divide the {mixture.n_experts} experts of a layer: every ep rank holds equally many"
         problems.refuse(EP, why, f"Use a divisor of {mixture.n_experts}")
     elif find_expert_dim(args, ep, n_ranks // ep) is None:
-        why = f"FSDP finds no dim of {mixture.n_experts} x {args.dim} x {mixture.expert_ffn_dim} to share out evenly"
+        why = f"no dim of {mixture.n_experts} x {args.dim} x {mixture.expert_ffn_dim} divides over the ranks of FSDP"
         problems.refuse(EP, why, "Use another expert_parallel_degree or model.dim")
     alignment = 4 if config.training.mixed_precision_param == "float32" else 8  # numbers in 16 bytes
     if args.dim % alignment:
         why = "the grouped matmul of experts reads rows of multiples of 16 bytes"
         problems.refuse("model.dim", why, f"Use a multiple of {alignment}")
     if (width := mixture.n_shared_experts * mixture.expert_ffn_dim) % degrees["tp"]:
-        why = "tp ranks hold equal parts of the shared experts"
+        why = "tp ranks hold equal shards of the shared experts"
         problems.refuse("parallelism.tensor_parallel_degree", why, f"Use a divisor of their width {width}")
     if config.checkpoint.enable and config.checkpoint.last_save_in_hf and config.training.expert_bias_rate:
         why = "no format of Hugging Face has a bias of experts, and training.expert_bias_rate moves it"
@@ -165,52 +158,36 @@ def check_float8(problems: Problems, tp: int, n_tokens: int) -> None:
 def find_refused(config: Config, args: ModelArgs, zero_stage: int) -> dict[str, Problem]:
     """Return the combinations in this config that are known to give wrong numbers or to crash (torch 2.13).
 
-    tests/test_refused.py runs each of them and sees it fail, so that the test says so when torch repairs one.
+    tests/test_refused.py runs each of them and expects it to fail, so the test reports it when torch repairs one.
     """
     problems, names, section = Problems(config, args), [], config.parallelism
     splits = not find_csv_fault(section) and splits_backward(section)
+    methods = ATTENTIONS[config.model.attention].under_cp
 
     def refuse(name: str, *problem: str) -> None:
         names.append(name)
         problems.refuse(*problem)
 
     if section.pipeline_parallel_degree > 1 and args.tie_embeddings:
-        refuse(
-            "tied embeddings over stages",
-            "parallelism.pipeline_parallel_degree",
-            "the first and the last stage would each hold and train a copy of the tied matrix",
-            "Use pipeline_parallel_degree = 1, or a flavor whose embedding is not tied",
-        )
+        why = "the first and the last stage would each hold and train a copy of the tied matrix"
+        remedy = "Use pipeline_parallel_degree = 1, or a flavor whose embedding is not tied"
+        refuse("tied embeddings over stages", "parallelism.pipeline_parallel_degree", why, remedy)
     if splits and zero_stage == 3:
-        refuse(
-            "split backward with resharding",
-            "parallelism.pipeline_parallel_schedule",
-            "it computes gradients of weights after their parameters were freed: gradients are missing, or wrong by "
-            "58 %",
-            'Set parallelism.zero_stage = 1 (fsdp_reshard_after_forward = "never"), or use Interleaved1F1B',
-        )
+        why = "it computes gradients of weights after their parameters were freed: gradients are missing or wrong"
+        remedy = 'Set parallelism.zero_stage = 1 (fsdp_reshard_after_forward = "never"), or use Interleaved1F1B'
+        refuse("split backward with resharding", "parallelism.pipeline_parallel_schedule", why, remedy)
     if splits and config.activation_checkpoint.mode != "none":
-        refuse(
-            "split backward with recompute",
-            "activation_checkpoint.mode",
-            "both halves of a split backward would recompute, and torch allows one: it stops in the first backward",
-            'Set it to "none", or use Interleaved1F1B',
-        )
+        why = "both halves of a split backward would recompute, and torch allows one: it stops in the first backward"
+        remedy = 'Set it to "none", or use Interleaved1F1B'
+        refuse("split backward with recompute", "activation_checkpoint.mode", why, remedy)
     if splits and config.compile.enable:
-        refuse(
-            "split backward with compile",
-            "compile.enable",
-            "the backward of a compiled block cannot be split: torch stops in the first step",
-            "Set compile.enable = false, or use Interleaved1F1B",
-        )
-    methods = ATTENTIONS[config.model.attention].under_cp
+        why = "the backward of a compiled block cannot be split: torch stops in the first step"
+        remedy = "Set compile.enable = false, or use Interleaved1F1B"
+        refuse("split backward with compile", "compile.enable", why, remedy)
     if section.context_parallel_degree > 1 and methods and section.context_parallel_rotate_method not in methods:
-        refuse(
-            "attention that the method of context parallel lacks",
-            "parallelism.context_parallel_rotate_method",
-            f"this method does not compute model.attention = {config.model.attention!r}",
-            f"Use {' or '.join(map(repr, methods))}",
-        )
+        why = f"this method does not compute model.attention = {config.model.attention!r}"
+        key, remedy = "parallelism.context_parallel_rotate_method", f"Use {' or '.join(map(repr, methods))}"
+        refuse("attention that the method of context parallel lacks", key, why, remedy)
     return dict(zip(names, problems, strict=True))
 
 
@@ -218,7 +195,7 @@ def check_run(config: Config) -> list[Problem]:
     """Find settings that contradict each other, whatever the layout."""
     problems = Problems(config)
     problems += check_moments(config)
-    recompute, compiled = config.activation_checkpoint, config.compile
+    recompute, compiled, profiling = config.activation_checkpoint, config.compile, config.profiling
     option = recompute.selective_ac_option
     if option != "op" and not (option.isdecimal() and int(option)):
         remedy = 'Use "op", or "n" to recompute every n-th layer, "2" for instance'
@@ -226,8 +203,8 @@ def check_run(config: Config) -> list[Problem]:
     if recompute.mode == "memory_budget" and not (compiled.compiles_blocks and compiled.backend != "eager"):
         why = "the compiler chooses what to recompute, and no block is compiled"
         problems.refuse("activation_checkpoint.mode", why, 'Set compile.enable = true, or use "selective"')
-    n_steps = config.profiling.profiler_warmup + config.profiling.profiler_active
-    if config.profiling.enable_profiling and config.profiling.profile_freq < n_steps:
+    n_steps = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < n_steps:
         why = f"profiler_warmup + profiler_active take {n_steps} steps"
         problems.refuse("profiling.profile_freq", why, f"Use {n_steps} or more")
     is_rewritten = compiled.compiles_blocks and compiled.backend == "inductor"
@@ -239,25 +216,25 @@ def check_run(config: Config) -> list[Problem]:
 
 def check_moments(config: Config) -> list[Problem]:
     """Find an optimizer that cannot keep its moments in bfloat16."""
-    problems, section = Problems(config), config.optimizer
-    if section.moments_dtype == "bfloat16":
-        if not OPTIMIZERS[section.name].has_bfloat16_moments or section.implementation != "fused":
-            why = f"{section.name} with implementation {section.implementation!r} keeps no moments in bfloat16"
+    problems, optimizer = Problems(config), config.optimizer
+    if optimizer.moments_dtype == "bfloat16":
+        if not OPTIMIZERS[optimizer.name].has_bfloat16_moments or optimizer.implementation != "fused":
+            why = f"{optimizer.name} with implementation {optimizer.implementation!r} keeps no moments in bfloat16"
             problems.refuse("optimizer.moments_dtype", why, "Use AdamW with the implementation fused")
-        elif section.beta2 > 0.99:
-            why = f"bfloat16 rounds away a second moment that falls by the factor optimizer.beta2 = {section.beta2}"
+        elif optimizer.beta2 > 0.99:
+            why = f"bfloat16 rounds away a second moment that falls by the factor optimizer.beta2 = {optimizer.beta2}"
             problems.refuse("optimizer.moments_dtype", why, "Use a beta2 of at most 0.99, or moments in float32")
     return problems
 
 
 def check_machine(config: Config, machine: Machine) -> list[Problem]:
     """Find what these devices cannot do."""
-    problems, section = Problems(config), config.quantize.linear.float8
+    problems = Problems(config)
     if machine.device_type != "cuda":
         for key in (ASYNC_TP, "training.enable_cpu_offload", "profiling.enable_memory_snapshot"):
             if get_value(config, key):
                 problems.refuse(key, "it is for GPUs, and there is none", "Leave this key out")
-    if config.model.uses_float8 and not section.emulate and lacks_float8(machine):
+    if config.model.uses_float8 and not config.quantize.linear.float8.emulate and lacks_float8(machine):
         why = f"{machine.name} does not multiply in float8, which needs compute capability 8.9"
         problems.refuse("model.converters", why, f'Leave out "float8", or set {FLOAT8}.emulate = true')
     return problems

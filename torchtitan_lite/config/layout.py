@@ -2,9 +2,9 @@
 
     rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t        outermost: pp, innermost: tp
 
-Neighbouring ranks talk most: tp several times a layer, so it is innermost and stays inside a node; then cp; dp_shard
-once a layer; dp_replicate and pp once a step or a microbatch. Everything here is a plan: numbers and names, no process
-group. What is wrong with a plan is a row of checks.py. Training, planner, tests and docs call the same functions.
+The innermost dims talk most: tp several times a layer, so it stays inside a node; then cp; dp_shard once a layer;
+dp_replicate and pp once a step or a microbatch. Everything here is a plan: numbers and names, no process group.
+checks.py has the rules. Training, planner, tests and docs call the same functions.
 
 Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 """
@@ -51,7 +51,7 @@ class Layout:
     microbatch_size: int  # sequences per rank that go through a model part at once
     n_microbatches: int  # per rank and step: accumulation, and under PP what fills the pipeline
     zero_stage: int  # 1, 2 or 3: what is sharded over dp_shard x cp; fsdp.py says how
-    ep: int = 0  # ranks that share the experts of a layer, of dp_shard x cp x tp; 0: the model has no experts
+    ep: int = 0  # ranks of dp_shard x cp x tp that share the experts of a layer; 0: the model has no experts
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -69,12 +69,12 @@ class Layout:
 
     @property
     def efsdp(self) -> int:
-        """Ranks that share what one of `ep` ranks holds of the experts, by FSDP."""
+        """Ranks over which FSDP shards the experts of one ep rank."""
         return self.dp_shard * self.cp * self.tp // max(1, self.ep)
 
     @property
     def strides(self) -> dict[str, int]:
-        """Distance in ranks of neighbours in the groups of each mesh dim. FSDP's stride is cp's, of experts ep's."""
+        """Distance in ranks between neighbors in the groups of each mesh dim. FSDP has cp's stride, for experts ep's."""
         strides, stride = {}, 1
         for dim, degree in reversed(self.degrees.items()):
             strides[dim] = stride

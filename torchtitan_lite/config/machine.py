@@ -6,7 +6,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -24,11 +23,11 @@ class Machine:
     n_devices: int
     memory_bytes_per_device: int | None  # None: not known
     name: str  # as the driver spells it
-    is_here: bool = True  # False: the run is elsewhere, so that compilers and memory of this host do not matter
+    is_here: bool = True  # False: the run is elsewhere, so compilers and memory of this host do not matter
 
 
-# Dense bfloat16 peak of one GPU in FLOP/s: half of the number where NVIDIA's sheet counts 2:4 sparsity. The first row
-# whose words occur in the driver's name, whole and side by side, is used. Peaks are nowhere else.
+# Dense bfloat16 peak of one GPU in FLOP/s: half of the number if NVIDIA's sheet counts 2:4 sparsity. The first row whose
+# words occur in the driver's name, whole and side by side, is used.
 PEAK_BF16_FLOPS = {
     "GB200": 2.5e15,  # nvidia.com, Blackwell architecture datasheet: 5 PFLOP/s sparse
     "B200": 2.25e15,  # same sheet: 4.5 PFLOP/s sparse
@@ -69,7 +68,7 @@ def detect_machine() -> Machine:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, as the driver reports them; without any, the CPU."""
     gpus = select_visible(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus:
-        # FSDP shards evenly, so that the smallest GPU decides what fits
+        # FSDP shards evenly, so the smallest GPU decides what fits
         return Machine("cuda", len(gpus), min(gpu.memory_bytes for gpu in gpus), gpus[0].name)
     return Machine("cpu", 1, measure_cpu_memory(), f"{platform.machine()} CPU")
 
@@ -83,7 +82,7 @@ class Gpu:
 
 
 def list_gpus() -> list[Gpu]:
-    """Return all GPUs of this host in the order of nvidia-smi; none if that is missing or fails."""
+    """Return all GPUs of this host in the order of nvidia-smi; none if the program is missing or fails."""
     query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -105,7 +104,7 @@ def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
         name = name.strip()
         named = [gpu for gpu in gpus if name == gpu.index or (name.startswith("GPU-") and gpu.uuid.startswith(name))]
         if name.startswith("MIG-") and gpus:
-            # The query does not list slices. Each has less memory than its GPU, so that a lower bound stays one.
+            # The query does not list slices. Each has less memory than its GPU, so a lower bound stays a lower bound.
             named = [replace(gpus[0], uuid=name, name=f"{gpus[0].name} MIG")]
         if len(named) != 1:
             break
@@ -113,30 +112,22 @@ def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
     return selected
 
 
-def measure_cpu_memory() -> int:
-    """Return the bytes that processes of this host may use: its memory, or the limit of a control group."""
+def measure_cpu_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that processes of this host may use: its memory, or the least limit of a control group.
+
+    Slurm and Docker limit the group of this process (version 2), or a group around it. Version 1 has the limit of a
+    container in one fixed file.
+    """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in list_memory_limit_files():
+    group = re.search("^0::/(.*)$", proc.read_text(), re.MULTILINE) if proc.exists() else None
+    inside = root / (group[1] if group else "")
+    for folder in (inside, *inside.parents, root / "memory"):
+        name = "memory.max" if folder != root / "memory" else "memory.limit_in_bytes"
         try:
-            limits.append(int(file.read_text()))
+            limits.append(int((folder / name).read_text()))
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return min(limits)
-
-
-def list_memory_limit_files(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """Return the files with memory limits of this process: its control group (version 2) and every group around it.
-
-    Version 1 has the limit of a container in one fixed file. Slurm and Docker use either.
-    """
-    files = [root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
-    try:
-        group = next(line[3:] for line in proc.read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return files
-    inside = root / group.strip("/")
-    around = [folder for folder in inside.parents if folder.is_relative_to(root) and folder != root]
-    return files + [folder / "memory.max" for folder in (inside, *around) if folder != root]
 
 
 def find_missing_compiler(device_type: str) -> list[tuple[str, str]]:
@@ -147,18 +138,15 @@ def find_missing_compiler(device_type: str) -> list[tuple[str, str]]:
     """
     missing = []
     if device_type == "cpu":
-        name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-        if not shutil.which(name):
-            how = "Install one (apt install g++), name another one in CXX"
-            missing.append((f"there is no C++ compiler {name!r} here", how))
+        language, variable, names = "C++", "CXX", [os.environ.get("CXX", "g++")]
     else:
+        language, variable, names = "C", "CC", [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
         if find_spec("triton") is None:
             missing.append(("there is no triton here", "Install the triton that belongs to this torch"))
-        names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-        if not any(shutil.which(name) for name in names):
-            how = "Install one (apt install gcc), name another one in CC"
-            missing.append((f"there is no C compiler {' or '.join(names)} here", how))
+    if not any(map(shutil.which, names)):
+        how = f"Install one (apt install g++), name another one in {variable}"
+        missing.append((f"there is no {language} compiler {' or '.join(names)} here", how))
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
-        missing.append((f"{headers} holds no Python.h", "Install Python's headers (Debian: apt install python3-dev)"))
+        missing.append((f"{headers} has no Python.h", "Install Python's headers (Debian: apt install python3-dev)"))
     return missing

@@ -13,7 +13,7 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.key} = {shorten(repr(self.value), 200)}: {self.why}. {self.remedy}."
+        return f"{self.key} = {self.value!r}: {self.why}. {self.remedy}."
 
 
 class ConfigError(ValueError):
@@ -22,12 +22,6 @@ class ConfigError(ValueError):
     def __init__(self, problems: list[Problem]):
         self.problems = problems
         super().__init__("\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1)))
-
-
-def shorten(text: str, most: int = 1000) -> str:
-    """Cut the middle out of a text that has more than `most` characters."""
-    half = (most - 3) // 2
-    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 def format_bytes(n_bytes: float) -> str:

@@ -3,13 +3,13 @@
     placement "loop", pp=2, 4 stages     rank 0: stages 0, 2      rank 1: stages 1, 3
     placement "v",    pp=2, 4 stages     rank 0: stages 0, 3      rank 1: stages 1, 2
 
-Numbers and names only. torch.distributed.pipelining has the order of work of each schedule. A CSV file may have
-another, which is run on paper first, because a deadlock would hang thousands of GPUs:
+The order of the work within each schedule comes from torch.distributed.pipelining. A CSV file may give another order.
+It is run on paper first, because a deadlock would hang every GPU of the job:
 
     0F0,0F1,,0B0,0B1        row 1: pp rank 0, which holds stage 0. F forward, B backward, or its halves I and W
-    ,1F0,1B0,1F1,1B1        row 2: pp rank 1. Empty cells are waits; the run finds its own
+    ,1F0,1B0,1F1,1B1        row 2: pp rank 1. Empty cells are waits, which the run finds by itself
 
-This is the "compute_only" form of torch's schedules, which add the sends and receives themselves.
+This is the "compute_only" form of torch's schedules; torch adds the sends and receives.
 
 Sources: GPipe arXiv:1811.06965; 1F1B, interleaved 2104.04473; breadth first 2211.05953; zero bubble 2401.10241;
 DualPipe 2412.19437.
@@ -17,13 +17,12 @@ DualPipe 2412.19437.
 
 import csv
 import re
-from collections import defaultdict, deque
+from collections import defaultdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.files import read_regular_file
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.schema import Parallelism
 
@@ -31,7 +30,7 @@ Stages = tuple[tuple[str, ...], ...]  # FQNs of the modules of each stage, first
 
 
 def splits_backward(parallelism: Parallelism) -> bool:
-    """Whether the schedule splits a backward in two: gradients of inputs, and of weights."""
+    """Whether the schedule computes gradients of inputs and of weights at different times."""
     if parallelism.pipeline_parallel_degree == 1:
         return False
     if parallelism.pipeline_parallel_schedule_csv:
@@ -46,13 +45,12 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[P
     """Return the FQNs of each stage, first to last, and what is wrong with them.
 
     Every stage between the first and the last gets one layer. Each further layer goes to the stage with the least load;
-    of equal ones to a stage without a layer, then to the earliest. The two `less_layers` keys are the loads of
-    embedding and head. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3 405B on 128 stages: 0, 1, 1, ..., 1, 0.
+    ties go to a stage without a layer, then to the earliest. The two `less_layers` keys are the loads of embedding and
+    head. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3 405B on 128 stages: 0, 1, 1, ..., 1, 0.
     """
-    pp = parallelism.pipeline_parallel_degree
     if parallelism.module_fqns_per_model_part:
         return check_given_stages(parallelism, n_layers)
-    if pp == 1:
+    if parallelism.pipeline_parallel_degree == 1:
         return (name_modules(range(n_layers), first=True, last=True),), []
     n_stages, problems = count_stages(parallelism, n_layers)
     if problems:
@@ -66,10 +64,11 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[P
         lightest = min(range(n_stages), key=lambda stage: (load[stage], n_layers_of[stage] > 0))
         n_layers_of[lightest] += 1
         load[lightest] += 1
-    starts = [sum(n_layers_of[:stage]) for stage in range(n_stages + 1)]
-    return tuple(
-        name_modules(range(starts[i], starts[i + 1]), first=i == 0, last=i == n_stages - 1) for i in range(n_stages)
-    ), []
+    stages, start = [], 0
+    for stage, n in enumerate(n_layers_of):
+        stages.append(name_modules(range(start, start + n), first=stage == 0, last=stage == n_stages - 1))
+        start += n
+    return tuple(stages), []
 
 
 def name_modules(layers: range, *, first: bool, last: bool) -> tuple[str, ...]:
@@ -81,7 +80,7 @@ def name_modules(layers: range, *, first: bool, last: bool) -> tuple[str, ...]:
 def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Problem]]:
     """Return the number of stages that schedule and layers_per_stage make, and what is wrong with it.
 
-    The first stage may hold the embedding alone, and the last norm and head. Every other needs a layer.
+    The first stage may hold the embedding alone, and the last stage norm and head. Every other stage needs a layer.
     """
     pp, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     schedule, layers_per_stage = SCHEDULES[name], parallelism.pipeline_parallel_layers_per_stage
@@ -101,14 +100,9 @@ def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Pro
         key = "parallelism.pipeline_parallel_layers_per_stage"
         return 0, [Problem(key, layers_per_stage, why, remedy)]
     if n_layers < n_stages - 2:
-        why = f"{n_stages} pipeline stages ({pp} pp ranks, {name}) need a layer each, the first and the last excepted"
-        remedy = f"Use a parallelism.pipeline_parallel_degree of at most {max(1, (n_layers + 2) * pp // n_stages)}"
-        return 0, [Problem("model.n_layers", n_layers, why, remedy)]
+        why = f"{n_stages} pipeline stages ({pp} pp ranks, {name}) need a layer each, except the first and the last"
+        return 0, [Problem("model.n_layers", n_layers, why, f"Use {n_stages - 2} layers or more, or fewer pp ranks")]
     return n_stages, []
-
-
-def count_csv_stages(parallelism: Parallelism) -> int:
-    return 1 + max(action.stage for action in list_csv_actions(parallelism))
 
 
 def can_run(parallelism: Parallelism, n_stages: int) -> bool:
@@ -123,32 +117,27 @@ def can_run(parallelism: Parallelism, n_stages: int) -> bool:
 def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
     """Return the stages of module_fqns_per_model_part, which must list every module once, in the order of the model."""
     key, given = "parallelism.module_fqns_per_model_part", parallelism.module_fqns_per_model_part
-    pp = parallelism.pipeline_parallel_degree
     problems = []
     expected = list(name_modules(range(n_layers), first=True, last=True))
+    listed = [fqn for stage in given for fqn in stage]
     may_lack_layers = {0: ["tok_embeddings"], len(given) - 1: ["norm", "output"]}
     lacking = [
         index
         for index, stage in enumerate(given)
         if not any(fqn.startswith("layers.") for fqn in stage) and stage != may_lack_layers.get(index)
     ]
-    listed = [fqn for stage in given for fqn in stage]
     if listed != expected:
         pairs = zip_longest(listed, expected, fillvalue="nothing")
         seen, wanted = next(pair for pair in pairs if pair[0] != pair[1])
-        why = f"all lists together must name every module once, in the order of the model; there is {seen} for {wanted}"
+        why = f"all lists together must name every module once, in the order of the model; {seen} stands for {wanted}"
         problems.append(Problem(key, given, why, f"The order is {', '.join(expected)}"))
     elif lacking:
-        why = f"stage {lacking[0]} has no layer; only a first one of tok_embeddings and a last one of norm, output may"
+        why = f"stage {lacking[0]} has no layer; only a first stage tok_embeddings and a last stage norm, output may"
         problems.append(Problem(key, given, why, "Give it one at least"))
-    n_stages, per_rank = len(given), SCHEDULES[parallelism.pipeline_parallel_schedule].least_stages_per_rank
-    if pp == 1 or not can_run(parallelism, n_stages):
-        file = parallelism.pipeline_parallel_schedule_csv
-        why = f"it lists {n_stages} stages for {pp} pp ranks under {file or parallelism.pipeline_parallel_schedule}"
-        remedy = "Raise pipeline_parallel_degree"
-        if pp > 1:  # without a pipeline nobody has checked the schedule file
-            remedy = f"List {count_csv_stages(parallelism) if file else pp * per_rank} stages"
-        problems.append(Problem(key, given, why, remedy))
+    if parallelism.pipeline_parallel_degree == 1 or not can_run(parallelism, len(given)):
+        order = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
+        why = f"it lists {len(given)} stages for {parallelism.pipeline_parallel_degree} pp ranks under {order}"
+        problems.append(Problem(key, given, why, "List as many stages as the schedule has on all pp ranks"))
     return tuple(tuple(stage) for stage in given), problems
 
 
@@ -192,8 +181,7 @@ def check_microbatches(
 
 # ---------------------------------------------------------------- schedules from files
 
-MOST_BYTES = 2**18  # 64 pp ranks with 200 microbatches whose backward is split have 242,000
-CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class Action(NamedTuple):
@@ -209,19 +197,16 @@ class Action(NamedTuple):
 
 def read_rows(path: str) -> list[list[Action]]:
     """Return the actions of each pp rank, without the empty cells. Raises ValueError with the reason."""
-    content = read_regular_file(Path(path), MOST_BYTES)
-    rows: list[list[Action]] = []
     try:
-        for number, cells in enumerate(csv.reader(content.decode().splitlines()), 1):
-            row = []
-            for cell in filter(None, map(str.strip, cells)):
-                if (match := CELL.fullmatch(cell)) is None:
-                    why = "which is no action such as 0F3, 0B3, 0I3, 0W3"
-                    raise ValueError(f"has in line {number} {cell!r:.40}, {why}")
-                row.append(Action(int(match[1]), match[2], int(match[3])))
-            rows.append(row)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"is not CSV: {error}") from None
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from None
+    rows = []
+    for number, cells in enumerate(csv.reader(lines), 1):
+        matches = [(cell, CELL.fullmatch(cell)) for cell in map(str.strip, cells) if cell]
+        if wrong := [cell for cell, match in matches if match is None]:
+            raise ValueError(f"has in line {number} {wrong[0]!r}, which is no action such as 0F3, 0B3, 0I3, 0W3")
+        rows.append([Action(int(match[1]), match[2], int(match[3])) for _, match in matches])
     if not any(rows):
         raise ValueError("has no actions")
     return rows
@@ -231,8 +216,15 @@ def list_csv_actions(parallelism: Parallelism) -> list[Action]:
     return [action for row in read_rows(parallelism.pipeline_parallel_schedule_csv) for action in row]
 
 
-def find_fault(path: str, pp: int) -> str:
-    """Return what is wrong with a schedule file for `pp` ranks, as a predicate ("has no actions"); empty: nothing."""
+def count_csv_stages(parallelism: Parallelism) -> int:
+    return 1 + max(action.stage for action in list_csv_actions(parallelism))
+
+
+def find_csv_fault(parallelism: Parallelism) -> str:
+    """Return what is wrong with the schedule file of a run, as a predicate ("has no actions"); empty: nothing."""
+    path, pp = parallelism.pipeline_parallel_schedule_csv, parallelism.pipeline_parallel_degree
+    if not path or pp == 1:
+        return ""
     try:
         rows = read_rows(path)
     except ValueError as error:
@@ -241,14 +233,8 @@ def find_fault(path: str, pp: int) -> str:
     return wrong_number or find_missing_action(rows) or find_deadlock(rows)
 
 
-def find_csv_fault(parallelism: Parallelism) -> str:
-    """Return what is wrong with the schedule file of a run; empty: nothing, or the run needs none."""
-    path, pp = parallelism.pipeline_parallel_schedule_csv, parallelism.pipeline_parallel_degree
-    return find_fault(path, pp) if path and pp > 1 else ""
-
-
 def find_missing_action(rows: list[list[Action]]) -> str:
-    """Return a stage and microbatch that does not have F and B, or F, I and W, once each; empty: there is none."""
+    """Return a stage and microbatch that lacks F and B, or F, I and W, once each; empty if there is none."""
     ranks_of, kinds = defaultdict(set), defaultdict(list)
     for rank, row in enumerate(rows):
         for action in row:
@@ -262,40 +248,30 @@ def find_missing_action(rows: list[list[Action]]) -> str:
         for microbatch in range(n_microbatches):
             found = "".join(sorted(kinds[stage, microbatch]))
             if found not in ("BF", "FIW"):
-                held = f"microbatch {microbatch} of stage {stage}"
-                return f"has {found or 'nothing'} for {held}, which needs F and B, or F, I and W"
+                work = f"microbatch {microbatch} of stage {stage}"
+                return f"has {found or 'nothing'} for {work}, which needs F and B, or F, I and W"
     return ""
 
 
 def find_deadlock(rows: list[list[Action]]) -> str:
-    """Run the schedule on paper and return the actions that wait for each other; empty: there are none.
+    """Run the schedule on paper and return the actions that wait for each other; empty if there are none.
 
-    Each rank takes its next action once what that needs is done, on any rank.
+    Each rank takes its next action as soon as everything that it needs is done, on any rank.
     """
     last_stage = max(action.stage for row in rows for action in row)
     done: set[tuple[int, str, int]] = set()
-    next_of = [0] * len(rows)
-    waiting: dict[tuple[int, str, int], list[int]] = defaultdict(list)  # what is not done yet -> ranks that need it
-    ready = deque(range(len(rows)))
-    while ready:
-        rank = ready.popleft()
-        while next_of[rank] < len(rows[rank]):
-            action = rows[rank][next_of[rank]]
-            if missing := needs_of(action, last_stage) - done:
-                waiting[missing.pop()].append(rank)
-                break
-            # B is both halves at once
-            parts = {(action.stage, kind, action.microbatch) for kind in ("IW" if action.kind == "B" else action.kind)}
-            done |= parts
-            next_of[rank] += 1
-            for part in parts:
-                ready.extend(waiting.pop(part, ()))
-    stuck = [
-        f"row {rank + 1} at {row[at]}"
-        for rank, (row, at) in enumerate(zip(rows, next_of, strict=True))
-        if at < len(row)
-    ]
-    return f"deadlocks: {', '.join(stuck)} wait for one another" if stuck else ""
+    next_of, progressed = [0] * len(rows), True
+    while progressed:
+        progressed = False
+        for rank, row in enumerate(rows):
+            while next_of[rank] < len(row) and needs_of(row[next_of[rank]], last_stage) <= done:
+                stage, kind, microbatch = row[next_of[rank]]
+                done |= {(stage, half, microbatch) for half in ("IW" if kind == "B" else kind)}  # B is both halves
+                next_of[rank] += 1
+                progressed = True
+    stuck = [(rank, row[at]) for rank, (row, at) in enumerate(zip(rows, next_of, strict=True)) if at < len(row)]
+    waits = ", ".join(f"row {rank + 1} at {action}" for rank, action in stuck)
+    return f"deadlocks: {waits} wait for one another" if stuck else ""
 
 
 def needs_of(action: Action, last_stage: int) -> set[tuple[int, str, int]]:

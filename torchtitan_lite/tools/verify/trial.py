@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from torchtitan_lite.config.messages import shorten
 from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
 from torchtitan_lite.tools.verify.one_rank import RankResult
 from torchtitan_lite.tools.verify.ranks import NoAnswer, RankFailure, RankTimeout
@@ -23,7 +22,6 @@ from torchtitan_lite.tools.verify.slices import Coordinates, Gap, join_slices
 
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank: RankPool.run, or one around it
 
-MOST_OF_CRASH = 300  # characters that are shown of a crash
 WHAT_TO_DO = (
     "On a slow machine give them more time, with --timeout; ranks that are at different places in the code may wait "
     "for each other, and then no time is enough"
@@ -114,10 +112,10 @@ def describe_failure(failure: RankFailure) -> Trial:
 def name_crash(text: str) -> Culprit:
     """Return the culprit of a rank that raised or died: the last line of its traceback."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    last = shorten(lines[-1].strip(), MOST_OF_CRASH)
+    last = lines[-1].strip()
     if match := re.match(rf"(\S+\.)?{MissingFromPlan.__name__}: (?P<fqn>\S+) (?P<why>.*)", last):
         return Culprit("placement", match["fqn"], match["why"])
-    return Culprit("crash", shorten(lines[0].split(":")[0], MOST_OF_CRASH), last)
+    return Culprit("crash", lines[0].split(":")[0], last)
 
 
 # ---------------------------------------------------------------- whole tensors
