@@ -1,189 +1,214 @@
-"""What must stop a run before it opens its corpora: each problem once, with key, value and remedy."""
+"""Files to corpora to tokens: every document once, in its order, whatever the kind of file and number of processes."""
 
-import builtins
-import io
+import gzip
 import json
-import os
+import random
+import re
+import shlex
+import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+import torch
+import zstandard
 from checkpoints import flip_bit
-from made_corpora import write_corpus, write_flat
+from made_corpora import BYTES, WORDS, write_corpus
 
-from torchtitan_lite.config.machine import GIB, Machine
-from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.data import corpus_folder
-from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, measure_flat
-from torchtitan_lite.preflight import preflight
-
-LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
-BYTES = ["--model.hf_assets_path=bytes"]
-MANIFEST = Path("made/manifest.json")
-
-
-@pytest.fixture(autouse=True)
-def corpora_here(tmp_path, monkeypatch):
-    """Three sound corpora in the working directory, and others that are none."""
-    monkeypatch.chdir(tmp_path)
-    write_corpus(Path("made"), [[[1, 2, 3]], [[4, 5]]], validation=[[[6, 7]]])
-    write_corpus(Path("all_trained"), [[[1, 2, 3]]])
-    write_corpus(Path("held_out"), [], validation=[[[1, 2, 3]]])
-    write_flat(Path("flat.bin"), [1, 2, 3])
-    write_corpus(Path("others"), [[[1, 2]]], tokenizer_identity="another")
-    Path("notes.txt").write_text("text")
-    Path("plain").mkdir()
-    Path("half.bin").write_bytes(bytes(7))
-    write_flat(Path("one.bin"), [1])
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.corpus import Corpus, open_corpus
+from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, check_corpora, check_prepared, find_cached
+from torchtitan_lite.tools.corpora import named, text_files
+from torchtitan_lite.tools.corpora.named import prepare_datasets
+from torchtitan_lite.tools.corpora.prepare import Recipe, choose_split, prepare
+from torchtitan_lite.tools.corpora.text_files import find_files
 
 
-def find_problems(args: list[str]) -> list[Problem]:
-    with pytest.raises(ConfigError) as error:
-        preflight([*BYTES, *args], machine=LAPTOP, n_ranks=2)
-    return error.value.problems
+def write_files(folder: Path, seed: int = 0) -> list[str]:
+    """Files of all kinds below `folder`; the texts of their documents in order."""
+    draw, texts = random.Random(seed), []
+    (folder / "sub").mkdir(parents=True)
+    for number in range(12):
+        suffix = draw.choice([".txt", ".md", ".txt.gz", ".jsonl", ".json.gz", ".jsonl.zst", ".parquet"])
+        inside = [" ".join(draw.choices(WORDS, k=draw.randrange(60))) for _ in range(draw.randrange(1, 700))]
+        path = folder / ("sub" if number % 3 else ".") / f"{number:02}{suffix}"
+        if ".js" in suffix:
+            content = "\n".join(json.dumps({"text": text}) for text in inside).encode()
+        elif suffix == ".parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"text": inside}), path, row_group_size=100)
+        else:
+            inside = inside[:1]
+            content = inside[0].encode()
+        if suffix.endswith(".gz"):
+            content = gzip.compress(content)
+        elif suffix.endswith(".zst"):
+            content = zstandard.compress(content)
+        if suffix != ".parquet":
+            path.write_bytes(content)
+        texts.append((str(path), [text for text in inside if text]))
+    return [text for _, of_file in sorted(texts) for text in of_file]
 
 
-def edit_manifest(**changes: object) -> None:
-    MANIFEST.write_text(json.dumps(json.loads(MANIFEST.read_text()) | changes))
+def list_documents(corpus: Corpus) -> list[list[int]]:
+    documents = []
+    tokens, begins, _ = corpus.read(torch.tensor([0]), corpus.n_tokens)
+    for token, is_first in zip(tokens[0].tolist(), begins[0].tolist(), strict=True):
+        documents += [[]] if is_first else []
+        documents[-1].append(token)
+    return documents
 
 
-def edit_shard(number: int = 0, **changes: object) -> None:
-    splits = json.loads(MANIFEST.read_text())["splits"]
-    splits["train"][number] |= changes
-    edit_manifest(splits=splits)
+def test_every_document_is_there_once_in_order_whatever_the_number_of_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "BATCH_BYTES", 2000)
+    texts = write_files(tmp_path / "in")
+    files, _ = find_files([tmp_path / "in"])
+    for n in (1, 3):
+        prepare(files, tmp_path / f"out{n}", Recipe("bytes", 0.0), n_processes=n)
+    assert list_documents(Corpus("", tmp_path / "out1", "train")) == [
+        BYTES.encode(t, bos=True, eos=True) for t in texts
+    ]
+    one, three = ({p.name: p.read_bytes() for p in (tmp_path / f"out{n}").iterdir()} for n in (1, 3))
+    assert one == three and sorted(one) == ["manifest.json", "train.documents", "train.tokens"]
 
 
-def remove_dtype() -> None:
-    content = json.loads(MANIFEST.read_text())
-    del content["dtype"]
-    MANIFEST.write_text(json.dumps(content))
+def test_rows_are_held_out_by_their_text_and_files_by_their_path(tmp_path):
+    texts = [f"text {n}" for n in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    prepare([tmp_path / "a.jsonl"], tmp_path / "rows", Recipe("bytes", 0.3))
+    held_out = [BYTES.encode(t, bos=True, eos=True) for t in texts if choose_split(t.encode(), 0.3) == "held_out"]
+    assert 60 < len(held_out) < 120 and list_documents(Corpus("", tmp_path / "rows", "validation")) == held_out
+    for version in ("old", "new"):
+        for n in range(30):
+            (tmp_path / version).mkdir(exist_ok=True)
+            (tmp_path / version / f"{n}.txt").write_text(f"{version} {n}")
+        files, _ = find_files([tmp_path / version])
+        prepare(files, tmp_path / f"of {version}", Recipe("bytes", 0.3, folder=str(tmp_path / version)))
+    old, new = (list_documents(Corpus("", tmp_path / f"of {v}", "validation")) for v in ("old", "new"))
+    assert [d[4:] for d in old] == [d[4:] for d in new] and 0 < len(old) < 30
 
 
-def put_a_pipe_there() -> None:
-    MANIFEST.unlink()
-    os.mkfifo(MANIFEST)  # nobody writes into it
-
-
-def flip_bits(kind: str) -> None:
-    """One in each split: of the first token, or of the first border."""
-    for split in ("train", "held_out"):
-        flip_bit(Path(f"made/{split}-00000.{kind}"), 0)
-
-
-BAD_NAMES = {  # what training.dataset names -> a word of the remedy
-    "absent": "python_stdlib",
-    "notes.txt": "`prepare`",
-    "plain": "made by `prepare`",
-    "others": "model.hf_assets_path",
-    "held_out": "made by `prepare`",
-    "half.bin": "uint16",
-    "one.bin": "uint16",
-}
-DAMAGE = {  # what is done to the corpus "made" | the file that is named
-    "tokens cut": (lambda: os.truncate("made/train-00001.tokens", 2), "train-00001.tokens"),
-    "tokens lost": (lambda: Path("made/train-00001.tokens").unlink(), "train-00001.tokens"),
-    "manifest torn": (lambda: os.truncate(MANIFEST, 100), "manifest.json"),
-    "a hash changed": (lambda: edit_shard(tokens_sha256="0" * 64), "manifest.json"),
-    "a count changed": (lambda: edit_shard(1, n_tokens=3), "train-00001.tokens"),
-    "no dtype": (remove_dtype, "manifest.json"),
-    "another format": (lambda: edit_manifest(format=2), "manifest.json"),
-    "a name outside": (lambda: edit_shard(name="../made/train-00000"), "manifest.json"),
-    "a shard twice": (lambda: edit_shard(name="train-00001"), "manifest.json"),
-    "a count that is true": (lambda: edit_shard(n_documents=True), "manifest.json"),
-    "a count below zero": (lambda: edit_shard(n_text_bytes=-1), "manifest.json"),
-    "more documents than tokens": (lambda: edit_shard(n_documents=4), "manifest.json"),
-    "a shard of text": (lambda: edit_manifest(splits={"train": ["x"], "held_out": []}), "manifest.json"),
-    "a pipe": (put_a_pipe_there, "manifest.json"),
-    "bits of tokens": (lambda: flip_bits("tokens"), "-00000.tokens"),
-    "bits of borders": (lambda: flip_bits("documents"), "-00000.documents"),
+REFUSED = {  # files -> a word of the message
+    "not JSON": ({"a.jsonl": '{"text": "x"}\n{"text": \n'}, "a.jsonl, row 2"),
+    "no field": ({"a.jsonl": '{"content": "x"}\n'}, "--text-column"),
+    "no text": ({"a.jsonl": '{"text": 5}\n'}, "row 1: its 'text' is not a text"),
+    "nothing": ({"a.txt": ""}, "no text to train on"),
+    "unknown kind": ({"a.png": "x"}, "no file was found"),
+    "no file": ({}, "no file was found"),
 }
 
 
-CASES = [("training.dataset", what) for what in [*BAD_NAMES, *DAMAGE]]
-CASES += [("validation.dataset", what) for what in ("absent", "others", "tokens cut", "bits of borders")]
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_prepared_is_named_and_nothing_is_left(name, tmp_path, capsys):
+    files, word = REFUSED[name]
+    (tmp_path / "in").mkdir()
+    for file, content in files.items():
+        (tmp_path / "in" / file).write_text(content)
+    assert main(["prepare", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--processes", "1"]) == 2
+    assert word in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-@pytest.mark.parametrize(("key", "what"), CASES)
-def test_a_corpus_that_cannot_be_used_is_one_problem_with_its_name_its_file_and_a_remedy(key, what):
-    name, file, remedy = (what, what, BAD_NAMES.get(what)) if what in BAD_NAMES else ("made", None, "prepare it again")
-    if what in DAMAGE:
-        spoil, file = DAMAGE[what]
-        spoil()
-    names = {"training.dataset": "flat.bin,all_trained", "validation.dataset": "flat.bin", key: f"flat.bin,{name}"}
-    (problem,) = find_problems(["--validation.enable", *(f"--{key}={value}" for key, value in names.items())])
-    assert (problem.key, problem.value) == (key, name)
-    assert name in problem.why and file in problem.why and remedy in problem.remedy
+def test_bad_rows_are_counted_where_that_is_asked_for_and_the_corpus_is_checked(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\nnonsense\n\n{"text": "\\ud800"}\n')
+    args = [str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--processes", "1"]
+    assert main(["prepare", *args, "--held-out", "0", "--skip-bad"]) == 0
+    assert "1 bad rows, the first" in capsys.readouterr().out
+    assert main(["prepare", *args]) == 2 and "exists" in capsys.readouterr().err
+    (tmp_path / "other.tmp").mkdir()  # what a process that was killed leaves
+    assert main(["prepare", *args, "--out", str(tmp_path / "other")]) == 2
+    assert re.search("other.tmp exists. Delete it", capsys.readouterr().err)
+    assert main(["prepare", *args, "--out", str(tmp_path / "a.jsonl" / "out")]) == 1
+    assert list_documents(Corpus("", tmp_path / "out", "train"))[1] == [256, ord("?"), 257]
+    assert main(["prepare", "--check", str(tmp_path / "out")]) == 0
+    flip_bit(tmp_path / "out" / "train.tokens")
+    assert main(["prepare", "--check", str(tmp_path / "out")]) == 1 and "train.tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["flat.bin", "made/train-00001.documents", "c4/0.json"])
-def test_a_file_that_this_user_may_not_read_is_named(monkeypatch, name):
-    monkeypatch.setattr(corpus_folder.os, "access", lambda path, mode: str(path) != name)
-    dataset, args = name.split("/")[0], []
-    if dataset == "c4":
-        Path("c4").mkdir()
-        Path(name).touch()
-        args = ["--training.dataset_path=c4"]
-    (problem,) = find_problems([f"--training.dataset={dataset}", "--validation.no_enable", *args])
-    assert name in problem.why and f"chmod a+r {name}" in problem.remedy
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_any_stretches_are_read_in_one_call(tmp_path, dtype):
+    draw, most = random.Random(1), 2**16 if dtype == "uint16" else 2**32
+    documents = [[draw.randrange(most) for _ in range(draw.randrange(1, 9))] for _ in range(12)]
+    corpus = Corpus("", write_corpus(tmp_path / "made", [documents], dtype=dtype), "train")
+    tokens = [token for document in documents for token in document] + [0] * 99
+    begins = [place == 0 for document in documents for place in range(len(document))] + [True] + [False] * 99
+    is_target = [not first for first in begins[: corpus.n_tokens]] + [False] * 99
+    for length in (1, 2, 7, corpus.n_tokens + 5):
+        starts = draw.choices(range(corpus.n_tokens), k=40)
+        for found, expected in zip(corpus.read(torch.tensor(starts), length), (tokens, begins, is_target), strict=True):
+            assert found.tolist() == [expected[start : start + length] for start in starts]
 
 
-def test_a_bad_tokenizer_hides_no_bad_corpus_and_accuses_no_sound_one():
-    names = "--training.dataset=absent,one.bin,others,made"
-    problems = find_problems([names, "--model.hf_assets_path=nowhere", "--model.vocab_size=512"])
-    assert [(problem.key, problem.value) for problem in problems] == [
-        ("model.hf_assets_path", "nowhere"),
-        ("training.dataset", "absent"),
-        ("training.dataset", "one.bin"),
-    ]
+def test_a_corpus_that_cannot_be_used_is_one_problem_with_its_name_and_a_remedy(tmp_path):
+    made = write_corpus(tmp_path / "made", [[[1, 2], [3]]])
+    assert check_corpora("training.dataset", [str(made)], split="train", tokenizer=BYTES) == []
+    (problem,) = check_corpora("training.dataset", [str(made)], split="validation", tokenizer=BYTES)
+    assert "--held-out" in problem.remedy
+    (made / "train.tokens").write_bytes(b"1")
+    names = [str(made), str(tmp_path), "nowhere", "c4"]
+    problems = check_corpora("training.dataset", names, split="train", tokenizer=BYTES)
+    assert [problem.value for problem in problems] == names and "train.tokens has 1 bytes" in problems[0].why
+    other = write_corpus(tmp_path / "other", [[[1]]], tokenizer_identity="x")
+    assert "another tokenizer" in check_corpora("d", [str(other)], split="train", tokenizer=BYTES)[0].why
 
 
-def test_all_bad_corpora_are_listed_at_once():
-    problems = find_problems(["--training.dataset=absent,flat.bin,c4", "--training.dataset_weights=1,2"])
-    assert [(problem.key, problem.value) for problem in problems] == [
-        ("training.dataset", "absent"),
-        ("training.dataset", "c4"),
-        ("training.dataset_weights", [1.0, 2.0]),
-    ]
+# ---------------------------------------------------------------- corpora with a name
 
 
-@pytest.mark.parametrize(
-    ("args", "key", "value", "remedy"),
-    [
-        (["--training.dataset="], "training.dataset", [], "python_stdlib"),
-        (["--training.dataset=made,all_trained"], "training.dataset", "all_trained", "--held-out"),
-        # a flat file that is trained on holds nothing out
-        (["--training.dataset=made,flat.bin"], "validation.dataset", [], "validation.enable = false"),
-    ],
-)
-def test_no_corpus_and_no_validation_documents_are_a_problem(args, key, value, remedy):
-    (problem,) = find_problems([*args, "--validation.enable"])
-    assert (problem.key, problem.value) == (key, value) and remedy in problem.remedy
+def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_if_it_is_not(tmp_path, monkeypatch):
+    write_files(tmp_path / "in")
+    monkeypatch.setitem(DATASETS, "tiny", lambda path: find_files([Path(path)])[0])
+    section = replace(
+        Config().training, dataset=["tiny"], dataset_path=str(tmp_path / "in"), cache_folder=str(tmp_path)
+    )
+    config = replace(Config(), training=section)
+    (problem,) = check_prepared(config, BYTES)
+    command = shlex.split(problem.remedy.removeprefix("Run: "))
+    assert command[:3] == ["python", "-m", "torchtitan_lite"]
+    with pytest.raises(CorpusError, match="prepare"):
+        open_corpus("tiny", BYTES, tmp_path, dataset_path=section.dataset_path)
+
+    def prepare_as_another_does(files, out, recipe, **options):  # two runs that start together
+        for folder in (out, find_cached("tiny", BYTES, tmp_path, section.dataset_path)):
+            prepare(files, folder, recipe, **options)
+
+    monkeypatch.setattr(named, "prepare", prepare_as_another_does)
+    assert main(command[3:]) == 0 and check_prepared(config, BYTES) == []
+    monkeypatch.setattr(named, "prepare", lambda *_, **__: pytest.fail("prepared again"))
+    prepare_datasets(config, BYTES)
+    (folder,) = tmp_path.glob("tiny-*")  # and no other one was left
+    assert open_corpus("tiny", BYTES, tmp_path, split="validation", dataset_path=section.dataset_path).n_tokens > 0
+    (tmp_path / "in" / "sub" / "more.txt").write_text("more")
+    assert find_cached("tiny", BYTES, tmp_path, section.dataset_path) != folder
 
 
-def test_what_validation_would_need_is_not_asked_for_while_it_is_off():
-    args = ["--training.dataset=all_trained,flat.bin", "--validation.no_enable", "--validation.dataset=absent"]
-    preflight([*BYTES, *args], machine=LAPTOP, n_ranks=2)
+def test_python_stdlib_is_sources_without_tests_or_installed_packages():
+    files = DATASETS["python_stdlib"]("")
+    assert files == sorted(files) and sum(path.stat().st_size for path in files) > 5e6
+    assert {"json/decoder.py", "asyncio/events.py"} <= {f"{path.parent.name}/{path.name}" for path in files}
+    folders = {part for path in files for part in path.parts}
+    assert not folders & {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+    assert not [path for path in files if path.name.startswith("_sysconfigdata")]  # written when Python is built
 
 
-def test_ids_of_a_large_vocabulary_are_expected_in_four_bytes():
-    Path("six.bin").write_bytes(bytes(6))
-    assert measure_flat(write_flat(Path("two.bin"), [1, 2]), 2**16) == ("uint16", 2)  # as few as can be
-    assert measure_flat(Path("six.bin"), 2**16) == ("uint16", 3)
-    with pytest.raises(CorpusError) as error:
-        measure_flat(Path("six.bin"), 2**16 + 1)
-    assert "uint32" in error.value.remedy
+def test_c4_is_its_training_files_and_c4_validation_the_others(tmp_path):
+    names = ["c4-train.00000-of-01024", "c4-train.00001-of-01024", "c4-validation.00000-of-00008"]
+    for name in [f"en/{name}" for name in names] + [f".cache/{names[0]}"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        lines = "".join(json.dumps({"text": f"{name} {n}", "url": "x"}) + "\n" for n in range(40))
+        (tmp_path / f"{name}.json.gz").write_bytes(gzip.compress(lines.encode()))
+    for name, split, folder, n in (("c4", "train", "c4-train", 80), ("c4_validation", "validation", names[2], 40)):
+        named.prepare_dataset(name, BYTES, tmp_path / "cache", str(tmp_path))
+        corpus = open_corpus(name, BYTES, tmp_path / "cache", split=split, dataset_path=str(tmp_path))
+        texts = [BYTES.decode(document[1:-1]) for document in list_documents(corpus)]
+        assert n * 0.9 < len(texts) <= n and all(text.startswith(f"en/{folder}") for text in texts)
+    with pytest.raises(CorpusError, match="(?s)allenai/c4.*training.dataset_path"):
+        open_corpus("c4", BYTES, tmp_path / "cache", dataset_path=str(tmp_path / "cache"))
 
 
-def test_sound_corpora_pass_and_large_shards_are_not_opened(monkeypatch):
-    monkeypatch.setattr(corpus_folder, "SMALL_BYTES", 0)
-    opened, io_open = [], io.open
-    for module in (io, builtins):
-        monkeypatch.setattr(
-            module, "open", lambda path, *rest, **options: opened.append(path) or io_open(path, *rest, **options)
-        )
-    monkeypatch.setitem(DATASETS, "python_stdlib", lambda: pytest.fail("its files are not listed before the run"))
-    args = ["--training.dataset=made,flat.bin,python_stdlib", "--training.dataset_weights=1,2.5,3"]
-    args += ["--validation.enable", "--validation.dataset=flat.bin,made,python_stdlib"]
-    config = preflight([*BYTES, *args], machine=LAPTOP, n_ranks=2).config
-    assert config.training.dataset == ["made", "flat.bin", "python_stdlib"]
-    assert {Path(path).name for path in opened if "made" in str(path)} == {"manifest.json"}
-    assert not any(str(path).endswith((".bin", ".tokens", ".documents")) for path in opened)
+def test_a_file_without_its_package_is_refused_and_the_extra_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert main(["prepare", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert re.search("pyarrow.*extra `data`", capsys.readouterr().err)

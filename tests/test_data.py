@@ -157,7 +157,8 @@ def test_a_batch_does_not_depend_on_what_was_read_before_and_microbatches_are_it
 
 
 def read_samples(folder: Path, seq_len: int, n: int, **options) -> Batch:
-    return SampleReader(open_folders([folder]), seq_len, 2**16, **options).read([(0, sample) for sample in range(n)])
+    reader = SampleReader(open_folders([folder]), seq_len, 2**16, **options)
+    return reader.read(torch.zeros(n, dtype=torch.int64), torch.arange(n))
 
 
 def test_the_picture_at_the_top_of_the_file_is_what_is_read(tmp_path):
@@ -173,9 +174,10 @@ def test_the_picture_at_the_top_of_the_file_is_what_is_read(tmp_path):
 def test_an_id_that_the_model_does_not_know_is_named_with_its_place(tmp_path):
     folder = write_corpus(tmp_path / "made", [[[5, 6, 7]], [[8, 299, 300, 9]]])
     reader = SampleReader(open_folders([folder]), 3, vocab_size=300)
-    assert reader.read([(0, 0)]).tokens.tolist() == [[5, 6, 7]]
+    first, both = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    assert reader.read(first, first).tokens.tolist() == [[5, 6, 7]]
     with pytest.raises(CorpusError, match=r"token 5 of .*made is 300, .*300.*model.vocab_size"):
-        reader.read([(0, 0), (0, 1)])
+        reader.read(both, torch.arange(2))
 
 
 # ---------------------------------------------------------------- what must not have changed when a run is resumed
@@ -319,6 +321,10 @@ def test_batches_arrive_on_the_gpu(stream):
 # ---------------------------------------------------------------- the order of samples
 
 
+def choose(sampler: Sampler, draws: torch.Tensor) -> list[tuple[int, int]]:
+    return list(zip(*(tensor.tolist() for tensor in sampler.choose(draws)), strict=True))
+
+
 def test_the_permutation_is_one_to_one_and_each_index_is_sent_by_itself():
     for n in [*range(1, 130), 1023, 1024, 1025, 9_973]:
         permuted = feistel_permute(torch.arange(n), n, key="17 source 2 5")
@@ -348,8 +354,8 @@ def test_the_permutation_sends_an_index_everywhere_equally_often_and_separates_n
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     n, two_epochs = 40, torch.arange(80)
-    first, second = torch.tensor(Sampler([n], seed=0).choose(two_epochs))[:, 1].chunk(2)
-    other_seed = torch.tensor(Sampler([n], seed=1).choose(two_epochs))[:n, 1]
+    first, second = Sampler([n], seed=0).choose(two_epochs)[1].chunk(2)
+    other_seed = Sampler([n], seed=1).choose(two_epochs)[1][:n]
     for one, another in ((first, second), (first, other_seed), (second, other_seed)):
         assert (one == another).sum() < 8  # one in a fair permutation
 
@@ -357,14 +363,14 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 def test_the_order_is_that_of_earlier_versions():
     """A resumed run must read on where it stopped, also after an update of this code."""
     draws = torch.tensor([0, 1, 2, 999, 1000, 123_456])
-    assert Sampler([1000], seed=42).choose(draws) == [(0, n) for n in (327, 610, 658, 330, 574, 623)]
+    assert choose(Sampler([1000], seed=42), draws) == [(0, n) for n in (327, 610, 658, 330, 574, 623)]
     drawn = [(1, 22), (0, 229), (0, 101), (1, 46), (0, 401), (0, 668)]
-    assert Sampler([700, 50], weights=[3, 1], seed=42).choose(torch.arange(123_450, 123_456)) == drawn
+    assert choose(Sampler([700, 50], weights=[3, 1], seed=42), torch.arange(123_450, 123_456)) == drawn
 
 
 def test_every_round_takes_its_share_from_each_source_spread_over_the_round():
     weights = [0.62, 3.1, 1]
-    chosen = Sampler([5000, 300, 100_000], weights=weights, seed=0).choose(torch.arange(3 * DRAWS_PER_ROUND))
+    chosen = choose(Sampler([5000, 300, 100_000], weights=weights, seed=0), torch.arange(3 * DRAWS_PER_ROUND))
     for n, tolerance in ((DRAWS_PER_ROUND, 1), (1000, 60)):  # four standard deviations of 15
         for start in range(0, len(chosen), n):
             counts = Counter(source for source, _ in chosen[start : start + n])
@@ -373,7 +379,7 @@ def test_every_round_takes_its_share_from_each_source_spread_over_the_round():
 
 def test_with_weights_every_source_has_epochs_and_an_order_of_its_own():
     n_samples = [101, 900, 900]
-    chosen = Sampler(n_samples, weights=[1, 2, 2], seed=5).choose(torch.arange(2 * DRAWS_PER_ROUND))
+    chosen = choose(Sampler(n_samples, weights=[1, 2, 2], seed=5), torch.arange(2 * DRAWS_PER_ROUND))
     own = [[sample for source, sample in chosen if source == wanted] for wanted in range(3)]
     for samples, n in zip(own, n_samples, strict=True):
         assert len(samples) > 2 * n

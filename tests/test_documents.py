@@ -127,7 +127,9 @@ def test_positions_restart_with_each_document_where_asked_for(tmp_path):
     folder = write_corpus(tmp_path / "made", [[[7, 4, 5, 6], [9, 1, 2], [9], [9, 3, 0]]])
     corpus = open_corpus(str(folder), BYTES, Path("nowhere"))
     plain, restarted = (
-        SampleReader([corpus], seq_len=9, vocab_size=10, restart_positions=on).read([(0, 0), (0, 1)])
+        SampleReader([corpus], seq_len=9, vocab_size=10, restart_positions=on).read(
+            torch.tensor([0, 0]), torch.arange(2)
+        )
         for on in (False, True)
     )
     assert plain.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8]] * 2

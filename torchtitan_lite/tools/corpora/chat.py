@@ -23,6 +23,7 @@ from typing import Any
 from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.data.vocabulary import CONFIG, read_json
+from torchtitan_lite.tools.corpora.text_files import PreparationError
 
 ASSISTANT = "assistant"
 LLAMA_3 = (  # arXiv:2407.21783, and the model card of Llama 3
@@ -69,7 +70,7 @@ class ChatFormat:
 
 
 def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
-    """Return the format in the tokenizer's folder, else Llama 3's. Raises ImportError, ValueError."""
+    """Return the format in the tokenizer's folder, else Llama 3's. Raises ImportError, PreparationError."""
     config, file = read_json(tokenizer.path.with_name(CONFIG)), tokenizer.path.with_name("chat_template.jinja")
     template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template", LLAMA_3)
     if isinstance(template, list):  # several templates with names
@@ -85,7 +86,7 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
     try:
         compiled = environment.from_string(MARKS.sub("", template))
     except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template of {tokenizer.path.parent} cannot be read: {error}") from None
+        raise PreparationError(f"The chat template of {tokenizer.path.parent} cannot be read: {error}") from None
 
     def write(messages: list[dict], add_generation_prompt: bool = False) -> str:
         try:

@@ -1,15 +1,4 @@
-"""Make a corpus to train on from text, JSON lines, Parquet, conversations, and folders of these.
-
-    prepare texts/ notes.jsonl.gz --out data/mine      your own text: a folder that training.dataset names
-    prepare --dataset c4 --dataset-path downloads/     a corpus with a name, as the launcher makes it before a run
-    prepare --check data/mine                          compare a corpus with its manifest
-
-Inputs are .txt, .md and source files (one document each), .jsonl and .json (one document per line), .parquet (one
-document per row), .gz and .zst of these, and folders. Files of other kinds in a folder are left out and counted.
-Parquet and .zst need the extra `data`. OUT is complete or does not exist.
-
-Exit status: 0 fine, 1 it could not be written or --check found damage, 2 wrong input.
-"""
+"""Run `prepare`: make a corpus from text files or a corpus with a name, or compare a corpus with its manifest."""
 
 import argparse
 import json
@@ -35,7 +24,7 @@ def main(options: argparse.Namespace) -> int:
             return check(options.check)
         if options.dataset:
             if options.dataset not in DATASETS:
-                raise CorpusError(f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}.")
+                raise PreparationError(f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}")
             tokenizer = load_tokenizer(options.tokenizer)
             print(prepare_dataset(options.dataset, tokenizer, Path(options.cache_folder), options.dataset_path))
             return 0
@@ -85,7 +74,11 @@ def describe(numbers: dict, left_out: Counter[str]) -> str:
 
 def check(folder: Path) -> int:
     """Compare a corpus with its manifest. Return 1 and print the damaged files if there are any."""
-    if problems := check_corpus(folder):
+    try:
+        problems = check_corpus(folder)
+    except CorpusError as error:
+        problems = [str(error)]
+    if problems:
         print("\n".join(problems), file=sys.stderr)
         return 1
     print(f"{folder} is complete: every file has the SHA-256 in {MANIFEST}")

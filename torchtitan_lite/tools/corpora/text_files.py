@@ -1,25 +1,24 @@
-"""The files of a text corpus: which are read, and the documents in them. No torch.
+"""Find the files of a text corpus, and read the documents in them. No torch.
 
     notes.md  main.py           one document each
-    posts.jsonl  c4-train.json  one document a line: the text in one field of a JSON object
-    posts.parquet               one document a row: the text in one column
-    x.md.gz  x.jsonl.zst        the same, packed
+    posts.jsonl  c4-train.json  one document per line: the text is one field of a JSON object
+    posts.parquet               one document per row: the text is one column
+    x.md.gz  x.jsonl.zst        the same, compressed
     src/                        the files of known kinds below a folder, sorted by name, without hidden ones
 
-`.zst` and `.parquet` need the package pyarrow: the extra `data`. It is imported where such a file is read, since
-training reads none.
+`.zst` and `.parquet` need the package pyarrow, from the extra `data`.
 """
 
 import gzip
-import importlib
 import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from torchtitan_lite.config.files import import_extra
 
 TABLE_SUFFIX = ".parquet"
 LINES_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
@@ -31,18 +30,17 @@ TEXT_SUFFIXES = frozenset(
     .hs .ml .mli .clj .ex .exs .erl .el .lisp .scm .rkt .v .sv .vhd .sql .proto .graphql
     .sh .bash .zsh .fish .ps1 .bat .cmake .mk .toml .yaml .yml .ini .cfg""".split()
 )
-PACKAGES = {".zst": "pyarrow", TABLE_SUFFIX: "pyarrow"}  # suffix -> the package that reads such files
-PACKED = {".gz", ".zst"}
+COMPRESSED = {".gz", ".zst"}
 BATCH_BYTES, BATCH_ROWS = 2**20, 256
 
 
 class PreparationError(ValueError):
-    """What was asked for cannot be prepared: a file, a line or an option, and what to do."""
+    """A corpus cannot be prepared: says which file, line or option is wrong, and what to do."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents of one file, as they are there: lines of JSON, values of a column, or one whole text."""
+    """Documents of one file as they were read: lines of JSON, values of a column, or one whole text."""
 
     path: Path
     first: int  # number of the first line or row in its file, from 1
@@ -60,28 +58,20 @@ class Batch:
             return ""
         parsed = json.loads(row)
         if not isinstance(parsed, dict) or field not in parsed:
-            raise ValueError(f"no field {field!r} in it (--text-column names another)")
+            raise ValueError(f"it has no field {field!r} (--text-column names another)")
         return parsed[field]
 
 
 def get_kind(path: Path) -> str:
-    """Return the suffix that says what a file holds: ".txt" of Notes.TXT.gz."""
-    suffixes = path.suffixes[-2:] if path.suffix.lower() in PACKED else path.suffixes[-1:]
+    """Return the suffix of what a file holds: ".txt" for Notes.TXT.gz."""
+    suffixes = path.suffixes[-2:] if path.suffix.lower() in COMPRESSED else path.suffixes[-1:]
     return suffixes[0].lower() if suffixes else ""
 
 
-def explain_missing_package(path: Path) -> str:
-    """Say which package is missing to read this file; nothing if none is."""
-    for suffix in {get_kind(path), path.suffix.lower()}:
-        if (package := PACKAGES.get(suffix)) and find_spec(package) is None:
-            return f"{path} needs the package {package}: it is in the extra `data` (pip install {package})"
-    return ""
-
-
 def find_files(inputs: Iterable[Path], more_suffixes: Iterable[str] = ()) -> tuple[list[Path], Counter[str]]:
-    """Return the files that `inputs` mean, in the order of the corpus, and how many of each kind were left out.
+    """Return the files of `inputs`, in the order of the corpus, and how many of each kind were left out.
 
-    Raises PreparationError.
+    Raises PreparationError, ImportError.
     """
     known = LINES_SUFFIXES | TEXT_SUFFIXES | {TABLE_SUFFIX} | set(more_suffixes)
     files: list[Path] = []
@@ -98,8 +88,8 @@ def find_files(inputs: Iterable[Path], more_suffixes: Iterable[str] = ()) -> tup
                     files.append(path)
                 else:
                     left_out[path.suffix.lower() or "no suffix"] += 1
-    if missing := next(filter(None, map(explain_missing_package, files)), ""):
-        raise PreparationError(missing)
+    if any(path.suffix.lower() == ".zst" or get_kind(path) == TABLE_SUFFIX for path in files):
+        import_extra("pyarrow", "data")  # fail now, not after an hour
     if not files:
         raise PreparationError(f"no file was found to read; left out: {dict(left_out) or 'none'}")
     return files, left_out
@@ -108,9 +98,10 @@ def find_files(inputs: Iterable[Path], more_suffixes: Iterable[str] = ()) -> tup
 def read_batches(path: Path, column: str) -> Iterator[Batch]:
     """Yield the documents of a file, about a megabyte at a time."""
     if get_kind(path) == TABLE_SUFFIX:
-        parquet = importlib.import_module("pyarrow.parquet")
-        first = 1
-        for rows in parquet.ParquetFile(path).iter_batches(BATCH_ROWS, columns=[column]):
+        table, first = import_extra("pyarrow.parquet", "data").ParquetFile(path), 1
+        if column not in table.schema_arrow.names:
+            raise PreparationError(f"{path} has no column {column!r}. --text-column names another")
+        for rows in table.iter_batches(BATCH_ROWS, columns=[column]):
             yield Batch(path, first, rows.column(0).to_pylist())
             first += len(rows)
         return
@@ -125,9 +116,9 @@ def read_batches(path: Path, column: str) -> Iterator[Batch]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file, unpacked."""
+    """Open a file, decompressed."""
     if path.suffix.lower() == ".gz":
         return gzip.open(path)
     if path.suffix.lower() == ".zst":
-        return io.BufferedReader(importlib.import_module("pyarrow").input_stream(path, compression="zstd"))
+        return io.BufferedReader(import_extra("pyarrow", "data").input_stream(path, compression="zstd"))
     return open(path, "rb")
