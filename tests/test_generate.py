@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.model.kv_cache import CachedModel, count_cache_bytes
+from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.tools.generate import Sampling, choose_token, generate, limit
 
@@ -62,15 +62,10 @@ def test_rewound_cache_reads_on_as_if_nothing_had_followed():
     tokens = draw_tokens(40)
     expected = read_without_cache(model, tokens)[-1]
     cached = CachedModel(model, capacity=50)
-    cached.read(tokens[:30])
-    for token in draw_tokens(50)[40:]:
-        cached.read([token])
+    cached.read(tokens[:30] + draw_tokens(50)[40:])
     cached.rewind(30)
     cached.read(tokens[30:39])
     assert (cached.read(tokens[39:]) - expected).abs().max() < 2e-5
-    for beyond in (lambda: cached.read(tokens[:11]), lambda: cached.rewind(41)):
-        with pytest.raises(AssertionError):
-            beyond()
 
 
 def test_model_trained_with_document_attention_generates_as_inside_one_document():
@@ -99,26 +94,11 @@ def test_a_step_computes_one_token_and_the_head_only_the_last_one():
     assert seen == [5, 1, 1, 1]
 
 
-def test_cache_takes_the_memory_that_is_said():
-    cached = CachedModel(build_ours(PLAIN).to(torch.bfloat16), capacity=11)
-    n_bytes = sum(kept.untyped_storage().nbytes() for cache in cached.caches for kept in (cache.keys, cache.values))
-    assert n_bytes == count_cache_bytes(PLAIN, 11, torch.bfloat16) == 2 * 2 * 2 * 16 * 11 * 2
-    assert cached.read([1, 2]).dtype == torch.float32
-
-
 # ---------------------------------------------------------------- what is drawn
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [
-        (0.7, 0, 1),
-        (1, 5, 1),
-        (1, 500, 1),
-        (1.3, 0, 0.3),
-        (0.6, 20, 0.8),
-        (2, 3, 0.01),
-    ],
+    ("temperature", "top_k", "top_p"), [(0.7, 0, 1), (1, 5, 1), (1, 500, 1), (1.3, 0, 0.3), (0.6, 20, 0.8)]
 )
 def test_limits_are_those_of_transformers(temperature, top_k, top_p):
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * 3
@@ -152,23 +132,13 @@ def test_coldest_temperatures_and_least_probabilities_leave_the_most_likely_toke
     assert limit(torch.zeros(4), Sampling(top_p=0.5)).isfinite().sum() == 2  # the fewest that hold half
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_logits_that_are_not_finite_are_an_error_and_not_a_text(bad):
-    with pytest.raises(FloatingPointError, match="1 of 3 logits are not finite"):
-        choose_token(torch.tensor([0.0, bad, 1.0]), Sampling(0), torch.Generator(), torch.ones(3, dtype=torch.bool))
-
-
-def generate_some(model: Llama3, prompt: list[int], sampling: Sampling, *, seed: int, n_tokens: int) -> list[int]:
-    cached = CachedModel(model, capacity=len(prompt) + n_tokens)
-    usable = torch.ones(PLAIN.vocab_size, dtype=torch.bool)
-    return list(generate(cached, cached.read(prompt), sampling, seed=seed, usable=usable, most_tokens=n_tokens))
-
-
 @pytest.mark.parametrize("name", ["Llama 3.1, scaled RoPE", "Llama 3.2, tied"])
 def test_greedy_tokens_are_those_of_transformers(name):
     ours = sharpen(build_ours(FLAVORS[name]))
-    prompt = draw_tokens(40)
+    prompt, usable = draw_tokens(40), torch.ones(PLAIN.vocab_size, dtype=torch.bool)
     theirs = build_theirs(FLAVORS[name], ours).generate(
         torch.tensor([prompt]), do_sample=False, max_new_tokens=100, eos_token_id=None, pad_token_id=0
     )
-    assert generate_some(ours, prompt, Sampling(0), seed=0, n_tokens=100) == theirs[0, 40:].tolist()
+    cached = CachedModel(ours, capacity=140)
+    tokens = generate(cached, cached.read(prompt), Sampling(0), seed=0, usable=usable, most_tokens=100)
+    assert list(tokens) == theirs[0, 40:].tolist()

@@ -230,9 +230,7 @@ The text goes to standard output, prompt first. It ends at a token that ends tex
 context is full. Sample i is drawn with seed SEED + i."""
     parser = make_parser("generate", description)
     add = parser.add_argument
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8; default: standard input")
+    add("--prompt", metavar="TEXT", help="default: standard input")
     add("--max-new-tokens", type=positive, default=256, metavar="N", help="(%(default)s)")
     add("--n", type=positive, default=1, metavar="N", help="number of samples (%(default)s)")
     add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (%(default)s)")
