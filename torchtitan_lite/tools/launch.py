@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_lite.components.shutdown import SIGNALS, StopRequest
 from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.preflight import Prepared
 from torchtitan_lite.tools.check import check, choose_host, describe
 from torchtitan_lite.tools.corpora.named import prepare_datasets
 from torchtitan_lite.tools.corpora.text_files import PreparationError
@@ -57,6 +58,8 @@ def main(options: Namespace) -> int:
         return 2
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     status, reason = run_ranks(args, prepared.layout.world_size // n_hosts, n_hosts, folder)
+    if status == 0 and is_first_host():
+        status = export_last_checkpoint(prepared)
     if status == 1 and any(path.stat().st_size for path in folder.rglob("stderr.log")):
         print(f"The stderr of the other ranks is in {folder}.", file=sys.stderr)
     else:
@@ -64,6 +67,17 @@ def main(options: Namespace) -> int:
     if reason:
         print(f"run_train.sh: {reason}", file=sys.stderr)
     return status
+
+
+def export_last_checkpoint(prepared: Prepared) -> int:
+    """Convert the last checkpoint to a Hugging Face folder beside it, if the config asks for that. Return the status."""
+    section = prepared.config.checkpoint
+    last = prepared.dump_folder / section.folder / f"step-{prepared.config.training.steps}"
+    out = Path(f"{last}-hf")
+    if not (section.enable and section.last_save_in_hf) or out.exists():
+        return 0
+    convert = importlib.import_module("torchtitan_lite.tools.convert")
+    return convert.main([str(last), str(out), "--dtype", section.export_dtype])
 
 
 def is_first_host() -> bool:
