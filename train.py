@@ -49,7 +49,6 @@ from torchtitan_lite.data.dataset import SampleReader, SampleStream, ValidationB
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.dump_folder import open_dump_folder
 from torchtitan_lite.parallel.attention_kernels import describe_attention
-from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.parallel.mesh import build_mesh, choose_device, make_host_group, set_timeouts, start_process_group
 from torchtitan_lite.preflight import choose_validation, preflight
 from torchtitan_lite.process_setup import (
@@ -194,8 +193,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
             stop.announce(step)  # if this rank got a signal
             result = train_step(run, batch)
             if not result.finite:  # the same on every rank; waits for the device, and so for all ranks
-                again, coordinates = partial(compute_gradients, run, batch), mesh.coordinates()
-                culprit = find_non_finite(result.local_loss, run.parts, coordinates, again, composed=CONTEXT_ATTENTION)
+                culprit = find_non_finite(run.parts, mesh.coordinates(), partial(compute_gradients, run, batch))
                 logger.log(
                     logging.ERROR if rank == 0 else logging.INFO,
                     f"step {step}: gradient norm {result.grad_norm.item()}, weights left as they were: {culprit}",
