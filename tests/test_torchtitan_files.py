@@ -11,13 +11,9 @@ from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import REPOSITORY, read_config
-from torchtitan_lite.data import corpus as corpus_module
-from torchtitan_lite.data import corpus_folder
-from torchtitan_lite.data.corpus import open_corpus
-from torchtitan_lite.data.corpus_folder import DOWNLOADS
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.tools.corpora.prepare import choose_split
+from torchtitan_lite.tools.corpora.named import prepare_dataset
 
 LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
 EIGHT_H100 = Machine("cuda", 8, 80 * GIB, "NVIDIA H100 80GB HBM3", is_here=False)
@@ -213,48 +209,15 @@ def test_the_files_of_the_debug_model_train_two_steps(tmp_path, c4, tokenizer, v
     args += [f"--training.dataset_path={c4}/en/c4-train.00000-of-01024.json.gz", f"--model.hf_assets_path={tokenizer}"]
     args += [f"--job.dump_folder={tmp_path / 'run'}", f"--training.cache_folder={tmp_path / 'cache'}"]
     args += ["--training.local_batch_size=2", "--training.seq_len=64", "--metrics.log_freq=1"]
+    prepare_dataset(
+        "c4_test", load_tokenizer(tokenizer), tmp_path / "cache", f"{c4}/en/c4-train.00000-of-01024.json.gz"
+    )
     assert make_two_steps(args, tmp_path / "log") == (2, "stopped"), (tmp_path / "log").read_text()
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert losses[0] == pytest.approx(7.6246, rel=0.05) and losses[1] < losses[0]  # ln(2048): nothing is learned yet
-    assert "Tokenising c4_test once" in (tmp_path / "log").read_text()
 
 
 # ---------------------------------------------------------------- c4 and its relatives
-
-
-def read_texts(name: str, folder: Path, cache: Path, *, split: str) -> list[str]:
-    tokenizer = load_tokenizer("bytes")
-    corpus = open_corpus(name, tokenizer, cache, split=split, dataset_path=str(folder))
-    ids, begins = corpus.read(0, corpus.n_tokens)
-    starts = [*begins.nonzero().flatten().tolist(), corpus.n_tokens]
-    return [tokenizer.decode(ids[a + 1 : b - 1].tolist()) for a, b in zip(starts[:-1], starts[1:], strict=True)]
-
-
-def test_c4_is_its_training_files_and_c4_validation_the_others_and_both_are_prepared_once(tmp_path, c4, monkeypatch):
-    texts = {
-        split: [
-            json.loads(line)["text"]
-            for path in sorted((c4 / "en").glob(f"c4-{split}*"))
-            for line in gzip.decompress(path.read_bytes()).splitlines()
-        ]
-        for split in ("train", "validation")
-    }
-    monkeypatch.setattr(corpus_module, "VALIDATION_SHARE_OF_DATASETS", 0.5)
-    for split in ("train", "validation"):
-        held = [text for text in texts["train"] if choose_split(text, 0.5) == split]
-        assert read_texts("c4", c4, tmp_path / "cache", split=split) == held
-        assert read_texts("c4_validation", c4, tmp_path / "cache", split=split) == texts["validation"]
-    assert len(list((tmp_path / "cache").glob("*/manifest.json"))) == 2
-    write_lines(c4 / "en" / "c4-train.00002-of-01024.json.gz", ["one more"])
-    assert "one more" in read_texts("c4", c4, tmp_path / "cache", split="validation")
-
-
-def test_c4_test_is_found_where_a_checkout_of_torchtitan_has_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (row,) = [row for name, row in DOWNLOADS.items() if name == "c4_test"]
-    write_lines(Path(row.folder) / "data.json", ["a text", "another validation"])
-    assert read_texts("c4_test", "", tmp_path / "cache", split="train") == ["a text", "another validation"]
-    assert find_problems(["--training.dataset=c4_test"]) == []
 
 
 def test_validation_reads_c4_validation_of_the_same_folder_unless_it_has_its_own(tmp_path, c4):
@@ -268,26 +231,13 @@ def test_validation_reads_c4_validation_of_the_same_folder_unless_it_has_its_own
     assert find_problems(args) == [("validation.dataset", "c4_validation")]
 
 
-REFUSED = {  # what the folder holds -> a word of the reason, a word of the remedy
-    "no folder": (None, "does not exist", "en/c4-train.00000-of-01024.json.gz"),
-    "no file of c4": ("notes.txt", "holds no file of c4", "en/c4-train.00000-of-01024.json.gz"),
-    "validation alone": ("c4-validation.00000-of-00008.json.gz", "holds no file of c4", "c4-train"),
-    "a file that needs pyarrow": ("0000.parquet", "extra `data`", "c4-train"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_c4_that_cannot_be_read_is_one_problem_that_says_what_to_download(tmp_path, monkeypatch, case):
-    monkeypatch.setattr("torchtitan_lite.tools.corpora.text_files.find_spec", lambda package: None)
-    name, why, remedy = REFUSED[case]
-    if name:
-        (tmp_path / "c4").mkdir()
-        (tmp_path / "c4" / name).write_bytes(b"PAR1")
+def test_c4_that_is_not_there_is_one_problem_that_says_what_to_download(tmp_path):
+    (tmp_path / "c4-validation.00000-of-00008.json.gz").write_bytes(b"")
     with pytest.raises(ConfigError) as error:
-        preflight(["--training.dataset=c4", f"--training.dataset_path={tmp_path / 'c4'}"], machine=LAPTOP)
+        preflight(["--training.dataset=c4", f"--training.dataset_path={tmp_path}"], machine=LAPTOP)
     (problem,) = error.value.problems
     assert (problem.key, problem.value) == ("training.dataset", "c4")
-    assert why in problem.why and remedy in problem.remedy and "allenai/c4" in problem.remedy
+    assert "c4-train" in problem.why and "en/c4-train.00000-of-01024.json.gz" in problem.remedy
 
 
 def test_a_dataset_path_that_no_corpus_is_read_from_is_refused(tmp_path):
@@ -295,11 +245,3 @@ def test_a_dataset_path_that_no_corpus_is_read_from_is_refused(tmp_path):
         args = ["--validation.enable", f"--{section}.dataset_path={tmp_path}"]
         assert find_problems(args) == [(f"{section}.dataset_path", str(tmp_path))]
     assert find_problems(["--validation.no_enable", f"--validation.dataset_path={tmp_path}"]) == []
-
-
-def test_a_damaged_file_of_c4_stops_the_run_by_its_name(tmp_path, c4):
-    path = c4 / "en" / "c4-train.00001-of-01024.json.gz"
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(corpus_folder.CorpusError, match="c4-train.00001-of-01024.json.gz"):
-        open_corpus("c4", load_tokenizer("bytes"), tmp_path / "cache", dataset_path=str(c4))
-    assert not list((tmp_path / "cache").glob("*/manifest.json"))
