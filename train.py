@@ -36,7 +36,7 @@ from torchtitan_lite.checkpoint.storage import raise_on_all_ranks
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.expert_balance import CollapseWatch
 from torchtitan_lite.components.log import log_rank_on_error, start_logging
-from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, read_peak_memory
+from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, describe_out_of_memory, read_peak_memory
 from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import detect_machine, peak_flops
@@ -116,8 +116,8 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
             most_batches=config.validation.steps,
         )
         bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
-    about_data = f"{stream.describe(n_steps)}; tokenizer {config.model.hf_assets_path}, {tokenizer.vocab_size:,} tokens"
-    logger.info(f"data: {about_data}")
+    about = f"tokenizer {config.model.hf_assets_path}, {tokenizer.vocab_size:,} tokens"
+    logger.info(f"data: {stream.describe(n_steps)}; {about}")
 
     # ---- run: model parts, optimizer, schedules
     run = build_run(config, model_args, layout, mesh, device)
@@ -176,7 +176,6 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
             peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
             settings=asdict(config),
         )
-    texts = {"config": dump_config_toml(config), "data": about_data}  # for the first line that is logged
     collapse_watch = CollapseWatch(model_args.mixture) if model_args.mixture else None
     status = 1
     batches = prefetch(stream, rows, steps=range(resumed_step, n_steps), device=device)
@@ -219,10 +218,8 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
                     times=meter.read(),
                     memory=read_peak_memory(device),
                     validation=validation,
-                    texts=texts,
                     experts=load,
                 )
-                texts = {}
             saver.check()  # raises an error of an earlier save
             received = stop.find(step) if step < n_steps else None  # the same on every rank
             if is_saved(step, config.checkpoint, n_steps, is_stopped=received is not None):
@@ -278,6 +275,8 @@ def run_rank(args: list[str], stop: StopRequest) -> int:
         print(f"This run stops: {error}", file=sys.stderr)
         raise
     except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            print(describe_out_of_memory(args, int(os.environ["WORLD_SIZE"])), file=sys.stderr)
         if stop.received is None:
             traceback.print_exc()
             raise

@@ -219,7 +219,6 @@ def test_a_logged_step_has_a_line_on_its_load_and_three_numbers(tmp_path, monkey
     # 16 tokens of two routes each; layer 0 is dense
     load = describe_load(make_loads([[0] * 4, [16, 8, 8, 0], [8, 8, 8, 8]], entropy=16 * 1.25), top_k=2)
     assert (load.max_over_mean, load.layer, load.dead_share, load.router_entropy) == (2.0, 1, 0.125, 1.25)
-    assert load.picture.splitlines()[1:] == ["layer   1   2.00  █▄▄ ", "layer   2   1.00  ▄▄▄▄"]
     writer = make_writer(tmp_path, Metrics(enable_tensorboard=True))
     writer.write(10, **(STEP | {"validation": VALIDATION, "experts": load}))
     events = EventAccumulator(str(tmp_path / "tb")).Reload()

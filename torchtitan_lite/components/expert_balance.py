@@ -22,7 +22,6 @@ from torchtitan_lite.model.moe import Router, list_mixtures
 
 logger = logging.getLogger(__name__)
 
-BARS = " ▁▂▃▄▅▆▇█"  # of a load from 0 to twice the mean, and above
 COLLAPSED = 4.0  # max over mean; at least, or three quarters of what top_k allows
 STEPS_TO_WARN = 3  # logged steps in a row
 
@@ -86,13 +85,12 @@ def build_balance(
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The load of a step in three numbers and a picture."""
+    """The load of a step in three numbers."""
 
     max_over_mean: float  # of the expert that got most, in its layer
     layer: int  # the one with this expert
     dead_share: float  # of all experts: those that no token was routed to
     router_entropy: float  # of a token's scores, in nats: the mean over tokens and layers
-    picture: str  # a row a layer, a column an expert
 
 
 def describe_load(loads: Tensor, top_k: int) -> ExpertLoad:
@@ -102,17 +100,11 @@ def describe_load(loads: Tensor, top_k: int) -> ExpertLoad:
     counts, entropies = loads[layers, :-1], loads[layers, -1]
     over_mean = counts / counts.mean(1, keepdim=True)
     most = over_mean.amax(1)
-    rows = [
-        f"layer {layer:3}  {most[row]:5.2f}  "
-        + "".join(BARS[min(8, round(4 * share))] for share in over_mean[row].tolist())
-        for row, layer in enumerate(layers.tolist())
-    ]
     return ExpertLoad(
         max_over_mean=most.max().item(),
         layer=int(layers[most.argmax()]),
         dead_share=(counts == 0).double().mean().item(),
         router_entropy=(entropies.sum() / counts.sum() * top_k).item(),  # each token has top_k routes
-        picture="\n".join(["max over mean, and the load of each expert: a full bar is twice the mean", *rows]),
     )
 
 

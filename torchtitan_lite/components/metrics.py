@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import resource
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -113,6 +114,13 @@ def read_peak_memory(device: torch.device) -> PeakMemory:
     )
 
 
+def describe_out_of_memory(args: list[str], world_size: int) -> str:
+    """Return one line: the memory of this rank, and the command that forecasts it. `args` are those of the run."""
+    peak, live = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+    command = shlex.join(["python", "-m", "torchtitan_lite", "plan", "--gpus", str(world_size), *args])
+    return f"out of memory: {peak:,} bytes at the peak, {live:,} bytes live. To see what takes them: {command}"
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """One line of metrics.jsonl, with these names."""
@@ -182,7 +190,6 @@ class MetricsWriter:
         times: StepTimes,
         memory: PeakMemory,
         validation: dict[str, float],  # val_loss and so on; empty if the step was not validated
-        texts: dict[str, str],  # for the sinks; mostly empty
         experts: ExpertLoad | None = None,
     ) -> None:
         """Write one step, with the throughput and MFU since the last one that was written."""
@@ -204,11 +211,10 @@ class MetricsWriter:
             expert_dead_share=experts and experts.dead_share,
             router_entropy=experts and experts.router_entropy,
         )
-        texts = texts | ({"expert_loads": experts.picture} if experts else {})
         self.jsonl.write(format_json_line(metrics))
         scalars = list_scalars(metrics, memory, self.flops_per_token)
         for sink in self.sinks:
-            sink.write(step, scalars, texts)
+            sink.write(step, scalars)
         for line in format_console_lines(metrics, self.n_steps):
             logger.info(line)
 
