@@ -11,7 +11,7 @@ from typing import get_args
 
 import pytest
 from fuzz import MACHINES, Case, Cases, judge, make_odd_files, memory_limited
-from made_corpora import prepare_some, write_inputs
+from made_corpora import BYTES, write_corpus
 from two_steps import make_two_steps
 
 from torchtitan_lite.config.machine import detect_machine
@@ -117,8 +117,8 @@ def small(tmp_path, monkeypatch) -> Path:
     """A working directory with a small config and its corpus; returns the config."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{Path(__file__).parent}")  # of the processes that are forked
-    write_inputs(tmp_path, {f"{n}.txt": f"document {n} says what {n + 1} says. " * 20 for n in range(40)})
-    assert prepare_some(tmp_path, "--tokenizer", "bytes") == 0
+    documents = [BYTES.encode(f"document {n} says what {n + 1} says. " * 20, bos=True, eos=True) for n in range(40)]
+    write_corpus(tmp_path / "out", [documents[:28]], validation=[documents[28:]])
     Path("small.toml").write_text(SMALL)
     return Path("small.toml")
 
