@@ -166,7 +166,7 @@ def test_contenders_that_compute_something_else_are_not_compared(monkeypatch, ca
         lambda section, parameters: build(replace(section, lr=section.lr * 1.1), parameters),
     )
     monkeypatch.setattr(bench, "BENCHES", {"step": run_tiny})
-    assert bench.main(["step", "--json"]) == 1
+    assert door.main(["bench", "step", "--json"]) == 1
     said = capsys.readouterr()
     assert "trainer and bare_loop" in said.err and said.out == ""
 
@@ -194,7 +194,7 @@ def test_a_bench_that_fails_prints_no_report(error, status, monkeypatch, capsys)
         raise error
 
     monkeypatch.setattr(bench, "BENCHES", {"step": fail})
-    assert bench.main(["step"]) == status
+    assert door.main(["bench", "step"]) == status
     printed = capsys.readouterr()
     assert printed.err and printed.out == ""
 

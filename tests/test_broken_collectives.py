@@ -17,7 +17,6 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.parallel import context_parallel
-from torchtitan_lite.tools.command_lines import make_verify_parser
 from torchtitan_lite.tools.verify import command as tool
 from torchtitan_lite.tools.verify.certificate import IN_PART, describe_verdict
 from torchtitan_lite.tools.verify.reduction import reduce_config
@@ -104,7 +103,7 @@ def test_no_certificate_names_a_dim_whose_collective_is_broken(pool, tmp_path, d
     reduction = reduce_config(reading.config, max_ranks)
 
     run_ranks = compare.ranks_inside(pool, partial(break_collective, dim))
-    certificate = tool.verify("debug", reduction, make_verify_parser().parse_args([]), run_ranks, tmp_path)
+    certificate = tool.verify("debug", reduction, run_ranks, tmp_path)
     if reduction.layout.degrees[dim] > 1:
         assert certificate.verdict == "wrong"
     elif certificate.verdict != "wrong":  # too few ranks for it, and train.py's second layout does not have it either

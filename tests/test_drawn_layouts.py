@@ -19,7 +19,6 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.tools.command_lines import make_verify_parser
 from torchtitan_lite.tools.verify import command as tool
 from torchtitan_lite.tools.verify.certificate import CERTIFIED, describe
 from torchtitan_lite.tools.verify.reduction import reduce_config
@@ -100,7 +99,7 @@ def draw_keys(draw: random.Random, degrees: dict[str, int]) -> dict[str, object]
 def test_a_drawn_layout_is_certified_as_it_runs(pool, tmp_path, number):
     config, world_size = draw_layout(random.Random(1000 * SEED + number))
     reduction = reduce_config(config, world_size)
-    certificate = tool.verify("drawn", reduction, make_verify_parser().parse_args([]), pool.run, tmp_path)
+    certificate = tool.verify("drawn", reduction, pool.run, tmp_path)
     assert certificate.verdict == CERTIFIED, describe(certificate, verbose=False)
     assert reduction.degrees.reduced == {}
     runs = plan_layout(config, resolve_model(config.model), world_size).degrees

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from layouts import PP, TP
 
 from torchtitan_lite import step
+from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.schema import Config, with_value
-from torchtitan_lite.tools.command_lines import make_plan_parser
+from torchtitan_lite.tools.command_lines import parse_command
 from torchtitan_lite.tools.plan import command as plan
 from torchtitan_lite.tools.plan.cluster import find_cluster
 from torchtitan_lite.tools.plan.dry_run import PlannedRun, group_pp_ranks, plan_run
@@ -46,7 +47,7 @@ def work(*args, **keys) -> tuple[Config, Workload]:
 
 def test_a_plan_is_printed_and_drawn(capsys, tmp_path):
     svg, trace = tmp_path / "timeline.svg", tmp_path / "trace.json"
-    assert plan.main([*SMALL, "--gpus", "2", f"--{PP}", "2", "--svg", str(svg), "--trace", str(trace)]) == 0
+    assert main(["plan", *SMALL, "--gpus", "2", f"--{PP}", "2", "--svg", str(svg), "--trace", str(trace)]) == 0
     printed = capsys.readouterr().out
     for words in (
         "1F1B, bubble",
@@ -61,8 +62,8 @@ def test_a_plan_is_printed_and_drawn(capsys, tmp_path):
 
 
 def make(*args: str) -> plan.Plan:
-    options, config_args = make_plan_parser().parse_known_args(args)
-    return plan.make_plan(config_args, options, H100)
+    options = parse_command("plan", list(args))
+    return plan.make_plan(options.config_args, options, H100)
 
 
 def test_an_extra_collective_in_the_step_is_in_the_plan_and_in_the_dry_run_with_its_line():
@@ -133,12 +134,12 @@ def test_a_plan_of_experts_names_their_ranks_and_the_load(capsys, monkeypatch):
     args = ["--config", "debug_moe_3d", "--gpus", "8", "--training.seq_len", "32", "--imbalance", "1.5"]
     made = make(*args)
     monkeypatch.setattr(plan, "make_plan", lambda *_: made)  # once for both
-    assert plan.main(args) == 0
+    assert main(["plan", *args]) == 0
     printed = capsys.readouterr().out
     assert "pp2 x dp_shard2 x tp2, ep4" in printed
     assert "2 of 8 experts; each rank has 2 of them" in printed and "gets 1.5 times the mean" in printed
     assert re.search(r"\n  ep +all-to-all +\d+ calls", printed)
-    assert plan.main([*args, "--json"]) == 0
+    assert main(["plan", *args, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert (values["layout"]["ep"], values["layout"]["efsdp"], values["imbalance"]) == (4, 1, 1.5)
     config = made.planned.config
@@ -153,7 +154,7 @@ def test_a_plan_of_experts_names_their_ranks_and_the_load(capsys, monkeypatch):
     # Where memory is too small, and a node has four of the eight GPUs: each stage is on one.
     small = replace(made, cluster=replace(H100, memory_bytes=1e6, node_size=4))
     monkeypatch.setattr(plan, "make_plan", lambda *_: small)
-    assert plan.main([*args, "--json"]) == 1
+    assert main(["plan", *args, "--json"]) == 1
     values = json.loads(capsys.readouterr().out)
     assert not values["fits"]
     assert {each["axis"] for each in values["traffic"] if each["tier"] == "network"} == {
@@ -163,7 +164,7 @@ def test_a_plan_of_experts_names_their_ranks_and_the_load(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_mixtral_on_2048_gpus_is_planned_and_fits(capsys):
-    assert plan.main(["--config", "mixtral_8x22b", "--gpus", "2048", "--json"]) == 0
+    assert main(["plan", "--config", "mixtral_8x22b", "--gpus", "2048", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["fits"] and values["warnings"] == []
     assert [rank["alike"] for rank in values["pp_ranks"].values()] == [[0], [1, 2], [3]]
@@ -201,5 +202,5 @@ def test_too_much_for_the_memory_gets_the_fewest_changes_that_would_do():
     ],
 )
 def test_wrong_input_ends_with_status_2_and_its_key(capsys, args, key):
-    assert plan.main([*args, "--json"]) == 2
+    assert main(["plan", *args, "--json"]) == 2
     assert key in [problem["key"] for problem in json.loads(capsys.readouterr().out)["problems"]]

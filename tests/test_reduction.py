@@ -113,7 +113,7 @@ def test_explicit_stages_keep_which_of_them_is_short():
     [(4, "1F1B", 2), (16, "1F1B", 4), (7, "1F1B", 3), (2, "GPipe", 1), (8, "Interleaved1F1B", 4), (12, "DualPipeV", 5)],
 )
 def test_microbatches_keep_their_relation_to_the_stages(n_real, schedule, n_small):
-    args = (f"--training.local_batch_size={n_real}", "--activation_checkpoint.mode=full", f"--{PP}=4")
+    args = (f"--training.local_batch_size={n_real}", "--activation_checkpoint.mode=none", f"--{PP}=4")
     config = read("--config", "llama3_8b", *args, f"--{SCHEDULE}={schedule}")
     assert reduce_config(config, 2).layout.n_microbatches == n_small
 
@@ -189,7 +189,7 @@ OTHERS = {  # what no shipped config asks for
     ),
     "V": (
         *("--config", "llama3_8b", f"--{PP}=2", f"--{SCHEDULE}=ZBVZeroBubble"),
-        *("--training.local_batch_size=4", "--activation_checkpoint.mode=full"),
+        *("--training.local_batch_size=4", "--activation_checkpoint.mode=none"),
     ),
     "cp": ("--config", "llama3_8b", f"--{CP}=8", "--training.seq_len=8192"),
     "documents": ("--config", "debug", "--model.attention=document", "--training.seq_len=1024"),

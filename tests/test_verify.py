@@ -13,6 +13,7 @@ from layouts import CP, PP, TP
 from mutant_table import SHARD
 from mutants import MUTANTS, apply_mutant, try_mutant
 
+from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.verify import command as tool
@@ -127,12 +128,12 @@ def test_a_reduced_degree_is_named_in_the_verdict():
     "args", [["debug", "--parallelism.tensor_paralel_degree=2"], ["debug", f"--{TP}=4"], ["no such file"]]
 )
 def test_wrong_input_ends_with_2_and_says_why(args, capsys):
-    assert tool.main(["--config", *args, "--json"]) == 2
+    assert main(["verify", "--config", *args, "--json"]) == 2
     out, err = capsys.readouterr()
     assert "could not start" in err and json.loads(out)["problems"]
 
 
 def test_too_many_ranks_are_refused():
     with pytest.raises(SystemExit) as exit_:
-        tool.main(["--config", "debug", "--ranks", "17"])
+        main(["verify", "--config", "debug", "--ranks", "17"])
     assert exit_.value.code == 2
