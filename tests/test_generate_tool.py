@@ -24,6 +24,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools import generate as tool
+from torchtitan_lite.tools.convert import describe_tokenizer
 
 ARGS = replace(FLAVORS["debug"], n_layers=2, rope_scaling=RopeScaling(factor=8.0, original_length=64))
 SHIPPED = "assets/tokenizer"
@@ -148,7 +149,7 @@ def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config
         assert len(sample["tokens"]) == n_new and sample["stopped"] == "context"
     (unbroken,) = generate(checkpoint, *GREEDY, "--max-new-tokens", 40)["samples"]
     at = next(n for n, token in enumerate(unbroken["tokens"]) if n > 5 and token not in unbroken["tokens"][:n])
-    export = Export(ARGS, "float32", context=1024, **tokenizer.describe_for_export())  # so no --tokenizer is needed
+    export = Export(ARGS, "float32", context=1024, **describe_tokenizer(tokenizer))  # so no --tokenizer is needed
     write_folder(tmp_path / "llama", trained.state_dict().__getitem__, export)
     (tmp_path / "llama/generation_config.json").write_text(json.dumps({"eos_token_id": [unbroken["tokens"][at]]}))
     (sample,) = generate(tmp_path / "llama", *GREEDY, "--max-new-tokens", 40)["samples"]

@@ -35,6 +35,7 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Model
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3
+from torchtitan_lite.tools.convert import describe_tokenizer
 from torchtitan_lite.tools.model_source import read_end_ids
 
 STACKED = "5, stacked"  # how save_pretrained spells a folder
@@ -200,8 +201,8 @@ def test_tokenizer_files_travel_where_they_are_hugging_faces(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "README.md"):
         (tmp_path / name).write_text(f"content of {name}")
     tokenizer = Tokenizer(tmp_path / "tokenizer.json", "", 126, 127, {}, {}, list, list)
-    write_ours(PLAIN, tmp_path / "a", **tokenizer.describe_for_export())
-    write_ours(PLAIN, tmp_path / "b", **load_tokenizer("bytes").describe_for_export())
+    write_ours(PLAIN, tmp_path / "a", **describe_tokenizer(tokenizer))
+    write_ours(PLAIN, tmp_path / "b", **describe_tokenizer(load_tokenizer("bytes")))
     names = [{path.name for path in (tmp_path / folder).iterdir()} for folder in "ab"]
     assert names[0] - names[1] == {"tokenizer.json", "tokenizer_config.json"} and names[1] < names[0]
     assert (tmp_path / "a" / "tokenizer.json").read_text() == "content of tokenizer.json"
@@ -211,7 +212,7 @@ def test_tokenizer_files_travel_where_they_are_hugging_faces(tmp_path):
 
 def test_transformers_reads_the_tokenizer_of_llama_3s_format_and_gives_our_ids(tmp_path):
     ours = load_tokenizer("assets/tokenizer")
-    write_ours(PLAIN, tmp_path / "out", **ours.describe_for_export())
+    write_ours(PLAIN, tmp_path / "out", **describe_tokenizer(ours))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (len(theirs), theirs.bos_token_id, theirs.eos_token_id) == (ours.vocab_size, ours.bos_id, ours.eos_id)
     for text in (

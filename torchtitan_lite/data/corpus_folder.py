@@ -25,7 +25,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
-from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -104,14 +103,6 @@ def read_manifest(folder: Path) -> CorpusManifest:
         if found != n_bytes:
             raise CorpusError(f"{folder / name} has {found or 'no'} bytes, and the manifest says {n_bytes}")
     return manifest
-
-
-def check_corpus(folder: Path) -> list[str]:
-    """Hash all files; return what is wrong with them. Raises CorpusError where sizes are wrong already."""
-    splits = read_manifest(folder).splits.items()
-    return find_damage(
-        {folder / f"{name}.{suffix}": sha256 for name, split in splits for suffix, sha256 in split.sha256.items()}
-    )
 
 
 def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:

@@ -30,7 +30,6 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.data.vocabulary import (
-    CONFIG,
     LLAMA3_PATTERN,
     find_bos,
     find_eos,
@@ -43,7 +42,6 @@ from torchtitan_lite.data.vocabulary import (
 KEY = "model.hf_assets_path"
 BYTES = "bytes"  # the word for plain bytes
 IN_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")  # the first one that exists is read
-BESIDE = (CONFIG, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")  # exported too
 REMEDY = "Name a folder with tokenizer.json or Llama 3's tokenizer.model; assets/tokenizer holds a small one"
 
 # tiktoken's regular expression overflows its stack on a longer run of spaces. Llama 3's own code cuts at this length.
@@ -83,17 +81,6 @@ class Tokenizer:
         """Return for each id how many bytes of a text it stands for: 0 for special tokens and unused ids."""
         names = set(self.special.values())
         return [0 if id in names else len(self.bytes_of_id.get(id, b"")) for id in range(self.vocab_size)]
-
-    def describe_for_export(self) -> dict[str, object]:
-        """Return the arguments of checkpoint.hugging_face.Export that the tokenizer decides.
-
-        `tokenizer_files` is name -> content of the files beside the weights. Plain bytes have none.
-        """
-        beside = [self.path.with_name(name) for name in BESIDE if self.path.suffix == ".json"]
-        files = {path.name: path.read_bytes() for path in (self.path, *beside) if path.is_file()}
-        if self.path.suffix == ".model":
-            files[CONFIG] = describe_tokenizer_model(self)
-        return {"bos_id": self.bos_id, "eos_id": self.eos_id, "tokenizer_files": files}
 
 
 def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
@@ -179,21 +166,6 @@ def encode_by_tiktoken(
         return ids, encoding.decode_with_offsets(ids)[1]
 
     return encode_text, encode_special
-
-
-def describe_tokenizer_model(tokenizer: Tokenizer) -> bytes:
-    """Return the tokenizer_config.json by which transformers reads tokenizer.model."""
-    flags = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
-    added = {str(id): {"content": name, "special": True, **flags} for name, id in tokenizer.special.items()}
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|end_of_text|>",
-        "add_bos_token": True,
-        "clean_up_tokenization_spaces": False,
-        "added_tokens_decoder": added,
-    }
-    return (json.dumps(config, indent=2) + "\n").encode()
 
 
 # ---------------------------------------------------------------- tokenizer.json

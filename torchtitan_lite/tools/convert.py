@@ -25,9 +25,12 @@ from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.storage import convert_dtype, write_checkpoint
 from torchtitan_lite.config.block import count_parameters, list_expert_biases
+from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.data.vocabulary import CONFIG as TOKENIZER_CONFIG
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 
 FINAL_NORM = "norm.weight"
+BESIDE_TOKENIZER = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -71,9 +74,35 @@ def convert(options: argparse.Namespace) -> str:
         write_weights(out, source, read, getattr(torch, dtype), most_file_bytes)
     else:
         about = {"context": source.context, "published": source.published}
-        about |= source.tokenizer.describe_for_export()
+        about |= describe_tokenizer(source.tokenizer)
         write_folder(out, read, Export(args, dtype, most_file_bytes, **about))
     return describe(options, source, dtype, seconds=time.monotonic() - started_s)
+
+
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
+    """Return the arguments of Export that the tokenizer decides. Plain bytes have no files."""
+    path, files = tokenizer.path, {}
+    if path.suffix == ".json":
+        beside = map(path.with_name, (path.name, *BESIDE_TOKENIZER))
+        files = {each.name: each.read_bytes() for each in beside if each.is_file()}
+    elif path.is_file():
+        files = {path.name: path.read_bytes(), TOKENIZER_CONFIG: describe_tokenizer_model(tokenizer)}
+    return {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "tokenizer_files": files}
+
+
+def describe_tokenizer_model(tokenizer: Tokenizer) -> bytes:
+    """Return the tokenizer_config.json by which transformers reads tokenizer.model."""
+    flags = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
+    added = {str(id): {"content": name, "special": True, **flags} for name, id in tokenizer.special.items()}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|end_of_text|>",
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "added_tokens_decoder": added,
+    }
+    return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def check_out(out: Path, to_checkpoint: bool) -> None:

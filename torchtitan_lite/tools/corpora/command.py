@@ -9,8 +9,9 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, check_corpus
+from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
@@ -75,7 +76,9 @@ def describe(numbers: dict, left_out: Counter[str]) -> str:
 def check(folder: Path) -> int:
     """Compare a corpus with its manifest. Return 1 and print the damaged files if there are any."""
     try:
-        problems = check_corpus(folder)
+        splits = read_manifest(folder).splits.items()
+        hashes = {folder / f"{name}.{suffix}": h for name, split in splits for suffix, h in split.sha256.items()}
+        problems = find_damage(hashes)
     except CorpusError as error:
         problems = [str(error)]
     if problems:
