@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_lite.config.messages import Problem
-from torchtitan_lite.config.schema import Config, Training
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 FORMAT = 2
@@ -198,16 +198,14 @@ def check_corpora(
 
 
 def check_prepared(config: Config, tokenizer: Tokenizer) -> list[Problem]:
-    """Return the named corpora that are not prepared on this host. Ranks do not prepare them; the launcher does."""
-    cache_folder, problems = config.training.cache_folder, []
+    """Return the named corpora that are not prepared on this host. The launcher prepares them; ranks only read."""
+    folder, problems = config.training.cache_folder, []
     for name, path in sorted(list_named(config)):
-        if not (find_cached(name, tokenizer, Path(cache_folder), path) / MANIFEST).is_file():
-            command = ["python", "-m", "torchtitan_lite", "prepare", "--dataset", name]
-            command += ["--tokenizer", str(tokenizer.path)]
-            command += ["--dataset-path", path] * bool(path)
-            command += ["--cache-folder", cache_folder] * (cache_folder != Training.cache_folder)
-            why = "it is not prepared on this host for this tokenizer"
-            problems.append(Problem("training.dataset", name, why, f"Run: {shlex.join(command)}"))
+        if not (find_cached(name, tokenizer, Path(folder), path) / MANIFEST).is_file():
+            given = {"dataset": name, "dataset-path": path, "tokenizer": str(tokenizer.path), "cache-folder": folder}
+            options = shlex.join(f"--{option}={value}" for option, value in given.items() if value)
+            remedy = f"Run: python -m torchtitan_lite prepare {options}"
+            problems.append(Problem("training.dataset", name, "it is not prepared on this host", remedy))
     return problems
 
 
@@ -217,25 +215,17 @@ def check_weights(weights: Sequence[float], n_corpora: int) -> list[Problem]:
     if weights and len(weights) != n_corpora:
         why = f"training.dataset names {n_corpora} corpora"
         return [Problem(key, value, why, "Give one weight for each, or none: every sample then counts the same")]
-    try:
-        split_round(weights)
-    except ValueError as error:
-        return [Problem(key, value, str(error), "Leave that corpus out, or raise its weight")]
+    if weights and (min(weights) <= 0 or 0 in split_round(weights)):
+        why = f"a corpus with less than 1/{DRAWS_PER_ROUND} of their sum is never read"
+        return [Problem(key, value, why, "Leave that corpus out, or raise its weight")]
     return []
 
 
 def split_round(weights: Sequence[float]) -> list[int]:
-    """Return how many of DRAWS_PER_ROUND draws each corpus gets; draws left over go to the largest remainders.
-
-    Raises ValueError for a weight that is not positive, or so small that its corpus would never be drawn.
-    """
-    if any(weight <= 0 for weight in weights):
-        raise ValueError("every weight must be above 0")
+    """Return how many of DRAWS_PER_ROUND draws each corpus gets; draws left over go to the largest remainders."""
     shares = [weight / sum(weights) * DRAWS_PER_ROUND for weight in weights]
     counts = [int(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda source: counts[source] - shares[source])
-    for source in by_remainder[: DRAWS_PER_ROUND - sum(counts)] if weights else []:
+    for source in by_remainder[: DRAWS_PER_ROUND - sum(counts)]:
         counts[source] += 1
-    if not all(counts):
-        raise ValueError(f"a weight below 1/{DRAWS_PER_ROUND} of their sum means never")
     return counts

@@ -21,7 +21,7 @@ import unicodedata
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import tiktoken
@@ -30,7 +30,7 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.data.vocabulary import (
-    LLAMA3_PATTERN,
+    BytePairs,
     find_bos,
     find_eos,
     name_special_tokens,
@@ -46,6 +46,8 @@ REMEDY = "Name a folder with tokenizer.json or Llama 3's tokenizer.model; assets
 
 # tiktoken's regular expression overflows its stack on a longer run of spaces. Llama 3's own code cuts at this length.
 MAX_CHARACTERS = 400_000
+
+compose = partial(unicodedata.normalize, "NFC")
 
 
 @dataclass(frozen=True)
@@ -113,52 +115,45 @@ def find_tokenizer(hf_assets_path: str | Path) -> Path | None:
 
 def make_byte_tokenizer() -> Tokenizer:
     """Return the tokenizer of plain bytes."""
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    special = {"<|begin_of_text|>": 256, "<|end_of_text|>": 257}
-    pattern = "(?s:.{1,64})"  # any length would do, since nothing is joined
-    return make_llama3_tokenizer(Path(BYTES), BYTES.encode(), ranks, special, pattern)
+    pairs = BytePairs({bytes([byte]): byte for byte in range(256)}, pattern="(?s:.{1,64})")  # nothing is joined
+    return make_llama3_tokenizer(Path(BYTES), BYTES.encode(), pairs, ["<|begin_of_text|>", "<|end_of_text|>"])
 
 
 def read_tokenizer_model(path: Path) -> Tokenizer:
     """Read Llama 3's file."""
     content = path.read_bytes()
-    ranks = parse_tokenizer_model(content)
-    special = {name: len(ranks) + number for number, name in enumerate(name_special_tokens())}
-    return make_llama3_tokenizer(path, content, ranks, special, LLAMA3_PATTERN)
+    return make_llama3_tokenizer(path, content, parse_tokenizer_model(content), name_special_tokens())
 
 
-def make_llama3_tokenizer(
-    path: Path, content: bytes, ranks: dict[bytes, int], special: dict[str, int], pattern: str
-) -> Tokenizer:
-    encode_text, encode_special = encode_by_tiktoken(ranks, pattern, special)
+def make_llama3_tokenizer(path: Path, content: bytes, pairs: BytePairs, names: list[str]) -> Tokenizer:
+    """Return a tokenizer whose special tokens follow the others."""
+    special = {name: len(pairs.ranks) + number for number, name in enumerate(names)}
+    bytes_of_id = {id: token for token, id in pairs.ranks.items()} | {id: name.encode() for name, id in special.items()}
+    encode_text, encode_special = encode_by_tiktoken(pairs, special)
     return Tokenizer(
         path=path,
         identity=hashlib.sha256(content).hexdigest(),
         bos_id=special["<|begin_of_text|>"],
         eos_id=special["<|end_of_text|>"],
         special=special,
-        bytes_of_id={id: token for token, id in ranks.items()} | {id: name.encode() for name, id in special.items()},
+        bytes_of_id=bytes_of_id,
         encode_text=encode_text,
         encode_special=encode_special,
     )
 
 
-def encode_by_tiktoken(
-    ranks: dict[bytes, int],
-    pattern: str,
-    added: dict[str, int],
-    found_in_text: frozenset[str] = frozenset(),
-    normalize: Callable[[str], str] = str,
-) -> tuple[Callable, Callable]:
+def encode_by_tiktoken(pairs: BytePairs, added: dict[str, int]) -> tuple[Callable, Callable]:
     """Return Tokenizer.encode_text and encode_special."""
-    encoding = tiktoken.Encoding("torchtitan_lite", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
+    encoding = tiktoken.Encoding(
+        "torchtitan_lite", pat_str=pairs.pattern, mergeable_ranks=pairs.ranks, special_tokens=added
+    )
     # Without the list of integers that Encoding.encode makes: a quarter less time.
     fill_buffer = encoding._core_bpe.encode_to_tiktoken_buffer
 
     def encode_text(text: str) -> array:
-        text, ids = normalize(text), array("I")
+        text, ids = compose(text) if pairs.nfc else text, array("I")
         for start in range(0, len(text), MAX_CHARACTERS):
-            ids.frombytes(bytes(fill_buffer(text[start : start + MAX_CHARACTERS], found_in_text)))
+            ids.frombytes(bytes(fill_buffer(text[start : start + MAX_CHARACTERS], pairs.found_in_text)))
         return ids
 
     def encode_special(text: str) -> tuple[list[int], list[int]]:
@@ -182,12 +177,8 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
     bos_id, eos_id = ids.get(find_bos(file)), find_eos(path, ids)
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("decoder"))
     bytes_of_id = {id: spell_token(token, is_byte_level=is_byte_level) for token, id in vocab.items()}
-    normalize = str
-    if bpe := read_byte_level_bpe(file):
-        normalize = compose if bpe.nfc else str
-        encoders = encode_by_tiktoken(bpe.ranks, bpe.pattern, added_ids, bpe.found_in_text, normalize)
-    else:
-        encoders = encode_by_package(content)
+    pairs = read_byte_level_bpe(file)
+    encode_text, encode_special = encode_by_tiktoken(pairs, added_ids) if pairs else encode_by_package(content)
     return Tokenizer(
         path=path,
         identity=hashlib.sha256(content + f"\0{bos_id} {eos_id}".encode()).hexdigest(),
@@ -195,14 +186,10 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
         eos_id=eos_id,
         special={token["content"]: token["id"] for token in added if token["special"]},
         bytes_of_id=bytes_of_id | {id: text.encode() for text, id in added_ids.items()},
-        encode_text=encoders[0],
-        encode_special=encoders[1],
-        normalize=normalize,
+        encode_text=encode_text,
+        encode_special=encode_special,
+        normalize=compose if pairs and pairs.nfc else str,
     )
-
-
-def compose(text: str) -> str:
-    return unicodedata.normalize("NFC", text)
 
 
 def encode_by_package(content: bytes) -> tuple[Callable, Callable]:

@@ -51,13 +51,23 @@ NAMED_SPECIAL_TOKENS = {  # Llama 3.1: number -> name; all others are reserved
 }
 
 
-def parse_tokenizer_model(content: bytes) -> dict[bytes, int]:
-    """Return the rank of each token. Raises ValueError."""
+@dataclass(frozen=True)
+class BytePairs:
+    """What tiktoken needs to encode by a vocabulary."""
+
+    ranks: dict[bytes, int]
+    pattern: str  # cuts a text into words
+    nfc: bool = False  # put a text in Unicode's composed form first
+    found_in_text: frozenset[str] = frozenset()  # added tokens that are not special
+
+
+def parse_tokenizer_model(content: bytes) -> BytePairs:
+    """Return the tokens of Llama 3's file. Raises ValueError."""
     lines = [line.split() for line in content.splitlines()]
     ranks = {b64decode(token, validate=True): int(rank) for token, rank in lines}
     if sorted(ranks.values()) != list(range(len(lines))) or not all(bytes([n]) in ranks for n in range(256)):
         raise ValueError("its ranks do not count its tokens, or one of the 256 bytes is missing")
-    return ranks
+    return BytePairs(ranks, LLAMA3_PATTERN)
 
 
 def name_special_tokens() -> list[str]:
@@ -70,17 +80,7 @@ def name_special_tokens() -> list[str]:
 # ---------------------------------------------------------------- tokenizer.json
 
 
-@dataclass(frozen=True)
-class ByteLevelBPE:
-    """A tokenizer.json that tiktoken encodes."""
-
-    ranks: dict[bytes, int]
-    pattern: str
-    nfc: bool  # a text is put in Unicode's composed form first
-    found_in_text: frozenset[str]  # added tokens that are not special
-
-
-def read_byte_level_bpe(file: dict) -> ByteLevelBPE | None:
+def read_byte_level_bpe(file: dict) -> BytePairs | None:
     """Return the ranks of a plain byte-level BPE, or None if the file is anything else."""
     model, normalizer, added = file["model"], file.get("normalizer"), file.get("added_tokens") or []
     pattern = read_pattern(file.get("pre_tokenizer"))
@@ -99,7 +99,7 @@ def read_byte_level_bpe(file: dict) -> ByteLevelBPE | None:
     joined = vocab if model.get("ignore_merges") else {*BYTE_OF, *made}  # the others are never made
     ranks = {bytes(BYTE_OF[c] for c in token): vocab[token] for token in joined if BYTE_OF.keys() >= set(token)}
     found_in_text = frozenset(token["content"] for token in added if not token["special"])
-    return ByteLevelBPE(ranks, pattern, normalizer is not None, found_in_text)
+    return BytePairs(ranks, pattern, normalizer is not None, found_in_text)
 
 
 def read_pattern(pre_tokenizer: dict | None) -> str | None:
