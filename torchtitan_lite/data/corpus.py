@@ -63,10 +63,7 @@ def map_file(path: Path, dtype: torch.dtype) -> Tensor:
 def open_corpus(
     name: str, tokenizer: Tokenizer, cache_folder: Path, *, split: str = "train", dataset_path: str = ""
 ) -> Corpus:
-    """Open the corpus that training.dataset or validation.dataset calls `name`. Raises CorpusError.
-
-    `split` is "train" or "validation".
-    """
+    """Open split "train" or "validation" of a corpus that training.dataset can name. Raises CorpusError."""
     if name not in DATASETS:
         return Corpus(name, Path(name), split)
     folder = find_cached(name, tokenizer, cache_folder, dataset_path)

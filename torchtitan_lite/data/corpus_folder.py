@@ -46,21 +46,21 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True)
 class Split:
-    """The files NAME.tokens, NAME.documents and, of conversations, NAME.targets."""
+    """The files NAME.tokens, NAME.documents and, for conversations, NAME.targets."""
 
     n_tokens: int
     n_documents: int
-    n_targets: int  # of conversations: tokens of the assistant
+    n_targets: int  # conversations: tokens of the assistant
     n_text_bytes: int  # in UTF-8
     sha256: dict[str, str]  # suffix of a file -> its hash
 
 
 @dataclass(frozen=True)
 class CorpusManifest:
-    """manifest.json of a prepared corpus, with these names."""
+    """The fields of manifest.json."""
 
     dtype: Literal["uint16", "uint32"]
-    tokenizer: str  # identity of the one that made the ids
+    tokenizer: str  # Tokenizer.identity
     splits: dict[str, Split]
     format: int = FORMAT
 
@@ -78,12 +78,8 @@ class CorpusManifest:
         }
 
 
-def choose_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """Return the smallest type that holds every id."""
-    return "uint16" if vocab_size <= 2**16 else "uint32"
-
-
 def dump_manifest(manifest: CorpusManifest) -> str:
+    """Return the content of manifest.json."""
     return json.dumps(asdict(manifest), indent=1) + "\n"
 
 
@@ -97,7 +93,7 @@ def read_manifest(folder: Path) -> CorpusManifest:
         manifest = CorpusManifest(**{**raw, "splits": {name: Split(**split) for name, split in raw["splits"].items()}})
         sizes = manifest.list_sizes()
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CorpusError(f"{folder} is no prepared corpus: {path.name}: {error}") from None
+        raise CorpusError(f"{folder} is not a prepared corpus: {path.name}: {error}") from None
     for name, n_bytes in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != n_bytes:
@@ -106,10 +102,10 @@ def read_manifest(folder: Path) -> CorpusManifest:
 
 
 def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
-    """Return the manifest. Raises CorpusError where the split is empty, or another tokenizer made it."""
+    """Return the manifest. Raises CorpusError if the split is empty, or if another tokenizer made it."""
     manifest = read_manifest(folder)
     if tokenizer and manifest.tokenizer != tokenizer.identity:
-        remedy = "Set model.hf_assets_path to the one that made it, or prepare it again with --tokenizer"
+        remedy = "Set model.hf_assets_path to that tokenizer, or prepare the corpus again with --tokenizer"
         raise CorpusError(f"{folder} was made with another tokenizer than {tokenizer.path}", remedy)
     if SPLITS[split] not in manifest.splits:
         remedy = "Prepare it again with a larger --held-out, name others in validation.dataset, or do not validate"
@@ -143,8 +139,7 @@ def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -
     return files
 
 
-# A name for training.dataset -> a function that lists its files for a training.dataset_path. A fork adds a row.
-# The last three are torchtitan's.
+# Name for training.dataset -> function that lists the files for a training.dataset_path. A fork adds a row.
 C4 = "Download en/c4-train.00000-of-01024.json.gz, and as many of the others as you want, of the dataset allenai/c4"
 DATASETS: dict[str, Callable[[str], list[Path]]] = {
     "python_stdlib": list_python_stdlib,
@@ -179,10 +174,7 @@ def list_named(config: Config) -> set[tuple[str, str]]:
 def check_corpora(
     key: str, names: Sequence[str], *, split: str, tokenizer: Tokenizer | None, dataset_path: str = ""
 ) -> list[Problem]:
-    """Return the corpora that cannot be read, or whose ids another tokenizer made.
-
-    Without a tokenizer, because it has a problem of its own, ids are not judged.
-    """
+    """Return the corpora that cannot be read, or that another tokenizer made. None: the tokenizer is not known."""
     problems = []
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""Corpora to batches. The promise: the samples of global step s are a pure function of (seed, s) on every layout.
+"""Cut corpora into samples, and draw the batches of a run. The samples of global step s depend on (seed, s) alone.
 
 A corpus is one long row of tokens, document after document, cut into samples of S tokens and the token after them:
 
@@ -8,20 +8,10 @@ A corpus is one long row of tokens, document after document, cut into samples of
     sample 2   i j k l      targets j k l -
     sample 3   m n . .      targets n - - -         the tail is padded
 
-So each token but a document's first is a target once per epoch; of conversations, only the assistant's tokens are. Step
+Each token except a document's first is a target once per epoch; in conversations, only the assistant's tokens are. Step
 s takes the samples that `Sampler` chooses for draws s*B .. s*B + B-1, in an order that is shuffled without a table.
-Ranks share a step by rows:
-
-    global batch of step s     4 ranks    2 ranks    1 rank
-    row 0   sample 5121        rank 0     rank 0     rank 0
-    row 1   sample  907        rank 1     rank 0     rank 0
-    row 2   sample   33        rank 2     rank 1     rank 0
-    row 3   sample 2460        rank 3     rank 1     rank 0
-
-No state is kept from step to step, so a resume needs only the number of the step. Ranks here are data-parallel ranks:
-all tp and pp ranks of one replica read the same rows. Traffic between ranks: none.
-
-Legend: B sequences, S tokens per sequence.
+Data-parallel rank r of n reads rows r*B/n .. (r+1)*B/n - 1 of the global batch; all tp and pp ranks of a replica read
+the same rows. A resume needs only the number of the step. Ranks exchange nothing. Legend: B sequences, S tokens each.
 """
 
 import hashlib
@@ -29,7 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
 import torch
@@ -43,16 +33,16 @@ from torchtitan_lite.model.head import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Cuts corpora into samples and puts samples into rows."""
+    """Reads samples of some corpora as the rows of a batch."""
 
     corpora: Sequence[Corpus]
     seq_len: int
-    vocab_size: int  # of the model: rows of its embedding
+    vocab_size: int  # rows of the model's embedding
     restart_positions: bool = False  # positions count from the start of a token's document, else of its row
 
     @property
     def n_samples(self) -> list[int]:
-        """Samples of each corpus: every token but the first is a target of one."""
+        """Number of samples of each corpus: every token except the first is a target of one."""
         return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
 
     def read(self, sources: Tensor, samples: Tensor) -> Batch:
@@ -86,11 +76,11 @@ class SampleReader:
 
 
 class Sampler:
-    """The samples of one or several sources, in the order in which a run draws them: a pure function of the seed.
+    """Chooses the samples of one or several sources in the order in which a run draws them, by the seed alone.
 
     Without weights, all sources are one row of samples, and an epoch has each sample of each source once. With weights,
-    every round of 10,000 draws takes its share from each source, spread over the round by a permutation, and each
-    source has epochs of its own.
+    every round of 10,000 draws takes a fixed number from each source, spread over the round by a permutation, and each
+    source has its own epochs.
     """
 
     def __init__(self, n_samples: Sequence[int], *, weights: Sequence[float] = (), seed: int):
@@ -100,7 +90,7 @@ class Sampler:
             counts = split_round(weights)  # draws of each source per round
             n = sum(counts)
             self.counts = torch.tensor(counts)
-            # Source of each draw of a round, and how often that source was drawn from before in the round.
+            # Source of each draw of a round, and how many earlier draws of the round have that source.
             self.sources, turns = locate_in_parts(feistel_permute(torch.arange(n), n, key=f"{seed} round"), counts)
             self.turns = torch.empty_like(turns)
             for source, count in enumerate(counts):
@@ -136,12 +126,12 @@ def locate_in_parts(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor
 
 
 def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
-    """Return where a permutation of 0 .. n-1, chosen by `key`, sends each `index` (any shape, int64).
+    """Return `index` (any shape, int64) mapped by a permutation of 0 .. n-1 that `key` chooses.
 
-    A Feistel network on the cells of the smallest square that holds n: each round adds a hash of the column to the row,
-    modulo the side, and swaps the two. The column could be used to subtract that hash again, so a round is one-to-one
-    for any hash, and no table of n entries is needed. A cell outside 0 .. n-1 is permuted again until it is inside
-    ("cycle walking"), which stays one-to-one. Luby & Rackoff 1988; Black & Rogaway 2002.
+    A Feistel network on the cells of the smallest square with at least n cells: each round adds a hash of the column to
+    the row, modulo the side, and swaps the two. The hash can be subtracted again, so a round is one-to-one for any
+    hash, and needs no table of n entries. A cell outside 0 .. n-1 is permuted again until it is inside ("cycle
+    walking"), which is one-to-one too. Luby & Rackoff 1988; Black & Rogaway 2002.
     """
     side = math.isqrt(n - 1) + 1
     row, column = index // side, index % side
@@ -167,19 +157,19 @@ def hash_32_bits(x: Tensor) -> Tensor:
 
 
 class SampleStream:
-    """The global batches of a run. `batch` keeps no state: any step, any rows, in any order, from any thread."""
+    """Reads the global batches of a run: any step, any rows, in any order, from any thread."""
 
     def __init__(self, reader: SampleReader, *, global_batch_size: int, weights: Sequence[float] = (), seed: int):
         self.reader, self.global_batch_size = reader, global_batch_size
         self.sampler = Sampler(reader.n_samples, weights=weights, seed=seed)
         names = [Path(corpus.name).name for corpus in reader.corpora]  # a corpus may move to another folder
-        # Two streams with equal facts have the same samples in the same order; checkpoints keep them.
+        # Streams with equal fingerprints have the same samples in the same order. Checkpoints store it.
         self.fingerprint = {"dataset": names, "dataset_weights": list(weights), "seq_len": reader.seq_len, "seed": seed}
         for number, (name, corpus) in enumerate(zip(names, reader.corpora, strict=True), 1):
             self.fingerprint[f"data of corpus {number} ({name})"] = corpus.identity
 
     def describe(self, n_steps: int) -> str:
-        """Return in words which corpora a run of `n_steps` reads, and for how many epochs."""
+        """Describe the corpora that a run of `n_steps` reads, and how many epochs of each."""
         sizes, n_draws = self.reader.n_samples, n_steps * self.global_batch_size
         parts = self.sampler.counts.tolist() if self.sampler.weights else sizes
         corpora = [
@@ -196,26 +186,26 @@ class SampleStream:
 
 
 class ValidationBatches:
-    """All samples of some corpora once, in their order; the last batch is filled up with rows of padding.
+    """Reads all samples of some corpora once, in order; rows of padding complete the last batch.
 
-    If `most_batches` is fewer, they hold samples at equal distances: the first ones could be all of one odd document.
-    Batches have the shape of training's, so they use the same model, schedule and compiled graphs.
+    With `most_batches`, samples are taken at equal distances, because the first ones could be a single odd document.
+    Batches have the shape of training batches, so they use the same model, schedule and compiled graphs.
     """
 
     def __init__(self, reader: SampleReader, *, global_batch_size: int, most_batches: int = -1):
         self.reader, self.global_batch_size = reader, global_batch_size
-        n_batches = -(-sum(reader.n_samples) // global_batch_size)
+        self.n_samples = sum(reader.n_samples)
+        n_batches = -(-self.n_samples // global_batch_size)
         self.n_batches = n_batches if most_batches == -1 else min(n_batches, most_batches)
-        self.ends = list(accumulate(reader.n_samples))
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return rows `rows` of batch number `step`, counted from 0. Raises CorpusError."""
         numbers = step * self.global_batch_size + torch.tensor(rows)
         n_read = self.n_batches * self.global_batch_size
-        if n_read < self.ends[-1]:
-            numbers = numbers * self.ends[-1] // n_read
-        sources, samples = locate_in_parts(numbers.clamp(max=self.ends[-1] - 1), self.reader.n_samples)
-        return self.reader.read(sources.masked_fill(numbers >= self.ends[-1], -1), samples)
+        if n_read < self.n_samples:
+            numbers = numbers * self.n_samples // n_read
+        sources, samples = locate_in_parts(numbers.clamp(max=self.n_samples - 1), self.reader.n_samples)
+        return self.reader.read(sources.masked_fill(numbers >= self.n_samples, -1), samples)
 
 
 def rows_of_rank(rank: int, n_ranks: int, global_batch_size: int) -> range:
@@ -228,25 +218,20 @@ def rows_of_rank(rank: int, n_ranks: int, global_batch_size: int) -> range:
 def prefetch(
     stream: SampleStream | ValidationBatches, rows: range, *, steps: Iterator[int] | range, device: torch.device
 ) -> Iterator[Batch]:
-    """Yield rows `rows` of the batches of these steps, on `device`; a CUDA device carries its index.
+    """Yield rows `rows` of the batches of these steps, on `device`. A CUDA device needs an index.
 
-    A thread reads the next batch while the caller computes with this one. An error in the thread is raised here, at
-    the batch that was being read. `close()` of the iterator ends the thread.
+    A thread reads the next batch while the caller computes with this one. An error in the thread is raised at the batch
+    that was being read. `close()` of the iterator ends the thread.
     """
     on_cuda = device.type == "cuda"
 
     def load(step: int) -> Batch:
         batch = stream.batch(step, rows)
-        return batch.pin_memory() if on_cuda else batch  # only a copy from pinned memory does not block
+        return batch.pin_memory() if on_cuda else batch  # only a copy from pinned memory is asynchronous
 
-    # A new thread's current GPU is number 0, where pinning memory would make every rank of the host hold a context.
+    # In a new thread the current GPU is number 0, and pinning memory would make a context there for every rank.
     set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if on_cuda else {}
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch", **set_device) as thread:
-        ahead = None
-        for step in steps:
-            following = thread.submit(load, step)
-            if ahead is not None:
-                yield ahead.result().to(device, non_blocking=True)
-            ahead = following
-        if ahead is not None:
-            yield ahead.result().to(device, non_blocking=True)
+        reads = (thread.submit(load, step) for step in steps)
+        for read, _ in pairwise(chain(reads, [None])):  # the next one is submitted before this one is awaited
+            yield read.result().to(device, non_blocking=True)

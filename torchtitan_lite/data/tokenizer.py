@@ -89,9 +89,9 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
     """Return the tokenizer at a path. Raises ConfigError if there is none, or if it cannot be used."""
     if str(hf_assets_path) == BYTES:
         return make_byte_tokenizer()
-    path, named = find_tokenizer(hf_assets_path), Path(hf_assets_path).absolute()
+    path = find_tokenizer(hf_assets_path)
     if path is None:
-        why = f"{named} holds no {' and no '.join(IN_FOLDER[:2])}" if named.is_dir() else f"there is no {named}"
+        why = f"there is no {' and no '.join(IN_FOLDER[:2])} in {Path(hf_assets_path).absolute()}"
         raise ConfigError([Problem(KEY, str(hf_assets_path), why, REMEDY)])
     try:
         return read_tokenizer_json(path) if path.suffix == ".json" else read_tokenizer_model(path)

@@ -16,7 +16,7 @@ list. Both give the same ids if the merges are in the order of the ids that they
 import json
 from base64 import b64decode
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 CONFIG = "tokenizer_config.json"
@@ -72,9 +72,8 @@ def parse_tokenizer_model(content: bytes) -> BytePairs:
 
 def name_special_tokens() -> list[str]:
     """Return the names of Llama 3's special tokens. Reserved ones are counted."""
-    numbers = iter(range(N_SPECIAL_TOKENS))
-    named = [NAMED_SPECIAL_TOKENS.get(number) for number in range(N_SPECIAL_TOKENS)]
-    return [name or f"<|reserved_special_token_{next(numbers)}|>" for name in named]
+    reserved, names = count(), map(NAMED_SPECIAL_TOKENS.get, range(N_SPECIAL_TOKENS))
+    return [name or f"<|reserved_special_token_{next(reserved)}|>" for name in names]
 
 
 # ---------------------------------------------------------------- tokenizer.json

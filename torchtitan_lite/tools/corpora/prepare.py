@@ -22,14 +22,20 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
-from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, choose_dtype, dump_manifest
+from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, dump_manifest
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
 from torchtitan_lite.tools.corpora.text_files import Batch, PreparationError, read_batches
 from torchtitan_lite.tools.processes import end_with_parent
 
 BATCHES_AHEAD = 4  # per worker: limits what is read into memory
+
+
+def choose_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """Return the smallest type that holds every id."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 @dataclass(frozen=True)
