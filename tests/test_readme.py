@@ -1,45 +1,35 @@
-"""README and the chapters of the rooms stay true: paths exist, tools, configs and keys are there."""
+"""README and the chapters stay true: paths, configs, keys and links exist. Commands: test_commands.py."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.__main__ import TOOLS
 from torchtitan_lite.config.reader import KEYS, find_config_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-CHAPTERS = [path.read_text(encoding="utf-8") for path in (REPOSITORY / "torchtitan_lite").glob("*/README.md")]
-ALL = "\n".join([README, *CHAPTERS])
-PATHS = sorted(set(re.findall(r"`((?:torchtitan_lite|configs|tests|assets|train\.py|run_train\.sh)[\w./]*)`", ALL)))
+README = REPOSITORY / "README.md"
+PAGES = [README, *(REPOSITORY / "torchtitan_lite").rglob("README.md"), REPOSITORY / "assets/tokenizer/README.md"]
+NAMED = re.compile(r"`((?:torchtitan_lite|configs|tests|assets|train\.py|run_train\.sh)[\w./]*)`")
+FILE = re.compile(r"`([\w/]+\.py)`")
 
 
 def test_the_two_commands_come_first():
-    first_block = README.split("```")[1]
+    first_block = README.read_text(encoding="utf-8").split("```")[1]
     assert [line.split()[0] for line in first_block.strip().splitlines()] == ["./run_train.sh", "tests/run.sh"]
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_every_path_that_is_named_exists(path):
-    assert (REPOSITORY / path).exists()
-
-
-def test_enough_paths_were_found_to_mean_something():
-    assert len(PATHS) > 12
-
-
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"--config (\w[\w.]*)", ALL))))
-def test_every_config_that_is_named_exists(name):
-    assert find_config_file(name)
-
-
-@pytest.mark.parametrize("tool", sorted(set(re.findall(r"python -m torchtitan_lite ([a-z]+)", ALL))))
-def test_every_tool_that_is_named_exists(tool):
-    assert tool in TOOLS
-
-
-@pytest.mark.parametrize("key", sorted(set(re.findall(r"--(\w+\.\w+)", ALL))))
-def test_every_key_that_is_named_exists(key):
-    section, name = key.split(".")
-    assert key in KEYS or f"{section}.{name.removeprefix('no_')}" in KEYS or key == "section.key"  # how to write one
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_what_a_page_names_exists(page):
+    text = page.read_text(encoding="utf-8")
+    missing = [path for path in NAMED.findall(text) if not (REPOSITORY / path).exists()]
+    missing += [path for path in re.findall(r"\]\(([\w./]+)\)", text) if not (page.parent / path).exists()]
+    package = REPOSITORY / "torchtitan_lite"
+    roots = [REPOSITORY, package, page.parent, package / "tools", *package.glob("*/")]
+    missing += [path for path in FILE.findall(text) if not any((root / path).exists() for root in roots)]
+    missing += [name for name in re.findall(r"--config (\w[\w.]*)", text) if not find_config_file(name)]
+    for key in re.findall(r"--(\w+(?:\.\w+)+)", text):
+        section, _, name = key.rpartition(".")
+        if key not in KEYS and f"{section}.{name.removeprefix('no_')}" not in KEYS and key != "section.key":
+            missing.append(key)
+    assert missing == []
