@@ -7,11 +7,11 @@ import compare
 import pytest
 import torch
 from layouts import PP, SCHEDULE, TP, ZERO
-from torchtitan_lite.config.case import Case
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.checks import find_problems
+from torchtitan_lite.config.checks import check_mesh
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.layout import plan_degrees
 from torchtitan_lite.config.schedule import check_microbatches, find_csv_fault, name_modules, place_stages, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism
 
@@ -85,8 +85,8 @@ def test_stages_can_be_listed_module_by_module(given):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ([GIVEN[0], GIVEN[1][1:]], "there is layers.2 for layers.1"),
-        ([GIVEN[0], GIVEN[1][:-1]], "there is nothing for output"),
+        ([GIVEN[0], GIVEN[1][1:]], "in the order of the model"),
+        ([GIVEN[0], GIVEN[1][:-1]], "in the order of the model"),
         ([[], [*GIVEN[0], *GIVEN[1]]], "stage 0 has no layer"),
         ([[*GIVEN[0], *GIVEN[1][:-1]], ["output"]], "stage 1 has no layer"),
         ([[*GIVEN[0], *GIVEN[1]]], "lists 1 stages for 2 pp ranks"),
@@ -155,13 +155,15 @@ def write_csv(tmp_path: Path, text: str) -> Parallelism:
 def test_a_schedule_file_that_cannot_run_is_refused_with_the_reason(tmp_path, text, why):
     parallelism = write_csv(tmp_path, text)
     assert why in find_csv_fault(parallelism)
-    assert [problem.key for problem in find_problems("mesh", Case(Config(parallelism=parallelism)), key=CSV)] == [CSV]
+    degrees = plan_degrees(parallelism, 2)
+    problems = check_mesh(Config(parallelism=parallelism), degrees, 2, {"global_batch_size": 8, "microbatch_size": 1})
+    assert [problem.key for problem in problems] == [CSV]
 
 
 def test_listed_stages_are_as_many_as_the_schedule_file_has(tmp_path):
     listed = replace(write_csv(tmp_path, GPIPE), module_fqns_per_model_part=[GIVEN[0], ["layers.1"], GIVEN[1][1:]])
     _, (problem,) = plan_stages(listed, 4)
-    assert problem.remedy == "List 2 stages"
+    assert "lists 3 stages for 2 pp ranks" in problem.why
     assert plan_stages(replace(listed, module_fqns_per_model_part=GIVEN), 4)[1] == []
 
 

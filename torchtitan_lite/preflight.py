@@ -14,7 +14,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.hugging_face_families import explain_unwritable
 from torchtitan_lite.checkpoint.hugging_face_folder import REMEDY, open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps, read_manifest
-from torchtitan_lite.config.block import describe_skipped, list_linears, plan_float8
+from torchtitan_lite.config.block import list_linears, plan_float8
 from torchtitan_lite.config.checks import check_machine, check_run
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
@@ -130,10 +130,10 @@ def describe_float8(config: Config, args: ModelArgs, tp: int) -> list[str]:
         return []
     section = config.quantize.linear.float8
     plan = plan_float8(list_linears(args), section.filter_fqns, tp)
-    emulated = ", emulated" if section.emulate else ""
-    n_layers = len(plan.fqns) + len(plan.skipped)
-    counted = f"{len(plan.fqns)} of {n_layers} linear layers compute in float8 ({section.recipe_name}{emulated})"
-    return ["; not ".join([counted, *describe_skipped(plan)])]
+    skipped = dict.fromkeys(f"layers.*.{fqn.split('.', 2)[2]}: {why}" for fqn, why in plan.skipped.items())
+    counted = f"{len(plan.fqns)} of {len(plan.fqns) + len(plan.skipped)} linear layers compute in float8"
+    recipe = section.recipe_name + ", emulated" * section.emulate
+    return ["; not ".join([f"{counted} ({recipe})", *skipped])]
 
 
 # ---------------------------------------------------------------- files, and what this machine has

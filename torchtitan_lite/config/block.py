@@ -18,11 +18,11 @@ from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs
 class BlockModule:
     """A module of a transformer block with one weight."""
 
-    name: str  # FQN inside the block; of experts that of the parameter
+    name: str  # FQN inside the block; for experts the FQN of the parameter
     # (out, in) features of a linear layer; (size,) of a norm; (experts, in, out) of one matrix of all experts
     weight: tuple[int, ...]
-    # Colwise, rowwise: tp splits out, or in. Experts: ep splits them, and holds the router whole; tp does not look at
-    # them. Else every tp rank holds the whole weight, and applies it to its slice of the sequence, or to its heads.
+    # colwise, rowwise: tp splits out, or in. experts: ep splits them, and holds the router whole; tp leaves both alone.
+    # Otherwise every tp rank holds the whole weight and applies it to its slice of the sequence, or to its heads.
     split: Literal["colwise", "rowwise", "sequence", "heads", "router", "experts"] = "sequence"
 
     @property
@@ -31,10 +31,7 @@ class BlockModule:
 
 
 def list_llama_block(args: ModelArgs, mixture: MixtureArgs | None = None) -> list[BlockModule]:
-    """List the modules of a Llama block in the order of the model file: attention and SwiGLU, a norm before each.
-
-    With `mixture` those of a block with experts.
-    """
+    """List the modules of a Llama block in the order of the model file; with `mixture`, of a block with experts."""
     query, key = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     of_heads = ["attention.q_norm", "attention.k_norm"] if args.qk_norm else []
     return [
@@ -58,7 +55,7 @@ def list_swiglu(name: str, dim: int, ffn_dim: int) -> list[BlockModule]:
 
 
 def list_mixture(dim: int, mixture: MixtureArgs) -> list[BlockModule]:
-    """List the modules of a mixture: router, experts, shared experts."""
+    """List the modules of a feed-forward with experts: router, experts, shared experts."""
     n_experts, ffn_dim = mixture.n_experts, mixture.expert_ffn_dim
     shared_dim = mixture.n_shared_experts * ffn_dim
     return [
@@ -71,26 +68,25 @@ def list_mixture(dim: int, mixture: MixtureArgs) -> list[BlockModule]:
 
 
 def list_expert_biases(args: ModelArgs) -> dict[str, tuple[int]]:
-    """Return FQN -> size of what checkpoints hold besides parameters: the bias of each mixture layer (moe.py), fp32."""
+    """Return FQN -> size of the fp32 biases of experts (moe.py), which checkpoints hold besides parameters."""
     layers = filter(args.is_mixture, range(args.n_layers))
     return {f"layers.{layer}.feed_forward.router.expert_bias": (args.mixture.n_experts,) for layer in layers}
 
 
-# The TP plan, float8, counts, memory, traffic and FLOPs are derived from these tables.
-BLOCKS: dict[str, Callable[..., list[BlockModule]]] = {  # model.name -> the modules of its dense, or mixture block
+BLOCKS: dict[str, Callable[..., list[BlockModule]]] = {  # model.name -> the modules of its block
     "llama3": list_llama_block,
 }
 
 
 def list_block(args: ModelArgs, *, mixture: bool = False) -> list[BlockModule]:
-    """List the modules with weights of one block of this model: of a dense one, or of one with experts."""
+    """List the modules with weights of one block of this model, dense or with experts."""
     return BLOCKS[args.name](args, args.mixture) if mixture else BLOCKS[args.name](args)
 
 
 def count_layer_parameters(
     args: ModelArgs, *, mixture: bool = False, tp: int = 1, linear_only: bool = False, experts: int | None = None
 ) -> int:
-    """Return the parameters of one block that one of `tp` ranks holds. `experts`: how many count; None: all."""
+    """Count the parameters of one block that one of `tp` ranks holds. `experts`: how many count; None: all."""
     n_parameters = 0
     for module in list_block(args, mixture=mixture):
         if module.split == "experts" and experts is not None:
@@ -101,25 +97,25 @@ def count_layer_parameters(
 
 
 def count_all_layers(args: ModelArgs, *, linear_only: bool = False, experts: int | None = None) -> int:
-    """Return the parameters of all blocks, counted as above."""
+    """Count the parameters of all blocks in the same way."""
     n_of = {True: args.n_mixture_layers, False: args.n_layers - args.n_mixture_layers}
     counted = {"linear_only": linear_only, "experts": experts}
     return sum(n * count_layer_parameters(args, mixture=mixture, **counted) for mixture, n in n_of.items() if n)
 
 
 def list_experts(args: ModelArgs) -> list[tuple[int, ...]]:
-    """List the sizes (experts, in, out) of the matrices of a mixture; none without experts."""
+    """List the sizes (experts, in, out) of the matrices of the experts of a layer; none without experts."""
     block = list_block(args, mixture=True) if args.mixture else []
     return [module.weight for module in block if module.split == "experts"]
 
 
 def count_expert_parameters(args: ModelArgs) -> int:
-    """Return the parameters of one expert; 0 without experts."""
+    """Count the parameters of one expert; 0 without experts."""
     return sum(prod(sizes[1:]) for sizes in list_experts(args))
 
 
 def find_expert_dim(args: ModelArgs, ep: int, n_ranks: int) -> int | None:
-    """Return the first dim of the experts (E/ep, in, out) that FSDP's `n_ranks` can share evenly, or None."""
+    """Return the first dim of the experts (E/ep, in, out) that FSDP can shard evenly over `n_ranks`, or None."""
     for dim in range(3):
         if all(sizes[dim] // (ep if dim == 0 else 1) % n_ranks == 0 for sizes in list_experts(args)):
             return dim
@@ -127,9 +123,9 @@ def find_expert_dim(args: ModelArgs, ep: int, n_ranks: int) -> int | None:
 
 
 def count_parameters(args: ModelArgs, *, active: bool = False) -> int:
-    """Return the number of all parameters, a tied embedding once. Equals what the model cards publish.
+    """Count all parameters, a tied embedding once, as the model cards do.
 
-    `active`: of those that a token passes through, which of the experts are top_k.
+    `active`: only parameters that a token passes through, so top_k of the experts.
     """
     n_matrices = 1 if args.tie_embeddings else 2  # over the vocabulary
     experts = args.mixture.top_k if args.mixture and active else None
@@ -138,7 +134,7 @@ def count_parameters(args: ModelArgs, *, active: bool = False) -> int:
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """FLOPs of one token, forward and backward, without recompute: attention counted in full, or its causal half."""
+    """FLOPs of one token, forward and backward, without recompute: with all of attention, or its causal half."""
 
     full: int
     causal: int
@@ -147,9 +143,9 @@ class FlopsPerToken:
 def count_flops_per_token(args: ModelArgs, seq_len: int) -> FlopsPerToken:
     """Count 6 FLOPs per matmul weight and token, plus 12*L*H*E*S of attention (PaLM, app. B, arXiv:2204.02311).
 
-    The embedding is a lookup and costs nothing; the head counts, also where both are one tied matrix. Norms have no
-    matmul, and of the experts only those that a token is routed to count. Both conventions are in use: 57.9 GFLOP
-    (full) and 51.5 (causal) for the 8B at 8,192 tokens.
+    The embedding is a lookup and costs nothing; the head counts, also if both are one tied matrix. Norms have no
+    matmul. Only the experts that a token is routed to count. Both conventions are in use: 57.9 GFLOP (full) and 51.5
+    (causal) for the 8B at 8,192 tokens.
     """
     experts = args.mixture.top_k if args.mixture else None
     matmul_weights = count_all_layers(args, linear_only=True, experts=experts) + args.vocab_size * args.dim
@@ -172,14 +168,11 @@ def plan_float8(linears: dict[str, tuple[int, int]], filter_fqns: list[str], tp:
     """Return the layers that compute in float8, and why the others do not.
 
     `linears`: FQN -> (out, in) features of the whole layer. A filter may be any part of an FQN, as in torchtitan.
-    Every dim of every matmul must be a multiple of FLOAT8_BLOCK, on each rank:
-
-        y  = x  @ w.T    (tokens, in)  x (in, out)       in and out: a layer that has others is skipped, and listed;
-        dx = dy @ w      (tokens, out) x (out, in)       over tp each rank multiplies its slice, so 16 x tp there
-        dw = dy.T @ x    (out, tokens) x (tokens, in)    tokens: one number for all layers, a rule of checks.py
+    Every dim of every matmul must be a multiple of FLOAT8_BLOCK on each rank: in and out of each layer (times tp,
+    because tp ranks multiply slices), and the tokens of a microbatch (a rule of checks.py).
 
     The head never computes in float8: its logits decide between tokens, and torchtitan's filter leaves it out as well.
-    Nor does a mixture of experts: its grouped matmul has no float8 here.
+    Experts do not either: their grouped matmul has no float8 here.
     """
     skipped = {}
     for fqn, sizes in linears.items():
@@ -199,11 +192,3 @@ def list_linears(args: ModelArgs) -> dict[str, tuple[int, int]]:
         for module in list_block(args, mixture=args.is_mixture(layer))
         if len(module.weight) == 2 and module.split != "router"
     }
-
-
-def describe_skipped(plan: Float8Plan) -> list[str]:
-    """List why layers are left out, each kind once: `layers.*.attention.wk: 24 x 64 is not in multiples of 16`."""
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for fqn, why in plan.skipped.items():
-        kinds.setdefault((fqn.split(".", 2)[2], why), []).append(fqn)
-    return [f"{fqns[0] if len(fqns) == 1 else f'layers.*.{name}'}: {why}" for (name, why), fqns in kinds.items()]

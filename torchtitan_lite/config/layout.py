@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def strides(self) -> dict[str, int]:
-        """Distance in ranks between neighbors in the groups of each mesh dim. FSDP has cp's stride, for experts ep's."""
+        """Distance in ranks between neighbors in the groups of each mesh dim. FSDP has cp's stride, or ep's."""
         strides, stride = {}, 1
         for dim, degree in reversed(self.degrees.items()):
             strides[dim] = stride
@@ -162,20 +162,17 @@ def plan_zero_stage(parallelism: Parallelism) -> int:
 
 
 def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:
-    """Return the sequences of a step, those of a microbatch, and the microbatches of a rank: fields of Layout.
+    """Return the sequences of a step and of a microbatch, and the microbatches of a rank: fields of Layout.
 
     Without PP a rank runs accumulation steps of local_batch_size. With PP the same sequences become microbatches of
-    one schedule, so that accumulation costs no second pipeline bubble and gradients are reduced once per step.
+    one schedule: accumulation costs no second pipeline bubble, and gradients are reduced once per step.
     """
-    training = config.training
+    training, section = config.training, config.parallelism
     dp = degrees["dp_replicate"] * degrees["dp_shard"]
-    is_automatic = training.global_batch_size == -1
-    global_batch_size = training.local_batch_size * dp if is_automatic else training.global_batch_size
-    is_pipelined = degrees["pp"] > 1
-    section = config.parallelism
-    microbatch_size = section.pipeline_parallel_microbatch_size if is_pipelined else training.local_batch_size
-    return {
-        "global_batch_size": global_batch_size,
-        "microbatch_size": microbatch_size,
-        "n_microbatches": global_batch_size // dp // microbatch_size,
-    }
+    global_batch_size = training.global_batch_size
+    if global_batch_size == -1:
+        global_batch_size = training.local_batch_size * dp
+    microbatch_size = section.pipeline_parallel_microbatch_size if degrees["pp"] > 1 else training.local_batch_size
+    n_microbatches = global_batch_size // dp // microbatch_size
+    sizes = {"global_batch_size": global_batch_size, "microbatch_size": microbatch_size}
+    return sizes | {"n_microbatches": n_microbatches}

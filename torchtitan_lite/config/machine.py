@@ -26,8 +26,8 @@ class Machine:
     is_here: bool = True  # False: the run is elsewhere, so compilers and memory of this host do not matter
 
 
-# Dense bfloat16 peak of one GPU in FLOP/s: half of the number if NVIDIA's sheet counts 2:4 sparsity. The first row whose
-# words occur in the driver's name, whole and side by side, is used.
+# Dense bfloat16 peak of one GPU in FLOP/s: half of the number if NVIDIA's sheet counts 2:4 sparsity. The row in use is
+# the first whose words occur in the driver's name, whole and side by side.
 PEAK_BF16_FLOPS = {
     "GB200": 2.5e15,  # nvidia.com, Blackwell architecture datasheet: 5 PFLOP/s sparse
     "B200": 2.25e15,  # same sheet: 4.5 PFLOP/s sparse

@@ -4,13 +4,12 @@
     TOML          the file that --config (or --job.config_file) names, a path or a bare name          wins over
     default       schema.py
 
-What a key may hold is its type in schema.py, so that a new key needs no line here. A bad value is reported and its key
-keeps the default, so that the other values are judged too.
+The type of a key in schema.py says what it may hold, so a new key needs no line here. If a value is bad, the problem is
+reported and the key keeps its default, so the other values are judged too.
 """
 
 import inspect
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
@@ -48,7 +47,7 @@ SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
 @dataclass(frozen=True)
 class ConfigReading:
-    """What was read. The config is complete even when there are problems: those keys hold their defaults."""
+    """The result of reading. The config is complete even if there are problems: those keys hold their defaults."""
 
     config: Config
     problems: list[Problem]
@@ -62,7 +61,7 @@ def read_config(args: list[str]) -> ConfigReading:
     config_file = texts.pop("job.config_file", Job.config_file)
     table = {"job.config_file": config_file}
     try:
-        table |= dict(flatten_table(load_toml(find_config_file(config_file)))) if config_file != "none" else {}
+        table |= dict(flatten_table(load_toml(find_config_file(config_file))))
     except ValueError as error:
         problems.append(Problem("job.config_file", config_file, str(error), "Name a TOML file, or one of configs/"))
     notices = [f"{name} is now {new}" for name in (*table, *texts) if (new := resolve_alias(name)) != name]
@@ -93,8 +92,7 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
     A bare `--section.flag` is True, and `--section.no_flag` is False.
     """
     values: dict[str, str | bool] = {}
-    problems = []
-    rest = list(args)
+    problems, rest = [], list(args)
     while rest:
         argument = rest.pop(0)
         name, equals, value = argument.removeprefix("--").partition("=")
@@ -112,7 +110,7 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
         if name == "job.config_file" and value is True:
             problems.append(Problem("--config", None, "no file is named", "Write --config NAME_OR_PATH"))
             continue
-        values.pop(name, None)  # of two names of one key, the one written last counts
+        values.pop(name, None)  # if two names mean one key, the one written last counts
         values[name] = value
     return values, problems
 
@@ -120,7 +118,7 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
 def find_config_file(name: str) -> Path:
     """Look for a path first, then for a bare name in configs/; both with or without `.toml`. Raises ValueError."""
     for path in (Path(name), Path(f"{name}.toml"), CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.toml"):
-        if os.path.isfile(path):  # Path.is_file raises for long names
+        if path.is_file():
             return path
     known = sorted(file.stem for file in CONFIG_FOLDER.glob("*.toml"))
     near = get_close_matches(Path(name).stem, known, n=1) or known
@@ -131,12 +129,12 @@ def load_toml(path: Path) -> dict[str, Any]:
     """Return the table of a TOML file. Raises ValueError with the reason."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # the text of a TOMLDecodeError names line and column
+    except (OSError, ValueError) as error:  # the text of a TOMLDecodeError names line and column
         raise ValueError(f"{path} cannot be read as TOML: {error}") from None
 
 
 def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a.b.c and 1 for `[a.b]` with `c = 1`. A table in the place of a value stays whole, to be refused."""
+    """Yield a.b.c and 1 for `[a.b]` with `c = 1`. A table in place of a value stays whole, to be refused."""
     for name, value in table.items():
         if isinstance(value, dict) and prefix + name not in KEYS:
             yield from flatten_table(value, f"{prefix}{name}.")
@@ -174,12 +172,7 @@ def convert(kind: Any, value: Any) -> Any:
             raise WrongValue("a list is needed", 'Write ["a", "b"], or a,b on the command line')
         return [convert(inner[0], item) for item in value]
     if NoneType in inner:  # `X | None`
-        try:
-            return convert(inner[0], value)
-        except WrongValue:
-            if value == "none":
-                return None
-            raise
+        return None if value == "none" else convert(inner[0], value)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (kind is float and not isfinite(value)):
@@ -200,7 +193,7 @@ def convert_text(kind: Any, text: str | bool) -> Any:
 
 
 def explain_unknown(key: str) -> tuple[str, str]:
-    """Return why and remedy of an unknown key: the nearest is the same name in another section, or a like spelling."""
+    """Return why and remedy of an unknown key: the nearest key has the same name in another section, or looks alike."""
     section, _, name = key.rpartition(".")
     in_section = [known for known in KEYS if known.rpartition(".")[0] == section]
     near = [known for known in (*KEYS, *ABSENT) if known.rpartition(".")[2] == name]
@@ -208,7 +201,7 @@ def explain_unknown(key: str) -> tuple[str, str]:
     if near:
         return "there is no such key", f"The nearest key is {near[0]}"
     if in_section:
-        return "there is no such key", f"`check --keys {section}` prints those of [{section}]"
+        return "there is no such key", f"`check --keys {section}` prints the keys of [{section}]"
     return f"there is no section [{section}]", f"The sections are {', '.join(SECTIONS)}"
 
 
@@ -226,8 +219,8 @@ def dump_config_toml(config: Config) -> str:
 
 
 def format_toml(value: object) -> str:
-    """Write a TOML literal. JSON writes strings, lists, numbers and truth values alike, but does not escape DEL."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    """Write a TOML literal. JSON writes strings, lists, numbers and truth values alike."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def describe_keys(section: str) -> str:
@@ -235,7 +228,9 @@ def describe_keys(section: str) -> str:
     if section and section not in SECTIONS:
         remedy = f"The sections are {', '.join(SECTIONS)}"
         raise ConfigError([Problem("--keys", section, "there is no such section", remedy)])
-    shown = [section] if section else SECTIONS
-    sources = [inspect.getsource(type(get_value(Config(), name))) for name in shown]
-    keys = [inspect.cleandoc(source.partition(":\n")[2].partition("\n\n")[0]) for source in sources]
-    return "\n\n".join(f"[{name}]\n{lines}" for name, lines in zip(shown, keys, strict=True))
+    texts = []
+    for name in [section] if section else SECTIONS:
+        source = inspect.getsource(type(get_value(Config(), name)))
+        fields, _, _ = source.partition(":\n")[2].partition("\n\n")
+        texts.append(f"[{name}]\n{inspect.cleandoc(fields)}")
+    return "\n\n".join(texts)

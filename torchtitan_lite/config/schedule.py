@@ -18,7 +18,6 @@ DualPipe 2412.19437.
 import csv
 import re
 from collections import defaultdict
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,21 +118,18 @@ def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages,
     key, given = "parallelism.module_fqns_per_model_part", parallelism.module_fqns_per_model_part
     problems = []
     expected = list(name_modules(range(n_layers), first=True, last=True))
-    listed = [fqn for stage in given for fqn in stage]
     may_lack_layers = {0: ["tok_embeddings"], len(given) - 1: ["norm", "output"]}
     lacking = [
         index
         for index, stage in enumerate(given)
         if not any(fqn.startswith("layers.") for fqn in stage) and stage != may_lack_layers.get(index)
     ]
-    if listed != expected:
-        pairs = zip_longest(listed, expected, fillvalue="nothing")
-        seen, wanted = next(pair for pair in pairs if pair[0] != pair[1])
-        why = f"all lists together must name every module once, in the order of the model; {seen} stands for {wanted}"
+    if [fqn for stage in given for fqn in stage] != expected:
+        why = "all lists together must name every module once, in the order of the model"
         problems.append(Problem(key, given, why, f"The order is {', '.join(expected)}"))
     elif lacking:
         why = f"stage {lacking[0]} has no layer; only a first stage tok_embeddings and a last stage norm, output may"
-        problems.append(Problem(key, given, why, "Give it one at least"))
+        problems.append(Problem(key, given, why, "Give it a layer"))
     if parallelism.pipeline_parallel_degree == 1 or not can_run(parallelism, len(given)):
         order = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
         why = f"it lists {len(given)} stages for {parallelism.pipeline_parallel_degree} pp ranks under {order}"
@@ -162,18 +158,18 @@ def check_microbatches(
     """Find a number of microbatches that the schedule cannot run."""
     name, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     schedule, rounds = SCHEDULES[name], max(1, n_microbatches // pp)
-    why = ""
     if parallelism.pipeline_parallel_schedule_csv:
         written = 1 + max(action.microbatch for action in list_csv_actions(parallelism))
-        if written != n_microbatches:
-            why = f"the CSV schedule has {written}"
-            remedy = f"Choose batch sizes that make {written}, or write another schedule"
+        if written == n_microbatches:
+            return []
+        why = f"the CSV schedule has {written}"
+        remedy = f"Choose batch sizes that make {written}, or write another schedule"
     elif schedule.fills_pipeline and n_microbatches < n_stages:
         why = f"{name} needs one for each of the {n_stages} stages"
         remedy = "Raise it (or global_batch_size), lower pipeline_parallel_microbatch_size, or use GPipe"
     elif schedule.in_rounds and n_microbatches % rounds:
         why, remedy = f"{name} runs them in {rounds} equal rounds", f"Use a number of microbatches that {pp} divides"
-    if not why:
+    else:
         return []
     why = f"it makes {n_microbatches} microbatches, and {why}"
     return [Problem("training.local_batch_size", local_batch_size, why, remedy)]

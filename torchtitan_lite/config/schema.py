@@ -1,8 +1,8 @@
 """Every key of a run: one frozen dataclass per TOML section. The comment beside a default is the key's documentation.
 
-The spelling is torchtitan's (v0.2); keys that only exist here are marked `new`. What a key may hold is its type:
-`Literal` for a choice, among the rows of a table of choices.py for instance, `Range` for a number. `reader.py` fills
-these classes from TOML and the command line; `layout.py` plans what follows from them.
+The spelling is torchtitan's (v0.2); keys that exist only here are marked `new`. The type of a key says what it may hold:
+`Literal` for a choice (often the rows of a table in choices.py), `Range` for a number. `reader.py` fills these classes
+from TOML and the command line; `layout.py` plans what follows from them.
 """
 
 from dataclasses import dataclass, field, replace
@@ -42,7 +42,7 @@ class Job:
     dump_folder: str = "auto"  # where a run leaves its files; auto: ./outputs/<config name>
     description: str = ""  # printed at the start
     print_config: bool = False  # print the resolved config at the start
-    overwrite: bool = False  # new: start over in a dump folder that holds an earlier run, whose files are deleted
+    overwrite: bool = False  # new: delete the files of an earlier run in the dump folder and start over
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Profiling:
     save_traces_folder: str = "traces"  # inside dump_folder
     profile_freq: Positive = 10  # steps from one trace to the next; at least warm-up + active
     profiler_active: Positive = 1  # steps recorded in each trace
-    profiler_warmup: NotNegative = 3  # steps before it, during which the profiler runs and records nothing
-    enable_memory_snapshot: bool = False  # CUDA: write what is in memory every profile_freq steps, and when it runs out
+    profiler_warmup: NotNegative = 3  # steps before them, during which the profiler runs and records nothing
+    enable_memory_snapshot: bool = False  # CUDA: record allocations every profile_freq steps, and when memory runs out
     save_memory_snapshot_folder: str = "memory_snapshot"  # inside dump_folder
 
 
@@ -62,34 +62,34 @@ class Metrics:
     enable_tensorboard: bool = True  # write TensorBoard events
     save_tb_folder: str = "tb"  # inside dump_folder
     enable_wandb: bool = False  # send the same to Weights & Biases; needs the extra `wandb`
-    disable_color_printing: bool = False  # never colour; without it, colour on a terminal only
+    disable_color_printing: bool = False  # never color; by default the log has colors on a terminal
 
 
 @dataclass(frozen=True)
 class Model:
-    name: Literal[tuple(BLOCKS)] = "llama3"  # a row of BLOCKS in block.py and of MODELS in step.py
+    name: Literal[tuple(BLOCKS)] = "llama3"  # a row of BLOCKS in block.py and of MODELS in the trainer
     # a row of flavors.py, in which the sizes below replace numbers; auto: the model of the weights that the run resumes
     # or starts from (checkpoint.initial_load_path), else debug
     flavor: str = AUTO
     # folder with tokenizer.json or tokenizer.model, from the working directory, else from this repository; or "bytes";
-    # auto: that of the weights which the run resumes or starts from, else assets/tokenizer
+    # auto: the tokenizer of the weights that the run resumes or starts from, else assets/tokenizer
     hf_assets_path: str = "auto"
     dim: Positive | None = None  # new: width of the residual stream
     n_layers: Positive | None = None  # new
     n_heads: Positive | None = None  # new: query heads
-    n_kv_heads: Positive | None = None  # new: key/value heads, which groups of query heads share
+    n_kv_heads: Positive | None = None  # new: key/value heads, each shared by a group of query heads
     head_dim: Positive | None = None  # new: an even number; by default dim / n_heads
     ffn_dim: Positive | None = None  # new: inner width of the feed-forward
     vocab_size: Positive | None = None  # new
-    attention: Literal[tuple(ATTENTIONS)] = "causal"  # new: document: no token sees another document's
-    # ["float8"]: linear layers compute in float8, as [quantize.linear.float8] says
+    attention: Literal[tuple(ATTENTIONS)] = "causal"  # new: document: no token sees another document's tokens
+    # ["float8"]: linear layers compute in float8, see [quantize.linear.float8]
     converters: list[Literal["float8", "quantize.linear.float8"]] = field(default_factory=list)
 
     row: ModelArgs | None = None  # no key: the model of the weights that the run starts from, in place of the flavor
 
     @property
     def uses_float8(self) -> bool:
-        """Whether any linear layer may compute in float8. Without it [quantize.linear.float8] is not read."""
+        """Whether any linear layer may compute in float8. Otherwise [quantize.linear.float8] is not read."""
         return bool(self.converters)
 
 
@@ -99,41 +99,38 @@ class Optimizer:
     lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
     beta1: Decay = 0.9
     beta2: Decay = 0.95
-    eps: AboveZero = 1e-8  # 0 would be 0/0 where a gradient is 0
+    eps: AboveZero = 1e-8  # 0 would be 0/0 for a gradient of 0
     weight_decay: Annotated[float, Range(0)] = 0.1  # decoupled, on every parameter
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # AdamW; SGD: foreach
-    # new: of AdamW's moments; bfloat16 saves 4 bytes per parameter
-    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"  # new: bfloat16 saves 4 bytes per parameter of AdamW
 
 
 @dataclass(frozen=True)
 class LRScheduler:
     warmup_steps: NotNegative = 200  # linear from 0 to the peak
     total_steps: Positive | None = None  # length of the whole schedule; by default training.steps
-    decay_ratio: Share | None = None  # share of the steps that decays, at the end; none: decay right after warm-up
+    decay_ratio: Share | None = None  # fraction of the steps that decays, at the end; none: all steps after warm-up
     decay_type: Literal[tuple(DECAYS)] = "linear"
-    min_lr_factor: Share = 0.0  # the decay ends at this share of the peak
+    min_lr_factor: Share = 0.0  # the decay ends at this fraction of the peak
 
 
 @dataclass(frozen=True)
 class Training:
     # corpora: names of DATASETS in data/corpus_folder.py, folders made by `prepare`
     dataset: list[str] = field(default_factory=lambda: ["python_stdlib"])
-    dataset_path: str = ""  # of c4 and c4_test: the folder, or the file, that was downloaded; none: see DATASETS
-    # new: share of the samples of each; none: by size
-    dataset_weights: list[Annotated[float, Range(0)]] = field(default_factory=list)
-    cache_folder: str = "outputs/cache"  # new: named corpora as tokens, shared by all runs
+    dataset_path: str = ""  # for c4 and c4_test: the downloaded folder or file; none: see DATASETS
+    dataset_weights: list[Annotated[float, Range(0)]] = field(default_factory=list)  # new: of samples; none: by size
+    cache_folder: str = "outputs/cache"  # new: tokens of named corpora, shared by all runs
     local_batch_size: Positive = 8  # sequences per data-parallel rank and forward (all microbatches together under PP)
     global_batch_size: PositiveOrAuto = -1  # sequences per step; auto: local_batch_size x data-parallel ranks
-    seq_len: Positive = 2048  # tokens per sequence; fp32 tells no more positions apart
+    seq_len: Positive = 2048  # tokens per sequence
     steps: Positive = 10000
     max_norm: AboveZero = 1.0  # gradients are scaled down to this global 2-norm
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"  # of compute; auto: bfloat16 on CUDA
     mixed_precision_reduce: Literal["float32"] = "float32"  # of gradient reduction
-    enable_cpu_offload: bool = False  # weights, gradients and optimizer live, and the optimizer runs, on the host
+    enable_cpu_offload: bool = False  # weights, gradients and optimizer stay on the host, where the optimizer runs
     loss_chunk_tokens: NotNegative = 1024  # new: tokens of a rank whose logits exist at a time; 0: all of them
-    # new: by how much the bias of an expert moves in a step, towards an even load; 0: there is no bias
-    expert_bias_rate: Share = 1e-3
+    expert_bias_rate: Share = 1e-3  # new: step of an expert's bias towards an even load; 0: there is no bias
     # new: weight of the auxiliary loss of each sequence's load (DeepSeek-V3: 1e-4; Mixtral and Qwen3: 1e-3 or more)
     expert_balance_loss: Annotated[float, Range(0)] = 0.0
     gc_freq: Positive = 50  # steps between two collections of Python garbage, at the same step on every rank
@@ -144,8 +141,9 @@ class Parallelism:
     data_parallel_replicate_degree: Positive = 1  # copies of the sharded model (HSDP; alone: plain data parallel)
     data_parallel_shard_degree: PositiveOrAuto = -1  # FSDP2: ranks that share one copy; auto: all ranks that remain
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # always: zero_stage 3, never: 2
-    # new: what dp_shard shards, see parallel/fsdp.py; auto: 3, under PP 1
-    zero_stage: Literal["auto", 1, 2, 3] = "auto"
+    zero_stage: Literal["auto", 1, 2, 3] = (
+        "auto"  # new: what dp_shard shards, see parallel/fsdp.py; auto: 3, under PP 1
+    )
     tensor_parallel_degree: Positive = 1
     enable_async_tensor_parallel: bool = False  # overlap its collectives with parts of the matmuls; inductor on CUDA
     disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss
@@ -158,9 +156,8 @@ class Parallelism:
     pipeline_parallel_last_stage_less_layers: NotNegative = 1  # load of norm and head, in layers
     module_fqns_per_model_part: list[list[str]] = field(default_factory=list)  # the stages, module by module
     context_parallel_degree: Positive = 1  # ranks that share each sequence
-    # ranks that share the experts of a layer, of those that dp_shard, cp and tp have together
-    expert_parallel_degree: Positive = 1
     context_parallel_rotate_method: Literal["allgather", "ring"] = "allgather"  # how keys and values reach all cp ranks
+    expert_parallel_degree: Positive = 1  # ranks of dp_shard x cp x tp that share the experts of a layer
 
     @property
     def reshard_stage(self) -> int | None:
@@ -173,7 +170,7 @@ class Parallelism:
 class ActivationCheckpoint:
     mode: Literal["selective", "full", "none", "memory_budget"] = "selective"
     selective_ac_option: str = "op"  # "op": save matmuls and attention only; "n": recompute every n-th layer
-    memory_budget: Share = 0.5  # of mode memory_budget: 0 recomputes each compiled block, 1 as little as none
+    memory_budget: Share = 0.5  # of mode memory_budget: 0 recomputes each compiled block, 1 nothing
 
     @property
     def is_by_op(self) -> bool:
@@ -182,8 +179,8 @@ class ActivationCheckpoint:
 
 @dataclass(frozen=True)
 class Compile:
-    enable: bool = False  # torch.compile what `components` names
-    # model: each block by itself; loss: what the head does with its logits
+    enable: bool = False  # torch.compile the components below
+    # model: each block separately; loss: the loss that the head computes
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
 
@@ -198,7 +195,7 @@ class Float8:
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])  # layers left out, by any part of their FQN
     enable_fsdp_float8_all_gather: bool = False  # weights travel as float8; tensorwise only
     precompute_float8_dynamic_scale_for_fsdp: bool = False  # their scales: one all-reduce a step, not one a weight
-    emulate: bool = False  # float8's rounding without its matmul, to try it on a GPU that has none
+    emulate: bool = False  # float8's rounding without its matmul, for GPUs that have none
 
 
 @dataclass(frozen=True)
@@ -213,39 +210,38 @@ class Quantize:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    enable: bool = False  # save, and resume from the newest sound checkpoint of the dump folder
+    enable: bool = False  # save, and resume from the newest undamaged checkpoint of the dump folder
     folder: str = "checkpoint"  # inside dump_folder
     interval: Positive = 500  # steps between two saves; the last step is always saved
-    enable_first_step_checkpoint: bool = False  # save after the first step too: storage that fails is found at once
+    enable_first_step_checkpoint: bool = False  # save after the first step too, to find storage that fails at once
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"  # copy, then write beside the steps
     keep_latest_k: NotNegative = 10  # 0 keeps all
-    keep_every_m: NotNegative = 0  # new: checkpoints of steps that m divides are kept too; 0: none
-    load_step: Annotated[int, Range(0, auto=-1)] = -1  # resume from this step; auto: the newest that is sound
+    keep_every_m: NotNegative = 0  # new: also keep checkpoints of steps that m divides; 0: none
+    load_step: Annotated[int, Range(0, auto=-1)] = -1  # resume from this step; auto: the newest undamaged one
     load_only: bool = False  # resume, and save nothing
     verify: bool = True  # new: hash every file of a checkpoint before it is loaded, each rank some of them
     exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)  # start with new optimizer state
     # weights to start from if the run does not resume, also without `enable`: a checkpoint, or a Hugging Face folder
     initial_load_path: str = ""
     initial_load_model_only: bool = True  # of initial_load_path: without optimizer and step
-    last_save_model_only: bool = False  # the last step is saved as weights alone, which no run can resume
-    last_save_in_hf: bool = False  # and as a Hugging Face folder
+    last_save_model_only: bool = False  # save the last step as weights alone, from which no run can resume
+    last_save_in_hf: bool = False  # convert the last step to a Hugging Face folder too
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights in those two
 
 
 @dataclass(frozen=True)
 class Validation:
     enable: bool = False  # the loss on held-out documents, the same ones on every layout
-    # as training.dataset; none: the held-out part of those corpora
-    dataset: list[str] = field(default_factory=list)
-    dataset_path: str = ""  # as training.dataset_path; none: that one
+    dataset: list[str] = field(default_factory=list)  # as training.dataset; none: the held-out part of those corpora
+    dataset_path: str = ""  # as training.dataset_path; none: that path
     freq: Positive = 10  # steps from one validation to the next; the first and the last step are validated too
-    steps: PositiveOrAuto = -1  # batches of training.global_batch_size; auto: all there are; fewer are spread over them
+    steps: PositiveOrAuto = -1  # batches of training.global_batch_size, spread over all there are; auto: all
 
 
 @dataclass(frozen=True)
 class Comm:
     init_timeout_seconds: Positive = 300  # how long ranks wait for each other until the first step ends, and for disks
-    train_timeout_seconds: Positive = 100  # after the first step, but for checkpoints and exports: disks may be slower
+    train_timeout_seconds: Positive = 100  # after the first step, except for checkpoints and exports
     trace_buf_size: NotNegative = 20000  # entries of NCCL's flight recorder, written on a time-out; 0: off
     save_traces_folder: str = "comm_traces"  # inside dump_folder
 
@@ -254,7 +250,7 @@ class Comm:
 class Debug:
     seed: NotNegative = 0  # of the initial weights and the order of samples, on every layout
     deterministic: bool = False  # torch's deterministic algorithms
-    deterministic_warn_only: bool = False  # warn where there is none instead of raising
+    deterministic_warn_only: bool = False  # warn instead of raising if an operation has none
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@
     memory_budget, a share of what a compiled block would keep: the compiler picks what is cheapest to compute again
 
 No communication of its own; but recompute repeats the collectives of TP whose outputs are not kept, so "op" keeps those
-that reduce. Each block's bound `forward` is replaced in place: names of modules and parameters stay as they are. A schedule
-that splits the backward would recompute in each half and for each weight, so config/checks.py refuses it.
+that reduce. Each block's bound `forward` is replaced in place, so names of modules and parameters do not change. A
+schedule that splits the backward would recompute in each half and for each weight: config/checks.py refuses it.
 
 Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
 """
