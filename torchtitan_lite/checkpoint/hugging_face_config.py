@@ -15,6 +15,7 @@ which no family has keys.
 An export of a model that never was in such a folder has the old form of config.json, which every version reads.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,6 @@ from torchtitan_lite.checkpoint.hugging_face_families import (
     Family,
     find_model_type,
 )
-from torchtitan_lite.config.files import read_json_object
 from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -51,9 +51,9 @@ class HuggingFaceError(ValueError):
 def read_beside(folder: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in the file `name` of a folder. Raises HuggingFaceError."""
     try:
-        return read_json_object(folder / name)
-    except ValueError as error:
-        raise HuggingFaceError(folder, [f"{name} {error}"]) from None
+        return json.loads((folder / name).read_bytes())
+    except (OSError, ValueError) as error:
+        raise HuggingFaceError(folder, [f"{name} cannot be read as JSON: {error}"]) from None
 
 
 def read_published(folder: Path) -> dict[str, dict[str, Any]]:

@@ -1,13 +1,8 @@
 """The rules that a config must satisfy, as far as numbers alone can tell. No torch.
 
-    check_model     called by layout.resolve_model    the numbers of [model]
-    check_mesh                layout.plan_layout      degrees, batch, ZeRO stage
-    check_layout              layout.plan_layout      whether this model can be cut into these degrees
-    find_refused              layout.plan_layout      combinations known to give wrong numbers or to crash
-    check_run                 preflight               settings that contradict each other
-    check_machine             preflight               what this machine cannot do
-
-Each function asks all of its rules, so a user sees every problem at once. preflight.py adds the checks that read files.
+layout.resolve_model calls check_model. layout.plan_layout calls check_mesh, check_layout and find_refused. preflight.py
+calls check_run and check_machine, and adds the checks that read files. Each function asks all of its rules, so a user
+sees every problem at once.
 """
 
 from math import prod
@@ -96,9 +91,6 @@ def check_layout(config: Config, args: ModelArgs, degrees: dict[str, int], batch
     if config.training.seq_len % pieces:
         why = f"it does not divide into {pieces} equal pieces (tp {tp}; cp {cp} cuts 2 x cp)"
         problems.refuse("training.seq_len", why, f"Use a multiple of {pieces}")
-    if cp > 1 and not ATTENTIONS[config.model.attention].under_cp:
-        why = "no method of context parallel computes it (under_cp of its row in config/choices.py)"
-        problems.refuse("model.attention", why, "Set parallelism.context_parallel_degree = 1")
     if args.mixture:
         check_experts(problems, degrees)
     elif config.parallelism.expert_parallel_degree > 1:
@@ -125,9 +117,6 @@ def check_experts(problems: Problems, degrees: dict[str, int]) -> None:
     if args.dim % alignment:
         why = "the grouped matmul of experts reads rows of multiples of 16 bytes"
         problems.refuse("model.dim", why, f"Use a multiple of {alignment}")
-    if (width := mixture.n_shared_experts * mixture.expert_ffn_dim) % degrees["tp"]:
-        why = "tp ranks hold equal shards of the shared experts"
-        problems.refuse("parallelism.tensor_parallel_degree", why, f"Use a divisor of their width {width}")
     if config.checkpoint.enable and config.checkpoint.last_save_in_hf and config.training.expert_bias_rate:
         why = "no format of Hugging Face has a bias of experts, and training.expert_bias_rate moves it"
         remedy = "Set training.expert_bias_rate = 0, and balance experts by training.expert_balance_loss"
@@ -184,18 +173,25 @@ def find_refused(config: Config, args: ModelArgs, zero_stage: int) -> dict[str, 
         why = "the backward of a compiled block cannot be split: torch stops in the first step"
         remedy = "Set compile.enable = false, or use Interleaved1F1B"
         refuse("split backward with compile", "compile.enable", why, remedy)
-    if section.context_parallel_degree > 1 and methods and section.context_parallel_rotate_method not in methods:
-        why = f"this method does not compute model.attention = {config.model.attention!r}"
-        key, remedy = "parallelism.context_parallel_rotate_method", f"Use {' or '.join(map(repr, methods))}"
+    if section.context_parallel_degree > 1 and section.context_parallel_rotate_method not in methods:
+        why = f"this method does not compute model.attention = {config.model.attention!r} (under_cp in choices.py)"
+        remedy = f"Use {' or '.join(map(repr, methods)) or 'context_parallel_degree = 1'}"
+        key = "parallelism.context_parallel_rotate_method"
         refuse("attention that the method of context parallel lacks", key, why, remedy)
     return dict(zip(names, problems, strict=True))
 
 
 def check_run(config: Config) -> list[Problem]:
     """Find settings that contradict each other, whatever the layout."""
-    problems = Problems(config)
-    problems += check_moments(config)
+    problems, optimizer = Problems(config), config.optimizer
     recompute, compiled, profiling = config.activation_checkpoint, config.compile, config.profiling
+    if optimizer.moments_dtype == "bfloat16":
+        if not OPTIMIZERS[optimizer.name].has_bfloat16_moments or optimizer.implementation != "fused":
+            why = f"{optimizer.name} with implementation {optimizer.implementation!r} keeps no moments in bfloat16"
+            problems.refuse("optimizer.moments_dtype", why, "Use AdamW with the implementation fused")
+        elif optimizer.beta2 > 0.99:
+            why = f"bfloat16 rounds away a second moment that falls by the factor optimizer.beta2 = {optimizer.beta2}"
+            problems.refuse("optimizer.moments_dtype", why, "Use a beta2 of at most 0.99, or moments in float32")
     option = recompute.selective_ac_option
     if option != "op" and not (option.isdecimal() and int(option)):
         remedy = 'Use "op", or "n" to recompute every n-th layer, "2" for instance'
@@ -211,19 +207,6 @@ def check_run(config: Config) -> list[Problem]:
     if config.parallelism.enable_async_tensor_parallel and not is_rewritten:
         why = "inductor rewrites the matmuls, and it compiles no block (compile.enable, components, backend)"
         problems.refuse(ASYNC_TP, why, "Leave this key out")
-    return problems
-
-
-def check_moments(config: Config) -> list[Problem]:
-    """Find an optimizer that cannot keep its moments in bfloat16."""
-    problems, optimizer = Problems(config), config.optimizer
-    if optimizer.moments_dtype == "bfloat16":
-        if not OPTIMIZERS[optimizer.name].has_bfloat16_moments or optimizer.implementation != "fused":
-            why = f"{optimizer.name} with implementation {optimizer.implementation!r} keeps no moments in bfloat16"
-            problems.refuse("optimizer.moments_dtype", why, "Use AdamW with the implementation fused")
-        elif optimizer.beta2 > 0.99:
-            why = f"bfloat16 rounds away a second moment that falls by the factor optimizer.beta2 = {optimizer.beta2}"
-            problems.refuse("optimizer.moments_dtype", why, "Use a beta2 of at most 0.99, or moments in float32")
     return problems
 
 

@@ -1,4 +1,4 @@
-"""What a name in a config may select, and what each choice needs: one row each. No torch.
+"""What a name in a config may select, and what each choice needs: one row each.
 
     key                                    row here      code
     optimizer.name                         OPTIMIZERS    components/optim.py
@@ -7,7 +7,7 @@
     parallelism.pipeline_parallel_schedule SCHEDULES     torch.distributed.pipelining
     model.name                             BLOCKS, in block.py; MODELS in step.py
 
-The defaults of a row claim nothing. What a row does not claim is refused before launch, with the key and a remedy.
+A row claims nothing by default. What it does not claim is refused before launch, with the key and a remedy.
 """
 
 import math
@@ -40,11 +40,11 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """Where a kind of attention can be computed besides one device that sees the whole sequence."""
+    """Where a kind of attention can be computed, apart from one device that sees the whole sequence."""
 
-    uses_documents: bool = False  # it looks at doc_ids
-    under_cp: tuple[str, ...] = ()  # the parallelism.context_parallel_rotate_method that compute it
-    in_cache: bool = False  # within one document it is causal attention, which is what the cache of `generate` computes
+    uses_documents: bool = False  # it reads doc_ids
+    under_cp: tuple[str, ...] = ()  # values of parallelism.context_parallel_rotate_method that compute it
+    in_cache: bool = False  # within one document it is causal attention, as the cache of `generate` computes it
 
 
 ATTENTIONS = {

@@ -1,8 +1,7 @@
-"""Read JSON, hash files, flush folders, and import optional packages."""
+"""Hash files, flush folders, and import optional packages."""
 
 import hashlib
 import importlib
-import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,19 +17,6 @@ def import_extra(name: str, extra: str) -> ModuleType:
     except ImportError as error:
         package = name.partition(".")[0]
         raise ImportError(f"{error}. It is in the extra `{extra}`: pip install {package}") from None
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ValueError with a predicate that follows the name of the file."""
-    try:
-        parsed = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise ValueError(f"is not JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise ValueError("is not a JSON object")
-    return parsed
 
 
 def hash_file(path: Path, digest: Any) -> str:

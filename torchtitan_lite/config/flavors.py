@@ -1,8 +1,4 @@
-"""The sizes of the models: one row of FLAVORS each.
-
-The tests compare their parameter counts with the model cards of Llama 3.1 8B / 70B / 405B, Llama 3.2 1B / 3B,
-Mixtral 8x7B / 8x22B and Qwen3.
-"""
+"""The sizes of the models: one row of FLAVORS each. The tests compare parameter counts with the model cards."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,9 +6,9 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary wavelengths are stretched, so that a model reads more than the tokens that it was first trained on.
+    """How rotary wavelengths are stretched, to read longer texts than a model was first trained on.
 
-    llama3, as Llama 3.1 has it, stretches the long ones; linear stretches all, and reads the factor alone.
+    llama3, as in Llama 3.1, stretches the long wavelengths; linear stretches all and reads the factor only.
     """
 
     factor: float  # stretched wavelengths become this much longer
@@ -24,7 +20,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class MixtureArgs:
-    """The feed-forward of a mixture layer (model/moe.py): of many experts, a router picks a few for each token."""
+    """The feed-forward of a layer with experts (model/moe.py): a router picks a few experts for each token."""
 
     n_experts: int
     top_k: int  # experts that compute a token

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sysconfig
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -141,8 +140,6 @@ def find_missing_compiler(device_type: str) -> list[tuple[str, str]]:
         language, variable, names = "C++", "CXX", [os.environ.get("CXX", "g++")]
     else:
         language, variable, names = "C", "CC", [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-        if find_spec("triton") is None:
-            missing.append(("there is no triton here", "Install the triton that belongs to this torch"))
     if not any(map(shutil.which, names)):
         how = f"Install one (apt install g++), name another one in {variable}"
         missing.append((f"there is no {language} compiler {' or '.join(names)} here", how))

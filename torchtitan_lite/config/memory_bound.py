@@ -1,10 +1,10 @@
-"""The bound by which `check` refuses a run: weights, gradients and optimizer state have to fit.
+"""The bound by which `check` refuses a run: weights, gradients and optimizer state must fit in memory.
 
     bytes per parameter   16 for AdamW: 4 weight (fp32) + 4 gradient + 8 moments; 12 with bfloat16 moments; 8 for SGD
     a rank                (parameters / ranks that hold one copy of the model) * bytes per parameter
-    a GPU holds one rank; the memory of a host without GPUs holds all of its ranks
 
-Activations come on top: `python -m torchtitan_lite plan` forecasts them.
+A GPU holds one rank; the memory of a host without GPUs holds all of its ranks. Activations come on top:
+`python -m torchtitan_lite plan` forecasts them.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ MASTER_BYTES = 4  # of a parameter and of its gradient, both fp32
 
 @dataclass(frozen=True)
 class MemoryBound:
-    """The bytes of state in one memory: a GPU's, or a host's, which all of its ranks share."""
+    """The bytes of weights, gradients and optimizer state in one memory: of a GPU, or of a host for all its ranks."""
 
-    state_bytes: int  # weights, gradients, optimizer state
+    state_bytes: int
     available_bytes: int
     n_ranks: int  # that share this memory
 
@@ -39,11 +39,6 @@ def count_moment_bytes(section: Optimizer) -> int:
     return OPTIMIZERS[section.name].n_moments * (2 if section.moments_dtype == "bfloat16" else 4)
 
 
-def count_state_bytes(section: Optimizer) -> int:
-    """Return the bytes per parameter of weight, gradient and optimizer state."""
-    return 2 * MASTER_BYTES + count_moment_bytes(section)
-
-
 def bound_memory(
     config: Config, args: ModelArgs, degrees: dict[str, int], machine: Machine, n_hosts: int
 ) -> MemoryBound | None:
@@ -53,7 +48,9 @@ def bound_memory(
     on_gpu, world_size = machine.device_type == "cuda", prod(degrees.values())
     n_sharing = 1 if on_gpu else ceil(world_size / n_hosts)
     n_parameters = count_parameters(args) * degrees["dp_replicate"] / world_size
-    bytes_each = 0 if on_gpu and config.training.enable_cpu_offload else count_state_bytes(config.optimizer)
+    bytes_each = 2 * MASTER_BYTES + count_moment_bytes(config.optimizer)
+    if on_gpu and config.training.enable_cpu_offload:  # the state is on the host
+        bytes_each = 0
     return MemoryBound(n_sharing * ceil(n_parameters * bytes_each), machine.memory_bytes_per_device, n_sharing)
 
 
@@ -61,8 +58,8 @@ def check_memory(config: Config, args: ModelArgs, bound: MemoryBound | None, mac
     """Return a problem if the memory is too small for the state."""
     if bound is None or bound.state_bytes <= bound.available_bytes:
         return []
-    n_bytes = count_parameters(args) * count_state_bytes(config.optimizer)
-    remedy = f"Share one copy of the model among GPUs with more than {n_bytes / GIB:.0f} GiB together"
+    n_bytes = count_parameters(args) * (2 * MASTER_BYTES + count_moment_bytes(config.optimizer))
+    remedy = f"Shard one copy of the model over GPUs with more than {n_bytes / GIB:.0f} GiB together"
     if machine.device_type == "cpu":
         name = config.job.config_file
         remedy += f". Here `python -m torchtitan_lite verify --config {name}` proves the layout; `plan` forecasts costs"

@@ -58,7 +58,7 @@ class ConfigReading:
 def read_config(args: list[str]) -> ConfigReading:
     """Read command-line arguments, and the TOML file that they name, as a Config. Raises nothing: see `problems`."""
     texts, problems = parse_arguments(args)
-    config_file = texts.pop("job.config_file", Job.config_file)
+    config_file = str(texts.pop("job.config_file", Job.config_file))
     table = {"job.config_file": config_file}
     try:
         table |= dict(flatten_table(load_toml(find_config_file(config_file))))
@@ -107,9 +107,6 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
         positive = f"{section}.{last.removeprefix('no_')}"
         if value is True and positive != name and (resolve_alias(positive) in {**KEYS, **ABSENT}):
             name, value = positive, False
-        if name == "job.config_file" and value is True:
-            problems.append(Problem("--config", None, "no file is named", "Write --config NAME_OR_PATH"))
-            continue
         values.pop(name, None)  # if two names mean one key, the one written last counts
         values[name] = value
     return values, problems
@@ -195,14 +192,11 @@ def convert_text(kind: Any, text: str | bool) -> Any:
 def explain_unknown(key: str) -> tuple[str, str]:
     """Return why and remedy of an unknown key: the nearest key has the same name in another section, or looks alike."""
     section, _, name = key.rpartition(".")
-    in_section = [known for known in KEYS if known.rpartition(".")[0] == section]
     near = [known for known in (*KEYS, *ABSENT) if known.rpartition(".")[2] == name]
-    near += get_close_matches(key, in_section, n=1) + get_close_matches(key, KEYS, n=1)
-    if near:
-        return "there is no such key", f"The nearest key is {near[0]}"
-    if in_section:
-        return "there is no such key", f"`check --keys {section}` prints the keys of [{section}]"
-    return f"there is no section [{section}]", f"The sections are {', '.join(SECTIONS)}"
+    near += get_close_matches(key, [known for known in KEYS if known.startswith(f"{section}.")], n=1)
+    near += get_close_matches(key, KEYS, n=1)
+    nearest = f"The nearest key is {near[0]}" if near else "`check --keys` prints all keys"
+    return "there is no such key", nearest
 
 
 # ---------------------------------------------------------------- writing

@@ -92,9 +92,8 @@ def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Pro
         weights += parallelism.pipeline_parallel_last_stage_less_layers
         n_stages = -(-(n_layers + weights) // layers_per_stage)
     if not can_run(parallelism, n_stages):
-        count = {1: "one stage", 2: "two stages"}[schedule.least_stages_per_rank]
-        needs = f"exactly {count}" if schedule.most_stages_per_rank else f"{count} or more"
-        why = f"it makes {n_stages} stages for {pp} pp ranks, and {name} takes {needs} on every rank"
+        least, only = schedule.least_stages_per_rank, "exactly" if schedule.most_stages_per_rank else "at least"
+        why = f"it makes {n_stages} stages for {pp} pp ranks, and {name} takes {only} {least} on every rank"
         remedy = f"Remove the key, for {pp * schedule.least_stages_per_rank} stages, or choose another schedule"
         key = "parallelism.pipeline_parallel_layers_per_stage"
         return 0, [Problem(key, layers_per_stage, why, remedy)]
@@ -231,17 +230,16 @@ def find_csv_fault(parallelism: Parallelism) -> str:
 
 def find_missing_action(rows: list[list[Action]]) -> str:
     """Return a stage and microbatch that lacks F and B, or F, I and W, once each; empty if there is none."""
-    ranks_of, kinds = defaultdict(set), defaultdict(list)
+    ranks_of, kinds = defaultdict(set), defaultdict(str)
     for rank, row in enumerate(rows):
-        for action in row:
-            ranks_of[action.stage].add(rank)
-            kinds[action.stage, action.microbatch].append(action.kind)
+        for stage, kind, microbatch in row:
+            ranks_of[stage].add(rank + 1)
+            kinds[stage, microbatch] += kind
     for stage, ranks in ranks_of.items():
         if len(ranks) > 1:
-            return f"has stage {stage} on rows {sorted(rank + 1 for rank in ranks)}, and one rank holds a stage"
-    n_stages, n_microbatches = 1 + max(stage for stage, _ in kinds), 1 + max(microbatch for _, microbatch in kinds)
-    for stage in range(n_stages):
-        for microbatch in range(n_microbatches):
+            return f"has stage {stage} on rows {sorted(ranks)}, and one rank holds a stage"
+    for stage in range(1 + max(stage for stage, _ in kinds)):
+        for microbatch in range(1 + max(microbatch for _, microbatch in kinds)):
             found = "".join(sorted(kinds[stage, microbatch]))
             if found not in ("BF", "FIW"):
                 work = f"microbatch {microbatch} of stage {stage}"

@@ -1,8 +1,8 @@
 """Every key of a run: one frozen dataclass per TOML section. The comment beside a default is the key's documentation.
 
-The spelling is torchtitan's (v0.2); keys that exist only here are marked `new`. The type of a key says what it may hold:
-`Literal` for a choice (often the rows of a table in choices.py), `Range` for a number. `reader.py` fills these classes
-from TOML and the command line; `layout.py` plans what follows from them.
+The spelling is torchtitan's (v0.2); keys that exist only here are marked `new`. The type of a key says what it may
+hold: `Literal` for a choice (often the rows of a table in choices.py), `Range` for a number. `reader.py` fills these
+classes from TOML and the command line; `layout.py` plans what follows from them.
 """
 
 from dataclasses import dataclass, field, replace
@@ -171,10 +171,6 @@ class ActivationCheckpoint:
     mode: Literal["selective", "full", "none", "memory_budget"] = "selective"
     selective_ac_option: str = "op"  # "op": save matmuls and attention only; "n": recompute every n-th layer
     memory_budget: Share = 0.5  # of mode memory_budget: 0 recomputes each compiled block, 1 nothing
-
-    @property
-    def is_by_op(self) -> bool:
-        return self.mode == "selective" and self.selective_ac_option == "op"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""What torchtitan users write and we spell differently, or do not have; read by reader.py.
+"""Keys of torchtitan that are spelled differently here, or do not exist here; read by reader.py.
 
-A TOML file of torchtitan v0.1 or v0.2 holds keys of three kinds that are not ours. An old name is taken as its new
-one. A switch of a feature that we do not have is accepted where it is off and refused where it is on, with the nearest
-thing that we do have. A setting of such a feature means nothing while its switch is off, so any value is accepted.
+A TOML file of torchtitan v0.1 or v0.2 has three kinds of such keys. An old name is read as the new name. The switch of
+a feature that we do not have is accepted at the value that means "off", and refused otherwise with the nearest feature
+that we have. A setting of such a feature has no effect while its switch is off, so any value is accepted.
 """
 
 ALIASES = {  # written in v0.1 -> its name now; `section.*` renames a whole section
@@ -22,7 +22,6 @@ ALIASES = {  # written in v0.1 -> its name now; `section.*` renames a whole sect
     "float8.*": "quantize.linear.float8.*",
     "mx.*": "quantize.linear.mx.*",
 }
-
 
 # Switch of a feature that we do not have: value that asks for nothing -> the nearest thing that we have
 ABSENT = {
@@ -48,7 +47,7 @@ ABSENT = {
     "debug.moe_force_load_balance": (False, "training.expert_bias_rate balances the load"),
 }
 
-# Keys, and starts of keys, that only say how such a feature is to work: any value is accepted.
+# Keys, and beginnings of keys, that only adjust such a feature: any value is accepted.
 SETTINGS = (
     "job.use_for_integration_test",
     "model.print_after_conversion",
@@ -69,7 +68,7 @@ SETTINGS = (
 
 
 def resolve_alias(written: str) -> str:
-    """Return our name of a key, or the same name where it has no other."""
+    """Return our name of a key."""
     section, _, name = written.rpartition(".")
     if f"{section}.*" in ALIASES:
         return ALIASES[f"{section}.*"].removesuffix("*") + name
@@ -77,7 +76,7 @@ def resolve_alias(written: str) -> str:
 
 
 def is_torchtitan_key(key: str) -> bool:
-    """Whether a key that is not ours is torchtitan's."""
+    """Whether torchtitan has this key, which is not ours."""
     return key in ABSENT or key.startswith(SETTINGS)
 
 

@@ -8,10 +8,11 @@ from statistics import median
 from tempfile import gettempdir
 
 from torchtitan_lite.components.metrics import compute_mfu
-from torchtitan_lite.config.messages import ConfigError, format_table
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.tools.bench.gpu import bench_gpu
 from torchtitan_lite.tools.bench.rounds import BenchFailed, Report
 from torchtitan_lite.tools.bench.step import bench_step
+from torchtitan_lite.tools.tables import format_table
 
 BENCHES: dict[str, Callable[..., Report]] = {"step": bench_step, "gpu": bench_gpu}
 COLUMNS = {  # rate -> title and format in the table

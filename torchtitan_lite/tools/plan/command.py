@@ -16,7 +16,7 @@ import torch
 
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
+from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.run_config import read_run_config
 from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
 from torchtitan_lite.tools.plan.dry_run import DryRun, PlannedRun, group_pp_ranks, plan_run, sum_traffic
@@ -28,6 +28,7 @@ from torchtitan_lite.tools.plan.search_report import print_search
 from torchtitan_lite.tools.plan.simulator import draw_svg, draw_text, plan_order, trace_chrome
 from torchtitan_lite.tools.plan.traffic import Moved
 from torchtitan_lite.tools.plan.workload import Workload
+from torchtitan_lite.tools.tables import format_bytes, format_table
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ import torch
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.messages import ConfigError, Problem, format_bytes, format_table
+from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.tools.plan.dry_run import DryRun, PlannedRun, Sharding, group_pp_ranks, plan_run, sum_traffic
 from torchtitan_lite.tools.plan.traffic import Collective
+from torchtitan_lite.tools.tables import format_bytes, format_table
 
 MOST_SHOWN = 8  # ranks or coordinates in a row; otherwise the first two and the last
 

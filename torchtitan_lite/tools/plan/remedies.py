@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
-from torchtitan_lite.config.checks import check_moments
+from torchtitan_lite.config.checks import check_run
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout
 from torchtitan_lite.config.machine import GIB
@@ -43,7 +43,7 @@ def list_memory_of(
     config: Config, model_args: ModelArgs, world_size: int, *, imbalance: float = 1.0
 ) -> list[Memory] | None:
     """Return the closed form for each pp rank; None where there is none, or where `check` refuses the config."""
-    if check_moments(config):
+    if check_run(config):
         return None
     try:
         layout = plan_layout(config, model_args, world_size)

@@ -11,7 +11,7 @@ import torch
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.config.messages import ConfigError, Problem, format_table
+from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.plan.cluster import Cluster
@@ -21,6 +21,7 @@ from torchtitan_lite.tools.plan.search import Candidate, Search, estimate_live_b
 from torchtitan_lite.tools.plan.simulator import plan_order
 from torchtitan_lite.tools.plan.traffic import estimate_traffic
 from torchtitan_lite.tools.processes import end_with_parent, prepare_forkserver
+from torchtitan_lite.tools.tables import format_table
 
 N_DRY_RUNS = 3
 Choice = tuple[Candidate, Forecast]

@@ -313,7 +313,8 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout, *, imbala
 
 def count_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> Counter:
     """Return mode -> number of these layers, as plan_recompute of activation_checkpoint.py has it layer by layer."""
-    if section.mode != "selective" or section.is_by_op:
-        return Counter("op" if section.is_by_op else section.mode for _ in layers)
+    by_op = section.selective_ac_option == "op"
+    if section.mode != "selective" or by_op:
+        return Counter(section.mode if section.mode != "selective" else "op" for _ in layers)
     every = int(section.selective_ac_option)
     return Counter("none" if layer % every else "full" for layer in layers)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import prod
 
-from torchtitan_lite.config.messages import format_table
+from torchtitan_lite.tools.tables import format_table
 from torchtitan_lite.tools.verify.degrees import AUTOMATIC
 from torchtitan_lite.tools.verify.reduction import Reduction
 from torchtitan_lite.tools.verify.trial import Difference, Measure, Trial

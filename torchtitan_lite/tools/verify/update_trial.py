@@ -23,7 +23,7 @@ from torch import Tensor
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.checkpoint.save import name_tensors
-from torchtitan_lite.config.checks import check_moments
+from torchtitan_lite.config.checks import check_run
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.tools.verify.one_rank import build_small_run, list_rates
@@ -118,7 +118,7 @@ def find_obstacle(config: Config) -> str:
         return f"the updates of optimizer.name = {name} have no reference: {REMEDY}"
     if decay_type not in LEFT:
         return f"the rates of lr_scheduler.decay_type = {decay_type} have no reference: {REMEDY}"
-    return "; ".join(str(problem) for problem in check_moments(config))
+    return "; ".join(str(problem) for problem in check_run(config))
 
 
 def list_checks(ranks: list[RankUpdates], config: Config, fqns: list[str]) -> Iterator[Check]:
