@@ -9,26 +9,21 @@ import compare
 import pytest
 import torch
 import torch.nn.functional as F
-import warm_start
 from checkpoints import list_differing, load_and_train, merge_states, train, train_and_save
 from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, PP, SCHEDULE, TP, TWO_LAYERS
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_metrics import STEP, VALIDATION, make_writer, read_lines
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.components import expert_balance, metrics
+from torchtitan_lite.components import expert_balance
 from torchtitan_lite.components.expert_balance import CollapseWatch, describe_load
-from torchtitan_lite.components.log import ESCAPE_CODE
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.flavors import MixtureArgs
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.schema import Checkpoint, Metrics, Model
+from torchtitan_lite.config.schema import Checkpoint, Model
 from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.model.moe import MixtureOfExperts, list_mixtures, multiply_groups
-from torchtitan_lite.tools.verify.ranks import RankFailure
 
 RATE, IMPLEMENTATION = "training.expert_bias_rate", "optimizer.implementation"
 MOE = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 48, "model.head_dim": 8}
@@ -125,8 +120,8 @@ def test_without_grouped_mm_the_numbers_are_the_same(monkeypatch):
 
 
 def test_layers_without_experts_are_where_the_numbers_say():
-    model = Model(flavor="debug_moe", n_layers=6, n_first_dense_layers=2, mixture_every=2, n_shared_experts=1)
-    args = resolve_model(model)
+    args = resolve_model(Model(flavor="debug_moe", n_layers=6))
+    args = replace(args, mixture=replace(args.mixture, n_first_dense_layers=2, mixture_every=2, n_shared_experts=1))
     with torch.device("meta"):
         built = Llama3(args)
     assert [layer for layer, _ in list_mixtures(built)] == [3, 5]
@@ -213,19 +208,10 @@ def make_loads(rows: list[list[float]], entropy: float = 0.0) -> Tensor:
     return torch.tensor([[*row, entropy] for row in rows], dtype=torch.float64)
 
 
-def test_a_logged_step_has_a_line_on_its_load_and_three_numbers(tmp_path, monkeypatch):
-    lines = []
-    monkeypatch.setattr(metrics.logger, "info", lambda line: lines.append(ESCAPE_CODE.sub("", line)))
-    # 16 tokens of two routes each; layer 0 is dense
+def test_the_load_of_a_logged_step_is_three_numbers():
+    """16 tokens of two routes each; layer 0 is dense."""
     load = describe_load(make_loads([[0] * 4, [16, 8, 8, 0], [8, 8, 8, 8]], entropy=16 * 1.25), top_k=2)
     assert (load.max_over_mean, load.layer, load.dead_share, load.router_entropy) == (2.0, 1, 0.125, 1.25)
-    writer = make_writer(tmp_path, Metrics(enable_tensorboard=True))
-    writer.write(10, **(STEP | {"validation": VALIDATION, "experts": load}))
-    events = EventAccumulator(str(tmp_path / "tb")).Reload()
-    assert b"layer   1   2.00" in events.Tensors("expert_loads/text_summary")[0].tensor_proto.string_val[0]
-    assert lines[2] == "step   10/2000  expert load 2.00 of mean  12.5% dead  router entropy 1.250 nats"
-    (line,) = read_lines(tmp_path)
-    assert (line["expert_max_over_mean"], line["expert_dead_share"], line["router_entropy"]) == (2.0, 0.125, 1.25)
 
 
 def test_a_load_that_stays_on_one_expert_is_warned_of_once_with_layer_and_keys(monkeypatch):
@@ -272,7 +258,8 @@ def test_an_optimizer_steps_the_parameters_of_both_meshes(pool, one_by_one, name
 
 def test_a_cache_gives_the_logits_of_the_whole_text():
     torch.manual_seed(0)
-    args = resolve_model(Model(flavor="debug_moe", n_layers=2, qk_norm=True, n_shared_experts=1))
+    args = resolve_model(Model(flavor="debug_moe", n_layers=2))
+    args = replace(args, qk_norm=True, mixture=replace(args.mixture, n_shared_experts=1))
     model, tokens = Llama3(args), torch.randint(args.vocab_size, (9,)).tolist()
     for fqn, parameter in model.named_parameters():
         init_parameter(fqn, parameter.data, args, torch.Generator().manual_seed(len(fqn)))
@@ -293,13 +280,3 @@ def test_flops_are_those_of_the_experts_that_a_token_is_routed_to(monkeypatch):
     counted = count_flops_per_token(args, 64)
     attention = 4 * args.n_layers * args.n_heads * args.head_dim * 64  # which the counter has, or not, by kernel
     assert 3 * counter.get_total_flops() / 64 in (counted.full, counted.full - 3 * attention)
-
-
-def test_a_run_whose_biases_moved_is_refused_an_export_before_it_goes_on(pool, tmp_path):
-    keys = [*warm_start.write_letters(tmp_path / "letters"), f"--job.dump_folder={tmp_path}", "--job.no_overwrite"]
-    keys += ["--model.flavor=debug_moe"]
-    assert pool.run(warm_start.start, 1, [*keys, "--training.steps=2", f"--{RATE}=0.01"]) == [0]
-    keys += ["--training.steps=4", f"--{RATE}=0", "--checkpoint.last_save_in_hf"]
-    with pytest.raises(RankFailure, match="expert_bias has moved from zero"):
-        pool.run(warm_start.start, 1, keys)
-    assert "step 3/4" not in (tmp_path / "log.txt").read_text()

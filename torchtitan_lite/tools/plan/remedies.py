@@ -1,32 +1,15 @@
-"""The keys that would help: warnings of `plan` with the right number, and what to change when memory ran out.
+"""Warnings of `plan` about layouts that run but waste time or memory, each with the number that would be right."""
 
-    warnings         layouts that run but waste time or memory
-    out of memory    torch's own message: how much was asked for, and how much is free
-                     weights, gradients and optimizer state as they are now; the rest is activations, gathered weights
-                     and logits
-                     keys with the bytes that each saves this rank. No rank talks: the others may be in a collective
-
-Each key is tried alone or with those before it: the closed form (memory.py) with the key and without.
-"""
-
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.optim.optimizer import Optimizer
-
-from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.config.checks import check_run
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import format_toml
-from torchtitan_lite.config.schema import Config, Training, with_value
+from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.forecast import forecast, list_memory
 from torchtitan_lite.tools.plan.memory import Memory
@@ -34,7 +17,6 @@ from torchtitan_lite.tools.plan.simulator import plan_order
 from torchtitan_lite.tools.plan.workload import Workload, describe_workload
 
 MOST_BUBBLE = 0.15
-N_OPTIONS = 3  # that are named when memory ran out
 # Changes that free memory, cheapest first
 RELIEFS = (("activation_checkpoint.mode", "full"), ("parallelism.zero_stage", 3), ("training.local_batch_size", 1))
 
@@ -155,106 +137,3 @@ def warn_of_memory(config: Config, workload: Workload, cluster: Cluster) -> str:
             n_gpus = workload.layout.world_size * times
             return f"{what}. With {' and '.join(tried)} it fits {n_gpus:,} such GPUs, by the closed form"
     return f"{what}, nor that of 64 times as many GPUs. `--search` looks for another layout"
-
-
-# ---------------------------------------------------------------- out of memory
-
-
-@dataclass(frozen=True)
-class MemoryOption:
-    """A key that would save memory."""
-
-    key: str
-    value: object
-    saved_bytes: float  # at the peak of one rank
-    price: str
-    n_gpus: int = 1  # times as many GPUs
-
-
-def find_memory_options(config: Config, model_args: ModelArgs, layout: Layout, pp_rank: int) -> list[MemoryOption]:
-    """Return the keys that save memory on this rank, each alone: those without more GPUs first, then by bytes saved.
-
-    `config` is resolved. Empty where no closed form exists (memory_budget, a model without a row in BLOCKS).
-    """
-    ranks = list_memory_of(config, model_args, layout.world_size)
-    if ranks is None:
-        return []
-    before = ranks[pp_rank]
-    offloads = config.training.enable_cpu_offload
-    microbatch_key = "parallelism.pipeline_parallel_microbatch_size" if layout.pp > 1 else "training.local_batch_size"
-    shard_degree = 2 * config.parallelism.data_parallel_shard_degree
-    tries = [  # key, value, its price, GPUs
-        ("activation_checkpoint.mode", "full", "a third more FLOPs", 1),
-        ("parallelism.zero_stage", 3, "parameters travel more often", 1),
-        ("parallelism.expert_parallel_degree", 2 * layout.ep, "tokens travel to their experts", 1),
-        ("optimizer.moments_dtype", "bfloat16", "moments keep 8 bits", 1),
-        (microbatch_key, layout.microbatch_size // 2, "smaller matmuls", 1),
-        ("training.loss_chunk_tokens", Training.loss_chunk_tokens, "the loss is computed in chunks", 1),
-        ("training.enable_cpu_offload", "true", "the optimizer runs on the host, slowly", 1),
-        ("parallelism.data_parallel_shard_degree", shard_degree, "twice the GPUs", 2),
-        ("parallelism.tensor_parallel_degree", 2 * layout.tp, "twice the GPUs", 2),
-    ]
-    options = []
-    for key, value, price, n_gpus in tries:
-        if key == "training.enable_cpu_offload":
-            saved = 0.0 if offloads else count_state(before)
-        else:
-            changed = with_value(config, key, value)
-            if changed == config or value == 0:
-                continue
-            if key == "parallelism.data_parallel_shard_degree":  # each rank keeps its rows
-                changed = with_value(changed, "training.global_batch_size", 2 * config.training.global_batch_size)
-            if (after := list_memory_of(changed, model_args, n_gpus * layout.world_size)) is None:
-                continue
-            on_gpu, then_on_gpu = (m.live - offloads * count_state(m) for m in (before, after[pp_rank]))
-            saved = on_gpu - then_on_gpu
-        if saved > 0:
-            options.append(MemoryOption(key, value, saved, price, n_gpus))
-    return sorted(options, key=lambda option: (option.n_gpus, -option.saved_bytes))
-
-
-def count_state(memory: Memory) -> float:
-    """Return the bytes that CPU offload keeps on the host."""
-    return memory.parameters + memory.gradients + memory.optimizer
-
-
-@contextmanager
-def explain_out_of_memory(
-    config: Config, model_args: ModelArgs, layout: Layout, parameters: dict[str, Tensor], optimizer: Optimizer
-) -> Iterator[None]:
-    """Context manager: adds to an OutOfMemoryError raised inside what uses the memory and what would help."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        state = [value for values in optimizer.state.values() for value in values.values()]
-        used = {
-            "weights": count_bytes(parameters.values()),
-            "gradients": count_bytes(parameter.grad for parameter in parameters.values()),
-            "optimizer": count_bytes(value for value in state if isinstance(value, Tensor)),
-        }
-        if torch.cuda.is_available():
-            peak = torch.cuda.memory_stats()["allocated_bytes.all.peak"]
-            used["activations, gathered weights and the rest"] = peak - sum(used.values())
-            used["gaps that the allocator could not use"] = torch.cuda.memory_reserved() - peak
-        pp_rank = dist.get_rank() * layout.pp // layout.world_size
-        options = find_memory_options(config, model_args, layout, pp_rank)[:N_OPTIONS]
-        explanation = [
-            "Out of memory. What uses it, in GiB:",
-            *(f"  {size / GIB:8.2f}  {what}" for what, size in used.items() if size > 0),
-            "What would save most on this rank, in GiB:",
-            *(f"  {each.saved_bytes / GIB:8.2f}  --{each.key}={each.value}  ({each.price})" for each in options),
-        ]
-        raise torch.OutOfMemoryError("\n".join([*explanation, str(error)])) from error
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether memory ran out: torch's pipeline runtime wraps the errors of its stages."""
-    return error is not None and (isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error.__cause__))
-
-
-def count_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Return the bytes of local shards on the GPU, or of all of them where there is no GPU."""
-    shards = [local_tensor(tensor) for tensor in tensors if tensor is not None]
-    return sum(shard.nbytes for shard in shards if shard.is_cuda or not torch.cuda.is_available())
