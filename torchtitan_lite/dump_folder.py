@@ -1,9 +1,8 @@
-"""Check the paths of a run before it starts; open `job.dump_folder`, to which it writes everything, and lock it.
+"""Check the paths of a run before it starts. Create, lock and empty `job.dump_folder`, to which a run writes its files.
 
 config.toml     as resolved              log.txt, metrics.jsonl, tb/                logs
 checkpoint/     step-N/ ...              traces/, comm_traces/, memory_snapshot/    if enabled
-wandb/          files of Weights & Biases if enabled; job.overwrite leaves them, for they may still have to be sent
-timeline.svg, timeline.json              the work of each pipeline rank in an early step: picture, Chrome trace
+wandb/          Weights & Biases if enabled; job.overwrite keeps it, because it may still have to be sent
 lock            locked by the run that writes here
 """
 
@@ -19,8 +18,8 @@ from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, get_value
 
 LOCK = "lock"
-# Files that a run writes in the dump folder itself; metrics.jsonl.new becomes metrics.jsonl
-FILES = (LOCK, "config.toml", "log.txt", "metrics.jsonl", "metrics.jsonl.new", "timeline.svg", "timeline.json")
+# Files that a run writes in the dump folder itself
+FILES = (LOCK, "config.toml", "log.txt", "metrics.jsonl")
 FOLDERS = (  # keys that name a folder inside it
     "checkpoint.folder",
     "metrics.save_tb_folder",
@@ -39,13 +38,10 @@ def check_files(config: Config, restarted: bool) -> list[Problem]:
         why = f"it holds an earlier run ({earlier[0]})"
         remedy = "Resume that run with --checkpoint.enable, delete it with --job.overwrite, or name another folder"
         problems.append(Problem("job.dump_folder", str(dump_folder), why, remedy))
-    taken = list(FILES)
     for key in FOLDERS:
         value = get_value(config, key)
-        if value in taken or value in ("", ".", "..") or "/" in value:
-            why = "it is no name, or that of another file or folder of the run"
-            problems.append(Problem(key, value, why, "Use the name of a folder, such as traces"))
-        taken.append(value)
+        if value in ("", ".", "..") or "/" in value:  # job.overwrite deletes what is in it
+            problems.append(Problem(key, value, "it is no name of a folder", "Use a name, such as traces"))
     key, value = "checkpoint.initial_load_path", config.checkpoint.initial_load_path
     if value and overwrite and not restarted and Path(value).resolve().is_relative_to(dump_folder.resolve()):
         problems.append(Problem(key, value, "job.overwrite deletes it first", "Copy it to another place"))
@@ -53,20 +49,20 @@ def check_files(config: Config, restarted: bool) -> list[Problem]:
 
 
 def check_writable(config: Config, key: str) -> list[Problem]:
-    """Find a folder that can neither be written nor made below the nearest existing one."""
+    """Find a folder that this user can neither write nor create."""
     path = Path(get_value(config, key)).absolute()
     nearest = next(above for above in (path, *path.parents) if above.exists())
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return []
     why = f"{nearest} is no folder that this user can write"
-    return [Problem(key, get_value(config, key), why, "Name a folder that this user can write, or make")]
+    return [Problem(key, get_value(config, key), why, "Name another folder")]
 
 
 def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> BinaryIO:
-    """Make the folder, lock it for this run, and write the resolved config there. Rank 0 calls this.
+    """Create the folder, lock it for this run, and write the resolved config there. Rank 0 calls this.
 
-    `starting_over` deletes an earlier run's files first. Returns the lock, which holds as long as that file is open;
-    the system closes it when a run is killed. Raises CheckpointError if another run has the lock.
+    `starting_over` deletes the files of an earlier run first. Returns the open lock file: the lock ends when the file is
+    closed, also if the run is killed. Raises CheckpointError if another run has the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / LOCK, "ab")
@@ -74,9 +70,8 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise CheckpointError(
-            f"another run is writing to {folder}: wait until it has ended, or name another job.dump_folder"
-        ) from None
+        why = f"another run is writing to {folder}: wait until it has ended, or name another job.dump_folder"
+        raise CheckpointError(why) from None
     if starting_over:
         for name in FILES:
             if name != LOCK:
@@ -88,7 +83,7 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
 
 
 def empty(folder: Path) -> None:
-    """Delete everything in the folder, if it exists, and keep the folder: another rank may just have made it."""
+    """Delete everything in the folder, if it exists. Keep the folder: another rank may just have created it."""
     for path in folder.glob("*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

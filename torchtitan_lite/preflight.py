@@ -1,7 +1,7 @@
 """Find everything that is wrong with a run before torch is imported: config, layout, memory, files, compilers.
 
-config/checks.py holds the rules that need numbers only; the checks here need files or the machine. `check` and train.py
-both call preflight, so that a run which `check` accepts does start. All problems are reported together.
+config/checks.py has the rules that need numbers only; the checks here need files or the machine. `check` and train.py
+both call preflight, so a run that `check` accepts does start. All problems are reported together.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.hugging_face_families import explain_unwritable
 from torchtitan_lite.checkpoint.hugging_face_folder import REMEDY, open_folder
-from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps, read_manifest
+from torchtitan_lite.checkpoint.manifest import find_steps
 from torchtitan_lite.config.block import list_linears, plan_float8
 from torchtitan_lite.config.checks import check_machine, check_run
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import Machine, find_missing_compiler
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
@@ -54,7 +54,7 @@ def preflight(
 ) -> Prepared:
     """Read a config and check it for `n_ranks` ranks on `n_hosts` hosts like `machine`.
 
-    Without n_ranks: see choose_n_ranks. A job that torchrun `restarted` finds its own files in the dump folder.
+    Without n_ranks, choose_n_ranks chooses. A job that torchrun `restarted` finds its own files in the dump folder.
     Writes nothing. Raises ConfigError with every problem.
     """
     reading = read_run_config(args, restarted=restarted)
@@ -62,7 +62,7 @@ def preflight(
     if n_ranks is None:
         n_ranks = choose_n_ranks(config.parallelism, machine, n_hosts)
 
-    # ---- numbers. A layout that would be planned with the default of a bad key is not: its problems mean nothing
+    # ---- numbers. No layout is planned if a bad key fell back to its default: its problems would mean nothing
     problems = check_run(config) + check_machine(config, machine)
     model_args = layout = memory = None
     if not any(problem.key.startswith(("model.", "training.", "parallelism.")) for problem in reading.problems):
@@ -101,7 +101,7 @@ def preflight(
     assert model_args and layout and tokenizer, "without a problem there is a plan"
     notices = reading.notices + tokenizer.notices + describe_float8(config, model_args, layout.tp)
     if weights and not config.checkpoint.enable:
-        notices.append("checkpoint.enable is false, so that what is trained is not saved")
+        notices.append("checkpoint.enable is false, so nothing is saved")
     return Prepared(
         config=resolve_config(config, layout, machine.device_type),
         config_name=reading.config_name,
@@ -120,8 +120,8 @@ def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> 
     """Return the default world size: all GPUs; on CPUs the product of the degrees, or two ranks per host."""
     if machine.device_type == "cuda":
         return machine.n_devices * n_hosts
-    degrees = [value for key, value in vars(parallelism).items() if key.endswith("_degree")]
-    return 2 * n_hosts if -1 in degrees else prod(degrees)
+    is_automatic = parallelism.data_parallel_shard_degree == -1
+    return 2 * n_hosts if is_automatic else prod(plan_degrees(parallelism, 1).values())
 
 
 def describe_float8(config: Config, args: ModelArgs, tp: int) -> list[str]:
@@ -171,25 +171,19 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, model_args: ModelArgs
 
 
 def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
-    """Find corpora that are missing, damaged, or, where the tokenizer is known, made with another one."""
-    trained, validation = config.training.dataset, config.validation
+    """Find corpora that are missing, damaged, or made with another tokenizer, if the tokenizer is known."""
+    training, validation = config.training, config.validation
     check = partial(check_corpora, tokenizer=tokenizer)
-    problems = check("training.dataset", trained, split="train", dataset_path=config.training.dataset_path)
-    problems += check_weights(config.training.dataset_weights, len(trained))
+    problems = check("training.dataset", training.dataset, split="train", dataset_path=training.dataset_path)
+    problems += check_weights(training.dataset_weights, len(training.dataset))
     names, dataset_path = choose_validation(config)
-    if validation.enable and validation.dataset:
-        problems += check("validation.dataset", names, split="validation", dataset_path=dataset_path)
-    elif validation.enable and not problems:
-        problems += check("training.dataset", trained, split="validation", dataset_path=dataset_path)
-    for key, path, given, is_read in (
-        ("training.dataset", config.training.dataset_path, trained, True),
-        ("validation.dataset", validation.dataset_path, names, validation.enable),
-    ):
-        if path and is_read and not set(given) & DOWNLOADS:
-            why = f"{key} names none of {', '.join(DOWNLOADS)}, whose files it would hold"
-            problems.append(
-                Problem(f"{key}_path", path, why, f"Leave it out: {key} itself takes paths of other corpora")
-            )
+    if validation.enable and (validation.dataset or not problems):
+        key = "validation.dataset" if validation.dataset else "training.dataset"
+        problems += check(key, names, split="validation", dataset_path=dataset_path)
+    if training.dataset_path and not set(training.dataset) & DOWNLOADS:
+        why = f"training.dataset names none of {', '.join(DOWNLOADS)}, whose files it would hold"
+        remedy = "Leave it out: training.dataset itself takes paths of other corpora"
+        problems.append(Problem("training.dataset_path", training.dataset_path, why, remedy))
     return problems
 
 
@@ -236,23 +230,19 @@ def check_export(config: Config, model_args: ModelArgs) -> list[Problem]:
 
 
 def check_load_step(config: Config) -> list[Problem]:
-    """Find a checkpoint.load_step that is missing, damaged, or older than another checkpoint of the run."""
+    """Find a checkpoint.load_step that is missing, or older than another checkpoint of the run."""
     key, value = "checkpoint.load_step", config.checkpoint.load_step
     if not config.checkpoint.enable or value == -1:
         return []
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     steps = find_steps(folder)
+    later = [step for step in steps if step > value]
     if config.job.overwrite:
         why = "job.overwrite starts over, and deletes every checkpoint first"
         return [Problem(key, value, why, "Keep one of the two keys")]
     if value not in steps:
-        return [Problem(key, value, f"{folder} holds no whole checkpoint of it", f"There are steps {steps or 'none'}")]
-    later = [step for step in steps if step > value]
+        return [Problem(key, value, f"{folder} has no such checkpoint", f"There are steps {steps or 'none'}")]
     if later and not config.checkpoint.load_only:
-        why = f"{folder} holds later checkpoints too ({later}), and the run would save these steps again"
+        why = f"{folder} has later checkpoints too ({later}), and the run would save these steps again"
         return [Problem(key, value, why, "Move those away, or copy this one to another job.dump_folder")]
-    try:
-        read_manifest(folder / f"step-{value}")
-    except CheckpointError as error:
-        return [Problem(key, value, str(error), f"Resume from another step: there are {steps}")]
     return []
