@@ -37,12 +37,10 @@ FLOORS = {
 
 
 IMPORTS_LATE = (
-    "torchtitan_lite.data.tokenizer",
+    "torchtitan_lite.config.files",  # import_extra: packages that training does without
     "torchtitan_lite.__main__",  # the door picks its tool
     "torchtitan_lite.tools.launch",  # train.py and torch after the fork server has started
     "torchtitan_lite.components.sinks",  # wandb: only with metrics.enable_wandb
-    "torchtitan_lite.tools.corpora.chat",  # packages of the extra `data`: training needs none, and pyarrow takes seconds
-    "torchtitan_lite.tools.corpora.text_files",
 )
 
 
