@@ -18,6 +18,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite import REPOSITORY
+from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.step import Run, StepResult
 from torchtitan_lite.tools.verify.one_rank import list_rates
@@ -56,18 +58,25 @@ class RankRecord:
 
 
 def start_train_py(
-    rank: int, world_size: int, path: Path, args: list[str], port: int, expected_path: str, own_rows: list[range]
+    rank: int,
+    world_size: int,
+    path: Path,
+    args: list[str],
+    port: int,
+    expected_path: str,
+    own_rows: list[range],
+    flavors: dict[str, ModelArgs],
 ) -> RankRecord:
     """Worker: run the main of train.py, the file `path`, with `args`. Collective.
 
-    `port`: of a TCPStore of the parent. `own_rows`: of each rank. Raises what train.py raises, and RuntimeError where
-    it ends with another status than 0.
+    `port`: of a TCPStore of the parent. `own_rows`: of each rank. `flavors`: added to FLAVORS. Raises what train.py
+    raises, and RuntimeError if it ends with another status than 0.
     """
     expected: Expected = torch.load(expected_path, weights_only=False, mmap=True)
     recorder = Recorder(expected, own_rows[rank])
     log = io.StringIO()
     dist.destroy_process_group()
-    with process_left_as_it_was(), redirect_stdout(log), redirect_stderr(log):
+    with process_left_as_it_was(), patch.dict(FLAVORS, flavors), redirect_stdout(log), redirect_stderr(log):
         os.environ.update(make_environment(rank, world_size, port))
         names = {"__name__": "train", "__file__": str(path)}
         exec(compile(read_source(path), str(path), "exec"), names)

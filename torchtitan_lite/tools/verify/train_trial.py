@@ -35,6 +35,7 @@ from torchtitan_lite.config.schema import (
     Optimizer,
     Profiling,
     Validation,
+    with_value,
 )
 from torchtitan_lite.tools.verify.degrees import give_degrees
 from torchtitan_lite.tools.verify.reduction import STAGES_BY_RULE, Reduction, override, round_up
@@ -86,13 +87,14 @@ def give_steps(config: Config, last_step: int, folder: Path) -> Config:
 def start_ranks(plan: StartPlan, run_ranks: RunRanks, expected_path: Path) -> list[RankRecord]:
     """Run train.py on every rank; return the record of each. Raises RankFailure."""
     path = plan.dump_folder.with_suffix(".toml")
-    path.write_text(dump_config_toml(plan.config), encoding="utf-8")
+    flavor = {"reduced": resolve_model(plan.config.model)}  # a TOML file cannot hold numbers of experts
+    path.write_text(dump_config_toml(with_value(plan.config, "model.flavor", "reduced")), encoding="utf-8")
     n_ranks = plan.layout.world_size
     own_rows = [plan.own_rows(rank) for rank in range(n_ranks)]
     # As torchrun does: the parent holds the store by which ranks meet, at a port that the system chooses.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     args = ["--config", str(path)]
-    return run_ranks(start_train_py, n_ranks, TRAIN_PY, args, store.port, str(expected_path), own_rows)
+    return run_ranks(start_train_py, n_ranks, TRAIN_PY, args, store.port, str(expected_path), own_rows, flavor)
 
 
 # ---------------------------------------------------------------- the small config, its corpora, a second layout
