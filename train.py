@@ -267,6 +267,7 @@ def open_samples(
     )
 
 
+@record  # for torchrun, which names the first rank that failed, and why
 def run_rank(args: list[str], stop: StopRequest) -> int:
     """Call `main`, and print its exception for the user before it passes on. tools/launch.py calls this in a fork."""
     try:
@@ -286,6 +287,6 @@ def run_rank(args: list[str], stop: StopRequest) -> int:
 
 if __name__ == "__main__":  # under a bare torchrun
     try:
-        sys.exit(record(run_rank)(sys.argv[1:], stop))  # torchrun can name the first rank that failed, and why
+        sys.exit(run_rank(sys.argv[1:], stop))
     except Exception as error:  # printed above
         sys.exit(2 if isinstance(error, ConfigError) else 1)

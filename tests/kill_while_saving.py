@@ -4,7 +4,7 @@
     deleting  the same, and only one checkpoint is kept, so that there is always one being deleted
 
 After every kill each checkpoint that has its final name must be whole and hold what was saved, and the newest must be
-no older than the newest before. kill_while_training.py kills runs, resumes them and compares their ends.
+no older than the newest before. warm_start.py kills runs, resumes them and compares their ends.
 """
 
 import os

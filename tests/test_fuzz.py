@@ -5,14 +5,15 @@ seeds but the first run with tests/run.sh --all only.
 """
 
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import warm_start
 from fuzz import MACHINES, Case, Cases, judge, make_odd_files, memory_limited
 from made_corpora import BYTES, write_corpus
-from two_steps import make_two_steps
 
 from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.messages import ConfigError
@@ -123,7 +124,7 @@ def small(tmp_path, monkeypatch) -> Path:
     return Path("small.toml")
 
 
-def test_what_check_accepts_starts_and_makes_two_steps(small, tmp_path):
+def test_what_check_accepts_starts_and_makes_two_steps(pool, small, tmp_path):
     cases = Cases(SEEDS[0], tmp_path, [small])
     machine = replace(detect_machine(), memory_bytes_per_device=2**32)  # others need the rest of this one's
     found = []
@@ -140,9 +141,9 @@ def test_what_check_accepts_starts_and_makes_two_steps(small, tmp_path):
         if not all(folder.resolve().is_relative_to(tmp_path) for folder in folders):
             continue  # it would write outside this folder
         n_runs += 1
-        n_steps, end = make_two_steps(args, tmp_path / "log")
-        if n_steps != min(2, prepared.config.training.steps) or end not in ("stopped", "exit status 0"):
-            found.append(f"{n_steps} steps, {end}: {args}")
+        (status,) = pool.run(warm_start.start, 1, args, 2)
+        if status not in (0, 128 + signal.SIGTERM):
+            found.append(f"exit status {status}: {args}")
     assert not found, "\n".join(found)
 
 
@@ -164,8 +165,8 @@ def find_range(annotation: object) -> Range:
 
 
 @pytest.mark.parametrize("end", AT_THE_END)
-def test_a_run_at_the_ends_of_the_ranges_makes_two_steps_and_saves_them(end, small, tmp_path):
+def test_a_run_at_the_ends_of_the_ranges_makes_two_steps_and_saves_them(pool, end, small, tmp_path):
     keys = [f"--{key}={getattr(find_range(KEYS[key]), end)}" for key in FREE] + AT_THE_END[end]
     keys += ["--job.dump_folder=run", "--validation.no_enable", "--training.steps=2"]
-    assert make_two_steps([f"--config={small}", *keys], tmp_path / "log") == (2, "exit status 0")
+    assert pool.run(warm_start.start, 1, [f"--config={small}", *keys]) == [0]
     assert (tmp_path / "run" / "checkpoint" / "step-2" / "manifest.json").is_file()

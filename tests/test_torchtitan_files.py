@@ -2,10 +2,11 @@
 
 import gzip
 import json
+import signal
 from pathlib import Path
 
 import pytest
-from two_steps import make_two_steps
+import warm_start
 
 from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.machine import GIB, Machine
@@ -204,7 +205,7 @@ def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
 
 
 @pytest.mark.parametrize(("version", "file"), [(v, f) for v, f in SHIPPED if FILES[f][0][0] == "debugmodel"])
-def test_the_files_of_the_debug_model_train_two_steps(tmp_path, c4, tokenizer, version, file):
+def test_the_files_of_the_debug_model_train_two_steps(pool, tmp_path, c4, tokenizer, version, file):
     args = write_toml(tmp_path, version, file)
     args += [f"--training.dataset_path={c4}/en/c4-train.00000-of-01024.json.gz", f"--model.hf_assets_path={tokenizer}"]
     args += [f"--job.dump_folder={tmp_path / 'run'}", f"--training.cache_folder={tmp_path / 'cache'}"]
@@ -212,7 +213,7 @@ def test_the_files_of_the_debug_model_train_two_steps(tmp_path, c4, tokenizer, v
     prepare_dataset(
         "c4_test", load_tokenizer(tokenizer), tmp_path / "cache", f"{c4}/en/c4-train.00000-of-01024.json.gz"
     )
-    assert make_two_steps(args, tmp_path / "log") == (2, "stopped"), (tmp_path / "log").read_text()
+    assert pool.run(warm_start.start, 1, args, 2) == [128 + signal.SIGTERM]
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert losses[0] == pytest.approx(7.6246, rel=0.05) and losses[1] < losses[0]  # ln(2048): nothing is learned yet
 

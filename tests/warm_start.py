@@ -1,18 +1,31 @@
-"""Run train.py from top to bottom in the workers of a rank pool: a second, where torchrun takes ten to twenty."""
+"""Start train.py for tests, kill it, and compare what two runs leave.
+
+start     in the workers of a rank pool, from top to bottom: a second
+launch    by ./run_train.sh, as users do: five seconds
+"""
 
 import io
+import json
 import os
+import re
 import signal
+import subprocess
+import sys
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
+from checkpoints import assemble, list_differing
 from made_corpora import write_corpus
 
 import train
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.tools.verify.train_start import make_environment, process_left_as_it_was
+
+MARK = "RUN_UNDER_TEST"  # variable in the environment of every process of a run: its dump folder
 
 
 class StopAfter(StopRequest):
@@ -47,3 +60,63 @@ def write_letters(folder: Path) -> list[str]:
     dims = ["--model.dim=64", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.head_dim=16"]
     tokens = ["--model.ffn_dim=96", "--model.hf_assets_path=bytes", "--model.vocab_size=264", "--training.seq_len=32"]
     return [*dims, *tokens, f"--training.dataset={folder}", "--metrics.log_freq=1", "--checkpoint.enable"]
+
+
+def launch(dump_folder: Path, cache: Path, *keys: str, n_ranks: int, **environment: str) -> subprocess.Popen:
+    """Start ./run_train.sh. The launcher takes the shell's place, so its pid is the one returned."""
+    command = [str(REPOSITORY / "run_train.sh"), "--config", "debug", "--job.dump_folder", str(dump_folder)]
+    command += ["--training.cache_folder", str(cache), *keys]
+    environment = {**os.environ, MARK: str(dump_folder), "NGPU": str(n_ranks), "PYTHON": sys.executable, **environment}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+
+
+def read_until(process: subprocess.Popen, pattern: str) -> str:
+    """Return the output up to the first line that matches."""
+    output = ""
+    for line in process.stdout:
+        output += line
+        if re.search(pattern, line):
+            return output
+    raise AssertionError(f"the run ended without {pattern!r}:\n{output}")
+
+
+def finish(process: subprocess.Popen, status: int | None = 0) -> str:
+    """Return what the run still prints until its end. `status`: the exit status it must have; None: any."""
+    output, _ = process.communicate(timeout=300)
+    assert status is None or process.returncode == status, output
+    return output
+
+
+def kill_rank(process: subprocess.Popen, victim: int, *, after_step: int, delay_s: float = 0.0) -> None:
+    """Send SIGKILL to one rank, once that step was logged."""
+    read_until(process, f"step +{after_step}/")
+    time.sleep(delay_s)
+    os.kill(list_ranks(process)[victim], signal.SIGKILL)
+
+
+def list_ranks(launcher: subprocess.Popen) -> list[int]:
+    """Return the pids of the ranks, by rank: forks of a process that the launcher has started."""
+    return [rank for child in list_children(launcher.pid) for rank in list_children(child)]
+
+
+def list_children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # it has ended
+        return []
+
+
+def read_losses(dump_folder: Path, name: str = "loss") -> dict[int, float]:
+    """Return step -> its loss, or another number that was measured."""
+    lines = [json.loads(line) for line in (dump_folder / "metrics.jsonl").read_text().splitlines()]
+    assert len({line["step"] for line in lines}) == len(lines), "a step was logged twice"
+    return {line["step"]: line[name] for line in lines if line[name] is not None}
+
+
+def list_differences(one: Path, other: Path, step: int) -> list[str]:
+    """Return what differs between two runs at their last step: tensors by name, and losses by step."""
+    states = [assemble(folder / "checkpoint" / f"step-{step}") for folder in (one, other)]
+    losses, expected = read_losses(one), read_losses(other)
+    steps = sorted(losses.keys() | expected.keys())
+    return [*list_differing(*states), *(f"loss of step {s}" for s in steps if losses.get(s) != expected.get(s))]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import warm_start
-from kill_while_training import list_differences
+from warm_start import list_differences
 
 from torchtitan_lite.checkpoint.manifest import find_steps
 from torchtitan_lite.config.reader import REPOSITORY

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from torchtitan_lite.components.shutdown import SIGNALS, StopRequest
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.preflight import Prepared
 from torchtitan_lite.tools.check import check, choose_host, describe
+from torchtitan_lite.tools.command_lines import parse_command
 from torchtitan_lite.tools.corpora.named import prepare_datasets
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.processes import prepare_forkserver
@@ -70,14 +72,14 @@ def main(options: Namespace) -> int:
 
 
 def export_last_checkpoint(prepared: Prepared) -> int:
-    """Convert the last checkpoint to a Hugging Face folder beside it, if the config asks for that. Return the status."""
+    """Convert the last checkpoint to a Hugging Face folder, if the config asks for that. Return the exit status."""
     section = prepared.config.checkpoint
     last = prepared.dump_folder / section.folder / f"step-{prepared.config.training.steps}"
     out = Path(f"{last}-hf")
     if not (section.enable and section.last_save_in_hf) or out.exists():
         return 0
     convert = importlib.import_module("torchtitan_lite.tools.convert")
-    return convert.main([str(last), str(out), "--dtype", section.export_dtype])
+    return convert.main(parse_command("convert", [str(last), str(out), "--dtype", section.export_dtype]))
 
 
 def is_first_host() -> bool:
@@ -168,14 +170,13 @@ def run_rank(args: list[str], folder: Path) -> int:
     if (folder / STOP_FILE).exists():
         return 0
     train = importlib.import_module("train")  # the fork server has imported it
-    try:
+    status = 1
+    with suppress(Exception):  # printed, and recorded for describe_failure
         status = train.run_rank(args, stop)
-    except Exception:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)  # torchrun ends it by SIGTERM if another one was first
-        time.sleep(LINGER_S)  # torchrun names the rank that ends first: not this one, if it fails because of another
-        raise
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # torchrun's SIGTERM ends this rank at once if another one fails
     if status not in (0, *STOPPED):
+        time.sleep(LINGER_S)  # torchrun names the rank that ends first: not this one, if it fails because of another
         sys.exit(status)
     return status
 
@@ -190,7 +191,3 @@ def describe_failure(error: "ChildFailedError") -> str:
         message = failure.error_file_data["message"]
         return f"rank {rank} failed: {(message['message'] if isinstance(message, dict) else message).splitlines()[0]}"
     return f"rank {rank} ended with exit status {failure.exitcode}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
