@@ -94,6 +94,7 @@ REFUSED = {  # files -> a word of the message
     "not JSON": ({"a.jsonl": '{"text": "x"}\n{"text": \n'}, "a.jsonl, row 2"),
     "no field": ({"a.jsonl": '{"content": "x"}\n'}, "--text-column"),
     "no text": ({"a.jsonl": '{"text": 5}\n'}, "row 1: its 'text' is not a text"),
+    "half a download": ({"a.jsonl.gz": gzip.compress(b'{"text": "x"}' * 99)[:-9]}, "a.jsonl.gz cannot be read"),
     "nothing": ({"a.txt": ""}, "no text to train on"),
     "unknown kind": ({"a.png": "x"}, "no file was found"),
     "no file": ({}, "no file was found"),
@@ -105,7 +106,7 @@ def test_what_cannot_be_prepared_is_named_and_nothing_is_left(name, tmp_path, ca
     files, word = REFUSED[name]
     (tmp_path / "in").mkdir()
     for file, content in files.items():
-        (tmp_path / "in" / file).write_text(content)
+        (tmp_path / "in" / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main(["prepare", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--processes", "1"]) == 2
     assert word in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["in"]
 

@@ -55,9 +55,9 @@ def main(options: Namespace) -> int:
         print(describe(prepared, machine), file=sys.stderr, flush=True)
     try:
         prepare_datasets(prepared.config, prepared.tokenizer)
-    except (PreparationError, ImportError) as error:
+    except (PreparationError, ImportError, OSError) as error:
         print(f"This run cannot start: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, OSError) else 2
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     status, reason = run_ranks(args, prepared.layout.world_size // n_hosts, n_hosts, folder)
     if status == 0 and is_first_host():

@@ -12,6 +12,7 @@
 import gzip
 import io
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -96,11 +97,18 @@ def find_files(inputs: Iterable[Path], more_suffixes: Iterable[str] = ()) -> tup
 
 
 def read_batches(path: Path, column: str) -> Iterator[Batch]:
-    """Yield the documents of a file, about a megabyte at a time."""
+    """Yield the documents of a file, about a megabyte at a time. Raises PreparationError if it cannot be read."""
+    try:
+        yield from read_rows(path, column)
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # a download that was interrupted, for instance
+        raise PreparationError(f"{path} cannot be read: {error}") from None
+
+
+def read_rows(path: Path, column: str) -> Iterator[Batch]:
     if get_kind(path) == TABLE_SUFFIX:
         table, first = import_extra("pyarrow.parquet", "data").ParquetFile(path), 1
         if column not in table.schema_arrow.names:
-            raise PreparationError(f"{path} has no column {column!r}. --text-column names another")
+            raise ValueError(f"it has no column {column!r} (--text-column names another)")
         for rows in table.iter_batches(BATCH_ROWS, columns=[column]):
             yield Batch(path, first, rows.column(0).to_pylist())
             first += len(rows)
