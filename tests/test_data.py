@@ -11,7 +11,6 @@ import pytest
 import torch
 from made_corpora import BYTES, write_corpus
 
-from torchtitan_lite.data import dataset as data
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.corpus_folder import DRAWS_PER_ROUND, CorpusError, check_weights, split_round
 from torchtitan_lite.data.dataset import (
@@ -289,26 +288,6 @@ def test_failure_in_the_thread_is_raised_at_its_batch_and_ends_the_thread(stream
     assert not list_threads()
 
 
-def test_on_cuda_the_thread_pins_batches_after_choosing_its_device(stream, monkeypatch):
-    events, main = [], threading.current_thread().name[:8]
-
-    class NotedBatch(Batch):
-        def pin_memory(self):
-            events.append(("pin", threading.current_thread().name[:8]))
-            return self
-
-        def to(self, device, *, non_blocking=False):
-            events.append(("copy", threading.current_thread().name[:8], device, non_blocking))
-            return self
-
-    cuda = torch.device("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: events.append(("set", "prefetch", device)))
-    monkeypatch.setattr(data, "Batch", NotedBatch)
-    list(prefetch(stream, range(4), steps=range(2), device=cuda))
-    assert events[0] == ("set", "prefetch", cuda)
-    assert Counter(events[1:]) == {("pin", "prefetch"): 2, ("copy", main, cuda, True): 2}
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a GPU need a GPU")
 def test_batches_arrive_on_the_gpu(stream):
@@ -339,17 +318,6 @@ def test_a_permutation_of_more_indices_than_a_table_could_hold_stays_in_range_an
     assert 0 <= permuted.min() and permuted.max() < n and len(permuted.unique()) == len(some)
     tenths = (permuted.double() / n * 10).long().bincount(minlength=10)
     assert tenths.min() > 0.95 * len(some) / 10 and tenths.max() < 1.05 * len(some) / 10
-
-
-def test_the_permutation_sends_an_index_everywhere_equally_often_and_separates_neighbours():
-    n, n_keys = 20, 2000
-    places = torch.cat([feistel_permute(torch.tensor([7]), n, key=str(key)) for key in range(n_keys)])
-    chi_square = ((places.bincount(minlength=n) - n_keys / n) ** 2 / (n_keys / n)).sum()
-    assert chi_square < 43.8  # 19 degrees of freedom: one in a thousand fair permutations exceeds it; keys are fixed
-    permuted = feistel_permute(torch.arange(10_000), 10_000, key="a")
-    distances = (permuted[1:] - permuted[:-1]).abs()
-    assert (distances == 1).sum() < 20  # about 2 in a fair permutation, 9,999 without
-    assert 0.3 < distances.double().mean() / 10_000 < 0.37  # 1/3 in a fair permutation
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
@@ -393,18 +361,7 @@ def test_a_round_is_split_by_the_largest_remainders():
     assert split_round([0.62, 3.1, 1, 0.0033]) == [1313, 6563, 2117, 7]  # of 1312.6, 6563.0, 2117.1 and 7.0 by hand
 
 
-@pytest.mark.parametrize(
-    ("weights", "n_corpora", "is_sound"),
-    [
-        ([1.0, 2.0], 3, False),
-        ([1.0], 2, False),
-        ([1.0, 0.0], 2, False),
-        ([1.0, -1.0], 2, False),
-        ([1.0, 0.00001], 2, False),
-        ([], 2, True),
-        ([5.0, 1e-3], 2, True),
-    ],
-)
-def test_weights_that_cannot_be_meant_are_refused(weights, n_corpora, is_sound):
-    problems = [(problem.key, problem.value) for problem in check_weights(weights, n_corpora)]
-    assert problems == ([] if is_sound else [("training.dataset_weights", weights)])
+def test_weights_that_cannot_be_meant_are_refused():
+    for weights in ([1.0, 2.0, 3.0], [1.0], [1.0, 0.0], [1.0, -1.0], [1.0, 0.00001]):
+        assert [problem.value for problem in check_weights(weights, 2)] == [weights]
+    assert check_weights([], 2) == check_weights([5.0, 1e-3], 2) == []
