@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import warm_start
-from kill_while_training import finish, list_differences
-from test_endings import read_until
+from warm_start import finish, list_differences, read_until
 
 from torchtitan_lite.checkpoint.manifest import find_steps
 from torchtitan_lite.config.reader import REPOSITORY
@@ -109,8 +108,7 @@ def test_a_job_before_its_limit_saves_is_queued_again_and_ends_bit_equal_to_the_
     job = cluster.start(*keys)
     read_until(job, r"step +3/")
     job.send_signal(signal.SIGTERM)  # as --signal=B:TERM does: to the script alone
-    output = finish(job, must_succeed=False)
-    assert job.returncode == 143, output
+    output = finish(job, status=143)
     called, cancelled, requeued = cluster.calls().splitlines()
     assert called.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1")
     assert (cancelled, requeued) == ("scancel --signal=TERM 34567", "scontrol requeue 34567")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import warm_start
-from kill_while_training import finish, kill_rank, launch, list_differences, read_losses
+from warm_start import finish, kill_rank, launch, list_differences, read_losses
 
 from torchtitan_lite.checkpoint.manifest import find_steps
 from torchtitan_lite.dump_folder import FILES
@@ -82,7 +82,7 @@ def test_a_run_killed_at_a_random_instant_ends_bit_equal_to_the_unbroken_one(poo
     by_torchrun = seed // 2 % 2 == 0  # else the user starts the run again
     process = launch(tmp_path / "killed", tmp_path, *keys, n_ranks=2, MAX_RESTARTS=str(int(by_torchrun)))
     kill_rank(process, draw.randrange(2), after_step=draw.randint(1, 16), delay_s=draw.uniform(0, 0.2))
-    finish(process, must_succeed=False)
+    finish(process, status=None)
     if process.returncode:  # also where torchrun itself does not survive the death of a rank
         finish(launch(tmp_path / "killed", tmp_path, *keys, n_ranks=2))
     assert list_differences(tmp_path / "killed", tmp_path / "unbroken", steps) == []

@@ -1,11 +1,10 @@
-"""`python3 -m torchtitan_lite.tools.environment [--extra test]` prints the path of a Python that has the packages.
+"""Print the path of a Python that has the packages: `python3 -m torchtitan_lite.tools.environment [--extra test]`.
 
-    this Python has those of pyproject.toml  ->  this Python
-    otherwise                                ->  .venv/bin/python; .venv is made once, with the tested versions of
-                                                 constraints.txt
+    this Python has the packages of pyproject.toml    this Python
+    otherwise                                         .venv/bin/python, made once with the versions of constraints.txt
 
-run_train.sh and tests/run.sh run it first; `python -m torchtitan_lite` and train.py call continue_with_packages().
-Progress goes to stderr. Exit status: 0, or 1 with the reason.
+run_train.sh and tests/run.sh run it first; `python -m torchtitan_lite` calls continue_with_packages(). Progress goes to
+stderr. Exit status: 0, or 1 with the reason.
 """
 
 import argparse
@@ -18,19 +17,19 @@ from importlib import metadata
 
 from torchtitan_lite import IS_INSTALLED, REPOSITORY
 
-try:  # tensorboard needs packaging, so that a Python without it lacks packages
+try:  # tensorboard depends on packaging: a Python without it lacks packages
     from packaging.requirements import Requirement
     from packaging.version import Version
 except ImportError:
     Requirement = Version = None
 
 VENV = REPOSITORY / ".venv"
-INSTALLED = VENV / "installed.txt"  # the requirements that pip has met, one a line: written after pip
+INSTALLED = VENV / "installed.txt"  # the requirements that pip has installed, one per line; written after pip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--extra", action="append", default=[], help="the packages of this extra too")
+    parser.add_argument("--extra", action="append", default=[], help="also the packages of this extra")
     print(find_python(parser.parse_args().extra))
 
 
@@ -74,7 +73,7 @@ def is_met(text: str) -> bool:
     requirement = Requirement(text)
     if requirement.marker and not requirement.marker.evaluate():
         return True
-    try:  # of 2.13.0+cpu and of NVIDIA's 2.13.0a0+nv26 the release decides: both work like it
+    try:  # 2.13.0+cpu and NVIDIA's 2.13.0a0+nv26 count as 2.13.0
         return requirement.specifier.contains(Version(metadata.version(requirement.name)).base_version)
     except metadata.PackageNotFoundError:
         return False
@@ -83,7 +82,7 @@ def is_met(text: str) -> bool:
 def set_up(requirements: list[str]) -> None:
     """Make .venv, or complete it, and let pip install these. Exits with the reason if that fails."""
     print(f"Installing {', '.join(requirements)} into {VENV}: a minute or more.", file=sys.stderr, flush=True)
-    # A torch that the machine comes with fits its GPUs: then .venv sees the packages of this Python too.
+    # If this Python has a torch, it fits the machine's GPUs: .venv then uses the packages of this Python too.
     shared = ["--system-site-packages"] * any(is_met(text) for text in requirements if text.startswith("torch>"))
     pip = [VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install"]
     for command, remedy in (
