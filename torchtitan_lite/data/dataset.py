@@ -65,11 +65,11 @@ class SampleReader:
             )
         targets = tokens[:, 1:].masked_fill(~is_target[:, 1:], IGNORE_INDEX)
         begins = begins[:, :-1]
+        begins[:, 0] = False  # documents are numbered from 0 in each row
         positions = torch.arange(self.seq_len).repeat(len(samples), 1)
         if self.restart_positions:  # a document that began before the row counts from the row's start
             positions -= torch.where(begins, positions, 0).cummax(dim=1).values
-        n_begun = begins.cumsum(dim=1)
-        return Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=n_begun - n_begun[:, :1])
+        return Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=begins.cumsum(dim=1))
 
 
 # ---------------------------------------------------------------- order
