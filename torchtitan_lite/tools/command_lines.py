@@ -127,7 +127,7 @@ Parquet and .zst need the extra `data`. OUT is complete or does not exist."""
     add("--tokenizer", default="assets/tokenizer", metavar="FOLDER", help="(%(default)s)")
     add("--held-out", type=float, default=0.01, metavar="SHARE", help="of the documents, for validation (%(default)s)")
     help = "field of a line or column of a Parquet file that holds the text (text; with --chat messages)"
-    add("--text-column", "--field", metavar="NAME", help=help)
+    add("--text-column", metavar="NAME", help=help)
     help = "documents are conversations, lists of {role, content}; only the assistant's tokens are targets"
     add("--chat", action="store_true", help=help)
     add("--suffix", action="append", default=[], metavar=".X", help="also read *.X files of folders, one document each")
@@ -236,9 +236,7 @@ context is full. Sample i is drawn with seed SEED + i."""
     add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (%(default)s)")
     add("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens; 0: from all")
     add("--top-p", type=float, default=1.0, metavar="P", help="draw from the most likely tokens of total probability P")
-    add(
-        "--seed", type=int, default=0, metavar="N", help="equal seeds give equal texts on the same device (%(default)s)"
-    )
+    add("--seed", type=int, default=0, metavar="N", help="equal seeds give equal texts on one device (%(default)s)")
     add("--context", type=positive, metavar="N", help="maximum tokens of prompt and answer; default: as trained")
     add_source(parser)
     return parser
@@ -260,34 +258,24 @@ counts once. Bits per byte compare models with different tokenizers. Runs in one
 
 
 def make_bench_parser() -> ArgumentParser:
-    """Make a sub-command for each bench, which decides what is not given."""
     description = """
 How fast is it, as ratios against references measured in the same run?
 
 A bench never fails because something was slow."""
     epilog = "Exit status: 0 measured, 1 it failed or the contenders do not compute the same, 2 wrong input."
     parser = make_parser("bench", description, epilog)
-    options = {
-        "--rounds": {"dest": "n_rounds", "type": int, "help": "turns of each contender"},
-        "--steps": {"dest": "n_steps", "type": positive, "help": "steps of a turn"},
-        "--out": {"metavar": "FILE", "help": "keeps each row as a line of JSON; default: in assets/benchmarks/"},
-        "--seconds": {"type": positive, "help": "for the whole table; rows that do not fit are named"},
-        "--tiny": {"action": "store_true", "help": "models that fit a CPU: the numbers mean nothing"},
-    }
-    usual = ["--rounds", "--steps"]
     benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
-    for name, names, compares in (
-        ("step", usual, "a step with a hand-written loop and with transformers, compiled with eager"),
-        (
-            "gpu",
-            [*usual, "--out", "--seconds", "--tiny"],
-            "1B, 3B and 8B on one GPU, eager, compiled and in float8, with its largest matmuls",
-        ),
-    ):
-        bench = benches.add_parser(name, help=compares, description=compares, allow_abbrev=False)
+    step = benches.add_parser("step", help="a step beside a hand-written loop, transformers, and itself compiled")
+    gpu = benches.add_parser("gpu", help="1B, 3B and 8B on one GPU: eager, compiled, float8")
+    given_only = {"default": argparse.SUPPRESS}  # a bench has defaults of its own
+    for bench in (step, gpu):
         add_json(bench)
-        for option in names:
-            bench.add_argument(option, default=argparse.SUPPRESS, **options[option])
+        bench.add_argument("--rounds", dest="n_rounds", type=positive, help="turns of each contender", **given_only)
+        bench.add_argument("--steps", dest="n_steps", type=positive, help="steps of a turn", **given_only)
+    add = gpu.add_argument
+    add("--out", metavar="FILE", help="append a line of JSON per row; default: in assets/benchmarks/", **given_only)
+    add("--seconds", type=positive, help="for the whole table; rows that do not fit are named", **given_only)
+    add("--tiny", action="store_true", help="models that fit a CPU: the numbers mean nothing", **given_only)
     return parser
 
 
