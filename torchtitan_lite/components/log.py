@@ -1,9 +1,9 @@
 """Write log lines for people.
 
-    rank 0         INFO and above      -> stdout, and dump_folder/log.txt: dated, never coloured
-    other ranks    WARNING and above   -> stderr, with the rank named
+    rank 0         INFO and above       stdout, and dump_folder/log.txt with the date
+    other ranks    WARNING and above    stderr, with the rank
 
-Modules log through `logging.getLogger(__name__)` and may `paint` words; the formatter strips the colour for files and
+Modules log through `logging.getLogger(__name__)` and may `paint` words. The formatter removes the color for files and
 pipes.
 """
 
@@ -38,14 +38,14 @@ class LineFormatter(logging.Formatter):
             words.append(paint(record.levelname, "red"))
         if self.rank > 0:
             words.append(f"rank {self.rank}:")
-        line = " ".join([*words, super().format(record)])  # with the traceback, where there is one
+        line = " ".join([*words, super().format(record)])  # with the traceback, if any
         return line if self.color else ESCAPE_CODE.sub("", line)
 
 
 def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) -> None:
-    """Set up the logger of this package in this process; a second call replaces the first. `rank` is the global one.
+    """Set up the logger of this package in this process; a second call replaces the first. `rank` is the global rank.
 
-    `color` allows colour on a terminal. Without `dump_folder` no log.txt is written.
+    `color` allows color on a terminal. Without `dump_folder`, write no log.txt.
     """
     stream = sys.stdout if rank == 0 else sys.stderr
     console = logging.StreamHandler(stream)
@@ -62,14 +62,8 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
         old.close()
     for handler in handlers:
         logger.addHandler(handler)
-    # An export gathers each weight over two mesh dims, one after the other: DTensor warns of the latency, on each rank.
-    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(is_no_hint_on_latency)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False  # a library that sets up the root logger must not print our lines a second time
-
-
-def is_no_hint_on_latency(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("While redistributing")
 
 
 def describe_rank(rank: int, coordinates: dict[str, int]) -> str:

@@ -3,7 +3,7 @@
     console and log.txt   one line             step, loss, grad_norm, lr, throughput, MFU, memory, time
                           one more             validation, after the steps that have it
     metrics.jsonl         one JSON object      the fields of StepMetrics
-    tb/, wandb            see sinks.py         the tags of torchtitan v0.2
+    tb/, wandb            sinks.py             the tags of torchtitan v0.2
 
 Loss and grad_norm are the same on every rank; times and memory are those of rank 0, which writes.
 MFU is the share of the hardware's peak that the model's own FLOPs reach (PaLM, app. B, arXiv:2204.02311).
@@ -225,11 +225,7 @@ class MetricsWriter:
 
 
 def format_console_lines(metrics: StepMetrics, n_steps: int) -> list[str]:
-    """Format a step for people, coloured: one line, and one more if it was validated. The time is that of one step.
-
-    A model with experts has a line on their load. With the time of day before it a line has at most 120 columns up to
-    99,999 steps, for numbers of the usual size.
-    """
+    """Format a step for people, in color: one line, and one more for validation and for the load of experts each."""
     step = f"step {metrics.step:{len(str(n_steps))}}/{n_steps}"
     mfu = "" if metrics.mfu_full is None else f"  MFU {metrics.mfu_full:.1%}"
     lines = [
