@@ -1,47 +1,38 @@
-"""The floor plan: imports point down only, none hides inside a function, nothing goes round in a circle."""
+"""The floor plan: imports point down only, nothing but `__main__` imports tools, no import is inside a function."""
 
 import ast
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).resolve().parent.parent
-FILES = [REPOSITORY / "train.py", *sorted((REPOSITORY / "torchtitan_lite").rglob("*.py"))]
 
-# Floor of a module by the longest name that it starts with. A module may import from floors below its own, and from its
-# own room; rooms on one floor never import each other.
+# Floor of a module, by the longest name that it starts with. A module imports from floors below its own and from its own
+# row; rows on one floor never import each other.
 FLOORS = {
-    "torchtitan_lite.config": 0,  # no torch, so that it loads in milliseconds
-    "torchtitan_lite.tools.environment": 0,
-    "torchtitan_lite.tools.processes": 0,
+    "torchtitan_lite.config": 0,  # no torch, so it loads in milliseconds
     "torchtitan_lite.model": 1,
     "torchtitan_lite.parallel": 2,
     "torchtitan_lite.data": 2,
     "torchtitan_lite.checkpoint": 2,
     "torchtitan_lite.components": 2,
-    "torchtitan_lite": 3,  # preflight and its chapters: what can be wrong with a run. No torch either
-    "torchtitan_lite.step": 3,
-    "torchtitan_lite.validation": 4,
-    "torchtitan_lite.process_setup": 4,  # a door: it reads torchrun's environment
-    "torchtitan_lite.tools.verify": 5,
-    "torchtitan_lite.tools.plan": 5,
+    "torchtitan_lite": 3,  # what is in the package itself
+    "train": 4,
     "torchtitan_lite.tools": 5,
-    "torchtitan_lite.tools.eval": 6,  # on the rank pool of verify
-    "torchtitan_lite.tools.bench": 6,
-    "torchtitan_lite.tools.launch": 6,
     "torchtitan_lite.__main__": 6,
-    "train": 6,
 }
-
-
-IMPORTS_LATE = (
-    "torchtitan_lite.config.files",  # import_extra: packages that training does without
-    "torchtitan_lite.__main__",  # the door picks its tool
-    "torchtitan_lite.tools.launch",  # train.py and torch after the fork server has started
-    "torchtitan_lite.components.sinks",  # wandb: only with metrics.enable_wandb
-)
+IMPORT_BY_NAME = {  # modules that call importlib in a function
+    "torchtitan_lite.config.files",  # import_extra: optional packages
+    "torchtitan_lite.__main__",  # picks its tool
+}
+WITHOUT_TORCH = {  # besides config/: what `check` needs
+    "torchtitan_lite.__main__",
+    "torchtitan_lite.preflight",
+    "torchtitan_lite.run_config",
+    "torchtitan_lite.dump_folder",
+    "torchtitan_lite.tools.check",
+    "torchtitan_lite.tools.command_lines",
+}
 
 
 def name_module(path: Path) -> str:
@@ -49,60 +40,61 @@ def name_module(path: Path) -> str:
     return ".".join(part for part in parts if part != "__init__")
 
 
-MODULES = {name_module(path): path for path in FILES}
-
-
-def find_room(module: str) -> str:
-    """The row of FLOORS that a module belongs to."""
-    rows = [row for row in FLOORS if module == row or module.startswith(row + ".")]
-    return max(rows, key=len)
-
-
-def parse(module: str) -> ast.Module:
-    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+FILES = [REPOSITORY / "train.py", *(REPOSITORY / "torchtitan_lite").rglob("*.py")]
+TREES = {name_module(path): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
 def list_imports(tree: ast.AST) -> set[str]:
-    """Full names of the modules that a file imports: `from package import module` is the module."""
+    """Return the full names of the modules that a file imports: `from package import module` is the module."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= (inner & MODULES.keys()) or {node.module}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} & TREES.keys() or {node.module}
     return names
 
 
-def list_own_imports(module: str) -> set[str]:
-    """Without torchtitan_lite itself: its __init__.py holds a few paths, and imports nothing of the package."""
-    return {name for name in list_imports(parse(module)) if name.startswith("torchtitan_lite.") or name == "train"}
+# Without torchtitan_lite itself, whose __init__.py has a few paths and imports nothing of the package
+IMPORTS = {module: list_imports(tree) & TREES.keys() - {"torchtitan_lite"} for module, tree in TREES.items()}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down_only(module):
-    room = find_room(module)
-    for imported in list_own_imports(module):
-        other = find_room(imported)
-        assert FLOORS[other] < FLOORS[room] or other == room, f"{module} imports {imported}"
+def find_row(module: str) -> str:
+    return max((row for row in FLOORS if module == row or module.startswith(f"{row}.")), key=len)
+
+
+def test_imports_point_down_only():
+    pairs = [(module, imported) for module, imports in IMPORTS.items() for imported in imports]
+    upwards = [
+        f"{module} imports {imported}"
+        for module, imported in pairs
+        if (row := find_row(imported)) != find_row(module) and FLOORS[row] >= FLOORS[find_row(module)]
+    ]
+    assert not upwards
+    assert not IMPORTS["torchtitan_lite"], "every module imports it"
 
 
 def test_no_import_goes_round_in_a_circle():
-    assert not list_own_imports("torchtitan_lite"), "every module imports it"
-    remaining = {module: list_own_imports(module) - {module} for module in MODULES}
+    remaining = dict(IMPORTS)
     while free := [module for module, imports in remaining.items() if not imports & remaining.keys()]:
         for module in free:
             del remaining[module]
     assert not remaining, f"these import each other: {sorted(remaining)}"
 
 
-def test_the_ground_floor_and_the_check_do_not_import_torch():
-    ground = [module for module in MODULES if FLOORS[find_room(module)] == 0 or find_room(module) == "torchtitan_lite"]
-    assert {"torchtitan_lite.config.layout", "torchtitan_lite.preflight"} <= set(ground)
-    for module in [*ground, "torchtitan_lite.__main__", "torchtitan_lite.tools.check"]:
-        packages = {name.split(".")[0] for name in list_imports(parse(module))}
+def test_config_and_check_do_not_import_torch():
+    for module in WITHOUT_TORCH | {module for module in TREES if find_row(module) == "torchtitan_lite.config"}:
+        packages = {name.split(".")[0] for name in list_imports(TREES[module])}
         assert not packages & {"torch", "numpy", "tiktoken", "safetensors", "tensorboard"}, module
+
+
+def test_no_import_is_inside_a_function():
+    for module, tree in TREES.items():
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda)):
+            called = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+            assert not list_imports(function), f"{module}, line {function.lineno}"
+            assert not called & {"importlib", "import_module", "__import__"} or module in IMPORT_BY_NAME, module
 
 
 def test_a_run_that_compiles_nothing_does_not_load_the_compiler():
@@ -110,19 +102,3 @@ def test_a_run_that_compiles_nothing_does_not_load_the_compiler():
     code = "import sys, train; print('torch._inductor.ir' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert answer.stdout == "False\n", answer.stderr
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_no_import_is_made_inside_a_function(module):
-    for function in ast.walk(parse(module)):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            assert not list_imports(function), f"{module}, line {function.lineno}"
-            called = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-            assert not called & {"__import__"}
-            assert not called & {"importlib", "import_module"} or module in IMPORTS_LATE
-
-
-@pytest.mark.parametrize("module", [m for m in MODULES if 0 < FLOORS[find_room(m)] < 4])
-def test_no_environment_is_read_below_the_doors(module):
-    attributes = {node.attr for node in ast.walk(parse(module)) if isinstance(node, ast.Attribute)}
-    assert not attributes & {"environ", "getenv"}
