@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 
 from torchtitan_lite.tools.command_lines import TOOLS, parse_command
-from torchtitan_lite.tools.environment import continue_with_packages
 
 
 def main(args: list[str] | None = None) -> int:
@@ -28,7 +27,7 @@ def main(args: list[str] | None = None) -> int:
         return 2
     options = parse_command(name, rest)
     if name != "check" or not (find_spec("tomllib") or find_spec("tomli")):  # check needs no package but a TOML reader
-        continue_with_packages()
+        importlib.import_module("torchtitan_lite.tools.environment").continue_with_packages()
     try:
         return importlib.import_module(f"torchtitan_lite.tools.{TOOLS[name].module}").main(options)
     except KeyboardInterrupt:

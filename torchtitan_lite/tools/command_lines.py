@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_lite.config.schema import Training
-
 CONFIG = """config:
   --config NAME_OR_PATH  a bare name in configs/, or the path of a TOML file; default: debug
   --section.key VALUE    override any key; `python -m torchtitan_lite check --keys` prints all keys
@@ -135,7 +133,7 @@ Parquet and .zst need the extra `data`. OUT is complete or does not exist."""
     add("--processes", type=positive, default=os.cpu_count(), metavar="N", help="(%(default)s)")
     add("--dataset", metavar="NAME", help="prepare this corpus for training.dataset; reads --tokenizer")
     add("--dataset-path", default="", metavar="PATH", help="as training.dataset_path: the downloaded files")
-    add("--cache-folder", default=Training.cache_folder, metavar="FOLDER", help="(%(default)s)")
+    add("--cache-folder", metavar="FOLDER", help="default: that of training.cache_folder")
     add("--check", type=Path, metavar="FOLDER", help="compare a corpus with its manifest, and do nothing else")
     add_json(parser)
     return parser

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools.corpora.named import prepare_dataset
@@ -27,7 +28,8 @@ def main(options: argparse.Namespace) -> int:
             if options.dataset not in DATASETS:
                 raise PreparationError(f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}")
             tokenizer = load_tokenizer(options.tokenizer)
-            print(prepare_dataset(options.dataset, tokenizer, Path(options.cache_folder), options.dataset_path))
+            cache_folder = Path(options.cache_folder or Training.cache_folder)
+            print(prepare_dataset(options.dataset, tokenizer, cache_folder, options.dataset_path))
             return 0
         print(run(options))
     except (CorpusError, PreparationError, ConfigError, ImportError) as error:
