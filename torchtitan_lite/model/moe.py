@@ -6,24 +6,24 @@
     experts    one matmul for all groups of rows (grouped_mm): whatever the router chose, no token is dropped
     output     each token's K rows, times their weights, added up
 
-Balance. Where a few experts get all tokens, the others learn nothing. Two ways keep them busy, both the same on every
-layout:
+Balance. If a few experts get all tokens, the others learn nothing. Two methods prevent this; both give the same numbers
+on every layout:
 
-    bias            added to the scores when experts are chosen, not to the weights; after each step it moves by a fixed
-                    amount, up for experts below the mean load, down for those above (components/expert_balance.py)
-    auxiliary loss  sum over experts of f x P, for each sequence by itself: f the share of its routes that an expert
-                    got (times n_experts, so that 1 is even), P the mean of its normalised scores
+    bias            added to the scores when experts are chosen, but not to the weights. After each step it moves by a
+                    fixed amount: up for experts below the mean load, down for experts above (expert_balance.py)
+    auxiliary loss  sum over experts of f x P, for each sequence separately. f is the expert's fraction of the routes
+                    (times n_experts, so 1 means balanced), P the mean of its normalized scores
 
-The gradient of the auxiliary loss is added where the scores are, so the model's output remains one tensor. There, in
-backward, loads are counted too: backward sees each microbatch once, whether or not it is recomputed, and validation has
-none. All tokens are counted, also those whose target is not.
+The gradient of the auxiliary loss is added where the scores are computed, so the model still returns one tensor. Loads
+are counted there too, in backward: it sees each microbatch once, with or without recompute, and validation has none.
+All tokens are counted, including those whose target is ignored.
 
-The routes may be given instead of chosen (`routes`), so that two runs can be compared number by number: a top-k turns
-the last bit of a score into another expert.
+`routes` can be given instead of chosen, to compare two runs number by number: top-k turns a difference in the last bit
+of a score into a different expert.
 
 Legend: B batch, S sequence, T = B*S tokens, D model dim, F inner width of an expert, E experts, K = top_k, R = T*K.
 Sources: arXiv:1701.06538; Mixtral arXiv:2401.04088; bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3
-arXiv:2412.19437, eq. 17 to 20. There f leaves the bias out of the choice; here f counts the routes that are taken.
+arXiv:2412.19437, eq. 17 to 20. There f ignores the bias; here f counts the routes taken.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ from torchtitan_lite.config.flavors import MixtureArgs
 
 
 class MixtureOfExperts(nn.Module):
-    """The feed-forward of a block, of experts."""
+    """The feed-forward of a block with experts."""
 
     def __init__(self, dim: int, args: MixtureArgs):
         super().__init__()
@@ -53,7 +53,7 @@ class MixtureOfExperts(nn.Module):
         rows = take_rows(x.flatten(0, 1), order // n_copies, place, n_copies)
         rows = self.experts(rows, counts)
         copies = take_rows(rows, place, order, 1).view(*routes.shape, -1)  # (B, S, K, D)
-        # Weighted and added up in fp32: K rounded products would add up to a rougher token.
+        # Weight and sum in fp32: K rounded products would lose precision.
         return (copies.float() * weights[..., None]).sum(2).to(x.dtype)
 
 
@@ -95,12 +95,12 @@ class Router(nn.Module):
         return BalanceFunction.apply(weights, probabilities, count_routes(routes, self.n_experts), self), routes
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Return the K experts of each token, best first. The bias counts for the choice alone."""
+        """Return the K experts of each token, best first. The bias affects only this choice."""
         return (scores + self.expert_bias).topk(self.args.top_k, dim=-1).indices
 
 
 class BalanceFunction(torch.autograd.Function):
-    """Returns the weights as they are. Backward counts the load, and gives the probabilities the auxiliary gradient.
+    """Return the weights unchanged. Backward counts the load and adds the auxiliary gradient to the probabilities.
 
     With f of one sequence of S tokens: d loss / d probability = balance_loss x f / S, for each of its tokens.
     """
@@ -152,16 +152,10 @@ class Experts(nn.Module):
 def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply each group of rows by its own matrix: rows (R, in), matrices (E, in, out) -> (R, out).
 
-    `ends` (E,) int32: the row after the last one of each group. The last end is R: rows beyond it would come out
-    uninitialised.
+    `ends` (E,) int32: the row after the last one of each group. The last end must be R: grouped_mm leaves rows beyond
+    it uninitialized.
     """
-    return F.grouped_mm(rows, matrices, offs=ends) if hasattr(F, "grouped_mm") else multiply_each(rows, matrices, ends)
-
-
-def multiply_each(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Compute multiply_groups without grouped_mm: a matmul for each group. The host waits for `ends`."""
-    groups = rows.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
-    return torch.cat([group @ matrix for group, matrix in zip(groups, matrices, strict=True)])
+    return F.grouped_mm(rows, matrices, offs=ends)
 
 
 def count_routes(routes: Tensor, n_experts: int) -> Tensor:
@@ -180,9 +174,9 @@ def invert(order: Tensor) -> Tensor:
 
 
 def take_rows(x: Tensor, rows: Tensor, copies: Tensor, n_copies: int) -> Tensor:
-    """Return x[rows], in which each row of x comes n_copies times: its copies are `copies` (T * n_copies,), in order.
+    """Return x[rows], which holds each row of x n_copies times, at the places `copies` (T * n_copies,), in order.
 
-    Backward adds them up in this order. That of x[rows] adds in any order on a GPU, so no two runs would be equal.
+    Backward sums the copies in this order. The backward of x[rows] sums in any order on a GPU, so runs would differ.
     """
     return TakeRows.apply(x, rows, copies, n_copies)
 
@@ -204,7 +198,7 @@ class TakeRows(torch.autograd.Function):
 
 
 def list_mixtures(part: nn.Module) -> Iterator[tuple[int, MixtureOfExperts]]:
-    """Yield layer number and mixture of the layers of a model part that have one."""
+    """Yield the number and the mixture of each layer with experts."""
     for layer, block in part.layers.items():
         if isinstance(block.feed_forward, MixtureOfExperts):
             yield int(layer), block.feed_forward

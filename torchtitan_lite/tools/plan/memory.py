@@ -72,8 +72,8 @@ def list_kept_pieces(
         full         8.0  input of the block
         alternate   62.1  input of the block, outputs of wq, wv, w1, attention and w2 (whole)
 
-    waiting    264.1  in a split backward, from the gradient of the input to those of the weights: "none", which is then
-                          recomputed, and the gradients of what norms (1/tp) and linear layers give
+    waiting    264.1  in a split backward, from the gradient of the input to those of the weights: "none", and the
+                          gradients of what norms (1/tp) and linear layers give
 
     and 4 bytes per head of attention's log-sum-exp, unless backward runs attention's forward again. Rotation keeps
     nothing: its backward needs the angles only. A norm of heads keeps its input, and 4 bytes per head. CPU kernels keep
@@ -141,17 +141,16 @@ class LayerBytes(NamedTuple):
 def estimate_layer(workload: Workload, kind: LayerKind) -> LayerBytes:
     """Return what a layer holds of a microbatch.
 
-    In backward it holds its recomputed activations and temporary gradients besides what is kept. A split backward keeps
-    what it recomputes: that counts as waiting. A mixture, large as it
-    is, may need more at two other moments: while the next one is gathered, by a buffer and copies of its slices; and
-    when its gradients are reduced, once in compute dtype and once in fp32. By then its activations are freed, and under
+    In backward it holds its recomputed activations and temporary gradients besides what is kept. A mixture is large and
+    may need more at two other moments: while the next one is gathered, by a buffer and copies of its slices; and when
+    its gradients are reduced, once in compute dtype and once in fp32. By then its activations are freed, and under
     ZeRO 3 its parameters.
     """
     args, layout, width = workload.args, workload.layout, workload.compute_bytes
     kept_by = {"tp": layout.tp, "mixture": kind.is_mixture}
     if not kind.is_mixture:
         (piece,) = list_kept_pieces(args, width, **kept_by)
-        again = max(0, *(piece["none"] - piece[mode] for mode in kind.recompute)) * (not workload.splits_backward)
+        again = max(0, *(piece["none"] - piece[mode] for mode in kind.recompute))
         temporary = (3 * args.ffn_dim / layout.tp + args.dim) * width
         held = kind.average(piece), piece["waiting"], again + temporary
         return LayerBytes(*(n_bytes * workload.n_tokens for n_bytes in held))
@@ -167,7 +166,6 @@ def estimate_layer(workload: Workload, kind: LayerKind) -> LayerBytes:
     for mode in kind.recompute:
         of_rest, of_mixture = rest["none"] - rest[mode], mixture["none"] - mixture[mode]
         again = max(of_rest, of_mixture) if mode == "op" else of_rest + of_mixture
-        again *= not workload.splits_backward
         moments.append(again * workload.n_tokens + temporary)
         if layout.pp == 1:
             freed = mixture[mode] - of_rest * (mode == "full")
