@@ -242,7 +242,4 @@ def test_c4_that_is_not_there_is_one_problem_that_says_what_to_download(tmp_path
 
 
 def test_a_dataset_path_that_no_corpus_is_read_from_is_refused(tmp_path):
-    for section in ("training", "validation"):
-        args = ["--validation.enable", f"--{section}.dataset_path={tmp_path}"]
-        assert find_problems(args) == [(f"{section}.dataset_path", str(tmp_path))]
-    assert find_problems(["--validation.no_enable", f"--validation.dataset_path={tmp_path}"]) == []
+    assert find_problems([f"--training.dataset_path={tmp_path}"]) == [("training.dataset_path", str(tmp_path))]
