@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.checkpoint.hugging_face import explain_biases
 from torchtitan_lite.checkpoint.load import restore_or_load
-from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
 from torchtitan_lite.checkpoint.save import CheckpointSaver, choose_tensors, describe_run, is_saved
 from torchtitan_lite.checkpoint.storage import raise_on_all_ranks
 from torchtitan_lite.components.diagnosis import find_non_finite
@@ -145,9 +144,6 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
         fingerprint=fingerprint,
         group=host_group,
     )
-    if config.checkpoint.enable and config.checkpoint.last_save_in_hf:  # before the first step, not after the last
-        if why := explain_biases(run.saved):
-            raise CheckpointError(why)
     saver = CheckpointSaver(
         checkpoints,
         config.checkpoint,
@@ -208,7 +204,6 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
                     val_batches = prefetch(validation_data, rows, steps=range(validation_data.n_batches), device=device)
                     validation = validate(run, val_batches, bytes_of_tokens)
             if writer and (validation or step % config.metrics.log_freq == 0 or step in (resumed_step + 1, n_steps)):
-                saver.notice_loss()
                 load = collapse_watch.read(step, result.expert_loads) if collapse_watch else None
                 writer.write(
                     step,
@@ -223,14 +218,11 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
             saver.check()  # raises an error of an earlier save
             received = stop.find(step) if step < n_steps else None  # the same on every rank
             if is_saved(step, config.checkpoint, n_steps, is_stopped=received is not None):
-                saver.wait()  # one save at a time, and the last one converts together
-                tensors = choose_tensors(
-                    run.saved, run.optimizer, section=config.checkpoint, is_last=step == n_steps, group=host_group
-                )
-                saver.save(step, tensors)
+                is_last = step == n_steps
+                saver.save(step, choose_tensors(run.saved, run.optimizer, section=config.checkpoint, is_last=is_last))
             if received:
                 saver.wait()
-                newest = checkpoints / f"step-{saver.newest_step}" if saver.newest_step else None
+                newest = checkpoints / f"step-{max(steps)}" if (steps := find_steps(checkpoints)) else None
                 logger.info(describe_stop(received, step, config, newest, args, os.environ.get("NGPU")))
                 status = 128 + received
                 break
@@ -239,11 +231,12 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
                 gc.collect(1)
         else:
             saver.wait()
-            if saver.failure is None:
-                logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
-                status = 0
-            elif rank == 0:
-                logger.error(f"trained {n_steps} steps, and {saver.describe_saved()}: {saver.failure}")
+            logger.info(f"trained {n_steps} steps; everything is in {dump_folder}")
+            if config.checkpoint.enable and config.checkpoint.last_save_in_hf:
+                command = f"convert {checkpoints}/step-{n_steps} {checkpoints}/step-{n_steps}-hf"
+                dtype = config.checkpoint.export_dtype
+                logger.info(f"export (run_train.sh does it now): python -m torchtitan_lite {command} --dtype {dtype}")
+            status = 0
     batches.close()
     if writer:
         writer.close()

@@ -4,8 +4,8 @@
     step-20/       committed               never written again; no other checkpoint ever gets this name
     step-10.tmp/   being deleted           only after a newer checkpoint was committed
 
-So whenever the process dies, each name is either whole or ends in .tmp. A damaged checkpoint is renamed, not deleted,
-and its step can be saved again. Exports to Hugging Face folders are made and committed in the same way.
+So at any instant a name without .tmp is a whole checkpoint. A damaged checkpoint is renamed, not deleted, and its step
+can be saved again. Exports to Hugging Face folders are made and committed in the same way.
 """
 
 import hashlib
@@ -15,6 +15,9 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from torchtitan_lite.checkpoint.manifest import (
     CHECKSUMS,
@@ -47,10 +50,10 @@ def create_unfinished(final: Path) -> Path:
 
 @contextmanager
 def explain_full_disk(path: Path) -> Iterator[None]:
-    """Context manager: raise CheckpointError, with the room on the disk, for any error of writing `path`."""
+    """Raise any error of writing `path` as a CheckpointError that names the free space."""
     try:
         yield
-    except Exception as error:  # the safetensors library has its own
+    except Exception as error:  # safetensors has its own class of errors
         free = shutil.disk_usage(path.parent if path.parent.exists() else "/").free
         raise CheckpointError(f"{path} cannot be written, and the disk has {free:,} bytes free: {error}") from error
 
@@ -61,7 +64,17 @@ def write_file(path: Path, content: bytes) -> str:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return hashlib.blake2b(content).hexdigest()
+    return hashlib.sha256(content).hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file. The caller waits until it is on the disk. Raises CheckpointError."""
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with explain_full_disk(path):
+        path.touch(exist_ok=False)
+        mode = path.stat().st_mode  # the one that the umask gives; safetensors makes files that only the owner can read
+        save_file(on_host, path, {"format": "pt", **metadata})  # transformers refuses files without the format
+        path.chmod(mode)
 
 
 def commit(final: Path, manifest: Manifest | None = None, hashes: Mapping[str, str] | None = None) -> None:
@@ -69,7 +82,8 @@ def commit(final: Path, manifest: Manifest | None = None, hashes: Mapping[str, s
     unfinished = name_unfinished(final)
     if manifest:
         hashes = {**hashes, MANIFEST: write_file(unfinished / MANIFEST, encode(manifest))}
-        write_file(unfinished / CHECKSUMS, "".join(f"{digest}  {name}\n" for name, digest in hashes.items()).encode())
+        lines = [f"{digest}  {name}\n" for name, digest in sorted(hashes.items())]
+        write_file(unfinished / CHECKSUMS, "".join(lines).encode())
     with explain_full_disk(final):
         sync_folder(unfinished)
         unfinished.rename(final)
@@ -77,7 +91,7 @@ def commit(final: Path, manifest: Manifest | None = None, hashes: Mapping[str, s
 
 
 def discard(final: Path) -> None:
-    """Delete the failed save of `final`. What cannot be deleted now, the next save of the run removes."""
+    """Delete the failed save of `final`. If that fails too, the next save of the run deletes it."""
     shutil.rmtree(name_unfinished(final), ignore_errors=True)
 
 

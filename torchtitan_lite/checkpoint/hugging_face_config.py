@@ -1,179 +1,218 @@
-"""config.json of a Hugging Face folder: read as ModelArgs, checked, and written. Needs no torch.
+"""config.json of a Hugging Face folder: read as ModelArgs, and written. Needs no torch.
 
-Llama, Mixtral, Qwen3 and Qwen3-MoE are rows of FAMILIES (hugging_face_families.py).
+Llama, Mixtral, Qwen3 and Qwen3-MoE are rows of FAMILIES, told apart by two features: QK-norm and experts. A model with
+a feature that ours lacks (biases, a sliding window, another activation or RoPE scaling, quantized weights) is refused:
+it would load, and compute something else. So is the export of a model that no family describes.
 
-transformers 5 has `rope_parameters`, which contains theta and scaling; version 4 wrote `rope_theta` and `rope_scaling`.
-Both are read. A model with a feature that ours lacks (biases, a sliding window, another activation, another kind of
-RoPE scaling, quantized weights) is refused: it would load, and compute something else. So is the export of a model for
-which no family has keys.
+transformers 5 has `rope_parameters`, which contains theta and scaling; version 4 has `rope_theta` and `rope_scaling`.
+Both are read. Exports have the form of version 4, which every version reads.
 
-    config.json, generation_config.json   what its authors said of the model: `read_published`
-      -> the run                          the first is the model: run_config.py
+    config.json, generation_config.json   published with the weights: `read_published`
+      -> the run                          config.json describes its model: run_config.py
       -> manifest.json of a checkpoint    `run` has both; a run that resumes or starts from it passes them on
-      -> an export                        both, but for what training has changed: `make_config`
-
-An export of a model that never was in such a folder has the old form of config.json, which every version reads.
+      -> an export                        both, with the changes of training: `make_config`
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.hugging_face_families import (
-    DENSE_LAYERS,
-    FAMILIES,
-    NO_WINDOW,
-    OTHER_SPELLINGS,
-    THEIR_KEYS,
-    THEIR_SCALING_KEYS,
-    Family,
-    find_model_type,
-)
 from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 IN_MANIFEST = "hugging_face"  # key in `run` of a manifest: name of a file -> its content
 LENGTH = "max_position_embeddings"
 DTYPE_KEYS = ("torch_dtype", "dtype")  # of transformers 4 and 5
-LARGEST = 2**24  # of any size; the vocabulary of Llama 3 is 2**17
+DENSE_LAYERS = "mlp_only_layers"  # a list of layer numbers
+
+SIZE_KEYS = {  # field of ModelArgs -> their key
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+}
+SCALING_KEYS = {  # field of RopeScaling -> their key; linear scaling has the first one alone
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_length": "original_max_position_embeddings",
+}
+MIXTURE_KEYS = {  # field of MixtureArgs -> their key
+    "n_experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_ffn_dim": "moe_intermediate_size",
+    "normalize_top_k": "norm_topk_prob",
+    "n_first_dense_layers": DENSE_LAYERS,
+    "mixture_every": "decoder_sparse_step",
+}
 
 
 class HuggingFaceError(ValueError):
-    """A folder that does not hold a model that we can load. `problems` lists everything that was found."""
+    """A folder without a model that can be loaded here. `problems` lists everything that was found."""
 
     def __init__(self, folder: Path, problems: list[str]):
         self.problems = problems
-        super().__init__("\n".join([f"{folder} cannot be used:", *(f"  {problem}" for problem in self.problems)]))
+        super().__init__("\n".join([f"{folder} cannot be used:", *(f"  {problem}" for problem in problems)]))
 
 
-def read_beside(folder: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in the file `name` of a folder. Raises HuggingFaceError."""
-    try:
-        return json.loads((folder / name).read_bytes())
-    except (OSError, ValueError) as error:
-        raise HuggingFaceError(folder, [f"{name} cannot be read as JSON: {error}"]) from None
+@dataclass(frozen=True)
+class Family:
+    """A model of transformers that ours computes, and the keys of its config.json besides SIZE_KEYS."""
+
+    architecture: str
+    must_be: dict[str, object]  # key -> the value that our model computes with, and the meaning of a missing key
+    defaults: dict[str, float | bool]  # key -> the meaning of a missing key
+    qk_norm: bool = False
+    experts: dict[str, str] = field(default_factory=dict)  # field of MixtureArgs -> their key; others have the default
+
+    @property
+    def title(self) -> str:
+        return self.architecture.removesuffix("ForCausalLM")
+
+
+QWEN_CONSTANTS = {"attention_bias": False, "use_sliding_window": False, "sliding_window": None}
+FAMILIES = {  # model_type -> family
+    "llama": Family(
+        "LlamaForCausalLM",
+        {"attention_bias": False, "mlp_bias": False},
+        {"rms_norm_eps": 1e-6, "rope_theta": 1e4},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"sliding_window": None},
+        {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+        experts={
+            "n_experts": "num_local_experts",
+            "top_k": "num_experts_per_tok",
+            "expert_ffn_dim": "intermediate_size",
+        },
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        QWEN_CONSTANTS,
+        {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 32, "head_dim": 128},
+        qk_norm=True,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        QWEN_CONSTANTS,
+        {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 4}
+        | {"decoder_sparse_step": 1, "norm_topk_prob": False, DENSE_LAYERS: []},
+        qk_norm=True,
+        experts=MIXTURE_KEYS,
+    ),
+}
+COMMON_CONSTANTS = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
+
+
+def find_model_type(args: ModelArgs) -> str:
+    """Return the row of FAMILIES of a model."""
+    kinds = {(family.qk_norm, bool(family.experts)): name for name, family in FAMILIES.items()}
+    return kinds[args.qk_norm, args.mixture is not None]
+
+
+def explain_unwritable(args: ModelArgs) -> str | None:
+    """Return why a model cannot be exported to a Hugging Face folder, or None if it can."""
+    if args.name != "llama3":  # its parameters have no names there, or a Llama would compute something else with them
+        return f"model.name = {args.name!r}, and only llama3 has names in Hugging Face's format"
+    family = FAMILIES[find_model_type(args)]
+    if args.dim % args.n_heads and family is FAMILIES["llama"]:
+        return f"transformers needs a hidden_size ({args.dim}) that is a multiple of {args.n_heads} heads"
+    for number in fields(MixtureArgs) if args.mixture else ():
+        value = getattr(args.mixture, number.name)
+        if number.name not in family.experts and value != number.default:
+            return f"{number.name} = {value!r}, and transformers' {family.title} computes {number.default!r} only"
+    return None
+
+
+# --- read ---
 
 
 def read_published(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return name -> content of config.json and generation_config.json, where there is one. Raises HuggingFaceError."""
-    return {name: read_beside(folder, name) for name in (CONFIG, GENERATION_CONFIG) if (folder / name).exists()}
+    """Return name -> content of config.json and generation_config.json, if they exist. Raises HuggingFaceError."""
+    return {name: read_json(folder / name) for name in (CONFIG, GENERATION_CONFIG) if (folder / name).exists()}
 
 
-def find_published(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the same from `run` of a manifest; empty if the weights never were in a Hugging Face folder."""
-    held = run.get(IN_MANIFEST)
-    held = held if isinstance(held, dict) else {}
-    return {name: held[name] for name in (CONFIG, GENERATION_CONFIG) if isinstance(held.get(name), dict)}
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises HuggingFaceError."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise HuggingFaceError(path.parent, [f"{path.name} is not JSON: {error}"]) from None
 
 
 def read_model_args(folder: Path) -> ModelArgs:
-    """Return the model that `folder`/config.json describes. Raises HuggingFaceError."""
-    return parse_model_args(read_beside(folder, CONFIG), folder)
-
-
-def parse_model_args(config: dict[str, Any], folder: Path) -> ModelArgs:
-    """Return the model that the content of a config.json describes. Raises HuggingFaceError, which names `folder`."""
-    problems, kind_of_model = [], config.get("model_type")
-    if kind_of_model is None:
-        problems.append("no model_type, so it may be any model; a Llama has 'llama'")
-    elif kind_of_model not in list(FAMILIES):
-        problems.append(f"model_type = {kind_of_model!r}; those here are {', '.join(map(repr, FAMILIES))}")
-    family = FAMILIES["llama" if problems else kind_of_model]
-    if "use_sliding_window" in family.must_be and not config.get("use_sliding_window"):
-        config = config | NO_WINDOW  # as transformers reads it
-    problems += [
+    """Return the model that config.json describes. Raises HuggingFaceError with everything that ours lacks."""
+    config = read_json(folder / CONFIG)
+    family = FAMILIES.get(config.get("model_type"))
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise HuggingFaceError(folder, [f"{CONFIG}: model_type = {config.get('model_type')!r}; known are {known}"])
+    config = family.defaults | {key: value for key, value in config.items() if value is not None}
+    if family.must_be is QWEN_CONSTANTS and not config.get("use_sliding_window"):
+        config.pop("sliding_window", None)  # transformers ignores it
+    if "num_local_experts" in config:  # the spelling of transformers 5
+        config.setdefault("num_experts", config["num_local_experts"])
+    problems = [
         f"{key} = {config[key]!r}; a {family.title} here has {value!r}"
-        for key, value in family.constants.items()
-        if config.get(key) not in (value, None)
+        for key, value in (COMMON_CONSTANTS | family.must_be).items()
+        if config.get(key, value) != value
     ]
-    if set(config.get("layer_types") or []) - {"full_attention"}:
-        problems.append(f"layer_types = {config['layer_types']!r}; a {family.title} here has full attention alone")
-
-    def read(key: str, default: float | None = None, *, values: dict = config, kind: type = int) -> float:
-        """Return a positive number; 1 and a problem where there is none."""
-        value = values.get(key)
-        value = values.get(OTHER_SPELLINGS.get(key)) if value is None else value
-        value = family.defaults.get(key, default) if value is None else value
-        if kind is int and type(value) is int and 0 < value <= LARGEST:
-            return value
-        if kind is float and type(value) in (int, float) and 0 < value < 1e30:
-            return float(value)
-        wanted = f"a whole number from 1 to {LARGEST}" if kind is int else "a number above 0"
-        problems.append(f"{key} = {value!r}; {wanted} is needed")
-        return 1
-
-    sizes = {field: read(THEIR_KEYS[field]) for field in ("dim", "n_layers", "n_heads", "ffn_dim", "vocab_size")}
-    sizes["n_kv_heads"] = read("num_key_value_heads", sizes["n_heads"])
-    sizes["head_dim"] = read("head_dim", sizes["dim"] // sizes["n_heads"])
-    if "head_dim" not in family.defaults and config.get("head_dim") is None and sizes["dim"] % sizes["n_heads"]:
-        problems.append(f"hidden_size {sizes['dim']} is no multiple of {sizes['n_heads']} heads")
-    if sizes["n_heads"] % sizes["n_kv_heads"]:
-        problems.append(f"{sizes['n_heads']} heads cannot share {sizes['n_kv_heads']} key/value heads evenly")
-    if not problems and sizes["head_dim"] % 2:
-        problems.append(f"head_dim = {sizes['head_dim']}; rotary embedding needs pairs of numbers")
-
-    scaling = None
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # as transformers 5 reads a file with both
-    if not isinstance(rope, dict):
-        problems.append(f"rope_scaling = {rope!r} is no JSON object")
-        rope = {}
-    theta = read("rope_theta", values=rope if rope.get("rope_theta") is not None else config, kind=float)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        problems.append(f"partial_rotary_factor = {rope['partial_rotary_factor']!r}; a {family.title} here has 1.0")
-    if kind == "llama3":
-        kinds = {"original_length": int}
-        numbers = {
-            field: read(key, values=rope, kind=kinds.get(field, float)) for field, key in THEIR_SCALING_KEYS.items()
-        }
-        scaling = RopeScaling(**numbers)
-        if scaling.low_freq_factor >= scaling.high_freq_factor and not problems:
-            problems.append("low_freq_factor must be below high_freq_factor")
-    elif kind == "linear":
-        scaling = RopeScaling(factor=read("factor", values=rope, kind=float), kind="linear")
-    elif kind != "default":
-        problems.append(f"RoPE is scaled by the rule {kind!r}; the rules here are 'default', 'linear' and 'llama3'")
-    norm_eps = read("rms_norm_eps", kind=float)
-    args = ModelArgs(
-        **sizes,
-        norm_eps=norm_eps,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_embeddings=config.get("tie_word_embeddings") is True,
-        qk_norm=family.qk_norm,
-        mixture=read_mixture(config, family, read, problems) if family.experts else None,
-    )
-    if not problems and args.mixture and not any(map(args.is_mixture, range(args.n_layers))):
-        problems.append("no layer has experts")
+    if set(config.get("layer_types", [])) - {"full_attention"}:
+        problems.append(f"layer_types = {config['layer_types']!r}; a {family.title} here has full attention only")
+    dense = config.get(DENSE_LAYERS, [])
+    if dense != list(range(len(dense))):
+        problems.append(f"{DENSE_LAYERS} = {dense!r}; only the first n layers can be dense, [0, 1] for two")
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    try:
+        config.setdefault("num_key_value_heads", config["num_attention_heads"])
+        config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+        args = ModelArgs(
+            **{name: config[key] for name, key in SIZE_KEYS.items()},
+            rope_theta=rope.get("rope_theta") or config["rope_theta"],
+            rope_scaling=read_scaling(rope, problems),
+            tie_embeddings=config.get("tie_word_embeddings", False),
+            qk_norm=family.qk_norm,
+            mixture=read_mixture(config, family) if family.experts else None,
+        )
+    except KeyError as error:
+        problems.append(f"the key {error} is missing")
     if problems:
         raise HuggingFaceError(folder, [f"{CONFIG}: {problem}" for problem in problems])
     return args
 
 
-def read_mixture(
-    config: dict[str, Any], family: Family, read: Callable[[str], int], problems: list[str]
-) -> MixtureArgs:
-    """Return what a config.json says of experts. Appends to `problems`. `read` returns a positive whole number."""
-    numbers: dict[str, Any] = {}
-    for name, key in family.experts.items():
-        if key == DENSE_LAYERS:
-            dense = config.get(key) or []
-            if not isinstance(dense, list) or dense != list(range(len(dense))):
-                problems.append(f"{key} = {dense!r}; only the first n layers can be without experts, [0, 1] for two")
-                dense = []
-            numbers[name] = len(dense)
-        elif isinstance(family.defaults.get(key), bool):
-            numbers[name] = family.defaults[key] if config.get(key) is None else config[key]
-            if type(numbers[name]) is not bool:
-                problems.append(f"{key} = {config[key]!r}; true or false is needed")
-        else:
-            numbers[name] = read(key)
-    mixture = MixtureArgs(**numbers)
-    if mixture.top_k > mixture.n_experts:
-        problems.append(f"{family.experts['top_k']} = {mixture.top_k}, and a layer has {mixture.n_experts} experts")
-    return mixture
+def read_scaling(rope: dict[str, Any], problems: list[str]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        problems.append(f"partial_rotary_factor = {rope['partial_rotary_factor']!r}; it is 1.0 here")
+    if kind == "llama3":
+        return RopeScaling(**{name: rope[key] for name, key in SCALING_KEYS.items()})
+    if kind == "linear":
+        return RopeScaling(factor=rope["factor"], kind="linear")
+    if kind != "default":
+        problems.append(f"rope_type = {kind!r}; known are 'default', 'linear' and 'llama3'")
+    return None
+
+
+def read_mixture(config: dict[str, Any], family: Family) -> MixtureArgs:
+    numbers = {name: config[key] for name, key in family.experts.items()}
+    if "n_first_dense_layers" in numbers:
+        numbers["n_first_dense_layers"] = len(numbers["n_first_dense_layers"])
+    return MixtureArgs(**numbers)
+
+
+def read_length(config: dict[str, Any]) -> int | None:
+    """Return the length of the longest text that a config.json names, in tokens, or None."""
+    return config.get(LENGTH)
+
+
+# --- write ---
 
 
 def make_config(
@@ -187,57 +226,41 @@ def make_config(
 ) -> dict[str, object]:
     """Return the content of config.json.
 
-    `dtype` is torch's name for it. `context`: tokens of the longest text that the model has learnt to read, if that is
-    known. `published`: the config.json that the weights came with. It is kept, but for the dtype, for an embedding that
-    was untied, and for texts that were longer in training. Raises HuggingFaceError if it describes another model.
+    `dtype` is torch's name for it. `context`: length of the longest text seen in training, in tokens, if known.
+    `published`: the config.json that the weights came with. Everything in it stays, except the dtype, the tying of an
+    embedding that was untied, and a length that training has exceeded.
     """
     tied = model_args.tie_embeddings
     if published:
-        theirs = parse_model_args(published, Path(CONFIG))
-        if replace(theirs, **{name: getattr(model_args, name) for name in list_free(theirs)}) != model_args:
-            raise HuggingFaceError(Path(CONFIG), ["the one in the checkpoint describes another model than its weights"])
         changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published} or {DTYPE_KEYS[0]: dtype}
-        if tied != theirs.tie_embeddings:
+        if tied != published.get("tie_word_embeddings", False):
             changed["tie_word_embeddings"] = tied
         if context and context > (read_length(published) or context):
             changed[LENGTH] = context
         return published | changed
-    scaling, model_type = model_args.rope_scaling, find_model_type(model_args)
+    model_type, scaling = find_model_type(model_args), model_args.rope_scaling
     family = FAMILIES[model_type]
     of_mixture = {key: getattr(model_args.mixture, name) for name, key in family.experts.items()}
     if DENSE_LAYERS in of_mixture:
         of_mixture[DENSE_LAYERS] = list(range(of_mixture[DENSE_LAYERS]))
     config: dict[str, object] = {
+        "architectures": [family.architecture],
         "model_type": model_type,
-        **family.constants,
-        **{key: getattr(model_args, name) for name, key in THEIR_KEYS.items()},
+        "hidden_act": COMMON_CONSTANTS["hidden_act"],
+        **family.must_be,
+        **{key: getattr(model_args, name) for name, key in SIZE_KEYS.items()},
         **of_mixture,
-        "rms_norm_eps": model_args.norm_eps,
         "rope_theta": model_args.rope_theta,
         "rope_scaling": None,
         "tie_word_embeddings": tied,
-        LENGTH: context,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
         DTYPE_KEYS[0]: dtype,
     }
-    del config["partial_rotary_factor"], config["quantization_config"]  # a missing key means the same to more readers
-    if context is None:
-        del config[LENGTH]
+    if context is not None:
+        config[LENGTH] = context
     if scaling is not None:
-        names = THEIR_SCALING_KEYS if scaling.kind == "llama3" else ("factor",)
-        numbers = {THEIR_SCALING_KEYS[name]: getattr(scaling, name) for name in names}
+        names = SCALING_KEYS if scaling.kind == "llama3" else ("factor",)
+        numbers = {SCALING_KEYS[name]: getattr(scaling, name) for name in names}
         config["rope_scaling"] = {"rope_type": scaling.kind, **numbers}
     return config
-
-
-def read_length(config: dict[str, Any]) -> int | None:
-    """Return the tokens of the longest text that a config.json names, or None if it names none."""
-    value = config.get(LENGTH)
-    return value if isinstance(value, int) and value > 0 else None
-
-
-def list_free(theirs: ModelArgs) -> list[str]:
-    """List the fields in which a model may differ from `theirs` and still have its weights."""
-    unused = ["ffn_dim"] if theirs.n_mixture_layers == theirs.n_layers else []  # no layer is dense
-    return ["tie_embeddings", "name", *unused]

@@ -1,8 +1,8 @@
 """A Hugging Face folder with a model, checked down to the last tensor before anything is loaded. Needs no torch.
 
-    config.json                          the shape of the model
+    config.json                          describes the model
     model.safetensors                    every tensor
-    or model.safetensors.index.json      which file has which tensor
+    or model.safetensors.index.json      names the file of each tensor
        model-00001-of-00004.safetensors  ...
 
     theirs                                           ours
@@ -12,16 +12,21 @@
     lm_head.weight (missing if tied)                 output.weight (the same)
     ...mlp.experts.0.gate_proj.weight  (F, D)        ...feed_forward.experts.w1  (experts, D, F)
 
-Modules and shapes come from config/block.py; only the mapping of names is here. Shapes are the same on both sides,
-but for experts, which they have as a matrix of each. The order of the rows of wq and wk differs: hugging_face.py.
+Modules and shapes come from config/block.py; only the mapping of names is here. Both sides have the same shapes, except
+experts: theirs are one transposed matrix per expert. The order of the rows of wq and wk differs: hugging_face.py.
 """
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, HuggingFaceError, read_beside, read_model_args
-from torchtitan_lite.checkpoint.hugging_face_families import find_model_type
+from torchtitan_lite.checkpoint.hugging_face_config import (
+    CONFIG,
+    HuggingFaceError,
+    find_model_type,
+    read_json,
+    read_model_args,
+)
 from torchtitan_lite.config.block import list_llama_block
 from torchtitan_lite.config.flavors import ModelArgs
 
@@ -44,7 +49,7 @@ THEIR_MODULES = {
     "norm": "model.norm",
     "output": "lm_head",
 }
-THEIR_EXPERTS = {  # model_type -> the same for mixture layers; {} is the number of an expert
+THEIR_EXPERTS = {  # model_type -> names in layers with experts; {} is the number of an expert
     "mixtral": {
         "feed_forward.router": "block_sparse_moe.gate",
         "feed_forward.experts.w1": "block_sparse_moe.experts.{}.w1",
@@ -59,27 +64,18 @@ THEIR_EXPERTS = {  # model_type -> the same for mixture layers; {} is the number
     },
 }
 NO_WEIGHTS = "rotary_emb.inv_freq"  # a constant that old versions of transformers saved with every layer
-PUBLISHED = ("F32", "BF16", "F16")  # dtypes of published weights; no other is read
+DTYPES = ("F32", "BF16", "F16")  # of the header of a safetensors file; no other is read
 MOST_NAMED = 8  # tensors in a message
 REMEDY = "Name a folder as transformers saves a Llama, Mixtral or Qwen3, with config.json and safetensors files"
 
 
 @dataclass(frozen=True)
 class HuggingFaceFolder:
-    """A complete model: every tensor of its config.json is there, and no other."""
+    """A complete model: every tensor that its config.json describes is there, and no other."""
 
     path: Path
     model_args: ModelArgs
-    files: dict[str, Path]  # by the tensors' names
-
-
-@dataclass(frozen=True)
-class Place:
-    """A tensor of theirs that is one of our parameters, or the matrix of one expert, transposed."""
-
-    name: str
-    shape: tuple[int, ...]
-    expert: int | None = None
+    files: dict[str, Path]  # by the name of a tensor
 
 
 def list_tensors(args: ModelArgs) -> dict[str, tuple[int, ...]]:
@@ -95,39 +91,34 @@ def list_tensors(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def their_module(module: str, args: ModelArgs) -> str:
-    """layers.3.attention.wq -> model.layers.3.self_attn.q_proj."""
+def name_theirs(fqn: str, args: ModelArgs) -> list[str]:
+    """Return the name of a parameter there; for experts, one name per expert. A tied head is the embedding."""
+    module = fqn.removesuffix(".weight")
+    if module == "output" and args.tie_embeddings:
+        module = "tok_embeddings"
     if not module.startswith("layers."):
-        return THEIR_MODULES[module]
+        return [f"{THEIR_MODULES[module]}.weight"]
     _, layer, inside = module.split(".", 2)
-    of_mixture = THEIR_EXPERTS[find_model_type(args)] if args.is_mixture(int(layer)) else {}
-    return f"model.layers.{layer}.{of_mixture.get(inside) or THEIR_MODULES[inside]}"
-
-
-def locate(fqn: str, shape: tuple[int, ...], args: ModelArgs) -> list[Place]:
-    """Return where a parameter of this shape is: in one place, or for each expert in its own. A tied head has none."""
-    if fqn == "output.weight" and args.tie_embeddings:
-        fqn = "tok_embeddings.weight"
-    theirs = their_module(fqn.removesuffix(".weight"), args)
-    if len(shape) < 3:
-        return [Place(f"{theirs}.weight", tuple(shape))]
-    n_experts, n_in, n_out = shape
-    return [Place(f"{theirs.format(expert)}.weight", (n_out, n_in), expert) for expert in range(n_experts)]
+    in_mixture = THEIR_EXPERTS[find_model_type(args)] if args.is_mixture(int(layer)) else {}
+    name = f"model.layers.{layer}.{in_mixture.get(inside) or THEIR_MODULES[inside]}.weight"
+    return [name.format(expert) for expert in range(args.mixture.n_experts)] if "{}" in name else [name]
 
 
 def open_folder(path: Path) -> HuggingFaceFolder:
     """Read config.json and the headers of all files. Raises HuggingFaceError with everything that is wrong."""
-    args = read_model_args(path)
-    entries = {name: entry for file in list_files(path) for name, entry in read_header(file).items()}
-    found = {name: entry for name, entry in entries.items() if not name.endswith(NO_WEIGHTS)}
-    expected = {place.name: place.shape for item in list_tensors(args).items() for place in locate(*item, args)}
+    args, found = read_model_args(path), {}
+    for file in list_files(path):
+        found |= {name: (file, *entry) for name, entry in read_header(file).items() if not name.endswith(NO_WEIGHTS)}
+    expected = {}
+    for fqn, shape in list_tensors(args).items():  # the matrix of an expert is transposed
+        expected |= dict.fromkeys(name_theirs(fqn, args), shape[:0:-1] if len(shape) == 3 else shape)
     problems = []
     for kind, names in {"missing": expected.keys() - found, "unknown": found.keys() - expected}.items():
         shown, more = sorted(names)[:MOST_NAMED], len(names) - MOST_NAMED
         problems += [f"{kind}: {', '.join(shown)}" + f", and {more} more" * (more > 0)] if names else []
     for name in sorted(expected.keys() & found):
         file, dtype, shape = found[name]
-        if shape != expected[name] or dtype not in PUBLISHED:
+        if shape != expected[name] or dtype not in DTYPES:
             problems.append(f"{file.name}: {name} is {dtype} {list(shape)}, and {CONFIG} says {list(expected[name])}")
     if problems:
         raise HuggingFaceError(path, problems)
@@ -143,21 +134,23 @@ def list_files(path: Path) -> list[Path]:
         if pickles := sorted(file.name for file in path.glob("*.bin")):
             why += f"; {pickles[0]} is a pickle, which is never opened here: have transformers save it as safetensors"
         raise HuggingFaceError(path, [why])
-    return [path / name for name in sorted(set(read_beside(path, INDEX).get("weight_map", {}).values()))]
+    return [path / name for name in sorted(set(read_json(path / INDEX)["weight_map"].values()))]
 
 
-def read_header(path: Path) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
-    """Return file, dtype and shape of every tensor of one file, by name. Raises HuggingFaceError.
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of every tensor of one file, by name. Raises HuggingFaceError if the file is not whole.
 
-    The safetensors library needs torch even to list a file. It checks everything else when the file is loaded.
+    The safetensors library needs torch even to list a file.
     """
     try:
+        size = path.stat().st_size
         with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            n_bytes = file.tell() + max(entry["data_offsets"][1] for entry in header.values() if "dtype" in entry)
-        if n_bytes != path.stat().st_size:
-            raise ValueError(f"it has {path.stat().st_size} bytes, and its header needs {n_bytes}")
+            n_bytes = int.from_bytes(file.read(8), "little")  # in a Git LFS pointer, an absurd number
+            header = json.loads(file.read(min(n_bytes, size)))
         header.pop("__metadata__", None)
-        return {name: (path, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
+        needed = 8 + n_bytes + max(entry["data_offsets"][1] for entry in header.values())
+        if size != needed:
+            raise ValueError(f"it has {size} bytes, and its header needs {needed}")
+        return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+    except (OSError, ValueError) as error:
         raise HuggingFaceError(path.parent, [f"{path} is not a whole safetensors file: {error}"]) from None

@@ -1,8 +1,8 @@
 """Load a checkpoint on any layout: every rank reads its shards, and each file is hashed by one rank.
 
-Reading and hashing run at the same time, and nothing counts as loaded until every file was found undamaged. A run that
-resumes from its newest checkpoint uses the one before if the newest is damaged, and logs that. A step that was asked
-for by its number is loaded or refused.
+Reading and hashing run at the same time, and nothing counts as loaded until every hash was right. If the newest
+checkpoint is damaged, a run resumes from the one before, and logs that. A step that the user named (load_step) is
+loaded or refused.
 """
 
 import json

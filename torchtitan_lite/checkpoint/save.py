@@ -1,6 +1,6 @@
 """Save checkpoints of a run: all ranks together, either between two steps or beside the next ones.
 
-    model.layers.3.attention.wq.weight            the weight, by its FQN in the whole model; of a mixture also the bias
+    model.layers.3.attention.wq.weight            the weight, by its FQN in the whole model; also the bias of experts
     optimizer.layers.3.attention.wq.weight.exp_avg
 
 Learning rate, position in the data and initial weights are functions of step and seed, and a step draws no random
@@ -17,7 +17,6 @@ deadlock.
 """
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -33,8 +32,8 @@ from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
-from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps
-from torchtitan_lite.checkpoint.storage import StorageWriter, convert_dtype, explain_dcp_error, raise_on_all_ranks
+from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest
+from torchtitan_lite.checkpoint.storage import StorageWriter, explain_dcp_error
 from torchtitan_lite.config.schema import Checkpoint, Config
 
 logger = logging.getLogger(__name__)
@@ -61,46 +60,38 @@ class CheckpointSaver:
         self.folder, self.section, self.group = folder, section, group
         self.fingerprint, self.run = fingerprint, run
         self.in_flight: Future | None = None
-        self.failure: CheckpointError | None = None  # of the last save, if the run continued without it
-        self.newest_step: int | None = None  # that is saved; known on rank 0 only
-        if section.enable and dist.get_rank(group) == 0:
-            self.newest_step = max(find_steps(folder), default=None)
         self.stager = self.thread = None
         if section.async_mode != "disabled":
             on_cuda = device.type == "cuda"
             pinned = on_cuda and section.async_mode == "async_with_pinned_mem"
-            # Its buffers are used again, so memory does not grow. On a CPU the copy is made at once.
+            # It reuses its buffers, so memory does not grow. On a CPU the copy is made at once.
             self.stager = DefaultStager(StagingOptions(pinned, False, on_cuda, on_cuda))
             optimizer.register_step_pre_hook(lambda *_: self.stager.synchronize_staging())
-            set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if device.type == "cuda" else {}
+            set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if on_cuda else {}
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", **set_device)
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Save this rank's shards of `tensors` as step-N, or start to if saves are asynchronous. Collective.
 
-        Only `optimizer.step` may change them meanwhile. Raises CheckpointError where this save, or the previous one,
-        failed on any rank. A failed save leaves nothing behind.
+        Until the save has ended, only `optimizer.step` may change them. Raises CheckpointError if this save or the
+        previous one failed on any rank. A failed save leaves nothing behind.
         """
         self.wait()
         if self.stager is None:
-            self.finish_save(lambda: self.write(step, tensors))
+            self.write(step, tensors)
         else:
             self.in_flight = self.thread.submit(self.write, step, self.stager.stage(tensors))
 
     def check(self) -> None:
-        """Raise the error of a save that has ended since the last call, as `save` does."""
+        """Raise the error of a save that has ended since the last call."""
         if self.in_flight is not None and self.in_flight.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save in flight, if there is one. Raises as `save` does."""
+        """Wait for the save in flight, if there is one. Raises its error."""
         if self.in_flight is not None:
             in_flight, self.in_flight = self.in_flight, None
-            self.finish_save(in_flight.result)
-
-    def finish_save(self, result: Callable[[], None]) -> None:
-        """Call `result`. Its error stops the run."""
-        result()
+            in_flight.result()
 
     def write(self, step: int, tensors: dict[str, Tensor] | Future) -> None:
         """Save and commit one step, then delete old ones. Runs in the thread if saves are asynchronous."""
@@ -122,26 +113,11 @@ class CheckpointSaver:
             ) from error
         if rank == 0:
             logger.info(f"saved checkpoint {final}")
-            self.newest_step = step
             section = self.section
             try:
                 folders.prune(self.folder, keep_latest_k=section.keep_latest_k, keep_every_m=section.keep_every_m)
             except OSError as error:  # the new checkpoint is saved all the same
                 logger.error(f"an old checkpoint cannot be deleted: {error}")
-
-    def notice_loss(self) -> None:
-        """Log an error, once, if the newest checkpoint was deleted. Only rank 0 knows which one that is."""
-        step = self.newest_step
-        # Compared again: meanwhile the thread may have saved a newer one, and then deleted this one as it should.
-        if step is not None and not (self.folder / f"step-{step}").exists() and step == self.newest_step:
-            self.newest_step = None
-            lost = self.folder / f"step-{step}"
-            logger.error(f"{lost} was deleted or moved: until the next save, {self.describe_saved()}")
-
-    def describe_saved(self) -> str:
-        """Say how much of the run would be lost if it resumed now."""
-        steps = find_steps(self.folder)
-        return f"nothing since step {steps[-1]} is saved" if steps else "nothing is saved"
 
     def __enter__(self) -> "CheckpointSaver":
         return self
@@ -175,21 +151,17 @@ def name_tensors(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[st
 
 
 def choose_tensors(
-    parameters: dict[str, Tensor], optimizer: Optimizer, *, section: Checkpoint, is_last: bool, group: dist.ProcessGroup
+    parameters: dict[str, Tensor], optimizer: Optimizer, *, section: Checkpoint, is_last: bool
 ) -> dict[str, Tensor]:
-    """Return the tensors to save after this step: all, or converted weights (last_save_model_only). Then collective."""
+    """Return the tensors to save after this step: all, or only weights in export_dtype (last_save_model_only)."""
     if not (is_last and section.last_save_model_only):
         return name_tensors(parameters, optimizer)
-    weights, dtype = name_weights(parameters), getattr(torch, section.export_dtype)
-
-    def convert(name: str, tensor: Tensor) -> Tensor:
-        return tensor if name.endswith("expert_bias") else convert_dtype(name, tensor, dtype)
-
-    return raise_on_all_ranks(group, lambda: {name: convert(name, tensor) for name, tensor in weights.items()})
+    dtype, weights = getattr(torch, section.export_dtype), name_weights(parameters)
+    return {name: tensor if name.endswith("expert_bias") else tensor.to(dtype) for name, tensor in weights.items()}
 
 
 def describe_run(config: Config, degrees: dict[str, int], published: dict[str, dict]) -> dict[str, object]:
-    """Return what a manifest says about the run: for people, but for `published`, the files of its first weights."""
+    """Return `run` of a manifest. `published`: config.json and generation_config.json of the first weights."""
     return {
         "config": asdict(config),
         "layout": degrees,
@@ -200,7 +172,7 @@ def describe_run(config: Config, degrees: dict[str, int], published: dict[str, d
 
 
 def is_saved(step: int, section: Checkpoint, n_steps: int, *, is_stopped: bool = False) -> bool:
-    """Return whether a run of `n_steps` saves after this step. `is_stopped`: a signal ends it here."""
+    """Return whether a run of `n_steps` saves after this step. `is_stopped`: a signal ends the run here."""
     if not section.enable or section.load_only:
         return False
     return (
