@@ -1,10 +1,9 @@
-"""Converts a checkpoint to a Hugging Face folder, or back. One tensor at a time is in memory; OUT is whole or absent.
+"""Convert a checkpoint to a Hugging Face folder.
 
     outputs/debug, step-200, ...  ->  OUT/config.json, *.safetensors, tokenizer: for transformers and others
-    Hugging Face folder           ->  OUT/manifest.json, *.safetensors: weights at step 0, for a run that starts from
-                                      them (--checkpoint.initial_load_path OUT)
 
-Exit status: 0 fine, 1 it failed, 2 wrong input.
+The launcher does this after a run with checkpoint.last_save_in_hf. `train`, `generate` and `eval` read such a folder as
+it is. One file is in memory at a time; OUT is complete or does not exist.
 """
 
 import argparse
@@ -12,31 +11,41 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpoint.hugging_face import Export, explain_biases, write_folder
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, HuggingFaceError
-from torchtitan_lite.checkpoint.hugging_face_families import explain_unwritable
-from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
+from torchtitan_lite.checkpoint import folders
+from torchtitan_lite.checkpoint.hugging_face import IN_ROTARY_ORDER, to_their_order
+from torchtitan_lite.checkpoint.hugging_face_config import (
+    CONFIG,
+    GENERATION_CONFIG,
+    HuggingFaceError,
+    explain_unwritable,
+    make_config,
+)
+from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, SINGLE_FILE, list_tensors, name_theirs
 from torchtitan_lite.checkpoint.manifest import CheckpointError
-from torchtitan_lite.checkpoint.storage import convert_dtype, write_checkpoint
 from torchtitan_lite.config.block import count_parameters, list_expert_biases
+from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.data.vocabulary import CONFIG as TOKENIZER_CONFIG
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 
-FINAL_NORM = "norm.weight"
-BESIDE_TOKENIZER = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+BESIDE_TOKENIZER = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", GENERATION_CONFIG)
+MOST_FILE_BYTES = 5 * 10**9  # as transformers has it
 
 
 def main(options: argparse.Namespace) -> int:
     """Exit status: 0 fine, 1 it failed, 2 wrong input, 130 stopped by Ctrl-C."""
+    started_s = time.monotonic()
     try:
-        print(convert(options))
+        if options.out.exists():
+            raise SourceError(f"OUT {options.out} exists already, and is never overwritten")
+        source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
+        convert(source, options.out, options.dtype)
     except (SourceError, HuggingFaceError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -46,52 +55,99 @@ def main(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"Stopped. {options.out} was not made.", file=sys.stderr)
         return 130
+    sizes = [file.stat().st_size for file in options.out.glob("*.safetensors")]
+    numbers = {
+        "source": str(source.path),
+        "out": str(options.out),
+        "parameters": count_parameters(source.model_args),
+        "files": len(sizes),
+        "bytes": sum(sizes),
+        "seconds": round(time.monotonic() - started_s, 3),
+    }
+    text = "{out}: {parameters:,} parameters of {source}, {bytes:,} bytes in {files} files, {seconds} s"
+    print(json.dumps(numbers) if options.json else text.format(**numbers))
     return 0
 
 
-def convert(options: argparse.Namespace) -> str:
-    """Convert, and return the text to print. Raises SourceError, HuggingFaceError, CheckpointError."""
-    started_s = time.monotonic()
-    out, to_checkpoint, most_file_bytes = options.out, (options.source / CONFIG).is_file(), int(options.file_gb * 1e9)
-    check_out(out, to_checkpoint)
-    source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
-    args = source.model_args
-    if not to_checkpoint:
-        biases = {fqn: source.read(fqn) for fqn in list_expert_biases(args)}
-        if why := explain_unwritable(args) or explain_biases(biases):
-            raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}.")
-    norm_dtype = source.read(FINAL_NORM).dtype
-    dtype = options.dtype or str(norm_dtype).removeprefix("torch.")
-
-    def read(fqn: str) -> Tensor:
-        tensor = source.read(fqn)
-        # Weights of several dtypes become one dtype that nobody has chosen only if nothing is lost.
-        if not options.dtype and torch.promote_types(tensor.dtype, norm_dtype) != norm_dtype:
-            raise SourceError(f"{fqn} is {tensor.dtype}, and {FINAL_NORM} {norm_dtype}. Choose one type with --dtype.")
-        return tensor
-
-    if to_checkpoint:
-        write_weights(out, source, read, getattr(torch, dtype), most_file_bytes)
-    else:
-        about = {"context": source.context, "published": source.published}
-        about |= describe_tokenizer(source.tokenizer)
-        write_folder(out, read, Export(args, dtype, most_file_bytes, **about))
-    return describe(options, source, dtype, seconds=time.monotonic() - started_s)
+def convert(source: ModelSource, out: Path, dtype: str | None) -> None:
+    """Write the folder `out`; without a dtype, in that of the checkpoint. Raises SourceError or CheckpointError."""
+    args, checkpoint = source.model_args, source.checkpoint
+    if checkpoint is None:
+        raise SourceError(f"{source.path} is a Hugging Face folder already: train, generate and eval read it as it is")
+    if why := explain_unwritable(args):
+        raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}")
+    if moved := [fqn for fqn in list_expert_biases(args) if checkpoint.read(f"model.{fqn}").any()]:
+        why = f"{moved[0]} has moved from zero, and no format of Hugging Face has a bias of experts"
+        remedy = "Train with training.expert_bias_rate = 0, and balance experts by training.expert_balance_loss"
+        raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}. {remedy}.")
+    tokenizer, dtype = source.tokenizer, dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype
+    about = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "context": source.context}
+    config = make_config(args, dtype=dtype, published=source.published.get(CONFIG), **about)
+    contents = list_tokenizer_files(tokenizer) | {CONFIG: encode(config)}
+    if GENERATION_CONFIG in source.published:
+        contents[GENERATION_CONFIG] = encode(source.published[GENERATION_CONFIG])
+    write_folder(out, args, dtype, lambda fqn: checkpoint.read(f"model.{fqn}"), contents)
 
 
-def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
-    """Return the arguments of Export that the tokenizer decides. Plain bytes have no files."""
-    path, files = tokenizer.path, {}
+def write_folder(
+    out: Path, args: ModelArgs, dtype: str, read: Callable[[str], Tensor], contents: dict[str, bytes]
+) -> None:
+    """Write weights and other files, name -> content. `read(fqn)` returns a whole tensor. Raises CheckpointError."""
+    torch_dtype = getattr(torch, dtype)
+    n_bytes = {fqn: prod(shape) * torch_dtype.itemsize for fqn, shape in list_tensors(args).items()}
+    cut = cut_into_files(n_bytes, MOST_FILE_BYTES)
+    names = [f"model-{number:05}-of-{len(cut):05}.safetensors" for number in range(1, len(cut) + 1)]
+    names = names if len(cut) > 1 else [SINGLE_FILE]
+    unfinished, file_of = folders.create_unfinished(out), {}
+    try:
+        for name, fqns in zip(names, cut, strict=True):
+            theirs = {}
+            for fqn in fqns:
+                tensor = to_finite(fqn, read(fqn), torch_dtype)
+                tensor = to_their_order(tensor, args.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else tensor
+                matrices = [matrix.t() for matrix in tensor] if tensor.dim() == 3 else [tensor]
+                theirs |= zip(name_theirs(fqn, args), matrices, strict=True)
+            folders.write_tensors(unfinished / name, theirs, {})
+            file_of |= dict.fromkeys(theirs, name)
+        if len(cut) > 1:
+            contents[INDEX] = encode({"metadata": {"total_size": sum(n_bytes.values())}, "weight_map": file_of})
+        for name, content in contents.items():
+            folders.write_file(unfinished / name, content)
+        folders.commit(out)
+    except BaseException:
+        folders.discard(out)
+        raise
+
+
+def cut_into_files(n_bytes: dict[str, int], most_file_bytes: int) -> list[list[str]]:
+    """Cut a list of tensors, name -> bytes, into files of at most that size. A larger tensor gets its own file."""
+    files: list[list[str]] = []
+    filled = 0  # bytes of the last file
+    for name, size in n_bytes.items():
+        if not files or filled + size > most_file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    return files
+
+
+def to_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a tensor. Raises CheckpointError if a finite number becomes an infinity in float16."""
+    converted = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
+        raise CheckpointError(f"{name} has numbers beyond 65,504, the largest of float16: choose bfloat16 or float32")
+    return converted
+
+
+def list_tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the files by which transformers reads the tokenizer, name -> content. Plain bytes have none."""
+    path = tokenizer.path
     if path.suffix == ".json":
         beside = map(path.with_name, (path.name, *BESIDE_TOKENIZER))
-        files = {each.name: each.read_bytes() for each in beside if each.is_file()}
-    elif path.is_file():
-        files = {path.name: path.read_bytes(), TOKENIZER_CONFIG: describe_tokenizer_model(tokenizer)}
-    return {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "tokenizer_files": files}
-
-
-def describe_tokenizer_model(tokenizer: Tokenizer) -> bytes:
-    """Return the tokenizer_config.json by which transformers reads tokenizer.model."""
+        return {each.name: each.read_bytes() for each in beside if each.is_file()}
+    if not path.is_file():
+        return {}
     flags = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
     added = {str(id): {"content": name, "special": True, **flags} for name, id in tokenizer.special.items()}
     config = {
@@ -102,56 +158,8 @@ def describe_tokenizer_model(tokenizer: Tokenizer) -> bytes:
         "clean_up_tokenization_spaces": False,
         "added_tokens_decoder": added,
     }
-    return (json.dumps(config, indent=2) + "\n").encode()
+    return {path.name: path.read_bytes(), TOKENIZER_CONFIG: encode(config)}
 
 
-def check_out(out: Path, to_checkpoint: bool) -> None:
-    """Raise SourceError if OUT exists, if it is being written, or if its name is that of another step."""
-    if out.exists():
-        raise SourceError(f"OUT {out} exists already, and is never overwritten")
-    if to_checkpoint and out.name.startswith("step-") and out.name != "step-0":
-        raise SourceError(f"OUT {out} names a step, and weights without a run are at step 0. Give step-0, or a name.")
-
-
-def write_weights(
-    out: Path, source: ModelSource, read: Callable[[str], Tensor], dtype: torch.dtype, most_file_bytes: int
-) -> None:
-    """Write a checkpoint of weights alone. Its manifest says what `generate` needs, as that of a run does."""
-    config = {
-        "model": {"name": "llama3", "hf_assets_path": str(source.tokenizer.path)},
-        "training": {"seq_len": source.context},
-    }
-    about = {
-        "fingerprint": {"shape": asdict(source.model_args), "tokenizer": source.tokenizer.identity},
-        "run": {"config": config, "converted_from": str(source.path.absolute()), IN_MANIFEST: source.published},
-    }
-    tensors = {f"model.{fqn}": (dtype, size) for fqn, size in list_tensors(source.model_args).items()}
-    biases = {f"model.{fqn}": (torch.float32, size) for fqn, size in list_expert_biases(source.model_args).items()}
-
-    def read_converted(name: str) -> Tensor:
-        if name in biases:  # Hugging Face's models of these families have none
-            return torch.zeros(biases[name][1])
-        fqn = name.removeprefix("model.")
-        return convert_dtype(fqn, read(fqn), dtype)
-
-    write_checkpoint(out, 0, tensors | biases, read_converted, most_file_bytes=most_file_bytes, **about)
-
-
-def describe(options: argparse.Namespace, source: ModelSource, dtype: str, *, seconds: float) -> str:
-    files = sorted(options.out.glob("*.safetensors"))
-    numbers = {
-        "source": str(source.path),
-        "out": str(options.out),
-        "parameters": count_parameters(source.model_args),
-        "dtype": dtype,
-        "files": len(files),
-        "bytes": sum(file.stat().st_size for file in files),
-        "seconds": round(seconds, 3),
-    }
-    if options.json:
-        return json.dumps(numbers)
-    in_files = "one file" if len(files) == 1 else f"{len(files)} files"
-    return (
-        f"{options.out}: {numbers['parameters']:,} parameters of {source.path} in {dtype}, "
-        f"{numbers['bytes'] / 1e6:,.1f} MB in {in_files}, in {seconds:.1f} s"
-    )
+def encode(value: dict) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

@@ -2,7 +2,7 @@
 
     step-200/                       a checkpoint: its manifest describes the model and names the tokenizer
     checkpoint/, outputs/debug/     the newest checkpoint there
-    config.json, *.safetensors      Hugging Face: config.json describes the model, the tokenizer is beside it
+    config.json, *.safetensors      a Hugging Face folder: config.json describes the model, the tokenizer is beside it
 
 Weights go from file to model one tensor at a time, and are converted on the way.
 """
@@ -16,14 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan_lite.checkpoint.hugging_face import read_tensor
+from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
     GENERATION_CONFIG,
+    IN_MANIFEST,
     LENGTH,
-    HuggingFaceError,
-    find_published,
-    read_length,
     read_published,
 )
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
@@ -49,19 +47,18 @@ class ModelSource:
 
     path: Path
     model_args: ModelArgs
-    model_class: Callable[..., nn.Module]
     attention: str  # a key of config/choices.py: ATTENTIONS
     tokenizer: Tokenizer
     end_ids: frozenset[int]  # tokens after which a text ends
-    context: int | None  # tokens that it was trained to read, if that is known
-    context_key: str  # where that is written
+    context: int | None  # length of the longest text seen in training, in tokens, if known
+    context_key: str  # the key that says so
     published: dict[str, dict[str, Any]]  # config.json and generation_config.json that the weights came with, if any
-    has_biases: bool  # of experts: a Hugging Face folder has none
-    read: Callable[[str], Tensor]  # FQN -> the whole tensor, on the CPU, in the dtype of its file
+    fill: Callable[[dict[str, Tensor]], None]  # read weights and biases of experts into these tensors, by FQN
+    checkpoint: OpenCheckpoint | None  # None: a Hugging Face folder
 
 
 def open_source(path: Path, *, tokenizer: str | None, verify: bool) -> ModelSource:
-    """Open `path`. Raises SourceError where there is no model, CheckpointError or HuggingFaceError for a bad one."""
+    """Open `path`. Raises SourceError if there is no model, CheckpointError or HuggingFaceError for a bad one."""
     if (path / CONFIG).is_file():
         return describe_hugging_face(path, tokenizer)
     return describe_checkpoint(open_checkpoint(find_checkpoint(path), verify=verify), tokenizer)
@@ -74,105 +71,69 @@ def find_checkpoint(path: Path) -> Path:
     for folder in (path, path / "checkpoint"):
         if steps := find_steps(folder):
             return folder / f"step-{steps[-1]}"
-    why = "holds no checkpoint and no model of Hugging Face" if path.is_dir() else "is not a folder"
-    folders = {each for root in (path, path.parent, Path("outputs")) for each in root.glob("*/checkpoint")}
-    runs = sorted(folder.parent for folder in folders if find_steps(folder))
-    there = f"There is {', '.join(map(str, runs[:5]))}" if runs else "A run with --checkpoint.enable makes one"
-    raise SourceError(f"{path} {why}. {there}. Or name a folder with {CONFIG}.")
+    why = "has neither a checkpoint nor a model of Hugging Face" if path.is_dir() else "is not a folder"
+    runs = sorted(str(folder.parent) for folder in Path("outputs").glob("*/checkpoint") if find_steps(folder))
+    remedy = f"There is {', '.join(runs[:5])}" if runs else "A run with --checkpoint.enable makes one"
+    raise SourceError(f"{path} {why}. {remedy}. Or name a folder with {CONFIG}.")
 
 
 def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> ModelSource:
-    """Return what the manifest describes. Checks that its tensors are there before memory is allocated for them."""
     path, manifest = checkpoint.folder, checkpoint.manifest
-    try:
-        config = manifest.run.get("config", {})
-        section, published = config.get("model", {}), find_published(manifest.run)
-        trained, length = config.get("training", {}).get("seq_len"), read_length(published.get(CONFIG, {}))
-        trained = trained if isinstance(trained, int) and trained > 0 else None
-        model_class, _ = MODELS[section.get("name", "llama3")]
-        model_args = parse_model_args(manifest)
-        difference = find_difference(model_args, model_class, checkpoint)
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
-        why = f"{type(error).__name__} {error}"
-        raise SourceError(f"{path}: its {MANIFEST} does not describe a model that is known here: {why}.") from None
-    if difference:
-        raise SourceError(f"{path}: {difference}")
-    assets = tokenizer or section.get("hf_assets_path")
-    found = find_tokenizer(assets, model_args, path)
-    if not tokenizer and manifest.fingerprint.get("tokenizer", found.identity) != found.identity:
-        why = f"{assets} holds another tokenizer than the one that it was trained with"
+    config, published = manifest.run.get("config", {}), manifest.run.get(IN_MANIFEST, {})
+    section, model_args = config.get("model", {}), parse_model_args(manifest)
+    found = load_matching_tokenizer(tokenizer or section.get("hf_assets_path"), model_args, path)
+    if not tokenizer and manifest.fingerprint["tokenizer"] != found.identity:
+        why = f"{section['hf_assets_path']} is not the tokenizer that it was trained with"
         raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is not compared.")
-    if not published and found.path.is_file():  # the folder of the tokenizer may name further end tokens
-        beside = read_published(found.path.parent)
-    else:
-        beside = published
+    # The folder of the tokenizer may name further end tokens.
+    beside = published or (read_published(found.path.parent) if found.path.is_file() else {})
+    trained, length = config.get("training", {}).get("seq_len", 0), published.get(CONFIG, {}).get(LENGTH, 0)
+
+    def fill(tensors: dict[str, Tensor]) -> None:
+        for fqn, tensor in tensors.items():
+            tensor.copy_(checkpoint.read(f"model.{fqn}"))
+
     return ModelSource(
         path=path,
         model_args=model_args,
-        model_class=model_class,
-        attention=section.get("attention", "causal"),  # a converted model does not say
+        attention=section.get("attention", "causal"),
         tokenizer=found,
-        end_ids=read_end_ids(beside, path) | {found.eos_id},
-        context=max(trained or 0, length or 0) or None,  # a model that was trained further still reads long texts
-        context_key=LENGTH if (length or 0) > (trained or 0) else "training.seq_len",
+        end_ids=read_end_ids(beside) | {found.eos_id},
+        context=max(trained, length) or None,  # a model that was trained further still reads long texts
+        context_key=LENGTH if length > trained else "training.seq_len",
         published=published,
-        has_biases=True,
-        read=lambda fqn: checkpoint.read(f"model.{fqn}"),
+        fill=fill,
+        checkpoint=checkpoint,
     )
-
-
-def find_difference(args: ModelArgs, model_class: Callable[..., nn.Module], checkpoint: OpenCheckpoint) -> str | None:
-    """Return what the checkpoint's weights lack to be this model."""
-    held = {name: size for name, (_, size) in checkpoint.tensors.items()}
-    if args.n_layers > len(held):
-        return f"it holds {len(held)} tensors, and its {MANIFEST} calls for {args.n_layers} layers."
-    with torch.device("meta"):
-        model = model_class(args)
-    sizes = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()} | list_expert_biases(args)
-    for fqn, expected in sizes.items():
-        seen = held.get(f"model.{fqn}")
-        if seen != expected:
-            problem = "is missing" if seen is None else f"has the shape {list(seen)}"
-            return f"model.{fqn} {problem}, and its {MANIFEST} calls for {list(expected)}."
-    return None
 
 
 def describe_hugging_face(path: Path, tokenizer: str | None) -> ModelSource:
     folder, published = open_folder(path), read_published(path)
-    found = find_tokenizer(tokenizer or str(path.absolute()), folder.model_args, path)
+    found = load_matching_tokenizer(tokenizer or str(path.absolute()), folder.model_args, path)
     return ModelSource(
         path=path,
         model_args=folder.model_args,
-        model_class=MODELS["llama3"][0],
         attention="causal",
         tokenizer=found,
-        end_ids=read_end_ids(published, path) | {found.eos_id},
-        context=read_length(published[CONFIG]),
+        end_ids=read_end_ids(published) | {found.eos_id},
+        context=published[CONFIG].get(LENGTH),
         context_key=LENGTH,
         published=published,
-        has_biases=False,
-        read=partial(read_tensor, folder),
+        fill=partial(load_weights, folder),
+        checkpoint=None,
     )
 
 
-def read_end_ids(published: dict[str, dict[str, Any]], place: Path) -> frozenset[int]:
-    """Return the tokens that end a text: eos_token_id of generation_config.json, else of config.json, else none.
-
-    Raises HuggingFaceError for a value that is not a token id.
-    """
-    for name in (GENERATION_CONFIG, CONFIG):
-        value = published.get(name, {}).get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(id) is int and id >= 0 for id in ids):
-            raise HuggingFaceError(place, [f"{name}: eos_token_id = {value!r}; the id of a token, or a list of ids"])
-        if ids:
-            return frozenset(ids)
-    return frozenset()
+def read_end_ids(published: dict[str, dict[str, Any]]) -> frozenset[int]:
+    """Return the tokens that end a text: eos_token_id of generation_config.json, else of config.json, else none."""
+    values = [published.get(name, {}).get("eos_token_id") for name in (GENERATION_CONFIG, CONFIG)]
+    value = next((value for value in values if value not in (None, [])), [])
+    return frozenset(value if isinstance(value, list) else [value])
 
 
-def find_tokenizer(assets: object, args: ModelArgs, path: Path) -> Tokenizer:
+def load_matching_tokenizer(assets: str | None, args: ModelArgs, path: Path) -> Tokenizer:
     """Load the tokenizer. Raises SourceError if there is none, or if it has more tokens than the model."""
-    if not isinstance(assets, str):
+    if assets is None:
         raise SourceError(f"{path} does not say which tokenizer it was trained with. Name it with --tokenizer FOLDER.")
     try:
         tokenizer = load_tokenizer(assets)
@@ -185,19 +146,18 @@ def find_tokenizer(assets: object, args: ModelArgs, path: Path) -> Tokenizer:
     return tokenizer
 
 
+@torch.no_grad()
 def build_model(source: ModelSource, device: torch.device) -> nn.Module:
     """Return the model with its weights."""
     args = source.model_args
+    model_class, _ = MODELS[args.name]
     with torch.device("meta"):
-        model = source.model_class(args, attention=source.attention)
+        model = model_class(args, attention=source.attention)
     model.to(DTYPES[device.type]).to_empty(device=device).eval()
     for _, mixture in list_mixtures(model):
         mixture.router.reset(device)
-    if args.tie_embeddings:  # to_empty made two tensors of the one
+    if args.tie_embeddings:  # to_empty made two tensors out of one
         model.output.weight = model.tok_embeddings.weight
-    with torch.no_grad():
-        for fqn, parameter in model.named_parameters():
-            parameter.copy_(source.read(fqn))
-        for fqn in list_expert_biases(args) if source.has_biases else ():
-            model.get_buffer(fqn).copy_(source.read(fqn))
+    biases = {fqn: model.get_buffer(fqn) for fqn in list_expert_biases(args)}
+    source.fill(dict(model.named_parameters()) | biases)
     return model
