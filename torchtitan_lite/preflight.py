@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
-from torchtitan_lite.checkpoint.hugging_face_families import explain_unwritable
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, explain_unwritable
 from torchtitan_lite.checkpoint.hugging_face_folder import REMEDY, open_folder
 from torchtitan_lite.checkpoint.manifest import find_steps
 from torchtitan_lite.config.block import list_linears, plan_float8

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
+    IN_MANIFEST,
     HuggingFaceError,
-    find_published,
     read_model_args,
     read_published,
 )
@@ -109,7 +109,7 @@ def describe_checkpoint(path: Path) -> Weights:
     manifest = read_manifest(path)
     assets = manifest.run.get("config", {}).get("model", {}).get("hf_assets_path")
     identity = manifest.fingerprint.get("tokenizer")
-    published = find_published(manifest.run)
+    published = manifest.run.get(IN_MANIFEST, {})
     return Weights(path, parse_model_args(manifest), assets, identity, published, manifest.step)
 
 

@@ -207,11 +207,6 @@ def read_mixture(config: dict[str, Any], family: Family) -> MixtureArgs:
     return MixtureArgs(**numbers)
 
 
-def read_length(config: dict[str, Any]) -> int | None:
-    """Return the length of the longest text that a config.json names, in tokens, or None."""
-    return config.get(LENGTH)
-
-
 # --- write ---
 
 
@@ -235,7 +230,7 @@ def make_config(
         changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published} or {DTYPE_KEYS[0]: dtype}
         if tied != published.get("tie_word_embeddings", False):
             changed["tie_word_embeddings"] = tied
-        if context and context > (read_length(published) or context):
+        if context and context > published.get(LENGTH, context):
             changed[LENGTH] = context
         return published | changed
     model_type, scaling = find_model_type(model_args), model_args.rope_scaling

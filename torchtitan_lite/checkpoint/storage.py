@@ -137,7 +137,9 @@ class StorageWriter(HuggingFaceStorageWriter):
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         tensors = {}
         for name, saved in metadata.state_dict_metadata.items():
-            chunks = [Chunk(stored[MetadataIndex(name, c.offsets)][0], (*c.offsets,), (*c.sizes,)) for c in saved.chunks]
+            chunks = [
+                Chunk(stored[MetadataIndex(name, c.offsets)][0], (*c.offsets,), (*c.sizes,)) for c in saved.chunks
+            ]
             tensors[name] = TensorRecord(name_dtype(saved.properties.dtype), tuple(saved.size), tuple(chunks))
         folders.commit(self.final, replace(self.unsaved, tensors=tensors), dict(stored.values()))
 

@@ -214,7 +214,6 @@ One tensor at a time is in memory. OUT is complete or does not exist."""
     parser = make_parser("convert", description)
     add = parser.add_argument
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of all weights; default: as in the source")
-    add("--file-gb", type=float, default=5.0, metavar="N", help="maximum size of a file (%(default)s)")
     add_source(parser)
     add("out", type=Path, metavar="OUT", help="the folder to make")
     return parser

@@ -51,7 +51,6 @@ class ModelSource:
     tokenizer: Tokenizer
     end_ids: frozenset[int]  # tokens after which a text ends
     context: int | None  # length of the longest text seen in training, in tokens, if known
-    context_key: str  # the key that says so
     published: dict[str, dict[str, Any]]  # config.json and generation_config.json that the weights came with, if any
     fill: Callable[[dict[str, Tensor]], None]  # read weights and biases of experts into these tensors, by FQN
     checkpoint: OpenCheckpoint | None  # None: a Hugging Face folder
@@ -100,7 +99,6 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
         tokenizer=found,
         end_ids=read_end_ids(beside) | {found.eos_id},
         context=max(trained, length) or None,  # a model that was trained further still reads long texts
-        context_key=LENGTH if length > trained else "training.seq_len",
         published=published,
         fill=fill,
         checkpoint=checkpoint,
@@ -117,7 +115,6 @@ def describe_hugging_face(path: Path, tokenizer: str | None) -> ModelSource:
         tokenizer=found,
         end_ids=read_end_ids(published) | {found.eos_id},
         context=published[CONFIG].get(LENGTH),
-        context_key=LENGTH,
         published=published,
         fill=partial(load_weights, folder),
         checkpoint=None,
