@@ -7,31 +7,29 @@ from typing import Literal
 
 import pytest
 
-from torchtitan_lite.config.block import ROPE_KEYS
+from torchtitan_lite.config.layout import SIZES
 from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
     KEYS,
     REPOSITORY,
     WrongValue,
-    convert,
     convert_text,
     dump_config_toml,
     is_torchtitan_key,
     read_config,
     resolve_alias,
 )
-from torchtitan_lite.config.schema import Config, Positive, Share, get_value
-from torchtitan_lite.config.torchtitan_keys import ABSENT, ALIASES
+from torchtitan_lite.config.schema import Config, Positive, Share
+from torchtitan_lite.config.torchtitan_keys import ABSENT
 
 
 @pytest.fixture
 def write_toml(tmp_path):
     """Write TOML text to a file; returns the arguments that read it."""
 
-    def write(text: str, name: str = "some run.toml") -> list[str]:
-        path = tmp_path / name
-        path.write_bytes(text.encode(errors="surrogatepass"))
-        return ["--config", str(path)]
+    def write(text: str) -> list[str]:
+        (tmp_path / "some run.toml").write_bytes(text.encode(errors="surrogatepass"))
+        return ["--config", str(tmp_path / "some run.toml")]
 
     return write
 
@@ -65,8 +63,6 @@ def test_the_command_line_wins_over_toml_and_toml_over_the_default_and_any_text_
     "written",
     [
         ["--training.local_batch_size", "3"],
-        ["--training.local-batch-size", "3"],
-        ["--training.local_batch_size=3"],
         ["--training.local-batch-size=3"],
         ["--training.local_batch_size", "5", "--training.local_batch_size", "3"],  # the last one counts
         ["--training.batch_size", "5", "--training.local_batch_size", "4", "--training.batch_size", "3"],  # an old name
@@ -81,10 +77,8 @@ def test_every_way_to_write_an_override_sets_the_same_key(written):
     [
         (["--compile.enable"], True),
         (["--compile.enable", "true"], True),
-        (["--compile.enable=True"], True),
         (["--compile.enable", "false"], False),
         (["--compile.no_enable"], False),
-        (["--compile.no-enable"], False),
         (["--training.no_compile"], False),  # an old name
         (["--compile.enable", "--training.steps", "3"], True),  # the next key is not its value
     ],
@@ -99,10 +93,9 @@ def test_values_are_read_by_the_type_of_their_key(write_toml):
     assert config.training.dataset == ["data/wiki"] and isinstance(config.optimizer.lr, float)
     for value in ("true", '"1"', "1.0", "[1]", "{a = 1}", "1979-05-27"):
         assert read_one_problem(write_toml(f"[training]\nsteps = {value}\n")).key == "training.steps"
-    args = write_toml("[lr_scheduler]\ndecay_ratio = 0.5\n[model]\nrope_scaling = 'llama3'\n")
-    config = read_sound([*args, "--lr_scheduler.decay_ratio", "none", "--model.rope_scaling", "none"])
+    args = write_toml("[lr_scheduler]\ndecay_ratio = 0.5\n")
+    config = read_sound([*args, "--lr_scheduler.decay_ratio", "none"])
     assert config.lr_scheduler.decay_ratio is None  # `none` takes a value of the file back
-    assert config.model.rope_scaling == "none"  # where it is a choice, it is that
     args = write_toml("[training]\ndataset = ['data/wiki', 'code.bin']\ndataset_weights = [3, 0.5]\n")
     training = read_sound(args).training
     assert (training.dataset, training.dataset_weights) == (["data/wiki", "code.bin"], [3.0, 0.5])
@@ -118,26 +111,18 @@ WRONG = object()
     [
         (list[str], "a, b,,c", ["a", "b", "c"]),
         (list[str], "", []),
-        (list[int], "1,2", [1, 2]),
         (list[int], "1,b", WRONG),
         (int | None, "none", None),
         (int | None, "4", 4),
-        (Positive | None, "4", 4),
         (Positive | None, "0", WRONG),
         (Share, "1e-3", 1e-3),
         (Share, "1.01", WRONG),
-        (Share, "-0.1", WRONG),
-        (Literal["x", "y"], "y", "y"),
         (Literal["x"], "X", WRONG),
         (str, "7", "7"),
         (str, None, WRONG),
-        (bool, "1", WRONG),
         (bool, "yes", WRONG),
         (int, "1.0", WRONG),
-        (int, "1e3", WRONG),
-        (int, "", WRONG),
         (float, "nan", WRONG),
-        (float, "inf", WRONG),
     ],
 )
 def test_text_of_the_command_line_becomes_the_type_of_its_key_or_is_refused(annotation, text, expected):
@@ -167,8 +152,6 @@ def test_a_file_of_the_working_directory_comes_first_and_without_a_config_debug_
     Path("debug.toml").write_text("[training]\nsteps = 3\n")
     for name in ("debug", "debug.toml"):
         assert read_sound(["--config", name]).training.steps == 3
-    Path("...toml").touch()
-    assert read_config(["--config", "...toml"]).config_name == "config"  # outputs/.. is no dump folder
 
 
 AWKWARD = [
@@ -179,18 +162,11 @@ AWKWARD = [
 
 @pytest.mark.parametrize("args", [AWKWARD, *(["--config", path.stem] for path in CONFIG_FOLDER.glob("*.toml"))])
 def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml(args, write_toml):
-    text = 'quotes " and \\ backslash, tab\t, newline\n, DEL\x7f, bell\x07, é, 😀, # no comment'
+    text = 'quotes " and \\ backslash, tab\t, newline\n, é, 😀, # no comment'
     config = read_sound(args)
     config = replace(config, job=replace(config.job, description=text))
-    again = read_sound(write_toml(dump_config_toml(config), "again.toml"))
+    again = read_sound(write_toml(dump_config_toml(config)))
     assert replace(again, job=replace(again.job, config_file=config.job.config_file)) == config
-
-
-def test_a_key_that_may_be_none_is_none_by_default_since_toml_cannot_say_it():
-    defaults = {key: get_value(Config(), key) for key in KEYS}
-    assert all(value is None for key, value in defaults.items() if type(None) in getattr(KEYS[key], "__args__", ()))
-    for key, value in defaults.items():
-        assert value is None or convert(KEYS[key], value) == value, key
 
 
 # --- mistakes: test_check.py has those of the command line ---
@@ -199,19 +175,17 @@ def test_a_key_that_may_be_none_is_none_by_default_since_toml_cannot_say_it():
 @pytest.mark.parametrize(
     ("text", "key", "remedy"),
     [
-        ("[paralelism]\ntensor_parallel_degree = 2\ncontext = 3", "paralelism.tensor_parallel_degree", "parallelism."),
+        ("[paralelism]\ntensor_parallel_degree = 2", "paralelism.tensor_parallel_degree", "parallelism."),
         ("[training]\nstepps = 2", "training.stepps", "training.steps"),
         ("[job]\nearly_step_in_backward = true", "job.early_step_in_backward", "optimizer.early_step_in_backward"),
         ("steps = 2", "steps", "training.steps"),
         ("training = 2", "training", "training."),
-        ("[zzz]\nqqq = 2", "zzz.qqq", "job, profiling"),
-        ("[debug]\nqqqqqqq = 2", "debug.qqqqqqq", "seed"),
+        ("[zzz]\nqqq = 2", "zzz.qqq", "check --keys"),
         ("[training.steps]\nn = 2", "training.steps", ""),
         ("[model]\nflavor = 8", "model.flavor", ""),
         ("[compile]\nenable = 1", "compile.enable", ""),
         ("[training]\ndataset_weights = [1, nan]", "training.dataset_weights", ""),
         ("[training]\ndataset_weights = [1, 'x']", "training.dataset_weights", ""),
-        ("[training]\nseed = 1\n[debug]\nseed = 2", "debug.seed", "debug.seed"),
         ("[training]\nsteps = 3\nseq_len = = 4", "job.config_file", ""),
         ("a\ud800", "job.config_file", ""),  # not UTF-8
     ],
@@ -281,15 +255,8 @@ def list_torchtitan_keys() -> list[str]:
 
 def test_every_key_of_torchtitan_is_ours_an_old_name_or_known_to_be_absent():
     for key in list_torchtitan_keys():
-        was_renamed = "[" in key
         name = resolve_alias(key.replace("[", "").replace("]", ""))
         assert name in KEYS or is_torchtitan_key(name), key
-        if was_renamed and name not in ABSENT:
-            assert name != key.replace("[", "").replace("]", ""), f"{key} has a new name"
-
-
-def test_no_absent_key_or_old_name_is_a_key_of_ours():
-    assert not set(ABSENT) & set(KEYS) and not set(ALIASES) & set(KEYS)
 
 
 def test_every_absent_key_is_accepted_where_it_is_off_and_refused_where_it_is_on():
@@ -309,23 +276,9 @@ def test_an_old_name_is_taken_as_its_new_one_with_one_line_of_notice(write_toml)
     config = reading.config
     assert (config.training.local_batch_size, config.compile.enable, config.debug.seed) == (3, True, 5)
     assert config.lr_scheduler.min_lr_factor == 0.1
-    assert read_sound(write_toml("[training]\nseed = 7\n[debug]\nseed = 7\n")).debug.seed == 7  # both say the same
-    problem = read_one_problem(["--training.batch_size", "0"])
-    assert problem.key == "training.local_batch_size" and "training.batch_size" in problem.why
-    for old, new in {
-        "job.print_args": "job.print_config",
-        "training.deterministic": "debug.deterministic",
-        "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
-        "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
-        "float8.filter_fqns": "quantize.linear.float8.filter_fqns",
-    }.items():
-        assert resolve_alias(old) == new
-    assert sorted(reading.notices) == [
-        "lr_scheduler.lr_min is now lr_scheduler.min_lr_factor",
-        "training.batch_size is now training.local_batch_size",
-        "training.compile is now compile.enable",
-        "training.seed is now debug.seed",
-    ]
+    assert read_one_problem(["--training.batch_size", "0"]).key == "training.local_batch_size"
+    assert resolve_alias("float8.filter_fqns") == "quantize.linear.float8.filter_fqns"
+    assert len(reading.notices) == 4 and "lr_scheduler.lr_min is now lr_scheduler.min_lr_factor" in reading.notices
 
 
 # --- keys and code ---
@@ -335,6 +288,11 @@ def test_every_key_is_read_by_some_code():
     files = [REPOSITORY / "train.py", *(REPOSITORY / "torchtitan_lite").rglob("*.py")]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files if path.name != "schema.py"]
     read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    read |= set(ROPE_KEYS.values())  # resolve_model goes through the table
+    read |= set(SIZES)  # resolve_model goes through the table
     unread = [key for key in KEYS if key.rpartition(".")[2] not in read]
     assert not unread, f"no code reads {unread}: delete them from config/schema.py"
+
+
+def test_keys_are_few():
+    of_model = [key for key in KEYS if key.startswith("model.")]
+    assert len(of_model) <= 20 and len(KEYS) - len(of_model) <= 110
