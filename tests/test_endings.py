@@ -35,6 +35,12 @@ def run_rank(args, stop):
     while not os.path.exists(f"rank {1 - int(rank)} listens"):
         time.sleep(0.01)
 """
+LAUNCH = """
+import sys; from pathlib import Path
+from torchtitan_lite.tools import command_lines, launch
+launch.REPOSITORY = Path("repository")
+sys.exit(launch.main(command_lines.parse_command("train", sys.argv[1:])))
+"""
 ENDINGS = {  # what the ranks do, the signals that the launcher gets, its exit status, the last line
     "SIGTERM": ("", [signal.SIGTERM], 143, "stopped by SIGTERM"),
     "Ctrl-C, and ranks do not listen": ("stop.note = print", [signal.SIGINT] * 2, 130, "stopped by SIGINT"),
@@ -54,12 +60,14 @@ ENDINGS = {  # what the ranks do, the signals that the launcher gets, its exit s
 def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
     action, numbers, status, last_line = ENDINGS[name]
     end = "return wait(stop)" if numbers else "time.sleep(60)"  # torchrun's SIGTERM ends a rank before its first step
-    (tmp_path / "train.py").write_text(f"{TRAIN}    {action}\n    {end}\n")
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository" / "train.py").write_text(f"{TRAIN}    {action}\n    {end}\n")
+    (tmp_path / "train.py").write_text("1 / 0  # a program of the user's")
     temporary = tmp_path / ("of job 1234567 " * 8)  # longer than the path of a socket may be
     temporary.mkdir()
     keys = [*warm_start.write_letters(tmp_path / "letters"), "--validation.no_enable"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "NGPU": "2", "TMPDIR": str(temporary)}
-    command = [sys.executable, "-m", "torchtitan_lite", "train", *keys]
+    command = [sys.executable, "-c", LAUNCH, *keys]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, env=environment, cwd=tmp_path, **streams)
     output = read_until(process, "ready") if numbers else ""

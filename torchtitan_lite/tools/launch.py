@@ -25,6 +25,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.components.shutdown import SIGNALS, StopRequest
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.preflight import Prepared
@@ -131,7 +132,10 @@ def start_fork_server() -> None:
     prepare_forkserver(["train"])
     resource_tracker.ensure_running()  # unblocks signals when it starts
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    folder = os.getcwd()
+    os.chdir(REPOSITORY)  # where the server looks for train.py; the user's folder may have another one
     forkserver.ensure_running()
+    os.chdir(folder)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
