@@ -10,6 +10,7 @@ from pathlib import Path
 import compare
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -20,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.checkpoint.load import restore_or_load
+from torchtitan_lite.checkpoint.manifest import Manifest
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
-from torchtitan_lite.checkpoint.storage import open_checkpoint, write_checkpoint
+from torchtitan_lite.checkpoint.storage import StorageWriter, open_checkpoint
 from torchtitan_lite.config.schema import Checkpoint
 
 FINGERPRINT = {"data": "of this test", "shape": {"dim": 64, "name": "llama3", "qk_norm": False, "mixture": None}}
@@ -99,8 +101,8 @@ def list_differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], *, step: int = 0, **about: object) -> Path:
     """A checkpoint of these tensors, written in one process."""
-    entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    write_checkpoint(folder, step, entries, tensors.__getitem__, **about)
+    writer = StorageWriter(folder, Manifest(step, about.get("fingerprint", {}), about.get("run", {}), {}), 0)
+    dcp.save(tensors, storage_writer=writer, planner=dcp.DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
     return folder
 
 

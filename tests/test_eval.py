@@ -13,7 +13,6 @@ from test_generate_tool import ARGS, SHIPPED, save
 from transformers import LlamaForCausalLM
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Model
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -76,12 +75,13 @@ def measure(model, window_size: int) -> dict[str, float]:
     return {**figures, "tokens": n_tokens, "bytes": n_bytes}
 
 
-def test_a_text_has_the_loss_of_transformers_on_the_same_windows(evaluate, model, checkpoint, texts, tmp_path, capsys):
-    write_folder(tmp_path / "llama", model.state_dict().__getitem__, Export(ARGS, "float32"))
+def test_a_text_has_the_loss_of_transformers_on_the_same_windows(evaluate, checkpoint, texts, tmp_path, capsys):
+    assert main(["convert", str(checkpoint), str(tmp_path / "llama")]) == 0
+    capsys.readouterr()
     theirs = LlamaForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
     expected = measure(lambda ids: theirs(ids).logits, WINDOW)
-    for source, more in ((checkpoint, ()), (tmp_path / "llama", ("--tokenizer", SHIPPED))):
-        found = evaluate(source, "--data", texts, "--seq-len", WINDOW, *more)
+    for source in (checkpoint, tmp_path / "llama"):
+        found = evaluate(source, "--data", texts, "--seq-len", WINDOW)
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert evaluate(checkpoint, "--data", texts)["seq_len"] == 128  # as it was trained
     assert main(["eval", str(checkpoint), "--data", str(texts), "--seq-len", str(WINDOW)]) == 0

@@ -17,14 +17,12 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.checkpoint.hugging_face import Export, write_folder
 from torchtitan_lite.config.flavors import FLAVORS, RopeScaling
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools import generate as tool
-from torchtitan_lite.tools.convert import describe_tokenizer
 
 ARGS = replace(FLAVORS["debug"], n_layers=2, rope_scaling=RopeScaling(factor=8.0, original_length=64))
 SHIPPED = "assets/tokenizer"
@@ -73,9 +71,9 @@ def checkpoint(trained, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def export(trained, tmp_path_factory) -> Path:
+def export(checkpoint, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("export") / "llama"
-    write_folder(folder, trained.state_dict().__getitem__, Export(ARGS, "float32", context=1024))
+    assert main(["convert", str(checkpoint), str(folder)]) == 0
     return folder
 
 
@@ -101,8 +99,8 @@ def test_greedy_text_is_that_of_transformers_on_the_exported_model(checkpoint, e
     expected = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=100, **ends)
     expected = expected[0, len(prompt) :].tolist()
     assert len(expected) == 100 and len(set(expected)) > 10  # it does not only repeat itself
-    for source, more in ((checkpoint, ()), (export, ("--tokenizer", SHIPPED))):
-        report = generate(source, *GREEDY, "--max-new-tokens", 100, *more)
+    for source in (checkpoint, export):
+        report = generate(source, *GREEDY, "--max-new-tokens", 100)
         (sample,) = report["samples"]
         assert report["prompt_tokens"] == prompt and sample["tokens"] == expected
         assert sample["text"] == tokenizer.decode(expected) and sample["stopped"] == "max_new_tokens"
@@ -141,7 +139,7 @@ def test_the_newest_checkpoint_of_a_run_is_taken(generate, trained, tmp_path):
 
 
 def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config(
-    checkpoint, trained, tokenizer, generate, tmp_path
+    checkpoint, export, tokenizer, generate, tmp_path
 ):
     n_tokens = len(tokenizer.encode(PROMPT, bos=True))
     for arguments, n_new in (((), 128 - n_tokens), (("--context", n_tokens + 3), 3)):
@@ -149,10 +147,9 @@ def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config
         assert len(sample["tokens"]) == n_new and sample["stopped"] == "context"
     (unbroken,) = generate(checkpoint, *GREEDY, "--max-new-tokens", 40)["samples"]
     at = next(n for n, token in enumerate(unbroken["tokens"]) if n > 5 and token not in unbroken["tokens"][:n])
-    export = Export(ARGS, "float32", context=1024, **describe_tokenizer(tokenizer))  # so no --tokenizer is needed
-    write_folder(tmp_path / "llama", trained.state_dict().__getitem__, export)
-    (tmp_path / "llama/generation_config.json").write_text(json.dumps({"eos_token_id": [unbroken["tokens"][at]]}))
-    (sample,) = generate(tmp_path / "llama", *GREEDY, "--max-new-tokens", 40)["samples"]
+    folder = shutil.copytree(export, tmp_path / "llama")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [unbroken["tokens"][at]]}))
+    (sample,) = generate(folder, *GREEDY, "--max-new-tokens", 40)["samples"]
     assert sample["tokens"] == unbroken["tokens"][:at] and sample["stopped"] == "end_of_document"
 
 
@@ -180,8 +177,8 @@ def test_wrong_input_is_refused_before_weights_are_loaded(trained, checkpoint, e
     monkeypatch.setattr(tool, "build_model", None)  # would raise TypeError
     foreign = save(tmp_path / "step-1", trained.state_dict(), tokenizer="0" * 64)
     other = save(tmp_path / "step-2", trained.state_dict(), attention="of_another_fork")
-    missing = save(tmp_path / "step-3", {**trained.state_dict(), "norm.weight": torch.ones(1, 128)})
     without_context = shutil.copytree(export, tmp_path / "llama")
+    bare = shutil.copytree(export, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     config = json.loads((export / "config.json").read_text())
     (without_context / "config.json").write_text(json.dumps({**config, "max_position_embeddings": None}))
     for arguments, named in (
@@ -189,9 +186,8 @@ def test_wrong_input_is_refused_before_weights_are_loaded(trained, checkpoint, e
         ((tmp_path / "nowhere", "--prompt", "a"), ["nowhere"]),
         ((foreign, "--prompt", "a"), [SHIPPED, "--tokenizer"]),
         ((other, "--prompt", "a"), ["of_another_fork"]),
-        ((missing, "--prompt", "a"), ["norm.weight", "[1, 128]"]),
-        ((export, "--prompt", "a"), [str(export), "--tokenizer FOLDER"]),
-        ((without_context, "--prompt", "a", "--tokenizer", SHIPPED), ["--context N"]),
+        ((bare, "--prompt", "a"), [str(bare), "--tokenizer FOLDER"]),
+        ((without_context, "--prompt", "a"), ["--context N"]),
     ):
         assert main(["generate", *map(str, arguments)]) == 2
         printed = capsys.readouterr()
