@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan_lite.config.reader import REPOSITORY
+from torchtitan_lite import REPOSITORY
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ FORKS = {
             "torchtitan_lite/data/corpus_folder.py": [
                 (
                     "DATASETS: ",
-                    '    "own_sources": lambda: sorted(Path(__file__).parent.parent.rglob("*.py")),',
+                    '    "own_sources": lambda path: sorted(Path(__file__).parent.parent.rglob("*.py")),',
                 )
             ]
         },

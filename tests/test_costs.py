@@ -38,7 +38,7 @@ from torchtitan_lite.config.block import count_expert_parameters, count_flops_pe
 from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import Machine
-from torchtitan_lite.config.memory_bound import bound_memory, count_state_bytes
+from torchtitan_lite.config.memory_bound import MASTER_BYTES, bound_memory, count_moment_bytes
 from torchtitan_lite.model.attention import CausalAttention
 from torchtitan_lite.model.llama3 import TransformerBlock, rotary_angles
 from torchtitan_lite.tools.plan.dry_run import DryRun, dry_run, plan_run
@@ -358,7 +358,7 @@ def bytes_of_state(rank: int, world_size: int, overrides: dict[str, object]) -> 
 )
 def test_bytes_per_parameter_are_those_that_lie_in_memory(pool, overrides, bytes_each):
     config = compare.override(compare.TABLE_CONFIG, overrides)
-    assert count_state_bytes(config.optimizer) == bytes_each
+    assert 2 * MASTER_BYTES + count_moment_bytes(config.optimizer) == bytes_each
     n_parameters = count_parameters(resolve_model(config.model))
     assert sum(pool.run(bytes_of_state, 2, overrides)) == n_parameters * bytes_each
 

@@ -33,14 +33,14 @@ WHOLE_WALK = ("an optimizer", "a model")
 
 # Calls tools, and train.py on a pool of ranks, in one process: importing torch takes most of the time of each.
 CALLS = """
-import contextlib, importlib, io, json, sys, traceback
-from torchtitan_lite.tools.command_lines import TOOLS
+import contextlib, io, json, sys, traceback
+from torchtitan_lite.__main__ import main
 from torchtitan_lite.tools.verify.ranks import RankPool
 import warm_start
 
 def call(tool, args):
     if tool != "train":
-        return importlib.import_module(f"torchtitan_lite.{TOOLS[tool][0]}").main(args)
+        return main([tool, *args])
     with RankPool(args[0]) as pool:
         return max(pool.run(warm_start.start, args[0], args[1:]))
 
@@ -91,6 +91,7 @@ def list_walk(names: tuple[str, ...]) -> dict[str, list]:
     train = [*SMALL, *keys, f"--job.dump_folder={run}", "--checkpoint.enable", "--job.no_overwrite"]
     train += ["--validation.no_enable", "--metrics.log_freq=1"]
     return {
+        "prepare": ["prepare", "--dataset=own_sources"],  # as the launcher does
         "train": ["train", 4, *train, "--training.steps=2"],
         "resume": ["train", max(FORKS[name].resumed_on for name in names), *train, "--training.steps=3"],
         "verify": ["verify", *SMALL, *keys, "--ranks=4", "--json"],
@@ -135,7 +136,7 @@ def test_what_a_fork_cannot_do_is_refused(answers, what, key):
 @pytest.mark.parametrize("names", [WHOLE_WALK, *(pytest.param((name,), marks=pytest.mark.slow) for name in FORKS)])
 def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(checkout, names, request):
     walked = request.getfixturevalue("answers") if names == WHOLE_WALK else run_calls(checkout, list_walk(names))
-    assert (walked["train"][0], walked["resume"][0]) == (0, 0), (walked["train"], walked["resume"])
+    assert [walked[call][0] for call in ("prepare", "train", "resume")] == [0, 0, 0], walked
     lines = [json.loads(line) for line in (checkout / describe_run(names) / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     status, out, err = walked["verify"]
