@@ -1,4 +1,4 @@
-"""The rows of flavors.py and choices.py: sizes as published and as torch counts, and code for each name."""
+"""The rows of flavors.py, block.py and choices.py: sizes as published and as torch counts, and code for each name."""
 
 import pytest
 import torch
@@ -85,19 +85,6 @@ def test_a_number_beside_the_flavor_overrides_its_row_and_a_new_width_gets_a_hea
     assert (args.n_layers, args.dim) == (4, 4096) and args.rope_scaling is not None
     assert resolve_model(Model(flavor="debug", dim=256, n_heads=8)).head_dim == 32
     assert resolve_model(Model(flavor="debug", n_heads=8)).head_dim == 16
-
-
-def test_keys_of_the_rope_scaling_override_the_flavors_one_by_one():
-    def scaling(**keys: object) -> RopeScaling | None:
-        return resolve_model(Model(**keys)).rope_scaling
-
-    assert scaling(flavor="8B", rope_scaling="none") is None  # Llama 3.1 becomes Llama 3
-    assert scaling(flavor="1B", rope_high_freq_factor=3.0) == RopeScaling(32.0, high_freq_factor=3.0)
-    odd = {"rope_factor": 5.5, "rope_low_freq_factor": 1.5, "rope_high_freq_factor": 3.0}
-    odd |= {"rope_original_max_position_embeddings": 96}
-    assert scaling(rope_scaling="llama3", **odd) == RopeScaling(5.5, 1.5, 3.0, 96)
-    assert scaling(rope_scaling="llama3") == RopeScaling(8.0)
-    assert scaling(flavor="8B", rope_scaling="linear", rope_factor=2.5) == RopeScaling(2.5, kind="linear")
 
 
 @pytest.mark.parametrize("flavor", [name for name in FLAVORS if name != "auto" and not name.startswith("debug")])
