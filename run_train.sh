@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a model: finds or makes the Python environment, checks the config, starts one process per rank with torchrun.
+# Train a model: find or make the Python environment, then hand over to torchtitan_lite/tools/launch.py.
 set -euo pipefail
 
 print_help() {
@@ -12,27 +12,25 @@ Usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key value]...
   python -m torchtitan_lite check --keys [SECTION]      prints every key: type, meaning, default
   NGPU=8 ./run_train.sh --config debug_3d               8 ranks on this host, on GPUs or CPUs
 
-What it does: takes the Python on the PATH if that has the packages that pyproject.toml names, else makes .venv here
-once; refuses a config that cannot work, as `python -m torchtitan_lite check` does; starts one process per rank. The
-working directory stays the caller's. Exit status: 0 trained, 2 refused by check, 130 stopped by Ctrl-C, 143 stopped by
-SIGTERM, 1 anything else.
+What it does: takes the Python on the PATH if that has the packages of pyproject.toml, else makes .venv here once;
+refuses a config that cannot work, as `python -m torchtitan_lite check` does; encodes a named corpus once; starts one
+process per rank with torchrun; exports the last checkpoint if checkpoint.last_save_in_hf. The working directory stays
+the caller's. Exit status: 0 trained, 2 refused by check, 130 stopped by Ctrl-C, 143 stopped by SIGTERM, 1 otherwise.
 
-Ctrl-C or SIGTERM, to any process of the run: all ranks finish a step, save it if checkpoint.enable, say how to continue,
-and end. A second one ends them at once, and so does one before the first step is done.
+Ctrl-C or SIGTERM, to any process of the run: all ranks finish a step, save it if checkpoint.enable, print the command
+that continues, and end. A second one ends them at once, and so does one before the first step is done.
 
 Environment:
   CONFIG_FILE    the same as --config, which wins over it
-  NGPU           ranks on each host; default: all GPUs; on a CPU what the config's degrees multiply to, else 2
-  LOG_RANK       ranks of this host whose output is shown (default 0; 0,1 for two). If a rank fails, the stderr of
-                 every rank is kept, in a folder that is named at the end
+  NGPU           ranks on each host; default: all GPUs; on a CPU the product of the config's degrees, else 2
+  LOG_RANK       ranks of this host whose output is shown (default 0; 0,1 for two). If a rank fails, the stderr of the
+                 others is kept, in a folder that is named at the end
   MAX_RESTARTS   how often torchrun restarts all ranks after a failure (default 0). With --checkpoint.enable a
-                 restarted run resumes the newest whole checkpoint
+                 restarted run resumes the newest complete checkpoint
   PYTHON         the Python to begin with (default python3; 3.10 or newer)
   OMP_NUM_THREADS, GLOO_SOCKET_IFNAME   default to 1 thread per rank, and on a single host to the loopback
   PIP_*          settings of pip for the set-up. On Linux the default torch is NVIDIA's, of several GB: for a machine
                  without a GPU set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds
-  PET_*          settings of torchrun that this script does not make. PET_LOCAL_ADDR=10.0.0.2, for instance, tells
-                 other hosts how to reach this one where they cannot resolve its name
 
 Several hosts: start the same command on each, with
   NNODES         number of hosts
@@ -40,6 +38,7 @@ Several hosts: start the same command on each, with
                  ranks by host name
   MASTER_ADDR    name or address of that host
   MASTER_PORT    a free port there (default 29500)
+  PET_LOCAL_ADDR    address of this host for the others, if they cannot resolve its name
 With Slurm: start it once in an allocation of several nodes; it starts itself on each node by srun. NNODES=1 keeps it on
 one. assets/slurm/train.sbatch does that, and continues a run in further jobs when its time is over.
 HELP
