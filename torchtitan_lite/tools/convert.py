@@ -80,19 +80,31 @@ def convert(source: ModelSource, out: Path, dtype: str | None) -> None:
         why = f"{moved[0]} has moved from zero, and no format of Hugging Face has a bias of experts"
         remedy = "Train with training.expert_bias_rate = 0, and balance experts by training.expert_balance_loss"
         raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}. {remedy}.")
-    tokenizer, dtype = source.tokenizer, dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype
-    about = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "context": source.context}
-    config = make_config(args, dtype=dtype, published=source.published.get(CONFIG), **about)
-    contents = list_tokenizer_files(tokenizer) | {CONFIG: encode(config)}
-    if GENERATION_CONFIG in source.published:
-        contents[GENERATION_CONFIG] = encode(source.published[GENERATION_CONFIG])
-    write_folder(out, args, dtype, lambda fqn: checkpoint.read(f"model.{fqn}"), contents)
+    dtype = dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype
+    about = {"tokenizer": source.tokenizer, "context": source.context, "published": source.published}
+    write_folder(out, args, dtype, lambda fqn: checkpoint.read(f"model.{fqn}"), **about)
 
 
 def write_folder(
-    out: Path, args: ModelArgs, dtype: str, read: Callable[[str], Tensor], contents: dict[str, bytes]
+    out: Path,
+    args: ModelArgs,
+    dtype: str,
+    read: Callable[[str], Tensor],
+    *,
+    tokenizer: Tokenizer,
+    context: int | None = None,
+    published: dict[str, dict] | None = None,
 ) -> None:
-    """Write weights and other files, name -> content. `read(fqn)` returns a whole tensor. Raises CheckpointError."""
+    """Write a Hugging Face folder. `read(fqn)` returns a whole tensor. Raises CheckpointError.
+
+    `context` and `published` are those of ModelSource.
+    """
+    published = published or {}
+    about = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "context": context}
+    config = make_config(args, dtype=dtype, published=published.get(CONFIG), **about)
+    contents = list_tokenizer_files(tokenizer) | {CONFIG: encode(config)}
+    if GENERATION_CONFIG in published:
+        contents[GENERATION_CONFIG] = encode(published[GENERATION_CONFIG])
     torch_dtype = getattr(torch, dtype)
     n_bytes = {fqn: prod(shape) * torch_dtype.itemsize for fqn, shape in list_tensors(args).items()}
     cut = cut_into_files(n_bytes, MOST_FILE_BYTES)
