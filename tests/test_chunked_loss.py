@@ -138,17 +138,6 @@ def test_logits_are_computed_once_and_never_all_at_a_time():
     assert log.largest == max(VOCAB * DIM, N_TOKENS * DIM, 5 * VOCAB) < N_TOKENS * VOCAB
 
 
-def test_without_gradients_only_the_logits_are_computed():
-    head, hidden, targets = make_case()
-    head.chunked_loss = ChunkedLoss(5)
-    with torch.no_grad(), OpLog() as log:
-        loss = head(hidden, targets)
-    assert sum(op in MATMULS for op in log.ops) == N_TOKENS // 5
-    assert torch.ops.aten.scatter_.src not in log.ops  # the last step of their gradient
-    assert log.largest == max(VOCAB * DIM, N_TOKENS * DIM)  # the weight's transpose, a view; the hidden states, flat
-    assert compare.relative_error(loss / 7, compute_in_float64(head, hidden, targets)[0]) < 1e-6
-
-
 def test_memory_of_the_head_does_not_grow_with_sequence_times_vocabulary():
     sizes = {"dim": 64, "vocab_size": 128256, "chunk_tokens": 512}
     short, long = (count_head_peak_bytes(n_tokens=n, **sizes) for n in (1024, 8192))

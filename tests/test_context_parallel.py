@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import TABLE_CONFIG, complete, local
-from layouts import COMPILED, CP, DOCUMENTS, MODE, ROTATIONS, TWO_LAYERS
+from layouts import CP, MODE, ROTATIONS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from watching import AttentionWork, Collectives, LargestTensor, PeakMemory, Watch
+from watching import AttentionWork, Collectives, PeakMemory, Watch
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.parallel.attention_kernels import KERNELS, choose_kernel, merge_into
@@ -179,13 +179,6 @@ def test_all_ranks_do_the_same_attention_work_and_none_of_it_twice(pool, n_ranks
     assert (n_pairs.amax(0) <= 1.05 * n_pairs.amin(0)).all()
 
 
-def test_no_tensor_has_a_number_for_each_pair_of_tokens(pool):
-    *largest, with_mask = pool.run(watch_steps, 2, [*ROTATIONS.values(), DOCUMENTS], LargestTensor)[0]
-    a_piece = LONG["training.seq_len"] // 4
-    assert max(largest) < [a_piece**2 * LONG["model.n_heads"]]
-    assert with_mask >= [(2 * a_piece) * (4 * a_piece)], "a mask would have been seen"
-
-
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
@@ -196,22 +189,6 @@ def test_no_tensor_has_a_number_for_each_pair_of_tokens(pool):
 def test_per_op_recompute_exchanges_no_keys_again(pool, method, expected):
     cases = [{**ROTATIONS[method], "model.n_layers": 1, MODE: mode} for mode in ("none", "selective")]
     assert pool.run(watch_steps, 2, cases, Collectives) == [[[expected], [expected]]] * 2
-
-
-def count_graphs(rank: int, world_size: int, overrides: dict[str, object]) -> int:
-    """Worker: graphs that compiling all layers of a model made in two steps."""
-    run = build_small_run(complete(overrides, world_size), world_size)
-    batch = own_rows(run, make_batch(run.config, 0))
-    torch._dynamo.utils.counters.clear()
-    for _ in range(2):
-        stepping.train_step(run, batch)
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.parametrize("options", [ROTATIONS["allgather"], ROTATIONS["ring"], DOCUMENTS], ids=[*METHODS, "documents"])
-def test_compiled_layers_share_one_graph(pool, options):
-    only_blocks = {**COMPILED, "compile.components": ["model"], MODE: "none", **TWO_LAYERS}
-    assert pool.run(count_graphs, 2, {CP: 2, **options, **only_blocks}) == [1, 1]
 
 
 # ---------------------------------------------------------------- kernels

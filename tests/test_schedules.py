@@ -57,20 +57,6 @@ def test_stages_are_placed_round_robin_or_in_a_v():
     assert place_stages(pipeline(2, "ZBVZeroBubble"), 8) == (0, 1, 1, 0, 0, 1, 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("parallelism", "n_layers", "key"),
-    [
-        (pipeline(4), 1, "model.n_layers"),
-        (pipeline(2, "1F1B", layers_per_stage=1), 8, "parallelism.pipeline_parallel_layers_per_stage"),
-        (pipeline(2, "Interleaved1F1B", layers_per_stage=4), 8, "parallelism.pipeline_parallel_layers_per_stage"),
-        (pipeline(2, "ZBVZeroBubble", layers_per_stage=1), 8, "parallelism.pipeline_parallel_layers_per_stage"),
-    ],
-)
-def test_impossible_stages_are_refused_by_key(parallelism, n_layers, key):
-    _, (problem,) = plan_stages(parallelism, n_layers)
-    assert problem.key == key
-
-
 GIVEN = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
 FIRST_ALONE = [["tok_embeddings"], ["layers.0", *GIVEN[1]]]
 LAST_ALONE = [[*GIVEN[0], *GIVEN[1][:-2]], ["norm", "output"]]

@@ -64,18 +64,6 @@ class PeakMemory(Watch):
         return self.peak_bytes
 
 
-class LargestTensor(Watch):
-    def __init__(self):
-        super().__init__()
-        self.n_elements = 0
-
-    def note(self, func, args, outputs):
-        self.n_elements = max([self.n_elements, *(tensor.numel() for tensor in outputs)])
-
-    def result(self) -> int:
-        return self.n_elements
-
-
 class AttentionWork(Watch):
     """Pairs of a query and a key that attention kernels compute, in forward and in backward."""
 
