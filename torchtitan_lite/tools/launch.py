@@ -40,8 +40,8 @@ if TYPE_CHECKING:  # the fork server starts before the launcher spends 1.5 s on 
     from torch.distributed.launcher.api import LaunchConfig
 
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit status of a rank that stopped for a signal
-STOP_FILE = "stopped"  # in the folder of the launch, once it has received a signal
-LINGER_S = 1.0
+STOP_FILE = "stopped"  # in the folder of the launch: the exit status, once a signal has arrived
+LINGER_S = 1.0  # of a rank that failed
 
 
 def main(options: Namespace) -> int:
@@ -93,7 +93,7 @@ def run_ranks(args: list[str], n_local: int, n_hosts: int, folder: Path) -> tupl
 
     def pass_on(number: int, frame: object) -> None:
         received.append(signal.Signals(number))
-        (folder / STOP_FILE).touch()  # for ranks that start later, after a failure for instance
+        (folder / STOP_FILE).write_text(str(128 + number))  # for ranks that start later, after a failure for instance
         ranks = multiprocessing.active_children()
         if not ranks:
             raise KeyboardInterrupt  # the launcher waits for other hosts
@@ -118,6 +118,8 @@ def run_ranks(args: list[str], n_local: int, n_hosts: int, folder: Path) -> tupl
             if code not in STOPPED and not (received and code < 0):
                 return 1, describe_failure(error)
             statuses = {0: code if code in STOPPED else 128 + received[0]}
+        except Exception as error:  # the hosts do not meet, or a port is taken
+            return 1, f"torchrun failed: {type(error).__name__}: {error}"
     except KeyboardInterrupt:
         statuses = {0: 128 + received[0]}
     status = max(statuses.values())
@@ -172,7 +174,7 @@ def run_rank(args: list[str], folder: Path) -> int:
     stop.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if (folder / STOP_FILE).exists():
-        return 0
+        return int((folder / STOP_FILE).read_text())
     train = importlib.import_module("train")  # the fork server has imported it
     status = 1
     with suppress(Exception):  # printed, and recorded for describe_failure
