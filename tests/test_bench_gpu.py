@@ -3,14 +3,11 @@
 import json
 import math
 import multiprocessing
-import os
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan_lite import __main__ as door
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
@@ -80,28 +77,6 @@ def test_a_size_is_trained_with_the_first_plan_that_fits(machine, size, expected
 
 
 # ---------------------------------------------------------------- what is kept
-
-
-def test_each_row_is_in_the_file_before_the_next_one_begins_and_older_lines_stay(monkeypatch, on_h200, tmp_path):
-    """A machine and a day have a file of their own."""
-    path = tmp_path / "assets" / "benchmarks" / "gpu-NVIDIA-H200-2026-11-21.jsonl"
-    path.parent.mkdir(parents=True)
-    path.write_text('{"row": "of another day"}\n')
-    names = []
-
-    def run_row(config: Config, **options) -> dict[str, object]:
-        assert options["n_rounds"] == 3 and 0 < options["timeout_s"] <= 9 * 60
-        names.append([line["row"] for line in read_lines(path)])
-        return result_of(config, 1.0)
-
-    monkeypatch.setattr(bench_gpu, "run_row", run_row)
-    monkeypatch.setattr(bench_gpu, "REPOSITORY", tmp_path)
-    bench_gpu.bench_gpu()
-    assert names == [["of another day", *ROWS[:n]] for n in range(9)]
-    first = read_lines(path)[1]
-    assert first["device"] == "NVIDIA H200" and first["step_time_s"] == [1.0, 2.0, 1.0]
-    assert first["plan"] == {"sequences": 1, "seq_len": 8192, "recompute": "none", "moments": "bfloat16"}
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_where_memory_runs_out_the_next_plan_is_tried_and_other_failures_cost_one_row(monkeypatch, on_h200, tmp_path):
@@ -214,49 +189,3 @@ def test_a_row_has_a_process_of_its_own_that_ends_with_it():
     result = bench_gpu.run_row(config, n_rounds=3, n_steps=1, timeout_s=120)
     assert "failed" not in result and len(result["step_time_s"]) == 3
     assert not dist.is_initialized() and set(multiprocessing.active_children()) == others
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "said"),
-    [
-        (lambda connection: os._exit(3), "its process died with exit code 3"),
-        (lambda connection: time.sleep(1000), "it took longer than 0 s"),
-    ],
-)
-def test_a_process_that_dies_or_hangs_is_one_failed_row(behaviour, said, monkeypatch):
-    forked = multiprocessing.get_context("fork")  # so that the process has the replaced function too
-    monkeypatch.setattr(bench_gpu.multiprocessing, "get_context", lambda kind: forked)
-    monkeypatch.setattr(bench_gpu, "answer", lambda connection, *arguments: behaviour(connection))
-    others = set(multiprocessing.active_children())
-    timeout_s = 0.1 if "longer" in said else 30
-    assert bench_gpu.run_row(Config(), n_rounds=3, n_steps=1, timeout_s=timeout_s) == {"failed": said}
-    assert set(multiprocessing.active_children()) == others
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("CUDA OOM. Tried to"), {"failed": "CUDA OOM", "out_of_memory": True}),
-        (RuntimeError("no kernel\nand much more"), {"failed": "RuntimeError: no kernel"}),
-    ],
-)
-def test_what_goes_wrong_in_a_row_is_one_sentence(error, expected, monkeypatch):
-    def fail(config: Config, **options) -> None:
-        raise error
-
-    monkeypatch.setattr(bench_gpu, "measure_row", fail)
-    ours, theirs = multiprocessing.Pipe()
-    bench_gpu.answer(theirs, Config(), 3, 1)
-    assert ours.recv() == expected
-
-
-def test_a_device_without_float8_has_a_ceiling_of_bfloat16_alone(monkeypatch):
-    def refuse(*arguments, **options) -> None:
-        raise RuntimeError("torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0")
-
-    monkeypatch.setattr(torch, "_scaled_mm", refuse)
-    matmuls = bench_gpu.build_matmuls(torch.device("cpu"))
-    assert matmuls.keys() == {"bfloat16"}
-    with FlopCounterMode(display=False) as counter:
-        matmuls["bfloat16"]()
-    assert counter.get_total_flops() == bench_gpu.count_matmul_flops(torch.device("cpu"))
