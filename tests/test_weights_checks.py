@@ -11,7 +11,6 @@ import torch
 from test_check import LAPTOP, find_one_problem, write_tokenizer
 
 from torchtitan_lite.checkpoint import folders
-from torchtitan_lite.checkpoint.hugging_face_config import make_config
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import Manifest
 from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
@@ -31,8 +30,8 @@ def working_folder(tmp_path, monkeypatch):
     """Weights in hf/ with a tokenizer beside them; checkpoints step-9, trained with mine/, and step-12, with other/."""
     monkeypatch.chdir(tmp_path)
     sizes = list_tensors(ARGS)
-    contents = {"config.json": json.dumps(make_config(ARGS, dtype="float32")).encode()}
-    write_folder(Path("hf"), ARGS, "float32", lambda fqn: torch.zeros(sizes[fqn]), contents)
+    tokenizer = load_tokenizer("bytes")
+    write_folder(Path("hf"), ARGS, "float32", lambda fqn: torch.zeros(sizes[fqn]), tokenizer=tokenizer)
     for number, folder in enumerate(("hf", "mine", "other", "assets/tokenizer")):
         write_tokenizer(Path(folder), n_tokens=300 + number)
     for step, assets in ((9, "mine"), (12, "other")):
