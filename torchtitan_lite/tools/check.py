@@ -1,11 +1,4 @@
-"""Is this config sound on this many ranks? Says what the run will be, or every problem that would stop it.
-
-Without --ranks and --gpus it checks a run on this host: NGPU ranks (default: all GPUs; on a CPU the product of the
-degrees, else 2) on each of NNODES hosts like this one. With --gpus, memory and what only GPUs can do are checked
-against --gpu; with --ranks, memory is not checked. It needs no torch, and answers in under a second.
-
-Environment: NGPU, NNODES. Exit status: 0 sound, 2 not.
-"""
+"""Check a config: print what the run will be, or every problem that would stop it. command_lines.py has the options."""
 
 import json
 import os

@@ -163,11 +163,8 @@ def make_plan_parser() -> ArgumentParser:
     description = """
 What does this layout cost on these GPUs: memory, traffic, bubble, time? Which layouts are best?
 
-    memory, traffic, FLOPs    what step.py does as one rank of each kind
-    bubble, time, tokens/s    the schedule, simulated with the closed form's durations
-    warnings                  what is wrong with the layout, and the number that would be right
-
-`--search` ranks all layouts of the model on these GPUs."""
+Memory, traffic and FLOPs are those of step.py, run as one rank of each kind on tensors without storage. Bubble and time
+are the schedule, simulated with the durations of a closed form."""
     parser = make_parser("plan", description, "Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input.")
     add = parser.add_argument
     add("--gpus", type=positive, metavar="N", help="number of GPUs; default: the product of the degrees")
@@ -206,11 +203,9 @@ Everything is recorded while step.py runs as one rank of that world on tensors w
 
 def make_convert_parser() -> ArgumentParser:
     description = """
-Convert a checkpoint to a Hugging Face folder.
+Convert a checkpoint to a Hugging Face folder: config.json, *.safetensors, tokenizer.
 
-    outputs/debug, step-200, ...  ->  OUT/config.json, *.safetensors, tokenizer: for transformers and others
-
-One tensor at a time is in memory. OUT is complete or does not exist."""
+One file is in memory at a time. OUT is complete or does not exist."""
     parser = make_parser("convert", description)
     add = parser.add_argument
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of all weights; default: as in the source")

@@ -14,6 +14,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import inf
 
 import torch
@@ -36,17 +37,6 @@ class Sampling:
     temperature: float = 1.0  # 0: the most likely token
     top_k: int = 0  # draw from this many tokens only; 0: all
     top_p: float = 1.0  # draw only from the most likely tokens that together have this probability; 1: all
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One continuation of the prompt."""
-
-    seed: int
-    text: str  # without the prompt
-    tokens: list[int]  # without the token that ends the text
-    stopped: str  # end_of_document, max_new_tokens or context
-    seconds: float
 
 
 def main(options: Namespace) -> int:
@@ -77,7 +67,7 @@ def run(options: Namespace) -> None:
     logits = model.read(prompt_tokens)  # once, for all samples
     usable = torch.zeros(len(logits), dtype=torch.bool)  # a model may have more rows than its tokenizer has tokens
     usable[list(source.tokenizer.bytes_of_id)] = True
-    show = (lambda text: None) if options.json else write
+    show = (lambda text: None) if options.json else partial(print, end="", flush=True)
     samples = []
     for seed in range(options.seed, options.seed + options.n):
         model.rewind(len(prompt_tokens))
@@ -85,14 +75,17 @@ def run(options: Namespace) -> None:
         if options.n > 1:
             show(f"--- sample {seed - options.seed + 1} of {options.n}, seed {seed} ---\n")
         show(prompt)
-        sample = take(tokens, source.tokenizer, source.end_ids, seed=seed, limit=limit, show=show)
+        started_s = time.monotonic()
+        taken = take(tokens, source.tokenizer, source.end_ids, show)
+        seconds = time.monotonic() - started_s
         show("\n")
-        rate = len(sample.tokens) / sample.seconds
-        print(f"[{len(sample.tokens)} tokens, {rate:.1f} per second, {sample.stopped}]", file=sys.stderr)
-        samples.append(sample)
+        stopped = limit if len(taken) == n_new_tokens else "end_of_document"
+        print(f"[{len(taken)} tokens, {len(taken) / seconds:.1f} per second, {stopped}]", file=sys.stderr)
+        sample = {"seed": seed, "text": source.tokenizer.decode(taken), "tokens": taken}
+        samples.append({**sample, "stopped": stopped, "seconds": seconds})
     if options.json:
         about = {"source": str(source.path), "prompt": prompt, "prompt_tokens": prompt_tokens, **asdict(sampling)}
-        print(json.dumps({**about, "samples": [asdict(sample) for sample in samples]}))
+        print(json.dumps({**about, "samples": samples}))
 
 
 def encode_prompt(prompt: str, source: ModelSource, context: int | None) -> tuple[list[int], int]:
@@ -117,32 +110,17 @@ def encode_prompt(prompt: str, source: ModelSource, context: int | None) -> tupl
 
 
 def take(
-    tokens: Iterator[int],
-    tokenizer: Tokenizer,
-    end_ids: frozenset[int],
-    *,
-    seed: int,
-    limit: str,
-    show: Callable[[str], object],
-) -> Sample:
-    """Collect `tokens` up to a token that ends the text. Show characters as soon as they are complete.
-
-    `limit` is the reason if no such token comes.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token can end inside a character
-    started_s, taken, stopped = time.monotonic(), [], limit
+    tokens: Iterator[int], tokenizer: Tokenizer, end_ids: frozenset[int], show: Callable[[str], object]
+) -> list[int]:
+    """Return `tokens` up to a token that ends the text. Show characters as soon as they are complete."""
+    decoder, taken = codecs.getincrementaldecoder("utf-8")("replace"), []  # a token can end inside a character
     for token in tokens:
         if token in end_ids:
-            stopped = "end_of_document"
             break
         taken.append(token)
         show(decoder.decode(tokenizer.bytes_of_id[token]))
     show(decoder.decode(b"", final=True))
-    return Sample(seed, tokenizer.decode(taken), taken, stopped, time.monotonic() - started_s)
-
-
-def write(text: str) -> None:
-    print(text, end="", flush=True)
+    return taken
 
 
 # ---------------------------------------------------------------- the next token
