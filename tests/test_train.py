@@ -35,12 +35,13 @@ def unbroken(pool, tmp_path_factory) -> tuple[Path, list[str]]:
 
 
 def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_one(unbroken, tmp_path):
-    keys = [*unbroken[1], LAYOUT, "--job.overwrite"]  # which a restart does not do a second time
+    keys = [*unbroken[1], LAYOUT, "--job.overwrite", "--checkpoint.last_save_in_hf"]  # a restart does not start over
     process = launch(tmp_path / "killed", tmp_path, *keys, n_ranks=RANKS, MAX_RESTARTS="1")
     kill_rank(process, RANKS - 1, after_step=11)
     output = finish(process)
     assert "resumed from" in output and "step-8" in output
     assert list_differences(tmp_path / "killed", unbroken[0], STEPS) == []
+    assert (tmp_path / "killed" / "checkpoint" / f"step-{STEPS}-hf" / "config.json").exists()
     left = {path.name: path.is_dir() for path in (tmp_path / "killed").iterdir()}
     assert {name for name, is_folder in left.items() if is_folder} >= {"tb", "checkpoint"}
     files = {name for name, is_folder in left.items() if not is_folder}
