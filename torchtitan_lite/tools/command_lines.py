@@ -250,10 +250,7 @@ counts once. Bits per byte compare models with different tokenizers. Runs in one
 
 
 def make_bench_parser() -> ArgumentParser:
-    description = """
-How fast is it, as ratios against references measured in the same run?
-
-A bench never fails because something was slow."""
+    description = "How fast is it, as ratios against references measured in the same run?"
     epilog = "Exit status: 0 measured, 1 it failed or the contenders do not compute the same, 2 wrong input."
     parser = make_parser("bench", description, epilog)
     benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
