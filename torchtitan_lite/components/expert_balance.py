@@ -1,10 +1,10 @@
-"""Balance of experts: how many tokens each one got in a step, and the bias that evens this out.
+"""Balance the load of experts: count the tokens of each expert in a step, and adjust its bias.
 
     load of a layer       whole numbers, counted in every backward pass of the step and summed over all ranks
-    bias of an expert     += rate where its load is below the layer's mean, -= rate where it is above
+    bias of an expert     += rate if its load is below the layer's mean, -= rate if it is above
 
-The bias is the same on every rank and on every layout, because loads are whole numbers of the global batch: nothing is
-rounded. It is saved in checkpoints. A step whose gradients are not finite moves no bias.
+The bias is the same on every rank and on every layout, because loads are whole numbers of the global batch, without
+rounding. Checkpoints contain it. A step whose gradients are not finite changes no bias.
 
 Sources: arXiv:2408.15664; the auxiliary loss beside it: model/moe.py.
 """
@@ -48,10 +48,10 @@ class ExpertBalance:
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> Tensor:
-        """Move the biases after a step, if it was `finite`. Collective: all-reduces the result over all ranks.
+        """Adjust the biases after a step, if it was `finite`. Collective: all-reduces the result over all ranks.
 
-        Returns, (layers, experts + 1) float64, the routes of each expert in the global batch, and in the last column
-        the sum over its tokens of the entropy of their scores, in nats. A dense layer has zeros.
+        Returns (layers, experts + 1) float64: the routes of each expert in the global batch, and in the last column the
+        entropy of the scores of a token in nats, summed over tokens. The row of a dense layer is zero.
         """
         loads = self.sum_loads()
         for layer, router in self.routers.items():
@@ -85,7 +85,7 @@ def build_balance(
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The load of a step in three numbers."""
+    """The load of the experts in one step."""
 
     max_over_mean: float  # of the expert that got most, in its layer
     layer: int  # the one with this expert
@@ -109,7 +109,7 @@ def describe_load(loads: Tensor, top_k: int) -> ExpertLoad:
 
 
 class CollapseWatch:
-    """Reads the load of logged steps, and warns when that of a layer stays on few experts."""
+    """Describe the load of logged steps, and warn if few experts get most tokens of a layer for several steps."""
 
     def __init__(self, mixture: MixtureArgs):
         self.top_k = mixture.top_k

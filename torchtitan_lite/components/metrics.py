@@ -44,10 +44,10 @@ class StepTimes:
 
 
 class StepMeter:
-    """Measures wall time from log line to log line.
+    """Measure wall time from log line to log line.
 
-    A CUDA step is only queued when its call returns, so a clock around one step is wrong. The log line reads the loss,
-    which waits for the device: between two log lines the host's clock is right.
+    A CUDA step is only queued when its call returns, so timing one step on the host is wrong. Reading the loss for the
+    log line waits for the device: between two log lines the host's clock is right.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -55,7 +55,7 @@ class StepMeter:
         self.start()
 
     def start(self) -> None:
-        """Restart the measurement: at construction, which should come right before the loop, and at each read."""
+        """Restart the measurement: right before the loop, and at each read."""
         self.started_at = self.clock()
         self.data_time_s = 0.0
         self.n_steps = 0
@@ -70,7 +70,7 @@ class StepMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager: leave the time inside out of step_time_s. The device must be idle, as around validation."""
+        """Context manager: exclude the time inside from step_time_s. The device must be idle, as around validation."""
         paused_at = self.clock()
         yield
         self.started_at += self.clock() - paused_at
@@ -282,7 +282,7 @@ def list_scalars(metrics: StepMetrics, memory: PeakMemory, flops_per_token: Flop
 
 
 def drop_later_steps(path: Path, last_step: int) -> None:
-    """Drop from metrics.jsonl all lines after `last_step`, and a line that a kill cut short."""
+    """Drop from metrics.jsonl all lines after `last_step`, and an incomplete last line."""
     if not path.exists():
         return
     kept = []

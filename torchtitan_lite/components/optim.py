@@ -1,4 +1,4 @@
-"""Optimizer, learning-rate schedule, and the norm of all gradients.
+"""Build the optimizer and the learning-rate schedule; clip the norm of all gradients.
 
 Sources: AdamW arXiv:1711.05101; warm-up, stable, decay (WSD) arXiv:2404.06395.
 """
@@ -98,7 +98,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def count_copies(tensor: Tensor) -> int:
-    """Return the number of ranks of its mesh that hold the same slice of a tensor: 1 where it is not a DTensor."""
+    """Return the number of ranks that hold the same slice of a tensor: 1 if it is not a DTensor."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)

@@ -1,12 +1,12 @@
-"""Look closer at steps: traces of their time, and snapshots of CUDA memory.
+"""Record traces of steps, and snapshots of CUDA memory.
 
     steps  1 ... 6   7 ... 9   10         | 11 ... 16   17 ... 19   20      profile_freq 10, warm-up 3, active 1
            idle      warm-up   recorded   | idle        warm-up     recorded
                                -> traces/step-10/rank-R.json        -> traces/step-20/rank-R.json
                                -> memory_snapshot/step-10/rank-R.pickle ...
 
-Open traces at https://ui.perfetto.dev, snapshots at https://pytorch.org/memory_viz. Rank 0 logs the operators that took
-most of the time. torch itself logs what it compiles again, and why: TORCH_LOGS=recompiles.
+Open traces at https://ui.perfetto.dev, snapshots at https://pytorch.org/memory_viz. Rank 0 logs torch's table of the
+operators that took most of the time. For recompiles set TORCH_LOGS=recompiles.
 """
 
 import logging
@@ -39,9 +39,9 @@ class Profilers:
 
 @contextmanager
 def profile_steps(section: Profiling, dump_folder: Path, rank: int, *, resumed_step: int = 0) -> Iterator[Profilers]:
-    """Context manager of the training loop. A trace that the end of the loop cuts short is not written.
+    """Context manager of the training loop. An incomplete period at its end writes no trace.
 
-    `resumed_step` is the last step before this process, so that file names count the steps of the whole run.
+    `resumed_step` is the last step before this process: file names count the steps of the whole run.
     """
     profilers = []
     if section.enable_profiling:

@@ -5,16 +5,16 @@
     every other rank          step s - 1 ... | announce(s), forward, backward | all-reduce | find(s) | save, end
                                                                                              reads it
 
-Ranks get a signal at different instants, and some get none. What travels is one key of the store in which the ranks met
-(torchrun's TCPStore): a write per signal, and one question per rank and step, 20 us on one host, which no device waits
-for. An all-reduce of one integer over gloo took 2 ms on the same 8 ranks.
+Ranks get a signal at different times, and some get none. They exchange one key of torchrun's TCPStore: a write per
+signal, and a read per rank and step. A read takes 20 us on one host, and no device waits for it; an all-reduce of one
+integer over gloo took 2 ms on the same 8 ranks.
 
-No rank passes the agreed step. A rank writes the key of step s before it takes part in the all-reduce of the gradient
-norm of s, which spans all ranks, and compare_set returns only when the store has answered. The host of every rank reads
-the result of that all-reduce (StepResult.finite) before find(s). So whoever asks for the key of s finds it, and nobody
-has begun s + 1. Two ranks that write at the same time are both before that all-reduce, so they write the same key.
+All ranks stop after the same step. A rank writes the key of step s before it joins the all-reduce of the gradient norm
+of s, and compare_set returns after the store has answered. Every rank reads the result of that all-reduce
+(StepResult.finite) before find(s). So every find(s) sees the key, and no rank has started s + 1. Two ranks that write
+at the same time are both before that all-reduce, so they write the same key.
 
-Until the first step is done there is nothing to save, and a signal ends the process at once. So does a second one.
+Before the end of the first step there is nothing to save, and a signal ends the process at once. So does a second one.
 """
 
 import logging
@@ -34,14 +34,14 @@ if TYPE_CHECKING:  # a run listens before it imports torch, which takes seconds
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Slurm gives a signal to launcher and ranks alike, and the launcher passes it on: copies of one signal arrive together.
+# Slurm and terminals signal the launcher and the ranks, and the launcher passes the signal on: ranks get it twice.
 COPIES_ARRIVE_WITHIN_S = 2.0
 
 
 class StopRequest:
-    """The signal that this process, `rank` of the run, got; and the step after which the run stops for one of any rank.
+    """The signal that this process received, and the agreement of all ranks on the step after which they stop.
 
-    Without `listen` it never gets one.
+    Without `listen`, no signal is received. `rank` is for messages.
     """
 
     def __init__(self, rank: str = ""):
@@ -51,10 +51,10 @@ class StopRequest:
         self.store: Store | None = None  # None: nothing is worth saving yet
 
     def listen(self) -> None:
-        """Note the signals of this process from now on. Call in the main thread of a process of its own.
+        """Record the signals of this process from now on. Call it in the main thread.
 
-        A thread reads them from a pipe that C code writes to: while the main thread waits for a device or for a peer,
-        no Python handler would run.
+        A thread reads them from a pipe that C code writes to: no Python handler runs while the main thread waits for a
+        device or for a peer.
         """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -70,7 +70,7 @@ class StopRequest:
                 self.note(signal.Signals(number))
 
     def note(self, received: signal.Signals) -> None:
-        """Keep the first signal for the end of a step, or end this process."""
+        """Keep the first signal until the end of a step. End this process on a later one, or before the first step."""
         now_s = time.monotonic()
         if self.store is None:
             self.end(received, "before the end of its first step, so there is nothing to save")
@@ -81,21 +81,21 @@ class StopRequest:
             self.end(received, "at once, as this is the second signal")
 
     def end(self, received: signal.Signals, when: str) -> NoReturn:
-        """End this process from any thread, with the status that shells give to a process which this signal ended."""
+        """End this process from any thread, with exit status 128 + signal, as shells report it."""
         os.write(2, f"rank {self.rank} was stopped by {received.name} {when}\n".encode())
         os._exit(128 + received)
 
     def wait_for_steps(self, store: "Store") -> None:
-        """From now on, let a signal wait for the end of a step. `store` is the one in which all ranks met."""
+        """From now on, keep a signal until the end of a step. `store` is the store of the default process group."""
         self.store = store
 
     def announce(self, step: int) -> None:
-        """Before a step: if this process got a signal, tell all ranks to stop after this step."""
+        """Before a step: if this process has received a signal, tell all ranks to stop after this step."""
         if self.received is not None:
             self.store.compare_set(name_key(step), "", str(self.received.value))
 
     def find(self, step: int) -> signal.Signals | None:
-        """After a step: return the signal for which the run stops now, the same on every rank; None: it goes on."""
+        """After a step: return the signal for which the run stops now, the same on every rank; None if it continues."""
         if self.store is None or not self.store.check([name_key(step)]):
             return None
         return signal.Signals(int(self.store.get(name_key(step))))
@@ -108,9 +108,9 @@ def name_key(step: int) -> str:
 def describe_stop(
     received: signal.Signals, step: int, config: Config, newest: Path | None, args: list[str], ngpu: str | None
 ) -> str:
-    """Return one line: where the run stopped, its newest checkpoint, and the command that continues from there.
+    """Return one line: where the run stopped, its newest checkpoint, and the command that continues the run.
 
-    `args` are those of the run, `ngpu` is the variable NGPU with which it was started.
+    `args` are the arguments of the run, `ngpu` is the environment variable NGPU.
     """
     stopped = f"stopped by {received.name} after step {step} of {config.training.steps}"
     if newest is None:
