@@ -14,7 +14,7 @@ SOCKET = "/pymp-abcdefgh/listener-abcdefgh"  # what multiprocessing appends to T
 def prepare_forkserver(modules: list[str]) -> None:
     """Let the fork server import `modules` before it forks.
 
-    Its socket is under TMPDIR, or under /tmp if the path would be too long, as on clusters. Python 3.14 does this itself.
+    Its socket is under TMPDIR, or under /tmp if that path is too long, as on clusters. Python 3.14 does this itself.
     """
     multiprocessing.set_forkserver_preload(modules)
     temporary = tempfile.gettempdir()
