@@ -21,9 +21,9 @@ TRAINER = {
 TOOLS = {
     "torchtitan_lite/tools": 1_350,
     "torchtitan_lite/tools/corpora": 600,
-    "torchtitan_lite/tools/verify": 6_000,
-    "torchtitan_lite/tools/plan": 4_300,
-    "torchtitan_lite/tools/bench": 1_700,
+    "torchtitan_lite/tools/verify": 5_100,
+    "torchtitan_lite/tools/plan": 3_700,
+    "torchtitan_lite/tools/bench": 850,
 }
 TESTS = {"tests": 22_600}
 BUDGETS = TRAINER | TOOLS | TESTS

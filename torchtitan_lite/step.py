@@ -1,4 +1,4 @@
-"""Build a run and make a step. train, verify, plan, explain and bench all do it by this code.
+"""Build a run and make a step: the code that train, verify, plan, explain and bench share.
 
     build_parts   meta model -> the parts of this rank's pipeline stages, parallelized, without storage
     materialize   storage and initial weights, which depend on (seed, FQN) only
@@ -101,7 +101,7 @@ def build_parts(config: Config, model_args: ModelArgs, layout: Layout, mesh: Mes
 def materialize(
     parts: list[nn.Module], config: Config, device: torch.device, init_parameter: Callable | None = None
 ) -> None:
-    """Allocate the parts on `device`, or on the host under offload (own slices only), and initialise their weights.
+    """Allocate the parts on `device`, or on the host under offload (own slices only), and initialize their weights.
 
     `init_parameter`: what fills a whole tensor, of which the rank keeps its slice; by default the model's own rule.
     """

@@ -1,4 +1,4 @@
-"""A batch: tokens, targets, and where each token stands. Legend: B sequences, S tokens per sequence."""
+"""A batch: tokens, targets, positions. Legend: B sequences, S tokens per sequence."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class Batch:
     """Rows of a global batch, each field (B, S) int64 unless it says otherwise."""
 
     tokens: Tensor
-    targets: Tensor  # the token after each one; IGNORE_INDEX where none is to be predicted
+    targets: Tensor  # the token after each one; IGNORE_INDEX if it is not counted
     positions: Tensor  # of a token in its row, or in its document
     doc_ids: Tensor  # number of a token's document in its row, from 0
     routes: Tensor | None = None  # (B, S, layers, top_k): experts of each token, if the routers are not to choose them

@@ -10,7 +10,7 @@ Sources: Llama 3, arXiv:2407.21783; RoPE 2104.09864; RMSNorm 1910.07467; SwiGLU 
 QK-norm 2302.05442.
 
 Names of modules and parameters are those of Meta's checkpoints (`layers.3.attention.wq.weight`), and so is the order
-of the rotary pairs: neighbouring numbers (2i, 2i+1) of a head turn together.
+of the rotary pairs: neighboring numbers (2i, 2i+1) of a head turn together.
 """
 
 import math

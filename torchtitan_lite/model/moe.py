@@ -65,8 +65,8 @@ class Router(nn.Module):
         self.args, self.n_experts = args, args.n_experts
         self.weight = nn.Parameter(torch.empty(args.n_experts, dim))
         self.register_buffer("expert_bias", torch.zeros(args.n_experts, dtype=torch.float32))  # in checkpoints
-        # Of this step's backward passes so far: routes of each expert, and the sum over tokens of the entropy of their
-        # scores, in nats. float64 holds whole numbers up to 2**53.
+        # Sums over this step's backward passes so far: routes of each expert, and the entropy of the tokens' scores in
+        # nats. float64 holds integers up to 2**53.
         self.register_buffer("load", torch.zeros(args.n_experts + 1, dtype=torch.float64), persistent=False)
         self.balance_loss = 0.0  # weight of the auxiliary loss of one sequence
         self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts  # of ranks that share sequences

@@ -15,7 +15,7 @@ Per layer and microbatch, R rows (tokens x top_k) on this rank, over ep:
 
     forward    all-to-all of counts      E x 8 bytes             how many rows come for each expert
                all-to-all of rows        about R*D*2(n-1)/n      each row to the rank of its expert
-               all-to-all of results     as many                 and back
+               all-to-all of results     the same                and back
     backward   two all-to-alls           of their gradients
 
 The host must know how many rows arrive before it can allocate them: it waits for the counts, once a layer and
@@ -84,7 +84,7 @@ def share_sequences(part: nn.Module, groups: list[dist.ProcessGroup]) -> None:
 
 def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tensor) -> Tensor:
     """Replace Experts.forward: rows (R, D) sorted by expert -> (R, D), computed on the ranks of their experts."""
-    # What comes from each rank, and for which of the experts here: (ep, E/ep).
+    # Rows arriving from each rank, per local expert: (ep, E/ep).
     theirs = all_to_all(counts, ranks).unflatten(0, (ranks.n, -1))
     sent, received = read_splits(counts.unflatten(0, (ranks.n, -1)), theirs)
     arrived = exchange_rows(rows, received, sent, ranks)  # by rank, and from each rank by expert
@@ -96,7 +96,7 @@ def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tens
 
 
 def order_by_expert(theirs: Tensor, n_rows: int) -> Tensor:
-    """Return the order (n_rows,) that sorts arrived rows by expert. `theirs` (ep, E/ep): how many are in each run."""
+    """Return the order (n_rows,) that sorts arrived rows by expert. `theirs` (ep, E/ep): rows of each run."""
     n_ranks, n_experts = theirs.shape
     of_runs = torch.arange(n_experts, device=theirs.device).repeat(n_ranks)
     return of_runs.repeat_interleave(theirs.flatten(), output_size=n_rows).argsort(stable=True)

@@ -6,7 +6,7 @@
     its gradient          of rank 0's tokens   of rank 1's tokens    reduce-scatter: sums, keeps the own rows, fp32
 
 Traffic per block, P = bytes of its parameters in compute dtype; each gather or reduce-scatter moves P(n-1)/n per rank.
-They are prefetched and hide behind the neighbouring block's compute if that takes longer: in forward because the host
+They are prefetched and hide behind the neighboring block's compute if that takes longer: in forward because the host
 queues the next gather while the device still computes, in backward by torch, one group ahead. More could help only
 where the host is the slower of the two. What stays sharded between the microbatches of a step is the ZeRO stage; with m
 microbatches, per block and step:
@@ -80,7 +80,7 @@ def apply_fsdp(
     shard = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
     mixtures = [mixture for _, mixture in list_mixtures(part)]
     for mixture in mixtures:
-        # Of 8 experts no 64 ranks can have equal shares: then each has a share of every matrix.
+        # 64 ranks cannot share 8 experts equally. In that case every matrix is sharded instead.
         dim = find_expert_dim(part.model_args, ep, expert_mesh.size(expert_mesh.ndim - 1))
         shard(
             mixture,

@@ -44,6 +44,6 @@ def copy_local_shard(parameter: Tensor, full: Tensor) -> None:
 
 
 def seed_of(seed: int, fqn: str) -> int:
-    """Return 63 bits of a hash, so that neighbouring seeds and names have unrelated streams."""
+    """Return 63 bits of a hash, so that neighboring seeds and names have unrelated streams."""
     digest = hashlib.sha256(f"{seed}:{fqn}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -12,15 +12,15 @@
     ep             experts                        all-to-all of tokens, four per block
 
 Every rank has one coordinate on each dim; a group is the ranks that differ in one coordinate only. Groups of one rank
-are made too: they cost nothing, and code that always has its group needs no special case.
+are created too: they cost nothing, and the code needs no special case.
 
 How long a rank waits in a collective, a send or a receive before it raises ([comm]):
 
     groups of the mesh, pipeline   init_timeout_seconds until the first step is done, train_timeout_seconds after it
     groups of the host             init_timeout_seconds throughout: in them a rank waits for the slowest disk of all
 
-In their first step ranks compile, connect and read at different speeds; after it, a peer that is late by many steps is
-hung. A save or an export takes as long as its disk. torch gives 30 minutes to a group that is made without a time-out.
+In the first step ranks compile, connect and read at different speeds. After it, a peer that is late by many steps is
+hung. A save takes as long as its disk. torch gives 30 minutes to a group created without a time-out.
 
 Effect: process groups exist; nothing is sharded yet. Sources: DeviceMesh; arXiv:2410.06511.
 """
@@ -174,7 +174,7 @@ def list_groups() -> list[dist.ProcessGroup]:
 def set_timeouts(
     timeout_s: int, schedule: _PipelineSchedule | None, *, besides: Collection[dist.ProcessGroup] = ()
 ) -> None:
-    """Give this time-out to every group of this process, but for those in `besides`, which keep theirs.
+    """Set the time-out of every group of this process, except the groups in `besides`.
 
     Collective: no rank may wait with a short time-out for one that is still in its first step.
     """

@@ -10,7 +10,7 @@
                                         the attention and the shared experts; the loss of given logits
               5. full recompute         outside compile: inside, it fails under TP ("tensors_saved ... DeviceMesh")
               6. FSDP2                  last: its hooks gather parameters outside the compiled graph
-    then      7. allocate, initialise or load, optimizer: parameters are final now   (step.py)
+    then      7. allocate, initialize or load, optimizer: parameters are final now   (step.py)
               8. PipelineStage, schedule: they take the parts as they are            (step.py)
 
 Before all of it the model is cut into parts (pipeline.py), so that no stage ever allocates what it does not hold.

@@ -85,7 +85,7 @@ def list_stages(schedule: _PipelineSchedule | None) -> list["Stage"]:
 class Stage(PipelineStage):
     """A stage that also runs forward only, for validation, and that counts no routes of made-up tokens.
 
-    Two neighbouring stages on one rank (V schedules) hand gradients to each other directly; torch 2.13 does so even
+    Two neighboring stages on one rank (V schedules) hand gradients to each other directly; torch 2.13 does so even
     where there is no backward and so no gradient.
     """
 
@@ -100,7 +100,7 @@ class Stage(PipelineStage):
         """Forget the loads of the experts so far. torch calls this before the first microbatch.
 
         In the first step, and in each that follows a validation, torch 2.13 learns shapes by a forward and a backward
-        pass over uninitialised hidden states, and routers count in backward.
+        pass over uninitialized hidden states, and routers count in backward.
         """
         super()._post_metadata_inference_cleanup()
         for _, mixture in list_mixtures(self.submod):

@@ -14,7 +14,7 @@
 Weights are DTensors at rest, so that optimizer and checkpoints see one model. Activations are ordinary tensors: each
 module computes on its slice of the weight, and hands over what others need by the functions of exchange.py.
 
-Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, as many in backward; each moves P(n-1)/n per rank,
+Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, the same in backward; each moves P(n-1)/n per rank,
 P = B*S*D*2 bytes in bf16. Recompute repeats those whose outputs it does not keep. The embedding costs one
 reduce-scatter, the head one all-gather, and in backward the reverse. The gradient of a norm's weight is a sum over the
 tokens of one rank: FSDP all-reduces it over tp (D*4 bytes) before it reduces it over data-parallel ranks.
@@ -298,6 +298,6 @@ class GatheredLoss(LossOfShard):
     """Without loss parallel: gathers all logits of a chunk, and keeps the gradient of its own."""
 
     def differentiate(self, logits: Tensor, targets: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        whole = all_gather(logits, self.ranks, dim=1)  # (n, V): ranks hold neighbouring ids
+        whole = all_gather(logits, self.ranks, dim=1)  # (n, V): ranks hold neighboring ids
         loss, gradient = super().differentiate(whole, targets, with_gradient=with_gradient)
         return loss, gradient.chunk(self.ranks.n, dim=1)[self.ranks.own] if with_gradient else None

@@ -1,10 +1,10 @@
-"""Measure in rounds: contenders take turns in one process, so only neighbours in time are compared.
+"""Measure in rounds: contenders take turns in one process, so only neighbors in time are compared.
 
     round 1    trainer       bare_loop     transformers  compiled        a turn: n_steps, timed as one
     round 2    bare_loop     transformers  compiled      trainer         another one is first
     ratio      the median, over the rounds, of (speed of one / speed of the other, both of that round)
 
-A speed depends on the machine more than on the code, and on a shared machine it drifts. The ratio of neighbours does
+A speed depends on the machine more than on the code, and on a shared machine it drifts. The ratio of neighbors does
 not, and a median ignores the round in which somebody else was busy.
 """
 

@@ -171,7 +171,7 @@ def list_sections(run: DryRun) -> list[tuple[str, int, Folded]]:
 
 
 def fold_layers(collectives: Iterable[Collective]) -> Folded:
-    """Group collectives by layer or root module, in the order of their first call; equal neighbours share a list."""
+    """Group collectives by layer or root module, in the order of their first call; equal neighbors share a list."""
     by_owner: dict[str, list[Collective]] = {}
     for collective in collectives:
         parts = collective.place.module.split(".")

@@ -1,4 +1,4 @@
-"""The world of a dry run: a process group without processes, stages without neighbours, kernels as on a GPU.
+"""The world of a dry run: a process group without processes, stages without neighbors, kernels as on a GPU.
 
     dist.init_process_group("fake")    all ranks, no processes: collectives return at once
     StaticStage                        a pipeline stage that knows what it receives, and marks its actions in a Meter
@@ -52,7 +52,7 @@ def make_batch(layout: Layout, seq_len: int) -> Batch:
 
 @contextmanager
 def static_stages(config: Config, model_args: ModelArgs, layout: Layout, meter: Meter) -> Iterator[None]:
-    """Context manager: microbatches set marks, and pipeline stages know their shapes without asking a neighbour."""
+    """Context manager: microbatches set marks, and pipeline stages know their shapes without asking a neighbor."""
     hidden = torch.empty(
         (layout.microbatch_size, config.training.seq_len // layout.cp // layout.tp, model_args.dim),
         dtype=getattr(torch, config.training.mixed_precision_param),

@@ -31,7 +31,7 @@ PipelineOrder = list[list[Action]]  # the actions of each pp rank in one step, w
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 METHODS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}  # of torch's stages
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
-COLOURS = {"F": "#4e79a7", "B": "#f28e2b", "I": "#edc948", "W": "#b07aa1"}
+COLORS = {"F": "#4e79a7", "B": "#f28e2b", "I": "#edc948", "W": "#b07aa1"}
 ROW_HEIGHT, LABEL_WIDTH = 22, 72  # pixels
 
 
@@ -262,7 +262,7 @@ def draw_svg(timeline: Timeline, title: str = "", width: int = 1000) -> str:
         action, x, y = event.action, LABEL_WIDTH + event.start * scale, top + event.rank * ROW_HEIGHT
         box_width = (event.end - event.start) * scale
         opacity = 1 / (1 + 0.5 * (action.stage // timeline.n_ranks))
-        box = f'x="{x:.2f}" y="{y}" width="{box_width:.2f}" height="{ROW_HEIGHT - 3}" fill="{COLOURS[action.kind]}"'
+        box = f'x="{x:.2f}" y="{y}" width="{box_width:.2f}" height="{ROW_HEIGHT - 3}" fill="{COLORS[action.kind]}"'
         name = f"stage {action.stage}, {MEANINGS[action.kind]}, microbatch {action.microbatch}"
         shapes.append(
             f'<rect {box} fill-opacity="{opacity:.2f}" stroke="white" stroke-width="0.5"><title>{name}</title></rect>'
@@ -270,10 +270,10 @@ def draw_svg(timeline: Timeline, title: str = "", width: int = 1000) -> str:
         if box_width > 7 * len(str(action.microbatch)) + 3:  # room for the number
             middle = x + box_width / 2
             shapes.append(f'<text x="{middle:.2f}" y="{y + 14}" text-anchor="middle">{action.microbatch}</text>')
-    kinds = [kind for kind in COLOURS if any(event.action.kind == kind for event in timeline.events)]
+    kinds = [kind for kind in COLORS if any(event.action.kind == kind for event in timeline.events)]
     for index, kind in enumerate(kinds):
         x, y = LABEL_WIDTH + index * 150, height - 22
-        shapes.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLOURS[kind]}"/>')
+        shapes.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLORS[kind]}"/>')
         shapes.append(f'<text x="{x + 17}" y="{y + 10}">{MEANINGS[kind]}</text>')
     return "\n".join([*shapes, "</svg>\n"])
 

@@ -319,7 +319,7 @@ def count_gathers(kinds: list[str], workload: Workload, *, freed_after_forward: 
 def add_sends(tally: Tally, workload: Workload, index: int) -> None:
     """Hidden states go to the next stage, gradients come back, where that stage is on another rank."""
     ranks = workload.layout.stage_ranks
-    neighbours = [other for other in (index - 1, index + 1) if 0 <= other < len(ranks) and ranks[other] != ranks[index]]
-    for operation in ("send", "receive"):  # with each neighbour one of each: states or gradients
+    neighbors = [other for other in (index - 1, index + 1) if 0 <= other < len(ranks) and ranks[other] != ranks[index]]
+    for operation in ("send", "receive"):  # with each neighbor one of each: states or gradients
         n_bytes = workload.hidden_bytes / workload.layout.tp
-        tally.add(("pp",), operation, len(neighbours) * workload.layout.n_microbatches, n_bytes)
+        tally.add(("pp",), operation, len(neighbors) * workload.layout.n_microbatches, n_bytes)

@@ -26,7 +26,7 @@ from torchtitan_lite.tools.verify.slices import Coordinates
 from torchtitan_lite.tools.verify.trial import Culprit, Difference, describe_ranks, find_disagreement
 
 # Measured on healthy layouts: from exact inputs outputs are off by up to 3e-7; errors of inputs grow threefold at most.
-LEAST_ROUNDING = 2**-24  # half of the distance of two neighbouring fp32 numbers near 1
+LEAST_ROUNDING = 2**-24  # half of the distance of two neighboring fp32 numbers near 1
 JUMP = 10  # times the error of its inputs: that of a wrong module's output is larger
 SIDE_INPUTS = {"positions": "positions", "rotation": "rotary angles", "doc_ids": "documents"}  # argument -> kind
 

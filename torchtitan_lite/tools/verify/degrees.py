@@ -3,7 +3,7 @@
 it fits the ranks          the degrees that the config gives stay as they are; an automatic dp_shard gets what they
                            leave, which may be 1
 it does not fit            each degree above 1 becomes 2, and so does an automatic dp_shard. Then, as long as ranks
-                           are left, cp and pp grow to 4 or 3, for a ring or a pipeline of two has neighbours only;
+                           are left, cp and pp grow to 4 or 3, for a ring or a pipeline of two has neighbors only;
                            then all grow through the divisors of the real degree, outermost first
 not even 2 of each fit     dims are given up: dp_shard where it is automatic, then dp_replicate, dp_shard, cp, tp,
                            pp. What is given up has not been looked at, so there is no certificate

@@ -60,7 +60,7 @@ def fan_out(x: Tensor, n: int, dim: int | None) -> tuple[Tensor, ...]:
 class RoundedLoss(torch.autograd.Function):
     """Compute the summed cross entropy of counted tokens, () fp32, by chunks and by parts of the vocabulary.
 
-    Arguments: targets (N,), tokens of a chunk, whether each tp rank normalises its own part first, and for each rank
+    Arguments: targets (N,), tokens of a chunk, whether each tp rank normalizes its own part first, and for each rank
     hidden (N, D), then for each weight (V/tp, D). The gradients of a sum of losses are rounded to the compute dtype
     before the incoming gradient scales them.
     """

@@ -132,7 +132,7 @@ class ExpertRecord:
 class RouterCall:
     routes: Tensor  # (B, S, K)
     scores: Tensor  # (B, S, E), with the bias
-    probabilities: Tensor  # (B, S, E): the scores, normalised
+    probabilities: Tensor  # (B, S, E): the scores, normalized
 
     @property
     def chosen(self) -> Tensor:

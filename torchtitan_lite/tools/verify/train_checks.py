@@ -134,7 +134,7 @@ def check_rows(plan: StartPlan, step: int, rows: Sequence[list[RowNumber | None]
 
 
 def find_unlike_peers(plan: StartPlan, rows: Sequence[list[RowNumber | None]]) -> list[str]:
-    """Return the mesh dims along which neighbours must read the same rows, and do not."""
+    """Return the mesh dims along which neighbors must read the same rows, and do not."""
     values = [(plan.coordinates(rank), rows.index(found)) for rank, found in enumerate(rows)]
     return [dim for dim in find_disagreement(values, 0.0) if dim in ("pp", "cp", "tp")]
 

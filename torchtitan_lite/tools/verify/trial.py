@@ -160,7 +160,7 @@ def merge(ranks: list[RankResult], fqns: Collection[str]) -> Difference:
 
 
 def find_disagreement(values: Sequence[tuple[Coordinates, float]], tolerance: float) -> list[str]:
-    """Return the mesh dims along which ranks disagree: neighbours on that dim alone hold different values."""
+    """Return the mesh dims along which ranks disagree: neighbors on that dim alone hold different values."""
     dims = set()
     for (here, one), (there, other) in combinations(values, 2):
         apart = [dim for dim in here if here[dim] != there[dim]]
@@ -178,7 +178,7 @@ def describe_ranks(wrong: Sequence[Coordinates], n_holders: int) -> str:
 
 
 def blame(kind: str, name: str, detail: str, is_right: Sequence[tuple[Coordinates, bool]]) -> Culprit:
-    """Return a culprit with the ranks that are wrong, and the mesh dims along which right and wrong are neighbours."""
+    """Return a culprit with the ranks that are wrong, and the mesh dims along which right and wrong are neighbors."""
     wrong = [coordinates for coordinates, right in is_right if not right]
     # All slices together may be wrong where none is by itself.
     detail += describe_ranks(wrong, len(is_right)) if wrong else ""

@@ -311,7 +311,7 @@ def beyond_rounding(value: Tensor, reference: Tensor) -> Tensor:
     """Return the error of each number beyond that of the nearest number in the dtype of `value`.
 
     So moments in bf16, whose steps are 0.4 to 0.8 %, are measured as finely as those in fp32: a value that rounds to
-    the other neighbour is right if both are equally near.
+    the other neighbor is right if both are equally near.
     """
     nearest = reference.to(value.dtype).double()
     return ((value.double() - reference).abs() - (nearest - reference).abs()).clamp(min=0)
