@@ -1,4 +1,4 @@
-"""A model of Hugging Face, trained further by naming its folder, and given back: transformers computes our model."""
+"""A Hugging Face model, trained further by naming its folder, and exported: transformers computes our model."""
 
 import json
 import shutil
@@ -9,23 +9,18 @@ import pytest
 import torch
 import warm_start
 from made_corpora import write_corpus
-from test_check import LAPTOP, find_one_problem, find_problems
+from test_check import LAPTOP, find_one_problem
 from test_hugging_face import spell_as_version_4
 from test_model import PLAIN
 from their_llama import make_their_config
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers, processors, trainers
-from torchtitan_lite.config.certificates import identify
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
-from torchtitan_lite.checkpoint.manifest import read_manifest
+from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
-from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.run_config import read_run_config
-from torchtitan_lite.tools import check, convert, generate
 from torchtitan_lite.tools.model_source import build_model, open_source
 from torchtitan_lite.tools.plan.dry_run import plan_run
 
@@ -92,7 +87,7 @@ def publish(folder: Path, case: Case) -> Path:
 
 
 def from_folder(folder: Path) -> list[str]:
-    return [f"--{PATH}={folder}", "--checkpoint.initial_load_in_hf"]
+    return [f"--{PATH}={folder}"]
 
 
 def write_text(folder: Path, tokenizer_folder: Path) -> list[str]:
@@ -101,7 +96,7 @@ def write_text(folder: Path, tokenizer_folder: Path) -> list[str]:
     document = tokenizer.encode(TEXT * 20, bos=True, eos=True)
     write_corpus(folder, [[document] * 4], tokenizer_identity=tokenizer.identity)
     keys = [f"--training.dataset={folder}", "--training.seq_len=32", "--training.global_batch_size=8"]
-    return [*keys, "--validation.no_enable", "--metrics.no_measure_ledger", "--lr_scheduler.warmup_steps=0"]
+    return [*keys, "--validation.no_enable", "--lr_scheduler.warmup_steps=0"]
 
 
 def read_json(folder: Path, name: str = "config.json") -> dict:
@@ -124,18 +119,17 @@ def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(name, poo
         shutil.move(source / file, tmp_path / "tokenizer" / file)
     before = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
     shutil.rmtree(source)
-    keys += [f"--model.hf_assets_path={tmp_path / 'tokenizer'}", "--training.steps=6", "--checkpoint.last_save_in_hf"]
+    keys += [f"--model.hf_assets_path={tmp_path / 'tokenizer'}", "--training.steps=6"]
     assert pool.run(warm_start.start, case.n_ranks, keys) == statuses
-    step_6, exported, out = tmp_path / "run/checkpoint/step-6", tmp_path / "run/checkpoint/step-6-hf", tmp_path / "out"
-    assert convert.main([str(step_6), str(out)]) == 0
+    step_6, out = tmp_path / "run/checkpoint/step-6", tmp_path / "out"
+    assert main(["convert", str(step_6), str(out)]) == 0
 
     dtype_key = "torch_dtype" if "torch_dtype" in config else "dtype"
     assert config[dtype_key] == case.dtype
-    for folder in (out, exported):
-        assert read_json(folder) == {**config, dtype_key: "float32"}
-        assert read_json(folder, "generation_config.json") == generation_config
+    assert read_json(out) == {**config, dtype_key: "float32"}
+    assert read_json(out, "generation_config.json") == generation_config
 
-    ours = build_model(open_source(step_6, tokenizer=None, verify=True), torch.device("cpu"), 2**30, 0)
+    ours = build_model(open_source(step_6, tokenizer=None, verify=True), torch.device("cpu"))
     theirs = AutoModelForCausalLM.from_pretrained(out)
     after = theirs.state_dict()
     assert theirs.dtype == torch.float32 and after.keys() == before.keys()
@@ -143,11 +137,11 @@ def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(name, poo
     tokens = torch.randint(case.args.vocab_size, (2, 200), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         difference = theirs(tokens).logits - ours(tokens, positions=torch.arange(200).expand(2, -1))
-    assert difference.abs().max() < 1e-5
+    assert difference.abs().max() < 5e-6
 
     capsys.readouterr()
     options = ["--prompt", "The cat", "--temperature", "0", "--max-new-tokens", "50", "--json"]
-    assert generate.main([str(step_6), *options]) == 0
+    assert main(["generate", str(step_6), *options]) == 0
     written = json.loads(capsys.readouterr().out)
     prompt = AutoTokenizer.from_pretrained(out)("The cat", return_tensors="pt").input_ids
     assert prompt[0].tolist() == written["prompt_tokens"]
@@ -169,33 +163,12 @@ def text(published, tmp_path, monkeypatch) -> list[str]:
     return write_text(tmp_path / "text", published)
 
 
-def test_every_tool_sees_the_model_of_the_folder_and_its_certificate_is_that_of_the_same_numbers(
-    published, text, capsys
-):
+def test_every_tool_sees_the_model_of_the_folder(published, text, capsys):
     args = [*text, *from_folder(published), "--checkpoint.no_enable"]
     prepared = preflight(args, machine=LAPTOP, n_ranks=2)
-    planned = plan_run(args, 2, "cpu")
-    assert prepared.model_args == planned.model_args == UNTIED
+    assert prepared.model_args == plan_run(args, 2, "cpu").model_args == UNTIED
     assert prepared.published["config.json"] == read_json(published)
-    assert any("checkpoint.enable" in notice for notice in prepared.notices)
-    assert check.main([*args, "--ranks", "2"]) == 0 and str(published) in capsys.readouterr().out
-
-    reading = read_run_config(args)
-    model = reading.config.model
-    as_toml = [f"--model.{key}={str(value).lower()}" for key, value in vars(model).items() if value not in (None, [])]
-    typed = read_run_config([*text, *as_toml]).config
-    assert identify(typed, planned.layout) == identify(reading.config, planned.layout)
-
-
-def test_a_number_that_is_not_the_folders_is_one_problem_with_both_values(published, text):
-    args = [*text, *from_folder(published)]
-    for more, key, named in (
-        ("--model.n_layers=3", "model.n_layers", ("3", "has 2")),
-        ("--model.flavor=8B", "model.flavor", ("8B", "dim 4096 instead of 64")),
-    ):
-        problem = find_one_problem([*args, more])
-        assert problem.key == key and [part for part in named if part not in str(problem)] == []
-    assert find_problems([*args, "--model.n_layers=2", "--model.rope_theta=20000"]) == []
+    assert main(["check", *args, "--ranks", "2"]) == 0 and str(published) in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_there_or_is_not_a_model_of_ours_is_one_problem(published, text, tmp_path):
@@ -207,33 +180,15 @@ def test_a_folder_that_is_not_there_or_is_not_a_model_of_ours_is_one_problem(pub
     assert find_one_problem(nowhere, n_ranks=8).key == PATH  # and nothing on the 4 heads of a default model
     problem = find_one_problem([*text, *from_folder(other)])
     assert problem.key == PATH and "'yarn'" in problem.why
-    (other / "config.json").write_text(json.dumps(config))
-    (other / "generation_config.json").write_text("{")
-    problem = find_one_problem([*text, *from_folder(other)])
-    assert problem.key == PATH and "generation_config.json" in problem.why
-    assert read_run_config(from_folder(tmp_path / "nowhere")).problems[0].key == PATH
 
 
-def test_weights_that_become_a_checkpoint_keep_what_was_published_with_them(published, tmp_path):
-    assert convert.main([str(published), str(tmp_path / "step-0")]) == 0
-    held = read_manifest(tmp_path / "step-0").run[IN_MANIFEST]
-    assert held == {name: read_json(published, name) for name in ("config.json", "generation_config.json")}
-    assert convert.main([str(tmp_path / "step-0"), str(tmp_path / "back"), "--dtype=bfloat16"]) == 0
-    changed = {"torch_dtype" if "torch_dtype" in held["config.json"] else "dtype": "bfloat16"}
-    assert read_json(tmp_path / "back") == held["config.json"] | changed
-
-
-def test_training_that_unties_the_head_or_reads_longer_texts_says_so_in_config_json(pool, tmp_path):
+def test_training_on_longer_texts_says_so_in_config_json(pool, tmp_path):
     tied = publish(tmp_path / "tied", CASES["tied, published in bfloat16"])
     edit = read_json(tied) | {"max_position_embeddings": 16}
     (tied / "config.json").write_text(json.dumps(edit))
-    keys = [*write_text(tmp_path / "text", tied), *from_folder(tied), "--model.tie_embeddings=false"]
-    keys += ["--training.steps=1", "--checkpoint.enable", "--checkpoint.last_save_in_hf"]
-    assert pool.run(warm_start.start, 1, [*keys, f"--job.dump_folder={tmp_path / 'run'}"]) == [0]
-    exported = tmp_path / "run/checkpoint/step-1-hf"
-    assert read_json(exported) == edit | {
-        "dtype": "float32",
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 32,
-    }
-    assert LlamaForCausalLM.from_pretrained(exported).lm_head.weight.shape == (320, 64)
+    keys = [*write_text(tmp_path / "text", tied), *from_folder(tied)]
+    keys += ["--training.steps=1", "--checkpoint.enable", f"--job.dump_folder={tmp_path / 'run'}"]
+    assert pool.run(warm_start.start, 1, keys) == [0]
+    exported = tmp_path / "exported"
+    assert main(["convert", str(tmp_path / "run"), str(exported)]) == 0
+    assert read_json(exported) == edit | {"dtype": "float32", "max_position_embeddings": 32}

@@ -1,4 +1,4 @@
-"""Hugging Face folders: transformers loads our exports and gives our logits; we load its folders and give its logits."""
+"""Hugging Face folders: transformers gives our logits with our exports, and we give its logits with its folders."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,5 @@
 """The weights that a run starts from or exports, checked before torch; and a run uses the tokenizer of its weights."""
 
-import json
 import os
 import shutil
 from dataclasses import asdict

@@ -222,14 +222,11 @@ def make_config(
     """Return the content of config.json.
 
     `dtype` is torch's name for it. `context`: length of the longest text seen in training, in tokens, if known.
-    `published`: the config.json that the weights came with. Everything in it stays, except the dtype, the tying of an
-    embedding that was untied, and a length that training has exceeded.
+    `published`: the config.json that the weights came with. Everything in it stays, except the dtype and a length that
+    training has exceeded.
     """
-    tied = model_args.tie_embeddings
     if published:
         changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published} or {DTYPE_KEYS[0]: dtype}
-        if tied != published.get("tie_word_embeddings", False):
-            changed["tie_word_embeddings"] = tied
         if context and context > published.get(LENGTH, context):
             changed[LENGTH] = context
         return published | changed
@@ -247,7 +244,7 @@ def make_config(
         **of_mixture,
         "rope_theta": model_args.rope_theta,
         "rope_scaling": None,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": model_args.tie_embeddings,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
         DTYPE_KEYS[0]: dtype,
