@@ -1,4 +1,4 @@
-"""Kills ranks with SIGKILL at random instants and looks at what they leave: test_checkpoint_faults.py says how often.
+"""Kill ranks with SIGKILL at random instants, and inspect what they leave: test_checkpoint_faults.py says how often.
 
     saving    two ranks save as fast as they can, between the steps or beside them; one rank dies, or both
     deleting  the same, and only one checkpoint is kept, so that there is always one being deleted
@@ -13,7 +13,7 @@ import signal
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -32,13 +32,8 @@ LONGEST_LIFE_S = 0.6  # from the first save on: a dozen of them
 @dataclass
 class Score:
     kills: int = 0
-    while_unfinished: int = 0  # that left a save or a deletion half done
-    wrong: int = 0
-    what: str = ""  # the first thing that was wrong
-
-    def fail(self, what: str) -> None:
-        self.wrong += 1
-        self.what = self.what or what
+    while_unfinished: int = 0  # kills that left a save or a deletion half done
+    wrong: list[str] = field(default_factory=list)
 
 
 def make_tensors(step: int) -> dict[str, torch.Tensor]:
@@ -46,14 +41,14 @@ def make_tensors(step: int) -> dict[str, torch.Tensor]:
 
 
 def tell_pid(folder: str, rank: int) -> None:
-    """The name appears with its content."""
+    """Write the pid of a rank. The file appears with its content."""
     unfinished = Path(folder) / f"new-pid-{rank}"
     unfinished.write_text(str(os.getpid()))
     unfinished.rename(Path(folder) / f"pid-{rank}")
 
 
 def save_for_ever(rank: int, world_size: int, folder: str, mode: str, keep_latest_k: int) -> None:
-    """Worker: until it is killed, which is after its first save at the earliest."""
+    """Worker: save until it is killed, which is after its first save at the earliest."""
     checkpoints, tensors = Path(folder) / "checkpoint", make_tensors(0)
     step = max(find_steps(checkpoints), default=0)
     dist.barrier()  # before anything is swept or saved
@@ -69,7 +64,7 @@ def save_for_ever(rank: int, world_size: int, folder: str, mode: str, keep_lates
 
 
 def kill_some(pool: RankPool, folder: Path, args: tuple, chosen: random.Random, victims: list[int]) -> None:
-    """Runs the savers and kills the victims at a random instant after they began."""
+    """Run the savers, and kill the victims at a random instant after they began."""
     for path in folder.glob("pid-*"):
         path.unlink()
     failures: list[RankFailure] = []
@@ -93,24 +88,24 @@ def kill_some(pool: RankPool, folder: Path, args: tuple, chosen: random.Random, 
 
 
 def inspect(checkpoints: Path, newest_before: int, score: Score) -> int:
-    """Reads and verifies everything that is there. Returns the newest step."""
+    """Read and verify every checkpoint. Return the newest step."""
     score.while_unfinished += any(checkpoints.glob("*.tmp"))
     steps = find_steps(checkpoints)
     if max(steps, default=0) < newest_before:
-        score.fail(f"step {newest_before} was there, and now there are {steps}")
+        score.wrong.append(f"step {newest_before} was there, and now there are {steps}")
     for step in steps:
         try:
             saved = read_tensors(checkpoints / f"step-{step}")
             for name, tensor in make_tensors(step).items():
                 if not torch.equal(saved[name], tensor):
-                    score.fail(f"step {step} holds another {name}")
+                    score.wrong.append(f"step {step} holds another {name}")
         except RuntimeError as error:
-            score.fail(str(error))
+            score.wrong.append(str(error))
     return max(steps, default=0)
 
 
 def kill_savers(pool: RankPool, times: int, *, keep_latest_k: int, seed: int) -> Score:
-    """Sync and async, one rank and all, in turn; each save goes on where the killed one left the folder."""
+    """Kill synchronous and asynchronous savers, one rank and all, in turn. All save into one folder."""
     score, chosen = Score(), random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="kill-") as folder:
         newest = 0
@@ -121,5 +116,5 @@ def kill_savers(pool: RankPool, times: int, *, keep_latest_k: int, seed: int) ->
             score.kills += 1
             newest = inspect(Path(folder) / "checkpoint", newest, score)
         if newest < times:
-            score.fail(f"only {newest} checkpoints were ever committed")
+            score.wrong.append(f"only {newest} checkpoints were ever committed")
     return score

@@ -11,6 +11,7 @@ from test_model import FLAVORS, PLAIN, build_ours
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from torchtitan_lite.__main__ import main
+from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.block import count_parameters, list_expert_biases
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -62,6 +63,8 @@ def test_the_dtype_of_the_source_is_kept_and_another_one_can_be_chosen(tmp_path)
         assert run(tmp_path / "step-7", tmp_path / dtype, *arguments) == 0
         held = LlamaForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto").lm_head.weight
         assert torch.equal(held, weights["model.output.weight"].to(getattr(torch, dtype)))
+    with pytest.raises(CheckpointError, match="norm.weight has numbers beyond 65,504"):
+        convert.to_finite("norm.weight", torch.tensor([70_000.0]), torch.float16)
 
 
 def test_one_file_is_in_memory(tmp_path, monkeypatch):
@@ -78,14 +81,16 @@ def test_one_file_is_in_memory(tmp_path, monkeypatch):
 
 def test_out_is_never_overwritten_and_a_folder_needs_no_conversion(ours, tmp_path, capsys):
     assert run(ours, tmp_path / "hf") == 0
-    for source, out, status, named in (
-        (ours, "hf", 2, f"{tmp_path / 'hf'} exists"),
-        (tmp_path / "hf", "out", 2, "is a Hugging Face folder already"),
-        (tmp_path / "nothing", "out", 2, str(tmp_path / "nothing")),
+    (tmp_path / "killed.tmp").mkdir()
+    for source, out, named in (
+        (ours, "hf", f"{tmp_path / 'hf'} exists"),
+        (ours, "killed", f"{tmp_path / 'killed.tmp'} exists"),
+        (tmp_path / "hf", "out", "is a Hugging Face folder already"),
+        (tmp_path / "nothing", "out", str(tmp_path / "nothing")),
     ):
         arguments = ["--tokenizer", "bytes"] if source.name == "hf" else []
-        assert run(source, tmp_path / out, *arguments) == status and named in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"step-7", "hf"}
+        assert run(source, tmp_path / out, *arguments) == 2 and named in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"step-7", "hf", "killed.tmp"}
 
 
 def test_a_wrong_tokenizer_or_a_damaged_file_is_refused(ours, tmp_path, capsys):
@@ -120,14 +125,3 @@ def test_a_full_disk_leaves_nothing_and_names_the_file(ours, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "safetensors cannot be written" in said and "File too large" in said and "bytes free" in said
     assert {path.name for path in tmp_path.iterdir()} == {"step-7"}
-
-
-def test_numbers_beyond_float16_are_refused_by_the_name_of_their_tensor(tmp_path, capsys):
-    args = replace(PLAIN, vocab_size=258)
-    weights = save_ours(tmp_path / "step-6", args)
-    weights["model.output.weight"][0, 0] = 70_000
-    fingerprint = {"shape": asdict(args), "tokenizer": load_tokenizer("bytes").identity}
-    run_of_manifest = {"config": {"model": {"hf_assets_path": "bytes"}}}
-    write_tensors(tmp_path / "step-7", weights, step=7, fingerprint=fingerprint, run=run_of_manifest)
-    assert run(tmp_path / "step-7", tmp_path / "out", "--dtype", "float16") == 1
-    assert "output.weight has numbers beyond 65,504" in capsys.readouterr().err

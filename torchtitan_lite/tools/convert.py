@@ -42,8 +42,9 @@ def main(options: argparse.Namespace) -> int:
     """Return the exit status: 0 fine, 1 it failed, 2 wrong input."""
     started_s = time.monotonic()
     try:
-        if options.out.exists():
-            raise SourceError(f"OUT {options.out} exists already, and is never overwritten")
+        for path in (options.out, folders.name_unfinished(options.out)):
+            if path.exists():
+                raise SourceError(f"{path} exists already, and is never overwritten")
         source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
         convert(source, options.out, options.dtype)
     except (SourceError, HuggingFaceError) as error:
