@@ -52,8 +52,8 @@ def restore_or_load(
 ) -> int:
     """Restore a checkpoint of this run, or load initial weights. Return the last finished step. Collective.
 
-    `resumed_step` is the newest checkpoint (an older one is used if it is damaged), or one that `is_named` (and no
-    other is used); 0 if there is none: then checkpoint.initial_load_path is loaded, if given. Raises CheckpointError;
+    `resumed_step` is the newest step, or the step that the user named (`is_named`); only the former is replaced by an
+    older one if it is damaged. If it is 0, checkpoint.initial_load_path is loaded, if given. Raises CheckpointError;
     the content of the parameters is then undefined.
     """
     path = Path(section.initial_load_path)
@@ -102,7 +102,7 @@ def create_optimizer_state(optimizer: Optimizer) -> None:
 
 
 def set_step(lr_scheduler: LRScheduler, step: int) -> None:
-    """Set the learning rate that follows `step` finished steps."""
+    """Set the learning rate of the step after `step`."""
     lr_scheduler.last_epoch = step - 1
     lr_scheduler.step()
 
@@ -128,7 +128,7 @@ def load_newest(
         do_on_rank_0(group, lambda: folders.quarantine(damaged))
         return manifest
     raise CheckpointError(
-        f"none of the checkpoints in {folder} can be loaded (steps {steps or 'none'}): put a sound one there, "
+        f"none of the checkpoints in {folder} can be loaded (steps {steps or 'none'}): put an undamaged one there, "
         "or start again with --job.overwrite, which deletes them"
     )
 
@@ -162,7 +162,7 @@ def load_checkpoint(
 
 
 def read_matching_manifest(path: Path, tensors: dict[str, Tensor], fingerprint: dict[str, object]) -> Manifest:
-    """Return the manifest. Raises CheckpointError if this run cannot continue with the checkpoint."""
+    """Return the manifest. Raises CheckpointError if this run cannot load the checkpoint."""
     manifest = read_manifest(path)
     for name, value in json.loads(json.dumps(fingerprint)).items():
         if manifest.fingerprint.get(name) != value:
