@@ -4,10 +4,11 @@
 
     round 1    train  train  train  | bf16 matmuls | float8 matmuls         and the same in rounds 2, 3 ...
 
-Try the first plan of PLANS that fits by the closed form (plan/memory.py); after an out-of-memory error, the next one. Every row is appended to a file of JSON lines when it is finished; when the time is up, the remaining rows are
-named. MFU and the share of the matmuls refer to bfloat16, in float8 rows too, so that rows compare. The matmuls beside
-the training give the ceiling at its clocks and temperature. `--tiny` runs small models through the same code on a CPU:
-its numbers mean nothing.
+Each row tries the first plan of PLANS that fits by the closed form (plan/memory.py); after an out-of-memory error, the
+next one. A row is appended to a file of JSON lines when it is finished; when the time is up, the remaining rows are
+named. MFU and the share of the matmuls refer to bfloat16, in float8 rows too, so rows compare. The matmuls beside the
+training give the ceiling at its clocks and temperature. `--tiny` runs small models through the same code on a CPU: its
+numbers mean nothing.
 """
 
 import json
