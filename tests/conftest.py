@@ -39,7 +39,8 @@ def oracle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("oracle")
 
     def path_for(overrides: dict[str, object]) -> str:
-        of_model = {k: value for k, value in overrides.items() if k.startswith(("model.", "flavor.", "training.expert_"))}
+        sections = ("model.", "flavor.", "training.expert_")
+        of_model = {key: value for key, value in overrides.items() if key.startswith(sections)}
         path = folder / ("oracle-" + "-".join(f"{key}-{value}" for key, value in sorted(of_model.items())) + ".pt")
         if not path.exists():
             torch.save(compare.run_one_process(compare.override(compare.TABLE_CONFIG, of_model)), path)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# Floor of a module, by the longest name that it starts with. A module imports from floors below its own and from its own
-# row; rows on one floor never import each other.
+# Floor of a module, by the longest name that it starts with. A module imports from floors below its own and from its
+# own row; rows on one floor never import each other.
 FLOORS = {
     "torchtitan_lite.config": 0,  # no torch, so it loads in milliseconds
     "torchtitan_lite.model": 1,

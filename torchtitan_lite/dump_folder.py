@@ -61,8 +61,8 @@ def check_writable(config: Config, key: str) -> list[Problem]:
 def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> BinaryIO:
     """Create the folder, lock it for this run, and write the resolved config there. Rank 0 calls this.
 
-    `starting_over` deletes the files of an earlier run first. Returns the open lock file: the lock ends when the file is
-    closed, also if the run is killed. Raises CheckpointError if another run has the lock.
+    `starting_over` deletes the files of an earlier run first. Returns the open lock file: the lock ends when the file
+    is closed, also if the run is killed. Raises CheckpointError if another run has the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / LOCK, "ab")
