@@ -94,7 +94,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
     for notice in prepared.notices:
         logger.info(notice)
     n_parameters = sum(parameter.numel() for parameter in build_on_meta(config, model_args).parameters())
-    logger.info(f"{config.job.description or prepared.config_name}: {n_parameters:,} parameters, {layout}")
+    logger.info(f"{config.job.description or prepared.title}: {n_parameters:,} parameters, {layout}")
     if config.job.print_config:
         logger.info(dump_config_toml(config))
 

@@ -19,13 +19,14 @@ from torchtitan_lite.tools import convert
 
 
 def save_ours(
-    folder: Path, args: ModelArgs, dtype: torch.dtype = torch.float32, bias: float = 0.0
+    folder: Path, args: ModelArgs, dtype: torch.dtype = torch.float32, bias: float = 0.0, attention: str = "causal"
 ) -> dict[str, torch.Tensor]:
     """Save weights, and biases of experts, which add up to zero, as a checkpoint. Return them."""
     weights = {f"model.{fqn}": p.detach().to(dtype) for fqn, p in build_ours(args).named_parameters()}
     weights |= {f"model.{fqn}": bias * (-1.0) ** torch.arange(*size) for fqn, size in list_expert_biases(args).items()}
     fingerprint = {"shape": asdict(args), "tokenizer": load_tokenizer("bytes").identity}
-    run = {"config": {"model": {"name": "llama3", "hf_assets_path": "bytes"}, "training": {"seq_len": 64}}}
+    model = {"name": "llama3", "hf_assets_path": "bytes", "attention": attention}
+    run = {"config": {"model": model, "training": {"seq_len": 64}}}
     write_tensors(folder, weights, step=7, fingerprint=fingerprint, run=run)
     return weights
 
@@ -117,6 +118,13 @@ def test_a_model_that_no_family_has_is_not_exported(name, changes, bias, named, 
     save_ours(tmp_path / "step-7", args, bias=bias)
     assert run(tmp_path / "step-7", tmp_path / "out") == 2 and named in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"step-7"}
+
+
+def test_attention_that_transformers_does_not_compute_is_not_exported(tmp_path, capsys):
+    for attention, status in (("document", 0), ("sliding", 2)):  # the one of a fork, which this checkout does not know
+        save_ours(tmp_path / attention / "step-7", replace(PLAIN, vocab_size=258), attention=attention)
+        assert run(tmp_path / attention, tmp_path / f"{attention}-hf") == status
+    assert "model.attention = 'sliding'" in capsys.readouterr().err and not (tmp_path / "sliding-hf").exists()
 
 
 def test_a_full_disk_leaves_nothing_and_names_the_file(ours, tmp_path, capsys):

@@ -1,7 +1,10 @@
 """A Hugging Face model, trained further by naming its folder, and exported: transformers computes our model."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +18,9 @@ from test_model import PLAIN
 from their_llama import make_their_config
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -30,7 +34,7 @@ UNTIED = replace(PLAIN, vocab_size=320, head_dim=24, norm_eps=3e-5, rope_theta=2
 TEXT = "The cat sat on the mat, and the dog sat on the cat; then both of them ran into the garden. "
 PATH = "checkpoint.initial_load_path"
 TP, EP = (f"--parallelism.{name}_parallel_degree=2" for name in ("tensor", "expert"))
-NO_BIAS = ("--training.expert_bias_rate=0", "--training.expert_balance_loss=0.01")
+BALANCE = "--training.expert_balance_loss=0.01"
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,22 @@ CASES = {
         replace(UNTIED, rope_scaling=RopeScaling(2.5, kind="linear")), shard_size="60KB", n_ranks=4, layout=(TP,)
     ),
     "Mixtral, on dp2 with ep2": Case(
-        replace(UNTIED, ffn_dim=48, mixture=MixtureArgs(4, 2, 48)), version=4, n_ranks=2, layout=(EP, *NO_BIAS)
+        replace(UNTIED, ffn_dim=48, mixture=MixtureArgs(4, 2, 48)), version=4, n_ranks=2, layout=(EP, BALANCE)
     ),
     "Qwen3-MoE, published in bfloat16": Case(
         replace(UNTIED, qk_norm=True, mixture=MixtureArgs(6, 2, 24, n_first_dense_layers=1)),
         dtype="bfloat16",
-        layout=NO_BIAS,
+        layout=(BALANCE,),
     ),
+}
+
+
+FAMILIES = {  # model_type, or its variant -> what the log says it is, and the model
+    "llama": ("llama", UNTIED),
+    "llama-tied": ("llama", replace(UNTIED, tie_embeddings=True)),
+    "qwen3": ("qwen3", replace(UNTIED, qk_norm=True, norm_eps=1e-6)),
+    "mixtral": ("mixtral", replace(UNTIED, ffn_dim=48, mixture=MixtureArgs(4, 2, 48))),
+    "qwen3-moe": ("qwen3_moe", replace(UNTIED, qk_norm=True, mixture=MixtureArgs(6, 2, 24, n_first_dense_layers=1))),
 }
 
 
@@ -129,15 +142,7 @@ def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(name, poo
     assert read_json(out) == {**config, dtype_key: "float32"}
     assert read_json(out, "generation_config.json") == generation_config
 
-    ours = build_model(open_source(step_6, tokenizer=None, verify=True), torch.device("cpu"))
-    theirs = AutoModelForCausalLM.from_pretrained(out)
-    after = theirs.state_dict()
-    assert theirs.dtype == torch.float32 and after.keys() == before.keys()
-    assert all((after[name] - before[name]).abs().max() > 1e-4 for name in after)
-    tokens = torch.randint(case.args.vocab_size, (2, 200), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        difference = theirs(tokens).logits - ours(tokens, positions=torch.arange(200).expand(2, -1))
-    assert difference.abs().max() < 5e-6
+    theirs = load_equal(step_6, out, before)
 
     capsys.readouterr()
     options = ["--prompt", "The cat", "--temperature", "0", "--max-new-tokens", "50", "--json"]
@@ -147,6 +152,45 @@ def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(name, poo
     assert prompt[0].tolist() == written["prompt_tokens"]
     expected = theirs.generate(prompt, do_sample=False, max_new_tokens=50)[0, prompt.shape[1] :].tolist()
     assert written["samples"][0]["tokens"] == expected and len(expected) == 50
+
+
+def load_equal(checkpoint: Path, exported: Path, before: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """Return transformers' model of an export. It has our logits, and no weight is as it was `before`."""
+    ours = build_model(open_source(checkpoint, tokenizer=None, verify=True), torch.device("cpu"))
+    theirs = AutoModelForCausalLM.from_pretrained(exported)
+    after = theirs.state_dict()
+    assert theirs.dtype == torch.float32 and after.keys() == before.keys()
+    assert all((after[name] - before[name]).abs().max() > 1e-4 for name in after)
+    tokens = torch.randint(theirs.config.vocab_size, (2, 200), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        difference = theirs(tokens).logits - ours(tokens, positions=torch.arange(200).expand(2, -1))
+    assert difference.abs().max() < 5e-6
+    return theirs
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "mixtral" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_the_shipped_config_trains_each_family_on_dp2_x_tp2_and_exports_it(name, tmp_path):
+    title, args = FAMILIES[name]
+    source = publish(tmp_path / "models" / name, Case(args))
+    config = read_json(source) | {"max_position_embeddings": 128}
+    (source / "config.json").write_text(json.dumps(config))
+    corpus, *_ = write_text(tmp_path / "text", source)
+    keys = ["--config=finetune", f"--{PATH}=models/{name}", corpus, TP]
+    keys += ["--training.steps=3", "--optimizer.lr=1e-3", "--lr_scheduler.warmup_steps=0"]
+    environment = {**os.environ, "NGPU": "4", "PYTHON": sys.executable}
+    done = subprocess.run(
+        [REPOSITORY / "run_train.sh", *keys], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / f"outputs/finetune-{name}"
+    log = (run / "log.txt").read_text()
+    assert f"{title} of models/{name}: " in log and "dp_shard2 x tp2" in log
+    assert "training.seq_len is 128" in log and "optimizer.lr = 0.001 is high" in log
+    assert read_json(run / "checkpoint/step-3-hf") == config
+    before = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+    load_equal(run / "checkpoint/step-3", run / "checkpoint/step-3-hf", before)
 
 
 # ---------------------------------------------------------------- what sees the model, and what is refused

@@ -24,7 +24,7 @@ SMALL = [
     "--parallelism.tensor_parallel_degree=2",
 ]
 REFUSED = {  # fork -> tool -> the key that it names
-    "an attention": {"generate": "model.attention"},
+    "an attention": {"generate": "model.attention", "convert": "model.attention"},
     "a model": {"convert": "model.name"},
 }
 IN_PART = {"an optimizer": "optimizer.name", "a decay": "lr_scheduler.decay_type"}  # `verify` cannot try these

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from test_check import LAPTOP, find_one_problem, write_tokenizer
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import Manifest
-from torchtitan_lite.config.flavors import ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import Prepared, preflight
 from torchtitan_lite.tools.convert import write_folder
@@ -20,6 +20,7 @@ from torchtitan_lite.tools.convert import write_folder
 ARGS = ModelArgs(16, 1, 2, 1, 8, 24, 2400, rope_theta=1e4, rope_scaling=RopeScaling(factor=2.5, kind="linear"))
 PATH = "checkpoint.initial_load_path"
 RUN = ["--training.dataset=python_stdlib", "--job.no_overwrite", "--checkpoint.enable"]
+RUN += ["--job.dump_folder=outputs/debug"]
 HF, OURS = f"--{PATH}=hf", f"--{PATH}=step-9"
 NOT_ONLY = "--checkpoint.initial_load_model_only=false"
 
@@ -28,9 +29,7 @@ NOT_ONLY = "--checkpoint.initial_load_model_only=false"
 def working_folder(tmp_path, monkeypatch):
     """Weights in hf/ with a tokenizer beside them; checkpoints step-9, trained with mine/, and step-12, with other/."""
     monkeypatch.chdir(tmp_path)
-    sizes = list_tensors(ARGS)
-    tokenizer = load_tokenizer("bytes")
-    write_folder(Path("hf"), ARGS, "float32", lambda fqn: torch.zeros(sizes[fqn]), tokenizer=tokenizer)
+    write_hugging_face("hf", ARGS)
     for number, folder in enumerate(("hf", "mine", "other", "assets/tokenizer")):
         write_tokenizer(Path(folder), n_tokens=300 + number)
     for step, assets in ((9, "mine"), (12, "other")):
@@ -38,6 +37,11 @@ def working_folder(tmp_path, monkeypatch):
         run = {"config": {"model": {"hf_assets_path": assets}}}
         folders.create_unfinished(Path(f"step-{step}"))
         folders.commit(Path(f"step-{step}"), Manifest(step, fingerprint, run, {}), {})
+
+
+def write_hugging_face(name: str, args: ModelArgs, context: int | None = None) -> None:
+    sizes, tokenizer = list_tensors(args), load_tokenizer("bytes")
+    write_folder(Path(name), args, "float32", lambda fqn: torch.zeros(sizes[fqn]), tokenizer=tokenizer, context=context)
 
 
 def prepare(*args: str, **options) -> Prepared:
@@ -85,6 +89,35 @@ def test_an_export_that_transformers_would_refuse_is_refused_before_training(mon
     problem = find_one_problem([*RUN, *odd, "--checkpoint.last_save_in_hf"])
     assert problem.key == "checkpoint.last_save_in_hf" and "3 heads" in problem.why
     assert prepare(*odd)
+
+
+# ---------------------------------------------------------------- trained further
+
+FINETUNE, LENGTH, RATE, LR = "--config=finetune", "training.seq_len", "training.expert_bias_rate", "optimizer.lr"
+
+
+def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_stays():
+    write_hugging_face("short", ARGS, context=64)
+    write_hugging_face("qwen", replace(ARGS, qk_norm=True, mixture=MixtureArgs(4, 2, 24)), context=8192)
+    for name in ("short", "qwen"):
+        write_tokenizer(Path(name), n_tokens=300)
+    shutil.copytree("step-9", "runs/mine/checkpoint/step-9")
+    for path, args, folder, title, seq_len, rate, said in (
+        ("short", [FINETUNE], "finetune-short", "llama", 64, 1e-3, {LENGTH}),
+        ("short", [FINETUNE, f"--{LENGTH}=128"], "finetune-short", "llama", 128, 1e-3, set()),
+        ("qwen", [FINETUNE], "finetune-qwen", "qwen3_moe", 2048, 0, {RATE}),
+        ("qwen", [f"--{RATE}=0.01"], "finetune-qwen", "qwen3_moe", 128, 0.01, {LR}),
+        ("runs/mine/checkpoint/step-9", [FINETUNE, f"--{LR}=2e-4"], "finetune-mine", "llama", 2048, 1e-3, {LR}),
+        ("", ["--model.flavor=debug_moe"], "debug", "mixtral", 128, 1e-3, set()),
+    ):
+        prepared = preflight([*args, f"--{PATH}={path}"], machine=LAPTOP, n_ranks=2)
+        config, notices = prepared.config, "".join(prepared.notices)
+        assert (prepared.dump_folder, prepared.title) == (
+            Path("outputs", folder),
+            f"{title} of {path}" if path else f"{title} debug_moe",
+        )
+        assert (config.training.seq_len, config.training.expert_bias_rate) == (seq_len, rate)
+        assert {key for key in (LENGTH, RATE, LR) if key in notices} == said
 
 
 # ---------------------------------------------------------------- their tokenizer

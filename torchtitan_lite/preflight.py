@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, explain_unwritable
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError, explain_unwritable, find_model_type
 from torchtitan_lite.checkpoint.hugging_face_folder import REMEDY, open_folder
 from torchtitan_lite.checkpoint.manifest import find_steps
 from torchtitan_lite.config.block import list_linears, plan_float8
 from torchtitan_lite.config.checks import check_machine, check_run
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.flavors import AUTO, ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import Machine, find_missing_compiler
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
@@ -41,6 +41,14 @@ class Prepared:
     resumed_step: int  # the last step that is already done; 0: the run does not resume
     tokenizer: Tokenizer
     weights: Weights | None  # that the run starts from; None: initial weights
+
+    @property
+    def title(self) -> str:
+        """The family of the model, and its flavor or the folder of its weights: "qwen3 Qwen3-8B", "llama of DIR"."""
+        args, flavor = self.model_args, self.config.model.flavor
+        if flavor == AUTO:
+            flavor = f"of {self.weights.path}" if self.weights else "debug"
+        return f"{find_model_type(args) if args.name == 'llama3' else args.name} {flavor}"
 
     @property
     def published(self) -> dict[str, dict]:
@@ -223,7 +231,8 @@ def check_initial_load(config: Config, weights: Weights) -> list[Problem]:
 
 def check_export(config: Config, model_args: ModelArgs) -> list[Problem]:
     """Return why this model cannot be exported for transformers."""
-    if config.checkpoint.enable and config.checkpoint.last_save_in_hf and (why := explain_unwritable(model_args)):
+    section, why = config.checkpoint, explain_unwritable(model_args, config.model.attention)
+    if section.enable and section.last_save_in_hf and why:
         return [Problem("checkpoint.last_save_in_hf", True, why, "Set it to false, or change [model]")]
     return []
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
     IN_MANIFEST,
+    LENGTH,
     HuggingFaceError,
     read_model_args,
     read_published,
@@ -32,6 +33,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_token
 
 PATH = "checkpoint.initial_load_path"
 SHIPPED = "assets/tokenizer"
+HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml has a tenth of it
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ class RunConfig(ConfigReading):
 def read_run_config(args: list[str], *, restarted: bool = False) -> RunConfig:
     """Read a config as `read_config` does, and the weights that it names. Raises nothing: see `problems`."""
     reading = read_config(args)
-    config, problems, weights = reading.config, list(reading.problems), None
+    config, problems, notices, weights = reading.config, list(reading.problems), list(reading.notices), None
     if config.job.dump_folder == AUTO:
-        config = with_value(config, "job.dump_folder", f"./outputs/{reading.config_name}")
+        config = with_value(config, "job.dump_folder", name_dump_folder(config, reading.config_name))
     resumed_step = find_resumed_step(config, restarted)
     try:
         weights = find_weights(config, resumed_step)
@@ -67,7 +69,33 @@ def read_run_config(args: list[str], *, restarted: bool = False) -> RunConfig:
         problems += error.problems
     if weights and config.model.flavor == AUTO:
         config = replace(config, model=replace(config.model, row=weights.model_args))
-    return RunConfig(config, problems, reading.notices, reading.config_name, weights, resumed_step)
+    section = config.checkpoint
+    if weights and (weights.published or (section.initial_load_path and section.initial_load_model_only)):
+        config = adapt_to_weights(config, weights, reading.given, notices)
+    return RunConfig(config, problems, notices, reading.config_name, reading.given, weights, resumed_step)
+
+
+def name_dump_folder(config: Config, config_name: str) -> str:
+    """Return what job.dump_folder = "auto" means. The name of runs/mine/checkpoint/step-9 is "mine"."""
+    if not config.checkpoint.initial_load_path:
+        return f"./outputs/{config_name}"
+    path = Path(config.checkpoint.initial_load_path).absolute()
+    return f"./outputs/finetune-{(path.parents[1] if path.parent.name == config.checkpoint.folder else path).name}"
+
+
+def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], notices: list[str]) -> Config:
+    """Return the config with the defaults for trained weights, and add notices. A key that is `given` stays."""
+    context = weights.published.get(CONFIG, {}).get(LENGTH, config.training.seq_len)
+    if context < config.training.seq_len and "training.seq_len" not in given:
+        config = with_value(config, "training.seq_len", context)
+        notices.append(f"training.seq_len is {context}, the context of the weights")
+    if weights.model_args.mixture and "training.expert_bias_rate" not in given:
+        config = with_value(config, "training.expert_bias_rate", 0.0)
+        notices.append("training.expert_bias_rate is 0, because no Hugging Face folder has a bias of experts")
+    if config.optimizer.lr > HIGHEST_LR:
+        why = "is high for trained weights: they may lose what they have learned"
+        notices.append(f"optimizer.lr = {config.optimizer.lr:g} {why}. configs/finetune.toml has 1e-5")
+    return config
 
 
 def find_resumed_step(config: Config, restarted: bool) -> int:

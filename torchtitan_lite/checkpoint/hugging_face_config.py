@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -116,13 +117,15 @@ def find_model_type(args: ModelArgs) -> str:
     return kinds[args.qk_norm, args.mixture is not None]
 
 
-def explain_unwritable(args: ModelArgs) -> str | None:
-    """Return why a model cannot be exported to a Hugging Face folder, or None if it can."""
+def explain_unwritable(args: ModelArgs, attention: str) -> str | None:
+    """Return why a model with this attention cannot be exported to a Hugging Face folder, or None if it can."""
     if args.name != "llama3":  # its parameters have no names there, or a Llama would compute something else with them
         return f"model.name = {args.name!r}, and only llama3 has names in Hugging Face's format"
     family = FAMILIES[find_model_type(args)]
     if args.dim % args.n_heads and family is FAMILIES["llama"]:
         return f"transformers needs a hidden_size ({args.dim}) that is a multiple of {args.n_heads} heads"
+    if not ATTENTIONS.get(attention, AttentionRow()).is_plain:  # of a fork, for instance
+        return f"model.attention = {attention!r}, and transformers' {family.title} computes causal attention only"
     for number in fields(MixtureArgs) if args.mixture else ():
         value = getattr(args.mixture, number.name)
         if number.name not in family.experts and value != number.default:

@@ -44,12 +44,12 @@ class AttentionRow:
 
     uses_documents: bool = False  # it reads doc_ids
     under_cp: tuple[str, ...] = ()  # values of parallelism.context_parallel_rotate_method that compute it
-    in_cache: bool = False  # within one document it is causal attention, as the cache of `generate` computes it
+    is_plain: bool = False  # causal within a document, and nothing else: `generate` and transformers compute it
 
 
 ATTENTIONS = {
-    "causal": AttentionRow(under_cp=("allgather", "ring"), in_cache=True),
-    "document": AttentionRow(uses_documents=True, under_cp=("allgather",), in_cache=True),  # the ring has no masks
+    "causal": AttentionRow(under_cp=("allgather", "ring"), is_plain=True),
+    "document": AttentionRow(uses_documents=True, under_cp=("allgather",), is_plain=True),  # the ring has no masks
 }
 
 

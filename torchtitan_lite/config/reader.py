@@ -53,6 +53,7 @@ class ConfigReading:
     problems: list[Problem]
     notices: list[str]  # old names that were understood, one line each
     config_name: str  # of the TOML file, without folder and ending
+    given: frozenset[str]  # keys that the file or the command line sets
 
 
 def read_config(args: list[str]) -> ConfigReading:
@@ -80,7 +81,7 @@ def read_config(args: list[str]) -> ConfigReading:
             problems.append(Problem(key, value, "torchtitan_lite does not have this feature", remedy))
         elif not is_torchtitan_key(key):
             problems.append(Problem(key, value, *explain_unknown(key)))
-    return ConfigReading(config, problems, notices, Path(config_file).stem)
+    return ConfigReading(config, problems, notices, Path(config_file).stem, frozenset(values))
 
 
 # ---------------------------------------------------------------- command line and file

@@ -39,7 +39,8 @@ Decay = Annotated[float, Range(0, 0.999999)]  # Adam divides by 1 - beta
 @dataclass(frozen=True)
 class Job:
     config_file: str = "debug"  # path of a TOML file, or a bare name in configs/; `--config` is short for it
-    dump_folder: str = "auto"  # where a run leaves its files; auto: ./outputs/<config name>
+    # where a run leaves its files; auto: ./outputs/<config name>, or ./outputs/finetune-<name of initial_load_path>
+    dump_folder: str = "auto"
     description: str = ""  # printed at the start
     print_config: bool = False  # print the resolved config at the start
     overwrite: bool = False  # new: delete the files of an earlier run in the dump folder and start over
@@ -123,14 +124,15 @@ class Training:
     cache_folder: str = "outputs/cache"  # new: tokens of named corpora, shared by all runs
     local_batch_size: Positive = 8  # sequences per data-parallel rank and forward (all microbatches together under PP)
     global_batch_size: PositiveOrAuto = -1  # sequences per step; auto: local_batch_size x data-parallel ranks
-    seq_len: Positive = 2048  # tokens per sequence
+    seq_len: Positive = 2048  # tokens per sequence; by default at most the context of weights from Hugging Face
     steps: Positive = 10000
     max_norm: AboveZero = 1.0  # gradients are scaled down to this global 2-norm
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"  # of compute; auto: bfloat16 on CUDA
     mixed_precision_reduce: Literal["float32"] = "float32"  # of gradient reduction
     enable_cpu_offload: bool = False  # weights, gradients and optimizer stay on the host, where the optimizer runs
     loss_chunk_tokens: NotNegative = 1024  # new: tokens of a rank whose logits exist at a time; 0: all of them
-    expert_bias_rate: Share = 1e-3  # new: step of an expert's bias towards an even load; 0: there is no bias
+    # new: step of an expert's bias towards an even load; 0: there is no bias, the default for weights trained further
+    expert_bias_rate: Share = 1e-3
     # new: weight of the auxiliary loss of each sequence's load (DeepSeek-V3: 1e-4; Mixtral and Qwen3: 1e-3 or more)
     expert_balance_loss: Annotated[float, Range(0)] = 0.0
     gc_freq: Positive = 50  # steps between two collections of Python garbage, at the same step on every rank

@@ -6,7 +6,7 @@
 
 The cache replaces the submodule `attention.inner`, as document attention and context parallel do, so training and
 generation run the same model code. It computes causal attention over one document that starts at position 0. Which
-values of `model.attention` that is right for, config/choices.py says: ATTENTIONS[name].in_cache.
+values of `model.attention` that is right for, config/choices.py says: ATTENTIONS[name].is_plain.
 
 Legend: B batch (1 here), S sequence, Q tokens being read, L tokens read so far, H heads, K kv heads, E head dim.
 """

@@ -7,7 +7,6 @@ from argparse import Namespace
 from dataclasses import asdict, replace
 
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters
-from torchtitan_lite.config.flavors import AUTO
 from torchtitan_lite.config.machine import Machine, detect_machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import describe_keys
@@ -72,13 +71,10 @@ def describe(prepared: Prepared, machine: Machine) -> str:
     config, layout, args = prepared.config, prepared.layout, prepared.model_args
     tokens = layout.global_batch_size * config.training.seq_len
     flops = count_flops_per_token(args, config.training.seq_len)
-    flavor = config.model.flavor
-    if flavor == AUTO:
-        flavor = f"of {prepared.weights.path}" if prepared.weights else "debug"
     active = f" ({count_parameters(args, active=True):,} active)" if args.mixture else ""
     unjudged = f"not judged, because its size is not known. Use --gpus {layout.world_size} --gpu h100, for instance"
     rows = {
-        "model": f"{config.model.name} {flavor}, {count_parameters(args):,} parameters{active}, "
+        "model": f"{prepared.title}, {count_parameters(args):,} parameters{active}, "
         f"{flops.full / 1e9:.3g} GFLOP per token ({flops.causal / 1e9:.3g} with causal attention)",
         "mesh": str(layout) if layout.world_size == 1 else f"{layout.world_size} ranks: {layout}",
         "batch": f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens make {tokens:,} per step: "

@@ -72,7 +72,7 @@ def convert(source: ModelSource, out: Path, dtype: str | None) -> None:
     args, checkpoint = source.model_args, source.checkpoint
     if checkpoint is None:
         raise SourceError(f"{source.path} is a Hugging Face folder already: train, generate and eval read it as it is")
-    if why := explain_unwritable(args):
+    if why := explain_unwritable(args, source.attention):
         raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}")
     if moved := [fqn for fqn in list_expert_biases(args) if checkpoint.read(f"model.{fqn}").any()]:
         why = f"{moved[0]} has moved from zero, and no format of Hugging Face has a bias of experts"

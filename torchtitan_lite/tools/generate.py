@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.manifest import CheckpointError
-from torchtitan_lite.config.choices import ATTENTIONS
+from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.kv_cache import CachedModel
@@ -93,9 +93,8 @@ def encode_prompt(prompt: str, source: ModelSource, context: int | None) -> tupl
 
     Raises SourceError if there is no room, or if the cache does not compute the model's attention.
     """
-    row = ATTENTIONS.get(source.attention)
-    if row is None or not row.in_cache:
-        why = f'model/kv_cache.py does not compute model.attention = "{source.attention}" (config/choices.py: in_cache)'
+    if not ATTENTIONS.get(source.attention, AttentionRow()).is_plain:
+        why = f'model/kv_cache.py does not compute model.attention = "{source.attention}" (config/choices.py: is_plain)'
         raise SourceError(f"{source.path}: {why}.")
     tokens = source.tokenizer.encode(prompt, bos=True)
     if not tokens:
