@@ -80,8 +80,9 @@ def answers(checkout) -> Answers:
         calls |= {f"{tool} {name}": [tool, *keys, "--gpus=4"] for tool in ("plan", "explain")}
     attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2", "--json"]
     calls["refuse an attention"] = ["check", *attention, "--ranks=4"]
-    export = [*SMALL, *FORKS["a model"].keys, "--checkpoint.enable", "--checkpoint.last_save_in_hf", "--json"]
-    calls["refuse an export"] = ["check", *export, "--ranks=4"]
+    for name in ("a model", "an attention"):
+        export = [*SMALL, *FORKS[name].keys, "--checkpoint.enable", "--checkpoint.last_save_in_hf", "--json"]
+        calls[f"refuse an export of {name}"] = ["check", *export, "--ranks=4"]
     return run_calls(checkout, calls)
 
 
@@ -124,7 +125,8 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
     ("what", "key"),
     [
         ("an attention", "model.attention"),  # context parallel cannot compute it
-        ("an export", "checkpoint.last_save_in_hf"),  # of a model that `convert` has no names for
+        ("an export of a model", "checkpoint.last_save_in_hf"),  # `convert` has no names for its parameters
+        ("an export of an attention", "checkpoint.last_save_in_hf"),  # transformers would compute another one
     ],
 )
 def test_what_a_fork_cannot_do_is_refused(answers, what, key):
