@@ -124,6 +124,7 @@ class CollapseWatch:
             logger.warning(
                 f"step {step}: an expert of layer {load.layer} gets {load.max_over_mean:.1f} times the mean load, and "
                 f"{load.dead_share:.0%} of all experts get none, for {STEPS_TO_WARN} logged steps: raise "
-                "training.expert_bias_rate or training.expert_balance_loss, or lower optimizer.lr"
+                "training.expert_balance_loss, lower optimizer.lr, or, if no Hugging Face folder is to be exported, "
+                "raise training.expert_bias_rate"
             )
         return load
