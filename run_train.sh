@@ -18,7 +18,9 @@ process per rank with torchrun; exports the last checkpoint if checkpoint.last_s
 the caller's. Exit status: 0 trained, 2 refused by check, 130 stopped by Ctrl-C, 143 stopped by SIGTERM, 1 otherwise.
 
 Ctrl-C or SIGTERM, to any process of the run: all ranks finish a step, save it if checkpoint.enable, print the command
-that continues, and end. A second one ends them at once, and so does one before the first step is done.
+that continues, and end. One signal may arrive many times within 5 s (timeout, systemd and scancel reach every process):
+that counts as one, and so does a second Ctrl-C within 5 s. A signal after the 5 s ends the run at once. So does the
+first one before the first step is done, because there is nothing to save.
 
 Environment:
   CONFIG_FILE    the same as --config, which wins over it

@@ -16,6 +16,7 @@ from torchtitan_lite import REPOSITORY
 
 TRAIN = """
 import os, signal, sys, time
+SAVED = "outputs/debug/checkpoint/step-4"
 from torch.distributed.elastic.multiprocessing.errors import record
 
 def wait(stop):
@@ -39,19 +40,23 @@ LAUNCH = """
 import sys; from pathlib import Path
 from torchtitan_lite.tools import command_lines, launch
 launch.REPOSITORY = Path("repository")
+launch.COPIES_ARRIVE_WITHIN_S = float(sys.argv.pop())
 sys.exit(launch.main(command_lines.parse_command("train", sys.argv[1:])))
 """
-ENDINGS = {  # what the ranks do, the signals that the launcher gets, its exit status, the last line
+ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per second, its exit status, the last line
     "SIGTERM": ("", [signal.SIGTERM], 143, "stopped by SIGTERM"),
-    "Ctrl-C, and ranks do not listen": ("stop.note = print", [signal.SIGINT] * 2, 130, "stopped by SIGINT"),
+    "three copies of SIGTERM": ("wait(stop); time.sleep(3); print('saved', flush=True)", [signal.SIGTERM] * 3, 143, "stopped by"),
+    "Ctrl-C twice, and ranks do not listen": ("stop.note = print", [signal.SIGINT] * 2, 130, "stopped by SIGINT"),
     "SIGTERM, and the save fails": ("wait(stop); raise OSError('disk full')", [signal.SIGTERM], 1, "rank"),
     "a rank raises": ("if rank == '1': raise OSError('no disk 7')", [], 1, "rank 1 failed: OSError: no disk 7"),
     "a rank ends": ("if rank == '0': return 1", [], 1, "rank 0 ended with exit status 1"),
     "a rank is killed": (
-        "if rank == '1': os.kill(os.getpid(), 9)\n    time.sleep(0.05); raise OSError('my peer is gone')",
+        "if rank == '1': os.makedirs(SAVED); open(SAVED + '/manifest.json', 'w'); os.kill(os.getpid(), 9)\n"
+        "    time.sleep(0.05); raise OSError('my peer is gone')",
         [],
         1,
-        "rank 1 was killed by SIGKILL, as Linux does when the memory is used up",
+        "rank 1 was killed by SIGKILL, as Linux does when the memory is used up; newest checkpoint outputs/debug/"
+        "checkpoint/step-4; to continue: NGPU=2 ./run_train.sh --model.dim=64",
     ),
 }  # fmt: skip
 
@@ -67,7 +72,8 @@ def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
     temporary.mkdir()
     keys = [*warm_start.write_letters(tmp_path / "letters"), "--validation.no_enable"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "NGPU": "2", "TMPDIR": str(temporary)}
-    command = [sys.executable, "-c", LAUNCH, *keys]
+    copies_arrive_within_s = "5.0" if "copies" in name else "0.5"
+    command = [sys.executable, "-c", LAUNCH, *keys, copies_arrive_within_s]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, env=environment, cwd=tmp_path, **streams)
     output = read_until(process, "ready") if numbers else ""
@@ -77,6 +83,7 @@ def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
             process.wait(timeout=1)
     output += finish(process, status)
     assert output.splitlines()[-1].startswith(f"run_train.sh: {last_line}"), output
+    assert ("saved" in output) == ("saved" in action), "a copy of the signal has killed the ranks"
     assert "stdout of 0" in output and "stderr of 0" in output and "of 1" not in output
     assert "torch/distributed" not in output
     (kept,) = list(temporary.glob("torchtitan_lite.*")) if status == 1 else [None]

@@ -3,6 +3,7 @@
 KILLS=20 with --all stops a 3-D run at as many random instants.
 """
 
+import itertools
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import warm_start
-from warm_start import MARK, finish, launch, list_differences, list_ranks, read_losses, read_until
+from warm_start import MARK, finish, launch, list_children, list_differences, list_ranks, read_losses, read_until
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.manifest import find_steps
@@ -90,6 +91,61 @@ def test_the_command_that_continues_neither_starts_over_nor_goes_back(args, chan
     assert line.endswith(f"out/checkpoint/step-7; to continue: NGPU=8 ./run_train.sh {' '.join(args)}{change}")
     assert read_config([*args, *change.split()]).problems == []
     assert describe_stop(signal.SIGTERM, 7, config, None, args, None).endswith("nothing is saved")
+
+
+# ---------------------------------------------------------------- who gets which signal, and when, on two ranks
+
+WHOM = ("group", "launcher", "one rank")  # the first two get it ten times in 0.2 s, as `timeout` and systemd send it
+WHEN = {  # moment -> keys of the run
+    "import": [],
+    "first step": ["--training.global_batch_size=2048"],  # a second or more
+    "step": [],
+    "save": ["--checkpoint.interval=1"],
+}
+DEFAULT = [("group", signal.SIGTERM, "step"), ("group", signal.SIGINT, "import"), ("launcher", signal.SIGTERM, "save")]
+
+
+def wait_for_moment(process: subprocess.Popen, when: str, whom: str, folder: Path) -> str:
+    """Return the output up to a moment of the run."""
+    if when == "import":
+        output = read_until(process, "  files ")
+        while not (list_ranks(process) if whom == "one rank" else list_children(process.pid)):
+            time.sleep(0.001)
+        return output
+    output = read_until(process, "attention: " if when == "first step" else "step +3/")
+    while when == "save" and not list((folder / "checkpoint").glob("*.tmp")):
+        time.sleep(0.001)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("whom", "received", "when"),
+    [
+        pytest.param(*row, marks=[] if row in DEFAULT else pytest.mark.slow)
+        for row in itertools.product(WHOM, (signal.SIGTERM, signal.SIGINT), WHEN)
+    ],
+)
+def test_a_signal_loses_no_step_however_often_it_arrives(tmp_path, whom, received, when):
+    folder = tmp_path / "run"
+    keys = [*warm_start.write_letters(tmp_path / "letters"), "--training.local_batch_size=8", "--training.steps=5000"]
+    process = launch(folder, tmp_path, *keys, "--validation.no_enable", *WHEN[when], n_ranks=2)
+    output = wait_for_moment(process, when, whom, folder)
+    if whom == "one rank":
+        os.kill(list_ranks(process)[-1], received)
+    else:
+        for _ in range(10):
+            (os.killpg if whom == "group" else os.kill)(process.pid, received)
+            time.sleep(0.02)
+    output += finish(process, status=128 + received)
+    assert output.splitlines()[-1] == f"run_train.sh: stopped by {received.name}", output
+    assert "Traceback" not in output and not is_running(folder)
+    steps = find_steps(folder / "checkpoint")
+    if when in ("import", "first step"):
+        assert steps == []
+    else:
+        assert steps[-1] == max(read_losses(folder)), "the last step that was made is saved"
+        assert f"stopped by {received.name} after step {steps[-1]} of 5000" in output
+        assert "to continue: NGPU=2 ./run_train.sh" in output
 
 
 # ---------------------------------------------------------------- a run on pp2 x dp2 x tp2

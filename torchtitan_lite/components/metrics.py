@@ -225,24 +225,23 @@ class MetricsWriter:
 
 
 def format_console_lines(metrics: StepMetrics, n_steps: int) -> list[str]:
-    """Format a step for people, in color: one line, and one more for validation and for the load of experts each."""
+    """Format a step for people, in color: one line, and one more for validation. metrics.jsonl has all figures."""
     step = f"step {metrics.step:{len(str(n_steps))}}/{n_steps}"
     mfu = "" if metrics.mfu_full is None else f"  MFU {metrics.mfu_full:.1%}"
+    experts = ""
+    if metrics.expert_max_over_mean is not None:
+        dead = f", {metrics.expert_dead_share:.0%} dead" if metrics.expert_dead_share else ""
+        experts = f"  experts {metrics.expert_max_over_mean:.1f}x mean{dead}"
     lines = [
         f"{step}  {paint(f'loss {metrics.loss:.5f}', 'green')}  grad_norm {metrics.grad_norm:.4f}  "
         f"lr {metrics.lr:.2e}  "
         + paint(f"{metrics.tokens_per_s_per_rank:,.0f} tok/s/rank", "cyan")
-        + f"{mfu}  {metrics.peak_memory_gib:.3g} GiB  {metrics.step_time_s:.3g} s"
+        + f"{mfu}  {metrics.peak_memory_gib:.3g} GiB  {metrics.step_time_s:.3g} s{experts}"
     ]
     if metrics.val_loss is not None:
         val_loss = paint(f"val_loss {metrics.val_loss:.5f}", "green")
         figures = f"perplexity {metrics.val_perplexity:.4g}  {metrics.val_bits_per_byte:.4f} bits/byte"
         lines.append(f"{step}  {val_loss}  {figures}")
-    if metrics.router_entropy is not None:
-        load = paint(f"expert load {metrics.expert_max_over_mean:.2f} of mean", "cyan")
-        lines.append(
-            f"{step}  {load}  {metrics.expert_dead_share:.1%} dead  router entropy {metrics.router_entropy:.3f} nats"
-        )
     return lines
 
 

@@ -14,7 +14,10 @@ of s, and compare_set returns after the store has answered. Every rank reads the
 (StepResult.finite) before find(s). So every find(s) sees the key, and no rank has started s + 1. Two ranks that write
 at the same time are both before that all-reduce, so they write the same key.
 
-Before the end of the first step there is nothing to save, and a signal ends the process at once. So does a second one.
+One signal, however often it arrives within 5 s, stops the run after a step. `timeout`, systemd, Slurm and terminals
+signal the launcher and the ranks, and the launcher passes the signal on, so a rank gets several copies. An impatient
+second Ctrl-C within the 5 s is also taken for a copy. A signal after the 5 s ends the process at once. So does the
+first one before the end of the first step, because there is nothing to save.
 """
 
 import logging
@@ -34,8 +37,7 @@ if TYPE_CHECKING:  # a run listens before it imports torch, which takes seconds
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Slurm and terminals signal the launcher and the ranks, and the launcher passes the signal on: ranks get it twice.
-COPIES_ARRIVE_WITHIN_S = 2.0
+COPIES_ARRIVE_WITHIN_S = 5.0
 
 
 class StopRequest:
@@ -76,9 +78,10 @@ class StopRequest:
             self.end(received, "before the end of its first step, so there is nothing to save")
         elif self.received is None:
             self.received, self.received_at_s = received, now_s
-            logger.info(f"{received.name}: the run stops at the end of a step; a second signal ends it at once")
+            later = f"a signal later than {COPIES_ARRIVE_WITHIN_S:g} s from now ends it at once"
+            logger.info(f"{received.name}: the run stops at the end of a step; {later}")
         elif now_s - self.received_at_s > COPIES_ARRIVE_WITHIN_S:
-            self.end(received, "at once, as this is the second signal")
+            self.end(received, "at once, because this is the second signal")
 
     def end(self, received: signal.Signals, when: str) -> NoReturn:
         """End this process from any thread, with exit status 128 + signal, as shells report it."""
@@ -115,8 +118,13 @@ def describe_stop(
     stopped = f"stopped by {received.name} after step {step} of {config.training.steps}"
     if newest is None:
         return f"{stopped}; nothing is saved{'' if config.checkpoint.enable else ', which takes --checkpoint.enable'}"
+    return f"{stopped}; {describe_newest(newest, config, args, ngpu)}"
+
+
+def describe_newest(newest: Path, config: Config, args: list[str], ngpu: str | None) -> str:
+    """Return the newest checkpoint and the command that continues the run from it. See describe_stop."""
     variable = f"NGPU={ngpu} " if ngpu else ""
     changes = ["--job.no_overwrite"] if config.job.overwrite else []
     changes += ["--checkpoint.load_step=-1"] if config.checkpoint.load_step != -1 else []
     command = shlex.join(["./run_train.sh", *args, *changes])
-    return f"{stopped}; newest checkpoint {newest}; to continue: {variable}{command}"
+    return f"newest checkpoint {newest}; to continue: {variable}{command}"

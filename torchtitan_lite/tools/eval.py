@@ -7,7 +7,9 @@ corpus the loss is the val_loss of that run.
 import json
 import math
 import sys
+import time
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,6 +35,7 @@ from torchtitan_lite.validation import describe_loss, sum_losses
 
 BATCH_TOKENS = 8192  # tokens of a batch, and of the longest window unless --seq-len asks for more
 CHUNK_TOKENS = 1024  # tokens whose logits are in memory at once
+REPORT_EVERY_S = 5.0  # on stderr
 
 
 def main(options: Namespace) -> int:
@@ -69,12 +72,23 @@ def evaluate(options: Namespace) -> dict[str, object]:
 
         batches = prefetch(windows, range(n_rows), steps=range(windows.n_batches), device=device)
         bytes_of_tokens = torch.tensor(source.tokenizer.bytes_of_tokens(), device=device)
-        nats, counts = sum_losses(batches, compute_loss, bytes_of_tokens)
+        nats, counts = sum_losses(report_progress(batches, windows.n_batches), compute_loss, bytes_of_tokens)
     if not math.isfinite(nats.item()):
         raise FloatingPointError(f"{source.path}: the loss is {nats.item()}. Its weights are damaged or diverged.")
     n_tokens, n_bytes = counts.tolist()
     about = {"source": str(source.path), "data": options.data, "device": device.type, "seq_len": seq_len}
     return {**about, **describe_loss(nats, counts), "tokens": n_tokens, "bytes": n_bytes}
+
+
+def report_progress(batches: Iterator[Batch], n_batches: int) -> Iterator[Batch]:
+    """Yield the batches. Every few seconds, print to stderr how many are done and how long the others will take."""
+    started_s = reported_s = time.monotonic()
+    for n_done, batch in enumerate(batches):
+        now_s = time.monotonic()
+        if n_done and now_s - reported_s >= REPORT_EVERY_S:
+            reported_s, left_s = now_s, (now_s - started_s) / n_done * (n_batches - n_done)
+            print(f"eval: {n_done:,} of {n_batches:,} batches, {left_s:.0f} s left", file=sys.stderr, flush=True)
+        yield batch
 
 
 def open_text(data: str, source: ModelSource, folder: Path) -> Corpus:

@@ -2,8 +2,9 @@
 
     launcher  ->  fork server: imports train.py once  ->  rank 0, rank 1, ...     forks, which share its memory
 
-SIGINT and SIGTERM are passed on to the ranks, which finish a step, save and end (components/shutdown.py). A second
-signal kills them. If a rank fails, torchrun ends the others, and the last line says which one failed and why.
+SIGINT and SIGTERM are passed on to the ranks, which finish a step, save and end (components/shutdown.py). Copies of the
+signal within 5 s change nothing; a later signal kills the ranks. If a rank fails, torchrun ends the others, and the
+last line says which one failed, why, and how to continue from the newest checkpoint.
 
 Environment: NGPU (ranks of this host), LOG_RANK (ranks whose output is shown, default 0), MAX_RESTARTS; for several
 hosts NNODES, NODE_RANK (0 on the host that MASTER_ADDR names), MASTER_ADDR, MASTER_PORT (default 29500).
@@ -26,7 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.components.shutdown import SIGNALS, StopRequest
+from torchtitan_lite.checkpoint.manifest import find_steps
+from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, SIGNALS, StopRequest, describe_newest
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.preflight import Prepared
 from torchtitan_lite.tools.check import check, choose_host, describe
@@ -61,6 +63,10 @@ def main(options: Namespace) -> int:
         return 1 if isinstance(error, OSError) else 2
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     status, reason = run_ranks(args, prepared.layout.world_size // n_hosts, n_hosts, folder)
+    checkpoints = prepared.dump_folder / prepared.config.checkpoint.folder
+    if status == 1 and prepared.config.checkpoint.enable and (steps := find_steps(checkpoints)):
+        newest = checkpoints / f"step-{steps[-1]}"
+        reason += f"; {describe_newest(newest, prepared.config, args, os.environ.get('NGPU'))}"
     if status == 0 and is_first_host():
         status = export_last_checkpoint(prepared)
     if status == 1 and any(path.stat().st_size for path in folder.rglob("stderr.log")):
@@ -79,6 +85,7 @@ def export_last_checkpoint(prepared: Prepared) -> int:
     out = Path(f"{last}-hf")
     if not (section.enable and section.last_save_in_hf) or out.exists():
         return 0
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there are no ranks to pass it on to
     convert = importlib.import_module("torchtitan_lite.tools.convert")
     return convert.main(parse_command("convert", [str(last), str(out), "--dtype", section.export_dtype]))
 
@@ -90,15 +97,22 @@ def is_first_host() -> bool:
 def run_ranks(args: list[str], n_local: int, n_hosts: int, folder: Path) -> tuple[int, str]:
     """Run the ranks of this host to their end. Return the exit status, and the reason if it is not 0."""
     received: list[signal.Signals] = []
+    received_at_s = 0.0  # the first one
 
     def pass_on(number: int, frame: object) -> None:
+        nonlocal received_at_s
+        now_s = time.monotonic()
+        if received and now_s - received_at_s <= COPIES_ARRIVE_WITHIN_S:
+            return
+        received_at_s = received_at_s or now_s
         received.append(signal.Signals(number))
         (folder / STOP_FILE).write_text(str(128 + number))  # for ranks that start later, after a failure for instance
         ranks = multiprocessing.active_children()
         if not ranks:
             raise KeyboardInterrupt  # the launcher waits for other hosts
         for rank in ranks:
-            os.kill(rank.pid, number if len(received) == 1 else signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(rank.pid, number if len(received) == 1 else signal.SIGKILL)
 
     for number in SIGNALS:
         signal.signal(number, pass_on)
