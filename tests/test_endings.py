@@ -45,7 +45,7 @@ sys.exit(launch.main(command_lines.parse_command("train", sys.argv[1:])))
 """
 ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per second, its exit status, the last line
     "SIGTERM": ("", [signal.SIGTERM], 143, "stopped by SIGTERM"),
-    "three copies of SIGTERM": ("wait(stop); time.sleep(3); print('saved', flush=True)", [signal.SIGTERM] * 3, 143, "stopped by"),
+    "copies": ("wait(stop); time.sleep(3); print('saved', flush=True)", [signal.SIGTERM] * 3, 143, "stopped"),
     "Ctrl-C twice, and ranks do not listen": ("stop.note = print", [signal.SIGINT] * 2, 130, "stopped by SIGINT"),
     "SIGTERM, and the save fails": ("wait(stop); raise OSError('disk full')", [signal.SIGTERM], 1, "rank"),
     "a rank raises": ("if rank == '1': raise OSError('no disk 7')", [], 1, "rank 1 failed: OSError: no disk 7"),
