@@ -75,6 +75,8 @@ def main(options: Namespace) -> int:
         shutil.rmtree(folder)
     if reason:
         print(f"run_train.sh: {reason}", file=sys.stderr)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # a copy must not change the exit status
     return status
 
 
@@ -188,14 +190,16 @@ def run_rank(args: list[str], folder: Path) -> int:
     stop.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if (folder / STOP_FILE).exists():
-        return int((folder / STOP_FILE).read_text())
+        sys.exit(int((folder / STOP_FILE).read_text()))
     train = importlib.import_module("train")  # the fork server has imported it
     status = 1
     with suppress(Exception):  # printed, and recorded for describe_failure
         status = train.run_rank(args, stop)
+    # A rank that fails ends by torchrun's SIGTERM. The launcher would wait forever for any other that a copy ends now.
+    is_failed = status not in (0, *STOPPED)
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)  # torchrun's SIGTERM ends this rank at once if another one fails
-    if status not in (0, *STOPPED):
+        signal.signal(number, signal.SIG_DFL if is_failed else signal.SIG_IGN)
+    if is_failed:
         time.sleep(LINGER_S)  # torchrun names the rank that ends first: not this one, if it fails because of another
         sys.exit(status)
     return status
