@@ -75,6 +75,10 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
     n_hosts = world_size // local_world_size
     prepared = preflight(args, machine=machine, n_ranks=world_size, n_hosts=n_hosts, restarted=restarts > 0)
     config, layout, dump_folder = prepared.config, prepared.layout, prepared.dump_folder
+    if prepared.finished:
+        if rank == 0:
+            print(prepared.finished)
+        return 0
     if problems := check_prepared(config, prepared.tokenizer):
         raise ConfigError(problems)
     model_args, n_steps = prepared.model_args, config.training.steps

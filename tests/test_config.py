@@ -164,6 +164,7 @@ AWKWARD = [
 def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml(args, write_toml):
     text = 'quotes " and \\ backslash, tab\t, newline\n, é, 😀, # no comment'
     config = read_sound(args)
+    assert not config.job.overwrite  # a second run must not delete the first
     config = replace(config, job=replace(config.job, description=text))
     again = read_sound(write_toml(dump_config_toml(config)))
     assert replace(again, job=replace(again.job, config_file=config.job.config_file)) == config

@@ -20,7 +20,6 @@ KEYS = [
     "--validation.freq=10",
     "--validation.steps=3",
     "--checkpoint.interval=8",
-    "--job.no_overwrite",
 ]
 RANKS, LAYOUT = 2, "--training.local_batch_size=6"
 
@@ -62,6 +61,16 @@ def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(pool, u
         seen, expected = read_losses(tmp_path, name), read_losses(unbroken[0], name)
         assert list(seen) == steps
         assert seen == pytest.approx({step: expected[step] for step in steps}, rel=1e-4)
+
+
+def test_a_second_run_says_that_the_first_has_finished_and_changes_nothing(pool, unbroken):
+    """By ./run_train.sh, and by train.py alone as a bare torchrun starts it."""
+    folder, keys = unbroken
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    output = finish(launch(folder, folder / "cache", *keys, LAYOUT, n_ranks=RANKS))
+    assert f"already at step {STEPS}" in output and "trained" not in output
+    assert pool.run(warm_start.start, RANKS, [*keys, LAYOUT, f"--job.dump_folder={folder}"]) == [0] * RANKS
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 LAYOUTS = {

@@ -7,19 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_check import LAPTOP, find_one_problem, write_tokenizer
+from made_corpora import write_corpus
+from test_check import LAPTOP, find_one_problem, find_problems, write_tokenizer
 
+from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import Manifest
+from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import Prepared, preflight
+from torchtitan_lite.run_config import SHIPPED
 from torchtitan_lite.tools.convert import write_folder
 
 ARGS = ModelArgs(16, 1, 2, 1, 8, 24, 2400, rope_theta=1e4, rope_scaling=RopeScaling(factor=2.5, kind="linear"))
 PATH = "checkpoint.initial_load_path"
-RUN = ["--training.dataset=python_stdlib", "--job.no_overwrite", "--checkpoint.enable"]
+RUN = ["--training.dataset=python_stdlib", "--checkpoint.enable"]
 RUN += ["--job.dump_folder=outputs/debug"]
 HF, OURS = f"--{PATH}=hf", f"--{PATH}=step-9"
 NOT_ONLY = "--checkpoint.initial_load_model_only=false"
@@ -73,6 +77,7 @@ def test_rope_and_sizes_of_a_run_are_those_of_the_weights_that_it_starts_from_or
         ([f"--{PATH}=nowhere"], PATH, "nowhere"),
         ([f"--{PATH}=moved", NOT_ONLY], PATH, "Name it step-9"),
         ([f"--{PATH}=outputs/debug/step-9", "--job.overwrite"], PATH, "job.overwrite"),
+        ([OURS, NOT_ONLY, "--training.steps=9"], "training.steps", "step 9 already"),
     ],
 )
 def test_weights_that_do_not_fit_are_one_problem(args, key, named):
@@ -118,6 +123,71 @@ def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_st
         )
         assert (config.training.seq_len, config.training.expert_bias_rate) == (seq_len, rate)
         assert {key for key in (LENGTH, RATE, LR) if key in notices} == said
+
+
+# ---------------------------------------------------------------- the folder of an earlier run
+
+
+def save(step: int, *args: str, n_ranks: int = 2) -> Path:
+    """Write what a run leaves after `step`, without tensors. Return the checkpoint."""
+    prepared = preflight([*RUN, *args], machine=LAPTOP, n_ranks=n_ranks)
+    fingerprint = {"shape": asdict(prepared.model_args), "tokenizer": prepared.tokenizer.identity}
+    final = prepared.dump_folder / "checkpoint" / f"step-{step}"
+    folders.create_unfinished(final)
+    folders.commit(final, Manifest(step, fingerprint, describe_run(prepared.config, {}, {}), {}), {})
+    return final
+
+
+@pytest.mark.parametrize("name", ["debug", "debug_moe"])
+def test_a_debug_run_continues_on_another_number_of_ranks(name):
+    args = [f"--config={name}", "--parallelism.expert_parallel_degree=1"]
+    save(9, *args)
+    for n_ranks in (1, 2, 4):
+        more = ["--training.local_batch_size=2"] if n_ranks == 4 else []
+        assert preflight([*RUN, *args, *more], machine=LAPTOP, n_ranks=n_ranks).resumed_step == 9
+
+
+SGD = ["--optimizer.name=SGD", "--optimizer.implementation=foreach"]
+
+
+@pytest.mark.parametrize(
+    ("args", "differing"),
+    [
+        (["--optimizer.lr=1e-4", "--training.steps=300", "--training.local_batch_size=1"], {}),  # free to change
+        (SGD, {"optimizer.name": "trained with 'AdamW'"}),
+        (["--optimizer.moments_dtype=bfloat16"], {"optimizer.moments_dtype": "trained with 'float32'"}),
+        (["--training.global_batch_size=16"], {"training.global_batch_size": "trained with 8"}),
+        (["--training.seq_len=64", "--debug.seed=1"], {"training.seq_len": "with 128", "debug.seed": "with 0"}),
+        (["--training.dataset=letters"], {"training.dataset": "trained with ['python_stdlib']"}),
+        (["--model.n_layers=2"], {"model.flavor": "step-9: n_layers 2 instead of 4"}),
+        (["--model.flavor=debug_moe"], {"model.flavor": "top_k 2 instead of None"}),
+    ],
+)
+def test_a_run_that_resumes_is_refused_by_the_keys_that_differ_and_the_remedies_work(args, differing):
+    write_corpus(Path("letters"), [[[1, 2]]], validation=[[[1]]], tokenizer_identity=load_tokenizer(SHIPPED).identity)
+    checkpoint = save(9)
+    problems = find_problems([*RUN, *args])
+    assert [problem.key for problem in problems] == list(differing)
+    for problem in problems:
+        assert differing[problem.key] in problem.why and str(checkpoint) in problem.why
+        for way in problem.remedy.split(", or "):
+            flags = [word for word in way.split() if word.startswith("--")]
+            assert not flags or prepare(*args, *flags)
+
+
+def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job_overwrite(capsys):
+    save(200)
+    words = prepare().finished.split()
+    assert words[:6] == ["debug", "is", "already", "at", "step", "200:"] and "rises" in words
+    assert "rises" not in prepare("--lr_scheduler.total_steps=200").finished
+    flags = [word for word in words if word.startswith("--")]
+    assert flags == ["--training.steps=400", "--job.dump_folder=FOLDER", "--job.overwrite"]
+    prepared = [prepare(flag) for flag in flags]
+    assert [each.finished for each in prepared] == [""] * 3
+    assert [each.resumed_step for each in prepared] == [200, 0, 0]
+    deletes = [notice for each in prepared for notice in each.notices if "job.overwrite deletes" in notice]
+    assert len(deletes) == 1 and deletes[0].endswith(": checkpoint/step-200")
+    assert main(["check", *RUN]) == 0 and "already at step 200" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- their tokenizer

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
-from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, get_value
@@ -36,7 +36,9 @@ def check_files(config: Config, restarted: bool) -> list[Problem]:
     earlier = [name for name in ("config.toml", "metrics.jsonl") if (dump_folder / name).exists()]
     if earlier and not (config.checkpoint.enable or overwrite or restarted):
         why = f"it holds an earlier run ({earlier[0]})"
-        remedy = "Resume that run with --checkpoint.enable, delete it with --job.overwrite, or name another folder"
+        remedy = "Name another folder, or delete that run with --job.overwrite"
+        if find_steps(dump_folder / config.checkpoint.folder):
+            remedy += ", or resume it with --checkpoint.enable"
         problems.append(Problem("job.dump_folder", str(dump_folder), why, remedy))
     for key in FOLDERS:
         value = get_value(config, key)
@@ -73,19 +75,17 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
         why = f"another run is writing to {folder}: wait until it has ended, or name another job.dump_folder"
         raise CheckpointError(why) from None
     if starting_over:
-        for name in FILES:
-            if name != LOCK:
-                (folder / name).unlink(missing_ok=True)
-        for key in FOLDERS:
-            empty(folder / get_value(config, key))
+        for path in list_earlier(folder, config):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
     (folder / "config.toml").write_text(dump_config_toml(config), encoding="utf-8")
     return lock
 
 
-def empty(folder: Path) -> None:
-    """Delete everything in the folder, if it exists. Keep the folder: another rank may just have created it."""
-    for path in folder.glob("*"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+def list_earlier(folder: Path, config: Config) -> list[Path]:
+    """Return what job.overwrite deletes. FOLDERS themselves are kept: another rank may just have created one."""
+    files = [folder / name for name in FILES if name != LOCK]
+    inside = [path for key in FOLDERS for path in sorted((folder / get_value(config, key)).glob("*"))]
+    return [path for path in files if path.exists()] + inside

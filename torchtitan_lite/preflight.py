@@ -20,11 +20,15 @@ from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, res
 from torchtitan_lite.config.machine import Machine, find_missing_compiler
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.schema import Compile, Config, Metrics, Parallelism, with_value
+from torchtitan_lite.config.schema import Compile, Config, Metrics, Parallelism, get_value, with_value
 from torchtitan_lite.data.corpus_folder import DOWNLOADS, check_corpora, check_weights
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.dump_folder import check_files
-from torchtitan_lite.run_config import PATH, Weights, choose_tokenizer, read_run_config
+from torchtitan_lite.dump_folder import check_files, list_earlier
+from torchtitan_lite.run_config import PATH, RunConfig, Weights, choose_tokenizer, read_run_config
+
+# What a run cannot change when it continues from the step and the optimizer state of a checkpoint
+CONTINUED = [f"training.{name}" for name in ("dataset", "dataset_weights", "seq_len", "global_batch_size")]
+CONTINUED += ["debug.seed", "optimizer.name", "optimizer.moments_dtype"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Prepared:
     resumed_step: int  # the last step that is already done; 0: the run does not resume
     tokenizer: Tokenizer
     weights: Weights | None  # that the run starts from; None: initial weights
+    finished: str  # says that no step is left, and what the user can do; empty if the run has steps to do
 
     @property
     def title(self) -> str:
@@ -101,6 +106,9 @@ def preflight(
             problems += check_shape(config, model_args, weights)
     if weights and not reading.resumed_step:
         problems += check_initial_load(config, weights)
+    if weights and weights.manifest and layout:
+        if reading.resumed_step or not config.checkpoint.initial_load_model_only:
+            problems += check_continued(resolve_config(config, layout, machine.device_type), weights)
 
     problems = reading.problems + problems
     if problems:
@@ -109,6 +117,10 @@ def preflight(
     notices = reading.notices + tokenizer.notices + describe_float8(config, model_args, layout.tp)
     if weights and not config.checkpoint.enable:
         notices.append("checkpoint.enable is false, so nothing is saved")
+    dump_folder = Path(config.job.dump_folder)
+    if config.job.overwrite and not restarted and (earlier := list_earlier(dump_folder, config)):
+        names = ", ".join(str(path.relative_to(dump_folder)) for path in earlier)
+        notices.append(f"job.overwrite deletes the earlier run in {dump_folder}: {names}")
     return Prepared(
         config=resolve_config(config, layout, machine.device_type),
         config_name=reading.config_name,
@@ -116,10 +128,11 @@ def preflight(
         layout=layout,
         memory=memory,
         notices=notices,
-        dump_folder=Path(config.job.dump_folder),
+        dump_folder=dump_folder,
         resumed_step=reading.resumed_step,
         tokenizer=tokenizer.tokenizer,
         weights=weights,
+        finished=describe_finished(reading),
     )
 
 
@@ -141,6 +154,24 @@ def describe_float8(config: Config, args: ModelArgs, tp: int) -> list[str]:
     counted = f"{len(plan.fqns)} of {len(plan.fqns) + len(plan.skipped)} linear layers compute in float8"
     recipe = section.recipe_name + ", emulated" * section.emulate
     return ["; not ".join([f"{counted} ({recipe})", *skipped])]
+
+
+def describe_finished(reading: RunConfig) -> str:
+    """Say what the user can do if the checkpoint that the run resumes is at its last step; otherwise return ""."""
+    config, schedule = reading.config, reading.config.lr_scheduler
+    step = reading.weights.step if reading.resumed_step and reading.weights else None
+    if step is None or step < config.training.steps:
+        return ""
+    lines = [f"{reading.config_name} is already at step {step}: everything is in {config.job.dump_folder}. You can add"]
+    if not config.checkpoint.last_save_model_only:  # the optimizer state is saved too
+        rises = schedule.total_steps is None and schedule.decay_ratio != 0 and schedule.min_lr_factor < 1
+        because = ": the learning rate rises again, because its decay ends at the new last step" * rises
+        lines.append(f"  --training.steps={2 * step}   to train further{because}")
+    lines += [
+        "  --job.dump_folder=FOLDER   to start another run",
+        "  --job.overwrite   to delete this run and start over",
+    ]
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- files, and what this machine has
@@ -202,14 +233,13 @@ def choose_validation(config: Config) -> tuple[list[str], str]:
 
 def check_shape(config: Config, model_args: ModelArgs, weights: Weights) -> list[Problem]:
     """Find numbers in which the model of the config differs from the model of the weights."""
-    theirs = vars(weights.model_args)
-    different = [
-        f"{name} {value} instead of {theirs[name]}" for name, value in vars(model_args).items() if value != theirs[name]
-    ]
+    theirs, ours = (vars(args) | vars(args.mixture or args) for args in (weights.model_args, model_args))
+    names = [name for name in theirs | ours if name != "mixture" and theirs.get(name) != ours.get(name)]
+    different = [f"{name} {ours.get(name)} instead of {theirs.get(name)}" for name in names]
     if not different:
         return []
     why = f"it is not the model in {weights.path}: {', '.join(different)}"
-    remedy = "Leave out [model], and every number is that of the weights"
+    remedy = 'Set it to "auto" and leave out the rest of [model], or train another model in another job.dump_folder'
     return [Problem("model.flavor", config.model.flavor, why, remedy)]
 
 
@@ -226,7 +256,31 @@ def check_initial_load(config: Config, weights: Weights) -> list[Problem]:
     if not model_only and weights.path.name != f"step-{weights.step}":
         why = f"the run would continue from step {weights.step}, and the name does not say so"
         return [Problem(PATH, str(weights.path), why, f"Name it step-{weights.step}, or set {key}")]
+    if not model_only and weights.step >= config.training.steps:
+        why = f"{weights.path} is at step {weights.step} already"
+        return [Problem("training.steps", config.training.steps, why, f"Use more, or set {key}")]
     return []
+
+
+def check_continued(config: Config, weights: Weights) -> list[Problem]:
+    """Find keys of CONTINUED in which a resolved config differs from the config of a checkpoint.
+
+    check_shape compares the model, choose_tokenizer the tokenizer, and checkpoint/load.py the documents.
+    """
+    path, saved, problems = weights.path, weights.manifest.run.get("config", {}), []
+    new_run = f"--job.dump_folder=FOLDER --{PATH}={path} --checkpoint.initial_load_model_only"
+    for key in CONTINUED:
+        (section, name), value = key.split("."), get_value(config, key)
+        before = saved.get(section, {}).get(name, value)
+        if key == "training.dataset":  # a corpus may move to another folder
+            before, value = ([Path(name).name for name in names] for names in (before, value))
+        if before == value or section in config.checkpoint.exclude_from_loading:
+            continue
+        remedy = f"Use {before!r}, or start another run from these weights: {new_run}"
+        if section == "optimizer":
+            remedy += ", or start with new moments: --checkpoint.exclude_from_loading=optimizer"
+        problems.append(Problem(key, value, f"{path} was trained with {before!r}", remedy))
+    return problems
 
 
 def check_export(config: Config, model_args: ModelArgs) -> list[Problem]:

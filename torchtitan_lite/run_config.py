@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     read_published,
 )
 from torchtitan_lite.checkpoint.hugging_face_folder import REMEDY
-from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps, parse_model_args, read_manifest
+from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps, parse_model_args, read_manifest
 from torchtitan_lite.config.flavors import AUTO, ModelArgs
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import ConfigReading, read_config
@@ -46,6 +46,7 @@ class Weights:
     tokenizer: str | None  # its identity; None: not known
     published: dict[str, dict]  # config.json and generation_config.json if they came from a Hugging Face folder
     step: int | None  # of the checkpoint; None: a Hugging Face folder
+    manifest: Manifest | None = None  # of the checkpoint
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def describe_checkpoint(path: Path) -> Weights:
     assets = manifest.run.get("config", {}).get("model", {}).get("hf_assets_path")
     identity = manifest.fingerprint.get("tokenizer")
     published = manifest.run.get(IN_MANIFEST, {})
-    return Weights(path, parse_model_args(manifest), assets, identity, published, manifest.step)
+    return Weights(path, parse_model_args(manifest), assets, identity, published, manifest.step, manifest)
 
 
 def describe_hugging_face(path: Path, name: str) -> Weights:

@@ -66,7 +66,7 @@ def check_mesh(config: Config, degrees: dict[str, int], world_size: int, batch: 
     unit = training.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
     if batch["global_batch_size"] % unit:
         why = f"it is no multiple of local_batch_size {training.local_batch_size} x data-parallel ranks = {unit}"
-        problems.refuse("training.global_batch_size", why, f"Use a multiple of {unit}")
+        problems.refuse("training.global_batch_size", why, f"Use a multiple of {unit}, or a smaller local_batch_size")
     if training.local_batch_size % batch["microbatch_size"]:
         why = f"it does not divide training.local_batch_size = {training.local_batch_size}"
         problems.refuse("parallelism.pipeline_parallel_microbatch_size", why, "Use a divisor of it, 1 for instance")

@@ -88,7 +88,8 @@ def describe(prepared: Prepared, machine: Machine) -> str:
     if prepared.resumed_step:
         rows["resumes"] = f"after step {prepared.resumed_step}"
     lines = [*rows.items(), *(("note", notice) for notice in prepared.notices)]
-    return f"{prepared.config_name} is sound on {machine.name}:\n" + "\n".join(f"  {k:7} {v}" for k, v in lines)
+    table = f"{prepared.config_name} is sound on {machine.name}:\n" + "\n".join(f"  {k:7} {v}" for k, v in lines)
+    return f"{table}\n{prepared.finished}".rstrip()
 
 
 def describe_json(prepared: Prepared) -> str:

@@ -8,7 +8,7 @@ last line says which one failed, why, and how to continue from the newest checkp
 
 Environment: NGPU (ranks of this host), LOG_RANK (ranks whose output is shown, default 0), MAX_RESTARTS; for several
 hosts NNODES, NODE_RANK (0 on the host that MASTER_ADDR names), MASTER_ADDR, MASTER_PORT (default 29500).
-Exit status: 0 trained, 2 refused by check, 130 stopped by Ctrl-C, 143 stopped by SIGTERM, 1 anything else.
+Exit status: 0 trained or already finished, 2 refused by check, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 anything else.
 """
 
 import importlib
@@ -54,6 +54,9 @@ def main(options: Namespace) -> int:
     except ConfigError as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
         return 2
+    if prepared.finished:
+        print(prepared.finished, file=sys.stderr)
+        return export_last_checkpoint(prepared) if is_first_host() else 0
     if is_first_host():
         print(describe(prepared, machine), file=sys.stderr, flush=True)
     try:
@@ -83,7 +86,8 @@ def main(options: Namespace) -> int:
 def export_last_checkpoint(prepared: Prepared) -> int:
     """Convert the last checkpoint to a Hugging Face folder, if the config asks for that. Return the exit status."""
     section = prepared.config.checkpoint
-    last = prepared.dump_folder / section.folder / f"step-{prepared.config.training.steps}"
+    step = max(prepared.config.training.steps, prepared.resumed_step)
+    last = prepared.dump_folder / section.folder / f"step-{step}"
     out = Path(f"{last}-hf")
     if not (section.enable and section.last_save_in_hf) or out.exists():
         return 0
