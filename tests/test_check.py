@@ -110,7 +110,7 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     ("--model.head_dim 31", "model.head_dim"),
     # mesh
     (f"{TP}=2 --{P}data_parallel_shard_degree=1", f"{P}data_parallel_shard_degree", 3),
-    ("--training.global_batch_size 12", "training.global_batch_size"),
+    ("--training.global_batch_size 10", "training.global_batch_size"),
     (f"{PP}=2 --training.local_batch_size=4 --{MICROBATCH}=3", MICROBATCH),
     (f"{ZERO}=1 {RESHARD}=always", f"{P}zero_stage"),
     (f"{PP}=2 {ZERO}=2", f"{P}zero_stage"),
@@ -123,11 +123,11 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{TP}=2 {CP}=2 --training.seq_len=36", "training.seq_len", 4),
     (f"{PP} 8", "model.n_layers", 8),
     (f"--{STAGES}=norm;output", f"{STAGES} {STAGES}"),  # wrong modules, and no pipeline
-    (f"{PP}=2 --training.local_batch_size=1", "training.local_batch_size"),
+    (f"{PP}=2 --training.local_batch_size=1 --training.global_batch_size=1", "training.local_batch_size"),
     (f"{FLOAT8} --{F8}filter_fqns=attention,feed", "model.converters"),
     (f"{FLOAT8} --training.seq_len=12 --training.local_batch_size=1", "training.seq_len"),
     (f"{FLOAT8} {GATHER} --{F8}recipe_name=rowwise", f"{F8}recipe_name"),
-    (f"{FLOAT8} {GATHER} --training.enable_cpu_offload", "training.enable_cpu_offload", 8, EIGHT_H100),
+    (f"{FLOAT8} {GATHER} --training.enable_cpu_offload", "training.enable_cpu_offload", 4, EIGHT_H100),
     # known to give wrong numbers or to crash
     (f"{PP}=2 --model.flavor=1B", f"{P}pipeline_parallel_degree", 2, H100_ELSEWHERE),
     (f"{SPLIT} {ZERO}=3 --{MODE}=none", f"{P}pipeline_parallel_schedule"),
@@ -137,7 +137,7 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     # experts
     (f"--{EP}=2", EP),
     (f"{MOE} --{EP}=4", EP),  # of two ranks
-    (f"{MOE} --{EP}=16", EP, 16),  # of eight experts
+    (f"{MOE} --{EP}=16 --training.global_batch_size=-1", EP, 16),  # of eight experts
     (f"{MOE} --model.dim=100 --model.head_dim=32 --training.mixed_precision_param=bfloat16", "model.dim"),
     (f"{MOE} {FLOAT8}", "model.converters"),
     (f"{MOE} --checkpoint.enable --checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf"),
@@ -153,7 +153,7 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"--{ASYNC_TP}", f"{ASYNC_TP} {ASYNC_TP}"),  # without a compiler, and without a GPU
     ("--training.enable_cpu_offload", "training.enable_cpu_offload"),
     ("--profiling.enable_memory_snapshot", "profiling.enable_memory_snapshot"),
-    (FLOAT8, "model.converters", 8, EIGHT_A100),
+    (FLOAT8, "model.converters", 4, EIGHT_A100),
     ("--config llama3_8b.toml", "model.flavor"),
     # files
     ("--training.dataset c4", "training.dataset"),
@@ -170,7 +170,7 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{SPLIT} --{MODE}=none", ""),
     (f"{CP}=2 --model.attention=document", ""),
     (f"{FLOAT8} {GATHER}", ""),
-    (f"{FLOAT8} --{F8}emulate", "", 8, EIGHT_A100),
+    (f"{FLOAT8} --{F8}emulate", "", 4, EIGHT_A100),
     (f"{MOE} --checkpoint.enable --checkpoint.last_save_in_hf --training.expert_bias_rate=0", ""),
     (f"{MOE} --model.dim=100 --model.head_dim=32 --training.mixed_precision_param=float32", ""),
     (f"{BUDGET} {BF16} --{ASYNC_TP} {TP}=2 --compile.enable --training.enable_cpu_offload", "", 8, H100_ELSEWHERE),
@@ -192,7 +192,7 @@ def test_exactly_what_cannot_run_is_refused_by_its_keys():
 @pytest.mark.parametrize(
     ("args", "n_ranks", "numbers"),
     [
-        ("--training.global_batch_size 12", 2, [8]),
+        ("--training.global_batch_size 10", 2, [4]),
         (f"{TP}=2 --{P}data_parallel_shard_degree=2", 3, [2]),
         (f"{FLOAT8} {CP}=2 --training.seq_len=40 --training.local_batch_size=1", 2, [32]),
         (f"{PP}=8", 8, [6]),  # the first and the last stage need no layer
@@ -214,7 +214,7 @@ def test_a_remedy_names_the_bound(args, n_ranks, numbers):
         (f"--{P}data_parallel_shard_degree 1", {}, LAPTOP, 1),
         ("--config debug_3d", {}, LAPTOP, 8),
         ("--config debug_moe_3d", {}, LAPTOP, 8),
-        ("", {"NNODES": "4"}, EIGHT_H100, 32),
+        ("--training.global_batch_size=-1", {"NNODES": "4"}, EIGHT_H100, 32),
         ("", {"NGPU": "4"}, EIGHT_H100, 4),
         (f"{TP}=2", {"NGPU": "4", "NNODES": "2"}, LAPTOP, 8),
         ("", {"NGPU": "two"}, LAPTOP, ["NGPU"]),
@@ -332,8 +332,8 @@ def test_the_config_that_a_run_saves_has_no_automatic_value_and_starts_the_same_
     (empty_folder / "config.toml").write_text(dump_config_toml(saved))
     again = preflight(["--config", "config.toml"], machine=LAPTOP).config
     assert replace(again, job=replace(again.job, config_file="debug_3d")) == saved
-    config = preflight([], machine=EIGHT_H100).config
-    assert (config.parallelism.data_parallel_shard_degree, config.training.global_batch_size) == (8, 32)
+    config = preflight(["--training.global_batch_size=-1"], machine=EIGHT_H100).config
+    assert (config.parallelism.data_parallel_shard_degree, config.training.global_batch_size) == (8, 16)
     assert config.training.mixed_precision_param == "bfloat16"
 
 
