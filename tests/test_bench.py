@@ -1,6 +1,9 @@
 """bench: who is measured in which order, the arithmetic of the ratios, and the command. Never how fast anything is."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import count
 
@@ -8,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite import __main__ as door
 from torchtitan_lite.components import optim
 from torchtitan_lite.config.messages import ConfigError, Problem
@@ -35,6 +39,18 @@ def make_report(step_times_s: dict[str, list[float]]) -> Report:
     ratio_of = {"bare_loop": ("trainer", "bare_loop"), "compile_over_eager": ("compiled", "trainer")}
     n_tokens = dict.fromkeys(step_times_s, 1000)
     return Report({"device": "x"}, "tokens", n_tokens, step_times_s, {"compiled": "no compiler"}, ratio_of)
+
+
+@pytest.mark.slow  # a Python of its own imports transformers: eight seconds
+def test_transformers_prints_no_warnings_of_packages_that_it_imports():
+    pytest.importorskip("torchao", reason="torchao is not installed; importing it warns")
+    program = "import torch; from test_bench import TINY_CONFIG, contenders\n"
+    program += "contenders.build_transformers(TINY_CONFIG, contenders.make_batch(TINY_CONFIG), torch.device('cpu'))"
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    answer = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert (answer.returncode, answer.stderr) == (0, "")
 
 
 # ---------------------------------------------------------------- rounds

@@ -10,6 +10,7 @@
 The batch is on the device: loading is not measured. No contender recomputes in backward.
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -88,6 +89,8 @@ def build_transformers(config: Config, batch: Batch, device: torch.device) -> Tr
     """Return a step of transformers' model, with its own initial weights: the speed does not depend on them."""
     if transformers is None:
         raise Absent("transformers is not installed")
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao if it is there, which warns twice
+        logging.getLogger(name).setLevel(logging.ERROR)
     args = resolve_model(config.model)
     written = make_config(args, dtype="float32", bos_id=None, eos_id=None)
     theirs = transformers.AutoConfig.for_model(written.pop("model_type"), **written, attn_implementation="sdpa")
