@@ -101,7 +101,7 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
      "training.steps optimizer.lr argument model.name"),
     ("--config llama3_8b --optimizer.lr x --training.global_batch_size=3 --job.dump_folder=file/x "
      "--model.hf_assets_path=nowhere",
-     "optimizer.lr training.global_batch_size job.dump_folder model.hf_assets_path"),
+     "optimizer.lr model.flavor training.global_batch_size job.dump_folder model.hf_assets_path"),
     (f"{TP}=x --{P}data_parallel_shard_degree=1", f"{P}tensor_parallel_degree", 8),
     # model
     ("--model.flavor 9B", "model.flavor"),
@@ -338,7 +338,7 @@ def test_the_config_that_a_run_saves_has_no_automatic_value_and_starts_the_same_
 
 
 VERDICT = """\
-debug_3d is sound on a laptop:
+debug_3d on a laptop: nothing found wrong
   model   llama debug, 1,328,256 parameters, 0.00698 GFLOP per token (0.00659 with causal attention)
   mesh    8 ranks: pp2 x dp_shard2 x tp2
   batch   8 sequences of 128 tokens make 1,024 per step: data-parallel ranks 2 x microbatches 4 x sequences 1

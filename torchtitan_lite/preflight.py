@@ -80,9 +80,10 @@ def preflight(
     if not any(problem.key.startswith(("model.", "training.", "parallelism.")) for problem in reading.problems):
         try:
             model_args = resolve_model(config.model)
+            degrees = plan_degrees(config.parallelism, n_ranks)
+            memory = bound_memory(config, model_args, degrees, machine, n_hosts)
+            problems += check_memory(config, args, degrees, memory, machine)
             layout = plan_layout(config, model_args, n_ranks)
-            memory = bound_memory(config, model_args, layout.degrees, machine, n_hosts)
-            problems += check_memory(config, model_args, memory, machine)
         except ConfigError as error:
             problems += error.problems
 
@@ -137,11 +138,10 @@ def preflight(
 
 
 def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> int:
-    """Return the default world size: all GPUs; on CPUs the product of the degrees, or two ranks per host."""
+    """Return the default world size: all GPUs; on CPUs the product of the degrees, from two ranks per host on."""
     if machine.device_type == "cuda":
         return machine.n_devices * n_hosts
-    is_automatic = parallelism.data_parallel_shard_degree == -1
-    return 2 * n_hosts if is_automatic else prod(plan_degrees(parallelism, 1).values())
+    return prod(plan_degrees(parallelism, 2 * n_hosts).values())
 
 
 def describe_float8(config: Config, args: ModelArgs, tp: int) -> list[str]:

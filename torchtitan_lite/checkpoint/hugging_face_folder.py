@@ -28,6 +28,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     read_model_args,
 )
 from torchtitan_lite.config.block import list_llama_block
+from torchtitan_lite.config.files import refuse_pointer
 from torchtitan_lite.config.flavors import ModelArgs
 
 SINGLE_FILE = "model.safetensors"
@@ -143,9 +144,10 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     The safetensors library needs torch even to list a file.
     """
     try:
+        refuse_pointer(path)
         size = path.stat().st_size
         with open(path, "rb") as file:
-            n_bytes = int.from_bytes(file.read(8), "little")  # in a Git LFS pointer, an absurd number
+            n_bytes = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(n_bytes, size)))
         header.pop("__metadata__", None)
         needed = 8 + n_bytes + max(entry["data_offsets"][1] for entry in header.values())

@@ -3,11 +3,14 @@
 import hashlib
 import importlib
 import os
+import shlex
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+LFS = b"version https://git-lfs.github.com/spec/v1"
 
 
 def import_extra(name: str, extra: str) -> ModuleType:
@@ -17,6 +20,15 @@ def import_extra(name: str, extra: str) -> ModuleType:
     except ImportError as error:
         package = name.partition(".")[0]
         raise ImportError(f"{error}. It is in the extra `{extra}`: pip install {package}") from None
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise ValueError if a file is the pointer that Git LFS leaves in its place."""
+    with open(path, "rb") as file:
+        if file.read(len(LFS)) == LFS:
+            raise ValueError(
+                f"it is a Git LFS pointer. Run: {shlex.join(['git', '-C', str(path.parent), 'lfs', 'pull'])}"
+            )
 
 
 def hash_file(path: Path, digest: Any) -> str:

@@ -7,8 +7,9 @@ A GPU holds one rank; the memory of a host without GPUs holds all of its ranks. 
 `python -m torchtitan_lite plan` forecasts them.
 """
 
+import shlex
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil, log2, prod
 
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.choices import OPTIMIZERS
@@ -17,6 +18,7 @@ from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.schema import Config, Optimizer
 
+USUAL_GPU_BYTES = 40 * GIB  # for this state, on the GPU that `plan` assumes: activations take the rest of its 80 GB
 MASTER_BYTES = 4  # of a parameter and of its gradient, both fp32
 
 
@@ -30,7 +32,7 @@ class MemoryBound:
 
     def __str__(self) -> str:
         ranks = f"{self.n_ranks} ranks share" if self.n_ranks > 1 else "a rank has"
-        needed = f"{self.state_bytes / GIB:.2f} GiB for weights, gradients and optimizer state"
+        needed = f"at least {self.state_bytes / GIB:.2f} GiB for weights, gradients and optimizer state"
         return f"{needed}; {ranks} {self.available_bytes / GIB:.1f} GiB"
 
 
@@ -54,13 +56,21 @@ def bound_memory(
     return MemoryBound(n_sharing * ceil(n_parameters * bytes_each), machine.memory_bytes_per_device, n_sharing)
 
 
-def check_memory(config: Config, args: ModelArgs, bound: MemoryBound | None, machine: Machine) -> list[Problem]:
-    """Return a problem if the memory is too small for the state."""
+def check_memory(
+    config: Config, config_args: list[str], degrees: dict[str, int], bound: MemoryBound | None, machine: Machine
+) -> list[Problem]:
+    """Return a problem if the memory is too small for the state. The remedy names a number of GPUs that is enough."""
     if bound is None or bound.state_bytes <= bound.available_bytes:
         return []
-    n_bytes = count_parameters(args) * (2 * MASTER_BYTES + count_moment_bytes(config.optimizer))
-    remedy = f"Shard one copy of the model over GPUs with more than {n_bytes / GIB:.0f} GiB together"
-    if machine.device_type == "cpu":
-        name = config.job.config_file
-        remedy += f". Here `python -m torchtitan_lite verify --config {name}` proves the layout; `plan` forecasts costs"
+    on_gpu = machine.device_type == "cuda"
+    times = bound.state_bytes / bound.n_ranks / (bound.available_bytes if on_gpu else USUAL_GPU_BYTES)
+    n_gpus = prod(degrees.values()) * 2 ** max(0, ceil(log2(times)))
+    if on_gpu:
+        here = f"NGPU={machine.n_devices} NNODES={ceil(n_gpus / machine.n_devices)}"
+        remedy = f"Use {n_gpus} such GPUs ({here if machine.is_here else f'--gpus {n_gpus}'})"
+        if config.parallelism.data_parallel_shard_degree != -1:
+            remedy += ", with parallelism.data_parallel_shard_degree = -1"
+    else:
+        verify, plan = (f"`python -m torchtitan_lite {shlex.join([tool, *config_args])}" for tool in ("verify", "plan"))
+        remedy = f"Here {verify}` proves the layout; {plan} --gpus {n_gpus}` forecasts the run on GPUs"
     return [Problem("model.flavor", config.model.flavor, f"the run needs {bound} on {machine.name}", remedy)]

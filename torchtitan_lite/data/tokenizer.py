@@ -27,7 +27,7 @@ from pathlib import Path
 import tiktoken
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.config.files import import_extra
+from torchtitan_lite.config.files import import_extra, refuse_pointer
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.data.vocabulary import (
     BytePairs,
@@ -94,6 +94,7 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
         why = f"there is no {' and no '.join(IN_FOLDER[:2])} in {Path(hf_assets_path).absolute()}"
         raise ConfigError([Problem(KEY, str(hf_assets_path), why, REMEDY)])
     try:
+        refuse_pointer(path)
         return read_tokenizer_json(path) if path.suffix == ".json" else read_tokenizer_model(path)
     except Exception as error:  # the package raises nothing more specific
         why = f"{path} cannot be used: {type(error).__name__}: {error}"

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shlex
 import sys
 from argparse import Namespace
 from dataclasses import asdict, replace
+from math import ceil
 
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters
 from torchtitan_lite.config.machine import Machine, detect_machine
@@ -28,6 +30,9 @@ def main(options: Namespace) -> int:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
         return 2
     print(describe_json(prepared) if options.json else describe(prepared, machine))
+    if options.gpus and not options.json:
+        command = shlex.join(["plan", *options.config_args, "--gpus", str(options.gpus), "--gpu", options.gpu])
+        print(f"  next    activations need more: python -m torchtitan_lite {command}")
     return 0
 
 
@@ -44,7 +49,7 @@ def choose_host() -> tuple[Machine, int | None, int]:
     """Return this host, and what NGPU and NNODES say. Raises ConfigError."""
     machine, n_hosts, n_each = detect_machine(), read_count("NNODES") or 1, read_count("NGPU")
     if n_each and machine.device_type == "cuda" and n_each > machine.n_devices:  # every rank needs its own GPU
-        remedy = f"Use NGPU={machine.n_devices}, and NNODES for more hosts"
+        remedy = f"Use NGPU={machine.n_devices} NNODES={ceil(n_each * n_hosts / machine.n_devices)}: that many hosts"
         raise ConfigError([Problem("NGPU", n_each, f"this host has {machine.n_devices} GPUs", remedy)])
     return machine, n_each and n_each * n_hosts, n_hosts
 
@@ -88,7 +93,8 @@ def describe(prepared: Prepared, machine: Machine) -> str:
     if prepared.resumed_step:
         rows["resumes"] = f"after step {prepared.resumed_step}"
     lines = [*rows.items(), *(("note", notice) for notice in prepared.notices)]
-    table = f"{prepared.config_name} is sound on {machine.name}:\n" + "\n".join(f"  {k:7} {v}" for k, v in lines)
+    where = machine.name if machine.is_here else f"{layout.world_size} x {machine.name}"
+    table = f"{prepared.config_name} on {where}: nothing found wrong\n" + "\n".join(f"  {k:7} {v}" for k, v in lines)
     return f"{table}\n{prepared.finished}".rstrip()
 
 

@@ -90,12 +90,12 @@ The same as ./run_train.sh, whose --help lists the environment variables: severa
 
 def make_check_parser() -> ArgumentParser:
     description = """
-Is this config sound on this many ranks? Prints what the run will be, or every problem that would stop it.
+Is anything wrong with this config on this many ranks? Prints what the run will be, or every problem that would stop it.
 
 Without --ranks and --gpus, check a run on this host: NGPU ranks (default: all GPUs; on a CPU the product of the
 degrees, else 2) on each of NNODES hosts like this one. With --gpus, memory and what only GPUs can do are checked
 against --gpu. With --ranks, memory is not checked. check needs no torch."""
-    parser = make_parser("check", description, "Environment: NGPU, NNODES. Exit status: 0 sound, 2 not.")
+    parser = make_parser("check", description, "Environment: NGPU, NNODES. Exit status: 0 it can start, 2 it cannot.")
     add = parser.add_argument
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--ranks", type=positive, metavar="N", help="check a run of N ranks elsewhere")

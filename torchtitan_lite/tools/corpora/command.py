@@ -3,17 +3,21 @@
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from collections import Counter
 from dataclasses import asdict
+from math import ceil
 from pathlib import Path
 
 from torchtitan_lite.config.files import find_damage
+from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, read_manifest
+from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, CorpusManifest, read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.run_config import SHIPPED
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
@@ -57,10 +61,10 @@ def run(options: argparse.Namespace) -> str:
     manifest, bad = prepare(files, options.out, recipe, n_processes=options.processes, report=Progress().add)
     numbers = {"folder": str(options.out), "files": len(files), "files_left_out": left_out.total()}
     numbers |= {"bad_rows": bad.n, "first_bad_row": bad.first, **asdict(manifest)}
-    return json.dumps(numbers) if options.json else describe(numbers, left_out)
+    return json.dumps(numbers) if options.json else describe(numbers, left_out, suggest_command(options, manifest))
 
 
-def describe(numbers: dict, left_out: Counter[str]) -> str:
+def describe(numbers: dict, left_out: Counter[str], command: str) -> str:
     """Return what was made, and what to do next."""
     lines = [f"{numbers['folder']} is complete, from {numbers['files']:,} files:"]
     for name, split in numbers["splits"].items():
@@ -72,7 +76,21 @@ def describe(numbers: dict, left_out: Counter[str]) -> str:
         lines.append(f"  left out  files that are not known as text ({kinds}); --suffix .x adds a kind")
     if numbers["bad_rows"]:
         lines.append(f"  skipped   {numbers['bad_rows']:,} bad rows, the first: {numbers['first_bad_row']}")
-    return "\n".join([*lines, f"Train on it: ./run_train.sh --training.dataset {numbers['folder']}"])
+    return "\n".join([*lines, f"Train on it: {command}"])
+
+
+def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> str:
+    """Return the command that trains on the corpus: from the weights beside its tokenizer, else the debug model."""
+    words = ["./run_train.sh", "--training.dataset", str(options.out)]
+    tokenizer = options.tokenizer
+    if list(Path(tokenizer).glob("*.safetensors")):
+        words[1:1] = ["--config", "finetune", "--checkpoint.initial_load_path", tokenizer]
+    elif tokenizer != SHIPPED:
+        n_rows = max(FLAVORS["debug"].vocab_size, ceil(load_tokenizer(tokenizer).vocab_size / 64) * 64)
+        words += ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)]
+    if "held_out" not in manifest.splits:
+        words.append("--validation.no_enable")
+    return shlex.join(words)
 
 
 def check(folder: Path) -> int:

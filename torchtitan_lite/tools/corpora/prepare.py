@@ -7,7 +7,8 @@ Order and content do not depend on the number of processes, and a single packed 
 is `BOS text EOS`, without BOS if the tokenizer has none; a conversation is what its chat template writes.
 
 A hash decides which documents are held out. It is the hash of the text of a row, which keeps equal rows together, or of
-the path of a file, which keeps the file held out when it changes.
+the path of a file, which keeps the file held out when it changes. If the share is so small that it holds out no
+document, the document with the lowest hash is held out.
 """
 
 import hashlib
@@ -18,16 +19,17 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate
+from math import nextafter
 from pathlib import Path
 from typing import Literal
 
 from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, dump_manifest
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
-from torchtitan_lite.tools.corpora.text_files import Batch, PreparationError, read_batches
+from torchtitan_lite.tools.corpora.text_files import CONVERSATION, Batch, PreparationError, read_batches
 from torchtitan_lite.tools.processes import end_with_parent
 
 BATCHES_AHEAD = 4  # per worker: limits what is read into memory
@@ -57,6 +59,7 @@ class Documents:
     tokens: array
     lengths: list[int] = field(default_factory=list)  # tokens of each document
     targets: bytearray = field(default_factory=bytearray)  # conversations: 1 for a token of the assistant
+    hashes: list[int] = field(default_factory=list)  # of each document
     n_text_bytes: int = 0
 
 
@@ -88,16 +91,21 @@ def prepare(
     try:
         batches = (batch for path in files for batch in read_batches(path, recipe.column))
         writers: dict[str, SplitWriter] = {}
-        bad = BadRows()
+        bad, lowest, highest = BadRows(), 2**64, 0  # hashes of documents
         for made, faults in map_in_order(partial(encode_batch, recipe), batches, n_processes):
             for name, documents in made.items():
                 if name not in writers:
                     writers[name] = SplitWriter(unfinished, name, has_targets=recipe.is_chat)
                 writers[name].write(documents)
+                lowest, highest = min(lowest, *documents.hashes), max(highest, *documents.hashes)
                 report(documents.n_text_bytes)
             bad = BadRows(bad.n + faults.n, bad.first or faults.first)
         if "train" not in writers:
             raise PreparationError(f"these {len(files)} files hold no text to train on. {bad.first}")
+        if "held_out" not in writers and recipe.held_out_share and lowest < highest:
+            shutil.rmtree(unfinished)
+            recipe = replace(recipe, held_out_share=nextafter(lowest / 2**64, 1))
+            return prepare(files, out, recipe, n_processes=n_processes, report=report)
         tokenizer, _ = get_encoder(recipe)
         splits = {name: writers[name].finish() for name in sorted(writers)}
         manifest = CorpusManifest(choose_dtype(tokenizer.vocab_size), tokenizer.identity, splits)
@@ -178,14 +186,21 @@ def encode_batch(recipe: Recipe, batch: Batch) -> tuple[dict[str, Documents], Ba
         except ValueError as error:
             fault = f"{batch.path}, row {number}: {error}"
             if not recipe.skip_bad:
-                raise PreparationError(f"{fault}. Repair it, or leave such rows out with --skip-bad") from None
+                talk = CONVERSATION.search(row) if isinstance(row, bytes) and not chat else None
+                remedy = "Repair it, or leave such rows out with --skip-bad"
+                if talk:
+                    remedy = f"It looks like a conversation: add --chat --text-column {talk[1].decode()}"
+                raise PreparationError(f"{fault}. {remedy}") from None
             bad = BadRows(bad.n + 1, bad.first or fault)
             continue
         if not text:
             continue
         content = text.encode(errors="replace")  # JSON can spell half of a character
         key = os.path.relpath(batch.path, recipe.folder).encode() if batch.is_text else content
-        documents = made.setdefault(choose_split(key, recipe.held_out_share), Documents(array("I")))
+        number = hash_document(key)
+        split = "held_out" if number < recipe.held_out_share * 2**64 else "train"
+        documents = made.setdefault(split, Documents(array("I")))
+        documents.hashes.append(number)
         n_before = len(documents.tokens)
         if chat:
             ids, starts = tokenizer.encode_special(text)
@@ -203,7 +218,6 @@ def encode_batch(recipe: Recipe, batch: Batch) -> tuple[dict[str, Documents], Ba
     return made, bad
 
 
-def choose_split(key: bytes, held_out_share: float) -> str:
-    """Return the split of a document: keys hash to numbers below 2**64, and the lowest are held out."""
-    number = int.from_bytes(hashlib.sha256(key).digest()[:8], "big")
-    return "held_out" if number < held_out_share * 2**64 else "train"
+def hash_document(key: bytes) -> int:
+    """Return a number below 2**64. The documents with the lowest numbers are held out."""
+    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big")

@@ -12,6 +12,7 @@
 import gzip
 import io
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,7 @@ TEXT_SUFFIXES = frozenset(
     .hs .ml .mli .clj .ex .exs .erl .el .lisp .scm .rkt .v .sv .vhd .sql .proto .graphql
     .sh .bash .zsh .fish .ps1 .bat .cmake .mk .toml .yaml .yml .ini .cfg""".split()
 )
+CONVERSATION = re.compile(rb'"(\w+)"\s*:\s*\[\s*\{[^{}\[\]]*"role"')  # a field of a JSON line
 COMPRESSED = {".gz", ".zst"}
 BATCH_BYTES, BATCH_ROWS = 2**20, 256
 
@@ -108,7 +110,7 @@ def read_rows(path: Path, column: str) -> Iterator[Batch]:
     if get_kind(path) == TABLE_SUFFIX:
         table, first = import_extra("pyarrow.parquet", "data").ParquetFile(path), 1
         if column not in table.schema_arrow.names:
-            raise ValueError(f"it has no column {column!r} (--text-column names another)")
+            raise ValueError(f"it has no column {column!r} (--text-column names another; conversations need --chat)")
         for rows in table.iter_batches(BATCH_ROWS, columns=[column]):
             yield Batch(path, first, rows.column(0).to_pylist())
             first += len(rows)
