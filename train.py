@@ -36,7 +36,7 @@ from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.expert_balance import CollapseWatch
 from torchtitan_lite.components.log import log_rank_on_error, start_logging
 from torchtitan_lite.components.metrics import MetricsWriter, StepMeter, describe_out_of_memory, read_peak_memory
-from torchtitan_lite.components.profiling import profile_steps
+from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import detect_machine, peak_flops
 from torchtitan_lite.config.messages import ConfigError
@@ -53,6 +53,7 @@ from torchtitan_lite.preflight import choose_validation, preflight
 from torchtitan_lite.process_setup import (
     keep_compiled_code,
     make_deterministic,
+    raise_file_limit,
     read_torchrun_environment,
     record_collectives,
 )
@@ -88,12 +89,22 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
     make_deterministic(config.debug)
     keep_compiled_code(Path(config.training.cache_folder))
     record_collectives(config.comm, dump_folder)
-    start_process_group(device, config.comm.init_timeout_seconds, restarts, offload=config.training.enable_cpu_offload)
+    raise_file_limit(world_size)
+    start_process_group(
+        device,
+        config.comm.init_timeout_seconds,
+        restarts,
+        offload=config.training.enable_cpu_offload,
+        is_pipelined=layout.pp > 1,
+    )
     mesh = build_mesh(layout, device.type)
+    # Two threads that share a group deadlock: ranks match its calls by their order, and two threads have none.
+    host_group = make_host_group("host", config.comm.init_timeout_seconds)
+    saver_group = make_host_group("saver", config.comm.init_timeout_seconds) if config.checkpoint.enable else host_group
     starting_over = config.job.overwrite and restarts == 0
     open_folder = partial(open_dump_folder, dump_folder, config, starting_over=starting_over)
     # Two runs cannot share a folder, and no rank reads it before rank 0 has prepared it.
-    lock = raise_on_all_ranks(dist.group.WORLD, open_folder if rank == 0 else lambda: None)
+    lock = raise_on_all_ranks(host_group, open_folder if rank == 0 else lambda: None)
     start_logging(rank, dump_folder, color=not config.metrics.disable_color_printing)
     for notice in prepared.notices:
         logger.info(notice)
@@ -127,10 +138,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
 
     # ---- checkpoint: resume from the newest one, or from the one that is named; or load initial weights
     checkpoints = dump_folder / config.checkpoint.folder
-    # Two threads that share a group deadlock: ranks match its calls by their order, and two threads have none.
-    host_group = make_host_group("host", config.comm.init_timeout_seconds)
-    saver_group = make_host_group("saver", config.comm.init_timeout_seconds)
-    set_timeouts(config.comm.init_timeout_seconds, run.schedule)
+    set_timeouts(config.comm.init_timeout_seconds, run.schedule, host_group=host_group)
     fingerprint = {
         **stream.fingerprint,
         "tokenizer": tokenizer.identity,
@@ -184,7 +192,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
         profile_steps(config.profiling, dump_folder, rank, resumed_step=resumed_step) as profiler,
         saver,  # on exit, waits for the save in flight
     ):
-        meter = StepMeter()
+        meter, is_starting = StepMeter(), True
         for step in range(resumed_step + 1, n_steps + 1):
             with meter.loading():
                 batch = next(batches)
@@ -199,14 +207,16 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
                 )
                 break
 
-            if step == resumed_step + 1:  # all ranks have compiled, connected and allocated
-                set_timeouts(config.comm.train_timeout_seconds, run.schedule, besides=(host_group, saver_group))
+            if step == resumed_step + 1:
                 stop.wait_for_steps(dist.distributed_c10d._get_default_store())
             validation = {}
             if is_validated(step, config.validation, n_steps):
                 with meter.paused():
                     val_batches = prefetch(validation_data, rows, steps=range(validation_data.n_batches), device=device)
                     validation = validate(run, val_batches, bytes_of_tokens)
+            if is_starting and (validation or not config.validation.enable):  # all ranks have compiled and connected
+                is_starting, besides = False, (host_group, saver_group)
+                set_timeouts(config.comm.train_timeout_seconds, run.schedule, host_group=host_group, besides=besides)
             if writer and (validation or step % config.metrics.log_freq == 0 or step in (resumed_step + 1, n_steps)):
                 load = collapse_watch.read(step, result.expert_loads) if collapse_watch else None
                 writer.write(
@@ -246,7 +256,7 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
         writer.close()
     if lock:
         lock.close()
-    dist.barrier()  # no rank closes its connections while another still communicates
+    dist.barrier(host_group)  # no rank closes its connections while another still communicates
     dist.destroy_process_group()
     return status
 
@@ -273,7 +283,7 @@ def run_rank(args: list[str], stop: StopRequest) -> int:
         print(f"This run stops: {error}", file=sys.stderr)
         raise
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             print(describe_out_of_memory(args, int(os.environ["WORLD_SIZE"])), file=sys.stderr)
         if stop.received is None:
             traceback.print_exc()

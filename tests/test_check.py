@@ -128,6 +128,7 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{FLOAT8} --training.seq_len=12 --training.local_batch_size=1", "training.seq_len"),
     (f"{FLOAT8} {GATHER} --{F8}recipe_name=rowwise", f"{F8}recipe_name"),
     (f"{FLOAT8} {GATHER} --training.enable_cpu_offload", "training.enable_cpu_offload", 4, EIGHT_H100),
+    (f"{FLOAT8} --{ASYNC_TP} --compile.enable {TP}=2", ASYNC_TP, 4, EIGHT_H100),
     # known to give wrong numbers or to crash
     (f"{PP}=2 --model.flavor=1B", f"{P}pipeline_parallel_degree", 2, H100_ELSEWHERE),
     (f"{SPLIT} {ZERO}=3 --{MODE}=none", f"{P}pipeline_parallel_schedule"),

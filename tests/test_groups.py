@@ -133,7 +133,7 @@ def wait_for_hung_peers(rank: int, world_size: int, keys: dict[str, object], n_s
     batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
     for _ in range(n_steps):
         stepping.train_step(run, batch)
-    set_timeouts(1, run.schedule)
+    set_timeouts(1, run.schedule, host_group=dist.group.WORLD)
     if rank >= world_size // 2:
         dist.distributed_c10d._get_default_store().wait(["rank 0 gave up"])
         return ""

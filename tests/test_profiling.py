@@ -83,9 +83,9 @@ def test_memory_is_written_after_every_period_beside_traces_and_recorded_no_long
 
 def test_where_memory_runs_out_it_is_written_and_the_error_goes_on(tmp_path, recording):
     section = Profiling(enable_memory_snapshot=True, save_memory_snapshot_folder="memory")
-    with pytest.raises(torch.OutOfMemoryError), profile_steps(section, tmp_path, rank=0) as profiler:
+    with pytest.raises(RuntimeError), profile_steps(section, tmp_path, rank=0) as profiler:
         profiler.step()
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise RuntimeError("a pipeline stage failed") from torch.OutOfMemoryError("CUDA out of memory")
     assert list_snapshots(tmp_path) == ["memory/step-2-out-of-memory/rank-0.pickle"]
     assert list_traces(tmp_path) == []
     assert recording[-1] == {"enabled": None}

@@ -1,6 +1,7 @@
 """What a rank reads and sets before it joins the others: who it is, determinism, where compiled code and traces go."""
 
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -24,6 +25,14 @@ def make_deterministic(section: Debug) -> None:
     if section.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed one
         torch.use_deterministic_algorithms(True, warn_only=section.deterministic_warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid: it writes every new tensor twice
+
+
+def raise_file_limit(world_size: int) -> None:
+    """Allow this process the files that its groups need: gloo opens about n + 3 for each group of n ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 4 * world_size + 256:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_compiled_code(cache_folder: Path) -> None:

@@ -74,6 +74,11 @@ def make_tracer(section: Profiling, folder: Path, rank: int, resumed_step: int) 
     return profile(schedule=steps, on_trace_ready=write_trace, record_shapes=True)
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether a GPU's memory ran out. torch's pipeline raises another error from that one."""
+    return error is not None and (isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error.__cause__))
+
+
 class MemorySnapshots:
     """Context manager: write this GPU's allocations and their stacks after each period, and when memory runs out."""
 
@@ -84,8 +89,8 @@ class MemorySnapshots:
     def __enter__(self) -> None:
         torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, torch.OutOfMemoryError):
+    def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> None:
+        if is_out_of_memory(error):
             self._write(f"step-{self.n_steps + 1}-out-of-memory")
         torch.cuda.memory._record_memory_history(enabled=None)
 

@@ -207,6 +207,9 @@ def check_run(config: Config) -> list[Problem]:
     if config.parallelism.enable_async_tensor_parallel and not is_rewritten:
         why = "inductor rewrites the matmuls, and it compiles no block (compile.enable, components, backend)"
         problems.refuse(ASYNC_TP, why, "Leave this key out")
+    if config.parallelism.enable_async_tensor_parallel and config.model.uses_float8:
+        why = "inductor merges no float8 matmul with its collective, so nothing would overlap"
+        problems.refuse(ASYNC_TP, why, 'Leave this key out, or leave "float8" out of model.converters')
     return problems
 
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128  # tokens
+LEAST_HEAD_DIM = 16  # of flex attention on CUDA
 
 
 class CausalAttention(nn.Module):
@@ -69,7 +70,11 @@ def attend_within_documents(
         block_mask = plan_blocks(doc_ids, query_positions, key_positions)
         # A compiled block compiles it too. Not compiled, it makes all the scores.
         attend = flex_attention if torch.compiler.is_compiling() else compile_flex_attention()
-        return attend(query, key, value, block_mask=block_mask, enable_gqa=True)
+        head_dim = query.shape[-1]
+        missing = max(0, LEAST_HEAD_DIM - head_dim)  # zeros change no score
+        query, key, value = (F.pad(each, (0, missing)) if missing else each for each in (query, key, value))
+        out = attend(query, key, value, block_mask=block_mask, enable_gqa=True, scale=head_dim**-0.5)
+        return out[..., :head_dim]
     rows, queries, keys = (torch.arange(len(each)) for each in (doc_ids, query_positions, key_positions))
     sees = visibility(doc_ids, query_positions, key_positions)
     mask = sees(rows[:, None, None, None], None, queries[:, None], keys)  # (B, 1, Q, K)

@@ -47,7 +47,8 @@ class Kernel:
 def choose_kernel(query: Tensor) -> Kernel:
     if query.device.type == "cpu":
         return KERNELS["cpu"]
-    return KERNELS["flash"] if query.dtype in (torch.bfloat16, torch.float16) else KERNELS["efficient"]
+    in_flash = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return KERNELS["flash" if in_flash else "efficient"]
 
 
 def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:

@@ -55,10 +55,15 @@ collectives = torch.ops._c10d_functional  # asynchronous: they overlap with comp
 ALL = slice(None)
 
 
-def plan_query_positions(rank: int, n_ranks: int, seq_len: int, device: torch.device | None = None) -> Tensor:
-    """Return the positions in the sequence of the tokens of a cp rank, (S/cp,), ascending."""
-    pieces = torch.arange(seq_len, device=device).unflatten(0, (2 * n_ranks, -1))
-    return torch.cat((pieces[rank], pieces[2 * n_ranks - 1 - rank]))
+def plan_query_positions(rank: int | Tensor, n_ranks: int, seq_len: int, device: torch.device | None = None) -> Tensor:
+    """Return the positions in the sequence of the tokens of a cp rank, (S/cp,), ascending.
+
+    For a column of ranks (R, 1), return (R, S/cp). Positions are computed, because inductor cannot compile a mask of
+    flex attention that reads the result of `cat`.
+    """
+    piece = seq_len // (2 * n_ranks)
+    place = torch.arange(2 * piece, device=device)
+    return place + torch.where(place < piece, rank, 2 * n_ranks - 2 - rank) * piece
 
 
 def shard_sequence(whole: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -102,10 +107,10 @@ class DocumentContext(nn.Module):
         # Keys stay in the order of the ranks: the mask compares positions.
         keys, values = gathered.unflatten(0, (self.n_ranks, 2)).movedim(0, 3).flatten(3, 4)
         seq_len = keys.shape[2]
-        positions = [plan_query_positions(rank, self.n_ranks, seq_len, query.device) for rank in range(self.n_ranks)]
-        return attend_within_documents(
-            query, keys, values, doc_ids, query_positions=positions[self.rank], key_positions=torch.cat(positions)
-        )
+        ranks = torch.arange(self.n_ranks, device=query.device)[:, None]
+        own = plan_query_positions(self.rank, self.n_ranks, seq_len, query.device)
+        of_all = plan_query_positions(ranks, self.n_ranks, seq_len, query.device).flatten()
+        return attend_within_documents(query, keys, values, doc_ids, query_positions=own, key_positions=of_all)
 
 
 class Gather(torch.autograd.Function):

@@ -98,7 +98,8 @@ def apply_fsdp(
     if mixtures:
         plan_prefetch(list(part.layers.values()))
     for module in part.modules():
-        if isinstance(module, FSDPModule):
+        of_module = expert_mesh if module in mixtures else mesh
+        if isinstance(module, FSDPModule) and of_module.size() > 1:  # one rank would divide by 1, in a new tensor
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum; gloo has no other way to a factor of 1
 

@@ -119,10 +119,14 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
     return device
 
 
-def start_process_group(device: torch.device, timeout_s: int, restarts: int, *, offload: bool) -> None:
+def start_process_group(
+    device: torch.device, timeout_s: int, restarts: int, *, offload: bool, is_pipelined: bool
+) -> None:
     """Join the job's process group (its address is in torchrun's environment): NCCL on CUDA, gloo on CPU.
 
     `offload`: gradients are on the host, and their norm is a CPU tensor, which NCCL cannot reduce: gloo too.
+    `is_pipelined`: NCCL connects when ranks first talk. A group that connects at once (`device_id`) runs all sends and
+    receives of a pipeline on one stream, and each waits for the one before it.
     `timeout_s` is for the first steps, in which ranks compile and read at different speeds.
     """
     timeout = timedelta(seconds=timeout_s)
@@ -135,7 +139,7 @@ def start_process_group(device: torch.device, timeout_s: int, restarts: int, *, 
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if device.type == "cuda" and not is_pipelined else None,
     )
 
 
@@ -172,13 +176,17 @@ def list_groups() -> list[dist.ProcessGroup]:
 
 
 def set_timeouts(
-    timeout_s: int, schedule: _PipelineSchedule | None, *, besides: Collection[dist.ProcessGroup] = ()
+    timeout_s: int,
+    schedule: _PipelineSchedule | None,
+    *,
+    host_group: dist.ProcessGroup,
+    besides: Collection[dist.ProcessGroup] = (),
 ) -> None:
     """Set the time-out of every group of this process, except the groups in `besides`.
 
     Collective: no rank may wait with a short time-out for one that is still in its first step.
     """
-    dist.barrier()
+    dist.barrier(host_group)
     timeout = timedelta(seconds=timeout_s)
     for group in list_groups():
         if group not in besides:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -178,6 +178,8 @@ class Meter(TorchDispatchMode):
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         if not isinstance(tensor, FakeTensor) and tensor.is_meta:
+            return None
+        if is_traceable_wrapper_subclass(tensor):  # a weight gathered in float8: its own storage holds nothing
             return None
         storage = tensor.untyped_storage()
         key = storage._cdata
