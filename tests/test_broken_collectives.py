@@ -98,7 +98,9 @@ REQUESTS = [
 @pytest.mark.parametrize(("dim", "max_ranks", "asked"), REQUESTS)
 def test_no_certificate_names_a_dim_whose_collective_is_broken(pool, tmp_path, dim, max_ranks, asked):
     args = [f"--{key}={value}" for key, value in asked.items()]
-    reading = read_config(["--config", "debug", "--training.local_batch_size=8", *args])
+    reading = read_config(
+        ["--config", "debug", "--training.local_batch_size=8", "--training.global_batch_size=-1", *args]
+    )
     assert not reading.problems
     reduction = reduce_config(reading.config, max_ranks)
 

@@ -15,7 +15,7 @@ from torchtitan_lite.tools.plan.dry_run import describe_sharding
 from torchtitan_lite.tools.plan.explain import describe_slice, draw_mesh
 from torchtitan_lite.tools.plan.fake_world import fake_group
 
-SMALL = ["--config", "debug", "--model.n_layers", "2", "--training.seq_len", "32"]
+SMALL = ["--config", "debug", "--model.n_layers", "2", "--training.seq_len", "32", "--training.global_batch_size=-1"]
 TP2 = ["--gpus", "2", "--parallelism.tensor_parallel_degree", "2"]
 
 

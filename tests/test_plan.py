@@ -29,7 +29,7 @@ from torchtitan_lite.tools.plan.remedies import (
 from torchtitan_lite.tools.plan.simulator import plan_order
 from torchtitan_lite.tools.plan.workload import Workload
 
-SMALL = ["--config", "debug", "--training.seq_len", "32", "--model.n_layers", "2"]
+SMALL = ["--config", "debug", "--training.seq_len", "32", "--model.n_layers", "2", "--training.global_batch_size=-1"]
 H100 = find_cluster("h100")
 
 

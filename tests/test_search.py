@@ -125,7 +125,7 @@ def test_the_report_compares_the_configs_own_layout_with_the_best_which_reads_ba
 
 def test_the_first_that_fits_by_its_dry_run_is_chosen(capsys):
     """Of two layouts of which the closed form prefers the one that needs more memory than there is."""
-    found = rank(*read("debug", "--training.local_batch_size 8"), 1)
+    found = rank(*read("debug", "--training.local_batch_size 8 --training.global_batch_size -1"), 1)
     by_memory = sorted(found.fitting, key=lambda candidate: candidate.live_bytes)
     leanest, fattest = ((candidate, candidate.forecast()) for candidate in (by_memory[0], by_memory[-1]))
     between = (leanest[0].live_bytes * fattest[0].live_bytes) ** 0.5 * H100.reserve_factor
@@ -140,7 +140,8 @@ def test_a_full_pipeline_holds_what_all_its_microbatches_hold(pp_rank):
     """Four stages a rank: torch frees parameters between actions, so that a whole dry run makes every microbatch."""
     given, model_args = read(
         "debug",
-        "--model.n_layers 6 --training.local_batch_size 16 --parallelism.pipeline_parallel_degree 2",
+        "--model.n_layers 6 --training.local_batch_size 16 --training.global_batch_size -1",
+        "--parallelism.pipeline_parallel_degree 2",
         "--parallelism.pipeline_parallel_schedule Interleaved1F1B --parallelism.pipeline_parallel_layers_per_stage 1",
     )
     layout = plan_layout(given, model_args, 4)
