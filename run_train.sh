@@ -31,6 +31,7 @@ Environment:
                  restarted run resumes the newest complete checkpoint
   PYTHON         the Python to begin with (default python3; 3.10 or newer)
   OMP_NUM_THREADS, GLOO_SOCKET_IFNAME   default to 1 thread per rank, and on a single host to the loopback
+  PYTORCH_ALLOC_CONF                    defaults to expandable_segments:True, for GPUs
   PIP_*          settings of pip for the set-up. On Linux the default torch is NVIDIA's, of several GB: for a machine
                  without a GPU set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds
 
@@ -81,4 +82,6 @@ fi
 export NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-} MASTER_PORT=${MASTER_PORT:-29500}
 [[ $NNODES == 1 || -n $MASTER_ADDR ]] || fail "NNODES=$NNODES needs MASTER_ADDR, the name of the host with NODE_RANK=0"
 [[ -z ${CONFIG_FILE:-} ]] || set -- --config "$CONFIG_FILE" "$@" # the last --config wins
+# On GPUs, memory grows in segments that never fragment.
+[[ -n ${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-} ]] || export PYTORCH_ALLOC_CONF=expandable_segments:True
 exec "$PYTHON" -m torchtitan_lite train "$@"

@@ -156,6 +156,8 @@ def main(args: list[str], stop: StopRequest | None = None) -> int:
         fingerprint=fingerprint,
         group=host_group,
     )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # weights were made or loaded one whole tensor at a time
     saver = CheckpointSaver(
         checkpoints,
         config.checkpoint,

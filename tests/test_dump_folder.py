@@ -1,10 +1,13 @@
 """The dump folder belongs to one run at a time, and is emptied only if a run starts over."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -64,3 +67,9 @@ def test_a_second_run_on_one_folder_stops_until_the_first_has_died(folder):
         os.kill(first.pid, signal.SIGKILL)
         first.communicate()
     open_dump_folder(folder, Config(), starting_over=True).close()
+
+
+def test_a_file_system_without_locks_is_warned_of_and_used(folder, caplog):
+    with patch.object(fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
+        open_dump_folder(folder, Config(), starting_over=False).close()
+    assert str(folder) in caplog.text

@@ -6,7 +6,9 @@ wandb/          Weights & Biases if enabled; job.overwrite keeps it, because it 
 lock            locked by the run that writes here
 """
 
+import errno
 import fcntl
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -16,6 +18,8 @@ from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, get_value
+
+logger = logging.getLogger(__name__)
 
 LOCK = "lock"
 # Files that a run writes in the dump folder itself
@@ -74,6 +78,10 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
         lock.close()
         why = f"another run is writing to {folder}: wait until it has ended, or name another job.dump_folder"
         raise CheckpointError(why) from None
+    except OSError as error:  # Lustre may be mounted without locks
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
+        logger.warning(f"the file system of {folder} has no locks: nothing stops a second run from writing there")
     if starting_over:
         for path in list_earlier(folder, config):
             if path.is_dir() and not path.is_symlink():
