@@ -31,7 +31,7 @@ Environment:
                  restarted run resumes the newest complete checkpoint
   PYTHON         the Python to begin with (default python3; 3.10 or newer)
   OMP_NUM_THREADS, GLOO_SOCKET_IFNAME   default to 1 thread per rank, and on a single host to the loopback
-  PYTORCH_ALLOC_CONF                    defaults to expandable_segments:True, for GPUs
+  PYTORCH_ALLOC_CONF   for GPUs; default expandable_segments:True, unless PYTORCH_CUDA_ALLOC_CONF is set
   PIP_*          settings of pip for the set-up. On Linux the default torch is NVIDIA's, of several GB: for a machine
                  without a GPU set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds
 
