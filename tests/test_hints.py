@@ -75,7 +75,7 @@ def publish_llama() -> list[str]:
 
 
 PREPARED = {  # options of prepare, number of documents -> words of the command that it prints
-    "as it is": (list, 50, "./run_train.sh --training.dataset out"),
+    "as it is": (list, 50, "--training.dataset out --job.dump_folder outputs/out"),
     "two documents": (list, 2, "./run_train.sh --training.dataset out"),
     "one document": (list, 1, "--validation.no_enable"),
     "nothing held out": (lambda: ["--held-out", "0"], 50, "--validation.no_enable"),

@@ -85,9 +85,12 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
     tokenizer = options.tokenizer
     if list(Path(tokenizer).glob("*.safetensors")):
         words[1:1] = ["--config", "finetune", "--checkpoint.initial_load_path", tokenizer]
-    elif tokenizer != SHIPPED:
+    else:
         n_rows = max(FLAVORS["debug"].vocab_size, ceil(load_tokenizer(tokenizer).vocab_size / 64) * 64)
-        words += ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)]
+        words += (
+            ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)] if tokenizer != SHIPPED else []
+        )
+        words += ["--job.dump_folder", f"outputs/{options.out.name}"]  # outputs/debug may hold a run on another corpus
     if "held_out" not in manifest.splits:
         words.append("--validation.no_enable")
     return shlex.join(words)
