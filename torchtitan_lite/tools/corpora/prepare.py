@@ -112,7 +112,7 @@ def prepare(
         (unfinished / MANIFEST).write_text(dump_manifest(manifest))
         unfinished.rename(out)
     except BaseException:
-        shutil.rmtree(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return manifest, bad
 
