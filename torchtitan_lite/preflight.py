@@ -239,7 +239,7 @@ def check_shape(config: Config, model_args: ModelArgs, weights: Weights) -> list
     if not different:
         return []
     why = f"it is not the model in {weights.path}: {', '.join(different)}"
-    remedy = 'Set it to "auto" and leave out the rest of [model], or train another model in another job.dump_folder'
+    remedy = 'Leave out [model] and set flavor "auto" for that model, or train this one in another job.dump_folder'
     return [Problem("model.flavor", config.model.flavor, why, remedy)]
 
 
