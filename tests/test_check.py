@@ -213,6 +213,7 @@ def test_a_remedy_names_the_bound(args, n_ranks, numbers):
     [
         ("", {}, LAPTOP, 2),
         (f"--{P}data_parallel_shard_degree 1", {}, LAPTOP, 1),
+        (f"{CP}=4", {}, LAPTOP, 4),
         ("--config debug_3d", {}, LAPTOP, 8),
         ("--config debug_moe_3d", {}, LAPTOP, 8),
         ("--training.global_batch_size=-1", {"NNODES": "4"}, EIGHT_H100, 32),

@@ -95,7 +95,7 @@ Is anything wrong with this config on this many ranks? Prints what the run will 
 Without --ranks and --gpus, check a run on this host: NGPU ranks (default: all GPUs; on a CPU the product of the
 degrees, else 2) on each of NNODES hosts like this one. With --gpus, memory and what only GPUs can do are checked
 against --gpu. With --ranks, memory is not checked. check needs no torch."""
-    parser = make_parser("check", description, "Environment: NGPU, NNODES. Exit status: 0 it can start, 2 it cannot.")
+    parser = make_parser("check", description, "Environment: NGPU, NNODES. Exit status: 0 nothing wrong, 2 refused.")
     add = parser.add_argument
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--ranks", type=positive, metavar="N", help="check a run of N ranks elsewhere")
