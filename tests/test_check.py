@@ -128,7 +128,6 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{FLOAT8} --training.seq_len=12 --training.local_batch_size=1", "training.seq_len"),
     (f"{FLOAT8} {GATHER} --{F8}recipe_name=rowwise", f"{F8}recipe_name"),
     (f"{FLOAT8} {GATHER} --training.enable_cpu_offload", "training.enable_cpu_offload", 4, EIGHT_H100),
-    (f"{FLOAT8} --{ASYNC_TP} --compile.enable {TP}=2", ASYNC_TP, 4, EIGHT_H100),
     # known to give wrong numbers or to crash
     (f"{PP}=2 --model.flavor=1B", f"{P}pipeline_parallel_degree", 2, H100_ELSEWHERE),
     (f"{SPLIT} {ZERO}=3 --{MODE}=none", f"{P}pipeline_parallel_schedule"),
@@ -193,7 +192,7 @@ def test_exactly_what_cannot_run_is_refused_by_its_keys():
 @pytest.mark.parametrize(
     ("args", "n_ranks", "numbers"),
     [
-        ("--training.global_batch_size 10", 2, [4]),
+        ("--training.global_batch_size 10", 2, [8]),
         (f"{TP}=2 --{P}data_parallel_shard_degree=2", 3, [2]),
         (f"{FLOAT8} {CP}=2 --training.seq_len=40 --training.local_batch_size=1", 2, [32]),
         (f"{PP}=8", 8, [6]),  # the first and the last stage need no layer
@@ -334,8 +333,8 @@ def test_the_config_that_a_run_saves_has_no_automatic_value_and_starts_the_same_
     (empty_folder / "config.toml").write_text(dump_config_toml(saved))
     again = preflight(["--config", "config.toml"], machine=LAPTOP).config
     assert replace(again, job=replace(again.job, config_file="debug_3d")) == saved
-    config = preflight(["--training.global_batch_size=-1"], machine=EIGHT_H100).config
-    assert (config.parallelism.data_parallel_shard_degree, config.training.global_batch_size) == (8, 16)
+    config = preflight([], machine=EIGHT_H100).config
+    assert (config.parallelism.data_parallel_shard_degree, config.training.global_batch_size) == (8, 8)
     assert config.training.mixed_precision_param == "bfloat16"
 
 

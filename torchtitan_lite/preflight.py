@@ -153,7 +153,10 @@ def describe_float8(config: Config, args: ModelArgs, tp: int) -> list[str]:
     skipped = dict.fromkeys(f"layers.*.{fqn.split('.', 2)[2]}: {why}" for fqn, why in plan.skipped.items())
     counted = f"{len(plan.fqns)} of {len(plan.fqns) + len(plan.skipped)} linear layers compute in float8"
     recipe = section.recipe_name + ", emulated" * section.emulate
-    return ["; not ".join([f"{counted} ({recipe})", *skipped])]
+    notices = ["; not ".join([f"{counted} ({recipe})", *skipped])]
+    if config.parallelism.enable_async_tensor_parallel:
+        notices.append("async tensor parallel overlaps nothing of these layers: inductor merges no float8 matmul")
+    return notices
 
 
 def describe_finished(reading: RunConfig) -> str:

@@ -63,9 +63,10 @@ def check_mesh(config: Config, degrees: dict[str, int], world_size: int, batch: 
     if fault := find_csv_fault(section):
         remedy = "Write one row for each pp rank and one action a cell, or remove the key"
         problems.refuse("parallelism.pipeline_parallel_schedule_csv", f"it {fault}", remedy)
-    unit = training.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
+    n_local = training.local_batch_size if degrees["pp"] > 1 else batch["microbatch_size"]
+    unit = n_local * degrees["dp_replicate"] * degrees["dp_shard"]
     if batch["global_batch_size"] % unit:
-        why = f"it is no multiple of local_batch_size {training.local_batch_size} x data-parallel ranks = {unit}"
+        why = f"it is no multiple of local_batch_size {n_local} x data-parallel ranks = {unit}"
         problems.refuse("training.global_batch_size", why, f"Use a multiple of {unit}, or a smaller local_batch_size")
     if training.local_batch_size % batch["microbatch_size"]:
         why = f"it does not divide training.local_batch_size = {training.local_batch_size}"
@@ -207,9 +208,6 @@ def check_run(config: Config) -> list[Problem]:
     if config.parallelism.enable_async_tensor_parallel and not is_rewritten:
         why = "inductor rewrites the matmuls, and it compiles no block (compile.enable, components, backend)"
         problems.refuse(ASYNC_TP, why, "Leave this key out")
-    if config.parallelism.enable_async_tensor_parallel and config.model.uses_float8:
-        why = "inductor merges no float8 matmul with its collective, so nothing would overlap"
-        problems.refuse(ASYNC_TP, why, 'Leave this key out, or leave "float8" out of model.converters')
     return problems
 
 

@@ -164,15 +164,18 @@ def plan_zero_stage(parallelism: Parallelism) -> int:
 def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:
     """Return the sequences of a step and of a microbatch, and the microbatches of a rank: fields of Layout.
 
-    Without PP a rank runs accumulation steps of local_batch_size. With PP the same sequences become microbatches of
-    one schedule: accumulation costs no second pipeline bubble, and gradients are reduced once per step.
+    Without PP a rank runs accumulation steps of local_batch_size sequences, or of all its sequences if it has fewer.
+    With PP the same sequences become microbatches of one schedule: accumulation costs no second pipeline bubble, and
+    gradients are reduced once per step.
     """
     training, section = config.training, config.parallelism
     dp = degrees["dp_replicate"] * degrees["dp_shard"]
     global_batch_size = training.global_batch_size
     if global_batch_size == -1:
         global_batch_size = training.local_batch_size * dp
-    microbatch_size = section.pipeline_parallel_microbatch_size if degrees["pp"] > 1 else training.local_batch_size
+    microbatch_size = min(training.local_batch_size, max(1, global_batch_size // dp))
+    if degrees["pp"] > 1:
+        microbatch_size = section.pipeline_parallel_microbatch_size
     n_microbatches = global_batch_size // dp // microbatch_size
     sizes = {"global_batch_size": global_batch_size, "microbatch_size": microbatch_size}
     return sizes | {"n_microbatches": n_microbatches}
