@@ -25,7 +25,7 @@ from torchtitan_lite.tools.plan.meter import KINDS
 from torchtitan_lite.tools.plan.remedies import list_warnings
 from torchtitan_lite.tools.plan.search import Search
 from torchtitan_lite.tools.plan.search_report import print_search
-from torchtitan_lite.tools.plan.simulator import draw_svg, draw_text, plan_order, trace_chrome
+from torchtitan_lite.tools.plan.simulator import draw_svg, draw_text, plan_order
 from torchtitan_lite.tools.plan.traffic import Moved
 from torchtitan_lite.tools.plan.workload import Workload
 from torchtitan_lite.tools.tables import format_bytes, format_table
@@ -78,8 +78,6 @@ def main(options: argparse.Namespace) -> int:
         return 2
     if options.svg:
         options.svg.write_text(draw_svg(plan.forecast.timeline, plan.planned.config_name), encoding="utf-8")
-    if options.trace:
-        options.trace.write_text(json.dumps(trace_chrome(plan.forecast.timeline)), encoding="utf-8")
     print(json.dumps(list_for_json(plan)) if options.json else describe(plan, options.tokens))
     return 0 if plan.fits else 1
 
@@ -102,7 +100,7 @@ def make_plan(config_args: list[str], options: argparse.Namespace, cluster: Clus
     groups, runs = group_pp_ranks(planned), {}
     for pp_rank in groups:
         start = time.monotonic()
-        runs[pp_rank] = planned.dry_run(pp_rank, whole=options.full)
+        runs[pp_rank] = planned.dry_run(pp_rank)
         print(f"  pp rank {pp_rank} run in {time.monotonic() - start:.1f} s", file=sys.stderr)
     workload = planned.describe_workload()
     expected = forecast(workload, cluster, plan_order(planned.config.parallelism, planned.layout))

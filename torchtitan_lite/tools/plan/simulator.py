@@ -276,25 +276,3 @@ def draw_svg(timeline: Timeline, title: str = "", width: int = 1000) -> str:
         shapes.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLORS[kind]}"/>')
         shapes.append(f'<text x="{x + 17}" y="{y + 10}">{MEANINGS[kind]}</text>')
     return "\n".join([*shapes, "</svg>\n"])
-
-
-def trace_chrome(timeline: Timeline) -> dict[str, object]:
-    """Return the timeline in the format of chrome://tracing: one thread per pp rank, times in microseconds."""
-    events = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"pp rank {rank}"}}
-        for rank in range(timeline.n_ranks)
-    ]
-    events += [
-        {
-            "name": str(event.action),
-            "cat": MEANINGS[event.action.kind],
-            "ph": "X",
-            "ts": event.start * 1e6,
-            "dur": (event.end - event.start) * 1e6,
-            "pid": 0,
-            "tid": event.rank,
-            "args": {"stage": event.action.stage, "microbatch": event.action.microbatch},
-        }
-        for event in timeline.events
-    ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
