@@ -9,23 +9,23 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 TRAINER = {
-    "train.py": 310,
-    "torchtitan_lite": 1_200,
-    "torchtitan_lite/config": 1_950,
-    "torchtitan_lite/model": 950,
-    "torchtitan_lite/parallel": 1_950,
+    "train.py": 305,
+    "torchtitan_lite": 1_030,
+    "torchtitan_lite/config": 1_980,
+    "torchtitan_lite/model": 960,
+    "torchtitan_lite/parallel": 1_920,
     "torchtitan_lite/data": 900,
     "torchtitan_lite/checkpoint": 1_300,
-    "torchtitan_lite/components": 1_350,
+    "torchtitan_lite/components": 1_125,
 }
 TOOLS = {
-    "torchtitan_lite/tools": 1_350,
-    "torchtitan_lite/tools/corpora": 600,
-    "torchtitan_lite/tools/verify": 5_100,
-    "torchtitan_lite/tools/plan": 3_700,
-    "torchtitan_lite/tools/bench": 850,
+    "torchtitan_lite/tools": 1_390,
+    "torchtitan_lite/tools/corpora": 630,
+    "torchtitan_lite/tools/verify": 5_070,
+    "torchtitan_lite/tools/plan": 3_650,
+    "torchtitan_lite/tools/bench": 840,
 }
-TESTS = {"tests": 22_600}
+TESTS = {"tests": 16_000}
 BUDGETS = TRAINER | TOOLS | TESTS
 
 
