@@ -72,14 +72,14 @@ def main(options: Namespace) -> int:
         reason += f"; {describe_newest(newest, prepared.config, args, os.environ.get('NGPU'))}"
     if status == 0 and is_first_host():
         status = export_last_checkpoint(prepared)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # a copy must not change the exit status
     if status == 1 and any(path.stat().st_size for path in folder.rglob("stderr.log")):
         print(f"The stderr of the other ranks is in {folder}.", file=sys.stderr)
     else:
         shutil.rmtree(folder)
     if reason:
         print(f"run_train.sh: {reason}", file=sys.stderr)
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # a copy must not change the exit status
     return status
 
 
