@@ -75,8 +75,8 @@ def publish_llama() -> list[str]:
 
 
 PREPARED = {  # options of prepare, number of documents -> words of the command that it prints
-    "as it is": (list, 50, "--training.dataset out --job.dump_folder outputs/out"),
-    "two documents": (list, 2, "./run_train.sh --training.dataset out"),
+    "as it is": (lambda: ["--held-out", "0.2"], 50, "--training.dataset out --job.dump_folder outputs/out"),
+    "too few documents": (list, 9, "--validation.no_enable"),
     "one document": (list, 1, "--validation.no_enable"),
     "nothing held out": (lambda: ["--held-out", "0"], 50, "--validation.no_enable"),
     "bytes": (lambda: ["--tokenizer", "bytes"], 50, "--model.hf_assets_path bytes"),

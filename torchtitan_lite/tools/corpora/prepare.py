@@ -7,8 +7,7 @@ Order and content do not depend on the number of processes, and a single packed 
 is `BOS text EOS`, without BOS if the tokenizer has none; a conversation is what its chat template writes.
 
 A hash decides which documents are held out. It is the hash of the text of a row, which keeps equal rows together, or of
-the path of a file, which keeps the file held out when it changes. If the share is so small that it holds out no
-document, the document with the lowest hash is held out.
+the path of a file, which keeps the file held out when it changes.
 """
 
 import hashlib
@@ -19,10 +18,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate
-from math import nextafter
 from pathlib import Path
 from typing import Literal
 
@@ -59,7 +57,6 @@ class Documents:
     tokens: array
     lengths: list[int] = field(default_factory=list)  # tokens of each document
     targets: bytearray = field(default_factory=bytearray)  # conversations: 1 for a token of the assistant
-    hashes: list[int] = field(default_factory=list)  # of each document
     n_text_bytes: int = 0
 
 
@@ -91,21 +88,16 @@ def prepare(
     try:
         batches = (batch for path in files for batch in read_batches(path, recipe.column))
         writers: dict[str, SplitWriter] = {}
-        bad, lowest, highest = BadRows(), 2**64, 0  # hashes of documents
+        bad = BadRows()
         for made, faults in map_in_order(partial(encode_batch, recipe), batches, n_processes):
             for name, documents in made.items():
                 if name not in writers:
                     writers[name] = SplitWriter(unfinished, name, has_targets=recipe.is_chat)
                 writers[name].write(documents)
-                lowest, highest = min(lowest, *documents.hashes), max(highest, *documents.hashes)
                 report(documents.n_text_bytes)
             bad = BadRows(bad.n + faults.n, bad.first or faults.first)
         if "train" not in writers:
             raise PreparationError(f"these {len(files)} files hold no text to train on. {bad.first}")
-        if "held_out" not in writers and recipe.held_out_share and lowest < highest:
-            shutil.rmtree(unfinished)
-            recipe = replace(recipe, held_out_share=nextafter(lowest / 2**64, 1))
-            return prepare(files, out, recipe, n_processes=n_processes, report=report)
         tokenizer, _ = get_encoder(recipe)
         splits = {name: writers[name].finish() for name in sorted(writers)}
         manifest = CorpusManifest(choose_dtype(tokenizer.vocab_size), tokenizer.identity, splits)
@@ -197,10 +189,8 @@ def encode_batch(recipe: Recipe, batch: Batch) -> tuple[dict[str, Documents], Ba
             continue
         content = text.encode(errors="replace")  # JSON can spell half of a character
         key = os.path.relpath(batch.path, recipe.folder).encode() if batch.is_text else content
-        number = hash_document(key)
-        split = "held_out" if number < recipe.held_out_share * 2**64 else "train"
+        split = "held_out" if hash_document(key) < recipe.held_out_share * 2**64 else "train"
         documents = made.setdefault(split, Documents(array("I")))
-        documents.hashes.append(number)
         n_before = len(documents.tokens)
         if chat:
             ids, starts = tokenizer.encode_special(text)
