@@ -3,7 +3,7 @@
     assets/benchmarks/published_layouts.csv  ->  the closed form  ->  assets/benchmarks/published_layouts.md
 
 `python tests/test_published.py` writes the table; the test compares the committed one. Nothing is fitted to a row: the
-constants are those of tools/plan/cluster.py. The runs are those of other code than ours, so a row says its recompute,
+constants are those of tools/plan/cluster.py. Other code than ours made the runs, so a row says its recompute,
 fused attention, float8. A GPT block has two matrices of 4D x D where Llama has three of F x D: it counts as F = 8D/3,
 which has the same parameters and FLOPs.
 """

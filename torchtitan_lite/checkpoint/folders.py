@@ -102,7 +102,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def prune(folder: Path, *, keep_latest_k: int, keep_every_m: int) -> None:
-    """Delete all checkpoints but the newest k (0: delete none) and those of every m-th step."""
+    """Keep the newest k checkpoints (0: keep all) and the checkpoint of every m-th step. Delete the others."""
     for step in find_steps(folder)[:-keep_latest_k] if keep_latest_k else []:
         if not (keep_every_m and step % keep_every_m == 0):
             shutil.rmtree((folder / f"step-{step}").rename(folder / f"step-{step}{UNFINISHED}"))

@@ -37,7 +37,7 @@ SIZE_KEYS = {  # field of ModelArgs -> their key
     "vocab_size": "vocab_size",
     "norm_eps": "rms_norm_eps",
 }
-SCALING_KEYS = {  # field of RopeScaling -> their key; linear scaling has the first one alone
+SCALING_KEYS = {  # field of RopeScaling -> their key; linear scaling uses only the first
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",

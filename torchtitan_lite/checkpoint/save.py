@@ -65,7 +65,13 @@ class CheckpointSaver:
             on_cuda = device.type == "cuda"
             pinned = on_cuda and section.async_mode == "async_with_pinned_mem"
             # It reuses its buffers, so memory does not grow. On a CPU the copy is made at once.
-            self.stager = DefaultStager(StagingOptions(pinned, False, on_cuda, on_cuda))
+            options = StagingOptions(
+                use_pinned_memory=pinned,
+                use_shared_memory=False,
+                use_async_staging=on_cuda,
+                use_non_blocking_copy=on_cuda,
+            )
+            self.stager = DefaultStager(options)
             optimizer.register_step_pre_hook(lambda *_: self.stager.synchronize_staging())
             set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if on_cuda else {}
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", **set_device)

@@ -39,7 +39,7 @@ class Finding:
 def find_non_finite(parts: list[nn.Module], coordinates: dict[str, int], repeat: Callable[[], object]) -> str:
     """Return one sentence: which rank and module made the first number that is not finite. Collective.
 
-    The gradients in `parts` are those of the step; `repeat` computes them again.
+    `parts` have the gradients of the step; `repeat` computes them again.
     """
     parameters = [named for part in parts for named in part.named_parameters()]
     bad_weight = next((fqn for fqn, parameter in parameters if not is_finite(parameter)), None)

@@ -12,7 +12,7 @@ from torchtitan_lite.config.files import import_extra
 
 
 class TensorBoardSink:
-    """Write events to a folder. TensorBoard deletes no events: its readers skip those of earlier attempts."""
+    """Write events to a folder. TensorBoard deletes no events: its readers skip events of earlier attempts."""
 
     def __init__(self, folder: Path, *, resumed_step: int):
         self.writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)

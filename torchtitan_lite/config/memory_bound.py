@@ -24,7 +24,7 @@ MASTER_BYTES = 4  # of a parameter and of its gradient, both fp32
 
 @dataclass(frozen=True)
 class MemoryBound:
-    """The bytes of weights, gradients and optimizer state in one memory: of a GPU, or of a host for all its ranks."""
+    """The bytes of weights, gradients and optimizer state in one memory: a GPU's, or a host's for all its ranks."""
 
     state_bytes: int
     available_bytes: int

@@ -132,7 +132,7 @@ def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages,
     if parallelism.pipeline_parallel_degree == 1 or not can_run(parallelism, len(given)):
         order = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
         why = f"it lists {len(given)} stages for {parallelism.pipeline_parallel_degree} pp ranks under {order}"
-        problems.append(Problem(key, given, why, "List as many stages as the schedule has on all pp ranks"))
+        problems.append(Problem(key, given, why, "List one group of modules for each stage of the schedule"))
     return tuple(tuple(stage) for stage in given), problems
 
 

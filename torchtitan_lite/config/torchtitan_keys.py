@@ -27,7 +27,7 @@ ALIASES = {  # written in v0.1 -> its name now; `section.*` renames a whole sect
 ABSENT = {
     "job.save_config_file": ("", "The resolved config is always saved: config.toml in job.dump_folder"),
     "job.custom_config_module": ("torchtitan.config", "A new key is a line in config/schema.py"),
-    "metrics.save_for_all_ranks": (False, "Logged numbers are those of the whole job, so rank 0 writes them"),
+    "metrics.save_for_all_ranks": (False, "Logged numbers cover the whole job, so rank 0 writes them"),
     "model.norm_type": ("rmsnorm", "Llama 3 has RMSNorm"),
     "optimizer.early_step_in_backward": (False, "It rules out clipping by the global norm, which is always on"),
     "training.dtype": ("float32", "Use training.mixed_precision_param: weights themselves stay in float32"),
