@@ -1,8 +1,10 @@
 """What this machine is: the GPUs that the driver and CUDA_VISIBLE_DEVICES leave, memory limits, and peaks by name."""
 
 import os
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from torchtitan_lite.config.machine import (
     GIB,
@@ -13,6 +15,7 @@ from torchtitan_lite.config.machine import (
     peak_flops,
     select_visible,
 )
+from torchtitan_lite.parallel.mesh import choose_device
 
 NVIDIA_SMI = """#!/bin/sh
 echo "0, GPU-aaa1, NVIDIA H100 80GB HBM3, 81559"
@@ -35,6 +38,17 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 def test_gpus_are_those_of_the_driver_and_the_smallest_decides(nvidia_smi):
     assert detect_machine() == Machine("cuda", 2, 81000 * 2**20, "NVIDIA H100 80GB HBM3")
+
+
+def test_memory_that_the_driver_does_not_say_is_unknown(nvidia_smi, tmp_path):
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, GPU-aaa1, NVIDIA GB10, [N/A]'\n")
+    assert detect_machine() == Machine("cuda", 1, None, "NVIDIA GB10")
+
+
+def test_a_rank_whose_torch_sees_gpus_that_the_driver_does_not_list_stops():
+    with patch.object(torch.cuda, "is_available", return_value=True), pytest.raises(RuntimeError, match="nvidia-smi"):
+        choose_device(0, "cpu")
 
 
 def test_a_driver_that_fails_or_hides_every_gpu_leaves_the_cpu(nvidia_smi, monkeypatch):

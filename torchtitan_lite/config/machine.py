@@ -67,8 +67,9 @@ def detect_machine() -> Machine:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, as the driver reports them; without any, the CPU."""
     gpus = select_visible(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus:
+        known = [gpu.memory_bytes for gpu in gpus if gpu.memory_bytes]
         # FSDP shards evenly, so the smallest GPU decides what fits
-        return Machine("cuda", len(gpus), min(gpu.memory_bytes for gpu in gpus), gpus[0].name)
+        return Machine("cuda", len(gpus), min(known, default=None), gpus[0].name)
     return Machine("cpu", 1, measure_cpu_memory(), f"{platform.machine()} CPU")
 
 
@@ -77,7 +78,7 @@ class Gpu:
     index: str
     uuid: str
     name: str
-    memory_bytes: int
+    memory_bytes: int | None  # None: the driver does not say
 
 
 def list_gpus() -> list[Gpu]:
@@ -86,7 +87,7 @@ def list_gpus() -> list[Gpu]:
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
         rows = csv.reader(answer.splitlines(), skipinitialspace=True)
-        return [Gpu(index, uuid, name, int(mib) * MIB) for index, uuid, name, mib in rows]
+        return [Gpu(index, uuid, name, int(mib) * MIB if mib.isdecimal() else None) for index, uuid, name, mib in rows]
     except (OSError, subprocess.SubprocessError, ValueError):
         return []
 

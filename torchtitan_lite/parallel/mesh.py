@@ -105,9 +105,14 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 def choose_device(local_rank: int, device_type: str) -> torch.device:
     """Return this process's GPU, or the CPU. `device_type` comes from config/machine.py.
 
-    Raises RuntimeError if there are GPUs that this build of torch cannot use.
+    Raises RuntimeError if the driver and this build of torch disagree: one rank on the CPU would stop all others.
     """
     if device_type == "cpu":
+        if torch.cuda.is_available():
+            raise RuntimeError(
+                "torch sees GPUs, and nvidia-smi on this host lists none: repair nvidia-smi, "
+                "or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
+            )
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RuntimeError(
