@@ -112,7 +112,7 @@ def find_resumed_step(config: Config, restarted: bool) -> int:
 
 
 def find_weights(config: Config, resumed_step: int) -> Weights | None:
-    """Return the weights that the run resumes, else those of initial_load_path. Raises ConfigError."""
+    """Return the weights that the run resumes, or the weights in initial_load_path. Raises ConfigError."""
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     for step in reversed(find_steps(folder) if resumed_step else []):
         try:
@@ -143,7 +143,7 @@ def describe_checkpoint(path: Path) -> Weights:
 
 
 def describe_hugging_face(path: Path, name: str) -> Weights:
-    """Return what a Hugging Face folder says about its weights. Raises HuggingFaceError. `name`: of the model here."""
+    """Return what a Hugging Face folder says about its weights. Raises HuggingFaceError. `name`: model.name."""
     model_args, published, assets = replace(read_model_args(path), name=name), read_published(path), None
     if find_tokenizer(str(path.absolute())) is not None:
         assets = str(path.absolute())

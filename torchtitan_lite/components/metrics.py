@@ -115,7 +115,7 @@ def read_peak_memory(device: torch.device) -> PeakMemory:
 
 
 def describe_out_of_memory(args: list[str], world_size: int) -> str:
-    """Return one line: the memory of this rank, and the command that forecasts it. `args`: of the run."""
+    """Return one line: the memory of this rank, and the command that forecasts it. `args`: the run's."""
     peak, live = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
     command = shlex.join(["python", "-m", "torchtitan_lite", "plan", "--gpus", str(world_size), *args])
     return f"out of memory: {peak:,} bytes at the peak, {live:,} bytes live. To see what takes them: {command}"

@@ -122,7 +122,7 @@ class Training:
     dataset_path: str = ""  # for c4 and c4_test: the downloaded folder or file; none: see DATASETS
     dataset_weights: list[Annotated[float, Range(0)]] = field(default_factory=list)  # new: of samples; none: by size
     cache_folder: str = "outputs/cache"  # new: tokens of named corpora, shared by all runs
-    local_batch_size: Positive = 8  # at most, per data-parallel rank and forward (under PP: of all microbatches)
+    local_batch_size: Positive = 8  # most sequences per data-parallel rank and forward (under PP, per schedule)
     global_batch_size: PositiveOrAuto = -1  # sequences per step; auto: local_batch_size x data-parallel ranks
     seq_len: Positive = 2048  # tokens per sequence; by default at most the context of weights from Hugging Face
     steps: Positive = 10000
