@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from torchtitan_lite.build import build_on_meta, build_run
 from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
 from torchtitan_lite.checkpoint.save import CheckpointSaver, choose_tensors, describe_run, is_saved
@@ -57,7 +58,7 @@ from torchtitan_lite.process_setup import (
     read_torchrun_environment,
     record_collectives,
 )
-from torchtitan_lite.step import build_on_meta, build_run, compute_gradients, train_step
+from torchtitan_lite.step import compute_gradients, train_step
 from torchtitan_lite.validation import is_validated, validate
 
 logger = logging.getLogger("torchtitan_lite.train")

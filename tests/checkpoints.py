@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.manifest import Manifest
@@ -28,13 +29,13 @@ from torchtitan_lite.config.schema import Checkpoint
 FINGERPRINT = {"data": "of this test", "shape": {"dim": 64, "name": "llama3", "qk_norm": False, "mixture": None}}
 
 
-def train(run: stepping.Run, steps: range) -> list[float]:
+def train(run: build.Run, steps: range) -> list[float]:
     vocab_size = run.config.model.vocab_size
     batches = (compare.own_rows(run, compare.make_batch(step, vocab_size)) for step in steps)
     return [stepping.train_step(run, batch).loss.item() for batch in batches]
 
 
-def whole_state(run: stepping.Run) -> dict[str, Tensor]:
+def whole_state(run: build.Run) -> dict[str, Tensor]:
     """Return full copies of weights and optimizer states, by name. Collective."""
     named = name_tensors(run.saved, run.optimizer)
     return {

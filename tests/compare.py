@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite import step as stepping
+from torchtitan_lite import build
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler, Model, Optimizer, Training
 from torchtitan_lite.model.batch import Batch
@@ -67,7 +67,7 @@ def reduce_row(row) -> Reduction:
     return reduce_config(complete(row.overrides, row.world_size), row.world_size)
 
 
-def build_table_run(world_size: int, overrides: dict[str, object], base: Config = TABLE_CONFIG) -> stepping.Run:
+def build_table_run(world_size: int, overrides: dict[str, object], base: Config = TABLE_CONFIG) -> build.Run:
     """A run of the table model."""
     return one_rank.build_small_run(complete(overrides, world_size, base), world_size)
 

@@ -24,6 +24,7 @@ from torch._C._profiler import _EventType
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
@@ -72,7 +73,7 @@ def measure_steps(config: Config, shape: ModelArgs, layout: Layout, *, n_steps: 
     gc.collect()
     with record_memory() as recording:
         mesh = build_mesh(layout, "cpu")
-        run = stepping.build_run(config, shape, layout, mesh, torch.device("cpu"))
+        run = build.build_run(config, shape, layout, mesh, torch.device("cpu"))
         batch = make_batch(layout, config.training.seq_len)
         if shape.mixture:
             batch = replace(batch, routes=make_even_routes(shape, *batch.tokens.shape))

@@ -7,7 +7,7 @@ from layouts import CHUNK, CHUNKS, CP, DOCUMENTS, RING, TP, Row
 from mutant_table import HEAD, INNER, NORM, SHARD, mutant
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite import step
+from torchtitan_lite import build, step
 from torchtitan_lite.components import optim
 from torchtitan_lite.config.flavors import RopeScaling
 from torchtitan_lite.model import head, llama3
@@ -48,7 +48,7 @@ def ring_right_for_two_ranks_only(original, rank, source, half):
     return original(rank, source if abs(rank - source) == 1 else rank + 1, half)
 
 
-@mutant("pp2 1F1B", "gradient", ("module input", "layers.6"), trial="deep", at=(step, "apply_stage"))
+@mutant("pp2 1F1B", "gradient", ("module input", "layers.6"), trial="deep", at=(build, "apply_stage"))
 def layers_in_the_order_of_text(original, model, fqns):
     """A stage sorts its layers by name: 1, 10, 11, 2. Up to ten layers all is right, and with more the model is another
     one than the one that is generated with. The loss curve is as good as ever."""
@@ -100,7 +100,7 @@ def first_forty_tensors_clipped(original, tensors, scale):
 
 
 @mutant(
-    "dp2", "parameters", ("parameters", "layers.11.attention_norm.weight"), trial="deep", at=(step, "build_optimizer")
+    "dp2", "parameters", ("parameters", "layers.11.attention_norm.weight"), trial="deep", at=(build, "build_optimizer")
 )
 def first_hundred_tensors_updated(original, section, parameters):
     """The optimizer's kernel takes so many tensors, and gets the first ones. In deep models the last layers, the norm

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from layouts import ADAMW, PP, TP, Row
 from mutant_table import mutant
 
-from torchtitan_lite import step
+from torchtitan_lite import build, step
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components import adamw_bfloat16, optim
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor as local
@@ -63,7 +63,7 @@ def one_rank_clips_only_very_large_gradients(clip, parameters, max_norm):
     return norm
 
 
-@replacing(step, "build_optimizer", TENSOR, "copies", ("update", "layers.0.attention_norm.weight"), dims=("tp",))
+@replacing(build, "build_optimizer", TENSOR, "copies", ("update", "layers.0.attention_norm.weight"), dims=("tp",))
 def norms_decay_on_one_tp_rank(build, section, parameters):
     """One tensor-parallel rank's AdamW spares its norm weights the weight decay. Copies drift apart slowly, and
     gradients are right in every step; a checkpoint holds whichever copy is saved."""
@@ -76,14 +76,14 @@ def norms_decay_on_one_tp_rank(build, section, parameters):
     return optimizer
 
 
-@replacing(step, "build_optimizer", SHARDED, "moments", ("moments", FIRST), dims=("dp_shard",))
+@replacing(build, "build_optimizer", SHARDED, "moments", ("moments", FIRST), dims=("dp_shard",))
 def another_beta_on_one_rank(build, section, parameters):
     """One host reads an older config: its slices of all weights forget the second moment twenty times as slowly. The
     loss falls a little less."""
     return build(replace(section, beta2=0.9975) if dist.get_rank() == 1 else section, parameters)
 
 
-@replacing(step, "build_lr_scheduler", Row(2, {PP: 2, **RATES}), "learning rate", RATE, dims=("pp",))
+@replacing(build, "build_lr_scheduler", Row(2, {PP: 2, **RATES}), "learning rate", RATE, dims=("pp",))
 def schedule_stepped_on_the_first_stage_only(build, section, optimizer):
     """Later stages stay at the learning rate of the first step. The logged rate, that of rank 0, is right."""
     scheduler = build(section, optimizer)

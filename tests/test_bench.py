@@ -143,7 +143,7 @@ def test_without_transformers_and_a_compiler_two_rows_say_so_and_the_rest_is_mea
 def test_contenders_that_compute_something_else_are_not_compared(monkeypatch, capsys):
     build = optim.build_optimizer
     monkeypatch.setattr(
-        "torchtitan_lite.step.build_optimizer",
+        "torchtitan_lite.build.build_optimizer",
         lambda section, parameters: build(replace(section, lr=section.lr * 1.1), parameters),
     )
     monkeypatch.setattr(bench, "BENCHES", {"step": run_tiny})

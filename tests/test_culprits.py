@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan_lite import step
+from torchtitan_lite import build, step
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.parallel import parallelize, tensor_parallel
 from torchtitan_lite.parallel.tensor_parallel import MissingFromPlan
@@ -177,7 +177,7 @@ class OtherNorm(nn.RMSNorm):
 
 
 def test_a_module_of_another_class_is_refused_instead_of_computed_as_what_it_is_not():
-    part = step.build_on_meta(compare.TABLE_CONFIG, resolve_model(compare.TABLE_CONFIG.model))
+    part = build.build_on_meta(compare.TABLE_CONFIG, resolve_model(compare.TABLE_CONFIG.model))
     part.layers["1"].ffn_norm = OtherNorm(part.model_args.dim)
     with pytest.raises(MissingFromPlan, match="layers.1.ffn_norm is a OtherNorm, and CopiedNorm computes RMSNorm"):
         tensor_parallel.apply_tensor_parallel(part, None, tensor_parallel.plan_tensor_parallel(part))
@@ -252,7 +252,7 @@ def test_a_place_is_the_innermost_call_and_the_line_of_this_package_that_made_it
 
 Current thread 0x2 (most recent call first):
   File "/torch/distributed/distributed_c10d.py", line 3000 in all_reduce
-  File "{step.build_optimizer.__code__.co_filename}", line 108 in clip_grad_norm
+  File "{build.build_optimizer.__code__.co_filename}", line 108 in clip_grad_norm
   File "{step.__file__}", line 120 in train_step
   File "{tool.__file__}/../ranks.py", line 150 in serve
 """

@@ -8,7 +8,7 @@ from layouts import CP, EP, EXPERTS, PP, REPLICATE, TP, TWO_LAYERS
 from measure_memory import BATCH, plan
 from torch.distributed.tensor import distribute_tensor
 
-from torchtitan_lite import step
+from torchtitan_lite import build
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.dry_run import describe_sharding
@@ -41,7 +41,7 @@ def cut(full: torch.Tensor, text: str) -> torch.Tensor:
 def test_slices_are_those_that_the_rank_holds(keys, rank):
     config, model_args, layout = plan(8, {**keys, **TWO_LAYERS})
     with fake_group(8, rank=rank):
-        (part,) = step.build_parts(config, model_args, layout, build_mesh(layout, "cpu"))
+        (part,) = build.build_parts(config, model_args, layout, build_mesh(layout, "cpu"))
         for fqn, parameter in part.named_parameters():
             full = torch.arange(parameter.numel()).view(parameter.shape)
             own = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)

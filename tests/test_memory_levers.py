@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from layouts import ADAMW, MODE, TP
 
+from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.checks import check_machine, check_run
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
@@ -73,9 +74,7 @@ def test_an_offloaded_run_is_the_run_on_the_gpu(tmp_path):
         config = compare.complete({**ADAMW, OFFLOAD: offload}, world_size=1)
         shape = resolve_model(config.model)
         layout = plan_layout(config, shape, world_size=1)
-        run = stepping.build_run(
-            resolve_config(config, layout, "cuda"), shape, layout, build_mesh(layout, "cuda"), device
-        )
+        run = build.build_run(resolve_config(config, layout, "cuda"), shape, layout, build_mesh(layout, "cuda"), device)
         for step in range(3):
             stepping.train_step(run, compare.make_batch(step, shape.vocab_size).to(device))
         assert all(compare.local(p).is_cpu == offload for p in run.parameters.values())

@@ -29,6 +29,7 @@ from layouts import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.parallel import expert_parallel
@@ -176,7 +177,7 @@ def test_cuda_sees_no_wait_inside_a_step(gpu, name):
     shape = resolve_model(config.model)
     layout = plan_layout(config, shape, world_size=1)
     config = resolve_config(config, layout, "cuda")
-    run = stepping.build_run(config, shape, layout, build_mesh(layout, "cuda"), gpu)
+    run = build.build_run(config, shape, layout, build_mesh(layout, "cuda"), gpu)
     batches = [compare.make_batch(step, shape.vocab_size, documents=True).to(gpu) for step in range(2)]
     stepping.train_step(run, batches[0])
     torch.cuda.synchronize()

@@ -5,6 +5,7 @@ import torch
 import torch.distributed.pipelining as pipelining
 from torch.utils.flop_counter import FlopCounterMode
 
+from torchtitan_lite.build import MODELS
 from torchtitan_lite.components.optim import BUILDERS
 from torchtitan_lite.config.block import BLOCKS, count_flops_per_token, count_parameters
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
@@ -14,7 +15,6 @@ from torchtitan_lite.config.schema import Model
 from torchtitan_lite.model import llama3
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.parallel.context_parallel import CONTEXT_ATTENTIONS
-from torchtitan_lite.step import MODELS
 
 # As the published checkpoints hold them: Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B, Mixtral v0.1, Qwen3.
 PUBLISHED_PARAMETERS = {

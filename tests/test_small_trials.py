@@ -150,7 +150,7 @@ class SlidingWindowLlama(Llama3):
             block.attention.inner = SlidingWindowAttention()
 
 
-WITH_WINDOW = partial(patch.dict, "torchtitan_lite.step.MODELS", {"llama3": (SlidingWindowLlama, init_parameter)})
+WITH_WINDOW = partial(patch.dict, "torchtitan_lite.build.MODELS", {"llama3": (SlidingWindowLlama, init_parameter)})
 
 
 @pytest.mark.parametrize(("degree", "is_right"), [(TP, True), (CP, False)])

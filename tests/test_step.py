@@ -11,6 +11,7 @@ import pytest
 import torch
 from layouts import ADAMW, BFLOAT16, COMPILED, CP, DOCUMENTS, GATHER, PP, RECOMPUTE, RING, TP, TWO_LAYERS
 
+from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.config.layout import resolve_model
@@ -31,7 +32,7 @@ def break_a_step(rank: int, world_size: int, overrides: dict[str, object]) -> tu
     return bool(result.finite), unchanged
 
 
-def snapshot(run: stepping.Run) -> dict[str, torch.Tensor]:
+def snapshot(run: build.Run) -> dict[str, torch.Tensor]:
     """This rank's slices of all weights and optimizer states."""
     tensors = {fqn: parameter.to_local().clone() for fqn, parameter in run.parameters.items()}
     for fqn, parameter in run.parameters.items():
@@ -98,7 +99,7 @@ def break_many_steps(rank: int, world_size: int, overrides: dict[str, object], n
     return trials
 
 
-def find_origin(run: stepping.Run, batch: Batch) -> str:
+def find_origin(run: build.Run, batch: Batch) -> str:
     stepping.train_step(run, batch)
     repeat = partial(stepping.compute_gradients, run, batch)
     return find_non_finite(run.parts, run.mesh.coordinates(), repeat)

@@ -10,7 +10,7 @@ import torch
 from layouts import ADAMW, COMPILED, LAYOUTS, OFFLOAD, REPLICATE, TP, TWO_LAYERS, Row
 from mutants_of_updates import RATES
 
-from torchtitan_lite import step as stepping
+from torchtitan_lite import build as building
 from torchtitan_lite.components.optim import learning_rate_factor
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import read_config
@@ -76,12 +76,12 @@ def test_healthy_updates_are_certified(pool, tmp_path, name):
 
 def measure_with_another_beta(rank: int, world_size: int, *args, shift: float):
     """Worker: the first beta of the run is off by `shift`."""
-    original = stepping.build_optimizer
+    original = building.build_optimizer
 
     def build(section, parameters):
         return original(replace(section, beta1=section.beta1 + shift), parameters)
 
-    with patch.object(stepping, "build_optimizer", build):
+    with patch.object(building, "build_optimizer", build):
         return measure_updates(rank, world_size, *args)
 
 

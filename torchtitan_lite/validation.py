@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_lite.build import Run
 from torchtitan_lite.config.schema import Validation
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
-from torchtitan_lite.step import Run, forward_only, shard_for_cp
+from torchtitan_lite.step import forward_only, shard_for_cp
 
 
 def is_validated(step: int, section: Validation, n_steps: int) -> bool:

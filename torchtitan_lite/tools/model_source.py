@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchtitan_lite.build import MODELS
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
@@ -32,7 +33,6 @@ from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.moe import list_mixtures
-from torchtitan_lite.step import MODELS
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # a CPU is slower in bfloat16
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_lite.build import build_run
 from torchtitan_lite.checkpoint.hugging_face_config import make_config
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
@@ -27,7 +28,7 @@ from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.step import build_run, train_step
+from torchtitan_lite.step import train_step
 from torchtitan_lite.tools.bench.rounds import Absent, BenchFailed
 from torchtitan_lite.tools.verify.reduction import override
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Placement
 
+from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
@@ -102,7 +103,7 @@ def dry_run(
     meter = Meter(layout, block_bytes=BLOCK_BYTES[device_type])
     with fake_group(layout.world_size, rank=pp_rank * (layout.world_size // layout.pp)), ExitStack() as stack:
         mesh = build_mesh(layout, CPU.type)
-        parts = stepping.build_parts(config, model_args, short, mesh)
+        parts = build.build_parts(config, model_args, short, mesh)
         stack.enter_context(static_stages(config, model_args, short, meter))
         if device_type == "cuda":
             stack.enter_context(kernels_of_gpus())
@@ -110,10 +111,10 @@ def dry_run(
             n_rows = count_rows(model_args, layout, config.training.seq_len)
             stack.enter_context(loaded_experts(n_rows, layout.ep, imbalance))
         # Initial weights do not matter here, and take as long as a microbatch.
-        stack.enter_context(patch.object(stepping, "initialize_weights", lambda *args: None))
+        stack.enter_context(patch.object(build, "initialize_weights", lambda *args: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter.watching())
-        run = stepping.start_run(parts, config, short, mesh, CPU)
+        run = build.start_run(parts, config, short, mesh, CPU)
         meter.places.name_modules(parts)
         parameters = list(run.parameters.values())
         meter.assign("parameters", parameters)

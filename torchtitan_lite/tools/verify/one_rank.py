@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import Config
@@ -50,7 +51,7 @@ from torchtitan_lite.tools.verify.slices import (
 from torchtitan_lite.tools.verify.small_runs import WIDE, Method
 from torchtitan_lite.tools.verify.step_formulas import compute_clip_scale, set_biases
 
-Prepare = Callable[[stepping.Run, ReferenceRun], None]
+Prepare = Callable[[build.Run, ReferenceRun], None]
 
 
 @dataclass(frozen=True)
@@ -78,21 +79,21 @@ class RankResult:
 # ---------------------------------------------------------------- the run
 
 
-def build_small_run(config: Config, world_size: int, method: Method = WIDE) -> stepping.Run:
+def build_small_run(config: Config, world_size: int, method: Method = WIDE) -> build.Run:
     """Build the run that train.py would build, on CPUs. Collective."""
     args = resolve_model(config.model)
     layout = plan_layout(config, args, world_size)
     mesh = build_mesh(layout, "cpu")
-    with patch.dict(stepping.MODELS, {config.model.name: choose_model(config, method)}):
-        return stepping.build_run(resolve_config(config, layout, "cpu"), args, layout, mesh, torch.device("cpu"))
+    with patch.dict(build.MODELS, {config.model.name: choose_model(config, method)}):
+        return build.build_run(resolve_config(config, layout, "cpu"), args, layout, mesh, torch.device("cpu"))
 
 
-def own_rows(run: stepping.Run, batch: Batch) -> Batch:
+def own_rows(run: build.Run, batch: Batch) -> Batch:
     """Return this rank's rows of a global batch."""
     return batch.take_rows(rows_of_rank(run.mesh.data_rank, run.layout.dp, len(batch.tokens)))
 
 
-def start_beside_reference(config: Config, world_size: int, path: str) -> tuple[stepping.Run, ReferenceRun]:
+def start_beside_reference(config: Config, world_size: int, path: str) -> tuple[build.Run, ReferenceRun]:
     """Build the run for the reference in a file; its routers start with the biases of the reference. Collective."""
     reference = load_reference(path)
     run = build_small_run(config, world_size, reference.method)
@@ -102,7 +103,7 @@ def start_beside_reference(config: Config, world_size: int, path: str) -> tuple[
 
 
 @torch.no_grad()
-def start_from_reference(run: stepping.Run, reference: ReferenceRun) -> None:
+def start_from_reference(run: build.Run, reference: ReferenceRun) -> None:
     """Give the run the reference's initial weights: each rank its slices."""
     for fqn, parameter in run.parameters.items():
         own_slice(parameter).copy_(cut_slice(reference.initial[fqn], parameter))
@@ -177,7 +178,7 @@ def measure_layout(
     )
 
 
-def make_step(run: stepping.Run, batch: Batch, *, updates: bool) -> stepping.StepResult:
+def make_step(run: build.Run, batch: Batch, *, updates: bool) -> stepping.StepResult:
     """Make a step of the run. Collective."""
     if updates:
         return stepping.train_step(run, batch)
@@ -189,7 +190,7 @@ def make_step(run: stepping.Run, batch: Batch, *, updates: bool) -> stepping.Ste
     return stepping.StepResult(loss, local_loss, grad_norm, grad_norm.isfinite(), loads)
 
 
-def measure_experts(run: stepping.Run, reference: ReferenceRun, loads: list[Tensor]) -> dict[str, float]:
+def measure_experts(run: build.Run, reference: ReferenceRun, loads: list[Tensor]) -> dict[str, float]:
     """Return the relative errors of loads, of the scores' entropies, and of this rank's biases after the last step."""
     experts = reference.experts
     pairs = [(of_step[:, :-1], right) for of_step, right in zip(loads, experts.loads, strict=True)]
@@ -216,13 +217,13 @@ def called_before_clipping(call: Callable[[], None]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def gather(run: stepping.Run, choose: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
+def gather(run: build.Run, choose: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
     """Return full copies of one tensor per parameter. Collective over the ranks that share them."""
     chosen = list_tensors(run, choose)
     return {fqn: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for fqn, t in chosen.items()}
 
 
-def list_tensors(run: stepping.Run, choose: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
+def list_tensors(run: build.Run, choose: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
     """Return one tensor per parameter, as this rank holds it."""
     chosen = {fqn: choose(parameter) for fqn, parameter in run.parameters.items()}
     missing = [fqn for fqn, tensor in chosen.items() if tensor is None]
@@ -238,7 +239,7 @@ def list_rates(optimizer: Optimizer) -> list[float]:
 # ---------------------------------------------------------------- slices and copies
 
 
-def measure_clipping(run: stepping.Run, before: dict[str, tuple[Whole, Gap]], scale: float) -> float:
+def measure_clipping(run: build.Run, before: dict[str, tuple[Whole, Gap]], scale: float) -> float:
     """Return by how much the clipping of the worst slice is off. `before`: gradients as they were."""
     errors = [0.0]
     for fqn, (_, gap) in before.items():

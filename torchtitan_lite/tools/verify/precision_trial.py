@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schedule import splits_backward
@@ -224,7 +225,7 @@ def measure_rounding(rank: int, world_size: int, config: Config, path: str, last
     return run.mesh.coordinates(), of_steps
 
 
-def compare_blocks(run: stepping.Run, calls: Calls, expected: RoundedOutcome) -> Errors:
+def compare_blocks(run: build.Run, calls: Calls, expected: RoundedOutcome) -> Errors:
     """Return the errors of the rotary angles that enter each block, and of its output."""
     layout, here = run.layout, run.mesh.coordinates()
     ranks = [here[dim] for dim in ("cp", "tp") if layout.degrees[dim] > 1]

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite import step as stepping
+from torchtitan_lite import build
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import resolve_model
@@ -73,7 +73,7 @@ def choose_max_norm(config: Config, step: int) -> float:
 
 def choose_model(config: Config, method: Method) -> tuple[type[nn.Module], Callable]:
     """Return the user's class and its rule of the initial weights, changed as `method` says."""
-    model_class, init_parameter = stepping.MODELS[config.model.name]
+    model_class, init_parameter = build.MODELS[config.model.name]
     if method.levels_weights:
         init_parameter = partial(level_weights, init_parameter)
     return model_class, partial(repeat_block, init_parameter) if method.repeats_weights else init_parameter

@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite import REPOSITORY
+from torchtitan_lite.build import Run
 from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.step import Run, StepResult
+from torchtitan_lite.step import StepResult
 from torchtitan_lite.tools.verify.one_rank import list_rates
 from torchtitan_lite.tools.verify.slices import Gap, measure_slice
 from torchtitan_lite.tools.verify.train_reference import Expected

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # through the module: a test may break one of its functions
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.checkpoint.save import name_tensors
@@ -75,7 +76,7 @@ def try_updates(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Tria
     config = keep_own_optimizer(reduction)
     if why := find_obstacle(config):
         return Trial(skipped=why, is_missing=True)
-    model = stepping.build_on_meta(config, resolve_model(config.model))
+    model = build.build_on_meta(config, resolve_model(config.model))
     sizes = {fqn: parameter.numel() for fqn, parameter in model.named_parameters()}
     ranks = run_ranks(measure_updates, reduction.layout.world_size, config, sizes)
     held = {fqn for rank in ranks for _, fqn, _ in rank.gaps}
@@ -208,9 +209,7 @@ def measure_updates(rank: int, world_size: int, config: Config, sizes: dict[str,
     return found
 
 
-def step_beside_reference(
-    run: stepping.Run, found: RankUpdates, index: int, position: int, sizes: dict[str, int]
-) -> None:
+def step_beside_reference(run: build.Run, found: RankUpdates, index: int, position: int, sizes: dict[str, int]) -> None:
     """Make one step of the run at `position` of its schedule, and compare every slice. Collective."""
     section, max_norm = run.config.optimizer, run.config.training.max_norm
     formula = FORMULAS[section.name]
@@ -238,7 +237,7 @@ def step_beside_reference(
         found.gaps["update", fqn, index] = measure_gap(update - move.update, move.update, move.rounding)
 
 
-def step_without_effect(run: stepping.Run, name: str, value: float, sizes: dict[str, int]) -> list[str]:
+def step_without_effect(run: build.Run, name: str, value: float, sizes: dict[str, int]) -> list[str]:
     """Make one step with a single gradient of the last rank not finite; return what is wrong. Collective."""
     gradients = draw_gradients(run, 0, sizes)
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -254,7 +253,7 @@ def step_without_effect(run: stepping.Run, name: str, value: float, sizes: dict[
     return [f"a gradient of {name} on the last rank {taken}, and changes {n_changed} tensors"]
 
 
-def draw_gradients(run: stepping.Run, index: int, sizes: dict[str, int]) -> dict[str, Tensor]:
+def draw_gradients(run: build.Run, index: int, sizes: dict[str, int]) -> dict[str, Tensor]:
     """Return gradients of this rank's slices, fp32; the norm of the whole model's is NORMS[index] * max_norm.
 
     Each rank draws whole tensors and keeps its slices, so copies are equal. One number in eight is zero; the others
@@ -274,7 +273,7 @@ def draw_gradients(run: stepping.Run, index: int, sizes: dict[str, int]) -> dict
 
 
 @contextmanager
-def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def gradients_given(run: build.Run, gradients: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Context manager: a step inside gets these gradients, this rank's slices, instead of those of a batch.
 
     Yields copies of them as the optimizer gets them: clipped.
@@ -283,7 +282,7 @@ def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator
     step_if_finite = stepping.step_if_finite
 
     @torch.no_grad()
-    def give(run: stepping.Run, batch: None) -> Tensor:
+    def give(run: build.Run, batch: None) -> Tensor:
         for fqn, parameter in run.parameters.items():
             parameter.grad = torch.zeros_like(parameter)
             own_slice(parameter.grad).copy_(gradients[fqn])
@@ -299,7 +298,7 @@ def gradients_given(run: stepping.Run, gradients: dict[str, Tensor]) -> Iterator
         yield clipped
 
 
-def copy_moments(run: stepping.Run, fqn: str) -> dict[str, Tensor]:
+def copy_moments(run: build.Run, fqn: str) -> dict[str, Tensor]:
     """Return this rank's slices of a parameter's moments, in their dtype; zeros before the first step."""
     parameter = run.parameters[fqn]
     state = run.optimizer.state.get(parameter, {})

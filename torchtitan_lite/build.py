@@ -1,0 +1,137 @@
+"""Build a run: the model parts of this rank, their storage and weights, optimizer and schedules.
+
+    build_on_meta   the whole model without storage
+    build_parts     the parts of this rank's pipeline stages, parallelized, still without storage
+    materialize     storage and initial weights, which depend on (seed, FQN) only
+    start_run       optimizer, learning-rate schedule, pipeline schedule
+    build_run       all of these
+
+train.py, verify, plan, explain and bench build their runs here, so they cannot drift apart.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from torchtitan_lite.components.expert_balance import ExpertBalance, build_balance
+from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, compile_optimizer
+from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.model import llama3
+from torchtitan_lite.model.moe import list_mixtures
+from torchtitan_lite.parallel.float8 import Float8AllGatherHook, gather_in_float8
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.parallel.mesh import Mesh
+from torchtitan_lite.parallel.parallelize import parallelize
+from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule
+
+# model.name, a row of BLOCKS in config/block.py -> (class, rule for the initial weights of one parameter)
+MODELS = {
+    "llama3": (llama3.Llama3, llama3.init_parameter),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a step needs. Frozen: only the tensors inside change."""
+
+    config: Config
+    layout: Layout
+    mesh: Mesh
+    device: torch.device
+    parts: list[nn.Module]  # this rank's pipeline stages, first to last; one without PP
+    parameters: dict[str, Tensor]  # FQN -> parameter, of all parts
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler
+    schedule: object | None  # of torch.distributed.pipelining; None without PP
+    float8_weights: list[Float8AllGatherHook]  # those whose scales are precomputed
+    balance: ExpertBalance | None = None  # None: the model has no experts
+
+    @property
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint holds besides the optimizer state: FQN -> parameter, or bias of a layer's experts."""
+        return self.parameters | (self.balance.biases if self.balance else {})
+
+
+def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
+    """Build the whole model on meta, without storage."""
+    model_class, _ = MODELS[config.model.name]
+    with torch.device("meta"):
+        return model_class(model_args, attention=config.model.attention)
+
+
+def build_parts(config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh) -> list[nn.Module]:
+    """Build the model parts of this rank, parallelized and still on meta: no memory, no communication."""
+    model = build_on_meta(config, model_args)
+    stages = [layout.stages[index] for index in layout.stages_of(mesh.pp.get_local_rank())]
+    parts = [apply_stage(model, fqns) for fqns in stages]
+    for part in parts:
+        parallelize(part, config, layout, mesh)
+    return parts
+
+
+def materialize(
+    parts: list[nn.Module], config: Config, device: torch.device, init_parameter: Callable | None = None
+) -> None:
+    """Allocate the parts on `device`, or on the host under offload (own slices only), and initialize their weights.
+
+    `init_parameter`: what fills a whole tensor, of which the rank keeps its slice; by default the model's own rule.
+    """
+    init_parameter = init_parameter or MODELS[config.model.name][1]
+    for part in parts:
+        part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+        if part.model_args.tie_embeddings:  # to_empty made two tensors of the one
+            part.output.weight = part.tok_embeddings.weight
+        for _, mixture in list_mixtures(part):
+            mixture.router.reset(device)
+        initialize_weights(part, init_parameter, config.debug.seed, device)
+        part.train()
+
+
+def build_run(
+    config: Config,
+    model_args: ModelArgs,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    init_parameter: Callable | None = None,
+) -> Run:
+    """Build a run at step 0. `config` is resolved; `init_parameter` as `materialize` takes it. Collective."""
+    return start_run(build_parts(config, model_args, layout, mesh), config, layout, mesh, device, init_parameter)
+
+
+def start_run(
+    parts: list[nn.Module],
+    config: Config,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    init_parameter: Callable | None = None,
+) -> Run:
+    """Build a run at step 0 from parts on meta: allocate them, then make optimizer and schedules."""
+    materialize(parts, config, device, init_parameter)
+    float8_weights = gather_in_float8(parts, config.quantize.linear.float8)
+    parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
+    optimizer = build_optimizer(config.optimizer, parameters.values())
+    if config.compile.enable:
+        compile_optimizer(optimizer, config.compile)
+    schedule = None
+    if layout.pp > 1:
+        schedule = build_schedule(
+            parts,
+            layout,
+            mesh.pp,
+            section=config.parallelism,
+            device=device,
+            loss_fn=lambda loss_sum, n_tokens: loss_sum / n_tokens[0],
+        )
+    lr_scheduler = build_lr_scheduler(config.lr_scheduler, optimizer)
+    balance = build_balance(parts, config.training, layout.global_batch_size, device) if layout.ep else None
+    return Run(
+        config, layout, mesh, device, parts, parameters, optimizer, lr_scheduler, schedule, float8_weights, balance
+    )
