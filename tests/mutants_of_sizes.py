@@ -11,7 +11,6 @@ from torchtitan_lite import build, step
 from torchtitan_lite.components import optim
 from torchtitan_lite.config.flavors import RopeScaling
 from torchtitan_lite.model import head, llama3
-from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.parallel import (
     context_parallel,
     initial_weights,
@@ -165,13 +164,11 @@ def norm_added_up_in_fp32(original, tensors):
     trial="real width",
     at=(head.ChunkedLoss, "differentiate"),
 )
-def vocabulary_offset_in_two_bytes(original, loss, logits, targets, **options):
+def vocabulary_offset_in_two_bytes(original, loss, logits, targets, *, with_gradient, first_id):
     """The first token id of a rank's share of the vocabulary is computed in 16 bits and wraps. Each rank takes targets
     for its own that are not: small vocabularies are right."""
-    offset = loss.shard * logits.shape[1]
-    wrong = (offset + 2**15) % 2**16 - 2**15
-    counted = targets != IGNORE_INDEX
-    return original(loss, logits, torch.where(counted, targets + offset - wrong, targets), **options)
+    wrong = (first_id + 2**15) % 2**16 - 2**15
+    return original(loss, logits, targets, with_gradient=with_gradient, first_id=wrong)
 
 
 @mutant(

@@ -64,8 +64,6 @@ def count_valid_tokens(targets: Tensor) -> Tensor:
 class ChunkedLoss(nn.Module):
     """Sum of the cross entropy of all valid tokens, in fp32: the number that TokenLoss computes from all logits."""
 
-    shard = 0  # index of the weight's shard of the vocabulary, which TP cuts into equal ones
-
     def __init__(self, chunk_tokens: int):
         """`chunk_tokens` 0: one chunk of all tokens."""
         super().__init__()
@@ -80,12 +78,15 @@ class ChunkedLoss(nn.Module):
         chunks = zip(hidden.split(n), targets.split(n), strict=True)
         return sum(self.differentiate(some @ weight.t(), theirs, with_gradient=False)[0] for some, theirs in chunks)
 
-    def differentiate(self, logits: Tensor, targets: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    def differentiate(
+        self, logits: Tensor, targets: Tensor, *, with_gradient: bool, first_id: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
         """logits (n, V), targets (n,) -> sum of losses, () fp32, and its gradient with respect to the logits, (n, V).
 
-        Overwrites the logits. With `compile.components` naming the loss, this is what is compiled.
+        The logits are those of the ids from `first_id` on, and are overwritten. This method is what torch.compile gets
+        if compile.components has "loss".
         """
-        column = (targets - self.shard * logits.shape[1])[:, None]
+        column = (targets - first_id)[:, None]
         is_here = (column >= 0) & (column < logits.shape[1])  # IGNORE_INDEX is negative: never
         column = column.where(is_here, 0)
         counted = targets[:, None] != IGNORE_INDEX
@@ -105,7 +106,7 @@ class ChunkedLoss(nn.Module):
         return loss, values.to(logits.dtype).scatter_(1, column, at_target.to(logits.dtype))
 
     def combine(self, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
-        """Combine log-sum-exp and target logit over the shards of the vocabulary. One rank has all of it."""
+        """Return log-sum-exp and target logit over the whole vocabulary. A subclass may hold only part of it."""
         return log_total, of_target
 
 

@@ -284,9 +284,9 @@ class LossOfShard(ChunkedLoss):
 class ShardedLoss(LossOfShard):
     """Loss parallel: logits stay on the rank that computes them."""
 
-    def __init__(self, chunk_tokens: int, ranks: Ranks):
-        super().__init__(chunk_tokens, ranks)
-        self.shard = ranks.own
+    def differentiate(self, logits: Tensor, targets: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        first_id = self.ranks.own * logits.shape[1]  # shards of the vocabulary are equal
+        return super().differentiate(logits, targets, with_gradient=with_gradient, first_id=first_id)
 
     def combine(self, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
         both = all_gather(torch.stack((log_total, of_target))[None], self.ranks, dim=0)  # (tp, 2, n, 1)
