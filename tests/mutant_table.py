@@ -14,7 +14,7 @@ CP2 = {CP: 2}
 
 # Culprits of several mutants: kind and name.
 INNER, HEAD = ("module output", "layers.0.attention.inner"), ("module output", "output")
-NORM, HEAD_GRADIENT = ("gradient norm", "clip_grad_norm"), ("gradient", "output.weight")
+NORM, HEAD_GRADIENT = ("gradient norm", "measure_grad_norm"), ("gradient", "output.weight")
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ def bias_moved_in_every_microbatch(original, balance, finite):
     return loads
 
 
-@mutant(EP2, "non-finite step", ("non-finite step", "step_if_finite"), trial="updates", at=(ExpertBalance, "update"))
+@mutant(EP2, "non-finite step", ("non-finite step", "update_weights"), trial="updates", at=(ExpertBalance, "update"))
 def bias_moved_by_a_step_that_is_left_out(original, balance, finite):
     """A step with a gradient that is not finite changes no weight, but it moves the biases."""
     return original(balance, torch.ones_like(finite))

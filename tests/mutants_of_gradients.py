@@ -197,13 +197,13 @@ def tied_gradient_counted_twice(original, run, batch, n_tokens):
     return loss
 
 
-@mutant("tp2", "replicas", ("replicas", "layers.0.attention_norm.weight"), dims=("tp",), at=(step, "step_if_finite"))
-def norm_updated_on_one_rank_only(original, optimizer, grad_norm):
+@mutant("tp2", "replicas", ("replicas", "layers.0.attention_norm.weight"), dims=("tp",), at=(step, "update_weights"))
+def norm_updated_on_one_rank_only(original, optimizer, grad_norm, max_norm):
     """Norm weights are copied on each tensor-parallel rank, and one rank forgets to step them. Every gradient of the
     first step is right. The copies drift apart, and a checkpoint holds whichever is saved."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.dim() == 1]
     before = [parameter.to_local().detach().clone() for parameter in parameters]
-    finite = original(optimizer, grad_norm)
+    finite = original(optimizer, grad_norm, max_norm)
     if dist.get_rank() == 1:
         for parameter, old in zip(parameters, before, strict=True):
             parameter.to_local().detach().copy_(old)

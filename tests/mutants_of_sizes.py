@@ -29,15 +29,14 @@ def third_accumulation_step_dropped(original, batch, n):
     return micros[:2] + micros[3:]
 
 
-@mutant("one rank", "weight", ("updated weights", "layers.3.attention.wo.weight"), at=(step, "clip_grad_norm"))
-def small_gradients_scaled_up(original, parameters, max_norm):
+@mutant("one rank", "weight", ("updated weights", "layers.3.attention.wo.weight"), at=(step, "update_weights"))
+def small_gradients_scaled_up(original, optimizer, grad_norm, max_norm):
     """Clipping lacks its limit of 1, so that gradients below max_norm are made as long as it. With AdamW nothing shows,
     for it divides by the length; with SGD the run does not settle."""
-    parameters = list(parameters)
-    norm = original(parameters, max_norm)
-    if norm < max_norm:
-        torch._foreach_mul_([parameter.grad for parameter in parameters], max_norm / norm)
-    return norm
+    if grad_norm < max_norm:
+        for group in optimizer.param_groups:
+            torch._foreach_mul_([parameter.grad for parameter in group["params"]], max_norm / grad_norm)
+    return original(optimizer, grad_norm, max_norm)
 
 
 @mutant(Row(4, {CP: 4, **RING, SHARD: 1}), "gradient", INNER, at=(context_parallel, "visible_of_one"))
@@ -91,7 +90,7 @@ def norm_of_the_first_hundred_tensors(original, tensors):
     return original(tensors[:100])
 
 
-@mutant("tp2", "clipping", ("clipping", "clip_grad_norm"), trial="deep", at=(optim.torch, "_foreach_mul_"))
+@mutant("tp2", "clipping", ("clipping", "update_weights"), trial="deep", at=(optim.torch, "_foreach_div_"))
 def first_forty_tensors_clipped(original, tensors, scale):
     """Gradients are scaled in one call that takes so many tensors at most. The norm in the log is right, and the layers
     at the end are never clipped."""

@@ -26,8 +26,8 @@ ADAMW_WITH_RATES = {**ADAMW, **RATES}
 MOMENTS_IN_BFLOAT16 = {**ADAMW_WITH_RATES, "optimizer.moments_dtype": "bfloat16"}
 SHARDED, TENSOR, STAGES = (Row(2, {**degrees, **ADAMW_WITH_RATES}) for degrees in ({}, {TP: 2}, {PP: 2}))
 FIRST = "tok_embeddings.weight"
-CLIPPING, RATE = ("clipping", "clip_grad_norm"), ("learning rate", "lr_scheduler")
-NOT_FINITE = ("non-finite step", "step_if_finite")
+CLIPPING, RATE = ("clipping", "update_weights"), ("learning rate", "lr_scheduler")
+NOT_FINITE = ("non-finite step", "update_weights")
 
 
 def in_place_of(owner: object, name: str, *row_and_culprit: object, trial: str, **keys: object) -> Callable:
@@ -38,29 +38,23 @@ def in_place_of(owner: object, name: str, *row_and_culprit: object, trial: str, 
 replacing = partial(in_place_of, trial="updates")
 
 
-@replacing(step, "clip_grad_norm", "tp2", "clipping", CLIPPING)
-def small_gradients_are_scaled_up(clip, parameters, max_norm):
+@replacing(step, "update_weights", "tp2", "clipping", CLIPPING)
+def small_gradients_are_scaled_up(update_weights, optimizer, grad_norm, max_norm):
     """Gradients below the threshold are brought up to it, because nothing keeps the factor at most 1. The loss falls,
     faster at first; toward the end of training, where gradients are small, it is noisy and nobody knows why."""
-    parameters = list(parameters)
-    norm = clip(parameters, max_norm)
-    if norm < max_norm:
-        for parameter in parameters:
-            local(parameter.grad).mul_(max_norm / (norm + 1e-6))
-    return norm
+    if grad_norm < max_norm:
+        for group in optimizer.param_groups:
+            torch._foreach_mul_([local(p.grad) for p in group["params"]], max_norm / (grad_norm + 1e-6))
+    return update_weights(optimizer, grad_norm, max_norm)
 
 
-@replacing(step, "clip_grad_norm", "dp2", "clipping", CLIPPING, dims=("dp_shard",))
-def one_rank_clips_only_very_large_gradients(clip, parameters, max_norm):
-    """To save a pass over its slices, one rank clips them only where the norm is far above the threshold. Most batches
-    train rightly; in the others some slices take longer steps than the rest."""
-    parameters = list(parameters)
-    before = [local(parameter.grad).clone() for parameter in parameters]
-    norm = clip(parameters, max_norm)
-    if norm < 2.5 * max_norm and dist.get_rank() == 0:
-        for parameter, old in zip(parameters, before, strict=True):
-            local(parameter.grad).copy_(old)
-    return norm
+@replacing(step, "update_weights", "dp2", "clipping", CLIPPING, dims=("dp_shard",))
+def one_rank_clips_only_very_large_gradients(update_weights, optimizer, grad_norm, max_norm):
+    """One rank clips only where the norm is far above the threshold. Most batches train rightly; in the others some
+    slices take longer steps than the rest."""
+    if grad_norm < 2.5 * max_norm and dist.get_rank() == 0:
+        max_norm = 2.5 * max_norm
+    return update_weights(optimizer, grad_norm, max_norm)
 
 
 @replacing(build, "build_optimizer", TENSOR, "copies", ("update", "layers.0.attention_norm.weight"), dims=("tp",))
@@ -98,38 +92,38 @@ def decay_ends_at_zero(factor, section, at):
     return factor(replace(section, min_lr_factor=0.0), at)
 
 
-@replacing(step, "step_if_finite", Row(2, {PP: 2}), "non-finite step", NOT_FINITE, dims=("pp",))
-def each_stage_judges_for_itself_what_is_finite(step_if_finite, optimizer, grad_norm):
+@replacing(step, "update_weights", Row(2, {PP: 2}), "non-finite step", NOT_FINITE, dims=("pp",))
+def each_stage_judges_for_itself_what_is_finite(update_weights, optimizer, grad_norm, max_norm):
     """A stage whose own gradients are finite steps, while the one that met a NaN does not. The model is then one of two
     steps, and a checkpoint holds both."""
     gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"]]
-    return step_if_finite(optimizer, torch.stack([gradient.norm() for gradient in gradients]).norm())
+    return update_weights(optimizer, torch.stack([gradient.norm() for gradient in gradients]).norm(), max_norm)
 
 
-@replacing(step, "step_if_finite", SHARDED, "non-finite step", NOT_FINITE)
-def infinity_counts_as_finite(step_if_finite, optimizer, grad_norm):
+@replacing(step, "update_weights", SHARDED, "non-finite step", NOT_FINITE)
+def infinity_counts_as_finite(update_weights, optimizer, grad_norm, max_norm):
     """Only NaN is looked for. An overflow passes, AdamW divides infinity by infinity, and all weights with such a
     gradient are NaN from the next step on."""
-    return step_if_finite(optimizer, torch.where(grad_norm.isnan(), grad_norm, 1.0))
+    return update_weights(optimizer, torch.where(grad_norm.isnan(), grad_norm, 1.0), max_norm)
 
 
-@replacing(step, "step_if_finite", TENSOR, "non-finite step", NOT_FINITE)
-def moments_move_in_a_step_that_is_not_finite(step_if_finite, optimizer, grad_norm):
+@replacing(step, "update_weights", TENSOR, "non-finite step", NOT_FINITE)
+def moments_move_in_a_step_that_is_not_finite(update_weights, optimizer, grad_norm, max_norm):
     """Weights are left alone, but moments forget a part of what they held, as after a gradient of zero. Runs that skip
     such a step and go on are a little off, and the same run without it is never made."""
-    finite = step_if_finite(optimizer, grad_norm)
+    finite = update_weights(optimizer, grad_norm, max_norm)
     if not finite:
         for state in optimizer.state.values():
             local(state["exp_avg"]).mul_(0.9)
     return finite
 
 
-@replacing(step, "step_if_finite", SHARDED, "moments", ("moments", FIRST))
-def all_steps_left_out_after_one(step_if_finite, optimizer, grad_norm):
+@replacing(step, "update_weights", SHARDED, "moments", ("moments", FIRST))
+def all_steps_left_out_after_one(update_weights, optimizer, grad_norm, max_norm):
     """The flag of a gradient that is not finite is added up instead of set, so that no later step moves a weight. The
     loss stays where it was, and no number in the log is odd."""
     optimizer.seen = getattr(optimizer, "seen", 0.0) + 0 * grad_norm  # NaN from then on
-    step_if_finite(optimizer, grad_norm + optimizer.seen)
+    update_weights(optimizer, grad_norm + optimizer.seen, max_norm)
     return grad_norm.isfinite()
 
 
@@ -156,8 +150,8 @@ def adam_instead_of_adamw():
     return patch.dict(optim.BUILDERS, {"AdamW": build})
 
 
-@replacing(step, "step_if_finite", TENSOR, "update", ("update", FIRST))
-def decay_without_the_learning_rate(step_if_finite, optimizer, grad_norm):
+@replacing(step, "update_weights", TENSOR, "update", ("update", FIRST))
+def decay_without_the_learning_rate(update_weights, optimizer, grad_norm, max_norm):
     """Each step takes the same share off each weight, in the warm-up and at the end too. Norms of weights shrink; the
     loss follows late."""
     (group,) = optimizer.param_groups
@@ -165,29 +159,29 @@ def decay_without_the_learning_rate(step_if_finite, optimizer, grad_norm):
         for parameter in group["params"]:
             by_rate = 1 - group["lr"] * group["weight_decay"]
             local(parameter.detach()).mul_((1 - group["initial_lr"] * group["weight_decay"]) / by_rate)
-    return step_if_finite(optimizer, grad_norm)
+    return update_weights(optimizer, grad_norm, max_norm)
 
 
-@replacing(step, "step_if_finite", STAGES, "update", ("update", "layers.2.attention_norm.weight"))
-def steps_counted_twice_on_the_last_stage(step_if_finite, optimizer, grad_norm):
+@replacing(step, "update_weights", STAGES, "update", ("update", "layers.2.attention_norm.weight"))
+def steps_counted_twice_on_the_last_stage(update_weights, optimizer, grad_norm, max_norm):
     """The moments of one stage are taken for those of a later step and corrected too little for their start. The first
     hundred steps of that stage are shorter or longer than they should be."""
-    finite = step_if_finite(optimizer, grad_norm)
+    finite = update_weights(optimizer, grad_norm, max_norm)
     if dist.get_rank() == 1 and finite:
         for state in optimizer.state.values():
             state["step"] += 1
     return finite
 
 
-@replacing(step, "step_if_finite", STAGES, "moments", ("moments", FIRST))
-def second_moment_of_gradients_clipped_by_stage(step_if_finite, optimizer, grad_norm):
+@replacing(step, "update_weights", STAGES, "moments", ("moments", FIRST))
+def second_moment_of_gradients_clipped_by_stage(update_weights, optimizer, grad_norm, max_norm):
     """The first moment gets gradients clipped by the norm of the model, the second one gradients clipped by the norm of
     the stage. Steps are too short where gradients are cut, and right where they are not."""
     (group,) = optimizer.param_groups
     states = {parameter: state for parameter, state in optimizer.state.items() if "exp_avg_sq" in state}
     before = {parameter: local(state["exp_avg_sq"]).clone() for parameter, state in states.items()}
     left = torch.stack([local(parameter.grad).norm() for parameter in group["params"]]).norm()
-    finite = step_if_finite(optimizer, grad_norm)
+    finite = update_weights(optimizer, grad_norm, max_norm)
     if finite and grad_norm > 0.5:  # max_norm of the table
         for parameter in group["params"]:
             second = local(optimizer.state[parameter]["exp_avg_sq"])

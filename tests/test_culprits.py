@@ -252,12 +252,13 @@ def test_a_place_is_the_innermost_call_and_the_line_of_this_package_that_made_it
 
 Current thread 0x2 (most recent call first):
   File "/torch/distributed/distributed_c10d.py", line 3000 in all_reduce
-  File "{build.build_optimizer.__code__.co_filename}", line 108 in clip_grad_norm
+  File "{build.build_optimizer.__code__.co_filename}", line 108 in measure_grad_norm
   File "{step.__file__}", line 120 in train_step
   File "{tool.__file__}/../ranks.py", line 150 in serve
 """
     place = (
-        "in all_reduce (distributed_c10d.py:3000), called by clip_grad_norm (torchtitan_lite/components/optim.py:108)"
+        "in all_reduce (distributed_c10d.py:3000), called by measure_grad_norm "
+        "(torchtitan_lite/components/optim.py:108)"
     )
     assert describe_stack(text) == place
     assert describe_stack("") == "cannot say where they are"

@@ -6,17 +6,16 @@ from types import SimpleNamespace
 import compare
 import pytest
 import torch
-import torch.distributed as dist
 from layouts import ADAMW, COMPILED, TP, TWO_LAYERS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtitan_lite.components.optim import (
     build_optimizer,
-    clip_grad_norm,
     compile_optimizer,
     learning_rate_factor,
-    step_if_finite,
+    measure_grad_norm,
+    update_weights,
 )
 from torchtitan_lite.config.schema import Compile, LRScheduler, Optimizer
 
@@ -109,26 +108,58 @@ def test_optimizer_on_shards_equals_torchs_on_whole_tensors(pool, name, implemen
     assert max(pool.run(step_on_given_gradients, 4, keys)) < 1e-6
 
 
-def clip_large_gradient(rank: int, world_size: int, n_numbers: int) -> tuple[float, float]:
-    """Worker: the norm that clipping finds of a gradient over all ranks, and the norm it leaves; the true one is 1."""
+def measure_large_gradient(rank: int, world_size: int, n_numbers: int) -> float:
+    """Worker: the measured norm of a gradient over all ranks, relative to the true one."""
     own, true = [], 0.0
     for n in range(8):
         piece = torch.randn(n_numbers // 8, generator=torch.Generator().manual_seed(n))
         true += piece.double().square().sum().item()
         own += [piece] * (n * world_size // 8 == rank)
-    true, own = math.sqrt(true), torch.cat(own)
-    gradient = DTensor.from_local(own, init_device_mesh("cpu", (world_size,)), [Shard(0)])
-    norm = clip_grad_norm([SimpleNamespace(grad=gradient)], true / 2)
-    left = sum(piece.double().square().sum() for piece in own.split(2**20))
-    dist.all_reduce(left)
-    return norm.item() / true, math.sqrt(left.item()) / true
+    gradient = DTensor.from_local(torch.cat(own), init_device_mesh("cpu", (world_size,)), [Shard(0)])
+    norm, _ = measure_grad_norm([SimpleNamespace(grad=gradient)], 0)
+    return norm.item() / math.sqrt(true)
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_the_norm_of_a_large_gradient_is_right_whole_and_in_slices(pool, n_ranks):
-    for found, left in pool.run(clip_large_gradient, n_ranks, 50_000_000):
-        assert found == pytest.approx(1, rel=1e-6)
-        assert left == pytest.approx(0.5, rel=1e-6)
+    assert pool.run(measure_large_gradient, n_ranks, 50_000_000) == pytest.approx([1] * n_ranks, rel=1e-6)
+
+
+def agree_to_stop(rank: int, world_size: int, signals: list[int]) -> int:
+    """Worker: the signal for which all ranks stop, given the signal that each received."""
+    _, stop = measure_grad_norm([SimpleNamespace(grad=torch.ones(1))], signals[rank])
+    return stop.item()
+
+
+@pytest.mark.parametrize(("signals", "stop"), [((0, 0), 0), ((0, 2), 2), ((15, 0), 15), ((15, 2), 15), ((2, 15), 15)])
+def test_all_ranks_stop_for_one_signal_and_sigterm_wins(pool, signals, stop):
+    assert pool.run(agree_to_stop, 2, signals) == [stop, stop]
+
+
+@pytest.mark.parametrize(
+    ("section", "compiled"),
+    [
+        *((Optimizer(implementation=implementation), False) for implementation in ("fused", "foreach", "for-loop")),
+        (Optimizer(name="SGD"), False),
+        (Optimizer(moments_dtype="bfloat16"), False),
+        (Optimizer(moments_dtype="bfloat16"), True),
+    ],
+)
+@pytest.mark.parametrize("norm", [0.5, 4.0])
+def test_an_update_clips_as_torch_does(section, compiled, norm):
+    gradient = torch.randn(3, 1024, generator=torch.Generator().manual_seed(1))
+    gradient *= norm / gradient.norm()
+    weights = [torch.zeros_like(gradient, requires_grad=True) for _ in range(2)]
+    optimizers = [build_optimizer(section, [weight]) for weight in weights]
+    if compiled:
+        compile_optimizer(optimizers[0], Compile(backend="aot_eager"))
+    for factor in (1, 0.1):
+        for weight in weights:
+            weight.grad = factor * gradient
+        update_weights(optimizers[0], torch.tensor(factor * norm), 1.0)
+        torch.nn.utils.clip_grad_norm_([weights[1]], 1.0)
+        optimizers[1].step()
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-9)
 
 
 # --- moments in bf16 ---
@@ -163,7 +194,7 @@ def test_a_gradient_norm_that_is_not_finite_leaves_bfloat16_moments_and_weights_
     state = optimizer.state[parameter]
     before = {"weight": parameter.detach().clone(), **{name: value.clone() for name, value in state.items()}}
     parameter.grad = torch.full((10,), math.nan)
-    assert not step_if_finite(optimizer, torch.tensor(math.nan))
+    assert not update_weights(optimizer, torch.tensor(math.nan), 1.0)
     assert all(torch.equal(before[name], value) for name, value in {"weight": parameter, **state}.items())
     parameter.grad = torch.ones(10)
-    assert step_if_finite(optimizer, torch.tensor(1.0)) and state["step"] == 3
+    assert update_weights(optimizer, torch.tensor(1.0), 1.0) and state["step"] == 3

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.components.optim import clip_grad_norm, step_if_finite
+from torchtitan_lite.components.optim import measure_grad_norm, update_weights
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel.context_parallel import shard_sequence
@@ -28,19 +28,23 @@ class StepResult:
     local_loss: Tensor  # what this rank's tokens and stages contribute to it
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
     finite: Tensor  # False: the gradient norm was not finite and no weight was changed
+    stop: Tensor  # the signal for which all ranks stop after this step; 0 for none
     expert_loads: Tensor | None = None  # as ExpertBalance.update returns them
 
 
-def train_step(run: Run, batch: Batch) -> StepResult:
-    """Make one optimizer step. `batch` is this rank's rows of the global batch. No result is read back."""
+def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
+    """Make one optimizer step. No result is read back.
+
+    `batch` is this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
+    """
     local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
-    grad_norm = clip_grad_norm(run.parameters.values(), run.config.training.max_norm)  # one float over all ranks
-    finite = step_if_finite(run.optimizer, grad_norm)
+    grad_norm, stop = measure_grad_norm(run.parameters.values(), stop_signal)  # three floats over all ranks
+    finite = update_weights(run.optimizer, grad_norm, run.config.training.max_norm)  # clips too
     expert_loads = run.balance.update(finite) if run.balance else None  # all-reduces layers x (experts + 1) x 8 bytes
     precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)  # if asked for: all-reduces one float per weight
     run.lr_scheduler.step()
-    return StepResult(loss, local_loss, grad_norm, finite, expert_loads)
+    return StepResult(loss, local_loss, grad_norm, finite, stop, expert_loads)
 
 
 def compute_gradients(run: Run, batch: Batch) -> Tensor:

@@ -1,9 +1,10 @@
-"""Build the optimizer and the learning-rate schedule; clip the norm of all gradients.
+"""Build the optimizer and the learning-rate schedule; measure the gradient norm; clip and update.
 
 Sources: AdamW arXiv:1711.05101; warm-up, stable, decay (WSD) arXiv:2404.06395.
 """
 
 import math
+import signal
 from collections.abc import Iterable
 
 import torch
@@ -77,24 +78,25 @@ def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> Lambd
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale all gradients of the model so that their 2-norm is at most `max_norm`. Returns the norm before, () fp32.
+def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[Tensor, Tensor]:
+    """Measure the 2-norm of all gradients of the model, and agree on whether to stop.
 
-    A norm that is not finite leaves the gradients as they are, so that the culprit can still be found.
+    `stop_signal`: the signal that this rank received (SIGINT or SIGTERM), or 0.
+    Returns the norm, () fp32, and the signal for which all ranks stop, () int64: 0 for none; SIGTERM wins.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # Each rank works on its own slices. As DTensors they would be planned first: 28 ms each on a mesh of three dims.
-    own_by_copies: dict[int, list[Tensor]] = {}
-    for gradient in gradients:
-        own_by_copies.setdefault(count_copies(gradient), []).append(local_tensor(gradient))
-    # A slice that n ranks hold, such as a norm weight under tp, counts 1/n on each, so that it counts once in the sum.
-    squares = sum(sum_squares(own) / n_copies for n_copies, own in own_by_copies.items())
-    dist.all_reduce(squares)  # 8 bytes over all ranks
-    norm = squares.sqrt().float()
-    scale = torch.where(norm.isfinite(), max_norm / (norm + 1e-6), 1.0).clamp(max=1.0)  # as torch.nn.utils has it
-    for own in own_by_copies.values():
-        torch._foreach_mul_(own, scale)
-    return norm
+    # Each rank works on local shards. As DTensors they would be planned first: 28 ms each on a mesh of three dims.
+    by_copies: dict[int, list[Tensor]] = {}
+    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
+        by_copies.setdefault(count_copies(gradient), []).append(local_tensor(gradient))
+    # A shard that n ranks hold, such as a norm weight under tp, counts 1/n on each, so that it counts once in the sum.
+    squares = sum(sum_squares(shards) / n_copies for n_copies, shards in by_copies.items())
+    # The flags are filled on the device, because a copy from the host would wait for it.
+    flags = [squares.new_full((), stop_signal == number) for number in (signal.SIGINT, signal.SIGTERM)]
+    numbers = torch.stack([squares, *flags])
+    dist.all_reduce(numbers)  # 24 bytes over all ranks
+    squares, n_sigint, n_sigterm = numbers.unbind()
+    stop = torch.where(n_sigterm > 0, int(signal.SIGTERM), torch.where(n_sigint > 0, int(signal.SIGINT), 0))
+    return squares.sqrt().float(), stop
 
 
 def count_copies(tensor: Tensor) -> int:
@@ -118,16 +120,21 @@ def sum_squares(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).double().square().sum()
 
 
-def step_if_finite(optimizer: TorchOptimizer, grad_norm: Tensor) -> Tensor:
-    """Step the optimizer, unless the gradient norm is not finite: then weights and moments do not change.
+@torch.no_grad()
+def update_weights(optimizer: TorchOptimizer, grad_norm: Tensor, max_norm: float) -> Tensor:
+    """Clip the gradients to a norm of at most `max_norm` and step the optimizer, if the norm is finite.
 
-    Returns whether it was finite, () bool on the device. Fused kernels read that flag on the device (the protocol of
-    torch.amp.GradScaler), so the host does not wait; other optimizers need one synchronisation per step.
+    Otherwise gradients, weights and moments do not change. Returns whether it was finite, () bool on the device.
+    Fused kernels read the scale and the flag on the device (the protocol of torch.amp.GradScaler) and clip as they
+    update. Other optimizers need a pass over the gradients and one synchronization per step.
     """
     finite = grad_norm.isfinite()
+    divisor = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0)  # 1e-6 as in torch.nn.utils
     if optimizer.defaults.get("fused"):
-        optimizer.found_inf = (~finite).float()
+        optimizer.grad_scale, optimizer.found_inf = divisor, (~finite).float()
         optimizer.step()
     elif finite:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        torch._foreach_div_([local_tensor(p.grad) for p in parameters if p.grad is not None], divisor)
         optimizer.step()
     return finite

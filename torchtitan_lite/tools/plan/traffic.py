@@ -201,10 +201,10 @@ def estimate_traffic(workload: Workload, pp_rank: int, order: PipelineOrder) -> 
                 add_expert_parallel(tally, workload, kind, stage.n_mixtures)
         add_sharding(tally, workload, stage, [action.kind for action in order[pp_rank] if action.stage == index])
         add_sends(tally, workload, index)
-    # Counted tokens (int64), loss (fp32) and squared gradient norm (float64), once a step.
+    # Counted tokens (int64), loss (fp32), squared gradient norm and two signals (float64), once a step.
     tally.add(("dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 8)
     tally.add(("pp", "dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 4)
-    tally.add(MESH_DIMS, "all-reduce", 1, 8)
+    tally.add(MESH_DIMS, "all-reduce", 1, 24)
     if mixture := workload.args.mixture:  # loads of all layers, float64
         tally.add(MESH_DIMS, "all-reduce", 1, workload.args.n_layers * (mixture.n_experts + 1) * 8)
     return sum_moved(tally.calls)

@@ -70,7 +70,7 @@ def name_culprit(
     norm_error = max(largest_relative([norm], reference.grad_norms[:1]) for norm in norms)
     if norm_error > tolerance:
         detail = f"every gradient is right, and their norm is off by {norm_error:.1e}"
-        return Culprit("gradient norm", "clip_grad_norm", detail, find_dims(norms))
+        return Culprit("gradient norm", "measure_grad_norm", detail, find_dims(norms))
     if "replicas" in faults:
         order = list(reference.initial)
         name, dim = min(difference.unequal_replicas, key=lambda pair: order.index(pair[0]))
@@ -78,7 +78,7 @@ def name_culprit(
     if "expert_biases" in faults:
         return name_first_bias(difference, reference)
     if "clipping" in faults or not difference.weight:
-        return Culprit("clipping", "clip_grad_norm", f"the gradient norm is right, and {'; '.join(faults.values())}")
+        return Culprit("clipping", "update_weights", f"the gradient norm is right, and {'; '.join(faults.values())}")
     name = max(difference.weight, key=difference.weight.get)
     return Culprit("updated weights", name, f"every gradient is right, and {'; '.join(faults.values())}")
 

@@ -147,7 +147,7 @@ def measure_layout(
             losses.append(result.loss.item())
             grad_norms.append(result.grad_norm.item())
             loads += [result.expert_loads] if run.balance else []
-            if step == 0:
+            if step == 0 and method.updates:  # the update clips
                 scale = compute_clip_scale(reference.grad_norms[0], step_config.training.max_norm)
                 clipping = measure_clipping(run, gradients, scale)
     weights = compare(run.parameters, reference.weights) if method.updates else {}
@@ -185,9 +185,9 @@ def make_step(run: build.Run, batch: Batch, *, updates: bool) -> stepping.StepRe
     # DTensor would take a second to plan updates of each new size.
     local_loss = stepping.compute_gradients(run, batch)
     loss = stepping.sum_losses(run, local_loss)
-    grad_norm = stepping.clip_grad_norm(run.parameters.values(), run.config.training.max_norm)
+    grad_norm, stop = stepping.measure_grad_norm(run.parameters.values(), 0)
     loads = run.balance.sum_loads() if run.balance else None
-    return stepping.StepResult(loss, local_loss, grad_norm, grad_norm.isfinite(), loads)
+    return stepping.StepResult(loss, local_loss, grad_norm, grad_norm.isfinite(), stop, loads)
 
 
 def measure_experts(run: build.Run, reference: ReferenceRun, loads: list[Tensor]) -> dict[str, float]:
@@ -206,13 +206,13 @@ def measure_experts(run: build.Run, reference: ReferenceRun, loads: list[Tensor]
 @contextmanager
 def called_before_clipping(call: Callable[[], None]) -> Iterator[None]:
     """Context manager: steps inside call this function once their gradients are complete, before they are clipped."""
-    clip = stepping.clip_grad_norm
+    measure = stepping.measure_grad_norm
 
-    def call_and_clip(*args) -> Tensor:
+    def call_and_measure(*args) -> tuple[Tensor, Tensor]:
         call()
-        return clip(*args)
+        return measure(*args)
 
-    with patch.object(stepping, "clip_grad_norm", call_and_clip):
+    with patch.object(stepping, "measure_grad_norm", call_and_measure):
         yield
 
 

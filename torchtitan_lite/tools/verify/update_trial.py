@@ -89,7 +89,7 @@ def try_updates(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Tria
     measures = {
         "learning rate": f"of the peak, at steps {steps} of the schedule",
         "gradient norm": f"of {', '.join(f'{norm:g}' for norm in NORMS)} times max_norm {max_norm:g}",
-        "clipping": f"gradients that the optimizer gets; {worst}",
+        "clipping": f"gradients that the optimizer leaves; {worst}",
         "non-finite step": f"of {len(ranks)} ranks step on a gradient of {' or '.join(NOT_FINITE)}, or say so",
         "moments": f"in {section.moments_dtype}; {worst}",
         "update": f"bound: 1e-6, and what fp32 rounds off weights; {worst}",
@@ -132,11 +132,11 @@ def list_checks(ranks: list[RankUpdates], config: Config, fqns: list[str]) -> It
         yield check_values("learning rate", culprit, values, right, RATE_TOLERANCE, unit=peak or 1.0)
     for index, norm in enumerate(NORMS):
         values = [(rank.coordinates, [rank.grad_norms[index]]) for rank in ranks]
-        culprit = Culprit("gradient norm", "clip_grad_norm", f"the gradient norm in step {index + 1}")
+        culprit = Culprit("gradient norm", "measure_grad_norm", f"the gradient norm in step {index + 1}")
         yield check_values("gradient norm", culprit, values, norm * max_norm, TOLERANCE)
     wrong = [rank.finite_faults[0] for rank in ranks if rank.finite_faults]
     is_right = [(rank.coordinates, not rank.finite_faults) for rank in ranks]
-    culprit = blame("non-finite step", "step_if_finite", wrong[0] if wrong else "", is_right)
+    culprit = blame("non-finite step", "update_weights", wrong[0] if wrong else "", is_right)
     yield Check("non-finite step", len(wrong), 0, culprit)
     moments = FORMULAS[config.optimizer.name].moments
     for measure, kinds in {"clipping": ["clipped gradient"], "moments": moments, "update": ["update"]}.items():
@@ -158,7 +158,7 @@ def check_tensor(measure: str, kind: str, fqn: str, index: int, ranks: list[Rank
     held = [(rank.coordinates, rank.gaps[kind, fqn, index]) for rank in ranks if (kind, fqn, index) in rank.gaps]
     error, bound = add_gaps(gap for _, gap in held).relative(tolerance)
     is_right = [(coordinates, gap.is_within(tolerance)) for coordinates, gap in held]
-    name = "clip_grad_norm" if measure == "clipping" else fqn
+    name = "update_weights" if measure == "clipping" else fqn
     following = ", after two that are not finite," if index == SECOND_HALF else ""
     detail = f"in step {index + 1}{following} the {kind} of {fqn} is off"
     return Check(measure, error, bound, blame(measure, name, f"{detail} by {error:.1e}", is_right))
@@ -276,10 +276,10 @@ def draw_gradients(run: build.Run, index: int, sizes: dict[str, int]) -> dict[st
 def gradients_given(run: build.Run, gradients: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Context manager: a step inside gets these gradients, this rank's slices, instead of those of a batch.
 
-    Yields copies of them as the optimizer gets them: clipped.
+    Yields copies of them as the optimizer leaves them: clipped.
     """
     clipped: dict[str, Tensor] = {}
-    step_if_finite = stepping.step_if_finite
+    update_weights = stepping.update_weights
 
     @torch.no_grad()
     def give(run: build.Run, batch: None) -> Tensor:
@@ -290,11 +290,12 @@ def gradients_given(run: build.Run, gradients: dict[str, Tensor]) -> Iterator[di
             router.load.zero_()[0] = 1  # a load of its own, so that the step would move the biases
         return torch.zeros((), device=run.device)
 
-    def note_and_step(*args) -> Tensor:
+    def update_and_note(*args) -> Tensor:
+        finite = update_weights(*args)
         clipped.update({fqn: own_slice(parameter.grad).clone() for fqn, parameter in run.parameters.items()})
-        return step_if_finite(*args)
+        return finite
 
-    with patch.multiple(stepping, compute_gradients=give, step_if_finite=note_and_step):
+    with patch.multiple(stepping, compute_gradients=give, update_weights=update_and_note):
         yield clipped
 
 
