@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.model.moe import list_mixtures
 from torchtitan_lite.parallel.initial_weights import initialize_weights
-from torchtitan_lite.tools import eval
 
 WINDOW = 32
 TEXTS = {"a.txt": "def read(self, n):\n" * 9, "b.md": "Grüße, 世界! " * 12, "c.py": "x = 134\n"}
@@ -89,16 +87,6 @@ def test_a_text_has_the_loss_of_transformers_on_the_same_windows(evaluate, check
     assert main(["eval", str(checkpoint), "--data", str(texts), "--seq-len", str(WINDOW)]) == 0
     shown = {f"{expected['perplexity']:.5g}", f"{expected['bits_per_byte']:.4f}", f"{expected['bytes']:,}"}
     assert shown < set(capsys.readouterr().out.split())
-
-
-def test_progress_is_shown_on_stderr(checkpoint, texts, monkeypatch, capsys):
-    monkeypatch.setattr(eval, "REPORT_EVERY_S", 0.0)
-    monkeypatch.setattr(eval, "BATCH_TOKENS", WINDOW)
-    assert main(["eval", str(checkpoint), "--data", str(texts), "--seq-len", str(WINDOW), "--json"]) == 0
-    printed = capsys.readouterr()
-    assert json.loads(printed.out)["tokens"]
-    lines = [line for line in printed.err.splitlines() if line.startswith("eval: ")]
-    assert lines and all(re.fullmatch(r"eval: \d+ of \d+ batches, \d+ s left", line) for line in lines)
 
 
 def test_of_a_corpus_the_held_out_documents_count(evaluate, checkpoint, texts, tmp_path, capsys):

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from torchtitan_lite.components.log import log_rank_on_error, paint, start_logging
+from torchtitan_lite.components import log
+from torchtitan_lite.components.log import ProgressLine, paint, start_logging
 
 
 class Terminal(io.StringIO):
@@ -42,13 +43,8 @@ def test_other_ranks_write_only_warnings_to_stderr_with_their_rank(logger, tmp_p
     start_logging(3, tmp_path)
     logger.info("nobody reads this")
     logger.warning("disk is slow")
-    with pytest.raises(OSError), log_rank_on_error(3, {"pp": 1, "tp": 0}):
-        raise OSError("disk is gone")
     out, err = capsys.readouterr()
-    assert out == ""
-    first, second = err.splitlines()
-    assert first[8:] == " WARNING rank 3: disk is slow"
-    assert second[8:].startswith(" ERROR rank 3: rank 3 (pp 1, tp 0)") and "disk is gone" in second
+    assert (out, err[8:]) == ("", " WARNING rank 3: disk is slow\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -67,3 +63,15 @@ def test_only_a_terminal_that_wants_it_gets_colour_and_log_txt_never(
     assert ("\x1b[" in stream.getvalue().replace("\x1b[K", "")) is colored
     log = (tmp_path / "log.txt").read_text()
     assert log.endswith("WARNING loss 6.1 fell\n") and "\x1b" not in log
+
+
+def test_a_terminal_shows_progress_and_the_time_left_and_a_pipe_nothing(monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(log.time, "monotonic", lambda: now_s)
+    for stream, shown in ((Terminal(), "\r\x1b[Ktrain: step 25 of 100, 0:00:45 left"), (io.StringIO(), "")):
+        monkeypatch.setattr(sys, "stderr", stream)
+        progress = ProgressLine("train: step", 100, n_done=10)
+        now_s += 9
+        progress.add(15)  # in 9 s
+        progress.add()  # too soon to be shown
+        assert stream.getvalue() == shown

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 import warm_start
 from warm_start import MARK, finish, launch, list_children, list_differences, list_ranks, read_losses, read_until
 
@@ -29,39 +28,29 @@ class Ended(Exception):
 
 
 @pytest.fixture
-def requests(monkeypatch) -> list[StopRequest]:
-    """Those of three ranks that have met, each at the end of its first step."""
+def request_(monkeypatch) -> StopRequest:
+    """Of a process that has finished its first step."""
 
     def end(request, received, when):
         raise Ended(received)
 
     monkeypatch.setattr(StopRequest, "end", end)
-    store = dist.HashStore()
-    requests = [StopRequest() for _ in range(3)]
-    for request in requests:
-        request.wait_for_steps(store)
-    return requests
+    request = StopRequest()
+    request.is_first_step = False
+    return request
 
 
-def test_all_ranks_stop_after_the_same_step_for_the_same_signal(requests):
-    """A rank that is slow to ask after step 6, while another is in step 7 already, must not stop there."""
-    requests[1].note(signal.SIGTERM)
-    requests[0].note(signal.SIGINT)
-    for request in reversed(requests):
-        request.announce(7)
-    assert [request.find(6) for request in requests] == [None] * 3
-    assert [request.find(7) for request in requests] == [signal.SIGTERM] * 3
-
-
-def test_a_second_signal_ends_the_process_but_a_copy_of_the_first_does_not(requests, monkeypatch):
+def test_a_second_signal_ends_the_process_but_a_copy_of_the_first_does_not(request_, monkeypatch):
     now_s = 100.0
     monkeypatch.setattr(shutdown.time, "monotonic", lambda: now_s)
-    requests[0].note(signal.SIGTERM)
+    assert request_.requested == 0
+    request_.note(signal.SIGTERM)
     now_s += COPIES_ARRIVE_WITHIN_S
-    requests[0].note(signal.SIGTERM)
+    request_.note(signal.SIGTERM)
+    assert request_.requested == signal.SIGTERM
     now_s += 0.1
     with pytest.raises(Ended):
-        requests[0].note(signal.SIGTERM)
+        request_.note(signal.SIGTERM)
 
 
 def test_a_signal_in_the_first_step_ends_the_process():

@@ -54,7 +54,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
 def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(pool, unbroken, tmp_path, n_ranks, layout):
     shutil.copytree(unbroken[0] / "checkpoint" / "step-8", tmp_path / "checkpoint" / "step-8")
     keys = [*unbroken[1], layout, f"--job.dump_folder={tmp_path}"]
-    assert pool.run(warm_start.start, n_ranks, keys, 12) == [143] * n_ranks  # a signal stops it there
+    assert pool.run(warm_start.start, n_ranks, keys, 4) == [143] * n_ranks  # a signal stops it there
     assert find_steps(tmp_path / "checkpoint") == [8, 12]
     assert pool.run(warm_start.start, n_ranks, keys) == [0] * n_ranks
     for name, steps in (("loss", list(range(9, STEPS + 1))), ("val_loss", [10, STEPS])):

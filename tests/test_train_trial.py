@@ -98,7 +98,7 @@ def test_a_missing_train_py_a_rank_that_fails_and_one_that_hangs_end_differently
     assert trial.faults == {} and trial.is_missing and "train.py" in trial.skipped
     (tmp_path / "train.py").write_text(
         "def restore_or_load(): pass\ntrain_step = validate = restore_or_load\n"
-        "def main(args):\n    print('the disk is full')\n    return 1\n"
+        "def main(args, stop):\n    print('the disk is full')\n    return 1\n"
     )
     monkeypatch.setattr(train_trial, "TRAIN_PY", tmp_path / "train.py")
     trial = TRIALS["train.py"](compare.reduce_row(Row(1)), pool.run, tmp_path)

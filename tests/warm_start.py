@@ -21,7 +21,7 @@ from checkpoints import assemble, list_differing
 from made_corpora import write_corpus
 
 import train
-from torchtitan_lite import REPOSITORY
+from torchtitan_lite import REPOSITORY, process_setup
 from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.tools.verify.train_start import make_environment, process_left_as_it_was
 
@@ -29,27 +29,31 @@ MARK = "RUN_UNDER_TEST"  # variable in the environment of every process of a run
 
 
 class StopAfter(StopRequest):
-    """Gets SIGTERM in front of this step; 0: never."""
+    """Gets SIGTERM before the step with this number, counted from the start of the process; 0: never."""
 
-    def __init__(self, last_step: int):
+    def __init__(self, n_steps: int):
         super().__init__()
-        self.last_step = last_step
+        self.n_steps = n_steps
 
-    def announce(self, step: int) -> None:
-        self.received = signal.SIGTERM if step == self.last_step else None
-        super().announce(step)
+    @property
+    def requested(self) -> int:  # train.py reads it once a step
+        self.n_steps -= 1
+        return signal.SIGTERM if self.n_steps == 0 else 0
 
 
-def start(rank: int, world_size: int, keys: list[str], last_step: int = 0) -> int:
-    """Worker: train over the process group that this worker is in, as rank 0 gets SIGTERM. Return the exit status."""
+def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -> int:
+    """Worker: train over the process group that this worker is in. Return the exit status.
+
+    Rank 0 gets SIGTERM before step number `n_steps` of this start.
+    """
     with (
         process_left_as_it_was(),
         redirect_stdout(io.StringIO()),
-        patch.object(train, "start_process_group"),
-        patch.object(train.dist, "destroy_process_group"),
+        patch.object(process_setup, "start_process_group"),
+        patch.object(process_setup.dist, "destroy_process_group"),
     ):
         os.environ.update(make_environment(rank, world_size, port=0))
-        return train.main(["--config=debug", *keys], StopAfter(last_step if rank == 0 else 0))
+        return train.main(["--config=debug", *keys], StopAfter(n_steps if rank == 0 else 0))
 
 
 def write_letters(folder: Path) -> list[str]:
@@ -110,8 +114,9 @@ def list_children(pid: int) -> list[int]:
 def read_losses(dump_folder: Path, name: str = "loss") -> dict[int, float]:
     """Return step -> its loss, or another number that was measured."""
     lines = [json.loads(line) for line in (dump_folder / "metrics.jsonl").read_text().splitlines()]
-    assert len({line["step"] for line in lines}) == len(lines), "a step was logged twice"
-    return {line["step"]: line[name] for line in lines if line[name] is not None}
+    numbers = [(line["step"], line[name]) for line in lines if name in line]
+    assert len(dict(numbers)) == len(numbers), "a step was logged twice"
+    return dict(numbers)
 
 
 def list_differences(one: Path, other: Path, step: int) -> list[str]:

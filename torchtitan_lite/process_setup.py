@@ -3,21 +3,68 @@
 import os
 import resource
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from torchtitan_lite.config.schema import Comm, Debug
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schema import Comm, Config, Debug
+from torchtitan_lite.parallel.mesh import choose_device, make_host_group, start_process_group
 
 
-def read_torchrun_environment(environment: os._Environ) -> tuple[int, int, int, int, int]:
-    """Return rank, world size, ranks on this host, rank on this host, and restarts of the job."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+@dataclass(frozen=True)
+class Place:
+    """The place of this process among all ranks, as torchrun's environment says."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # among the ranks of this host
+    n_hosts: int
+    restarts: int  # of the job
+
+
+def read_torchrun_environment(environment: os._Environ) -> Place:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if any(name not in environment for name in names):
         sys.exit("train.py is one rank of many: start it with ./run_train.sh, or with torchrun")
-    rank, world_size, local_world_size, local_rank = (int(environment[name]) for name in names)
-    return rank, world_size, local_world_size, local_rank, int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
+    rank, world_size, local_rank, local_world_size = (int(environment[name]) for name in names)
+    restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return Place(rank, world_size, local_rank, world_size // local_world_size, restarts)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of all ranks for objects and CPU tensors, over gloo.
+
+    Two threads that share a group deadlock: ranks match its calls by their order, and two threads have none.
+    """
+
+    host: dist.ProcessGroup  # for the main thread
+    saver: dist.ProcessGroup  # for the thread that saves
+
+
+def start_process(
+    place: Place, device_type: str, config: Config, layout: Layout, dump_folder: Path
+) -> tuple[torch.device, Groups]:
+    """Prepare this process, and connect it to all ranks."""
+    device = choose_device(place.local_rank, device_type)
+    make_deterministic(config.debug)
+    keep_compiled_code(Path(config.training.cache_folder))
+    record_collectives(config.comm, dump_folder)
+    raise_file_limit(place.world_size)
+    timeout_s = config.comm.init_timeout_seconds
+    offload, is_pipelined = config.training.enable_cpu_offload, layout.pp > 1
+    start_process_group(device, timeout_s, place.restarts, offload=offload, is_pipelined=is_pipelined)
+    host = make_host_group("host", timeout_s)
+    return device, Groups(host, make_host_group("saver", timeout_s) if config.checkpoint.enable else host)
+
+
+def end_process(groups: Groups) -> None:
+    dist.barrier(groups.host)  # no rank closes its connections while another still communicates
+    dist.destroy_process_group()
 
 
 def make_deterministic(section: Debug) -> None:

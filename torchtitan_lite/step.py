@@ -28,8 +28,14 @@ class StepResult:
     local_loss: Tensor  # what this rank's tokens and stages contribute to it
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
     finite: Tensor  # False: the gradient norm was not finite and no weight was changed
-    stop: Tensor  # the signal for which all ranks stop after this step; 0 for none
+    stop: Tensor  # the signal for which all ranks stop after this step; 0: none
+    lr: float  # that this step used
     expert_loads: Tensor | None = None  # as ExpertBalance.update returns them
+
+    def read(self) -> tuple[bool, int]:
+        """Return `finite` and `stop` in one read-back, for which the host waits for the device."""
+        finite, stop = torch.stack([self.finite.to(self.stop.dtype), self.stop]).tolist()
+        return bool(finite), stop
 
 
 def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
@@ -43,8 +49,9 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     finite = update_weights(run.optimizer, grad_norm, run.config.training.max_norm)  # clips too
     expert_loads = run.balance.update(finite) if run.balance else None  # all-reduces layers x (experts + 1) x 8 bytes
     precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)  # if asked for: all-reduces one float per weight
+    (lr,) = set(run.lr_scheduler.get_last_lr())
     run.lr_scheduler.step()
-    return StepResult(loss, local_loss, grad_norm, finite, stop, expert_loads)
+    return StepResult(loss, local_loss, grad_norm, finite, stop, lr, expert_loads)
 
 
 def compute_gradients(run: Run, batch: Batch) -> Tensor:

@@ -5,13 +5,14 @@ so every rank makes the same number of forward passes.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lite.build import Run
+from torchtitan_lite.build import Run, RunData
 from torchtitan_lite.config.schema import Validation
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
@@ -22,18 +23,22 @@ def is_validated(step: int, section: Validation, n_steps: int) -> bool:
     return section.enable and (step % section.freq == 0 or step in (1, n_steps))
 
 
-def validate(run: Run, batches: Iterable[Batch], bytes_of_tokens: Tensor) -> dict[str, float]:
-    """Return val_loss (nats per token), val_perplexity and val_bits_per_byte. Weights and gradients do not change.
+def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
+    """Return val_loss (nats per token), val_perplexity, val_bits_per_byte and val_time_s after a step; None if not due.
 
-    `batches` are this rank's rows. Collective: all-reduces 8 bytes over pp, dp_replicate, dp_shard and cp, and 16 bytes
-    over the last three.
+    Weights and gradients do not change. Collective: all-reduces 8 bytes over pp, dp_replicate, dp_shard and cp, and 16
+    bytes over the last three.
     """
+    if not is_validated(step, run.config.validation, run.config.training.steps):
+        return None
+    started_s = time.perf_counter()
     one = torch.ones((), dtype=torch.int64, device=run.device)  # dividing by one leaves the sum of token losses
-    local = (shard_for_cp(run, batch) for batch in batches)
-    nats, counts = sum_losses(local, lambda batch: forward_only(run, batch, one).sum(), bytes_of_tokens)
+    local = (shard_for_cp(run, batch) for batch in data.validation_batches())
+    nats, counts = sum_losses(local, lambda batch: forward_only(run, batch, one).sum(), data.bytes_of_tokens)
     dist.all_reduce(nats, group=run.mesh.loss_mesh.get_group())
     dist.all_reduce(counts, group=run.mesh.dp_cp_mesh.get_group())
-    return {f"val_{name}": value for name, value in describe_loss(nats, counts).items()}
+    figures = describe_loss(nats, counts) | {"time_s": time.perf_counter() - started_s}
+    return {f"val_{name}": value for name, value in figures.items()}
 
 
 def sum_losses(

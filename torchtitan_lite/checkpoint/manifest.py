@@ -18,13 +18,14 @@ from typing import NamedTuple
 
 from torchtitan_lite.config import files
 from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
+from torchtitan_lite.config.messages import UserError
 
 MANIFEST, CHECKSUMS = "manifest.json", "checksums"
 FORMAT = 3
 UNFINISHED = ".tmp"  # suffix of a folder that is not a checkpoint yet, or no longer
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError):
     """A checkpoint cannot be used or written."""
 
 

@@ -6,9 +6,9 @@
 Learning rate, position in the data and initial weights are functions of step and seed, and a step draws no random
 numbers. So the step, which is in the manifest, restores all of them on any layout.
 
-    save(20) ------------------------------ save(40)
+    after_step(20) ------------------------ after_step(40)
       |  waits for the previous save          |
-      |  copies to the host, on CUDA beside   |        async: `check` raises an error after the step in which the
+      |  copies to the host, on CUDA beside   |        async: the error of a save is raised after the step in which the
       v  the next forward and backward        v        thread met it; leaving the saver waits for the last save
       thread: plan, write, hash, commit, prune
 
@@ -17,6 +17,8 @@ deadlock.
 """
 
 import logging
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -32,7 +34,7 @@ from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
-from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest
+from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps
 from torchtitan_lite.checkpoint.storage import StorageWriter, explain_dcp_error
 from torchtitan_lite.config.schema import Checkpoint, Config
 
@@ -43,7 +45,7 @@ class CheckpointSaver:
     """Save into `folder` as [checkpoint] says. A context manager: leaving it waits for the save in flight.
 
     `fingerprint` must match when a run resumes; `run` is for people. `group` has all ranks, uses gloo, and belongs to
-    this saver alone.
+    this saver alone. `record` is called after a step that saves, with "save", the step, path and seconds.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class CheckpointSaver:
         run: dict[str, object],
         group: dist.ProcessGroup,
         device: torch.device,
+        record: Callable[..., None] = lambda kind, step, **fields: None,
     ):
         self.folder, self.section, self.group = folder, section, group
-        self.fingerprint, self.run = fingerprint, run
+        self.optimizer, self.fingerprint, self.run, self.record = optimizer, fingerprint, run, record
         self.in_flight: Future | None = None
         self.stager = self.thread = None
         if section.async_mode != "disabled":
@@ -75,6 +78,27 @@ class CheckpointSaver:
             optimizer.register_step_pre_hook(lambda *_: self.stager.synchronize_staging())
             set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if on_cuda else {}
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", **set_device)
+
+    def after_step(self, step: int, parameters: dict[str, Tensor], *, n_steps: int, is_stopped: bool) -> None:
+        """Save if that is due after this step of `n_steps`, and wait for the last save. Raises errors of earlier ones.
+
+        `is_stopped`: a signal ends the run here.
+        """
+        started_s = time.perf_counter()
+        self.check()
+        is_last = step == n_steps
+        if is_saved(step, self.section, n_steps, is_stopped=is_stopped):
+            self.save(step, choose_tensors(parameters, self.optimizer, section=self.section, is_last=is_last))
+            waited_s = time.perf_counter() - started_s  # all ranks train on after this time
+            self.record("save", step, path=str(self.folder / f"step-{step}"), waited_s=waited_s)
+        if is_last or is_stopped:
+            self.wait()
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint of this run; None if there is none."""
+        steps = find_steps(self.folder)
+        return self.folder / f"step-{max(steps)}" if steps else None
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Save this rank's shards of `tensors` as step-N, or start to if saves are asynchronous. Collective.

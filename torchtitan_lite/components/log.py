@@ -1,4 +1,4 @@
-"""Write log lines for people.
+"""Write log lines for people, and one line of progress at the bottom of a terminal.
 
     rank 0         INFO and above       stdout, and dump_folder/log.txt with the date
     other ranks    WARNING and above    stderr, with the rank
@@ -10,14 +10,13 @@ pipes.
 import logging
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from datetime import timedelta
 from pathlib import Path
-
-logger = logging.getLogger(__name__)
 
 COLORS = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "cyan": 36}  # ECMA-48 "select graphic rendition"
 ESCAPE_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+CLEAR_LINE = "\r\x1b[K"
 
 
 def paint(text: str, color: str) -> str:
@@ -28,9 +27,9 @@ def paint(text: str, color: str) -> str:
 class LineFormatter(logging.Formatter):
     """`12:30:01 text`. Above INFO the line names its level, and on ranks other than 0 the rank."""
 
-    def __init__(self, rank: int, *, date_format: str, color: bool):
+    def __init__(self, rank: int, *, date_format: str, color: bool, start: str = ""):
         super().__init__("%(message)s", date_format)
-        self.rank, self.color = rank, color
+        self.rank, self.color, self.start = rank, color, start
 
     def format(self, record: logging.LogRecord) -> str:
         words = [self.formatTime(record, self.datefmt)]
@@ -39,7 +38,7 @@ class LineFormatter(logging.Formatter):
         if self.rank > 0:
             words.append(f"rank {self.rank}:")
         line = " ".join([*words, super().format(record)])  # with the traceback, if any
-        return line if self.color else ESCAPE_CODE.sub("", line)
+        return self.start + (line if self.color else ESCAPE_CODE.sub("", line))
 
 
 def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) -> None:
@@ -49,7 +48,8 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
     """
     stream = sys.stdout if rank == 0 else sys.stderr
     console = logging.StreamHandler(stream)
-    console.setFormatter(LineFormatter(rank, date_format="%H:%M:%S", color=color and stream.isatty()))
+    start = CLEAR_LINE if stream.isatty() else ""  # a ProgressLine may be there
+    console.setFormatter(LineFormatter(rank, date_format="%H:%M:%S", color=color and stream.isatty(), start=start))
     handlers: list[logging.Handler] = [console]
     if rank == 0 and dump_folder is not None:
         file = logging.FileHandler(dump_folder / "log.txt", encoding="utf-8")  # appends: a resumed run continues it
@@ -71,11 +71,26 @@ def describe_rank(rank: int, coordinates: dict[str, int]) -> str:
     return f"rank {rank} ({', '.join(f'{dim} {coordinate}' for dim, coordinate in coordinates.items())})"
 
 
-@contextmanager
-def log_rank_on_error(rank: int, coordinates: dict[str, int]) -> Iterator[None]:
-    """Context manager: log rank and mesh coordinates of an exception, and re-raise it."""
-    try:
-        yield
-    except Exception as error:
-        logger.error(f"{describe_rank(rank, coordinates)} failed: {type(error).__name__}: {error}")
-        raise
+class ProgressLine:
+    """Show on a terminal how much of a long job is done, and how long the rest will take. Write nothing elsewhere."""
+
+    def __init__(self, what: str, n: int, *, n_done: int = 0):
+        """`n`: the size of the job, of which `n_done` are done already."""
+        self.what, self.n, self.n_done, self.n_before = what, n, n_done, n_done
+        self.started_s = self.shown_s = time.monotonic()
+
+    def add(self, n: int = 1) -> None:
+        """Count `n` more as done, and show that at most twice a second."""
+        self.n_done += n
+        now_s = time.monotonic()
+        if now_s - self.shown_s >= 0.5 and sys.stderr.isatty():
+            self.shown_s = now_s
+            left_s = (now_s - self.started_s) / (self.n_done - self.n_before) * (self.n - self.n_done)
+            left = timedelta(seconds=max(0, round(left_s)))
+            sys.stderr.write(f"{CLEAR_LINE}{self.what} {self.n_done:,} of {self.n:,}, {left} left")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(CLEAR_LINE)
+            sys.stderr.flush()

@@ -1,18 +1,13 @@
 """Stop a run on SIGINT or SIGTERM after a step that all ranks agree on: Ctrl-C, scancel, pre-emption, a spot notice.
 
-    rank that gets a signal   step s - 1 ... | announce(s), forward, backward | all-reduce | find(s) | save, end
-                              notes it         writes "stop after s: SIGTERM"
-    every other rank          step s - 1 ... | announce(s), forward, backward | all-reduce | find(s) | save, end
-                                                                                             reads it
+    rank that gets a signal   step s - 1 ... | forward, backward | all-reduce | update | save, end
+                              notes it                             its signal
+    every other rank          step s - 1 ... | forward, backward | all-reduce | update | save, end
+                                                                   reads it
 
-Ranks get a signal at different times, and some get none. They exchange one key of torchrun's TCPStore: a write per
-signal, and a read per rank and step. A read takes 20 us on one host, and no device waits for it; an all-reduce of one
-integer over gloo took 2 ms on the same 8 ranks.
-
-All ranks stop after the same step. A rank writes the key of step s before it joins the all-reduce of the gradient norm
-of s, and compare_set returns after the store has answered. Every rank reads the result of that all-reduce
-(StepResult.finite) before find(s). So every find(s) sees the key, and no rank has started s + 1. Two ranks that write
-at the same time are both before that all-reduce, so they write the same key.
+Ranks get a signal at different times, and some get none. Each rank adds its signal to the all-reduce of the gradient
+norm (components/optim.py), which every rank reads once per step. So all ranks stop after the same step, without a
+message of its own.
 
 One signal, however often it arrives within 5 s, stops the run after a step. `timeout`, systemd, Slurm and terminals
 signal the launcher and the ranks, and the launcher passes the signal on, so a rank gets several copies. An impatient
@@ -27,12 +22,9 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from torchtitan_lite.config.schema import Config
-
-if TYPE_CHECKING:  # a run listens before it imports torch, which takes seconds
-    from torch.distributed import Store
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +33,18 @@ COPIES_ARRIVE_WITHIN_S = 5.0
 
 
 class StopRequest:
-    """The signal that this process received, and the agreement of all ranks on the step after which they stop.
-
-    Without `listen`, no signal is received. `rank` is for messages.
-    """
+    """The signal that this process received. Without `listen`, it receives none. `rank` is for messages."""
 
     def __init__(self, rank: str = ""):
         self.rank = rank
         self.received: signal.Signals | None = None
         self.received_at_s = 0.0
-        self.store: Store | None = None  # None: nothing is worth saving yet
+        self.is_first_step = True  # nothing is worth saving yet
+
+    @property
+    def requested(self) -> int:
+        """The signal for which this rank wants to stop; 0: none."""
+        return self.received or 0
 
     def listen(self) -> None:
         """Record the signals of this process from now on. Call it in the main thread.
@@ -74,7 +68,7 @@ class StopRequest:
     def note(self, received: signal.Signals) -> None:
         """Keep the first signal until the end of a step. End this process on a later one, or before the first step."""
         now_s = time.monotonic()
-        if self.store is None:
+        if self.is_first_step:
             self.end(received, "before the end of its first step, so there is nothing to save")
         elif self.received is None:
             self.received, self.received_at_s = received, now_s
@@ -88,34 +82,15 @@ class StopRequest:
         os.write(2, f"rank {self.rank} was stopped by {received.name} {when}\n".encode())
         os._exit(128 + received)
 
-    def wait_for_steps(self, store: "Store") -> None:
-        """From now on, keep a signal until the end of a step. `store` is the store of the default process group."""
-        self.store = store
-
-    def announce(self, step: int) -> None:
-        """Before a step: if this process has received a signal, tell all ranks to stop after this step."""
-        if self.received is not None:
-            self.store.compare_set(name_key(step), "", str(self.received.value))
-
-    def find(self, step: int) -> signal.Signals | None:
-        """After a step: return the signal for which the run stops now, the same on every rank; None if it continues."""
-        if self.store is None or not self.store.check([name_key(step)]):
-            return None
-        return signal.Signals(int(self.store.get(name_key(step))))
-
-
-def name_key(step: int) -> str:
-    return f"stop-after-{step}"
-
 
 def describe_stop(
-    received: signal.Signals, step: int, config: Config, newest: Path | None, args: list[str], ngpu: str | None
+    received: int, step: int, config: Config, newest: Path | None, args: list[str], ngpu: str | None
 ) -> str:
     """Return one line: where the run stopped, its newest checkpoint, and the command that continues the run.
 
     `args` are the arguments of the run, `ngpu` is the environment variable NGPU.
     """
-    stopped = f"stopped by {received.name} after step {step} of {config.training.steps}"
+    stopped = f"stopped by {signal.Signals(received).name} after step {step} of {config.training.steps}"
     if newest is None:
         return f"{stopped}; nothing is saved{'' if config.checkpoint.enable else ', which takes --checkpoint.enable'}"
     return f"{stopped}; {describe_newest(newest, config, args, ngpu)}"

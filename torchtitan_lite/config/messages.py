@@ -16,7 +16,11 @@ class Problem:
         return f"{self.key} = {self.value!r}: {self.why}. {self.remedy}."
 
 
-class ConfigError(ValueError):
+class UserError(ValueError):
+    """An error that the user can mend. Its text says how, so it is printed without a traceback."""
+
+
+class ConfigError(UserError):
     """A config that cannot run. Holds every problem that was found, not only the first."""
 
     def __init__(self, problems: list[Problem]):

@@ -25,7 +25,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
-from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.messages import ConfigError, Problem, UserError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ BYTES_OF = {"uint16": 2, "uint32": 4}
 DRAWS_PER_ROUND = 10_000
 
 
-class CorpusError(ValueError):
+class CorpusError(UserError):
     """A corpus cannot be used. `why` names the file and what is wrong; `remedy` says what to do."""
 
     def __init__(self, why: str, remedy: str = "Delete the folder, and prepare or copy it again"):
@@ -189,8 +189,8 @@ def check_corpora(
     return problems
 
 
-def check_prepared(config: Config, tokenizer: Tokenizer) -> list[Problem]:
-    """Return the named corpora that are not prepared on this host. The launcher prepares them; ranks only read."""
+def check_prepared(config: Config, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if a named corpus is not prepared on this host. The launcher prepares them; ranks only read."""
     folder, problems = config.training.cache_folder, []
     for name, path in sorted(list_named(config)):
         if not (find_cached(name, tokenizer, Path(folder), path) / MANIFEST).is_file():
@@ -198,7 +198,8 @@ def check_prepared(config: Config, tokenizer: Tokenizer) -> list[Problem]:
             options = shlex.join(f"--{option}={value}" for option, value in given.items() if value)
             remedy = f"Run: python -m torchtitan_lite prepare {options}"
             problems.append(Problem("training.dataset", name, "it is not prepared on this host", remedy))
-    return problems
+    if problems:
+        raise ConfigError(problems)
 
 
 def check_weights(weights: Sequence[float], n_corpora: int) -> list[Problem]:

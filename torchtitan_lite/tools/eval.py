@@ -7,7 +7,6 @@ corpus the loss is the val_loss of that run.
 import json
 import math
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.components.log import ProgressLine
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.schema import Training
@@ -35,7 +35,6 @@ from torchtitan_lite.validation import describe_loss, sum_losses
 
 BATCH_TOKENS = 8192  # tokens of a batch, and of the longest window unless --seq-len asks for more
 CHUNK_TOKENS = 1024  # tokens whose logits are in memory at once
-REPORT_EVERY_S = 5.0  # on stderr
 
 
 def main(options: Namespace) -> int:
@@ -72,7 +71,7 @@ def evaluate(options: Namespace) -> dict[str, object]:
 
         batches = prefetch(windows, range(n_rows), steps=range(windows.n_batches), device=device)
         bytes_of_tokens = torch.tensor(source.tokenizer.bytes_of_tokens(), device=device)
-        nats, counts = sum_losses(report_progress(batches, windows.n_batches), compute_loss, bytes_of_tokens)
+        nats, counts = sum_losses(show_progress(batches, windows.n_batches), compute_loss, bytes_of_tokens)
     if not math.isfinite(nats.item()):
         raise FloatingPointError(f"{source.path}: the loss is {nats.item()}. Its weights are damaged or diverged.")
     n_tokens, n_bytes = counts.tolist()
@@ -80,15 +79,12 @@ def evaluate(options: Namespace) -> dict[str, object]:
     return {**about, **describe_loss(nats, counts), "tokens": n_tokens, "bytes": n_bytes}
 
 
-def report_progress(batches: Iterator[Batch], n_batches: int) -> Iterator[Batch]:
-    """Yield the batches. Every few seconds, print to stderr how many are done and how long the others will take."""
-    started_s = reported_s = time.monotonic()
-    for n_done, batch in enumerate(batches):
-        now_s = time.monotonic()
-        if n_done and now_s - reported_s >= REPORT_EVERY_S:
-            reported_s, left_s = now_s, (now_s - started_s) / n_done * (n_batches - n_done)
-            print(f"eval: {n_done:,} of {n_batches:,} batches, {left_s:.0f} s left", file=sys.stderr, flush=True)
+def show_progress(batches: Iterator[Batch], n_batches: int) -> Iterator[Batch]:
+    progress = ProgressLine("eval: batch", n_batches)
+    for batch in batches:
         yield batch
+        progress.add()
+    progress.clear()
 
 
 def open_text(data: str, source: ModelSource, folder: Path) -> Corpus:

@@ -5,12 +5,12 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections import Counter
 from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 
+from torchtitan_lite.components.log import ProgressLine
 from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.messages import ConfigError
@@ -58,7 +58,9 @@ def run(options: argparse.Namespace) -> str:
         skip_bad=options.skip_bad,
         folder=os.path.commonpath([path.absolute().parent for path in files]),
     )
-    manifest, bad = prepare(files, options.out, recipe, n_processes=options.processes, report=Progress().add)
+    progress = ProgressLine("prepare: bytes", sum(path.stat().st_size for path in files))  # compressed files hold more
+    manifest, bad = prepare(files, options.out, recipe, n_processes=options.processes, report=progress.add)
+    progress.clear()
     numbers = {"folder": str(options.out), "files": len(files), "files_left_out": left_out.total()}
     numbers |= {"bad_rows": bad.n, "first_bad_row": bad.first, **asdict(manifest)}
     return json.dumps(numbers) if options.json else describe(numbers, left_out, suggest_command(options, manifest))
@@ -109,17 +111,3 @@ def check(folder: Path) -> int:
         return 1
     print(f"{folder} is complete: every file has the SHA-256 in {MANIFEST}")
     return 0
-
-
-class Progress:
-    """Print every ten seconds how much text was encoded."""
-
-    def __init__(self):
-        self.started_s = self.shown_s = time.monotonic()
-        self.n_bytes = 0
-
-    def add(self, n_bytes: int) -> None:
-        self.n_bytes += n_bytes
-        if (now_s := time.monotonic()) - self.shown_s > 10:
-            self.shown_s, rate = now_s, self.n_bytes / (now_s - self.started_s)
-            print(f"{self.n_bytes / 1e6:,.0f} MB of text encoded, {rate / 1e6:.1f} MB/s", file=sys.stderr, flush=True)

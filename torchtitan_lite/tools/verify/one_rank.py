@@ -187,7 +187,7 @@ def make_step(run: build.Run, batch: Batch, *, updates: bool) -> stepping.StepRe
     loss = stepping.sum_losses(run, local_loss)
     grad_norm, stop = stepping.measure_grad_norm(run.parameters.values(), 0)
     loads = run.balance.sum_loads() if run.balance else None
-    return stepping.StepResult(loss, local_loss, grad_norm, grad_norm.isfinite(), stop, loads)
+    return stepping.StepResult(loss, local_loss, grad_norm, grad_norm.isfinite(), stop, 0.0, loads)
 
 
 def measure_experts(run: build.Run, reference: ReferenceRun, loads: list[Tensor]) -> dict[str, float]:

@@ -172,7 +172,9 @@ def check_state(
 def check_log(plan: StartPlan, record: RankRecord) -> Check:
     """Check that metrics.jsonl holds the numbers of rank 0, to the last digit."""
     lines = [json.loads(line) for line in (plan.dump_folder / "metrics.jsonl").read_text().splitlines()]
-    logged = {line["step"]: line for line in lines}
+    logged: dict[int, dict] = {}
+    for line in lines:
+        logged.setdefault(line["step"], {}).update(line)
     tokens_per_step = plan.layout.global_batch_size * plan.config.training.seq_len
     wrong = []
     for index, step in enumerate(plan.steps):

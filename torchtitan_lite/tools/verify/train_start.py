@@ -27,6 +27,7 @@ from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.build import Run
+from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.step import StepResult
@@ -83,7 +84,7 @@ def start_train_py(
         exec(compile(read_source(path), str(path), "exec"), names)
         for name in ("restore_or_load", "train_step", "validate"):
             names[name] = partial(getattr(recorder, name), names[name])
-        status = names["main"](args)
+        status = names["main"](args, StopRequest())
     if status != 0:
         raise RuntimeError(f"train.py ended with {status}; its log:\n{log.getvalue()[-4000:].strip()}")
     return recorder.record
@@ -151,14 +152,14 @@ class Recorder:
         self.record.loaded = self.measure_state(parameters, optimizer)
         return self.step
 
-    def train_step(self, original: Callable, run: Run, batch: Batch) -> StepResult:
+    def train_step(self, original: Callable, run: Run, batch: Batch, *stop: int) -> StepResult:
         """Record rows, learning rates, loss, norm, and the errors of weights and moments."""
         self.record.rows.append(self.find_rows(batch))
         self.record.rates.append(list_rates(run.optimizer))
         if self.expected.experts:  # a top-k would turn the last bit of a score into another expert
             rows = slice(self.own_rows.start, self.own_rows.stop)
             batch = replace(batch, routes=self.expected.experts.routes[self.step][rows])
-        result = original(run, batch)
+        result = original(run, batch, *stop)
         self.step += 1
         self.record.losses.append(result.loss.item())
         self.record.grad_norms.append(result.grad_norm.item())
@@ -167,10 +168,11 @@ class Recorder:
             self.record.updates.append(self.measure_update(run.parameters))
         return result
 
-    def validate(self, original: Callable, *args) -> dict[str, float]:
+    def validate(self, original: Callable, *args) -> dict[str, float] | None:
         """Record the result."""
-        self.record.validation[self.step] = original(*args)
-        return self.record.validation[self.step]
+        if validation := original(*args):
+            self.record.validation[self.step] = validation
+        return validation
 
     def find_rows(self, batch: Batch) -> list[RowNumber | None]:
         """Return where each row of a batch is in the data; of several possible answers, the likeliest.

@@ -1,0 +1,151 @@
+"""Do what a run needs between two steps besides training: measure, record, profile, collect garbage.
+
+A CUDA step is only queued when its call returns, so timing one step on the host is wrong. Reading the loss for a record
+waits for the device: between two records the host's clock is right. Rank 0 writes; all ranks profile and collect.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.build import Run
+from torchtitan_lite.components.expert_balance import CollapseWatch
+from torchtitan_lite.components.log import ProgressLine, describe_rank
+from torchtitan_lite.components.metrics import MetricsWriter, describe_out_of_memory, describe_step, read_peak_memory
+from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
+from torchtitan_lite.config.block import count_flops_per_token
+from torchtitan_lite.config.machine import peak_flops
+from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.parallel.attention_kernels import describe_attention
+from torchtitan_lite.parallel.mesh import set_timeouts
+from torchtitan_lite.process_setup import Groups
+from torchtitan_lite.step import StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class RunLog:
+    """The record of a run. A context manager around its steps: leaving it names a rank that failed.
+
+    Time-outs change once, after the first step and the first validation: by then every rank has compiled its code and
+    connected to its peers.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        dump_folder: Path,
+        *,
+        device_name: str,
+        resumed_step: int,
+        restarts: int,
+        groups: Groups,
+    ):
+        config, layout = run.config, run.layout
+        self.run, self.dump_folder, self.resumed_step, self.groups = run, dump_folder, resumed_step, groups
+        self.n_steps, self.step = config.training.steps, resumed_step
+        model_args = run.parts[0].model_args
+        self.workload = {
+            "tokens_per_step": layout.global_batch_size * config.training.seq_len,
+            "world_size": layout.world_size,
+            "flops": count_flops_per_token(model_args, config.training.seq_len),
+            "peak_flops": peak_flops(device_name) if run.device.type == "cuda" else None,
+        }
+        self.collapse_watch = CollapseWatch(model_args.mixture) if model_args.mixture else None
+        self.progress = ProgressLine("train: step", self.n_steps, n_done=resumed_step)
+        self.is_warm = False
+        self.writer = None
+        if dist.get_rank() == 0:
+            options = {"n_steps": self.n_steps, "resumed_step": resumed_step, "settings": asdict(config)}
+            self.writer = MetricsWriter(dump_folder, config.metrics, **options)
+        degrees = {"layout": layout.degrees, "world_size": layout.world_size}
+        logger.info(f"attention: {describe_attention(config, model_args, layout, run.device)}")
+        self.record("start", resumed_step, **degrees, resumed=resumed_step > 0, restarts=restarts)
+
+    def record(self, kind: str, step: int, **fields: object) -> None:
+        """Write a record, on rank 0."""
+        if self.writer:
+            self.writer.write(kind, step, **fields)
+
+    def time_loading(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches, and measure how long the host waits for them."""
+        self.restart_clock()
+        while True:
+            started_s = time.perf_counter()
+            if (batch := next(batches, None)) is None:
+                return
+            self.data_time_s += time.perf_counter() - started_s
+            yield batch
+
+    def restart_clock(self) -> None:
+        self.started_s, self.data_time_s, self.n_timed = time.perf_counter(), 0.0, 0
+
+    def after_step(self, step: int, result: StepResult, validation: dict[str, float] | None) -> None:
+        """Record the step if that is due. `validation`: what `validate` returned after it."""
+        section = self.run.config.metrics
+        self.step, self.n_timed = step, self.n_timed + 1
+        if validation:
+            self.started_s += validation["val_time_s"]
+        is_due = validation or step % section.log_freq == 0 or step in (self.resumed_step + 1, self.n_steps)
+        if self.writer and is_due:
+            self.write_step(step, result)
+            if validation:
+                self.record("validation", step, **validation)
+        if self.writer:
+            self.progress.add()
+        if not self.is_warm and (validation or not self.run.config.validation.enable):
+            self.is_warm, kept = True, (self.groups.host, self.groups.saver)
+            timeout_s = self.run.config.comm.train_timeout_seconds
+            set_timeouts(timeout_s, self.run.schedule, host_group=self.groups.host, besides=kept)
+        self.profiler.step()
+        if step % self.run.config.training.gc_freq == 0:
+            gc.collect(1)
+
+    def write_step(self, step: int, result: StepResult) -> None:
+        """Write the record of a step, with times since the last one. Waits for the device."""
+        fields = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item(), "lr": result.lr}
+        fields["tokens"] = step * self.workload["tokens_per_step"]  # of all ranks, from the first step to this one
+        step_time_s = (time.perf_counter() - self.started_s) / self.n_timed
+        fields |= describe_step(**self.workload, step_time_s=step_time_s, data_time_s=self.data_time_s / self.n_timed)
+        fields |= read_peak_memory(self.run.device)
+        if self.collapse_watch:
+            load = self.collapse_watch.read(step, result.expert_loads)
+            fields |= {"expert_max_over_mean": load.max_over_mean, "expert_dead_share": load.dead_share}
+            fields |= {
+                "router_entropy": load.router_entropy,
+                "expert_loads": result.expert_loads[:, :-1].int().tolist(),
+            }
+        self.record("step", step, **fields)
+        self.restart_clock()
+
+    def __enter__(self) -> "RunLog":
+        self.exits = ExitStack()
+        set_timeouts(self.run.config.comm.init_timeout_seconds, self.run.schedule, host_group=self.groups.host)
+        section, rank = self.run.config.profiling, dist.get_rank()
+        profiler = profile_steps(section, self.dump_folder, rank, resumed_step=self.resumed_step)
+        self.profiler = self.exits.enter_context(profiler)
+        if self.run.device.type == "cuda":
+            torch.cuda.empty_cache()  # weights were made or loaded one whole tensor at a time
+        gc.collect()
+        gc.freeze()  # objects that exist now are never collected
+        gc.disable()  # collect at fixed steps: a rank that collects alone makes all others wait
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, *rest: object) -> None:
+        if isinstance(error, Exception):
+            failed = describe_rank(dist.get_rank(), self.run.mesh.coordinates())
+            logger.error(f"{failed} failed: {type(error).__name__}: {error}")
+            if is_out_of_memory(error):
+                logger.error(describe_out_of_memory(self.dump_folder, dist.get_world_size()))
+            self.record("stop", self.step, reason=f"{type(error).__name__}: {error}")
+        self.exits.__exit__(kind, error, *rest)
+        if self.writer:
+            self.progress.clear()
+            self.writer.close()
