@@ -80,30 +80,14 @@ class SlidingAttention(nn.Module):
 
 QK_NORM = '''"""Llama 3 with a norm over each head of queries and keys."""
 
-from torch import nn
+from dataclasses import replace
 
-from torchtitan_lite.model.llama3 import Attention, Llama3, rotate
-
-
-class NormedAttention(Attention):
-    def __init__(self, shape, inner):
-        super().__init__(shape, inner)
-        self.q_norm, self.k_norm = nn.RMSNorm(shape.head_dim), nn.RMSNorm(shape.head_dim)
-
-    def forward(self, x, rotation, doc_ids=None):
-        query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.wq, self.wk, self.wv)
-        )
-        query, key = rotate(self.q_norm(query), rotation), rotate(self.k_norm(key), rotation)
-        return self.wo(self.inner(query, key, value, doc_ids).transpose(1, 2).flatten(2))
+from torchtitan_lite.model.llama3 import Llama3
 
 
 class Llama3QKNorm(Llama3):
-    def __init__(self, shape, *, attention="causal"):
-        super().__init__(shape, attention=attention)
-        for block in self.layers.values():
-            block.attention = NormedAttention(shape, block.attention.inner)
+    def __init__(self, model_args, *, attention="causal"):
+        super().__init__(replace(model_args, qk_norm=True), attention=attention)
 '''
 
 SCHEDULE = """0F0,0F1,,0B0,,0B1
@@ -142,13 +126,8 @@ FORKS = {
         ("--model.name=qk_norm",),
         {
             "torchtitan_lite/config/block.py": [
-                (
-                    "BLOCKS: ",
-                    '    "qk_norm": lambda args: [\n'
-                    "        *list_llama_block(args),\n"
-                    '        *(BlockModule(f"attention.{of}_norm", (args.head_dim,), "heads") for of in "qk"),\n'
-                    "    ],",
-                )
+                ("from dataclasses import dataclass", "from dataclasses import replace"),
+                ("BLOCKS: ", '    "qk_norm": lambda args: list_llama_block(replace(args, qk_norm=True)),'),
             ],
             "torchtitan_lite/step.py": [
                 ("from torchtitan_lite.model import llama3", "from torchtitan_lite.model import qk_norm"),

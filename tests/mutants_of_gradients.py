@@ -19,12 +19,12 @@ from torchtitan_lite.model import llama3
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel import (
     activation_checkpoint,
-    context_parallel,
     exchange,
     fsdp,
     initial_weights,
     parallelize,
     pipeline,
+    ring_attention,
     tensor_parallel,
 )
 
@@ -152,12 +152,12 @@ def recompute_forgets_an_input(original, forward, **options):
     calls = iter(range(1 << 30))
 
     def drifting(x, rotation, doc_ids):
-        return forward(x, rotation if next(calls) % 2 == 0 else rotation.roll(1, dims=-3), doc_ids)
+        return forward(x, rotation if next(calls) % 2 == 0 else rotation.roll(1, dims=1), doc_ids)
 
     return original(drifting, **options)
 
 
-@mutant(Row(2, {**CP2, **RING}), "gradient", INNER, at=(context_parallel, "visible_of_one"))
+@mutant(Row(2, {**CP2, **RING}), "gradient", INNER, at=(ring_attention, "visible_of_one"))
 def zig_zag_forgotten(original, rank, source, half):
     """The ring reckons as if all that an earlier rank holds came earlier, while the pieces lie head and tail. Some
     tokens see their future: the loss is a little too good, and generation is poor."""

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from torchtitan_lite import step
 from torchtitan_lite.model.moe import MixtureOfExperts
-from torchtitan_lite.parallel import context_parallel, float8, fsdp, parallelize, tensor_parallel
+from torchtitan_lite.parallel import float8, fsdp, parallelize, ring_attention, tensor_parallel
 
 ANGLES, REDUCTION = ("rotary angles", "layers.0"), ("gradient reduction", "output.weight")
 EXPERT_REDUCTION = ("gradient reduction", "layers.1.feed_forward.experts.w3")
@@ -91,7 +91,7 @@ def norms_computed_in_bfloat16_on_one_rank(normalize, x, shape, weight, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-@replacing(context_parallel, "merge_into", Row(4, {CP: 4, **RING}), "block outputs", BLOCK)
+@replacing(ring_attention, "merge_into", Row(4, {CP: 4, **RING}), "block outputs", BLOCK)
 def attention_merged_in_bfloat16(merge, out, lse, new_out, new_lse):
     """Around the ring the attention to each rank's keys is added to what there is, which is kept in bf16: rounded once
     for each rank instead of once. The longer the ring, the coarser."""

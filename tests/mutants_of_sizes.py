@@ -15,6 +15,7 @@ from torchtitan_lite.parallel import (
     context_parallel,
     initial_weights,
     parallelize,
+    ring_attention,
 )
 
 LONG = {"training.seq_len": 2048}
@@ -39,7 +40,7 @@ def small_gradients_scaled_up(original, optimizer, grad_norm, max_norm):
     return original(optimizer, grad_norm, max_norm)
 
 
-@mutant(Row(4, {CP: 4, **RING, SHARD: 1}), "gradient", INNER, at=(context_parallel, "visible_of_one"))
+@mutant(Row(4, {CP: 4, **RING, SHARD: 1}), "gradient", INNER, at=(ring_attention, "visible_of_one"))
 def ring_right_for_two_ranks_only(original, rank, source, half):
     """Each rank takes what comes after the first round for keys of a later rank. Two ranks have one round, so the test
     of the ring passes; four ranks leave out a part of the sequence."""

@@ -11,13 +11,8 @@ from watching import AttentionWork, Collectives, PeakMemory, Watch
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.parallel.attention_kernels import KERNELS, choose_kernel, merge_into
-from torchtitan_lite.parallel.context_parallel import (
-    CausalContext,
-    DocumentContext,
-    context_attention,
-    context_attention_backward,
-    plan_query_positions,
-)
+from torchtitan_lite.parallel.context_parallel import CausalContext, DocumentContext, plan_query_positions
+from torchtitan_lite.parallel.ring_attention import context_attention, context_attention_backward
 from torchtitan_lite.tools.verify.one_rank import build_small_run, own_rows
 from torchtitan_lite.tools.verify.reference import make_batch
 

@@ -12,6 +12,7 @@ from torchtitan_lite.data.dataset import SampleReader
 from torchtitan_lite.model.attention import (
     BLOCK,
     DocumentAttention,
+    attend_in_blocks,
     attend_within_documents,
     plan_blocks,
 )
@@ -81,19 +82,28 @@ def attend_part(query, key, value, *places):
     return flex_attention(query, key, value, block_mask=plan_blocks(*places), enable_gqa=True)
 
 
-def test_every_pair_that_sees_each_other_is_in_a_block_that_is_looked_into():
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_pairs_that_see_each_other_are_in_blocks_that_are_read_and_full_blocks_hold_no_others(is_whole):
     (*_, doc_ids, query_positions, key_positions), _ = make_part(3)
+    if is_whole:
+        query_positions = key_positions = torch.arange(SEQ_LEN)
     same = doc_ids[:, query_positions, None] == doc_ids[:, None, key_positions]
     sees = same & (query_positions[:, None] >= key_positions)
-    blocks = plan_blocks(doc_ids, query_positions, key_positions).to_dense()[:, 0]  # (B, queries, keys)
+    plan = plan_blocks(doc_ids) if is_whole else plan_blocks(doc_ids, query_positions, key_positions)
+    read = plan.to_dense()[:, 0]  # (B, query blocks, key blocks)
     row, query, key = sees.nonzero().T
-    assert blocks[row, query // BLOCK, key // BLOCK].all()
+    n_seen = torch.zeros(read.shape).index_put_((row, query // BLOCK, key // BLOCK), torch.ones(()), accumulate=True)
+    assert read[n_seen > 0].all()
+    n_full = plan.full_kv_num_blocks[:, 0]
+    for row, query in n_full.nonzero().tolist():
+        full = plan.full_kv_indices[row, 0, query, : n_full[row, query]]
+        assert (n_seen[row, query, full] == BLOCK**2).all()
+    assert n_full.sum() == (n_seen == BLOCK**2).sum() and (n_full.any() or not is_whole)
 
 
 def test_blocks_that_no_document_reaches_into_are_left_out():
     doc_ids = (torch.arange(4 * BLOCK) // BLOCK)[None]  # each document is one block
-    places = torch.arange(4 * BLOCK)
-    assert plan_blocks(doc_ids, places, places).to_dense()[0, 0].tolist() == torch.eye(4).tolist()
+    assert plan_blocks(doc_ids).to_dense()[0, 0].tolist() == torch.eye(4).tolist()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -114,7 +124,10 @@ def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
     for device in ("cpu", "cuda"):
         *heads, doc_ids, query_positions, key_positions = (tensor.detach().to(device) for tensor in part)
         heads = [tensor.requires_grad_() for tensor in heads]
-        out = attend_within_documents(*heads, doc_ids, query_positions=query_positions, key_positions=key_positions)
+        if device == "cuda":
+            out = attend_in_blocks(*heads, plan_blocks(doc_ids, query_positions, key_positions))
+        else:
+            out = attend_within_documents(*heads, doc_ids, query_positions=query_positions, key_positions=key_positions)
         found.append([out, *torch.autograd.grad(out.square().sum(), heads)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other.cpu(), one, rtol=1e-3, atol=1e-3)

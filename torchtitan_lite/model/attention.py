@@ -1,4 +1,4 @@
-"""The kinds of attention (model.attention), at the one seam of a block: the submodule `attention.inner`.
+"""The kinds of attention (model.attention), at one place of a block: the submodule `attention.inner`.
 
     causal      a token sees itself and all tokens before it
     document    a token sees itself and all tokens before it in its own document
@@ -7,21 +7,24 @@
     positions   0 1 2 0 1 0 1 2       restart with each document (data/dataset.py)
 
 On a CPU document attention uses an explicit mask (B, 1, queries, keys), readable and slow. On CUDA it is compiled flex
-attention, which skips the blocks that no document reaches into, and no mask of queries x keys exists:
+attention, which reads only the blocks of keys that a document reaches; no mask of queries x keys exists:
 
-    doc_ids 0 0 | 0 1 | 1 1        key blocks       blocks of 2 here, of 128 in the code
-    query blocks      0 0          x
-                      0 1          x   x
-                      1 1          .   x   x        . would be computed without doc_ids
+    doc_ids 0 0 | 0 1 | 1 1 | 1 1      key blocks        blocks of 2 here, of 128 in the code
+    query blocks      0 0              m
+                      0 1              m   m             m   masked: the mask decides for each pair
+                      1 1              .   m   m         f   full: all pairs are visible, so there is nothing to mask
+                      1 1              .   m   f   m     .   not read
 
-Queries and keys may be any part of the sequence in any order, so that a context-parallel rank can ask for its own
-queries only. The CUDA path was not run by the authors of this file; tests check its blocks, and on a CPU its forward
-numbers and that it compiles without a graph break.
+The model plans the blocks once per batch, before the first block of layers.
 
-A new kind is a module here with a row in ATTENTIONS, and a row in config/choices.py, which says where else it can be
-computed: under context parallel, in the cache of `generate`.
+Queries and keys may be any part of the sequence in any order: a context-parallel rank asks for its own queries. The
+CUDA path was not run on a GPU; tests check its blocks, and on a CPU its forward numbers and that it compiles without a
+graph break.
 
-Legend: B batch, S sequence, Q and K queries and keys at hand, E head dim.
+To add a kind, write a module here with a row in ATTENTIONS, and a row in config/choices.py, which says where else it
+can be computed: under context parallel, in the cache of `generate`.
+
+Legend: B batch, S sequence, Q and K queries and keys of one call, E head dim.
 Sources: documents in a batch: Llama 3, arXiv:2407.21783; FlexAttention arXiv:2412.05496.
 """
 
@@ -44,8 +47,14 @@ class CausalAttention(nn.Module):
 
 
 class DocumentAttention(nn.Module):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-        """query (B, heads, S, E), key and value (B, kv heads, S, E), doc_ids (B, S) -> (B, heads, S, E)."""
+    def plan(self, doc_ids: Tensor) -> Tensor | BlockMask:
+        """Prepare doc_ids (B, S) for `forward`, once for all layers."""
+        return plan_documents(doc_ids)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask | None = None) -> Tensor:
+        """query (B, heads, S, E), key and value (B, kv heads, S, E), doc_ids (B, S) or a plan -> (B, heads, S, E)."""
+        if isinstance(doc_ids, BlockMask):
+            return attend_in_blocks(query, key, value, doc_ids)
         positions = torch.arange(query.shape[2], device=query.device)
         return attend_within_documents(query, key, value, doc_ids, query_positions=positions, key_positions=positions)
 
@@ -59,72 +68,91 @@ ATTENTIONS = {  # model.attention, rows of config/choices.py
 def attend_within_documents(
     query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None, *, query_positions: Tensor, key_positions: Tensor
 ) -> Tensor:
-    """query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E).
+    """Attend with an explicit mask. query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E).
 
     doc_ids (B, S) of the whole sequence; query_positions (Q,) and key_positions (K,) index into it. Raises ValueError
     without doc_ids.
     """
     if doc_ids is None:
         raise ValueError('model.attention = "document" needs doc_ids (B, S): the model was called without')
-    if query.device.type != "cpu":
-        block_mask = plan_blocks(doc_ids, query_positions, key_positions)
-        # A compiled block compiles it too. Not compiled, it makes all the scores.
-        attend = flex_attention if torch.compiler.is_compiling() else compile_flex_attention()
-        head_dim = query.shape[-1]
-        missing = max(0, LEAST_HEAD_DIM - head_dim)  # zeros change no score
-        query, key, value = (F.pad(each, (0, missing)) if missing else each for each in (query, key, value))
-        out = attend(query, key, value, block_mask=block_mask, enable_gqa=True, scale=head_dim**-0.5)
-        return out[..., :head_dim]
-    rows, queries, keys = (torch.arange(len(each)) for each in (doc_ids, query_positions, key_positions))
-    sees = visibility(doc_ids, query_positions, key_positions)
-    mask = sees(rows[:, None, None, None], None, queries[:, None], keys)  # (B, 1, Q, K)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-
-def visibility(doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor) -> Callable[..., Tensor]:
-    """Return the mask as a function of indices that broadcast: (row, head, query, key) -> whether query sees key."""
-
-    def sees(row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-        at, of = query_positions[query], key_positions[key]
-        return (doc_ids[row, at] == doc_ids[row, of]) & (at >= of)
-
-    return sees
+    same = doc_ids[:, query_positions, None] == doc_ids[:, None, key_positions]
+    mask = same & (query_positions[:, None] >= key_positions)  # (B, Q, K)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], enable_gqa=True)
 
 
 # ---------------------------------------------------------------- flex attention
 
 
+def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask) -> Tensor:
+    """query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E)."""
+    # A compiled block compiles it too. Not compiled, it makes all the scores.
+    attend = flex_attention if torch.compiler.is_compiling() else compile_flex_attention()
+    head_dim = query.shape[-1]
+    missing = max(0, LEAST_HEAD_DIM - head_dim)  # zeros change no score
+    query, key, value = (F.pad(each, (0, missing)) if missing else each for each in (query, key, value))
+    return attend(query, key, value, block_mask=blocks, enable_gqa=True, scale=head_dim**-0.5)[..., :head_dim]
+
+
 @cache
 def compile_flex_attention() -> Callable[..., Tensor]:
     """Return the compiled operator: at its first use, because torch.compile loads inductor (1 s and 50 MB)."""
-    return torch.compile(flex_attention, dynamic=False)
+    # The option shows the compiled region to per-op recompute, which keeps its output (activation_checkpoint.py).
+    is_visible = hasattr(torch.ops.higher_order, "inductor_compiled_code")
+    options = {"wrap_inductor_compiled_regions": True} if is_visible else None
+    return torch.compile(flex_attention, dynamic=False, options=options)
 
 
-def plan_blocks(doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor) -> BlockMask:
+def plan_documents(doc_ids: Tensor, *positions: Tensor) -> Tensor | BlockMask:
+    """Return the blocks that flex attention reads, as `plan_blocks`; on a CPU return doc_ids (B, S)."""
+    return doc_ids if doc_ids.device.type == "cpu" else plan_blocks(doc_ids, *positions)
+
+
+def plan_blocks(
+    doc_ids: Tensor, query_positions: Tensor | None = None, key_positions: Tensor | None = None
+) -> BlockMask:
     """Plan which blocks of queries x keys flex attention reads, from the minimum and maximum of each block.
 
-    A block is read if some query of it could see some key. One block too many costs time only, because mask_mod masks
-    each pair inside a block. No tensor of size Q x K is made.
+    Without positions, queries and keys are the whole sequence. A block is read if some query of it could see some key;
+    a superfluous block costs time only, because the mask decides for each pair. A block is full if all its queries see
+    all its keys; the last, shorter block never is. No tensor of size Q x K is made.
     """
-    n_rows = len(doc_ids)
-    first_query, last_query = bounds_of_blocks(query_positions.expand(n_rows, -1))  # (B, blocks)
-    first_key, last_key = bounds_of_blocks(key_positions.expand(n_rows, -1))
-    low_query, high_query = bounds_of_blocks(doc_ids[:, query_positions])
-    low_key, high_key = bounds_of_blocks(doc_ids[:, key_positions])
-    visible = (
-        (last_query[:, :, None] >= first_key[:, None])
-        & (high_query[:, :, None] >= low_key[:, None])
-        & (low_query[:, :, None] <= high_key[:, None])
-    )  # (B, query blocks, key blocks)
-    # For each block of queries the numbers of the key blocks, those that count first, and how many count.
-    order = visible.int().argsort(dim=-1, descending=True, stable=True)
-    return BlockMask.from_kv_blocks(
-        visible.sum(-1, dtype=torch.int32)[:, None],
-        order[:, None].to(torch.int32),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=visibility(doc_ids, query_positions, key_positions),
-        seq_lengths=(len(query_positions), len(key_positions)),
+    whole = torch.arange(doc_ids.shape[1], device=doc_ids.device)
+    queries, keys = (whole if places is None else places for places in (query_positions, key_positions))
+    query_docs, key_docs = (
+        doc_ids if places is None else doc_ids[:, places] for places in (query_positions, key_positions)
     )
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        rises = query >= key if query_positions is None else query_positions[query] >= key_positions[key]
+        return rises & (query_docs[row, query] == key_docs[row, key])
+
+    first_query, last_query, low_query, high_query = (
+        bound[:, :, None]
+        for values in (queries.expand_as(query_docs), query_docs)
+        for bound in bounds_of_blocks(values)
+    )  # (B, query blocks, 1)
+    first_key, last_key, low_key, high_key = (
+        bound[:, None] for values in (keys.expand_as(key_docs), key_docs) for bound in bounds_of_blocks(values)
+    )  # (B, 1, key blocks)
+    read = (
+        (last_query >= first_key) & (high_query >= low_key) & (low_query <= high_key)
+    )  # (B, query blocks, key blocks)
+    full = (first_query >= last_key) & (low_query == high_key) & (high_query == low_key)
+    full[:, len(queries) // BLOCK :] = False
+    full[:, :, len(keys) // BLOCK :] = False
+    return BlockMask.from_kv_blocks(
+        *list_blocks(read & ~full),
+        *list_blocks(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(len(queries), len(keys)),
+    )
+
+
+def list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each block of queries how many key blocks are chosen, (B, 1, q), and all key blocks, those first."""
+    order = chosen.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32)[:, None], order[:, None].to(torch.int32)
 
 
 def bounds_of_blocks(values: Tensor) -> tuple[Tensor, Tensor]:

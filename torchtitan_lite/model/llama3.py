@@ -64,6 +64,9 @@ class Llama3(nn.Module):
         """
         hidden = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         rotation = rotary_angles(positions, self.model_args)
+        inner = next((block.attention.inner for block in self.layers.values()), None)
+        if doc_ids is not None and hasattr(inner, "plan"):
+            doc_ids = inner.plan(doc_ids)
         for layer, block in self.layers.items():
             of_layer = [] if routes is None else [routes[:, :, int(layer)]]
             hidden = block(hidden, rotation, doc_ids, *of_layer)
@@ -121,12 +124,13 @@ class Attention(nn.Module):
         """x (B, S, D) -> (B, S, D)."""
         # The number of heads is read off the projections (-1), so that code that splits the heads changes nothing here.
         query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H or K, S, E)
+            projection(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H or K, E)
             for projection in (self.wq, self.wk, self.wv)
         )
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        heads = self.inner(rotate(query, rotation), rotate(key, rotation), value, doc_ids)  # (B, H, S, E)
+        query, key = rotate(query, rotation), rotate(key, rotation)
+        heads = self.inner(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), doc_ids)  # (B, H, S, E)
         return self.wo(heads.transpose(1, 2).flatten(2))
 
 
@@ -162,26 +166,30 @@ def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
 
 
 def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
-    """Return cos and sin of every position's angles, (B, 1, S, E/2, 2) fp32, shared by all heads and layers.
+    """Return the factors of `rotate`, (B, S, 1, E, 3) fp32, shared by all heads and layers.
 
-    fp32 under every compute dtype: at position 8,191 a bf16 angle would be wrong by up to 16 radians.
+    Three rows of E numbers: (cos, cos) and (-sin, sin) of each pair, for a compiled block, and (cos, sin), the complex
+    number for eager mode. fp32 under every compute dtype: at position 8,191 a bf16 angle would be wrong by up to 16
+    radians.
     """
-    angles = positions[:, None, :, None].float() * rotary_frequencies(model_args, positions.device)
-    return torch.stack((angles.cos(), angles.sin()), dim=-1)
+    angles = positions[..., None].float() * rotary_frequencies(model_args, positions.device)  # (B, S, E/2)
+    cos, sin = angles.cos(), angles.sin()
+    rows = [torch.stack(pair, dim=-1).flatten(-2) for pair in ((cos, cos), (-sin, sin), (cos, sin))]
+    return torch.stack(rows).movedim(0, -1)[:, :, None]  # each row is contiguous
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn the pairs (x[2i], x[2i+1]) by their angles. x (B, heads, S, E) -> same shape and dtype; computed in fp32.
+    """Turn the pairs (x[2i], x[2i+1]) by their angles. x (B, S, heads, E) -> same shape and dtype; computed in fp32.
 
-    A pair is a complex number: in eager mode that takes a sixth of the time. Inductor does not fuse complex numbers.
+    A pair is a complex number: in eager mode that takes a sixth of the time. Inductor does not fuse complex numbers; a
+    compiled block swaps the numbers of a pair and loads eight neighbors at once, which needs x before the transpose.
     """
-    pairs = x.float().unflatten(-1, (-1, 2))  # (B, heads, S, E/2, 2)
+    cos, sin, turn = rotation.float().unbind(-1)  # (B, S, 1, E)
+    pairs = x.float().unflatten(-1, (-1, 2))  # (B, S, heads, E/2, 2)
     if torch.compiler.is_compiling():
-        (real, imaginary), (cos, sin) = pairs.unbind(-1), rotation.unbind(-1)
-        turned = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1)
-    else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotation.float()))
-    return turned.flatten(-2).type_as(x)
+        return (x.float() * cos + pairs.flip(-1).flatten(-2) * sin).type_as(x)
+    turned = torch.view_as_complex(pairs) * torch.view_as_complex(turn.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(turned).flatten(-2).type_as(x)
 
 
 def init_parameter(fqn: str, full: Tensor, model_args: ModelArgs, generator: torch.Generator) -> None:

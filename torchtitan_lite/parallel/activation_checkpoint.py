@@ -23,12 +23,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_lite.config.schema import ActivationCheckpoint
-from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS as CONTEXT_ATTENTION
+from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 
 # Outputs worth their memory: expensive to compute, or received from other ranks. Looked up by name, because torch
 # builds have different attention kernels.
 KEPT_OPS = {
-    getattr(namespace, name).default
+    getattr(getattr(namespace, name), "default", getattr(namespace, name))  # higher-order operators have no overloads
     for namespace, name in [
         (torch.ops.aten, "mm"),
         (torch.ops.aten, "_scaled_mm"),
@@ -38,11 +38,13 @@ KEPT_OPS = {
         (torch.ops.aten, "_scaled_dot_product_cudnn_attention"),
         (torch.ops.aten, "_grouped_mm"),
         (torch.ops.aten, "topk"),  # the routes of a mixture: small, and recompute must not find others
+        (torch.ops.higher_order, "flex_attention"),  # in a compiled block
+        (torch.ops.higher_order, "inductor_compiled_code"),  # in an eager block: flex attention compiled by itself
         (torch.ops._c10d_functional, "reduce_scatter_tensor"),
         (torch.ops._c10d_functional, "all_to_all_single"),
     ]
     if hasattr(namespace, name)
-}.union(CONTEXT_ATTENTION, [torch.ops.higher_order.flex_attention])
+}.union(CONTEXT_ATTENTION)
 
 
 def plan_recompute(section: ActivationCheckpoint, layers: list[int]) -> dict[int, str]:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.parallel.context_parallel import IMPLEMENTATIONS as CONTEXT_ATTENTION
+from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.tools.plan.call_sites import CallSite, CallSites
 from torchtitan_lite.tools.plan.traffic import OPERATIONS, Collective, CollectiveReader
 
