@@ -26,8 +26,8 @@ from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.data.corpus_folder import check_prepared
 from torchtitan_lite.dump_folder import open_dump_folder
 from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.parallel.process_groups import end_process, read_torchrun_environment, start_process
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.process_setup import end_process, read_torchrun_environment, start_process
 from torchtitan_lite.run_log import RunLog
 from torchtitan_lite.step import compute_gradients, train_step
 from torchtitan_lite.validation import validate
@@ -54,7 +54,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     check_prepared(config, plan.tokenizer)
 
     # ---- mesh: one process group for the world, and one for each mesh dim and view of it
-    device, groups = start_process(place, machine.device_type, config, layout, dump_folder)
+    device, groups = start_process(place, machine.device_type, config, dump_folder)
     mesh = build_mesh(layout, device.type)
     starting_over = config.job.overwrite and place.restarts == 0
     lock = open_dump_folder(dump_folder, config, starting_over=starting_over) if place.rank == 0 else None

@@ -23,7 +23,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.checkpoint.storage import StorageWriter
 from torchtitan_lite.config.schema import Checkpoint
-from torchtitan_lite.parallel.mesh import list_groups, make_host_group, set_timeouts
+from torchtitan_lite.parallel.process_groups import list_groups, make_host_group, set_timeouts
 
 FRONT = torch.DispatchKey.BackendSelect  # runs before the kernels of all devices; c10d has no kernels there
 N_STARTS = int(os.environ.get("STARTS", 3))
@@ -65,7 +65,8 @@ def watch_start(rank: int, world_size: int, keys: list[str]) -> tuple[int, dict[
             if "ProcessGroup" in str(operator._schema):
                 library.impl(operator, partial(note, operator), FRONT.name, with_keyset=True)
         status = warm_start.start(rank, world_size, keys)
-    backends = {name_group(group): group._get_backend(torch.device("cpu")) for group in list_groups()}
+    groups = [group for group in list_groups() if dist.get_backend(group) == "gloo"]
+    backends = {name_group(group): group._get_backend(torch.device("cpu")) for group in groups}
     return status, dict(threads), {name: one.options._timeout.total_seconds() for name, one in backends.items()}
 
 

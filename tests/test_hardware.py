@@ -15,7 +15,7 @@ from torchtitan_lite.config.machine import (
     peak_flops,
     select_visible,
 )
-from torchtitan_lite.parallel.mesh import choose_device
+from torchtitan_lite.parallel.process_groups import choose_device
 
 NVIDIA_SMI = """#!/bin/sh
 echo "0, GPU-aaa1, NVIDIA H100 80GB HBM3, 81559"

@@ -21,8 +21,9 @@ from checkpoints import assemble, list_differing
 from made_corpora import write_corpus
 
 import train
-from torchtitan_lite import REPOSITORY, process_setup
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.components.shutdown import StopRequest
+from torchtitan_lite.parallel import process_groups
 from torchtitan_lite.tools.verify.train_start import make_environment, process_left_as_it_was
 
 MARK = "RUN_UNDER_TEST"  # variable in the environment of every process of a run: its dump folder
@@ -49,8 +50,8 @@ def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -> int:
     with (
         process_left_as_it_was(),
         redirect_stdout(io.StringIO()),
-        patch.object(process_setup, "start_process_group"),
-        patch.object(process_setup.dist, "destroy_process_group"),
+        patch.object(process_groups, "start_process_group"),
+        patch.object(process_groups.dist, "destroy_process_group"),
     ):
         os.environ.update(make_environment(rank, world_size, port=0))
         return train.main(["--config=debug", *keys], StopAfter(n_steps if rank == 0 else 0))

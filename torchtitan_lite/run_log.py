@@ -24,8 +24,7 @@ from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import peak_flops
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel.attention_kernels import describe_attention
-from torchtitan_lite.parallel.mesh import set_timeouts
-from torchtitan_lite.process_setup import Groups
+from torchtitan_lite.parallel.process_groups import Groups, set_timeouts
 from torchtitan_lite.step import StepResult
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, 
 from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import ChunkedLoss
-from torchtitan_lite.parallel.mesh import choose_device
+from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files

@@ -26,7 +26,7 @@ from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.kv_cache import CachedModel
-from torchtitan_lite.parallel.mesh import choose_device
+from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
 
 

@@ -32,7 +32,7 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.machine import Machine, detect_machine, peak_flops
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Optimizer, Training
-from torchtitan_lite.parallel.mesh import choose_device
+from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.bench.contenders import build_trainer, make_batch
 from torchtitan_lite.tools.bench.rounds import Report, measure_rounds, one_rank_group, read_clocks, read_setting
 from torchtitan_lite.tools.plan.memory import estimate_memory

@@ -18,7 +18,7 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import GIB, detect_machine, peak_flops
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.parallel.mesh import choose_device
+from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.bench.contenders import CONTENDERS, RATIO_OF, STEP_CONFIG, TrainStep, make_batch
 from torchtitan_lite.tools.bench.rounds import (
     Absent,
