@@ -138,7 +138,7 @@ def partial_sums_averaged(original, whole, ranks, dim):
 def replicas_not_reduced(original, part, mesh, **options):
     """The all-reduce over dp_replicate is left out: every replica learns from its own data and they drift apart. The
     logged loss is their mean and falls nicely; a checkpoint holds one of them."""
-    original(part, mesh["shard"], **options)
+    original(part, mesh[mesh.mesh_dim_names[-1]], **options)
 
 
 @mutant(

@@ -112,4 +112,4 @@ def join_dims(world: DeviceMesh, *dims: str) -> DeviceMesh:
     used = [dim for dim in dims if world[dim].size() > 1]
     if len(used) > 1:
         return world[tuple(used)]._flatten()
-    return world[used[0] if used else dims[-1]]
+    return world[used[0] if used else dims[0]]

@@ -124,7 +124,7 @@ def describe_slice(parameter: Sharding, layout: Layout, rank: int) -> str:
     A matrix of all experts has its rows as (in, out) features.
     """
     coordinates = {dim: rank // stride % getattr(layout, dim, 1) for dim, stride in layout.strides.items()}
-    coordinates["shard"] = coordinates["dp_shard"] * layout.cp + coordinates["cp"]
+    coordinates["dp_shard_cp"] = coordinates["dp_shard"] * layout.cp + coordinates["cp"]
     degrees, coordinate = tuple(parameter.degrees.values()), [coordinates[dim] for dim in parameter.degrees]
     shape, offset = _compute_local_shape_and_global_offset(parameter.shape, degrees, coordinate, parameter.placements)
     if 0 in shape:

@@ -21,7 +21,7 @@ from torchtitan_lite.tools.verify.step_formulas import ROUNDING
 Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
 Whole = tuple[tuple[str, int], ...]  # coordinates that ranks share whose slices make one whole tensor
 PIECE = 2**20  # numbers that are widened to float64 at a time
-SPLIT_ALONG = {"shard": ("dp_shard", "cp")}  # mesh dims that FSDP's dim stands for; any other stands for itself
+SPLIT_ALONG = {"dp_shard_cp": ("dp_shard", "cp")}  # mesh dims that were joined to one; any other stands for itself
 
 
 def cut_zigzag(whole: Tensor, n_ranks: int, dim: int) -> list[Tensor]:
@@ -151,7 +151,7 @@ def find_unequal_replicas(tensors: dict[str, Tensor]) -> set[tuple[str, str]]:
 
 
 def describe_placement(parameter: Tensor) -> str:
-    """Return `Shard(0) over shard, Replicate() over tp`."""
+    """Return `Shard(0) over dp_shard, Replicate() over tp`."""
     if not isinstance(parameter, DTensor):
         return "whole on every rank"
     names = parameter.device_mesh.mesh_dim_names
