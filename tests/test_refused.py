@@ -47,7 +47,7 @@ def test_refused_combination_is_refused_and_really_fails(pool, oracle, row, worl
     config = compare.override(compare.TABLE_CONFIG, keys)
     with pytest.raises(ConfigError) as refusal:
         layout.plan_layout(config, resolve_model(config.model), world_size)
-    zero_stage = layout.plan_zero_stage(config.parallelism)
+    zero_stage = layout.plan_zero_stage(config.parallelism, n_shards=2)
     refused = find_refused(config, resolve_model(config.model), zero_stage)
     assert refused[row] in refusal.value.problems
 

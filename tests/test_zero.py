@@ -1,5 +1,7 @@
 """How often ranks talk under each ZeRO stage: the table of parallel/fsdp.py, counted."""
 
+from functools import partial
+
 import compare
 import pytest
 from layouts import ACCUMULATION_4, EP, MODE, PP, REPLICATE, ZERO
@@ -11,7 +13,7 @@ from torchtitan_lite.config.schema import Parallelism
 
 M = 4  # microbatches
 N_GROUPS = compare.TABLE_CONFIG.model.n_layers + 2  # blocks, embedding, head
-GATHERS_PER_MICROBATCH = 2 * (N_GROUPS - 1) + 1  # under stage 3, the head once, all others twice
+GATHERS_PER_MICROBATCH = 2 * (N_GROUPS - 2) + 2  # under stage 3, blocks twice, embedding and head once
 
 
 class GroupCalls(Collectives):
@@ -69,15 +71,17 @@ def test_under_pp_gradients_are_reduced_once_per_step(pool, stage):
         counts[0][name] + counts[2][name] for name in ("allgather_base", "reduce_scatter_base")
     )
     assert scatters == N_GROUPS
-    # Under 3 a parameter stays whole from a backward to the next forward. Stage 0 (F F B F B F B B) gathers its three
-    # groups for F, F, B, B, B; stage 1 (F B F B F B F B) gathers 3 for the first F, then 2 for each B: the head stays.
-    assert gathers == {1: N_GROUPS, 3: 5 * 3 + 3 + 4 * 2}[stage]
+    # Under 3 a parameter stays whole from a backward to the next forward. Stage 0 (F F B F B F B B) gathers its two
+    # blocks for F, F, B, B, B, its embedding for each F; stage 1 (F B F B F B F B) gathers 3 for the first F, then 2 for each B: the head stays.
+    assert gathers == {1: N_GROUPS, 3: 5 * 2 + 4 + 3 + 4 * 2}[stage]
 
 
 def test_zero_stage_follows_from_either_key():
-    assert plan_zero_stage(Parallelism()) == 3
-    assert plan_zero_stage(Parallelism(fsdp_reshard_after_forward="never")) == 2
-    assert plan_zero_stage(Parallelism(pipeline_parallel_degree=2)) == 1
-    assert plan_zero_stage(Parallelism(pipeline_parallel_degree=2, fsdp_reshard_after_forward="never")) == 1
-    assert plan_zero_stage(Parallelism(pipeline_parallel_degree=2, fsdp_reshard_after_forward="always")) == 3
-    assert plan_zero_stage(Parallelism(zero_stage=2, fsdp_reshard_after_forward="never")) == 2
+    plan = partial(plan_zero_stage, n_shards=2)
+    assert plan(Parallelism()) == 3
+    assert plan(Parallelism(), n_shards=1) == 2
+    assert plan(Parallelism(fsdp_reshard_after_forward="never")) == 2
+    assert plan(Parallelism(pipeline_parallel_degree=2)) == 1
+    assert plan(Parallelism(pipeline_parallel_degree=2, fsdp_reshard_after_forward="never")) == 1
+    assert plan(Parallelism(pipeline_parallel_degree=2, fsdp_reshard_after_forward="always")) == 3
+    assert plan(Parallelism(zero_stage=2, fsdp_reshard_after_forward="never")) == 2

@@ -95,7 +95,8 @@ class Layout:
 def plan_layout(config: Config, args: ModelArgs, world_size: int) -> Layout:
     """Return the layout of a run on `world_size` ranks. Raises ConfigError with every problem, not only the first."""
     section = config.parallelism
-    degrees, zero_stage = plan_degrees(section, world_size), plan_zero_stage(section)
+    degrees = plan_degrees(section, world_size)
+    zero_stage = plan_zero_stage(section, n_shards=degrees["dp_shard"] * degrees["cp"])
     batch = plan_batch(config, degrees)
     problems = check_mesh(config, degrees, world_size, batch) + check_layout(config, args, degrees, batch)
     problems += find_refused(config, args, zero_stage).values()
@@ -150,15 +151,17 @@ def plan_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
     return degrees
 
 
-def plan_zero_stage(parallelism: Parallelism) -> int:
+def plan_zero_stage(parallelism: Parallelism, *, n_shards: int) -> int:
     """Return ZeRO stage 1, 2 or 3 from zero_stage and torchtitan's fsdp_reshard_after_forward.
 
     Under PP torch's runtime gathers parameters once per step (1) or for every microbatch (3), and reduces gradients
-    once in both cases: there is no 2, and 3 shards parameters but not gradients.
+    once in both cases: there is no 2, and 3 shards parameters but not gradients. If nothing is sharded, 3 would only
+    cast the parameters again in each backward.
     """
     if parallelism.zero_stage != "auto":
         return parallelism.zero_stage
-    return parallelism.reshard_stage or (1 if parallelism.pipeline_parallel_degree > 1 else 3)
+    unless_given = 1 if parallelism.pipeline_parallel_degree > 1 else 2 if n_shards == 1 else 3
+    return parallelism.reshard_stage or unless_given
 
 
 def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:

@@ -143,9 +143,8 @@ class Parallelism:
     data_parallel_replicate_degree: Positive = 1  # copies of the sharded model (HSDP; alone: plain data parallel)
     data_parallel_shard_degree: PositiveOrAuto = -1  # FSDP2: ranks that share one copy; auto: all ranks that remain
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # always: zero_stage 3, never: 2
-    zero_stage: Literal["auto", 1, 2, 3] = (
-        "auto"  # new: what dp_shard shards, see parallel/fsdp.py; auto: 3, under PP 1
-    )
+    # new: what dp_shard shards, see parallel/fsdp.py; auto: 3, under PP 1, with one shard 2
+    zero_stage: Literal["auto", 1, 2, 3] = "auto"
     tensor_parallel_degree: Positive = 1
     enable_async_tensor_parallel: bool = False  # overlap its collectives with parts of the matmuls; inductor on CUDA
     disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss

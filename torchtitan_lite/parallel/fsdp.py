@@ -17,7 +17,8 @@ microbatches, per block and step:
     1            whole in a step   whole in a step   1             1                 1 and 1
 
 The optimizer state is always sharded. Under PP torch's runtime reduces gradients once per step; with 3 it frees the
-parameters after each forward, not after each backward. The head is kept from its forward to its backward.
+parameters after each forward, not after each backward. The head is kept from its forward to its backward. An
+embedding is gathered in forward only, unless it is tied to the head.
 A 2-D mesh (replicate, shard) adds one all-reduce of the own rows' gradients over `replicate` per block and step (HSDP);
 with a shard dim of 1 that is plain data parallel.
 
@@ -94,6 +95,8 @@ def apply_fsdp(
         # The head's backward follows its forward at once: freeing it between would gather it twice in a row.
         reshard = zero_stage == 3 and part.output not in group
         shard(group, reshard_after_forward=reshard)
+    if [part.tok_embeddings] in groups:  # not tied to the head
+        part.tok_embeddings.set_unshard_in_backward(False)  # the backward of an embedding reads no weight
     shard(part, reshard_after_forward=zero_stage == 3)
     if mixtures:
         plan_prefetch(list(part.layers.values()))

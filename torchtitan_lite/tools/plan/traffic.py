@@ -289,30 +289,41 @@ def add_sharding(tally: Tally, workload: Workload, stage: Stage, kinds: list[str
     """FSDP gathers and reduces each group of parameters (fsdp.py). `kinds`: the stage's actions in their order."""
     if workload.is_whole:
         return
-    groups = [(("dp_shard", "cp"), workload.n_shards, n) for n in workload.groups_of(stage)]
-    for kind in workload.kinds:
-        if kind.is_mixture:
-            groups[:0] = [(("efsdp",), workload.layout.efsdp, kind.mixture_parameters)] * stage.n_mixtures
-    for index, (shard, n_shards, n_parameters) in enumerate(groups):
-        is_head = stage.has_head and index == len(groups) - 1
-        n_gathers = count_gathers(kinds, workload, freed_after_forward=not is_head)
+    mixtures = [
+        (("efsdp",), workload.layout.efsdp, kind.mixture_parameters)
+        for kind in workload.kinds
+        if kind.is_mixture
+        for _ in range(stage.n_mixtures)
+    ]
+    others = [(("dp_shard", "cp"), workload.n_shards, n) for n in workload.groups_of(stage)]
+    tied = stage.has_head and workload.args.tie_embeddings
+    for index, (shard, n_shards, n_parameters) in enumerate(mixtures + others):
+        n_gathers = count_gathers(
+            kinds,
+            workload,
+            is_head=stage.has_head and index == len(mixtures + others) - 1,
+            is_embedding=stage.has_embedding and not tied and index == len(mixtures),
+        )
         tally.add(shard, "all-gather", n_gathers, n_parameters * workload.compute_bytes)
         tally.add(shard, "reduce-scatter", workload.n_reductions, n_parameters * MASTER_BYTES)
         tally.add(("dp_replicate",), "all-reduce", 1, n_parameters / n_shards * MASTER_BYTES)
 
 
-def count_gathers(kinds: list[str], workload: Workload, *, freed_after_forward: bool) -> int:
+def count_gathers(kinds: list[str], workload: Workload, *, is_head: bool, is_embedding: bool) -> int:
     """Return how often a stage's actions gather a group of parameters.
 
-    ZeRO 3 frees them after each forward and each backward; in a pipeline torch frees them after forwards only.
+    ZeRO 3 frees them after each forward and each backward; in a pipeline torch frees them after forwards only. The head
+    is kept from its forward to its backward. The backward of an embedding needs no weight.
     """
     if workload.layout.zero_stage < 3:
         return 1
+    if is_embedding:
+        return kinds.count("F")
     n_gathers, is_here = 0, False
     for kind in kinds:
         n_gathers += not is_here
         freed_after_backward = workload.layout.pp == 1
-        is_here = not (freed_after_forward if kind == "F" else freed_after_backward)
+        is_here = is_head if kind == "F" else not freed_after_backward
     return n_gathers
 
 
