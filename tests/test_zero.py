@@ -72,7 +72,8 @@ def test_under_pp_gradients_are_reduced_once_per_step(pool, stage):
     )
     assert scatters == N_GROUPS
     # Under 3 a parameter stays whole from a backward to the next forward. Stage 0 (F F B F B F B B) gathers its two
-    # blocks for F, F, B, B, B, its embedding for each F; stage 1 (F B F B F B F B) gathers 3 for the first F, then 2 for each B: the head stays.
+    # blocks for F, F, B, B, B, its embedding for each F; stage 1 (F B F B F B F B) gathers 3 for the first F, then 2
+    # for each B: the head stays.
     assert gathers == {1: N_GROUPS, 3: 5 * 2 + 4 + 3 + 4 * 2}[stage]
 
 
