@@ -12,8 +12,9 @@ numbers. So the step, which is in the manifest, restores all of them on any layo
       v  the next forward and backward        v        thread met it; leaving the saver waits for the last save
       thread: plan, write, hash, commit, prune
 
-Ranks save over a group that no other code uses: the calls of two threads over one group have no order, and can
-deadlock.
+On CUDA, DCP's stager copies on a stream and in a thread of its own; the optimizer waits for that copy. The thread pins
+exactly the bytes of each tensor, once. Without pinned memory each copy keeps Python's lock until it has ended, so the
+training loop waits for all of them (torch 2.13).
 """
 
 import logging
@@ -45,7 +46,8 @@ class CheckpointSaver:
     """Save into `folder` as [checkpoint] says. A context manager: leaving it waits for the save in flight.
 
     `fingerprint` must match when a run resumes; `run` is for people. `group` has all ranks, uses gloo, and belongs to
-    this saver alone. `record` is called after a step that saves, with "save", the step, path and seconds.
+    this saver alone: two threads that share a group deadlock. `record` is called after a step that saves, with "save",
+    the step, path and seconds.
     """
 
     def __init__(
@@ -64,19 +66,18 @@ class CheckpointSaver:
         self.optimizer, self.fingerprint, self.run, self.record = optimizer, fingerprint, run, record
         self.in_flight: Future | None = None
         self.stager = self.thread = None
+        self.on_cuda = device.type == "cuda"
         if section.async_mode != "disabled":
-            on_cuda = device.type == "cuda"
-            pinned = on_cuda and section.async_mode == "async_with_pinned_mem"
-            # It reuses its buffers, so memory does not grow. On a CPU the copy is made at once.
+            # The stager reuses its buffers, so memory does not grow. On a CPU it copies at once.
             options = StagingOptions(
-                use_pinned_memory=pinned,
+                use_pinned_memory=self.on_cuda and section.async_mode == "async_with_pinned_mem",
                 use_shared_memory=False,
-                use_async_staging=on_cuda,
-                use_non_blocking_copy=on_cuda,
+                use_async_staging=self.on_cuda,
+                use_non_blocking_copy=self.on_cuda,
             )
             self.stager = DefaultStager(options)
             optimizer.register_step_pre_hook(lambda *_: self.stager.synchronize_staging())
-            set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if on_cuda else {}
+            set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if self.on_cuda else {}
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", **set_device)
 
     def after_step(self, step: int, parameters: dict[str, Tensor], *, n_steps: int, is_stopped: bool) -> None:
@@ -110,6 +111,8 @@ class CheckpointSaver:
         if self.stager is None:
             self.write(step, tensors)
         else:
+            if self.on_cuda:  # the stager's stream does not wait for kernels that still write the tensors
+                torch.cuda.current_stream().synchronize()
             self.in_flight = self.thread.submit(self.write, step, self.stager.stage(tensors))
 
     def check(self) -> None:
@@ -148,6 +151,7 @@ class CheckpointSaver:
                 folders.prune(self.folder, keep_latest_k=section.keep_latest_k, keep_every_m=section.keep_every_m)
             except OSError as error:  # the new checkpoint is saved all the same
                 logger.error(f"an old checkpoint cannot be deleted: {error}")
+        dist.barrier(self.group)  # ranks wait here for rank 0 to delete, not in the next step with its shorter time-out
 
     def __enter__(self) -> "CheckpointSaver":
         return self

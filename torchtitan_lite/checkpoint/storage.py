@@ -19,8 +19,9 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import torch
@@ -119,17 +120,16 @@ class StorageWriter(HuggingFaceStorageWriter):
         tensors = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         assert len(tensors) == len(plan.items), "a rank has one shard of a tensor"
         offsets = {item.index.fqn: {OFFSETS: list(item.tensor_data.chunk.offsets)} for item in plan.items}
+        results: list[WriteResult] = []
+        if tensors:
+            path = folders.name_unfinished(self.final) / self.file_name
+            folders.write_tensors(path, tensors, {SHARDING: json.dumps(offsets)})
+            with open(path, "rb") as file, ThreadPoolExecutor(1) as thread, folders.explain_full_disk(path):
+                hashing = thread.submit(hash_file, path, hashlib.sha256())  # from the page cache, while the disk writes
+                os.fsync(file.fileno())
+            results = [WriteResult(item.index, 0, (self.file_name, hashing.result())) for item in plan.items]
         written: Future[list[WriteResult]] = Future()
-        if not tensors:
-            written.set_result([])
-            return written
-        path = folders.name_unfinished(self.final) / self.file_name
-        folders.write_tensors(path, tensors, {SHARDING: json.dumps(offsets)})
-        with open(path, "rb") as file, ThreadPoolExecutor(1) as thread, folders.explain_full_disk(path):
-            hashing = thread.submit(hash_file, path, hashlib.sha256())  # from the page cache, while the disk writes
-            os.fsync(file.fileno())
-        stored = self.file_name, hashing.result()
-        written.set_result([WriteResult(item.index, 0, stored) for item in plan.items])
+        written.set_result(results)
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -140,15 +140,9 @@ class StorageWriter(HuggingFaceStorageWriter):
             chunks = [
                 Chunk(stored[MetadataIndex(name, c.offsets)][0], (*c.offsets,), (*c.sizes,)) for c in saved.chunks
             ]
-            tensors[name] = TensorRecord(name_dtype(saved.properties.dtype), tuple(saved.size), tuple(chunks))
+            dtype = str(saved.properties.dtype).removeprefix("torch.")
+            tensors[name] = TensorRecord(dtype, tuple(saved.size), tuple(chunks))
         folders.commit(self.final, replace(self.unsaved, tensors=tensors), dict(stored.values()))
-
-
-@dataclass(frozen=True)
-class Place:
-    """The file of a chunk. Torch's reader opens `relative_path`."""
-
-    relative_path: str
 
 
 class StorageReader(HuggingFaceStorageReader):
@@ -165,12 +159,8 @@ class StorageReader(HuggingFaceStorageReader):
             properties = TensorProperties(dtype=getattr(torch, dtype))
             described[name] = TensorStorageMetadata(properties, torch.Size(shape), boxes)
             for chunk, box in zip(chunks, boxes, strict=True):
-                places[MetadataIndex(name, box.offsets)] = Place(str(self.folder / chunk.file))
+                places[MetadataIndex(name, box.offsets)] = SimpleNamespace(relative_path=str(self.folder / chunk.file))
         return Metadata(described, storage_data=places)
-
-
-def name_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # --- in one process, for tools: one tensor at a time ---

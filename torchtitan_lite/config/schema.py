@@ -211,7 +211,9 @@ class Checkpoint:
     folder: str = "checkpoint"  # inside dump_folder
     interval: Positive = 500  # steps between two saves; the last step is always saved
     enable_first_step_checkpoint: bool = False  # save after the first step too, to find storage that fails at once
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"  # copy, then write beside the steps
+    # copy to the host, then write beside the steps; on a GPU, "async" stops the run for the whole copy, and
+    # "async_with_pinned_mem" copies beside the next forward and backward
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     keep_latest_k: NotNegative = 10  # 0 keeps all
     keep_every_m: NotNegative = 0  # new: also keep checkpoints of steps that m divides; 0: none
     load_step: Annotated[int, Range(0, auto=-1)] = -1  # resume from this step; auto: the newest undamaged one
