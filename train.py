@@ -90,7 +90,6 @@ def main(args: list[str], stop: StopRequest) -> int:
         run.lr_scheduler,
         is_named=config.checkpoint.load_step != -1 and place.restarts == 0,
         section=config.checkpoint,
-        fingerprint=fingerprint,
         group=groups.host,
     )
 

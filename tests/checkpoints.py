@@ -44,11 +44,9 @@ def whole_state(run: build.Run) -> dict[str, Tensor]:
     }
 
 
-def make_saver(
-    folder: str | Path, section: Checkpoint, optimizer: Optimizer | None = None, *, fingerprint: dict = FINGERPRINT
-) -> CheckpointSaver:
+def make_saver(folder: str | Path, section: Checkpoint, optimizer: Optimizer | None = None) -> CheckpointSaver:
     optimizer = optimizer or torch.optim.SGD([torch.zeros(1)])
-    options = {"fingerprint": fingerprint, "run": {}, "device": torch.device("cpu")}
+    options = {"fingerprint": FINGERPRINT, "run": {}, "device": torch.device("cpu")}
     return CheckpointSaver(Path(folder), section, optimizer, group=dist.new_group(backend="gloo"), **options)
 
 
@@ -73,13 +71,12 @@ def load_and_train(
     folder: str,
     step: int | None,
     section: Checkpoint,
-    fingerprint: dict = FINGERPRINT,
     saved_again: str | None = None,
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], int]:
     """Worker: return the same after loading a checkpoint, and its step. May save what it has loaded elsewhere."""
     run = compare.build_table_run(world_size, overrides)
     of_run = (run.saved, run.optimizer, run.lr_scheduler)
-    options = {"section": section, "fingerprint": fingerprint, "group": dist.new_group(backend="gloo")}
+    options = {"section": section, "group": dist.new_group(backend="gloo")}
     step = restore_or_load(Path(folder), step or 1, *of_run, is_named=step is not None, **options)
     state = whole_state(run)
     if saved_again:

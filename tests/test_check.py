@@ -318,7 +318,6 @@ def test_a_tokenizer_is_looked_up_here_first_then_in_the_repository(empty_folder
 def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # without any package
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    (tmp_path / "wandb").mkdir()  # as wandb itself leaves it in a working directory
     problem = find_one_problem("--metrics.enable_wandb")
     assert problem.key == "metrics.enable_wandb" and "the extra `wandb`" in problem.remedy
 

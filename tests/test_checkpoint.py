@@ -144,8 +144,6 @@ def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(po
 @pytest.mark.parametrize(
     ("overrides", "more", "message"),
     [
-        ({}, {"fingerprint": {"data": "other"}}, "was saved with data = 'of this test', this run has 'other'"),
-        ({}, {"fingerprint": FINGERPRINT | {"tokenizer": "mine"}}, "saved with tokenizer = None, this run has 'mine'"),
         ({"model.n_layers": 5}, {}, "another model: it has no model.layers.4.attention_norm.weight"),
         ({"model.ffn_dim": 128}, {}, r"feed_forward.w1.weight is \[96, 64\] there and \[128, 64\] here"),
         ({}, {"step": 5}, "step-5 is not a checkpoint"),

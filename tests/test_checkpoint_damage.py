@@ -14,6 +14,7 @@ from checkpoints import FINGERPRINT, flip_bit, make_saver, read_tensors, write_t
 
 from torchtitan_lite.checkpoint import load as loading
 from torchtitan_lite.checkpoint.manifest import CheckpointError, DamagedCheckpoint, find_steps, read_manifest
+from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Checkpoint
@@ -60,7 +61,7 @@ def group():
 def load(path: Path, group) -> dict[str, torch.Tensor]:
     """Load a checkpoint as a run does."""
     tensors = {name: torch.full_like(tensor, -1.0) for name, tensor in make_tensors(0).items()}
-    loading.load_checkpoint(path, tensors, fingerprint=FINGERPRINT, verify=True, group=group)
+    loading.load_checkpoint(path, tensors, verify=True, group=group)
     return tensors
 
 
@@ -109,7 +110,7 @@ def test_a_damaged_file_is_refused_by_its_name(folder, group, name):
 def fall_back(rank: int, world_size: int, folder: str) -> tuple[int, dict[str, torch.Tensor]]:
     """Worker: return the step that was loaded, and its tensors."""
     tensors = make_tensors(0)
-    options = {"fingerprint": FINGERPRINT, "verify": True, "group": dist.group.WORLD}
+    options = {"verify": True, "group": dist.group.WORLD}
     return loading.load_newest(Path(folder), tensors, **options).step, tensors
 
 
@@ -133,9 +134,7 @@ def refuse(rank: int, world_size: int, folder: str) -> str:
     return str(refusal.value)
 
 
-def test_nothing_is_renamed_if_all_are_damaged_or_the_run_has_other_data(pool, folder, group):
-    with pytest.raises(CheckpointError, match="saved with data"):
-        loading.load_newest(folder, make_tensors(0), fingerprint={"data": "other"}, verify=True, group=group)
+def test_nothing_is_renamed_if_all_are_damaged(pool, folder):
     for step in (4, 8):
         flip_bit(folder / f"step-{step}" / FIRST)
     refusals = pool.run(refuse, 3, str(folder))
@@ -147,12 +146,13 @@ LAPTOP = Machine("cpu", 1, 2**34, "a laptop")
 
 
 def test_a_named_step_is_checked_before_torch_starts(tmp_path):
-    shape = asdict(preflight(["--config=debug"], machine=LAPTOP).model_args)
+    prepared = preflight(["--config=debug"], machine=LAPTOP)
+    fingerprint = {"shape": asdict(prepared.model_args), "tokenizer": prepared.tokenizer.identity}
+    run = describe_run(prepared.config, {}, {})
     for step in (4, 8):
         path = tmp_path / "checkpoint" / f"step-{step}"
-        write_tensors(path, make_tensors(step), step=step, fingerprint={"shape": shape})
-    # These checkpoints do not say with which tokenizer they were made.
-    args = ["--config=debug", "--checkpoint.enable", "--job.no_overwrite", "--model.hf_assets_path=assets/tokenizer"]
+        write_tensors(path, make_tensors(step), step=step, fingerprint=fingerprint, run=run)
+    args = ["--config=debug", "--checkpoint.enable"]
 
     def resume_at(step: int, *more: str, restarted: bool = False) -> int:
         named = [*args, f"--job.dump_folder={tmp_path}", f"--checkpoint.load_step={step}", *more]
@@ -164,13 +164,17 @@ def test_a_named_step_is_checked_before_torch_starts(tmp_path):
     assert resume_at(-1, "--job.overwrite") == 0
     for step, named, *more in (
         (6, "steps [4, 8]"),
-        (4, "[8]"),  # the run would meet step 8 again
-        (8, "job.overwrite", "--job.overwrite"),
+        (4, "Use [8]"),  # the run would meet step 8 again
+        (8, "starts anew", "--job.overwrite"),
     ):
         with pytest.raises(ConfigError) as refused:
             resume_at(step, *more)
         (problem,) = refused.value.problems
         assert problem.key == "checkpoint.load_step" and named in str(problem)
+    for step in (4, 8):
+        flip_bit(tmp_path / "checkpoint" / f"step-{step}" / "manifest.json")
+    with pytest.raises(ConfigError, match="all damaged"):
+        resume_at(-1)
 
 
 def test_a_checkpoint_keeps_any_dtype_and_shape(tmp_path):

@@ -138,7 +138,7 @@ def watch_loading(rank: int, world_size: int, path: str, n_tensors: int, shape: 
     }
     group = dist.new_group(backend="gloo")
     with PeakBytes([tensor.to_local() for tensor in tensors.values()]) as loading:
-        load_checkpoint(Path(path), tensors, fingerprint={}, verify=True, group=group)
+        load_checkpoint(Path(path), tensors, verify=True, group=group)
     for n, tensor in enumerate(tensors.values()):
         assert isinstance(tensor, DTensor) and tensor.to_local().shape == (shape[0], shape[1] // world_size)
         assert (tensor.to_local() == n).all()

@@ -13,8 +13,8 @@ from torch._dynamo.utils import get_compilation_metrics
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config import machine
-from torchtitan_lite.config.schema import Compile
-from torchtitan_lite.preflight import check_compilers
+from torchtitan_lite.config.checks import check_machine
+from torchtitan_lite.config.schema import Compile, Config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 N_STEPS = 4
@@ -114,8 +114,9 @@ def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    problems = check_compilers(Compile(enable=True), device_type)
+    here = machine.Machine(device_type, 1, None, "")
+    problems = check_machine(Config(compile=Compile(enable=True)), here)
     assert [problem.key for problem in problems] == ["compile.backend"] * len(missing)
     assert all(words in problem.why for words, problem in zip(missing, problems, strict=True))
     assert all("Install" in problem.remedy for problem in problems)
-    assert check_compilers(Compile(enable=False), device_type) == []
+    assert check_machine(Config(), here) == []

@@ -18,9 +18,10 @@ from checkpoints import flip_bit
 from made_corpora import BYTES, WORDS, write_corpus
 
 from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.corpus import Corpus, open_corpus
-from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, check_corpora, check_prepared, find_cached
+from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, check_data, check_prepared, find_cached
 from torchtitan_lite.tools.corpora import named, text_files
 from torchtitan_lite.tools.corpora.named import prepare_datasets
 from torchtitan_lite.tools.corpora.prepare import Recipe, hash_document, prepare
@@ -141,17 +142,23 @@ def test_any_stretches_are_read_in_one_call(tmp_path, dtype):
             assert found.tolist() == [expected[start : start + length] for start in starts]
 
 
+def read(*args: str | Path) -> Config:
+    """Return the config of a run on these corpora, with these flags."""
+    names = [str(arg) for arg in args if not str(arg).startswith("--")]
+    return read_config([f"--training.dataset={','.join(names)}", *args[len(names) :]]).config
+
+
 def test_a_corpus_that_cannot_be_used_is_one_problem_with_its_name_and_a_remedy(tmp_path):
     made = write_corpus(tmp_path / "made", [[[1, 2], [3]]])
-    assert check_corpora("training.dataset", [str(made)], split="train", tokenizer=BYTES) == []
-    (problem,) = check_corpora("training.dataset", [str(made)], split="validation", tokenizer=BYTES)
+    assert check_data(read(made, "--validation.no_enable"), BYTES) == []
+    (problem,) = check_data(read(made), BYTES)
     assert "--held-out" in problem.remedy
     (made / "train.tokens").write_bytes(b"1")
     names = [str(made), str(tmp_path), "nowhere", "c4"]
-    problems = check_corpora("training.dataset", names, split="train", tokenizer=BYTES)
+    problems = check_data(read(*names), BYTES)  # each of them once
     assert [problem.value for problem in problems] == names and "train.tokens has 1 bytes" in problems[0].why
     other = write_corpus(tmp_path / "other", [[[1]]], tokenizer_identity="x")
-    assert "another tokenizer" in check_corpora("d", [str(other)], split="train", tokenizer=BYTES)[0].why
+    assert "another tokenizer" in check_data(read(other), BYTES)[0].why
 
 
 # ---------------------------------------------------------------- corpora with a name

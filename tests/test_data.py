@@ -201,7 +201,7 @@ def test_facts_tell_apart_whatever_changes_the_samples_and_name_the_corpus_that_
     ]
     assert all(a != b for a, b in itertools.combinations(variants, 2))
     changed = read_fingerprint([other, two])
-    assert [name for name in variants[2] if variants[2][name] != changed[name]] == ["data of corpus 1 (wiki)"]
+    assert [name for name in variants[2] if variants[2][name] != changed[name]] == ["documents"]
     moved = write_corpus(tmp_path / "elsewhere" / "wiki", [[[1, 2, 0], [3]]])
     assert read_fingerprint([moved]) == read_fingerprint([Path(f"{one}/")]) == variants[0]
 

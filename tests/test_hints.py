@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data.corpus_folder import read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.run_config import read_run_config
+from torchtitan_lite.preflight import read_run_config
 from torchtitan_lite.tools import check
 from torchtitan_lite.tools.command_lines import parse_command
 from torchtitan_lite.tools.verify.reduction import reduce_config

@@ -29,7 +29,6 @@ IMPORT_BY_NAME = {  # modules that call importlib in a function
 WITHOUT_TORCH = {  # besides config/: what `check` needs
     "torchtitan_lite.__main__",
     "torchtitan_lite.preflight",
-    "torchtitan_lite.run_config",
     "torchtitan_lite.dump_folder",
     "torchtitan_lite.tools.check",
     "torchtitan_lite.tools.command_lines",

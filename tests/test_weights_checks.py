@@ -13,12 +13,15 @@ from test_check import LAPTOP, find_one_problem, find_problems, write_tokenizer
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
-from torchtitan_lite.checkpoint.manifest import Manifest
+from torchtitan_lite.checkpoint.manifest import Manifest, TensorRecord
 from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
+from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import with_value
+from torchtitan_lite.data.corpus_folder import identify_documents
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.preflight import Prepared, preflight
-from torchtitan_lite.run_config import SHIPPED
+from torchtitan_lite.preflight import SHIPPED, Prepared, preflight
 from torchtitan_lite.tools.convert import write_folder
 
 ARGS = ModelArgs(16, 1, 2, 1, 8, 24, 2400, rope_theta=1e4, rope_scaling=RopeScaling(factor=2.5, kind="linear"))
@@ -27,6 +30,7 @@ RUN = ["--training.dataset=python_stdlib", "--checkpoint.enable"]
 RUN += ["--job.dump_folder=outputs/debug"]
 HF, OURS = f"--{PATH}=hf", f"--{PATH}=step-9"
 NOT_ONLY = "--checkpoint.initial_load_model_only=false"
+STATE = {"optimizer.norm.weight.step": TensorRecord("float32", (), ())}
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +42,9 @@ def working_folder(tmp_path, monkeypatch):
         write_tokenizer(Path(folder), n_tokens=300 + number)
     for step, assets in ((9, "mine"), (12, "other")):
         fingerprint = {"shape": asdict(ARGS), "tokenizer": load_tokenizer(assets).identity}
-        run = {"config": {"model": {"hf_assets_path": assets}}}
+        run = describe_run(with_value(read_config(RUN).config, "model.hf_assets_path", assets), {}, {})
         folders.create_unfinished(Path(f"step-{step}"))
-        folders.commit(Path(f"step-{step}"), Manifest(step, fingerprint, run, {}), {})
+        folders.commit(Path(f"step-{step}"), Manifest(step, fingerprint, run, STATE), {})
 
 
 def write_hugging_face(name: str, args: ModelArgs, context: int | None = None) -> None:
@@ -72,18 +76,14 @@ def test_rope_and_sizes_of_a_run_are_those_of_the_weights_that_it_starts_from_or
     [
         ([OURS, "--model.n_layers=2"], "model.flavor", "n_layers 2 instead of 1"),
         ([HF, "--model.flavor=debug", "--model.vocab_size=2400"], "model.flavor", "dim 128 instead of 16"),
-        ([HF, NOT_ONLY], "checkpoint.initial_load_model_only", ""),
         ([f"--{PATH}=cut"], PATH, "model.safetensors"),
         ([f"--{PATH}=nowhere"], PATH, "nowhere"),
-        ([f"--{PATH}=moved", NOT_ONLY], PATH, "Name it step-9"),
         ([f"--{PATH}=outputs/debug/step-9", "--job.overwrite"], PATH, "job.overwrite"),
-        ([OURS, NOT_ONLY, "--training.steps=9"], "training.steps", "step 9 already"),
     ],
 )
 def test_weights_that_do_not_fit_are_one_problem(args, key, named):
     shutil.copytree("hf", "cut")
     os.truncate("cut/model.safetensors", os.path.getsize("cut/model.safetensors") - 1)
-    shutil.copytree("step-9", "moved")
     shutil.copytree("step-9", "outputs/debug/step-9")
     problem = find_one_problem([*RUN, *args])
     assert problem.key == key and named in str(problem)
@@ -128,13 +128,14 @@ def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_st
 # ---------------------------------------------------------------- the folder of an earlier run
 
 
-def save(step: int, *args: str, n_ranks: int = 2) -> Path:
-    """Write what a run leaves after `step`, without tensors. Return the checkpoint."""
+def save(step: int, *args: str, n_ranks: int = 2, tensors: dict[str, TensorRecord] = STATE) -> Path:
+    """Write what a run leaves after `step`, without files of tensors. Return the checkpoint."""
     prepared = preflight([*RUN, *args], machine=LAPTOP, n_ranks=n_ranks)
     fingerprint = {"shape": asdict(prepared.model_args), "tokenizer": prepared.tokenizer.identity}
+    fingerprint["documents"] = list(identify_documents(prepared.config, prepared.tokenizer).values())
     final = prepared.dump_folder / "checkpoint" / f"step-{step}"
     folders.create_unfinished(final)
-    folders.commit(final, Manifest(step, fingerprint, describe_run(prepared.config, {}, {}), {}), {})
+    folders.commit(final, Manifest(step, fingerprint, describe_run(prepared.config, {}, {}), tensors), {})
     return final
 
 
@@ -169,9 +170,38 @@ def test_a_run_that_resumes_is_refused_by_the_keys_that_differ_and_the_remedies_
     assert [problem.key for problem in problems] == list(differing)
     for problem in problems:
         assert differing[problem.key] in problem.why and str(checkpoint) in problem.why
-        for way in problem.remedy.split(", or "):
-            flags = [word for word in way.split() if word.startswith("--")]
-            assert not flags or prepare(*args, *flags)
+        follow_remedy(problem, *args)
+
+
+def follow_remedy(problem: Problem, *args: str) -> None:
+    """Prepare a run with these arguments and each set of flags that a remedy offers."""
+    for way in problem.remedy.split(", or "):
+        flags = [word for word in way.split() if word.startswith("--")]
+        assert not flags or prepare(*args, *flags)
+
+
+def test_documents_that_changed_under_the_same_name_are_found():
+    identity, data = load_tokenizer(SHIPPED).identity, "--training.dataset=letters"
+    write_corpus(Path("letters"), [[[1, 2]]], validation=[[[1]]], tokenizer_identity=identity)
+    save(9, data)
+    Path("letters").rename("moved")
+    write_corpus(Path("letters"), [[[1, 3]]], validation=[[[1]]], tokenizer_identity=identity)
+    problem = find_one_problem([*RUN, data])
+    assert problem.key == "training.dataset" and "documents of letters have changed" in problem.why
+    follow_remedy(problem, data)
+    Path("letters").rename("replaced")
+    Path("elsewhere").mkdir()
+    Path("moved").rename("elsewhere/letters")
+    assert prepare("--training.dataset=elsewhere/letters").resumed_step == 9
+
+
+def test_no_run_continues_from_weights_alone():
+    save(200, tensors={})
+    assert prepare().finished
+    problem = find_one_problem([*RUN, "--training.steps=300"])
+    assert problem.key == "training.steps" and "last_save_model_only" in problem.why
+    follow_remedy(problem, "--training.steps=300")
+    assert prepare("--training.steps=300", "--checkpoint.exclude_from_loading=optimizer").resumed_step == 200
 
 
 def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job_overwrite(capsys):
@@ -185,18 +215,18 @@ def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job
     assert [each.finished for each in prepared] == [""] * 3
     assert [each.resumed_step for each in prepared] == [200, 0, 0]
     deletes = [notice for each in prepared for notice in each.notices if "job.overwrite deletes" in notice]
-    assert len(deletes) == 1 and deletes[0].endswith(": checkpoint/step-200")
+    assert len(deletes) == 1 and deletes[0].endswith(": outputs/debug/checkpoint/step-200")
     assert main(["check", *RUN]) == 0 and "already at step 200" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- their tokenizer
 
 
-def find_tokenizer(*args: str) -> tuple[str, list[str]]:
-    """Return the folder of the tokenizer of a run, and the notices."""
+def find_tokenizer(*args: str) -> str:
+    """Return the folder of the tokenizer of a run."""
     prepared = prepare(*args)
     assert load_tokenizer(prepared.config.model.hf_assets_path).identity == prepared.tokenizer.identity
-    return str(prepared.tokenizer.path.parent.resolve().relative_to(Path.cwd())), prepared.notices
+    return str(prepared.tokenizer.path.parent.resolve().relative_to(Path.cwd()))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +234,7 @@ def find_tokenizer(*args: str) -> tuple[str, list[str]]:
     [([], "assets/tokenizer"), ([HF], "hf"), ([OURS], "mine"), ([OURS, "--model.hf_assets_path=mine"], "mine")],
 )
 def test_the_tokenizer_of_the_weights_is_the_default(args, tokenizer):
-    assert find_tokenizer(*args)[0] == tokenizer
+    assert find_tokenizer(*args) == tokenizer
 
 
 @pytest.mark.parametrize(("weights", "named"), [(HF, "other"), (OURS, "assets/tokenizer"), (OURS, "bytes")])
@@ -216,16 +246,15 @@ def test_another_tokenizer_than_that_of_the_weights_is_refused(weights, named):
 def test_a_run_that_resumes_keeps_the_tokenizer_of_its_checkpoint():
     for step, tokenizer in ((9, "mine"), (12, "other")):
         shutil.copytree(f"step-{step}", f"outputs/debug/checkpoint/step-{step}")
-        assert find_tokenizer(HF)[0] == tokenizer
-    assert find_tokenizer(HF, "--checkpoint.load_step=9", "--checkpoint.load_only")[0] == "mine"
+        assert find_tokenizer(HF) == tokenizer
+    assert find_tokenizer(HF, "--checkpoint.load_step=9", "--checkpoint.load_only") == "mine"
 
 
 def test_weights_without_a_tokenizer_need_one_that_is_named():
     Path("hf/tokenizer.model").unlink()
     problem = find_one_problem([*RUN, HF])
     assert problem.key == "model.hf_assets_path" and "no tokenizer" in problem.why and "hf" in problem.why
-    folder, notices = find_tokenizer(HF, "--model.hf_assets_path=other")
-    assert folder == "other" and "hf does not say" in " ".join(notices)
+    assert find_tokenizer(HF, "--model.hf_assets_path=other") == "other"
 
 
 def test_a_checkpoint_whose_tokenizer_has_changed_since_is_refused():

@@ -8,7 +8,7 @@ transformers 5 has `rope_parameters`, which contains theta and scaling; version 
 Both are read. Exports have the form of version 4, which every version reads.
 
     config.json, generation_config.json   published with the weights: `read_published`
-      -> the run                          config.json describes its model: run_config.py
+      -> the run                          config.json describes its model: preflight.py
       -> manifest.json of a checkpoint    `run` has both; a run that resumes or starts from it passes them on
       -> an export                        both, with the changes of training: `make_config`
 """

@@ -5,7 +5,6 @@ checkpoint is damaged, a run resumes from the one before, and logs that. A step 
 loaded or refused.
 """
 
-import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,30 +46,25 @@ def restore_or_load(
     *,
     is_named: bool,
     section: Checkpoint,
-    fingerprint: dict[str, object],
     group: dist.ProcessGroup,
 ) -> int:
     """Restore a checkpoint of this run, or load initial weights. Return the last finished step. Collective.
 
     `resumed_step` is the newest step, or the step that the user named (`is_named`); only the former is replaced by an
-    older one if it is damaged. If it is 0, checkpoint.initial_load_path is loaded, if given. Raises CheckpointError;
-    the content of the parameters is then undefined.
+    older one if it is damaged. If it is 0, checkpoint.initial_load_path is loaded, if given. preflight has compared the
+    config with the checkpoint. Raises CheckpointError; the content of the parameters is then undefined.
     """
-    path = Path(section.initial_load_path)
-    if resumed_step:
-        folder, step = checkpoints, resumed_step if is_named else None
-    elif not section.initial_load_path:
+    path, options = Path(section.initial_load_path), {"verify": section.verify, "group": group}
+    if not resumed_step and not section.initial_load_path:
         return 0
-    elif section.initial_load_model_only:
-        if (path / CONFIG).is_file():  # a Hugging Face folder
+    is_hugging_face = (path / CONFIG).is_file()
+    if not resumed_step and (section.initial_load_model_only or is_hugging_face):
+        if is_hugging_face:
             raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
         else:
-            same_model = {"shape": fingerprint["shape"]}
-            load_checkpoint(path, name_weights(parameters), fingerprint=same_model, verify=section.verify, group=group)
+            load_checkpoint(path, name_weights(parameters), **options)
         logger.info(f"the run starts with the weights of {path}")
         return 0
-    else:  # the weights, optimizer state and step of another run
-        folder, step = path.parent, int(path.name.removeprefix("step-"))
 
     if "optimizer" in section.exclude_from_loading:
         tensors = name_weights(parameters)
@@ -78,13 +72,14 @@ def restore_or_load(
     else:
         create_optimizer_state(optimizer)
         tensors = name_tensors(parameters, optimizer)
-    options = {"fingerprint": fingerprint, "verify": section.verify, "group": group}
-    if step is None:
-        manifest = load_newest(folder, tensors, **options)
-    else:
-        manifest = load_checkpoint(folder / f"step-{step}", tensors, **options)
+    if resumed_step and not is_named:
+        manifest = load_newest(checkpoints, tensors, **options)
+        path = checkpoints / f"step-{manifest.step}"
+    else:  # a step that the user named, or the weights, optimizer state and step of another run
+        path = checkpoints / f"step-{resumed_step}" if resumed_step else path
+        manifest = load_checkpoint(path, tensors, **options)
     set_step(lr_scheduler, manifest.step)
-    logger.info(f"resumed from {folder / f'step-{manifest.step}'}")
+    logger.info(f"resumed from {path}")
     return manifest.step
 
 
@@ -107,9 +102,7 @@ def set_step(lr_scheduler: LRScheduler, step: int) -> None:
     lr_scheduler.step()
 
 
-def load_newest(
-    folder: Path, tensors: dict[str, Tensor], *, fingerprint: dict[str, object], verify: bool, group: dist.ProcessGroup
-) -> Manifest:
+def load_newest(folder: Path, tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup) -> Manifest:
     """Fill `tensors`, in place, from the newest checkpoint in `folder` that is not damaged. Collective.
 
     Renames damaged ones to step-N.damaged. Raises CheckpointError if all are damaged; then nothing is renamed.
@@ -119,7 +112,7 @@ def load_newest(
     for step in reversed(steps):
         path = folder / f"step-{step}"
         try:
-            manifest = load_checkpoint(path, tensors, fingerprint=fingerprint, verify=verify, group=group)
+            manifest = load_checkpoint(path, tensors, verify=verify, group=group)
         except DamagedCheckpoint as error:
             if dist.get_rank(group) == 0:
                 logger.error(f"DAMAGED CHECKPOINT, so an older one is tried: {error}")
@@ -133,15 +126,13 @@ def load_newest(
     )
 
 
-def load_checkpoint(
-    path: Path, tensors: dict[str, Tensor], *, fingerprint: dict[str, object], verify: bool, group: dist.ProcessGroup
-) -> Manifest:
-    """Fill `tensors`, in place, from the checkpoint `path`, a step-N folder. Collective.
+def load_checkpoint(path: Path, tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup) -> Manifest:
+    """Fill `tensors`, in place, from the checkpoint `path`. Collective.
 
-    `tensors` hold this rank's shards. Raises CheckpointError if the fingerprint does not match or a tensor is missing,
+    `tensors` hold this rank's shards. Raises CheckpointError if a tensor is missing or has another shape,
     DamagedCheckpoint if a file is not what was saved; the content of `tensors` is then undefined.
     """
-    manifest = raise_on_all_ranks(group, lambda: read_matching_manifest(path, tensors, fingerprint))
+    manifest = raise_on_all_ranks(group, lambda: read_matching_manifest(path, tensors))
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     own_files = sorted(read_checksums(path))[rank::world_size] if verify else []
     failure = None
@@ -161,22 +152,12 @@ def load_checkpoint(
     return manifest
 
 
-def read_matching_manifest(path: Path, tensors: dict[str, Tensor], fingerprint: dict[str, object]) -> Manifest:
-    """Return the manifest. Raises CheckpointError if this run cannot load the checkpoint."""
+def read_matching_manifest(path: Path, tensors: dict[str, Tensor]) -> Manifest:
+    """Return the manifest. Raises CheckpointError if the checkpoint lacks one of `tensors`."""
     manifest = read_manifest(path)
-    for name, value in json.loads(json.dumps(fingerprint)).items():
-        if manifest.fingerprint.get(name) != value:
-            saved = manifest.fingerprint.get(name)
-            raise CheckpointError(f"{path} was saved with {name} = {saved!r}, this run has {value!r}")
     for name, tensor in tensors.items():
         record = manifest.tensors.get(name)
         if record is None:
-            kind = name.partition(".")[0]
-            if not any(other.startswith(f"{kind}.") for other in manifest.tensors):
-                raise CheckpointError(
-                    f"{path} has no tensor of the {kind}, so a run cannot resume from it. It can start from it: "
-                    "name it as checkpoint.initial_load_path"
-                )
             raise CheckpointError(f"{path} is of another model: it has no {name}")
         if record.shape != tuple(tensor.shape):
             shapes = f"is {list(record.shape)} there and {list(tensor.shape)} here"

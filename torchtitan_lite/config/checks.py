@@ -5,12 +5,13 @@ calls check_run and check_machine, and adds the checks that read files. Each fun
 sees every problem at once.
 """
 
+from importlib.util import find_spec
 from math import prod
 
 from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim, list_linears, plan_float8
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.machine import Machine, lacks_float8
+from torchtitan_lite.config.machine import Machine, find_missing_compiler, lacks_float8
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.schedule import find_csv_fault, splits_backward
 from torchtitan_lite.config.schema import Config, Model, get_value
@@ -212,8 +213,8 @@ def check_run(config: Config) -> list[Problem]:
 
 
 def check_machine(config: Config, machine: Machine) -> list[Problem]:
-    """Find what these devices cannot do."""
-    problems = Problems(config)
+    """Find what these devices cannot do, and compilers and packages that this host lacks."""
+    problems, compiled = Problems(config), config.compile
     if machine.device_type != "cuda":
         for key in (ASYNC_TP, "training.enable_cpu_offload", "profiling.enable_memory_snapshot"):
             if get_value(config, key):
@@ -221,4 +222,11 @@ def check_machine(config: Config, machine: Machine) -> list[Problem]:
     if config.model.uses_float8 and not config.quantize.linear.float8.emulate and lacks_float8(machine):
         why = f"{machine.name} does not multiply in float8, which needs compute capability 8.9"
         problems.refuse("model.converters", why, f'Leave out "float8", or set {FLOAT8}.emulate = true')
+    if machine.is_here and compiled.enable and compiled.backend == "inductor":
+        otherwise = 'or set compile.backend = "aot_eager" or compile.enable = false'
+        for what, how in find_missing_compiler(machine.device_type):
+            problems.refuse("compile.backend", f"its code is compiled, and {what}", f"{how}, {otherwise}")
+    if machine.is_here and config.metrics.enable_wandb and not find_spec("wandb"):
+        remedy = "It is the extra `wandb` (pip install wandb). Or set the key to false: TensorBoard gets the same"
+        problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)
     return problems

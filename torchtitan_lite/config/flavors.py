@@ -102,5 +102,5 @@ FLAVORS = {
     "Qwen3-30B-A3B": qwen3(2048, 48, 32, 4, 6144, expert_ffn_dim=768),
     "Qwen3-235B-A22B": qwen3(4096, 94, 64, 4, 12288, expert_ffn_dim=1536),
 }
-AUTO = "auto"  # the model of the weights that the run resumes or starts from (run_config.py), else:
+AUTO = "auto"  # the model of the weights that the run resumes or starts from (preflight.py), else:
 FLAVORS[AUTO] = FLAVORS["debug"]

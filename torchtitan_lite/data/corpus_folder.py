@@ -20,6 +20,7 @@ import os
 import shlex
 import sysconfig
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -158,35 +159,63 @@ def find_cached(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_pat
     return cache_folder / f"{name}-{hashlib.sha256(repr([tokenizer.identity, *stats]).encode()).hexdigest()[:16]}"
 
 
+def choose_validation(config: Config) -> tuple[list[str], str]:
+    """Return the corpora to validate on, and the folder with the files of those that are downloaded."""
+    training, validation = config.training, config.validation
+    return validation.dataset or training.dataset, validation.dataset_path or training.dataset_path
+
+
+def list_corpora(config: Config) -> list[tuple[str, str, str, str]]:
+    """Return key of the config, name, split and dataset_path of every corpus that a run reads."""
+    training, validation = config.training, config.validation
+    corpora = [("training.dataset", name, "train", training.dataset_path) for name in training.dataset]
+    if validation.enable:
+        key = "validation.dataset" if validation.dataset else "training.dataset"
+        names, dataset_path = choose_validation(config)
+        corpora += [(key, name, "validation", dataset_path) for name in names]
+    return corpora
+
+
 def list_named(config: Config) -> set[tuple[str, str]]:
     """Return (name, dataset_path) of the corpora of DATASETS that a run reads."""
-    training, validation = config.training, config.validation
-    named = {(name, training.dataset_path) for name in training.dataset}
-    if validation.enable:
-        path = validation.dataset_path or training.dataset_path
-        named |= {(name, path) for name in validation.dataset or training.dataset}
-    return {(name, path) for name, path in named if name in DATASETS}
+    return {(name, dataset_path) for _, name, _, dataset_path in list_corpora(config) if name in DATASETS}
+
+
+def identify_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return name -> identity of the documents to train on, for each corpus that is prepared already."""
+    training, identities = config.training, {}
+    for name in training.dataset:
+        with suppress(CorpusError):
+            folder = Path(name)
+            if name in DATASETS:
+                folder = find_cached(name, tokenizer, Path(training.cache_folder), training.dataset_path)
+            identities[name] = read_split(folder, "train", tokenizer=None).identify("train")
+    return identities
 
 
 # ---------------------------------------------------------------- before a run
 
 
-def check_corpora(
-    key: str, names: Sequence[str], *, split: str, tokenizer: Tokenizer | None, dataset_path: str = ""
-) -> list[Problem]:
-    """Return the corpora that cannot be read, or that another tokenizer made. None: the tokenizer is not known."""
-    problems = []
-    for name in names:
+def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
+    """Find corpora that are missing, damaged, or made with another tokenizer. None: the tokenizer is not known."""
+    training, problems = config.training, []
+    for key, name, split, dataset_path in list_corpora(config):
         try:
             if name in DATASETS:
                 DATASETS[name](dataset_path)
             else:
                 read_split(Path(name), split, tokenizer)
         except CorpusError as error:
-            problems.append(Problem(key, name, error.why, error.remedy))
-    if not names:
-        problems.append(Problem(key, [], "it names no corpus", f"Name one, {', '.join(DATASETS)} for instance"))
-    return problems
+            problem = Problem(key, name, error.why, error.remedy)
+            problems += [problem] * (problem not in problems)  # both splits of a corpus may be missing
+    if not training.dataset:
+        remedy = f"Name one, {', '.join(DATASETS)} for instance"
+        problems.append(Problem("training.dataset", [], "it names no corpus", remedy))
+    if training.dataset_path and not set(training.dataset) & DOWNLOADS:
+        why = f"training.dataset names none of {', '.join(DOWNLOADS)}, whose files it would hold"
+        remedy = "Leave it out: training.dataset itself takes paths of other corpora"
+        problems.append(Problem("training.dataset_path", training.dataset_path, why, remedy))
+    return problems + check_weights(training.dataset_weights, len(training.dataset))
 
 
 def check_prepared(config: Config, tokenizer: Tokenizer) -> None:

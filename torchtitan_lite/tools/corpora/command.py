@@ -17,7 +17,7 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, CorpusManifest, read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.run_config import SHIPPED
+from torchtitan_lite.preflight import SHIPPED
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files

@@ -17,7 +17,7 @@ import torch
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.run_config import read_run_config
+from torchtitan_lite.preflight import read_run_config
 from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
 from torchtitan_lite.tools.plan.dry_run import DryRun, PlannedRun, group_pp_ranks, plan_run, sum_traffic
 from torchtitan_lite.tools.plan.forecast import Forecast, forecast

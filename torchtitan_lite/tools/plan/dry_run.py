@@ -43,8 +43,7 @@ from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schedule import splits_backward
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.preflight import choose_n_ranks
-from torchtitan_lite.run_config import read_run_config
+from torchtitan_lite.preflight import choose_n_ranks, read_run_config
 from torchtitan_lite.tools.plan.fake_world import fake_group, kernels_of_gpus, loaded_experts, make_batch, static_stages
 from torchtitan_lite.tools.plan.memory import weigh_waiting
 from torchtitan_lite.tools.plan.meter import Meter, Segment, sum_by_kind

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.run_config import read_run_config
+from torchtitan_lite.preflight import read_run_config
 from torchtitan_lite.tools.verify.certificate import (
     EXIT_STATUS,
     Certificate,
