@@ -28,6 +28,7 @@ def wait(stop):
 @record
 def run_rank(args, stop):
     rank = os.environ["RANK"]
+    assert "TORCHTITAN_LITE_MACHINE" in os.environ
     print("stdout of", rank, flush=True)
     print("stderr of", rank, file=sys.stderr, flush=True)
     if "wait(stop)" in open(__file__).read().splitlines()[-1]:

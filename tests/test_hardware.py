@@ -1,12 +1,15 @@
 """What this machine is: the GPUs that the driver and CUDA_VISIBLE_DEVICES leave, memory limits, and peaks by name."""
 
+import json
 import os
+from dataclasses import asdict
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from torchtitan_lite.config.machine import (
+    FROM_LAUNCHER,
     GIB,
     Gpu,
     Machine,
@@ -44,6 +47,13 @@ def test_memory_that_the_driver_does_not_say_is_unknown(nvidia_smi, tmp_path):
     program = tmp_path / "bin" / "nvidia-smi"
     program.write_text("#!/bin/sh\necho '0, GPU-aaa1, NVIDIA GB10, [N/A]'\n")
     assert detect_machine() == Machine("cuda", 1, None, "NVIDIA GB10")
+
+
+def test_ranks_take_the_answer_of_their_launcher_whatever_the_driver_says_to_them(nvidia_smi, monkeypatch):
+    found = detect_machine()
+    monkeypatch.setenv(FROM_LAUNCHER, json.dumps(asdict(found)))
+    monkeypatch.setenv("STATUS", "15")
+    assert detect_machine() == found
 
 
 def test_a_rank_whose_torch_sees_gpus_that_the_driver_does_not_list_stops():

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.tools import launch
@@ -157,7 +158,7 @@ def test_torchrun_gets_what_the_environment_says(monkeypatch, tmp_path, given, n
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    config = launch.make_launch_config(2, n_hosts, tmp_path)
+    config = launch.make_launch_config(torch.distributed.run, 2, n_hosts, tmp_path)
     assert vars(config) | expected == vars(config)
     assert config.rdzv_configs["is_host"] == (given.get("NODE_RANK", "0") == "0")
 

@@ -1,6 +1,7 @@
 """This host: its GPUs, memory limits, compilers, and the peak FLOP/s of a GPU. No torch."""
 
 import csv
+import json
 import os
 import platform
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 MIB, GIB = 2**20, 2**30
+FROM_LAUNCHER = "TORCHTITAN_LITE_MACHINE"  # environment variable: the launcher's Machine as JSON, for its ranks
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,12 @@ def lacks_float8(machine: Machine) -> bool:
 
 
 def detect_machine() -> Machine:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, as the driver reports them; without any, the CPU."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, as the driver reports them; without any, the CPU.
+
+    The ranks of a launcher take its answer: one that asked a slow driver again could be alone on the CPU.
+    """
+    if answer := os.environ.get(FROM_LAUNCHER):
+        return Machine(**json.loads(answer))
     gpus = select_visible(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus:
         known = [gpu.memory_bytes for gpu in gpus if gpu.memory_bytes]

@@ -12,35 +12,36 @@ Exit status: 0 trained or already finished, 2 refused by check, 130 stopped by C
 """
 
 import importlib
+import json
 import logging
 import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
 from contextlib import suppress
+from dataclasses import asdict
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.manifest import find_steps
 from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, SIGNALS, StopRequest, describe_newest
+from torchtitan_lite.config.machine import FROM_LAUNCHER
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.preflight import Prepared
 from torchtitan_lite.tools.check import check, choose_host, describe
-from torchtitan_lite.tools.command_lines import parse_command
 from torchtitan_lite.tools.corpora.named import prepare_datasets
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.processes import prepare_forkserver
 
-if TYPE_CHECKING:  # the fork server starts before the launcher spends 1.5 s on torch
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig
-
+# They load torch, which takes 1.5 s: only after check, and while the fork server imports train.py.
+TORCHRUN = ("torch.distributed.run", "torch.distributed.elastic.multiprocessing.errors")
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit status of a rank that stopped for a signal
 STOP_FILE = "stopped"  # in the folder of the launch: the exit status, once a signal has arrived
 LINGER_S = 1.0  # of a rank that failed
@@ -64,6 +65,7 @@ def main(options: Namespace) -> int:
     except (PreparationError, ImportError, OSError) as error:
         print(f"This run cannot start: {error}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 2
+    os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     status, reason = run_ranks(args, prepared.layout.world_size // n_hosts, n_hosts, folder)
     checkpoints = prepared.dump_folder / prepared.config.checkpoint.folder
@@ -92,8 +94,8 @@ def export_last_checkpoint(prepared: Prepared) -> int:
     if not (section.enable and section.last_save_in_hf) or out.exists():
         return 0
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there are no ranks to pass it on to
-    convert = importlib.import_module("torchtitan_lite.tools.convert")
-    return convert.main(parse_command("convert", [str(last), str(out), "--dtype", section.export_dtype]))
+    options = ["--dtype", section.export_dtype]
+    return subprocess.call([sys.executable, "-m", "torchtitan_lite", "convert", str(last), str(out), *options])
 
 
 def is_first_host() -> bool:
@@ -127,17 +129,17 @@ def run_ranks(args: list[str], n_local: int, n_hosts: int, folder: Path) -> tupl
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         start_fork_server()
-        launcher = importlib.import_module("torch.distributed.launcher.api")
-        config = make_launch_config(n_local, n_hosts, folder)
+        torchrun, errors = map(importlib.import_module, TORCHRUN)
+        config = make_launch_config(torchrun, n_local, n_hosts, folder)
         if config.max_restarts == 0:
             logging.disable(logging.ERROR)  # torchrun's own account of a failure: the last line is shorter
         try:
-            statuses = launcher.launch_agent(config, run_rank, [args, folder])
-        except launcher.ChildFailedError as error:
-            code = error.get_first_failure()[1].exitcode
-            if code not in STOPPED and not (received and code < 0):
-                return 1, describe_failure(error)
-            statuses = {0: code if code in STOPPED else 128 + received[0]}
+            statuses = torchrun.elastic_launch(config, run_rank)(args, folder)
+        except errors.ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if failure.exitcode not in STOPPED and not (received and failure.exitcode < 0):
+                return 1, f"rank {rank} {describe_failure(failure)}"
+            statuses = {0: failure.exitcode if failure.exitcode in STOPPED else 128 + received[0]}
         except Exception as error:  # the hosts do not meet, or a port is taken
             return 1, f"torchrun failed: {type(error).__name__}: {error}"
     except KeyboardInterrupt:
@@ -161,21 +163,19 @@ def start_fork_server() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def make_launch_config(n_local: int, n_hosts: int, folder: Path) -> "LaunchConfig":
+def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder: Path) -> object:
     """Return torchrun's settings for this host, as the environment says."""
-    launcher = importlib.import_module("torch.distributed.launcher.api")
-    std = importlib.import_module("torch.distributed.elastic.multiprocessing").Std
     shown = {int(rank) for rank in os.environ.get("LOG_RANK", "0").split(",")}
-    hidden = dict.fromkeys(set(range(n_local)) - shown, std.ERR)  # their stderr goes to files, their stdout nowhere
+    hidden = dict.fromkeys(set(range(n_local)) - shown, torchrun.Std.ERR)  # their stderr goes to files
     address, local_address = "127.0.0.1:0", "127.0.0.1"  # port 0: any free one
     if n_hosts > 1:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '29500')}"
         local_address = os.environ.get("PET_LOCAL_ADDR")
-    return launcher.LaunchConfig(
+    return torchrun.LaunchConfig(
         min_nodes=n_hosts,
         max_nodes=n_hosts,
         nproc_per_node=n_local,
-        logs_specs=launcher.DefaultLogsSpecs(str(folder), redirects=hidden, local_ranks_filter=shown),
+        logs_specs=torchrun.DefaultLogsSpecs(str(folder), redirects=hidden, local_ranks_filter=shown),
         run_id="torchtitan_lite",
         role="rank",
         rdzv_backend="c10d",
@@ -209,13 +209,12 @@ def run_rank(args: list[str], folder: Path) -> int:
     return status
 
 
-def describe_failure(error: "ChildFailedError") -> str:
-    """Return which rank failed first, and why."""
-    rank, failure = error.get_first_failure()
+def describe_failure(failure: object) -> str:
+    """Return how a rank failed. `failure` is torchrun's ProcessFailure."""
     if failure.exitcode < 0:
         by_kernel = ", as Linux does when the memory is used up" if failure.exitcode == -signal.SIGKILL else ""
-        return f"rank {rank} was killed by {failure.signal_name()}{by_kernel}"
+        return f"was killed by {failure.signal_name()}{by_kernel}"
     if Path(failure.error_file).exists():  # an exception
         message = failure.error_file_data["message"]
-        return f"rank {rank} failed: {(message['message'] if isinstance(message, dict) else message).splitlines()[0]}"
-    return f"rank {rank} ended with exit status {failure.exitcode}"
+        return f"failed: {(message['message'] if isinstance(message, dict) else message).splitlines()[0]}"
+    return f"ended with exit status {failure.exitcode}"
