@@ -159,20 +159,14 @@ def find_cached(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_pat
     return cache_folder / f"{name}-{hashlib.sha256(repr([tokenizer.identity, *stats]).encode()).hexdigest()[:16]}"
 
 
-def choose_validation(config: Config) -> tuple[list[str], str]:
-    """Return the corpora to validate on, and the folder with the files of those that are downloaded."""
-    training, validation = config.training, config.validation
-    return validation.dataset or training.dataset, validation.dataset_path or training.dataset_path
-
-
 def list_corpora(config: Config) -> list[tuple[str, str, str, str]]:
     """Return key of the config, name, split and dataset_path of every corpus that a run reads."""
     training, validation = config.training, config.validation
     corpora = [("training.dataset", name, "train", training.dataset_path) for name in training.dataset]
     if validation.enable:
         key = "validation.dataset" if validation.dataset else "training.dataset"
-        names, dataset_path = choose_validation(config)
-        corpora += [(key, name, "validation", dataset_path) for name in names]
+        dataset_path = validation.dataset_path or training.dataset_path
+        corpora += [(key, name, "validation", dataset_path) for name in validation.dataset or training.dataset]
     return corpora
 
 
