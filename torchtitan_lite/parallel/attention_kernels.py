@@ -1,20 +1,20 @@
-"""Attention of some queries to some of their keys, so that parts of one attention can be computed apart and merged.
+"""Attention of some queries to some of their keys: parts of one attention are computed apart and merged.
 
     softmax over all keys      = merge of (out, lse) of any parts that the keys are cut into
     lse (B, H, S)              = log of the sum of exp(scores) over the keys of the part: its weight in the merge
     gradients of a part        = what the same kernel's backward gives for the *merged* out and lse
 
 A part is causal (as many queries as keys, which start at the same position) or not masked at all, so no S x S mask is
-ever made. A kernel's scores never leave it; what it returns and needs besides is of size (B, H, S).
+ever made. A kernel keeps its scores to itself; all other tensors that it takes or returns are no larger than query.
 
     device   dtype       kernel
     cpu      any         torch's CPU flash attention
-    cuda     bf16, fp16  FlashAttention 2; head_dim must be a multiple of 8
-    cuda     fp32        memory-efficient attention, which takes no fewer key heads than query heads: they are repeated
+    cuda     bf16, fp16  cuDNN's, on GPUs for which torch's SDPA prefers it: Hopper, Blackwell
+    cuda     bf16, fp16  else FlashAttention 2; head_dim must be a multiple of 8
+    cuda     fp32        memory-efficient attention, which needs as many key heads as query heads: they are repeated
 
-The CUDA kernels were not run by the authors of this file: their arguments are checked on meta tensors, their numbers by
-tests that need a GPU. cuDNN's kernel, which SDPA prefers on Hopper, is left out: the shape in which it returns lse is
-not the same in all torch versions.
+The CUDA kernels were not run on a GPU: their arguments are checked on meta tensors, their numbers by tests that need a
+GPU.
 
 Legend: B batch, S sequence, H query heads, K key/value heads, E head dim.
 Sources: online softmax arXiv:1805.02867; FlashAttention arXiv:2205.14135, 2307.08691.
@@ -47,6 +47,10 @@ class Kernel:
 def choose_kernel(query: Tensor) -> Kernel:
     if query.device.type == "cpu":
         return KERNELS["cpu"]
+    # cuDNN's backward is not deterministic.
+    if hasattr(torch, "_fused_sdp_choice") and not torch.are_deterministic_algorithms_enabled():
+        if SDPBackend(torch._fused_sdp_choice(query, query, query)) == SDPBackend.CUDNN_ATTENTION:
+            return KERNELS["cudnn"]
     in_flash = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     return KERNELS["flash" if in_flash else "efficient"]
 
@@ -66,6 +70,21 @@ def attend_cpu_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad_out, query, key, value, out, lse, 0.0, causal)
+
+
+def attend_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal)
+    return out, lse.flatten(2)  # (B, H, S, 1)
+
+
+def attend_cudnn_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    # No bias, and no cumulative lengths: the sequences of a batch are equally long.
+    inputs, lengths = (query, key, value, out, lse[..., None]), (None, None, query.shape[2], key.shape[2])
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        grad_out, *inputs, *no_random_state(query), None, *lengths, 0.0, causal
+    )
 
 
 def attend_flash(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -127,6 +146,7 @@ def no_random_state(query: Tensor) -> tuple[Tensor, Tensor]:
 
 KERNELS = {
     "cpu": Kernel(attend_cpu, attend_cpu_backward),
+    "cudnn": Kernel(attend_cudnn, attend_cudnn_backward),
     "flash": Kernel(attend_flash, attend_flash_backward),
     "efficient": Kernel(attend_efficient, attend_efficient_backward),
 }
