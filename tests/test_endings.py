@@ -32,7 +32,7 @@ def run_rank(args, stop):
     print("stdout of", rank, flush=True)
     print("stderr of", rank, file=sys.stderr, flush=True)
     if "wait(stop)" in open(__file__).read().splitlines()[-1]:
-        stop.wait_for_steps(object())
+        stop.is_first_step = False
     open(f"rank {rank} listens", "w")
     while not os.path.exists(f"rank {1 - int(rank)} listens"):
         time.sleep(0.01)

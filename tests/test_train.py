@@ -1,5 +1,6 @@
 """train.py: killed and restarted under torchrun, resumed on another layout."""
 
+import json
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ KEYS = [
     "--validation.steps=3",
     "--checkpoint.interval=8",
 ]
+MARKS = ("start", "validation", "save", "stop")  # kinds of records besides "step"
 RANKS, LAYOUT = 2, "--training.local_batch_size=6"
 
 
@@ -71,6 +73,16 @@ def test_a_second_run_says_that_the_first_has_finished_and_changes_nothing(pool,
     assert f"already at step {STEPS}" in output and "trained" not in output
     assert pool.run(warm_start.start, RANKS, [*keys, LAYOUT, f"--job.dump_folder={folder}"]) == [0] * RANKS
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_metrics_jsonl_tells_a_run_from_its_start_to_its_stop(unbroken):
+    records = [json.loads(line) for line in (unbroken[0] / "metrics.jsonl").read_text().splitlines()]
+    kinds = {kind: [record["step"] for record in records if record["kind"] == kind] for kind in MARKS}
+    assert kinds == {"start": [0], "validation": [1, 10, STEPS], "save": [8, 16, STEPS], "stop": [STEPS]}
+    assert [record["step"] for record in records if record["kind"] == "step"] == list(range(1, STEPS + 1))
+    first, last = records[0], records[-1]
+    assert first["layout"]["dp_shard"] == first["world_size"] == RANKS and not first["resumed"]
+    assert first["time"] < last["time"] and f"trained {STEPS} steps (1 to {STEPS})" in last["reason"]
 
 
 LAYOUTS = {
