@@ -16,7 +16,7 @@ from torchtitan_lite.config.checks import check_layout, check_mesh, check_model,
 from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schedule import Stages, check_microbatches, find_csv_fault, place_stages, plan_stages
-from torchtitan_lite.config.schema import Config, Model, Parallelism, with_value
+from torchtitan_lite.config.schema import Config, Model, Parallelism, Training, with_value
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")  # keys of [model]
@@ -130,10 +130,17 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
         "parallelism.zero_stage": layout.zero_stage,
         "training.global_batch_size": layout.global_batch_size,
         "training.mixed_precision_param": param,
+        "training.loss_chunk_tokens": choose_chunk_tokens(config.training, device_type),
         "lr_scheduler.total_steps": config.lr_scheduler.total_steps or config.training.steps,
     }.items():
         config = with_value(config, key, value)
     return config
+
+
+def choose_chunk_tokens(section: Training, device_type: str) -> int:
+    """Return loss_chunk_tokens. A GPU needs large matmuls; a CPU's caches like small ones."""
+    automatic = 4096 if device_type == "cuda" else 1024
+    return automatic if section.loss_chunk_tokens == -1 else section.loss_chunk_tokens
 
 
 def plan_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:

@@ -31,6 +31,7 @@ class Range:
 Positive = Annotated[int, Range(1)]
 PositiveOrAuto = Annotated[int, Range(1, auto=-1)]
 NotNegative = Annotated[int, Range(0)]
+NotNegativeOrAuto = Annotated[int, Range(0, auto=-1)]
 AboveZero = Annotated[float, Range(1e-30)]
 Share = Annotated[float, Range(0, 1)]
 Decay = Annotated[float, Range(0, 0.999999)]  # Adam divides by 1 - beta
@@ -130,7 +131,8 @@ class Training:
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"  # of compute; auto: bfloat16 on CUDA
     mixed_precision_reduce: Literal["float32"] = "float32"  # of gradient reduction
     enable_cpu_offload: bool = False  # weights, gradients and optimizer stay on the host, where the optimizer runs
-    loss_chunk_tokens: NotNegative = 1024  # new: tokens of a rank whose logits exist at a time; 0: all of them
+    # new: tokens of a rank whose logits exist at a time; 0: all of them; auto: 4096 on CUDA, else 1024
+    loss_chunk_tokens: NotNegativeOrAuto = -1
     # new: step of an expert's bias towards an even load; 0: there is no bias, the default for weights trained further
     expert_bias_rate: Share = 1e-3
     # new: weight of the auxiliary loss of each sequence's load (DeepSeek-V3: 1e-4; Mixtral and Qwen3: 1e-3 or more)

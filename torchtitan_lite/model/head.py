@@ -117,17 +117,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, loss: ChunkedLoss) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # sums of many chunks: not in bf16
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # the sum over many chunks would lose bits in bf16
         n = loss.chunk_tokens or len(hidden)
         pieces = (tensor.split(n) for tensor in (hidden, targets, grad_hidden))
         for some_hidden, some_targets, some_grad_hidden in zip(*pieces, strict=True):
             some_loss, grad_logits = loss.differentiate(some_hidden @ weight.t(), some_targets, with_gradient=True)
             total += some_loss
             torch.mm(grad_logits, weight, out=some_grad_hidden)
-            if weight.dtype == torch.float32:
-                grad_weight.addmm_(grad_logits.t(), some_hidden)
-            else:
-                grad_weight += grad_logits.t() @ some_hidden
+            add_product(grad_weight, grad_logits.t(), some_hidden)
             del grad_logits  # before the next chunk's logits are there
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total
@@ -138,3 +135,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         # Not in place: a schedule that splits its backward comes here twice.
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad_total, grad_weight * grad_total, None, None
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, fp32, in place."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:  # the matmul itself adds in fp32; there is no such kernel for a CPU
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b

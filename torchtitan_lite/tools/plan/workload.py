@@ -17,7 +17,7 @@ from typing import Literal
 
 from torchtitan_lite.config.block import BlockModule, count_expert_parameters, count_layer_parameters, list_block
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.layout import Layout, choose_chunk_tokens
 from torchtitan_lite.config.memory_bound import MASTER_BYTES, count_moment_bytes
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schedule import Stages, splits_backward
@@ -282,7 +282,7 @@ def count_modules(stages: Stages, args: ModelArgs) -> tuple[Stage, ...]:
 
 
 def describe_workload(config: Config, args: ModelArgs, layout: Layout, *, imbalance: float = 1.0) -> Workload:
-    """Return the workload of a run. A compute dtype of "auto" counts as a GPU's. Raises ConfigError."""
+    """Return the workload of a run. Automatic values are those of a GPU. Raises ConfigError."""
     if config.activation_checkpoint.mode == "memory_budget":
         why = "the compiler decides what is recomputed, so no closed form exists"
         remedy = 'Ask for "none" and for "full": the answer lies between'
@@ -304,7 +304,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout, *, imbala
         moment_bytes=count_moment_bytes(config.optimizer),
         splits_backward=splits_backward(config.parallelism),
         shards_loss=not config.parallelism.disable_loss_parallel,
-        loss_chunk_tokens=config.training.loss_chunk_tokens,
+        loss_chunk_tokens=choose_chunk_tokens(config.training, "cuda"),
         compiled=config.compile.enable,
         ring=config.parallelism.context_parallel_rotate_method == "ring",
         documents=config.model.attention == "document",

@@ -99,7 +99,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     if option.isdecimal() and int(option) > 2:
         small = override(small, {"activation_checkpoint.selective_ac_option": "2"})
     # small batches are to have several chunks too; 0, no chunks, stays
-    small = override(small, {"training.loss_chunk_tokens": min(config.training.loss_chunk_tokens, 24)})
+    small = override(small, {"training.loss_chunk_tokens": 24 if config.training.loss_chunk_tokens else 0})
     small = override(small, reduce_batch(small, config, real, degrees, sizes))
     small_args = resolve_model(small.model)
     layout = plan_layout(small, small_args, prod(degrees.values()))

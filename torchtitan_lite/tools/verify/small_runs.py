@@ -103,7 +103,7 @@ def lengthen(reduction: Reduction) -> SmallRun:
     seq_len = next(length for length in count(-(-wanted // pieces) * pieces, pieces) if length not in widths)
     small = override(plan_own_stages(reduction.config), {"compile.enable": False})
     n_layers = count_least_layers(small.parallelism, at_least=min(2, degrees["pp"]))
-    chunk = min(real.training.loss_chunk_tokens, -(-seq_len // degrees["cp"] // N_CHUNKS))  # 0, no chunks, stays
+    chunk = -(-seq_len // degrees["cp"] // N_CHUNKS) if real.training.loss_chunk_tokens else 0
     small = override(small, {"model.n_layers": n_layers, "training.loss_chunk_tokens": chunk})
     small = resize(small, degrees, sizes, n_rows=1, n_microbatches=3, seq_len=seq_len)
     # Beyond the wide run's rows, where the stretching of rotary wavelengths ends.
