@@ -209,6 +209,17 @@ def test_layers_are_left_out_by_name_and_by_dims_on_every_rank():
     assert plan_float8(linears, ["wq", "layers.1"], tp=1).fqns == ("layers.0.attention.wk",)
 
 
+@pytest.mark.parametrize("recipe_name", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("flavor", ["1B", "8B", "70B"])
+def test_layers_that_are_too_small_are_those_of_torchao(flavor, recipe_name):
+    linears, names = list_linears(replace(FLAVORS[flavor], n_layers=1)), ["output", "auto_filter_small_kn"]
+    torchao = pytest.importorskip("torchao.float8", reason="torchao is not installed; it is only an oracle")
+    computes = torchao._auto_filter_for_recipe(recipe_name, names)
+    with torch.device("meta"):
+        expected = [fqn for fqn, (n, k) in linears.items() if computes(nn.Linear(k, n), fqn)]
+    assert list(plan_float8(linears, names, 1, recipe_name).fqns) == expected
+
+
 # ---------------------------------------------------------------- config
 
 HAVE = ["H100 80GB HBM3", "L4", "GeForce RTX 4090", "RTX 2000 Ada Generation", "B200"]

@@ -121,7 +121,7 @@ def start_run(
 ) -> Run:
     """Build a run at step 0 from parts on meta: allocate them, then make optimizer and schedules."""
     materialize(parts, config, device, init_parameter)
-    float8_weights = gather_in_float8(parts, config.quantize.linear.float8)
+    float8_weights = gather_in_float8(parts, config.quantize.linear.float8, config.compile)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
     optimizer = build_optimizer(config.optimizer, parameters.values())
     if config.compile.enable:

@@ -156,6 +156,7 @@ def count_flops_per_token(args: ModelArgs, seq_len: int) -> FlopsPerToken:
 # ---------------------------------------------------------------- float8
 
 FLOAT8_BLOCK = 16  # the matrix units take float8 in blocks of this size
+SKIP_SMALL = "auto_filter_small_kn"  # in filter_fqns, as in torchtitan: leave out layers that float8 would slow down
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,9 @@ class Float8Plan:
     skipped: dict[str, str]  # FQN -> why not
 
 
-def plan_float8(linears: dict[str, tuple[int, int]], filter_fqns: list[str], tp: int) -> Float8Plan:
+def plan_float8(
+    linears: dict[str, tuple[int, int]], filter_fqns: list[str], tp: int, recipe_name: str = "tensorwise"
+) -> Float8Plan:
     """Return the layers that compute in float8, and why the others do not.
 
     `linears`: FQN -> (out, in) features of the whole layer. A filter may be any part of an FQN, as in torchtitan.
@@ -181,7 +184,16 @@ def plan_float8(linears: dict[str, tuple[int, int]], filter_fqns: list[str], tp:
         elif any(size % (FLOAT8_BLOCK * tp) for size in sizes):
             over = f" x tp {tp}" if tp > 1 else ""
             skipped[fqn] = f"{sizes[0]} x {sizes[1]} is not in multiples of {FLOAT8_BLOCK}{over}"
+        elif SKIP_SMALL in filter_fqns and is_small_for_float8(*sizes, recipe_name):
+            skipped[fqn] = f"{sizes[0]} x {sizes[1]} is too small to gain ({SKIP_SMALL})"
     return Float8Plan(tuple(fqn for fqn in linears if fqn not in skipped), skipped)
+
+
+def is_small_for_float8(n_out: int, n_in: int, recipe_name: str) -> bool:
+    """Return whether rounding costs more than the matmul gains: torchao's thresholds, measured on an H100."""
+    if recipe_name == "tensorwise":
+        return n_out <= 1024 and n_in <= 4096
+    return n_out <= 2048 or n_in <= 1024 or (n_out <= 4096 and n_in <= 2048)
 
 
 def list_linears(args: ModelArgs) -> dict[str, tuple[int, int]]:

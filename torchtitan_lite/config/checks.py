@@ -128,8 +128,8 @@ def check_experts(problems: Problems, degrees: dict[str, int]) -> None:
 def check_float8(problems: Problems, tp: int, n_tokens: int) -> None:
     """Find why linear layers cannot compute in float8. `n_tokens`: tokens in a microbatch of one rank."""
     config, section = problems.config, problems.config.quantize.linear.float8
-    if not plan_float8(list_linears(problems.args), section.filter_fqns, tp).fqns:
-        why = "no linear layer is left to compute in float8: others are filtered, or not in multiples of 16 per tp rank"
+    if not plan_float8(list_linears(problems.args), section.filter_fqns, tp, section.recipe_name).fqns:
+        why = "no linear layer is left to compute in float8: all are filtered, or not in multiples of 16 per tp rank"
         problems.refuse("model.converters", why, 'Leave out "float8"')
     if problems.args.mixture and "experts" not in section.filter_fqns:
         why = "the grouped matmul of experts does not compute in float8 here"

@@ -191,7 +191,8 @@ class Compile:
 @dataclass(frozen=True)
 class Float8:
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"  # see model/float8_linear.py
-    filter_fqns: list[str] = field(default_factory=lambda: ["output"])  # layers left out, by any part of their FQN
+    # layers left out, by any part of their FQN; "auto_filter_small_kn": those that float8 would slow down
+    filter_fqns: list[str] = field(default_factory=lambda: ["output"])
     enable_fsdp_float8_all_gather: bool = False  # weights travel as float8; tensorwise only
     precompute_float8_dynamic_scale_for_fsdp: bool = False  # their scales: one all-reduce a step, not one a weight
     emulate: bool = False  # float8's rounding without its matmul, for GPUs that have none

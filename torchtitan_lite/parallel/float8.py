@@ -16,6 +16,7 @@ Sources: TorchTitan arXiv:2410.06511; FSDP2's extension hooks, torch.distributed
 Effect: linear layers of the plan become Float8Linear; FQNs, parameters and what a checkpoint holds do not change.
 """
 
+from collections.abc import Callable
 from math import ceil, inf
 
 import torch
@@ -27,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from torchtitan_lite.config.block import plan_float8
-from torchtitan_lite.config.schema import Float8
+from torchtitan_lite.config.block import FLOAT8_BLOCK, plan_float8
+from torchtitan_lite.config.schema import Compile, Float8
 from torchtitan_lite.model.float8_linear import E4M3, Float8Linear, Float8MatmulFunction, cast, choose_scale
 
 aten = torch.ops.aten
@@ -37,7 +38,8 @@ aten = torch.ops.aten
 def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     """Replace the linear layers of the plan (on meta)."""
     linears = {fqn: module for fqn, module in part.named_modules() if type(module) is nn.Linear and module.bias is None}
-    plan = plan_float8({fqn: tuple(linear.weight.shape) for fqn, linear in linears.items()}, section.filter_fqns, tp)
+    sizes = {fqn: tuple(linear.weight.shape) for fqn, linear in linears.items()}
+    plan = plan_float8(sizes, section.filter_fqns, tp, section.recipe_name)
     for fqn in plan.fqns:
         old = linears[fqn]
         with torch.device(old.weight.device):
@@ -62,15 +64,18 @@ class ParallelFloat8Linear(Float8Linear):
 # ---------------------------------------------------------------- weights gathered as float8
 
 
-def gather_in_float8(parts: list[nn.Module], section: Float8) -> list["Float8AllGatherHook"]:
+def gather_in_float8(parts: list[nn.Module], section: Float8, compile_section: Compile) -> list["Float8AllGatherHook"]:
     """Make FSDP gather the weights of `parts` (allocated) as float8, if asked for. Returns those to precompute.
 
     A rank without FSDP (it has its stage alone) gathers nothing: its weights do not change.
     """
     if not section.enable_fsdp_float8_all_gather:
         return []
+    cast_shard = cast
+    if compile_section.enable:  # one kernel instead of three
+        cast_shard = torch.compile(cast, backend=compile_section.backend, fullgraph=True)
     weights = [
-        Float8AllGatherHook(module.weight._local_tensor)  # not a view of it: FSDP looks at this one
+        Float8AllGatherHook(module.weight._local_tensor, cast_shard)  # not a view of it: FSDP looks at this one
         for part in parts
         for module in part.modules()
         if isinstance(module, ParallelFloat8Linear) and isinstance(module.weight, DTensor)
@@ -97,9 +102,10 @@ class Float8AllGatherHook:
     Not a tensor subclass: optimizer and checkpoints would have to deal with it.
     """
 
-    def __init__(self, shard: Tensor):
-        self.shard = shard
-        self.scale: Tensor | None = None  # of the whole weight, where it is precomputed
+    def __init__(self, shard: Tensor, cast_shard: Callable[[Tensor, Tensor, torch.dtype], Tensor]):
+        """`cast_shard` is `cast`, compiled or not."""
+        self.shard, self.cast_shard = shard, cast_shard
+        self.scale: Tensor | None = None  # of the whole weight, if it is precomputed
 
     def pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: object, module: nn.Module, mp_policy: object
@@ -110,7 +116,9 @@ class Float8AllGatherHook:
             amax = find_amax(self.shard)
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
             scale = choose_scale(amax, E4M3)
-        data = cast(self.shard, scale, E4M3).view(torch.uint8)  # no backend gathers float8 as such
+        # Compiled code loads 16 bytes at a time if it knows that the length is a multiple of 16.
+        data = self.cast_shard(self.shard.view(-1, FLOAT8_BLOCK), scale, E4M3).view_as(self.shard)
+        data = data.view(torch.uint8)  # no backend gathers float8 as such
         n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer
         return (F.pad(data, (0, 0, 0, n_rows - len(data))),), (scale,)
 

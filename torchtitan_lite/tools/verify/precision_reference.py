@@ -149,9 +149,8 @@ class RoundedProcess:
         linears = {
             name: tuple(m.weight.shape) for name, m in modules.items() if type(m) is nn.Linear and m.bias is None
         }
-        self.in_float8 = (
-            set(plan_float8(linears, section.filter_fqns, layout.tp).fqns) if self.config.model.uses_float8 else set()
-        )
+        plan = plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name)
+        self.in_float8 = set(plan.fqns) if self.config.model.uses_float8 else set()
         for layer, mixture in list_mixtures(self.model):
             sequences = self.config.training.global_batch_size
             mixture.router.balance_loss = self.config.training.expert_balance_loss / sequences

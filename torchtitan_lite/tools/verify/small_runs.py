@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from torchtitan_lite.config.block import FLOAT8_BLOCK, count_parameters
+from torchtitan_lite.config.block import FLOAT8_BLOCK, SKIP_SMALL, count_parameters
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.machine import measure_cpu_memory
@@ -180,8 +180,9 @@ def choose_float8_sizes(reduction: Reduction) -> dict[str, object]:
     args, layout = reduction.args, reduction.layout
     width = FLOAT8_BLOCK * layout.tp
     tokens = FLOAT8_BLOCK * layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
-
+    filters = reduction.config.quantize.linear.float8.filter_fqns
     return {
+        "quantize.linear.float8.filter_fqns": [fqn for fqn in filters if fqn != SKIP_SMALL],
         "model.head_dim": FLOAT8_BLOCK,
         "model.dim": round_up(args.dim * FLOAT8_BLOCK // args.head_dim, width),
         "model.ffn_dim": round_up(args.ffn_dim, width),
