@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import traceback
-from dataclasses import asdict
 from functools import partial
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -22,7 +21,6 @@ from torchtitan_lite.components.shutdown import StopRequest, describe_stop
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.messages import ConfigError, UserError
-from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.data.corpus_folder import check_prepared
 from torchtitan_lite.dump_folder import open_dump_folder
 from torchtitan_lite.parallel.mesh import build_mesh
@@ -63,8 +61,6 @@ def main(args: list[str], stop: StopRequest) -> int:
         logger.info(notice)
     n_parameters = count_parameters(model_args)
     logger.info(f"{config.job.description or plan.title}: {n_parameters:,} parameters, {layout}")
-    if config.job.print_config:
-        logger.info(dump_config_toml(config))
 
     # ---- data: each data-parallel rank reads its rows of every global batch
     data = open_data(config, model_args, layout, mesh, device, plan.tokenizer)
@@ -76,12 +72,6 @@ def main(args: list[str], stop: StopRequest) -> int:
 
     # ---- checkpoint: resume from the newest one, or from the one that is named; or load initial weights
     checkpoints = dump_folder / config.checkpoint.folder
-    fingerprint = {
-        **data.stream.fingerprint,
-        "tokenizer": plan.tokenizer.identity,
-        "global_batch_size": layout.global_batch_size,
-        "shape": asdict(model_args),
-    }
     resumed_step = restore_or_load(
         checkpoints,
         plan.resumed_step,
@@ -106,7 +96,7 @@ def main(args: list[str], stop: StopRequest) -> int:
         checkpoints,
         config.checkpoint,
         run.optimizer,
-        fingerprint=fingerprint,
+        fingerprint=data.fingerprint,
         run=describe_run(config, layout.degrees, plan.published),
         group=groups.saver,
         device=device,

@@ -11,7 +11,7 @@ train.py, verify, plan, explain and bench build their runs here, so they cannot 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -154,6 +154,7 @@ class RunData:
     validation: ValidationBatches | None
     bytes_of_tokens: Tensor  # (V,) int64, on the device: UTF-8 bytes of each id
     rows: range
+    fingerprint: dict[str, object]  # must match when a run resumes
 
     def batches(self, steps: range) -> Iterator[Batch]:
         """Yield this rank's rows of the global batches of these steps, counted from 0."""
@@ -188,4 +189,7 @@ def open_data(
         reader = open_split(names, dataset_path, "validation")
         validation = ValidationBatches(reader, global_batch_size=batch_size, most_batches=section.steps)
     bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
-    return RunData(stream, validation, bytes_of_tokens, rows_of_rank(mesh.data_rank, layout.dp, batch_size))
+    fingerprint = {**stream.fingerprint, "tokenizer": tokenizer.identity}
+    fingerprint |= {"global_batch_size": batch_size, "shape": asdict(model_args)}
+    rows = rows_of_rank(mesh.data_rank, layout.dp, batch_size)
+    return RunData(stream, validation, bytes_of_tokens, rows, fingerprint)

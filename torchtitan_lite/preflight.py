@@ -34,7 +34,7 @@ from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, res
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.reader import ConfigReading, read_config
+from torchtitan_lite.config.reader import ConfigReading, dump_config_toml, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
 from torchtitan_lite.data.corpus_folder import check_data, identify_documents
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
@@ -156,6 +156,8 @@ def preflight(
         notices.append(f"{len(plan.fqns)} of {len(plan.fqns) + len(plan.skipped)} linear layers compute in float8")
     if config.job.overwrite and not restarted and (earlier := list_earlier(Path(config.job.dump_folder), config)):
         notices.append(f"job.overwrite deletes the earlier run: {', '.join(map(str, earlier))}")
+    if config.job.print_config:
+        notices.append(dump_config_toml(config))
     resolved = {**vars(run), "config": config, "notices": notices}
     return Prepared(**resolved, model_args=model_args, layout=layout, memory=memory, tokenizer=tokenizer)
 
