@@ -1,11 +1,10 @@
 """Mutants of mixtures: routing, the exchange of rows, gradients over ep, loads and biases."""
 
-from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from layouts import EP, FAST, MIXTURE, MODE, Row
+from layouts import FAST
 from mutant_table import NORM, mutant
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -160,34 +159,6 @@ def bias_forgotten_on_one_rank(original, router, scores):
 
 
 # ---------------------------------------------------------------- loads and biases
-
-
-@mutant(EP2, "expert_loads", LOADS)
-def loads_counted_again_by_recompute():
-    """Loads are counted in forward, and recompute runs that twice. Biases move as before, since all loads are doubled;
-    what is logged is not, and where some layers alone are recomputed they cannot be compared."""
-    forward = moe.BalanceFunction.forward
-
-    def count_in_forward(ctx, weights, probabilities, counts, router):
-        router.load[:-1] += counts.sum(0)
-        return forward(ctx, weights, probabilities, counts, router)
-
-    @contextmanager
-    def applied():
-        with (
-            patch.object(moe.BalanceFunction, "forward", staticmethod(count_in_forward)),
-            patch.object(moe.BalanceFunction, "backward", staticmethod(lambda ctx, grad: (grad, None, None, None))),
-        ):
-            yield
-
-    return applied()
-
-
-@mutant(Row(2, {**MIXTURE, EP: 2, MODE: "none"}), "expert_loads", LOADS, at=(moe.BalanceFunction, "forward"))
-def padding_counted_as_tokens(original, ctx, weights, probabilities, counts, router):
-    """The rows of each expert are padded to a multiple of 8, and padding is counted as load. Rare experts seem to be
-    busier than they are, so that their biases do not rise."""
-    return original(ctx, weights, probabilities, -(-counts // 8) * 8, router)
 
 
 @mutant(EP2, "expert_loads", LOADS, dims=("dp_shard",))

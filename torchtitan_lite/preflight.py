@@ -152,7 +152,8 @@ def preflight(
         raise ConfigError(problems)
 
     if config.model.uses_float8:
-        plan = plan_float8(list_linears(model_args), config.quantize.linear.float8.filter_fqns, layout.tp)
+        section = config.quantize.linear.float8
+        plan = plan_float8(list_linears(model_args), section.filter_fqns, layout.tp, section.recipe_name)
         notices.append(f"{len(plan.fqns)} of {len(plan.fqns) + len(plan.skipped)} linear layers compute in float8")
     if config.job.overwrite and not restarted and (earlier := list_earlier(Path(config.job.dump_folder), config)):
         notices.append(f"job.overwrite deletes the earlier run: {', '.join(map(str, earlier))}")

@@ -1,6 +1,6 @@
 """Balance the load of experts: count the tokens of each expert in a step, and adjust its bias.
 
-    load of a layer       whole numbers, counted in every backward pass of the step and summed over all ranks
+    load of a layer       whole numbers, counted after every forward pass of the step and summed over all ranks
     bias of an expert     += rate if its load is below the layer's mean, -= rate if it is above
 
 The bias is the same on every rank and on every layout, because loads are whole numbers of the global batch, without
@@ -11,6 +11,7 @@ Sources: arXiv:2408.15664; the auxiliary loss beside it: model/moe.py.
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -72,12 +73,21 @@ class ExpertBalance:
 def build_balance(
     parts: list[nn.Module], section: Training, global_batch_size: int, device: torch.device
 ) -> ExpertBalance:
-    """Set the auxiliary loss of the routers, the mean over the sequences of a step, and collect them."""
-    args = parts[0].model_args
-    routers = {layer: mixture.router for part in parts for layer, mixture in list_mixtures(part)}
-    for router in routers.values():
-        router.balance_loss = section.expert_balance_loss / global_batch_size
+    """Set the auxiliary loss of the routers, the mean over the sequences of a step, and count loads from now on."""
+    args, routers = parts[0].model_args, {}
+    for part in parts:
+        for layer, mixture in list_mixtures(part):
+            routers[layer] = mixture.router
+            mixture.router.balance_loss = section.expert_balance_loss / global_batch_size
+            # Recompute calls the block's forward, not its hooks.
+            part.layers[str(layer)].register_forward_hook(partial(count_load, mixture.router))
     return ExpertBalance(routers, args.n_layers, args.mixture.n_experts, section.expert_bias_rate, device)
+
+
+def count_load(router: Router, *hook_args: object) -> None:
+    """Add the load of the last forward pass, unless it has no gradient: validation is not counted."""
+    if torch.is_grad_enabled():
+        router.load += router.last_load
 
 
 # ---------------------------------------------------------------- what the log says of it

@@ -14,9 +14,8 @@ on every layout:
     auxiliary loss  sum over experts of f x P, for each sequence separately. f is the expert's fraction of the routes
                     (times n_experts, so 1 means balanced), P the mean of its normalized scores
 
-The gradient of the auxiliary loss is added where the scores are computed, so the model still returns one tensor. Loads
-are counted there too, in backward: it sees each microbatch once, with or without recompute, and validation has none.
-All tokens are counted, including those whose target is ignored.
+The gradient of the auxiliary loss is added where the scores are computed, so the model still returns one tensor. All
+tokens are counted, including those whose target is ignored.
 
 `routes` can be given instead of chosen, to compare two runs number by number: top-k turns a difference in the last bit
 of a score into a different expert.
@@ -53,8 +52,11 @@ class MixtureOfExperts(nn.Module):
         rows = take_rows(x.flatten(0, 1), order // n_copies, place, n_copies)
         rows = self.experts(rows, counts)
         copies = take_rows(rows, place, order, 1).view(*routes.shape, -1)  # (B, S, K, D)
-        # Weight and sum in fp32: K rounded products would lose precision.
-        return (copies.float() * weights[..., None]).sum(2).to(x.dtype)
+        return self.combine(copies, weights)
+
+    def combine(self, copies: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's copies, (B, S, K, D) -> (B, S, D). In fp32: K products lose bits."""
+        return (copies.float() * weights[..., None]).sum(2).to(copies.dtype)
 
 
 class Router(nn.Module):
@@ -65,9 +67,10 @@ class Router(nn.Module):
         self.args, self.n_experts = args, args.n_experts
         self.weight = nn.Parameter(torch.empty(args.n_experts, dim))
         self.register_buffer("expert_bias", torch.zeros(args.n_experts, dtype=torch.float32))  # in checkpoints
-        # Sums over this step's backward passes so far: routes of each expert, and the entropy of the tokens' scores in
-        # nats. float64 holds integers up to 2**53.
+        # Sums over this step's microbatches: routes of each expert, and the entropy of the tokens' scores in nats.
+        # float64 holds integers up to 2**53.
         self.register_buffer("load", torch.zeros(args.n_experts + 1, dtype=torch.float64), persistent=False)
+        self.last_load: Tensor | None = None  # the same of the last forward
         self.balance_loss = 0.0  # weight of the auxiliary loss of one sequence
         self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts  # of ranks that share sequences
 
@@ -92,34 +95,35 @@ class Router(nn.Module):
         weights = scores.gather(-1, routes)
         if self.args.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
-        return BalanceFunction.apply(weights, probabilities, count_routes(routes, self.n_experts), self), routes
+        counts = count_routes(routes, self.n_experts)
+        share = probabilities.detach()
+        entropy = -torch.xlogy(share, share).sum()
+        # Set, not added, because recompute comes here again. A hook outside of it adds (components/expert_balance.py).
+        self.last_load = torch.cat([counts.sum(0), entropy[None]])
+        if self.balance_loss:
+            weights = AuxiliaryGradient.apply(weights, probabilities, counts, self)
+        return weights, routes
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the K experts of each token, best first. The bias affects only this choice."""
         return (scores + self.expert_bias).topk(self.args.top_k, dim=-1).indices
 
 
-class BalanceFunction(torch.autograd.Function):
-    """Return the weights unchanged. Backward counts the load and adds the auxiliary gradient to the probabilities.
+class AuxiliaryGradient(torch.autograd.Function):
+    """Return the weights unchanged. Backward adds the gradient of the auxiliary loss to that of the probabilities.
 
     With f of one sequence of S tokens: d loss / d probability = balance_loss x f / S, for each of its tokens.
     """
 
     @staticmethod
     def forward(ctx, weights: Tensor, probabilities: Tensor, counts: Tensor, router: Router) -> Tensor:
-        ctx.router = router
-        entropy = -torch.xlogy(probabilities, probabilities).sum()
-        ctx.save_for_backward(counts, entropy)
-        ctx.n_tokens = probabilities.shape[1]
+        ctx.save_for_backward(counts)
+        ctx.router, ctx.n_tokens = router, probabilities.shape[1]
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        counts, entropy = ctx.saved_tensors
-        router = ctx.router
-        router.load += torch.cat([counts.sum(0), entropy[None]])
-        if not router.balance_loss:
-            return grad, None, None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (counts,), router = ctx.saved_tensors, ctx.router
         of_sequence = router.sum_over_sequence(counts)  # (B, E) of the whole sequences
         # f / S, and S = routes of a sequence / top_k
         n_routes = of_sequence.sum(-1, keepdim=True).float()
@@ -144,9 +148,31 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         """Compute the experts whose matrices are given."""
+        if rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10:
+            w1, w2, w3 = (ZeroIdleGradient.apply(weight, counts) for weight in (w1, w2, w3))
         ends = counts.cumsum(0).to(torch.int32)
-        hidden = F.silu(multiply_groups(rows, w1, ends)) * multiply_groups(rows, w3, ends)
+        hidden = self.activate(multiply_groups(rows, w1, ends), multiply_groups(rows, w3, ends))
         return multiply_groups(hidden, w2, ends)
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+
+class ZeroIdleGradient(torch.autograd.Function):
+    """Return the matrices unchanged. Backward zeroes the gradients of experts without rows.
+
+    On Blackwell GPUs grouped_mm leaves them uninitialized (pytorch issue 172439).
+    """
+
+    @staticmethod
+    def forward(ctx, matrices: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return matrices.view_as(matrices)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (counts,) = ctx.saved_tensors
+        return grad.masked_fill_((counts == 0)[:, None, None], 0.0), None
 
 
 def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class Stage(PipelineStage):
         """Forget the loads of the experts so far. torch calls this before the first microbatch.
 
         In the first step, and in each that follows a validation, torch 2.13 learns shapes by a forward and a backward
-        pass over uninitialized hidden states, and routers count in backward.
+        pass over uninitialized hidden states, and their routes are counted.
         """
         super()._post_metadata_inference_cleanup()
         for _, mixture in list_mixtures(self.submod):
