@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.components.expert_balance import CollapseWatch
+from torchtitan_lite.components.expert_balance import count_collapsed, describe_load
 from torchtitan_lite.components.log import ProgressLine, describe_rank
 from torchtitan_lite.components.metrics import MetricsWriter, describe_out_of_memory, describe_step, read_peak_memory
 from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
@@ -57,7 +57,7 @@ class RunLog:
             "flops": count_flops_per_token(model_args, config.training.seq_len),
             "peak_flops": peak_flops(device_name) if run.device.type == "cuda" else None,
         }
-        self.collapse_watch = CollapseWatch(model_args.mixture) if model_args.mixture else None
+        self.n_collapsed = 0  # logged steps in a row with a collapsed load of experts
         self.progress = ProgressLine("train: step", self.n_steps, n_done=resumed_step)
         self.is_warm = False
         self.writer = None
@@ -114,13 +114,11 @@ class RunLog:
         step_time_s = (time.perf_counter() - self.started_s) / self.n_timed
         fields |= describe_step(**self.workload, step_time_s=step_time_s, data_time_s=self.data_time_s / self.n_timed)
         fields |= read_peak_memory(self.run.device)
-        if self.collapse_watch:
-            load = self.collapse_watch.read(step, result.expert_loads)
-            fields |= {"expert_max_over_mean": load.max_over_mean, "expert_dead_share": load.dead_share}
-            fields |= {
-                "router_entropy": load.router_entropy,
-                "expert_loads": result.expert_loads[:, :-1].int().tolist(),
-            }
+        if result.expert_loads is not None:
+            args = self.run.parts[0].model_args.mixture
+            load = describe_load(result.expert_loads, args.top_k)
+            self.n_collapsed = count_collapsed(step, load, args, self.n_collapsed)
+            fields |= load | {"expert_loads": result.expert_loads[:, :-1].int().tolist()}
         self.record("step", step, **fields)
         self.restart_clock()
 

@@ -93,48 +93,32 @@ def count_load(router: Router, *hook_args: object) -> None:
 # ---------------------------------------------------------------- what the log says of it
 
 
-@dataclass(frozen=True)
-class ExpertLoad:
-    """The load of the experts in one step."""
-
-    max_over_mean: float  # of the expert that got most, in its layer
-    layer: int  # the one with this expert
-    dead_share: float  # of all experts: those that no token was routed to
-    router_entropy: float  # of a token's scores, in nats: the mean over tokens and layers
-
-
-def describe_load(loads: Tensor, top_k: int) -> ExpertLoad:
+def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
     """Describe a step's `loads`, (layers, experts + 1) as `ExpertBalance.update` returns them. Waits for the device."""
     loads = loads.cpu()
-    layers = loads[:, :-1].sum(1).nonzero().flatten()
-    counts, entropies = loads[layers, :-1], loads[layers, -1]
-    over_mean = counts / counts.mean(1, keepdim=True)
-    most = over_mean.amax(1)
-    return ExpertLoad(
-        max_over_mean=most.max().item(),
-        layer=int(layers[most.argmax()]),
-        dead_share=(counts == 0).double().mean().item(),
-        router_entropy=(entropies.sum() / counts.sum() * top_k).item(),  # each token has top_k routes
-    )
+    loads = loads[loads[:, :-1].sum(1) > 0]  # without dense layers
+    counts, entropies = loads[:, :-1], loads[:, -1]
+    return {
+        "expert_max_over_mean": (counts / counts.mean(1, keepdim=True)).max().item(),  # of the busiest expert
+        "expert_dead_share": (counts == 0).double().mean().item(),  # of all experts: those without a token
+        # Of a token's scores, in nats: the mean over tokens and layers. Each token has top_k routes.
+        "router_entropy": (entropies.sum() / counts.sum() * top_k).item(),
+    }
 
 
-class CollapseWatch:
-    """Describe the load of logged steps, and warn if few experts get most tokens of a layer for several steps."""
+def count_collapsed(step: int, load: dict[str, float], args: MixtureArgs, n_before: int) -> int:
+    """Return for how many logged steps in a row one expert gets most tokens of a layer; warn at STEPS_TO_WARN.
 
-    def __init__(self, mixture: MixtureArgs):
-        self.top_k = mixture.top_k
-        self.limit = min(COLLAPSED, 0.75 * mixture.n_experts / mixture.top_k)
-        self.n_steps = 0
-
-    def read(self, step: int, loads: Tensor) -> ExpertLoad:
-        """Describe the loads of a logged step."""
-        load = describe_load(loads, self.top_k)
-        self.n_steps = self.n_steps + 1 if load.max_over_mean >= self.limit else 0
-        if self.n_steps == STEPS_TO_WARN:
-            logger.warning(
-                f"step {step}: an expert of layer {load.layer} gets {load.max_over_mean:.1f} times the mean load, and "
-                f"{load.dead_share:.0%} of all experts get none, for {STEPS_TO_WARN} logged steps: raise "
-                "training.expert_balance_loss, lower optimizer.lr, or, if no Hugging Face folder is to be exported, "
-                "raise training.expert_bias_rate"
-            )
-        return load
+    `load` is that of `describe_load`, `n_before` the result for the logged step before.
+    """
+    most = load["expert_max_over_mean"]
+    if most < min(COLLAPSED, 0.75 * args.n_experts / args.top_k):
+        return 0
+    if n_before + 1 == STEPS_TO_WARN:
+        logger.warning(
+            f"step {step}: an expert gets {most:.1f} times the mean load of its layer, and "
+            f"{load['expert_dead_share']:.0%} of all experts get none, for {STEPS_TO_WARN} logged steps: raise "
+            "training.expert_balance_loss, lower optimizer.lr, or, if no Hugging Face folder is to be exported, "
+            "raise training.expert_bias_rate"
+        )
+    return n_before + 1

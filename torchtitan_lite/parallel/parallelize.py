@@ -64,20 +64,20 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
     options = enable_async_tensor_parallel(mesh.tp) if config.parallelism.enable_async_tensor_parallel else None
     compiles = config.compile.enable and "model" in config.compile.components
     for layer, block in part.layers.items():
-        # A block with experts is compiled, and recomputed by op, in pieces: attention, mixture, shared experts. Between
-        # them are FSDP's hooks for the mixture, and how many rows an expert gets is only known in the midst of it.
-        pieces = [(block, "forward")]
-        if part.model_args.is_mixture(int(layer)):
-            pieces = [(block, "attend"), (block.feed_forward, "forward")]
-            pieces += [(block.shared_experts, "forward")] if block.shared_experts is not None else []
-        for module, method in pieces:
-            if recompute[int(layer)] == "op":
-                apply_recompute(module, method=method, keep_expensive_ops=True)
-            if compiles and not isinstance(module, MixtureOfExperts):
-                # Without graph breaks. Blocks are alike, so the first compilation serves all.
-                forward = getattr(module, method)
-                compiled = torch.compile(forward, backend=config.compile.backend, fullgraph=True, options=options)
-                setattr(module, method, compiled)
+        recomputed = compiled = [(block, "forward")]
+        if isinstance(block.feed_forward, MixtureOfExperts):
+            # Recomputed and compiled in pieces: FSDP's hooks for the experts are between them, and how many rows an
+            # expert gets is only known in the midst of its layer.
+            dense = [(block, "attend")] + [(block.shared_experts, "forward")] * (block.shared_experts is not None)
+            recomputed = [*dense, (block.feed_forward, "forward")]
+            compiled = [*dense, (block.feed_forward, "combine"), (block.feed_forward.experts, "activate")]
+        for module, method in recomputed if recompute[int(layer)] == "op" else []:
+            apply_recompute(module, method=method, keep_expensive_ops=True)
+        for module, method in compiled if compiles else []:
+            # Without graph breaks. Blocks are alike, so the first compilation serves all.
+            function = getattr(module, method)
+            function = torch.compile(function, backend=config.compile.backend, fullgraph=True, options=options)
+            setattr(module, method, function)
         if recompute[int(layer)] == "full":
             apply_recompute(block, keep_expensive_ops=False)
     if part.output is not None and config.compile.enable and "loss" in config.compile.components:
