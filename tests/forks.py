@@ -117,7 +117,7 @@ FORKS = {
             "torchtitan_lite/config/choices.py": [("ATTENTIONS = {", '    "sliding": AttentionRow(),')],
             "torchtitan_lite/model/attention.py": [
                 ("from torch import Tensor, nn", "from torchtitan_lite.model.sliding import SlidingAttention"),
-                ("ATTENTIONS = {", '    "sliding": SlidingAttention,'),
+                ("ATTENTION_MODULES = {", '    "sliding": SlidingAttention,'),
             ],
         },
         {"torchtitan_lite/model/sliding.py": SLIDING},
@@ -129,7 +129,7 @@ FORKS = {
                 ("from dataclasses import dataclass", "from dataclasses import replace"),
                 ("BLOCKS: ", '    "qk_norm": lambda args: list_llama_block(replace(args, qk_norm=True)),'),
             ],
-            "torchtitan_lite/step.py": [
+            "torchtitan_lite/build.py": [
                 ("from torchtitan_lite.model import llama3", "from torchtitan_lite.model import qk_norm"),
                 ("MODELS = {", '    "qk_norm": (qk_norm.Llama3QKNorm, llama3.init_parameter),'),
             ],

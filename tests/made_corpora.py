@@ -22,13 +22,13 @@ def write_corpus(
     *,
     validation: Sequence[Sequence[Document]] = (),
     dtype: str = "uint16",
-    tokenizer_identity: str = BYTES.identity,
+    tokenizer_fingerprint: str = BYTES.fingerprint,
 ) -> Path:
     """A prepared corpus of these documents, given in several lists."""
     folder.mkdir(parents=True)
-    of_splits = {"train": list(chain(*shards)), "held_out": list(chain(*validation))}
+    of_splits = {"train": list(chain(*shards)), "validation": list(chain(*validation))}
     splits = {name: write_split(folder, name, documents, dtype) for name, documents in of_splits.items() if documents}
-    (folder / "manifest.json").write_text(dump_manifest(CorpusManifest(dtype, tokenizer_identity, splits)))
+    (folder / "manifest.json").write_text(dump_manifest(CorpusManifest(dtype, tokenizer_fingerprint, splits)))
     return folder
 
 

@@ -49,34 +49,34 @@ A_STEP = "a step that is measured"
 def plan(world_size: int, overrides: dict, device_type: str = "cpu") -> tuple[Config, ModelArgs, Layout]:
     """Return the table config with these keys, resolved."""
     config = compare.override(compare.TABLE_CONFIG, {**ADAMW, GLOBAL_BATCH: -1, **overrides})
-    shape = resolve_model(config.model)
-    layout = plan_layout(config, shape, world_size)
-    return resolve_config(config, layout, device_type), shape, layout
+    model_args = resolve_model(config.model)
+    layout = plan_layout(config, model_args, world_size)
+    return resolve_config(config, layout, device_type), model_args, layout
 
 
-def measure_peak(config: Config, shape: ModelArgs, layout: Layout, pp_rank: int) -> int:
+def measure_peak(config: Config, model_args: ModelArgs, layout: Layout, pp_rank: int) -> int:
     """Return the allocator's peak in bytes during a second step, without other ranks."""
     rank = pp_rank * layout.world_size // layout.pp
-    stages = static_stages(config, shape, layout, Meter(layout)) if layout.pp > 1 else nullcontext()
+    stages = static_stages(config, model_args, layout, Meter(layout)) if layout.pp > 1 else nullcontext()
     with fake_group(layout.world_size, rank=rank), stages:
-        return measure_steps(config, shape, layout, n_steps=1)[0]
+        return measure_steps(config, model_args, layout, n_steps=1)[0]
 
 
-def measure_on_gloo(rank: int, world_size: int, config: Config, shape: ModelArgs, layout: Layout) -> list[int]:
+def measure_on_gloo(rank: int, world_size: int, config: Config, model_args: ModelArgs, layout: Layout) -> list[int]:
     """Worker: return the peak of each of a few steps among real ranks, of a few runs."""
-    runs = [measure_steps(config, shape, layout, n_steps=STEPS_ON_GLOO) for _ in range(RUNS_ON_GLOO)]
+    runs = [measure_steps(config, model_args, layout, n_steps=STEPS_ON_GLOO) for _ in range(RUNS_ON_GLOO)]
     return [peak for run in runs for peak in run]
 
 
-def measure_steps(config: Config, shape: ModelArgs, layout: Layout, *, n_steps: int) -> list[int]:
+def measure_steps(config: Config, model_args: ModelArgs, layout: Layout, *, n_steps: int) -> list[int]:
     """Return the peak of each step from the second on."""
     gc.collect()
     with record_memory() as recording:
         mesh = build_mesh(layout, "cpu")
-        run = build.build_run(config, shape, layout, mesh, torch.device("cpu"))
+        run = build.build_run(config, model_args, layout, mesh, torch.device("cpu"))
         batch = make_batch(layout, config.training.seq_len)
-        if shape.mixture:
-            batch = replace(batch, routes=make_even_routes(shape, *batch.tokens.shape))
+        if model_args.mixture:
+            batch = replace(batch, routes=make_even_routes(model_args, *batch.tokens.shape))
         stepping.train_step(run, batch)
         for _ in range(n_steps):
             gc.collect()
@@ -85,10 +85,10 @@ def measure_steps(config: Config, shape: ModelArgs, layout: Layout, *, n_steps: 
     return follow(recording.profiler.kineto_results.experimental_event_tree())
 
 
-def make_even_routes(shape: ModelArgs, n_rows: int, seq_len: int) -> torch.Tensor:
+def make_even_routes(model_args: ModelArgs, n_rows: int, seq_len: int) -> torch.Tensor:
     """Return routes (rows, S, layers, top_k) by which every expert gets as many of each slice of a few tokens."""
-    size = n_rows, seq_len, shape.n_layers, shape.mixture.top_k
-    return (torch.arange(n_rows * seq_len * size[-1]) % shape.mixture.n_experts).view(*size[:2], 1, -1).expand(size)
+    mixture, size = model_args.mixture, (n_rows, seq_len, model_args.n_layers, model_args.mixture.top_k)
+    return (torch.arange(n_rows * seq_len * size[-1]) % mixture.n_experts).view(*size[:2], 1, -1).expand(size)
 
 
 def follow(events: list) -> list[int]:

@@ -124,7 +124,7 @@ def validation_on_training_documents():
 
 
 @in_train_py("pp2 GPipe", "validation", VALIDATION)
-def last_held_out_batch_left_out():
+def last_validation_batch_left_out():
     """The incomplete batch at the end is dropped, as data loaders do by default: the loss is that of other documents
     whenever the batch size changes."""
     return train_py_with("range(validation_data.n_batches)", "range(validation_data.n_batches - 1)")

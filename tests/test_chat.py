@@ -128,7 +128,7 @@ def test_without_jinja2_the_extra_is_named(tmp_path, capsys, monkeypatch):
 
 def test_every_token_of_the_assistant_is_a_target_once_and_no_other_is(tmp_path):
     talks, tokenizer = draw_talks(40), load_tokenizer(SHIPPED)
-    assert main([*write_talks(tmp_path / "in.jsonl", talks), "--held-out", "0"]) == 0
+    assert main([*write_talks(tmp_path / "in.jsonl", talks), "--validation-share", "0"]) == 0
     pairs = [pair for talk in talks for pair in zip(*encode(tokenizer, talk), strict=True)]
     reader = SampleReader([open_corpus(str(tmp_path / "out"), tokenizer, tmp_path)], 64, 2304)
     (n,) = reader.n_samples

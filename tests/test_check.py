@@ -372,7 +372,7 @@ def test_check_imports_no_torch():
 def test_keys_of_one_section_or_of_all_are_printed_with_their_comments(capsys):
     assert main(["check", "--keys"]) == 0
     printed = capsys.readouterr().out
-    assert 'decay_type: Literal[tuple(DECAYS)] = "linear"' in printed and "# SGD is without momentum" in printed
+    assert 'decay_type: Literal[tuple(DECAYS)] = "linear"' in printed and "# SGD has no momentum" in printed
     assert main(["check", "--keys", "quantize.linear.float8"]) == 0
     assert capsys.readouterr().out.count("\n[") == 0
     assert main(["check", "--keys", "trainin"]) == 2

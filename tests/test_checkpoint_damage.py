@@ -147,7 +147,7 @@ LAPTOP = Machine("cpu", 1, 2**34, "a laptop")
 
 def test_a_named_step_is_checked_before_torch_starts(tmp_path):
     prepared = preflight(["--config=debug"], machine=LAPTOP)
-    fingerprint = {"shape": asdict(prepared.model_args), "tokenizer": prepared.tokenizer.identity}
+    fingerprint = {"shape": asdict(prepared.model_args), "tokenizer": prepared.tokenizer.fingerprint}
     run = describe_run(prepared.config, {}, {})
     for step in (4, 8):
         path = tmp_path / "checkpoint" / f"step-{step}"

@@ -3,7 +3,6 @@
 import ast
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -12,14 +11,12 @@ from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
     KEYS,
     REPOSITORY,
-    WrongValue,
-    convert_text,
     dump_config_toml,
     is_torchtitan_key,
     read_config,
     resolve_alias,
 )
-from torchtitan_lite.config.schema import Config, Positive, Share
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.torchtitan_keys import ABSENT
 
 
@@ -101,36 +98,6 @@ def test_values_are_read_by_the_type_of_their_key(write_toml):
     assert (training.dataset, training.dataset_weights) == (["data/wiki", "code.bin"], [3.0, 0.5])
     training = read_sound([*args, "--training.dataset", "a,b", "--training.dataset_weights=1,2.5"]).training
     assert (training.dataset, training.dataset_weights) == (["a", "b"], [1.0, 2.5])
-
-
-WRONG = object()
-
-
-@pytest.mark.parametrize(
-    ("annotation", "text", "expected"),
-    [
-        (list[str], "a, b,,c", ["a", "b", "c"]),
-        (list[str], "", []),
-        (list[int], "1,b", WRONG),
-        (int | None, "none", None),
-        (int | None, "4", 4),
-        (Positive | None, "0", WRONG),
-        (Share, "1e-3", 1e-3),
-        (Share, "1.01", WRONG),
-        (Literal["x"], "X", WRONG),
-        (str, "7", "7"),
-        (str, None, WRONG),
-        (bool, "yes", WRONG),
-        (int, "1.0", WRONG),
-        (float, "nan", WRONG),
-    ],
-)
-def test_text_of_the_command_line_becomes_the_type_of_its_key_or_is_refused(annotation, text, expected):
-    try:
-        value = convert_text(annotation, True if text is None else text)
-    except WrongValue:
-        value = WRONG
-    assert value == expected and type(value) is type(expected)
 
 
 # --- files ---

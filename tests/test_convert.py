@@ -24,7 +24,7 @@ def save_ours(
     """Save weights, and biases of experts, which add up to zero, as a checkpoint. Return them."""
     weights = {f"model.{fqn}": p.detach().to(dtype) for fqn, p in build_ours(args).named_parameters()}
     weights |= {f"model.{fqn}": bias * (-1.0) ** torch.arange(*size) for fqn, size in list_expert_biases(args).items()}
-    fingerprint = {"shape": asdict(args), "tokenizer": load_tokenizer("bytes").identity}
+    fingerprint = {"shape": asdict(args), "tokenizer": load_tokenizer("bytes").fingerprint}
     model = {"name": "llama3", "hf_assets_path": "bytes", "attention": attention}
     run = {"config": {"model": model, "training": {"seq_len": 64}}}
     write_tensors(folder, weights, step=7, fingerprint=fingerprint, run=run)

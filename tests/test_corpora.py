@@ -24,7 +24,7 @@ from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, check_data, check_prepared, find_cached
 from torchtitan_lite.tools.corpora import named, text_files
 from torchtitan_lite.tools.corpora.named import prepare_datasets
-from torchtitan_lite.tools.corpora.prepare import Recipe, hash_document, prepare
+from torchtitan_lite.tools.corpora.prepare import PrepareSettings, hash_document, prepare
 from torchtitan_lite.tools.corpora.text_files import find_files
 
 
@@ -67,7 +67,7 @@ def test_every_document_is_there_once_in_order_whatever_the_number_of_processes(
     texts = write_files(tmp_path / "in")
     files, _ = find_files([tmp_path / "in"])
     for n in (1, 3):
-        prepare(files, tmp_path / f"out{n}", Recipe("bytes", 0.0), n_processes=n)
+        prepare(files, tmp_path / f"out{n}", PrepareSettings("bytes", 0.0), n_processes=n)
     assert list_documents(Corpus("", tmp_path / "out1", "train")) == [
         BYTES.encode(t, bos=True, eos=True) for t in texts
     ]
@@ -78,15 +78,15 @@ def test_every_document_is_there_once_in_order_whatever_the_number_of_processes(
 def test_rows_are_held_out_by_their_text_and_files_by_their_path(tmp_path):
     texts = [f"text {n}" for n in range(300)]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    prepare([tmp_path / "a.jsonl"], tmp_path / "rows", Recipe("bytes", 0.3))
-    held_out = [BYTES.encode(t, bos=True, eos=True) for t in texts if hash_document(t.encode()) < 0.3 * 2**64]
-    assert 60 < len(held_out) < 120 and list_documents(Corpus("", tmp_path / "rows", "validation")) == held_out
+    prepare([tmp_path / "a.jsonl"], tmp_path / "rows", PrepareSettings("bytes", 0.3))
+    validation = [BYTES.encode(t, bos=True, eos=True) for t in texts if hash_document(t.encode()) < 0.3 * 2**64]
+    assert 60 < len(validation) < 120 and list_documents(Corpus("", tmp_path / "rows", "validation")) == validation
     for version in ("old", "new"):
         for n in range(30):
             (tmp_path / version).mkdir(exist_ok=True)
             (tmp_path / version / f"{n}.txt").write_text(f"{version} {n}")
         files, _ = find_files([tmp_path / version])
-        prepare(files, tmp_path / f"of {version}", Recipe("bytes", 0.3, folder=str(tmp_path / version)))
+        prepare(files, tmp_path / f"of {version}", PrepareSettings("bytes", 0.3, folder=str(tmp_path / version)))
     old, new = (list_documents(Corpus("", tmp_path / f"of {v}", "validation")) for v in ("old", "new"))
     assert [d[4:] for d in old] == [d[4:] for d in new] and 0 < len(old) < 30
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_prepared_is_named_and_nothing_is_left(name, tmp_path, ca
 def test_bad_rows_are_counted_where_that_is_asked_for_and_the_corpus_is_checked(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\nnonsense\n\n{"text": "\\ud800"}\n')
     args = [str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--processes", "1"]
-    assert main(["prepare", *args, "--held-out", "0", "--skip-bad"]) == 0
+    assert main(["prepare", *args, "--validation-share", "0", "--skip-bad"]) == 0
     assert "1 bad rows, the first" in capsys.readouterr().out
     assert main(["prepare", *args]) == 2 and "exists" in capsys.readouterr().err
     (tmp_path / "other.tmp").mkdir()  # what a process that was killed leaves
@@ -152,12 +152,12 @@ def test_a_corpus_that_cannot_be_used_is_one_problem_with_its_name_and_a_remedy(
     made = write_corpus(tmp_path / "made", [[[1, 2], [3]]])
     assert check_data(read(made, "--validation.no_enable"), BYTES) == []
     (problem,) = check_data(read(made), BYTES)
-    assert "--held-out" in problem.remedy
+    assert "--validation-share" in problem.remedy
     (made / "train.tokens").write_bytes(b"1")
     names = [str(made), str(tmp_path), "nowhere", "c4"]
     problems = check_data(read(*names), BYTES)  # each of them once
     assert [problem.value for problem in problems] == names and "train.tokens has 1 bytes" in problems[0].why
-    other = write_corpus(tmp_path / "other", [[[1]]], tokenizer_identity="x")
+    other = write_corpus(tmp_path / "other", [[[1]]], tokenizer_fingerprint="x")
     assert "another tokenizer" in check_data(read(other), BYTES)[0].why
 
 
@@ -177,9 +177,9 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
     with pytest.raises(CorpusError, match="prepare"):
         open_corpus("tiny", BYTES, tmp_path, dataset_path=section.dataset_path)
 
-    def prepare_as_another_does(files, out, recipe, **options):  # two runs that start together
+    def prepare_as_another_does(files, out, settings, **options):  # two runs that start together
         for folder in (out, find_cached("tiny", BYTES, tmp_path, section.dataset_path)):
-            prepare(files, folder, recipe, **options)
+            prepare(files, folder, settings, **options)
 
     monkeypatch.setattr(named, "prepare", prepare_as_another_does)
     assert main(command[3:]) == 0 and check_prepared(config, BYTES) == []

@@ -91,10 +91,10 @@ def test_a_text_has_the_loss_of_transformers_on_the_same_windows(evaluate, check
 
 def test_of_a_corpus_the_held_out_documents_count(evaluate, checkpoint, texts, tmp_path, capsys):
     prepare = ["prepare", str(texts), "--tokenizer", SHIPPED, "--processes", "1"]
-    assert main([*prepare, "--out", str(tmp_path / "corpus"), "--held-out", "0.5", "--json"]) == 0
-    held_out = json.loads(capsys.readouterr().out)["splits"]["held_out"]
+    assert main([*prepare, "--out", str(tmp_path / "corpus"), "--validation-share", "0.5", "--json"]) == 0
+    validation = json.loads(capsys.readouterr().out)["splits"]["validation"]
     found = evaluate(checkpoint, "--data", tmp_path / "corpus")
-    assert found["tokens"] == held_out["n_tokens"] - held_out["n_documents"] > 0
+    assert found["tokens"] == validation["n_tokens"] - validation["n_documents"] > 0
 
 
 def test_biases_choose_the_experts(evaluate, texts, tmp_path):
@@ -111,8 +111,8 @@ def test_biases_choose_the_experts(evaluate, texts, tmp_path):
 
 def test_wrong_input_is_refused_and_damaged_weights_have_no_figures(model, checkpoint, texts, tmp_path, capsys):
     prepare = ["prepare", str(texts), "--processes", "1", "--tokenizer"]
-    assert main([*prepare, "bytes", "--out", str(tmp_path / "bytes"), "--held-out", "0.5"]) == 0
-    assert main([*prepare, SHIPPED, "--out", str(tmp_path / "all"), "--held-out", "0"]) == 0
+    assert main([*prepare, "bytes", "--out", str(tmp_path / "bytes"), "--validation-share", "0.5"]) == 0
+    assert main([*prepare, SHIPPED, "--out", str(tmp_path / "all"), "--validation-share", "0"]) == 0
     damaged = save(tmp_path / "step-1", model.state_dict())
     (file,) = damaged.glob("*.safetensors")
     flip_bit(file)

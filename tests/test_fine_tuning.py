@@ -107,7 +107,7 @@ def write_text(folder: Path, tokenizer_folder: Path) -> list[str]:
     """A corpus of one sentence. Return the keys of a short run on it, which say nothing of the model."""
     tokenizer = load_tokenizer(tokenizer_folder)
     document = tokenizer.encode(TEXT * 20, bos=True, eos=True)
-    write_corpus(folder, [[document] * 4], tokenizer_identity=tokenizer.identity)
+    write_corpus(folder, [[document] * 4], tokenizer_fingerprint=tokenizer.fingerprint)
     keys = [f"--training.dataset={folder}", "--training.seq_len=32", "--training.global_batch_size=8"]
     return [*keys, "--validation.no_enable", "--lr_scheduler.warmup_steps=0"]
 

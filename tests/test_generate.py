@@ -23,8 +23,8 @@ def sharpen(model: Llama3) -> Llama3:
     return model
 
 
-def draw_tokens(n_tokens: int, shape: ModelArgs = PLAIN) -> list[int]:
-    return torch.randint(shape.vocab_size, (n_tokens,), generator=torch.Generator().manual_seed(5)).tolist()
+def draw_tokens(n_tokens: int, model_args: ModelArgs = PLAIN) -> list[int]:
+    return torch.randint(model_args.vocab_size, (n_tokens,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
 @torch.no_grad()

@@ -60,7 +60,7 @@ def save(path: Path, weights: dict[str, Tensor], *, attention: str = "causal", *
     config = Config()
     model = replace(config.model, hf_assets_path=SHIPPED, attention=attention)  # a run resolves "auto"
     config = replace(config, model=model, training=replace(config.training, seq_len=128))
-    fingerprint = {"shape": asdict(ARGS), "tokenizer": load_tokenizer(SHIPPED).identity, **fingerprint}
+    fingerprint = {"shape": asdict(ARGS), "tokenizer": load_tokenizer(SHIPPED).fingerprint, **fingerprint}
     named, step = {f"model.{fqn}": weight for fqn, weight in weights.items()}, int(path.name.removeprefix("step-"))
     return write_tensors(path, named, step=step, fingerprint=fingerprint, run={"config": asdict(config)})
 

@@ -75,10 +75,10 @@ def publish_llama() -> list[str]:
 
 
 PREPARED = {  # options of prepare, number of documents -> words of the command that it prints
-    "as it is": (lambda: ["--held-out", "0.2"], 50, "--training.dataset out --job.dump_folder outputs/out"),
+    "as it is": (lambda: ["--validation-share", "0.2"], 50, "--training.dataset out --job.dump_folder outputs/out"),
     "too few documents": (list, 9, "--validation.no_enable"),
     "one document": (list, 1, "--validation.no_enable"),
-    "nothing held out": (lambda: ["--held-out", "0"], 50, "--validation.no_enable"),
+    "nothing held out": (lambda: ["--validation-share", "0"], 50, "--validation.no_enable"),
     "bytes": (lambda: ["--tokenizer", "bytes"], 50, "--model.hf_assets_path bytes"),
     "a large vocabulary": (write_large_vocabulary, 50, "--model.hf_assets_path large --model.vocab_size 3264"),
     "the folder of a model": (publish_llama, 50, "--config finetune --checkpoint.initial_load_path 'my llama'"),
@@ -94,7 +94,7 @@ def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(case
     assert words in command and follow(command) == 0
     splits = read_manifest(Path("out")).splits
     assert sum(split.n_documents for split in splits.values()) == n_documents
-    assert splits.keys() == ({"train"} if "no_enable" in command else {"train", "held_out"})
+    assert splits.keys() == ({"train"} if "no_enable" in command else {"train", "validation"})
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])

@@ -94,7 +94,7 @@ INTERLEAVED = (*EVEN, f"--{SCHEDULE}=Interleaved1F1B")
     ],
 )
 def test_stages_stay_as_many_per_rank_and_as_even(args, layers_of_stages):
-    config = read("--config", "llama3_8b", "--training.local_batch_size=16", *args)
+    config = read("--config", "llama3_8b", "--training.local_batch_size=16", "--compile.no_enable", *args)
     assert count_layers(reduce_config(config, 2).layout.stages) == layers_of_stages
 
 
@@ -114,7 +114,7 @@ def test_explicit_stages_keep_which_of_them_is_short():
 )
 def test_microbatches_keep_their_relation_to_the_stages(n_real, schedule, n_small):
     args = (f"--training.local_batch_size={n_real}", "--activation_checkpoint.mode=none", f"--{PP}=4")
-    config = read("--config", "llama3_8b", *args, f"--{SCHEDULE}={schedule}")
+    config = read("--config", "llama3_8b", "--compile.no_enable", *args, f"--{SCHEDULE}={schedule}")
     assert reduce_config(config, 2).layout.n_microbatches == n_small
 
 
@@ -189,7 +189,7 @@ OTHERS = {  # what no shipped config asks for
     ),
     "V": (
         *("--config", "llama3_8b", f"--{PP}=2", f"--{SCHEDULE}=ZBVZeroBubble"),
-        *("--training.local_batch_size=4", "--activation_checkpoint.mode=none"),
+        *("--training.local_batch_size=4", "--activation_checkpoint.mode=none", "--compile.no_enable"),
     ),
     "cp": ("--config", "llama3_8b", f"--{CP}=8", "--training.seq_len=8192"),
     "documents": ("--config", "debug", "--model.attention=document", "--training.seq_len=1024"),

@@ -44,7 +44,7 @@ def found_8b() -> Search:
 
 
 def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
-    config, model_args = read("llama3_8b", "--training.global_batch_size 16")
+    config, model_args = read("llama3_8b", "--training.global_batch_size 16 --compile.no_enable")
     candidates = list(Search(config, model_args, 8, H100).list_candidates())
     keys = {
         (str(c.config.parallelism), c.config.training.local_batch_size, str(c.config.activation_checkpoint))

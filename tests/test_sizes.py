@@ -103,6 +103,6 @@ def test_norms_and_rotations_have_the_published_numbers(flavor):
 def test_rows_and_code_name_the_same_choices():
     assert OPTIMIZERS.keys() == BUILDERS.keys()
     assert BLOCKS.keys() == MODELS.keys()
-    assert ATTENTIONS.keys() == llama3.ATTENTIONS.keys()
+    assert ATTENTIONS.keys() == llama3.ATTENTION_MODULES.keys()
     assert {(name, method) for name, row in ATTENTIONS.items() for method in row.under_cp} == CONTEXT_ATTENTIONS.keys()
     assert all(pipelining.schedules.get_schedule_class(name) for name in SCHEDULES)

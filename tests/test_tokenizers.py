@@ -133,7 +133,7 @@ def test_both_makers_of_a_byte_level_bpe_give_the_packages_ids(kind, tmp_path, m
         fast = load_tokenizer(tmp_path)
     monkeypatch.setattr(tokenizer_module, "read_byte_level_bpe", lambda file: None)
     by_package = load_tokenizer(tmp_path)
-    assert fast.identity == by_package.identity and fast.bytes_of_id == by_package.bytes_of_id
+    assert fast.fingerprint == by_package.fingerprint and fast.bytes_of_id == by_package.bytes_of_id
     assert fast.bos_id == by_package.bos_id == (oracle.token_to_id("<|end_of_text|>") if kind == "Llama 3" else None)
     for text in [*TEXTS, *draw_texts(300)]:
         oracle.encode_special_tokens = True
@@ -183,9 +183,9 @@ def test_a_tokenizer_json_gives_hugging_faces_ids_and_knows_begin_end_and_bytes(
 def test_identity_is_of_the_content_and_not_of_the_place(shipped, both, tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "tokenizer.model").write_bytes((SHIPPED / "tokenizer.model").read_bytes())
-    assert load_tokenizer(tmp_path / "m").identity == shipped.identity != both[0].identity
+    assert load_tokenizer(tmp_path / "m").fingerprint == shipped.fingerprint != both[0].fingerprint
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
-    assert load_tokenizer(tmp_path).identity != both[0].identity
+    assert load_tokenizer(tmp_path).fingerprint != both[0].fingerprint
 
 
 BROKEN = {

@@ -150,9 +150,9 @@ def test_rows_of_a_rank_are_those_of_its_place_on_the_data_parallel_dims():
 
 @pytest.mark.parametrize("restart_positions", [False, True])
 def test_samples_are_cut_as_the_reader_of_runs_cuts_them(tmp_path, restart_positions):
-    train, held_out = make_text(0, 500), make_text(1, 90)
-    write_corpus(tmp_path / "corpus", train, held_out)
-    for split, text in (("train", train), ("validation", held_out)):
+    train, validation = make_text(0, 500), make_text(1, 90)
+    write_corpus(tmp_path / "corpus", train, validation)
+    for split, text in (("train", train), ("validation", validation)):
         corpus = open_corpus(str(tmp_path / "corpus"), load_tokenizer("bytes"), tmp_path, split=split)
         reader = SampleReader([corpus], seq_len=24, vocab_size=258, restart_positions=restart_positions)
         cut = cut_samples(text, 24, restart_positions=restart_positions)

@@ -17,7 +17,7 @@ from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefet
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
-from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
+from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import find_files
 from torchtitan_lite.tools.verify.reference import choose_model
 from torchtitan_lite.tools.verify.small_runs import WIDE
@@ -46,17 +46,17 @@ def folder(tmp_path_factory) -> Path:
     files = [root / f"{number:02}.txt" for number in range(26)]
     for number, path in enumerate(files):
         path.write_text(f"{number} Grüße, 世界! " * (1 + number * 7 % 5), encoding="utf-8")
-    prepare(find_files(files)[0], root / "prepared", Recipe("bytes", 0.5, folder=str(root)))
+    prepare(find_files(files)[0], root / "prepared", PrepareSettings("bytes", 0.5, folder=str(root)))
     return root / "prepared"
 
 
-def open_held_out(folder: Path) -> Corpus:
+def open_validation(folder: Path) -> Corpus:
     return open_corpus(str(folder), load_tokenizer("bytes"), Path("nowhere"), split="validation")
 
 
 def make_batches(folder: Path, most_batches: int, attention: str) -> ValidationBatches:
     reader = SampleReader(
-        [open_held_out(folder)], SEQ_LEN, BYTES["model.vocab_size"], restart_positions=attention == "document"
+        [open_validation(folder)], SEQ_LEN, BYTES["model.vocab_size"], restart_positions=attention == "document"
     )
     return ValidationBatches(reader, global_batch_size=compare.GLOBAL_BATCH_SIZE, most_batches=most_batches)
 
@@ -64,9 +64,9 @@ def make_batches(folder: Path, most_batches: int, attention: str) -> ValidationB
 def validate_layout(rank: int, world_size: int, overrides: dict, folder: Path, most_batches: int) -> dict[str, float]:
     """Worker: the validation of a run before its first step."""
     run = compare.build_table_run(world_size, {**BYTES, **overrides})
-    held_out = make_batches(folder, most_batches, run.config.model.attention)
+    validation = make_batches(folder, most_batches, run.config.model.attention)
     rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
-    batches = prefetch(held_out, rows, steps=range(held_out.n_batches), device=run.device)
+    batches = prefetch(validation, rows, steps=range(validation.n_batches), device=run.device)
     return validate(run, batches, torch.tensor(load_tokenizer("bytes").bytes_of_tokens()))
 
 
@@ -76,9 +76,9 @@ def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, fl
     model = Llama3(resolve_model(config.model))
     _, init_parameter = choose_model(config, WIDE)  # as build_table_run
     initialize_weights(model, init_parameter, config.debug.seed)
-    held_out = open_held_out(folder)
-    tokens, begins = held_out.tokens.long(), torch.zeros(held_out.n_tokens, dtype=torch.bool)
-    begins[held_out.documents] = True
+    validation = open_validation(folder)
+    tokens, begins = validation.tokens.long(), torch.zeros(validation.n_tokens, dtype=torch.bool)
+    begins[validation.documents] = True
     loss = n_counted = n_bytes = 0
     for start in starts:
         row = tokens[start : start + SEQ_LEN + 1]
@@ -99,7 +99,7 @@ def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, fl
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_loss_of_one_process_on_all_held_out_documents(pool, folder, name):
-    n_tokens = open_held_out(folder).n_tokens
+    n_tokens = open_validation(folder).n_tokens
     n_samples = math.ceil((n_tokens - 1) / SEQ_LEN)
     assert 0 < n_samples % compare.GLOBAL_BATCH_SIZE < 4, "most ranks should have only padding in the last batch"
     expected = validate_in_one_process(folder, range(0, n_tokens - 1, SEQ_LEN))
@@ -109,7 +109,7 @@ def test_every_layout_has_the_loss_of_one_process_on_all_held_out_documents(pool
 
 
 def test_a_number_of_batches_means_samples_at_equal_distances_on_every_layout(pool, folder):
-    n_samples, n_read = math.ceil((open_held_out(folder).n_tokens - 1) / SEQ_LEN), 2 * compare.GLOBAL_BATCH_SIZE
+    n_samples, n_read = math.ceil((open_validation(folder).n_tokens - 1) / SEQ_LEN), 2 * compare.GLOBAL_BATCH_SIZE
     assert n_read < n_samples
     starts = [math.floor(sample * n_samples / n_read) * SEQ_LEN for sample in range(n_read)]
     expected = validate_in_one_process(folder, starts)

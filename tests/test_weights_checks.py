@@ -41,7 +41,7 @@ def working_folder(tmp_path, monkeypatch):
     for number, folder in enumerate(("hf", "mine", "other", "assets/tokenizer")):
         write_tokenizer(Path(folder), n_tokens=300 + number)
     for step, assets in ((9, "mine"), (12, "other")):
-        fingerprint = {"shape": asdict(ARGS), "tokenizer": load_tokenizer(assets).identity}
+        fingerprint = {"shape": asdict(ARGS), "tokenizer": load_tokenizer(assets).fingerprint}
         run = describe_run(with_value(read_config(RUN).config, "model.hf_assets_path", assets), {}, {})
         folders.create_unfinished(Path(f"step-{step}"))
         folders.commit(Path(f"step-{step}"), Manifest(step, fingerprint, run, STATE), {})
@@ -131,7 +131,7 @@ def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_st
 def save(step: int, *args: str, n_ranks: int = 2, tensors: dict[str, TensorRecord] = STATE) -> Path:
     """Write what a run leaves after `step`, without files of tensors. Return the checkpoint."""
     prepared = preflight([*RUN, *args], machine=LAPTOP, n_ranks=n_ranks)
-    fingerprint = {"shape": asdict(prepared.model_args), "tokenizer": prepared.tokenizer.identity}
+    fingerprint = {"shape": asdict(prepared.model_args), "tokenizer": prepared.tokenizer.fingerprint}
     fingerprint["documents"] = list(identify_documents(prepared.config, prepared.tokenizer).values())
     final = prepared.dump_folder / "checkpoint" / f"step-{step}"
     folders.create_unfinished(final)
@@ -164,7 +164,9 @@ SGD = ["--optimizer.name=SGD", "--optimizer.implementation=foreach"]
     ],
 )
 def test_a_run_that_resumes_is_refused_by_the_keys_that_differ_and_the_remedies_work(args, differing):
-    write_corpus(Path("letters"), [[[1, 2]]], validation=[[[1]]], tokenizer_identity=load_tokenizer(SHIPPED).identity)
+    write_corpus(
+        Path("letters"), [[[1, 2]]], validation=[[[1]]], tokenizer_fingerprint=load_tokenizer(SHIPPED).fingerprint
+    )
     checkpoint = save(9)
     problems = find_problems([*RUN, *args])
     assert [problem.key for problem in problems] == list(differing)
@@ -181,11 +183,11 @@ def follow_remedy(problem: Problem, *args: str) -> None:
 
 
 def test_documents_that_changed_under_the_same_name_are_found():
-    identity, data = load_tokenizer(SHIPPED).identity, "--training.dataset=letters"
-    write_corpus(Path("letters"), [[[1, 2]]], validation=[[[1]]], tokenizer_identity=identity)
+    fingerprint, data = load_tokenizer(SHIPPED).fingerprint, "--training.dataset=letters"
+    write_corpus(Path("letters"), [[[1, 2]]], validation=[[[1]]], tokenizer_fingerprint=fingerprint)
     save(9, data)
     Path("letters").rename("moved")
-    write_corpus(Path("letters"), [[[1, 3]]], validation=[[[1]]], tokenizer_identity=identity)
+    write_corpus(Path("letters"), [[[1, 3]]], validation=[[[1]]], tokenizer_fingerprint=fingerprint)
     problem = find_one_problem([*RUN, data])
     assert problem.key == "training.dataset" and "documents of letters have changed" in problem.why
     follow_remedy(problem, data)
@@ -225,7 +227,7 @@ def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job
 def find_tokenizer(*args: str) -> str:
     """Return the folder of the tokenizer of a run."""
     prepared = prepare(*args)
-    assert load_tokenizer(prepared.config.model.hf_assets_path).identity == prepared.tokenizer.identity
+    assert load_tokenizer(prepared.config.model.hf_assets_path).fingerprint == prepared.tokenizer.fingerprint
     return str(prepared.tokenizer.path.parent.resolve().relative_to(Path.cwd()))
 
 

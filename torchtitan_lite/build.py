@@ -189,7 +189,7 @@ def open_data(
         reader = open_split(names, dataset_path, "validation")
         validation = ValidationBatches(reader, global_batch_size=batch_size, most_batches=section.steps)
     bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
-    fingerprint = {**stream.fingerprint, "tokenizer": tokenizer.identity}
+    fingerprint = {**stream.fingerprint, "tokenizer": tokenizer.fingerprint}
     fingerprint |= {"global_batch_size": batch_size, "shape": asdict(model_args)}
     rows = rows_of_rank(mesh.data_rank, layout.dp, batch_size)
     return RunData(stream, validation, bytes_of_tokens, rows, fingerprint)

@@ -89,10 +89,10 @@ class Prepared(RunConfig):
     @property
     def title(self) -> str:
         """The family of the model, and its flavor or the folder of its weights: "qwen3 Qwen3-8B", "llama of DIR"."""
-        args, flavor = self.model_args, self.config.model.flavor
+        model_args, flavor = self.model_args, self.config.model.flavor
         if flavor == AUTO:
             flavor = f"of {self.weights.path}" if self.weights else "debug"
-        return f"{find_model_type(args) if args.name == 'llama3' else args.name} {flavor}"
+        return f"{find_model_type(model_args) if model_args.name == 'llama3' else model_args.name} {flavor}"
 
     @property
     def published(self) -> dict[str, dict]:
@@ -266,15 +266,15 @@ def open_tokenizer(problems: Problems, assets: str, weights: Weights | None) -> 
     """Return the tokenizer of the run, unless there is none. It must be the one of the weights."""
     try:
         tokenizer = load_tokenizer(assets)
-        expected = tokenizer.identity
+        expected = tokenizer.fingerprint
         if weights and weights.manifest:
             expected = weights.manifest.fingerprint["tokenizer"]
         elif weights and find_tokenizer(weights.assets):
-            expected = load_tokenizer(weights.assets).identity
+            expected = load_tokenizer(weights.assets).fingerprint
     except ConfigError as error:
         problems += error.problems
         return None
-    if tokenizer.identity != expected:
+    if tokenizer.fingerprint != expected:
         why = f"the weights in {weights.path} were trained with another tokenizer, whose ids mean other words"
         remedy = f"Leave it out to use theirs, {weights.assets}, or find theirs if that has changed since"
         problems.refuse(TOKENIZER, why, remedy)
@@ -282,18 +282,18 @@ def open_tokenizer(problems: Problems, assets: str, weights: Weights | None) -> 
 
 
 def check_model_files(
-    problems: Problems, config: Config, args: ModelArgs, tokenizer: Tokenizer | None, weights: Weights | None
+    problems: Problems, config: Config, model_args: ModelArgs, tokenizer: Tokenizer | None, weights: Weights | None
 ) -> None:
     """Compare the model with its tokenizer, with the weights to load, and with what can be exported."""
     section = config.checkpoint
-    if tokenizer and tokenizer.vocab_size > args.vocab_size:
+    if tokenizer and tokenizer.vocab_size > model_args.vocab_size:
         why = f"the ids of the tokenizer {config.model.hf_assets_path} go from 0 to {tokenizer.vocab_size - 1}"
         remedy = f"Set model.vocab_size to {tokenizer.vocab_size} or more, or choose another model.hf_assets_path"
-        problems.append(Problem("model.vocab_size", args.vocab_size, why, remedy))
-    if section.enable and section.last_save_in_hf and (why := explain_unwritable(args, config.model.attention)):
+        problems.append(Problem("model.vocab_size", model_args.vocab_size, why, remedy))
+    if section.enable and section.last_save_in_hf and (why := explain_unwritable(model_args, config.model.attention)):
         problems.refuse("checkpoint.last_save_in_hf", why, "Set it to false, or change [model]")
-    if weights and weights.model_args != args:
-        theirs, ours = (vars(each) | vars(each.mixture or each) for each in (weights.model_args, args))
+    if weights and weights.model_args != model_args:
+        theirs, ours = (vars(each) | vars(each.mixture or each) for each in (weights.model_args, model_args))
         names = [name for name in theirs | ours if name != "mixture" and theirs.get(name) != ours.get(name)]
         different = ", ".join(f"{name} {ours.get(name)} instead of {theirs.get(name)}" for name in names)
         remedy = 'Leave out [model] and set flavor "auto" for that model, or train this one in another job.dump_folder'

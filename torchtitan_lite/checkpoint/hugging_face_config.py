@@ -111,23 +111,25 @@ FAMILIES = {  # model_type -> family
 COMMON_CONSTANTS = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
 
 
-def find_model_type(args: ModelArgs) -> str:
+def find_model_type(model_args: ModelArgs) -> str:
     """Return the row of FAMILIES of a model."""
     kinds = {(family.qk_norm, bool(family.experts)): name for name, family in FAMILIES.items()}
-    return kinds[args.qk_norm, args.mixture is not None]
+    return kinds[model_args.qk_norm, model_args.mixture is not None]
 
 
-def explain_unwritable(args: ModelArgs, attention: str) -> str | None:
+def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     """Return why a model with this attention cannot be exported to a Hugging Face folder, or None if it can."""
-    if args.name != "llama3":  # its parameters have no names there, or a Llama would compute something else with them
-        return f"model.name = {args.name!r}, and only llama3 has names in Hugging Face's format"
-    family = FAMILIES[find_model_type(args)]
-    if args.dim % args.n_heads and family is FAMILIES["llama"]:
-        return f"transformers needs a hidden_size ({args.dim}) that is a multiple of {args.n_heads} heads"
+    if (
+        model_args.name != "llama3"
+    ):  # its parameters have no names there, or a Llama would compute something else with them
+        return f"model.name = {model_args.name!r}, and only llama3 has names in Hugging Face's format"
+    family = FAMILIES[find_model_type(model_args)]
+    if model_args.dim % model_args.n_heads and family is FAMILIES["llama"]:
+        return f"transformers needs a hidden_size ({model_args.dim}) that is a multiple of {model_args.n_heads} heads"
     if not ATTENTIONS.get(attention, AttentionRow()).is_plain:  # of a fork, for instance
         return f"model.attention = {attention!r}, and transformers' {family.title} computes causal attention only"
-    for number in fields(MixtureArgs) if args.mixture else ():
-        value = getattr(args.mixture, number.name)
+    for number in fields(MixtureArgs) if model_args.mixture else ():
+        value = getattr(model_args.mixture, number.name)
         if number.name not in family.experts and value != number.default:
             return f"{number.name} = {value!r}, and transformers' {family.title} computes {number.default!r} only"
     return None
@@ -175,7 +177,7 @@ def read_model_args(folder: Path) -> ModelArgs:
     try:
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
         config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-        args = ModelArgs(
+        model_args = ModelArgs(
             **{name: config[key] for name, key in SIZE_KEYS.items()},
             rope_theta=rope.get("rope_theta") or config["rope_theta"],
             rope_scaling=read_scaling(rope, problems),
@@ -187,7 +189,7 @@ def read_model_args(folder: Path) -> ModelArgs:
         problems.append(f"the key {error} is missing")
     if problems:
         raise HuggingFaceError(folder, [f"{CONFIG}: {problem}" for problem in problems])
-    return args
+    return model_args
 
 
 def read_scaling(rope: dict[str, Any], problems: list[str]) -> RopeScaling | None:

@@ -79,40 +79,40 @@ class HuggingFaceFolder:
     files: dict[str, Path]  # by the name of a tensor
 
 
-def list_tensors(args: ModelArgs) -> dict[str, tuple[int, ...]]:
+def list_tensors(model_args: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Return FQN -> global shape of every parameter, in the order of the model. A tied head has none."""
-    tensors: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (args.vocab_size, args.dim)}
-    for layer in range(args.n_layers):
-        for module in list_llama_block(args, args.mixture if args.is_mixture(layer) else None):
+    tensors: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (model_args.vocab_size, model_args.dim)}
+    for layer in range(model_args.n_layers):
+        for module in list_llama_block(model_args, model_args.mixture if model_args.is_mixture(layer) else None):
             suffix = "" if module.split == "experts" else ".weight"
             tensors[f"layers.{layer}.{module.name}{suffix}"] = module.weight
-    tensors["norm.weight"] = (args.dim,)
-    if not args.tie_embeddings:
-        tensors["output.weight"] = (args.vocab_size, args.dim)
+    tensors["norm.weight"] = (model_args.dim,)
+    if not model_args.tie_embeddings:
+        tensors["output.weight"] = (model_args.vocab_size, model_args.dim)
     return tensors
 
 
-def name_theirs(fqn: str, args: ModelArgs) -> list[str]:
+def name_theirs(fqn: str, model_args: ModelArgs) -> list[str]:
     """Return the name of a parameter there; for experts, one name per expert. A tied head is the embedding."""
     module = fqn.removesuffix(".weight")
-    if module == "output" and args.tie_embeddings:
+    if module == "output" and model_args.tie_embeddings:
         module = "tok_embeddings"
     if not module.startswith("layers."):
         return [f"{THEIR_MODULES[module]}.weight"]
     _, layer, inside = module.split(".", 2)
-    in_mixture = THEIR_EXPERTS[find_model_type(args)] if args.is_mixture(int(layer)) else {}
+    in_mixture = THEIR_EXPERTS[find_model_type(model_args)] if model_args.is_mixture(int(layer)) else {}
     name = f"model.layers.{layer}.{in_mixture.get(inside) or THEIR_MODULES[inside]}.weight"
-    return [name.format(expert) for expert in range(args.mixture.n_experts)] if "{}" in name else [name]
+    return [name.format(expert) for expert in range(model_args.mixture.n_experts)] if "{}" in name else [name]
 
 
 def open_folder(path: Path) -> HuggingFaceFolder:
     """Read config.json and the headers of all files. Raises HuggingFaceError with everything that is wrong."""
-    args, found = read_model_args(path), {}
+    model_args, found = read_model_args(path), {}
     for file in list_files(path):
         found |= {name: (file, *entry) for name, entry in read_header(file).items() if not name.endswith(NO_WEIGHTS)}
     expected = {}
-    for fqn, shape in list_tensors(args).items():  # the matrix of an expert is transposed
-        expected |= dict.fromkeys(name_theirs(fqn, args), shape[:0:-1] if len(shape) == 3 else shape)
+    for fqn, shape in list_tensors(model_args).items():  # the matrix of an expert is transposed
+        expected |= dict.fromkeys(name_theirs(fqn, model_args), shape[:0:-1] if len(shape) == 3 else shape)
     problems = []
     for kind, names in {"missing": expected.keys() - found, "unknown": found.keys() - expected}.items():
         shown, more = sorted(names)[:MOST_NAMED], len(names) - MOST_NAMED
@@ -123,7 +123,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             problems.append(f"{file.name}: {name} is {dtype} {list(shape)}, and {CONFIG} says {list(expected[name])}")
     if problems:
         raise HuggingFaceError(path, problems)
-    return HuggingFaceFolder(path, args, {name: found[name][0] for name in expected})
+    return HuggingFaceFolder(path, model_args, {name: found[name][0] for name in expected})
 
 
 def list_files(path: Path) -> list[Path]:

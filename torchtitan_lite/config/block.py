@@ -1,7 +1,7 @@
-"""What a block of a model consists of, and what follows from it: parameters, FLOPs, layers in float8.
+"""The modules of a block, and what derives from them: parameter counts, FLOPs, layers in float8.
 
-One table per model: each row is a module with its name, its weight, and how tensor parallel splits it. The TP plan,
-float8, Hugging Face names, memory and traffic derive from the same table.
+One table per model. A row is a module with its name, the size of its weight, and how ranks split it. TP plan, float8,
+Hugging Face names, memory and traffic derive from the same table.
 
 Legend: D model dim, L layers, H query heads, E head dim, F ffn dim, S sequence.
 """
@@ -21,8 +21,8 @@ class BlockModule:
     name: str  # FQN inside the block; for experts the FQN of the parameter
     # (out, in) features of a linear layer; (size,) of a norm; (experts, in, out) of one matrix of all experts
     weight: tuple[int, ...]
-    # colwise, rowwise: tp splits out, or in. experts: ep splits them, and holds the router whole; tp leaves both alone.
-    # Otherwise every tp rank holds the whole weight and applies it to its slice of the sequence, or to its heads.
+    # colwise, rowwise: tp splits the output features, or the input features. sequence, heads: every tp rank has the
+    # whole weight, for its slice of the sequence or for its heads. experts: split over ep. router: whole on every rank.
     split: Literal["colwise", "rowwise", "sequence", "heads", "router", "experts"] = "sequence"
 
     @property
@@ -30,19 +30,20 @@ class BlockModule:
         return len(self.weight) == 1
 
 
-def list_llama_block(args: ModelArgs, mixture: MixtureArgs | None = None) -> list[BlockModule]:
-    """List the modules of a Llama block in the order of the model file; with `mixture`, of a block with experts."""
-    query, key = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    of_heads = ["attention.q_norm", "attention.k_norm"] if args.qk_norm else []
+def list_llama_block(model_args: ModelArgs, mixture: MixtureArgs | None = None) -> list[BlockModule]:
+    """List the modules of a Llama block in the order of the model file. `mixture`: the block has experts."""
+    dim, head_dim = model_args.dim, model_args.head_dim
+    query, key = model_args.n_heads * head_dim, model_args.n_kv_heads * head_dim
+    norms_of_heads = ["attention.q_norm", "attention.k_norm"] if model_args.qk_norm else []
     return [
-        BlockModule("attention_norm", (args.dim,)),
-        BlockModule("attention.wq", (query, args.dim), "colwise"),
-        BlockModule("attention.wk", (key, args.dim), "colwise"),
-        BlockModule("attention.wv", (key, args.dim), "colwise"),
-        BlockModule("attention.wo", (args.dim, query), "rowwise"),
-        *(BlockModule(name, (args.head_dim,), "heads") for name in of_heads),
-        BlockModule("ffn_norm", (args.dim,)),
-        *(list_mixture(args.dim, mixture) if mixture else list_swiglu("feed_forward", args.dim, args.ffn_dim)),
+        BlockModule("attention_norm", (dim,)),
+        BlockModule("attention.wq", (query, dim), "colwise"),
+        BlockModule("attention.wk", (key, dim), "colwise"),
+        BlockModule("attention.wv", (key, dim), "colwise"),
+        BlockModule("attention.wo", (dim, query), "rowwise"),
+        *(BlockModule(name, (head_dim,), "heads") for name in norms_of_heads),
+        BlockModule("ffn_norm", (dim,)),
+        *(list_mixture(dim, mixture) if mixture else list_swiglu("feed_forward", dim, model_args.ffn_dim)),
     ]
 
 
@@ -55,7 +56,7 @@ def list_swiglu(name: str, dim: int, ffn_dim: int) -> list[BlockModule]:
 
 
 def list_mixture(dim: int, mixture: MixtureArgs) -> list[BlockModule]:
-    """List the modules of a feed-forward with experts: router, experts, shared experts."""
+    """List router, experts and shared experts of a feed-forward with experts."""
     n_experts, ffn_dim = mixture.n_experts, mixture.expert_ffn_dim
     shared_dim = mixture.n_shared_experts * ffn_dim
     return [
@@ -67,10 +68,10 @@ def list_mixture(dim: int, mixture: MixtureArgs) -> list[BlockModule]:
     ]
 
 
-def list_expert_biases(args: ModelArgs) -> dict[str, tuple[int]]:
-    """Return FQN -> size of the fp32 biases of experts (moe.py), which checkpoints hold besides parameters."""
-    layers = filter(args.is_mixture, range(args.n_layers))
-    return {f"layers.{layer}.feed_forward.router.expert_bias": (args.mixture.n_experts,) for layer in layers}
+def list_expert_biases(model_args: ModelArgs) -> dict[str, tuple[int]]:
+    """Return FQN -> size of the experts' fp32 biases (moe.py), which checkpoints store beside the parameters."""
+    layers = filter(model_args.is_mixture, range(model_args.n_layers))
+    return {f"layers.{layer}.feed_forward.router.expert_bias": (model_args.mixture.n_experts,) for layer in layers}
 
 
 BLOCKS: dict[str, Callable[..., list[BlockModule]]] = {  # model.name -> the modules of its block
@@ -78,17 +79,17 @@ BLOCKS: dict[str, Callable[..., list[BlockModule]]] = {  # model.name -> the mod
 }
 
 
-def list_block(args: ModelArgs, *, mixture: bool = False) -> list[BlockModule]:
-    """List the modules with weights of one block of this model, dense or with experts."""
-    return BLOCKS[args.name](args, args.mixture) if mixture else BLOCKS[args.name](args)
+def list_block(model_args: ModelArgs, *, mixture: bool = False) -> list[BlockModule]:
+    """List the modules of one block of this model, dense or with experts."""
+    return BLOCKS[model_args.name](model_args, model_args.mixture) if mixture else BLOCKS[model_args.name](model_args)
 
 
 def count_layer_parameters(
-    args: ModelArgs, *, mixture: bool = False, tp: int = 1, linear_only: bool = False, experts: int | None = None
+    model_args: ModelArgs, *, mixture: bool = False, tp: int = 1, linear_only: bool = False, experts: int | None = None
 ) -> int:
-    """Count the parameters of one block that one of `tp` ranks holds. `experts`: how many count; None: all."""
+    """Count the parameters of one block on one of `tp` ranks. `experts`: number of experts to count; None: all."""
     n_parameters = 0
-    for module in list_block(args, mixture=mixture):
+    for module in list_block(model_args, mixture=mixture):
         if module.split == "experts" and experts is not None:
             n_parameters += experts * prod(module.weight[1:])
         elif not (linear_only and module.is_norm):
@@ -96,60 +97,61 @@ def count_layer_parameters(
     return n_parameters
 
 
-def count_all_layers(args: ModelArgs, *, linear_only: bool = False, experts: int | None = None) -> int:
-    """Count the parameters of all blocks in the same way."""
-    n_of = {True: args.n_mixture_layers, False: args.n_layers - args.n_mixture_layers}
+def count_all_layers(model_args: ModelArgs, *, linear_only: bool = False, experts: int | None = None) -> int:
+    """Count the parameters of all blocks; the options are those of count_layer_parameters."""
+    n_of = {True: model_args.n_mixture_layers, False: model_args.n_layers - model_args.n_mixture_layers}
     counted = {"linear_only": linear_only, "experts": experts}
-    return sum(n * count_layer_parameters(args, mixture=mixture, **counted) for mixture, n in n_of.items() if n)
+    return sum(n * count_layer_parameters(model_args, mixture=mixture, **counted) for mixture, n in n_of.items() if n)
 
 
-def list_experts(args: ModelArgs) -> list[tuple[int, ...]]:
-    """List the sizes (experts, in, out) of the matrices of the experts of a layer; none without experts."""
-    block = list_block(args, mixture=True) if args.mixture else []
+def list_experts(model_args: ModelArgs) -> list[tuple[int, ...]]:
+    """List the sizes (experts, in, out) of the expert matrices of a layer; empty without experts."""
+    block = list_block(model_args, mixture=True) if model_args.mixture else []
     return [module.weight for module in block if module.split == "experts"]
 
 
-def count_expert_parameters(args: ModelArgs) -> int:
+def count_expert_parameters(model_args: ModelArgs) -> int:
     """Count the parameters of one expert; 0 without experts."""
-    return sum(prod(sizes[1:]) for sizes in list_experts(args))
+    return sum(prod(sizes[1:]) for sizes in list_experts(model_args))
 
 
-def find_expert_dim(args: ModelArgs, ep: int, n_ranks: int) -> int | None:
+def find_expert_dim(model_args: ModelArgs, ep: int, n_ranks: int) -> int | None:
     """Return the first dim of the experts (E/ep, in, out) that FSDP can shard evenly over `n_ranks`, or None."""
     for dim in range(3):
-        if all(sizes[dim] // (ep if dim == 0 else 1) % n_ranks == 0 for sizes in list_experts(args)):
+        if all(sizes[dim] // (ep if dim == 0 else 1) % n_ranks == 0 for sizes in list_experts(model_args)):
             return dim
     return None
 
 
-def count_parameters(args: ModelArgs, *, active: bool = False) -> int:
+def count_parameters(model_args: ModelArgs, *, active: bool = False) -> int:
     """Count all parameters, a tied embedding once, as the model cards do.
 
     `active`: only parameters that a token passes through, so top_k of the experts.
     """
-    n_matrices = 1 if args.tie_embeddings else 2  # over the vocabulary
-    experts = args.mixture.top_k if args.mixture and active else None
-    return count_all_layers(args, experts=experts) + (n_matrices * args.vocab_size + 1) * args.dim
+    n_matrices = 1 if model_args.tie_embeddings else 2  # over the vocabulary
+    experts = model_args.mixture.top_k if model_args.mixture and active else None
+    return count_all_layers(model_args, experts=experts) + (n_matrices * model_args.vocab_size + 1) * model_args.dim
 
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """FLOPs of one token, forward and backward, without recompute: with all of attention, or its causal half."""
+    """FLOPs of one token in forward and backward, without recompute."""
 
-    full: int
-    causal: int
+    full: int  # with all of attention
+    causal: int  # with its causal half
 
 
-def count_flops_per_token(args: ModelArgs, seq_len: int) -> FlopsPerToken:
+def count_flops_per_token(model_args: ModelArgs, seq_len: int) -> FlopsPerToken:
     """Count 6 FLOPs per matmul weight and token, plus 12*L*H*E*S of attention (PaLM, app. B, arXiv:2204.02311).
 
-    The embedding is a lookup and costs nothing; the head counts, also if both are one tied matrix. Norms have no
-    matmul. Only the experts that a token is routed to count. Both conventions are in use: 57.9 GFLOP (full) and 51.5
-    (causal) for the 8B at 8,192 tokens.
+    The embedding is a lookup and costs nothing; the head counts, even if both are one tied matrix. top_k experts count.
+    Both conventions are in use: 57.9 GFLOP (full) and 51.5 (causal) for 8B at 8,192 tokens.
     """
-    experts = args.mixture.top_k if args.mixture else None
-    matmul_weights = count_all_layers(args, linear_only=True, experts=experts) + args.vocab_size * args.dim
-    attention = 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
+    experts = model_args.mixture.top_k if model_args.mixture else None
+    matmul_weights = (
+        count_all_layers(model_args, linear_only=True, experts=experts) + model_args.vocab_size * model_args.dim
+    )
+    attention = 12 * model_args.n_layers * model_args.n_heads * model_args.head_dim * seq_len
     return FlopsPerToken(full=6 * matmul_weights + attention, causal=6 * matmul_weights + attention // 2)
 
 
@@ -170,12 +172,9 @@ def plan_float8(
 ) -> Float8Plan:
     """Return the layers that compute in float8, and why the others do not.
 
-    `linears`: FQN -> (out, in) features of the whole layer. A filter may be any part of an FQN, as in torchtitan.
-    Every dim of every matmul must be a multiple of FLOAT8_BLOCK on each rank: in and out of each layer (times tp,
-    because tp ranks multiply slices), and the tokens of a microbatch (a rule of checks.py).
-
-    The head never computes in float8: its logits decide between tokens, and torchtitan's filter leaves it out as well.
-    Experts do not either: their grouped matmul has no float8 here.
+    `linears`: FQN -> (out, in) features of the whole layer. A filter matches any part of an FQN, as in torchtitan.
+    Every dim of every matmul must be a multiple of FLOAT8_BLOCK on each rank: out and in of a layer (times tp, because
+    tp ranks multiply slices), and the tokens of a microbatch (checks.py). Head and experts never compute in float8.
     """
     skipped = {}
     for fqn, sizes in linears.items():
@@ -190,17 +189,17 @@ def plan_float8(
 
 
 def is_small_for_float8(n_out: int, n_in: int, recipe_name: str) -> bool:
-    """Return whether rounding costs more than the matmul gains: torchao's thresholds, measured on an H100."""
+    """Whether rounding costs more than the matmul gains: torchao's thresholds, measured on an H100."""
     if recipe_name == "tensorwise":
         return n_out <= 1024 and n_in <= 4096
     return n_out <= 2048 or n_in <= 1024 or (n_out <= 4096 and n_in <= 2048)
 
 
-def list_linears(args: ModelArgs) -> dict[str, tuple[int, int]]:
+def list_linears(model_args: ModelArgs) -> dict[str, tuple[int, int]]:
     """Return FQN -> (out, in) features of every linear layer except the head, routers and experts."""
     return {
         f"layers.{layer}.{module.name}": module.weight
-        for layer in range(args.n_layers)
-        for module in list_block(args, mixture=args.is_mixture(layer))
+        for layer in range(model_args.n_layers)
+        for module in list_block(model_args, mixture=model_args.is_mixture(layer))
         if len(module.weight) == 2 and module.split != "router"
     }

@@ -1,13 +1,13 @@
-"""What a name in a config may select, and what each choice needs: one row each.
+"""The choices that a config selects by name: one row per choice, with what it needs.
 
     key                                    row here      code
     optimizer.name                         OPTIMIZERS    components/optim.py
     lr_scheduler.decay_type                DECAYS        the function in the row
     model.attention                        ATTENTIONS    model/attention.py; under cp: parallel/context_parallel.py
     parallelism.pipeline_parallel_schedule SCHEDULES     torch.distributed.pipelining
-    model.name                             BLOCKS, in block.py; MODELS in step.py
+    model.name                             BLOCKS, in block.py; MODELS in build.py
 
-A row claims nothing by default. What it does not claim is refused before launch, with the key and a remedy.
+A row claims nothing by default. A config that needs more than its row claims is refused before launch.
 """
 
 import math
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """What an optimizer keeps between steps, and which kernels torch has for it."""
+    """The state that an optimizer keeps, and the kernels that torch has for it."""
 
     n_moments: int  # numbers per parameter, fp32
     has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
@@ -30,7 +30,7 @@ OPTIMIZERS = {
 }
 
 
-# Share of the peak learning rate that is left (1 -> 0) at `progress` (0 -> 1) through the decay.
+# Fraction of the peak learning rate (1 -> 0) at `progress` (0 -> 1) through the decay.
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "sqrt": lambda progress: 1 - math.sqrt(progress),
@@ -40,11 +40,11 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """Where a kind of attention can be computed, apart from one device that sees the whole sequence."""
+    """Where a kind of attention can be computed, besides on one device that has the whole sequence."""
 
     uses_documents: bool = False  # it reads doc_ids
     under_cp: tuple[str, ...] = ()  # values of parallelism.context_parallel_rotate_method that compute it
-    is_plain: bool = False  # causal within a document, and nothing else: `generate` and transformers compute it
+    is_plain: bool = False  # only causal within a document, so `generate` and transformers can compute it
 
 
 ATTENTIONS = {
@@ -55,7 +55,7 @@ ATTENTIONS = {
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """What one of torch's pipeline schedules asks of a run."""
+    """What one of torch's pipeline schedules requires."""
 
     least_stages_per_rank: int = 1
     most_stages_per_rank: int | None = None  # None: any number

@@ -1,4 +1,7 @@
-"""The sizes of the models: one row of FLAVORS each. The tests compare parameter counts with the model cards."""
+"""The sizes of the models: one row of FLAVORS each, and the dataclasses of a row.
+
+The tests compare parameter counts with the model cards.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,14 +9,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary wavelengths are stretched, to read longer texts than a model was first trained on.
+    """How rotary wavelengths are stretched for texts longer than those of the first training.
 
-    llama3, as in Llama 3.1, stretches the long wavelengths; linear stretches all and reads the factor only.
+    llama3, as in Llama 3.1, stretches long wavelengths. linear stretches all of them, and reads only the factor.
     """
 
     factor: float  # stretched wavelengths become this much longer
-    low_freq_factor: float = 1.0  # wavelengths above original_length / this are stretched in full
-    high_freq_factor: float = 4.0  # wavelengths below original_length / this are left alone; between: interpolated
+    low_freq_factor: float = 1.0  # wavelengths above original_length / low_freq_factor are stretched in full
+    high_freq_factor: float = 4.0  # those below original_length / high_freq_factor are not; between: interpolated
     original_length: int = 8192  # tokens
     kind: Literal["llama3", "linear"] = "llama3"
 
@@ -25,16 +28,16 @@ class MixtureArgs:
     n_experts: int
     top_k: int  # experts that compute a token
     expert_ffn_dim: int  # inner width of one expert
-    n_shared_experts: int = 0  # computed for every token, as one feed-forward that is this many times as wide
+    n_shared_experts: int = 0  # compute every token, as one feed-forward of this many times the width
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
     normalize_top_k: bool = True  # the weights of a token's experts add up to 1
-    n_first_dense_layers: int = 0  # without experts
-    mixture_every: int = 1  # n: only each n-th layer has experts
+    n_first_dense_layers: int = 0  # layers without experts at the start
+    mixture_every: int = 1  # n: only every n-th layer has experts
 
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """The architecture of one model: everything that the model code needs to know."""
+    """The architecture of one model."""
 
     dim: int
     n_layers: int
@@ -52,7 +55,7 @@ class ModelArgs:
     name: str = "llama3"  # a row of BLOCKS
 
     def is_mixture(self, layer: int) -> bool:
-        """Return whether this layer has experts."""
+        """Whether this layer has experts."""
         mixture = self.mixture
         if mixture is None or layer < mixture.n_first_dense_layers:
             return False
@@ -70,7 +73,7 @@ def mixtral(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> ModelArgs:
 
 
 def qwen3(*numbers: int, tied: bool = False, expert_ffn_dim: int | None = None) -> ModelArgs:
-    """Return a Qwen3 (arXiv:2505.09388): heads of 128 whatever `dim` is, QK-norm; with experts 8 of 128 a token."""
+    """Return a Qwen3 (arXiv:2505.09388): head_dim 128 for every dim, QK-norm; with experts, 8 of 128 per token."""
     dim, n_layers, n_heads, n_kv_heads, ffn_dim = numbers
     mixture = MixtureArgs(n_experts=128, top_k=8, expert_ffn_dim=expert_ffn_dim) if expert_ffn_dim else None
     family = {"norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True, "tie_embeddings": tied, "mixture": mixture}
@@ -87,10 +90,8 @@ FLAVORS = {
     "8B": ModelArgs(4096, 32, 32, 8, 128, 14336, 128256, rope_scaling=RopeScaling(factor=8.0)),
     "70B": ModelArgs(8192, 80, 64, 8, 128, 28672, 128256, rope_scaling=RopeScaling(factor=8.0)),
     "405B": ModelArgs(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=RopeScaling(factor=8.0)),
-    # about 2M parameters, of which a token passes through 1M
-    "debug_moe": ModelArgs(
-        *(128, 4, 4, 2, 32, 352, 2304), mixture=MixtureArgs(n_experts=8, top_k=2, expert_ffn_dim=96)
-    ),
+    # 2M parameters, of which 1.1M are active per token
+    "debug_moe": ModelArgs(128, 4, 4, 2, 32, 352, 2304, mixture=MixtureArgs(8, top_k=2, expert_ffn_dim=96)),
     "Mixtral-8x7B": mixtral(4096, 32, 32, 14336),
     "Mixtral-8x22B": mixtral(6144, 56, 48, 16384),
     "Qwen3-0.6B": qwen3(1024, 28, 16, 8, 3072, tied=True),
@@ -102,5 +103,5 @@ FLAVORS = {
     "Qwen3-30B-A3B": qwen3(2048, 48, 32, 4, 6144, expert_ffn_dim=768),
     "Qwen3-235B-A22B": qwen3(4096, 94, 64, 4, 12288, expert_ffn_dim=1536),
 }
-AUTO = "auto"  # the model of the weights that the run resumes or starts from (preflight.py), else:
+AUTO = "auto"  # the model of the weights that the run loads (preflight.py), else:
 FLAVORS[AUTO] = FLAVORS["debug"]

@@ -1,9 +1,9 @@
-"""Plan the layout of a run from config, model and world size alone: degrees, stages, microbatches, ZeRO stage.
+"""Plan the layout of a run from config, model and world size: degrees, stages, microbatches, ZeRO stage.
 
     rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t        outermost: pp, innermost: tp
 
-The innermost dims talk most: tp several times a layer, so it stays inside a node; then cp; dp_shard once a layer;
-dp_replicate and pp once a step or a microbatch. Everything here is a plan: numbers and names, no process group.
+The innermost dims communicate most: tp several times per layer, so it stays inside a node; then cp; dp_shard once per
+layer; dp_replicate once per step, pp once per microbatch. A plan is numbers and names, without a process group.
 checks.py has the rules. Training, planner, tests and docs call the same functions.
 
 Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
@@ -23,22 +23,22 @@ SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "voc
 
 
 def resolve_model(model: Model) -> ModelArgs:
-    """Return the row of FLAVORS, or of the weights, with the sizes that [model] gives. Raises ConfigError."""
+    """Return the model: the row of its flavor, or of loaded weights, with the sizes in [model]. Raises ConfigError."""
     if model.flavor not in FLAVORS:
         why, remedy = "there is no such flavor", f"Use one of {', '.join(FLAVORS)}"
         raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
     given = {name: value for name in SIZES if (value := getattr(model, name)) is not None}
-    args = replace(model.row or FLAVORS[model.flavor], **given, name=model.name)
+    model_args = replace(model.row or FLAVORS[model.flavor], **given, name=model.name)
     if model.head_dim is None and (model.dim or model.n_heads):
-        args = replace(args, head_dim=args.dim // args.n_heads)
-    if problems := check_model(model, args):
+        model_args = replace(model_args, head_dim=model_args.dim // model_args.n_heads)
+    if problems := check_model(model, model_args):
         raise ConfigError(problems)
-    return args
+    return model_args
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who works on what, with every automatic value resolved."""
+    """The work of each rank, with every automatic value resolved."""
 
     pp: int
     dp_replicate: int
@@ -48,9 +48,9 @@ class Layout:
     stages: Stages  # FQNs of the modules of each pipeline stage, first to last
     stage_ranks: tuple[int, ...]  # the pp rank of each stage
     global_batch_size: int  # sequences per optimizer step
-    microbatch_size: int  # sequences per rank that go through a model part at once
-    n_microbatches: int  # per rank and step: accumulation, and under PP what fills the pipeline
-    zero_stage: int  # 1, 2 or 3: what is sharded over dp_shard x cp; fsdp.py says how
+    microbatch_size: int  # sequences of a rank in one forward pass
+    n_microbatches: int  # per rank and step: accumulation steps; under PP, microbatches of the schedule
+    zero_stage: int  # 1, 2 or 3: what FSDP shards over dp_shard x cp, see parallel/fsdp.py
     ep: int = 0  # ranks of dp_shard x cp x tp that share the experts of a layer; 0: the model has no experts
 
     @property
@@ -64,17 +64,17 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Ranks that read different sequences."""
+        """Number of ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def efsdp(self) -> int:
-        """Ranks over which FSDP shards the experts of one ep rank."""
+        """Number of ranks over which FSDP shards the experts of one ep rank."""
         return self.dp_shard * self.cp * self.tp // max(1, self.ep)
 
     @property
     def strides(self) -> dict[str, int]:
-        """Distance in ranks between neighbors in the groups of each mesh dim. FSDP has cp's stride, or ep's."""
+        """Distance in ranks between neighbors on each mesh dim, and on the dims of FSDP and of experts."""
         strides, stride = {}, 1
         for dim, degree in reversed(self.degrees.items()):
             strides[dim] = stride
@@ -92,17 +92,17 @@ class Layout:
         return (" x ".join(used) or "one rank") + experts
 
 
-def plan_layout(config: Config, args: ModelArgs, world_size: int) -> Layout:
+def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layout:
     """Return the layout of a run on `world_size` ranks. Raises ConfigError with every problem, not only the first."""
     section = config.parallelism
     degrees = plan_degrees(section, world_size)
     zero_stage = plan_zero_stage(section, n_shards=degrees["dp_shard"] * degrees["cp"])
     batch = plan_batch(config, degrees)
-    problems = check_mesh(config, degrees, world_size, batch) + check_layout(config, args, degrees, batch)
-    problems += find_refused(config, args, zero_stage).values()
+    problems = check_mesh(config, degrees, world_size, batch) + check_layout(config, model_args, degrees, batch)
+    problems += find_refused(config, model_args, zero_stage).values()
     if find_csv_fault(section):  # what follows would read the file again
         raise ConfigError(problems)
-    stages, stage_problems = plan_stages(section, args.n_layers)
+    stages, stage_problems = plan_stages(section, model_args.n_layers)
     problems += stage_problems
     if degrees["pp"] > 1 and not any("batch_size" in problem.key for problem in problems):
         n_microbatches = batch["n_microbatches"]
@@ -115,12 +115,12 @@ def plan_layout(config: Config, args: ModelArgs, world_size: int) -> Layout:
         stage_ranks=place_stages(section, len(stages)),
         **batch,
         zero_stage=zero_stage,
-        ep=section.expert_parallel_degree if args.mixture else 0,
+        ep=section.expert_parallel_degree if model_args.mixture else 0,
     )
 
 
 def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
-    """Replace every automatic value of a config by the number in use: what a run logs and saves."""
+    """Replace every automatic value of a config by the value in use. A run logs and saves the result."""
     param = config.training.mixed_precision_param
     if param == "auto":
         param = "bfloat16" if device_type == "cuda" else "float32"
@@ -144,7 +144,7 @@ def choose_chunk_tokens(section: Training, device_type: str) -> int:
 
 
 def plan_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
-    """Return the size of each mesh dim. An automatic dp_shard takes the ranks that the other dims leave."""
+    """Return the size of each mesh dim. An automatic dp_shard takes the remaining ranks."""
     degrees = {
         "pp": parallelism.pipeline_parallel_degree,
         "dp_replicate": parallelism.data_parallel_replicate_degree,
@@ -174,9 +174,8 @@ def plan_zero_stage(parallelism: Parallelism, *, n_shards: int) -> int:
 def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:
     """Return the sequences of a step and of a microbatch, and the microbatches of a rank: fields of Layout.
 
-    Without PP a rank runs accumulation steps of local_batch_size sequences, or of all its sequences if it has fewer.
-    With PP the same sequences become microbatches of one schedule: accumulation costs no second pipeline bubble, and
-    gradients are reduced once per step.
+    Without PP, a microbatch is an accumulation step of local_batch_size sequences, or of all sequences if a rank has
+    fewer. With PP, all sequences of a step are microbatches of one schedule, so a step has one bubble.
     """
     training, section = config.training, config.parallelism
     dp = degrees["dp_replicate"] * degrees["dp_shard"]
@@ -186,6 +185,5 @@ def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:
     microbatch_size = min(training.local_batch_size, max(1, global_batch_size // dp))
     if degrees["pp"] > 1:
         microbatch_size = section.pipeline_parallel_microbatch_size
-    n_microbatches = global_batch_size // dp // microbatch_size
     sizes = {"global_batch_size": global_batch_size, "microbatch_size": microbatch_size}
-    return sizes | {"n_microbatches": n_microbatches}
+    return sizes | {"n_microbatches": global_batch_size // dp // microbatch_size}

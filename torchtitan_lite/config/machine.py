@@ -18,17 +18,17 @@ FROM_LAUNCHER = "TORCHTITAN_LITE_MACHINE"  # environment variable: the launcher'
 
 @dataclass(frozen=True)
 class Machine:
-    """One host. On a CPU its ranks share one memory, so it counts as one device."""
+    """One host. A host without GPUs counts as one device, because its ranks share one memory."""
 
     device_type: Literal["cuda", "cpu"]
     n_devices: int
     memory_bytes_per_device: int | None  # None: not known
     name: str  # as the driver spells it
-    is_here: bool = True  # False: the run is elsewhere, so compilers and memory of this host do not matter
+    is_here: bool = True  # False: another host, so compilers and memory of this one do not matter
 
 
-# Dense bfloat16 peak of one GPU in FLOP/s: half of the number if NVIDIA's sheet counts 2:4 sparsity. The row in use is
-# the first whose words occur in the driver's name, whole and side by side.
+# Dense bfloat16 peak of one GPU in FLOP/s: half of NVIDIA's number if that counts 2:4 sparsity. The first row whose
+# words occur in the driver's name is used.
 PEAK_BF16_FLOPS = {
     "GB200": 2.5e15,  # nvidia.com, Blackwell architecture datasheet: 5 PFLOP/s sparse
     "B200": 2.25e15,  # same sheet: 4.5 PFLOP/s sparse
@@ -50,9 +50,9 @@ PEAK_BF16_FLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a GPU by name; None: unknown, without bfloat16 (V100, T4), or a MIG slice."""
+    """Return the dense bfloat16 FLOP/s of a GPU; None if unknown, without bfloat16 (V100, T4), or a MIG slice."""
     if "MIG" in name.split():
-        return None  # a slice has the name of the whole GPU and a fraction of its cores
+        return None  # a slice has the name of its GPU and a fraction of the cores
     return next((peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
@@ -61,7 +61,7 @@ WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]
 
 
 def lacks_float8(machine: Machine) -> bool:
-    """Whether this GPU is known to have no float8. An unknown GPU is tried."""
+    """Whether this GPU is known to lack float8. An unknown GPU is tried."""
     return re.search(WITHOUT_FLOAT8, machine.name) is not None
 
 
@@ -89,7 +89,7 @@ class Gpu:
 
 
 def list_gpus() -> list[Gpu]:
-    """Return all GPUs of this host in the order of nvidia-smi; none if the program is missing or fails."""
+    """Return all GPUs of this host in the order of nvidia-smi; empty if that is missing or fails."""
     query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -100,18 +100,14 @@ def list_gpus() -> list[Gpu]:
 
 
 def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES names by index or start of a UUID.
-
-    As in CUDA, a bad name ends the list.
-    """
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names by index or UUID prefix. As in CUDA, a bad name ends the list."""
     if visible is None:
         return gpus
     selected = []
-    for name in visible.split(","):
-        name = name.strip()
+    for name in map(str.strip, visible.split(",")):
         named = [gpu for gpu in gpus if name == gpu.index or (name.startswith("GPU-") and gpu.uuid.startswith(name))]
         if name.startswith("MIG-") and gpus:
-            # The query does not list slices. Each has less memory than its GPU, so a lower bound stays a lower bound.
+            # nvidia-smi does not list slices. A slice gets the memory of its GPU here, which is more than it has.
             named = [replace(gpus[0], uuid=name, name=f"{gpus[0].name} MIG")]
         if len(named) != 1:
             break
@@ -120,10 +116,10 @@ def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
 
 
 def measure_cpu_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that processes of this host may use: its memory, or the least limit of a control group.
+    """Return the bytes that processes of this host may use: its memory, or the lowest limit of a control group.
 
-    Slurm and Docker limit the group of this process (version 2), or a group around it. Version 1 has the limit of a
-    container in one fixed file.
+    cgroup version 2: Slurm and Docker limit the group of this process, or a parent. Version 1: the limit of a container
+    is in one fixed file.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     group = re.search("^0::/(.*)$", proc.read_text(), re.MULTILINE) if proc.exists() else None
@@ -140,8 +136,8 @@ def measure_cpu_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path
 def find_missing_compiler(device_type: str) -> list[tuple[str, str]]:
     """Return what torch.compile lacks here for the backend inductor, and how to get it.
 
-    On a CPU inductor writes C++; on CUDA triton compiles, and needs a C compiler. Both need Python's headers. Compilers
-    are looked up as torch (CXX, one name) and triton (CC, else gcc or clang) do.
+    On a CPU, inductor needs a C++ compiler (CXX, else g++). On CUDA, triton needs a C compiler (CC, else gcc or clang).
+    Both need Python's headers.
     """
     missing = []
     if device_type == "cpu":

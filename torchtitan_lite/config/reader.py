@@ -4,8 +4,8 @@
     TOML          the file that --config (or --job.config_file) names, a path or a bare name          wins over
     default       schema.py
 
-The type of a key in schema.py says what it may hold, so a new key needs no line here. If a value is bad, the problem is
-reported and the key keeps its default, so the other values are judged too.
+Values are converted by the types in schema.py, so a new key needs no line here. A bad value is reported, its key keeps
+the default, and the other keys are checked too.
 """
 
 import inspect
@@ -47,17 +47,17 @@ SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
 @dataclass(frozen=True)
 class ConfigReading:
-    """The result of reading. The config is complete even if there are problems: those keys hold their defaults."""
+    """The result of reading. The config is complete even if there are problems: bad keys have their defaults."""
 
     config: Config
     problems: list[Problem]
-    notices: list[str]  # old names that were understood, one line each
+    notices: list[str]  # one line for each old name in use
     config_name: str  # of the TOML file, without folder and ending
     given: frozenset[str]  # keys that the file or the command line sets
 
 
 def read_config(args: list[str]) -> ConfigReading:
-    """Read command-line arguments, and the TOML file that they name, as a Config. Raises nothing: see `problems`."""
+    """Read command-line arguments and the TOML file that they name. Never raises: see `problems`."""
     texts, problems = parse_arguments(args)
     config_file = str(texts.pop("job.config_file", Job.config_file))
     table = {"job.config_file": config_file}
@@ -88,10 +88,7 @@ def read_config(args: list[str]) -> ConfigReading:
 
 
 def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Problem]]:
-    """Return each name with its text. `--section.key value` and `--section.key=value` are alike, and so are - and _.
-
-    A bare `--section.flag` is True, and `--section.no_flag` is False.
-    """
+    """Return name -> text. A bare `--section.flag` is True, and `--section.no_flag` is False. - and _ are equal."""
     values: dict[str, str | bool] = {}
     problems, rest = [], list(args)
     while rest:
@@ -132,7 +129,7 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 
 def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a.b.c and 1 for `[a.b]` with `c = 1`. A table in place of a value stays whole, to be refused."""
+    """Yield ("a.b.c", 1) for `[a.b]` with `c = 1`. A table in place of a value is yielded whole, and refused later."""
     for name, value in table.items():
         if isinstance(value, dict) and prefix + name not in KEYS:
             yield from flatten_table(value, f"{prefix}{name}.")
@@ -144,14 +141,14 @@ def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 class WrongValue(Exception):
-    """A value that a key cannot hold. Its arguments are why and remedy, as in Problem."""
+    """A value that a key cannot have. The arguments are why and remedy, as in Problem."""
 
 
 NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Return a value of TOML as the type of its key. A whole number may stand for a fraction. Raises WrongValue."""
+    """Convert a TOML value to the type of its key. An integer is also a float. Raises WrongValue."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         limits, value = inner[1], convert(inner[0], value)
@@ -163,7 +160,7 @@ def convert(kind: Any, value: Any) -> Any:
             raise WrongValue("there is no such choice", f"Choose from {', '.join(map(repr, inner))}")
         return value
     if origin is list:
-        if isinstance(value, str):  # torchtitan writes a list of one as a text, and the command line a,b or a,b;c,d
+        if isinstance(value, str):  # torchtitan's "a" for ["a"]; on the command line a,b or a,b;c,d
             separator = ";" if get_origin(inner[0]) is list else ","
             return [convert_text(inner[0], item.strip()) for item in value.split(separator) if item.strip()]
         if not isinstance(value, list):
@@ -179,7 +176,7 @@ def convert(kind: Any, value: Any) -> Any:
 
 
 def convert_text(kind: Any, text: str | bool) -> Any:
-    """Return text of the command line as the type of its key: as it is, or else as TOML reads it. Raises WrongValue."""
+    """Convert text of the command line to the type of its key, as it is or as TOML. Raises WrongValue."""
     try:
         return convert(kind, text)
     except WrongValue as wrong:
@@ -191,7 +188,7 @@ def convert_text(kind: Any, text: str | bool) -> Any:
 
 
 def explain_unknown(key: str) -> tuple[str, str]:
-    """Return why and remedy of an unknown key: the nearest key has the same name in another section, or looks alike."""
+    """Return why and remedy of an unknown key. The nearest key has its name in another section, or looks similar."""
     section, _, name = key.rpartition(".")
     near = [known for known in (*KEYS, *ABSENT) if known.rpartition(".")[2] == name]
     near += get_close_matches(key, [known for known in KEYS if known.startswith(f"{section}.")], n=1)
@@ -204,7 +201,7 @@ def explain_unknown(key: str) -> tuple[str, str]:
 
 
 def dump_config_toml(config: Config) -> str:
-    """Write a config as TOML that reads back as the same config. A key that is None is left out: TOML has no None."""
+    """Write a config as TOML that reads back as the same config. Keys that are None are left out: TOML has no None."""
     lines = {section: [f"[{section}]"] for section in SECTIONS}
     for key in KEYS:
         section, _, name = key.rpartition(".")
@@ -214,12 +211,12 @@ def dump_config_toml(config: Config) -> str:
 
 
 def format_toml(value: object) -> str:
-    """Write a TOML literal. JSON writes strings, lists, numbers and truth values alike."""
+    """Write a TOML literal. Strings, lists, numbers and booleans are the same in JSON."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def describe_keys(section: str) -> str:
-    """Return the keys of a section, or of all sections for "": their lines in schema.py. Raises ConfigError."""
+    """Return the lines of a section in schema.py; for "", of all sections. Raises ConfigError."""
     if section and section not in SECTIONS:
         remedy = f"The sections are {', '.join(SECTIONS)}"
         raise ConfigError([Problem("--keys", section, "there is no such section", remedy)])

@@ -1,15 +1,15 @@
-"""Plan a pipeline: which stage holds which modules, and which pp rank holds which stage.
+"""Plan a pipeline: the modules of each stage, and the pp rank of each stage.
 
     placement "loop", pp=2, 4 stages     rank 0: stages 0, 2      rank 1: stages 1, 3
     placement "v",    pp=2, 4 stages     rank 0: stages 0, 3      rank 1: stages 1, 2
 
-The order of the work within each schedule comes from torch.distributed.pipelining. A CSV file may give another order.
-It is run on paper first, because a deadlock would hang every GPU of the job:
+torch.distributed.pipelining has the order of actions of each schedule. A CSV file may give another order. It is
+simulated before launch, because a deadlock would hang every GPU of the job:
 
     0F0,0F1,,0B0,0B1        row 1: pp rank 0, which holds stage 0. F forward, B backward, or its halves I and W
-    ,1F0,1B0,1F1,1B1        row 2: pp rank 1. Empty cells are waits, which the run finds by itself
+    ,1F0,1B0,1F1,1B1        row 2: pp rank 1. Empty cells have no meaning: a rank waits for its inputs anyway
 
-This is the "compute_only" form of torch's schedules; torch adds the sends and receives.
+This is the "compute_only" format of torch, which adds the sends and receives.
 
 Sources: GPipe arXiv:1811.06965; 1F1B, interleaved 2104.04473; breadth first 2211.05953; zero bubble 2401.10241;
 DualPipe 2412.19437.
@@ -41,7 +41,7 @@ def splits_backward(parallelism: Parallelism) -> bool:
 
 
 def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
-    """Return the FQNs of each stage, first to last, and what is wrong with them.
+    """Return the FQNs of each stage, first to last, and problems.
 
     Every stage between the first and the last gets one layer. Each further layer goes to the stage with the least load;
     ties go to a stage without a layer, then to the earliest. The two `less_layers` keys are the loads of embedding and
@@ -77,7 +77,7 @@ def name_modules(layers: range, *, first: bool, last: bool) -> tuple[str, ...]:
 
 
 def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Problem]]:
-    """Return the number of stages that schedule and layers_per_stage make, and what is wrong with it.
+    """Return the number of stages that schedule and layers_per_stage make, and problems.
 
     The first stage may hold the embedding alone, and the last stage norm and head. Every other stage needs a layer.
     """
@@ -104,7 +104,7 @@ def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Pro
 
 
 def can_run(parallelism: Parallelism, n_stages: int) -> bool:
-    """Whether the schedule takes this number of stages."""
+    """Whether the schedule can run this number of stages."""
     if parallelism.pipeline_parallel_schedule_csv:
         return n_stages == count_csv_stages(parallelism)
     schedule = SCHEDULES[parallelism.pipeline_parallel_schedule]
@@ -113,7 +113,7 @@ def can_run(parallelism: Parallelism, n_stages: int) -> bool:
 
 
 def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
-    """Return the stages of module_fqns_per_model_part, which must list every module once, in the order of the model."""
+    """Return the stages of module_fqns_per_model_part, and problems if they are not the modules in order."""
     key, given = "parallelism.module_fqns_per_model_part", parallelism.module_fqns_per_model_part
     problems = []
     expected = list(name_modules(range(n_layers), first=True, last=True))
@@ -154,7 +154,7 @@ def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:
 def check_microbatches(
     parallelism: Parallelism, local_batch_size: int, n_microbatches: int, n_stages: int
 ) -> list[Problem]:
-    """Find a number of microbatches that the schedule cannot run."""
+    """Return a problem if the schedule cannot run this number of microbatches."""
     name, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     schedule, rounds = SCHEDULES[name], max(1, n_microbatches // pp)
     if parallelism.pipeline_parallel_schedule_csv:
@@ -216,7 +216,7 @@ def count_csv_stages(parallelism: Parallelism) -> int:
 
 
 def find_csv_fault(parallelism: Parallelism) -> str:
-    """Return what is wrong with the schedule file of a run, as a predicate ("has no actions"); empty: nothing."""
+    """Return what is wrong with the CSV file, as a predicate ("has no actions"); empty if it is correct."""
     path, pp = parallelism.pipeline_parallel_schedule_csv, parallelism.pipeline_parallel_degree
     if not path or pp == 1:
         return ""
@@ -229,7 +229,7 @@ def find_csv_fault(parallelism: Parallelism) -> str:
 
 
 def find_missing_action(rows: list[list[Action]]) -> str:
-    """Return a stage and microbatch that lacks F and B, or F, I and W, once each; empty if there is none."""
+    """Return a stage and microbatch that does not have F and B, or F, I and W, once each; empty if all have."""
     ranks_of, kinds = defaultdict(set), defaultdict(str)
     for rank, row in enumerate(rows):
         for stage, kind, microbatch in row:
@@ -248,9 +248,9 @@ def find_missing_action(rows: list[list[Action]]) -> str:
 
 
 def find_deadlock(rows: list[list[Action]]) -> str:
-    """Run the schedule on paper and return the actions that wait for each other; empty if there are none.
+    """Simulate the schedule, and return the actions that wait for each other; empty if there are none.
 
-    Each rank takes its next action as soon as everything that it needs is done, on any rank.
+    A rank runs its next action when all actions that it needs are done, on any rank.
     """
     last_stage = max(action.stage for row in rows for action in row)
     done: set[tuple[int, str, int]] = set()

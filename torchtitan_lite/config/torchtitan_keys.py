@@ -1,11 +1,10 @@
-"""Keys of torchtitan that are spelled differently here, or do not exist here; read by reader.py.
+"""Keys of torchtitan v0.1 and v0.2 that have another name here, or do not exist here. Used by reader.py.
 
-A TOML file of torchtitan v0.1 or v0.2 has three kinds of such keys. An old name is read as the new name. The switch of
-a feature that we do not have is accepted at the value that means "off", and refused otherwise with the nearest feature
-that we have. A setting of such a feature has no effect while its switch is off, so any value is accepted.
+ALIASES: an old name is read as the new name. ABSENT: the switch of a missing feature is accepted if it is off, and
+otherwise refused with an alternative. SETTINGS: the other keys of missing features are accepted with any value.
 """
 
-ALIASES = {  # written in v0.1 -> its name now; `section.*` renames a whole section
+ALIASES = {  # old name -> new name; `section.*` renames a whole section
     "job.print_args": "job.print_config",
     "model.tokenizer_path": "model.hf_assets_path",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
@@ -23,7 +22,7 @@ ALIASES = {  # written in v0.1 -> its name now; `section.*` renames a whole sect
     "mx.*": "quantize.linear.mx.*",
 }
 
-# Switch of a feature that we do not have: value that asks for nothing -> the nearest thing that we have
+# Switch of a missing feature -> (value that means "off", alternative)
 ABSENT = {
     "job.save_config_file": ("", "The resolved config is always saved: config.toml in job.dump_folder"),
     "job.custom_config_module": ("torchtitan.config", "A new key is a line in config/schema.py"),
@@ -47,16 +46,16 @@ ABSENT = {
     "debug.moe_force_load_balance": (False, "training.expert_bias_rate balances the load"),
 }
 
-# Keys, and beginnings of keys, that only adjust such a feature: any value is accepted.
+# Other keys of missing features; a name that ends with a dot is a whole section
 SETTINGS = (
     "job.use_for_integration_test",
     "model.print_after_conversion",
     "parallelism.context_parallel_load_balancer",
     "parallelism.expert_parallel_comm_backend",
     "activation_checkpoint.early_stop",
-    "checkpoint.initial_load_in_hf",  # a folder with config.json is recognized
     "activation_checkpoint.preserve_rng_state",
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
+    "checkpoint.initial_load_in_hf",  # a folder with config.json is recognized
     "validation.seq_len",  # validation batches have the shape of training's
     "validation.local_batch_size",
     "quantize.linear.float8.force_recompute_fp8_weight_in_bwd",
@@ -68,7 +67,7 @@ SETTINGS = (
 
 
 def resolve_alias(written: str) -> str:
-    """Return our name of a key."""
+    """Return the name of a key here."""
     section, _, name = written.rpartition(".")
     if f"{section}.*" in ALIASES:
         return ALIASES[f"{section}.*"].removesuffix("*") + name
@@ -76,12 +75,12 @@ def resolve_alias(written: str) -> str:
 
 
 def is_torchtitan_key(key: str) -> bool:
-    """Whether torchtitan has this key, which is not ours."""
+    """Whether this is a key of torchtitan that does not exist here."""
     return key in ABSENT or key.startswith(SETTINGS)
 
 
 def explain_absent(key: str, value: object) -> str:
-    """Return a remedy if this value of a torchtitan key switches on a feature that we do not have, else nothing."""
+    """Return a remedy if this value switches on a missing feature; empty otherwise."""
     off, instead = ABSENT.get(key, (value, ""))
     is_off = value in ("", "none") or str(value).lower() == str(off).lower()
     return "" if is_off else f"Leave it out, or at {off!r}. {instead}"

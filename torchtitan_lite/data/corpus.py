@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_lite.data.corpus_folder import DATASETS, HELD_OUT, SPLITS, find_cached, read_split
+from torchtitan_lite.data.corpus_folder import DATASETS, VALIDATION_ONLY, find_cached, read_split
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 
@@ -25,11 +25,12 @@ class Corpus:
         """`name` is what the config calls it. Raises CorpusError."""
         self.name = name
         manifest = read_split(folder, split, tokenizer=None)
-        split, files = SPLITS[split], manifest.splits[SPLITS[split]].sha256
-        self.identity = manifest.identify(split)  # two corpora share it only if they are equal
+        self.fingerprint = manifest.hash_split(split)  # two corpora share it only if they are equal
         self.tokens = map_file(folder / f"{split}.tokens", getattr(torch, manifest.dtype))
         self.documents = map_file(folder / f"{split}.documents", torch.int64)
-        self.targets = map_file(folder / f"{split}.targets", torch.bool) if "targets" in files else None
+        self.targets = (
+            map_file(folder / f"{split}.targets", torch.bool) if "targets" in manifest.splits[split].sha256 else None
+        )
         self.n_tokens = len(self.tokens)
 
     def read(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,4 +68,4 @@ def open_corpus(
     if name not in DATASETS:
         return Corpus(name, Path(name), split)
     folder = find_cached(name, tokenizer, cache_folder, dataset_path)
-    return Corpus(name, folder, "train" if name in HELD_OUT else split)
+    return Corpus(name, folder, "train" if name in VALIDATION_ONLY else split)

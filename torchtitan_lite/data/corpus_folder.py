@@ -3,7 +3,7 @@
     python_stdlib, c4    rows of DATASETS: the launcher prepares them, in training.cache_folder
     data/my_corpus       a folder that `python -m torchtitan_lite prepare` wrote
 
-A prepared corpus is a folder with a manifest and up to three files per split, "train" and "held_out":
+A prepared corpus is a folder with a manifest and up to three files per split, "train" and "validation":
 
     train.tokens       token ids, little-endian, document after document
     train.documents    int64: position of each document's first token
@@ -30,9 +30,8 @@ from torchtitan_lite.config.messages import ConfigError, Problem, UserError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
-SPLITS = {"train": "train", "validation": "held_out"}  # our name of a split -> its name in the files
 BYTES_OF = {"uint16": 2, "uint32": 4}
 DRAWS_PER_ROUND = 10_000
 
@@ -61,11 +60,11 @@ class CorpusManifest:
     """The fields of manifest.json."""
 
     dtype: Literal["uint16", "uint32"]
-    tokenizer: str  # Tokenizer.identity
+    tokenizer: str  # Tokenizer.fingerprint
     splits: dict[str, Split]
     format: int = FORMAT
 
-    def identify(self, split: str) -> str:
+    def hash_split(self, split: str) -> str:
         """Return a hash that two splits share only if their tokens, documents and targets are equal."""
         return hashlib.sha256(json.dumps(self.splits[split].sha256).encode()).hexdigest()
 
@@ -105,11 +104,13 @@ def read_manifest(folder: Path) -> CorpusManifest:
 def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
     """Return the manifest. Raises CorpusError if the split is empty, or if another tokenizer made it."""
     manifest = read_manifest(folder)
-    if tokenizer and manifest.tokenizer != tokenizer.identity:
+    if tokenizer and manifest.tokenizer != tokenizer.fingerprint:
         remedy = "Set model.hf_assets_path to that tokenizer, or prepare the corpus again with --tokenizer"
         raise CorpusError(f"{folder} was made with another tokenizer than {tokenizer.path}", remedy)
-    if SPLITS[split] not in manifest.splits:
-        remedy = "Prepare it again with a larger --held-out, name others in validation.dataset, or do not validate"
+    if split not in manifest.splits:
+        remedy = (
+            "Prepare it again with a larger --validation-share, name others in validation.dataset, or do not validate"
+        )
         raise CorpusError(f"{folder} has no {split} documents", remedy)
     return manifest
 
@@ -149,14 +150,17 @@ DATASETS: dict[str, Callable[[str], list[Path]]] = {
     "c4_test": partial(list_downloaded, "tests/assets/c4_test", "*.json*", "Start in a checkout of torchtitan"),
 }
 DOWNLOADS = DATASETS.keys() - {"python_stdlib"}  # they have a training.dataset_path
-HELD_OUT = {"c4_validation"}  # all of their documents are for validation
+VALIDATION_ONLY = {"c4_validation"}  # all of their documents are for validation
 
 
 def find_cached(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
     """Return where a corpus of DATASETS is prepared: a function of its files and the tokenizer. Raises CorpusError."""
     files = [(path, path.stat()) for path in DATASETS[name](dataset_path)]
     stats = [f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in files]
-    return cache_folder / f"{name}-{hashlib.sha256(repr([tokenizer.identity, *stats]).encode()).hexdigest()[:16]}"
+    return (
+        cache_folder
+        / f"{name}-{hashlib.sha256(repr([FORMAT, tokenizer.fingerprint, *stats]).encode()).hexdigest()[:16]}"
+    )
 
 
 def list_corpora(config: Config) -> list[tuple[str, str, str, str]]:
@@ -176,7 +180,7 @@ def list_named(config: Config) -> set[tuple[str, str]]:
 
 
 def identify_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return name -> identity of the documents to train on, for each corpus that is prepared already."""
+    """Return name -> fingerprint of the documents to train on, for each corpus that is prepared already."""
     training, identities = config.training, {}
     for name in training.dataset:
         with suppress(CorpusError):

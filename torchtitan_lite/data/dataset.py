@@ -165,7 +165,7 @@ class SampleStream:
         names = [Path(corpus.name).name for corpus in reader.corpora]  # a corpus may move to another folder
         # Streams with equal fingerprints have the same samples in the same order. Checkpoints store it.
         self.fingerprint = {"dataset": names, "dataset_weights": list(weights), "seq_len": reader.seq_len, "seed": seed}
-        self.fingerprint["documents"] = [corpus.identity for corpus in reader.corpora]
+        self.fingerprint["documents"] = [corpus.fingerprint for corpus in reader.corpora]
 
     def describe(self, n_steps: int) -> str:
         """Describe the corpora that a run of `n_steps` reads, and how many epochs of each."""

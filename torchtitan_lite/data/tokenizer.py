@@ -55,7 +55,7 @@ class Tokenizer:
     """A vocabulary and the functions that encode by it."""
 
     path: Path  # the file; for plain bytes, the word
-    identity: str  # a hash that two tokenizers share only if they give equal ids
+    fingerprint: str  # a hash that two tokenizers share only if they give equal ids
     bos_id: int | None  # first token of every document, unless None
     eos_id: int  # last token of every document
     special: dict[str, int]  # tokens that no text contains, by name
@@ -133,7 +133,7 @@ def make_llama3_tokenizer(path: Path, content: bytes, pairs: BytePairs, names: l
     encode_text, encode_special = encode_by_tiktoken(pairs, special)
     return Tokenizer(
         path=path,
-        identity=hashlib.sha256(content).hexdigest(),
+        fingerprint=hashlib.sha256(content).hexdigest(),
         bos_id=special["<|begin_of_text|>"],
         eos_id=special["<|end_of_text|>"],
         special=special,
@@ -182,7 +182,7 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
     encode_text, encode_special = encode_by_tiktoken(pairs, added_ids) if pairs else encode_by_package(content)
     return Tokenizer(
         path=path,
-        identity=hashlib.sha256(content + f"\0{bos_id} {eos_id}".encode()).hexdigest(),
+        fingerprint=hashlib.sha256(content + f"\0{bos_id} {eos_id}".encode()).hexdigest(),
         bos_id=bos_id,
         eos_id=eos_id,
         special={token["content"]: token["id"] for token in added if token["special"]},

@@ -21,8 +21,8 @@ Queries and keys may be any part of the sequence in any order: a context-paralle
 CUDA path was not run on a GPU; tests check its blocks, and on a CPU its forward numbers and that it compiles without a
 graph break.
 
-To add a kind, write a module here with a row in ATTENTIONS, and a row in config/choices.py, which says where else it
-can be computed: under context parallel, in the cache of `generate`.
+To add a kind, write a module here with a row in ATTENTION_MODULES, and a row in config/choices.py. That row says where
+else it can be computed: under context parallel, in the cache of `generate`.
 
 Legend: B batch, S sequence, Q and K queries and keys of one call, E head dim.
 Sources: documents in a batch: Llama 3, arXiv:2407.21783; FlexAttention arXiv:2412.05496.
@@ -59,7 +59,7 @@ class DocumentAttention(nn.Module):
         return attend_within_documents(query, key, value, doc_ids, query_positions=positions, key_positions=positions)
 
 
-ATTENTIONS = {  # model.attention, rows of config/choices.py
+ATTENTION_MODULES = {  # model.attention, rows of config/choices.py
     "causal": CausalAttention,
     "document": DocumentAttention,
 }

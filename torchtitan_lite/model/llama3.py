@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.model.attention import ATTENTIONS
+from torchtitan_lite.model.attention import ATTENTION_MODULES
 from torchtitan_lite.model.head import Head
 from torchtitan_lite.model.moe import MixtureOfExperts
 
@@ -29,7 +29,7 @@ class Llama3(nn.Module):
     """The whole model, or what a pipeline stage keeps of it: any of the four children may be None (layers: fewer)."""
 
     def __init__(self, model_args: ModelArgs, *, attention: str = "causal"):
-        """`attention` is a row of ATTENTIONS (attention.py)."""
+        """`attention` is a row of ATTENTION_MODULES (attention.py)."""
         super().__init__()
         self.model_args = model_args
         self.tok_embeddings = nn.Embedding(model_args.vocab_size, model_args.dim)
@@ -37,7 +37,7 @@ class Llama3(nn.Module):
         self.layers = nn.ModuleDict(
             {
                 str(layer): TransformerBlock(
-                    model_args, ATTENTIONS[attention](), is_mixture=model_args.is_mixture(layer)
+                    model_args, ATTENTION_MODULES[attention](), is_mixture=model_args.is_mixture(layer)
                 )
                 for layer in range(model_args.n_layers)
             }

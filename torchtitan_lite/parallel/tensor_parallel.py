@@ -63,23 +63,23 @@ from torchtitan_lite.parallel.exchange import (
 )
 from torchtitan_lite.parallel.float8 import ParallelFloat8Linear
 
-Plan = dict[str, "LocalStyle"]
+TensorParallelPlan = dict[str, "LocalStyle"]
 
 
 class MissingFromPlan(ValueError):
     """A module that the plan does not name, or that its style cannot compute. The message begins with the FQN."""
 
 
-def plan_tensor_parallel(part: nn.Module) -> Plan:
+def plan_tensor_parallel(part: nn.Module) -> TensorParallelPlan:
     """Return FQN -> style for every module of a part that computes differently under TP."""
-    plan: Plan = {}
+    plan: TensorParallelPlan = {}
     for layer in part.layers:
         is_mixture = part.model_args.is_mixture(int(layer))
         rows = list_block(part.model_args, mixture=is_mixture)
         # A mixture gets this rank's slice of the sequence as it is, and has another mesh: expert_parallel.py.
         rows = [row for row in rows if row.split not in ("router", "experts")]
         gathered = sorted({row.name.rpartition(".")[0] for row in rows if row.split == "colwise"})
-        block: Plan = {name: GatheredInput() for name in gathered}
+        block: TensorParallelPlan = {name: GatheredInput() for name in gathered}
         block |= {row.name: STYLES[row.split]() for row in rows}
         plan |= {f"layers.{layer}.{name}": style for name, style in block.items()}
     if part.tok_embeddings is not None:
@@ -89,7 +89,7 @@ def plan_tensor_parallel(part: nn.Module) -> Plan:
     return plan
 
 
-def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> None:
     """Shard the parameters of `part` (on meta) by `plan`, and let its modules compute on the slices.
 
     Raises MissingFromPlan if a parameter would stay an ordinary tensor: its gradient would differ from rank to rank,

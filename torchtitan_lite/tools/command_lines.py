@@ -123,7 +123,7 @@ Parquet and .zst need the extra `data`. OUT is complete or does not exist."""
     add("inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER", help="in the order of the corpus")
     add("--out", type=Path, metavar="FOLDER", help="the corpus to make")
     add("--tokenizer", default="assets/tokenizer", metavar="FOLDER", help="(%(default)s)")
-    add("--held-out", type=float, default=0.01, metavar="SHARE", help="of the documents, for validation (%(default)s)")
+    add("--validation-share", type=float, default=0.01, metavar="X", help="of the documents (%(default)s)")
     help = "field of a line or column of a Parquet file that holds the text (text; with --chat messages)"
     add("--text-column", metavar="NAME", help=help)
     help = "documents are conversations, lists of {role, content}; only the assistant's tokens are targets"

@@ -70,23 +70,23 @@ def main(options: argparse.Namespace) -> int:
 
 def convert(source: ModelSource, out: Path, dtype: str | None) -> None:
     """Write the folder `out`; without a dtype, in that of the checkpoint. Raises SourceError or CheckpointError."""
-    args, checkpoint = source.model_args, source.checkpoint
+    model_args, checkpoint = source.model_args, source.checkpoint
     if checkpoint is None:
         raise SourceError(f"{source.path} is a Hugging Face folder already: train, generate and eval read it as it is")
-    if why := explain_unwritable(args, source.attention):
+    if why := explain_unwritable(model_args, source.attention):
         raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}")
-    if moved := [fqn for fqn in list_expert_biases(args) if checkpoint.read(f"model.{fqn}").any()]:
+    if moved := [fqn for fqn in list_expert_biases(model_args) if checkpoint.read(f"model.{fqn}").any()]:
         why = f"{moved[0]} has moved from zero, and no format of Hugging Face has a bias of experts"
         remedy = "Train with training.expert_bias_rate = 0, and balance experts by training.expert_balance_loss"
         raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}. {remedy}.")
     dtype = dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype
     about = {"tokenizer": source.tokenizer, "context": source.context, "published": source.published}
-    write_folder(out, args, dtype, lambda fqn: checkpoint.read(f"model.{fqn}"), **about)
+    write_folder(out, model_args, dtype, lambda fqn: checkpoint.read(f"model.{fqn}"), **about)
 
 
 def write_folder(
     out: Path,
-    args: ModelArgs,
+    model_args: ModelArgs,
     dtype: str,
     read: Callable[[str], Tensor],
     *,
@@ -100,12 +100,12 @@ def write_folder(
     """
     published = published or {}
     about = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "context": context}
-    config = make_config(args, dtype=dtype, published=published.get(CONFIG), **about)
+    config = make_config(model_args, dtype=dtype, published=published.get(CONFIG), **about)
     contents = list_tokenizer_files(tokenizer) | {CONFIG: encode(config)}
     if GENERATION_CONFIG in published:
         contents[GENERATION_CONFIG] = encode(published[GENERATION_CONFIG])
     torch_dtype = getattr(torch, dtype)
-    n_bytes = {fqn: prod(shape) * torch_dtype.itemsize for fqn, shape in list_tensors(args).items()}
+    n_bytes = {fqn: prod(shape) * torch_dtype.itemsize for fqn, shape in list_tensors(model_args).items()}
     cut = cut_into_files(n_bytes, MOST_FILE_BYTES)
     names = [f"model-{number:05}-of-{len(cut):05}.safetensors" for number in range(1, len(cut) + 1)]
     names = names if len(cut) > 1 else [SINGLE_FILE]
@@ -116,9 +116,9 @@ def write_folder(
             theirs = {}
             for fqn in fqns:
                 tensor = to_finite(fqn, read(fqn), torch_dtype)
-                tensor = to_their_order(tensor, args.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else tensor
+                tensor = to_their_order(tensor, model_args.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else tensor
                 matrices = [matrix.t() for matrix in tensor] if tensor.dim() == 3 else [tensor]
-                theirs |= zip(name_theirs(fqn, args), matrices, strict=True)
+                theirs |= zip(name_theirs(fqn, model_args), matrices, strict=True)
                 progress.add()
             folders.write_tensors(unfinished / name, theirs, {})
             file_of |= dict.fromkeys(theirs, name)

@@ -28,7 +28,7 @@ from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import ChunkedLoss
 from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.corpora.named import prepare_dataset
-from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
+from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
 from torchtitan_lite.validation import describe_loss, sum_losses
@@ -99,7 +99,7 @@ def open_text(data: str, source: ModelSource, folder: Path) -> Corpus:
         read_split(Path(data), "validation", source.tokenizer)
     else:
         files, _ = find_files([Path(data)])
-        prepare(files, folder / "corpus", Recipe(str(source.tokenizer.path), held_out_share=0.0))
+        prepare(files, folder / "corpus", PrepareSettings(str(source.tokenizer.path), validation_share=0.0))
         return open_corpus(str(folder / "corpus"), source.tokenizer, cache_folder)
     return open_corpus(data, source.tokenizer, cache_folder, split="validation")
 

@@ -81,7 +81,7 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
     config, published = manifest.run.get("config", {}), manifest.run.get(IN_MANIFEST, {})
     section, model_args = config.get("model", {}), parse_model_args(manifest)
     found = load_matching_tokenizer(tokenizer or section.get("hf_assets_path"), model_args, path)
-    if not tokenizer and manifest.fingerprint["tokenizer"] != found.identity:
+    if not tokenizer and manifest.fingerprint["tokenizer"] != found.fingerprint:
         why = f"{section['hf_assets_path']} is not the tokenizer that it was trained with"
         raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is not compared.")
     # The folder of the tokenizer may name further end tokens.
@@ -128,7 +128,7 @@ def read_end_ids(published: dict[str, dict[str, Any]]) -> frozenset[int]:
     return frozenset(value if isinstance(value, list) else [value])
 
 
-def load_matching_tokenizer(assets: str | None, args: ModelArgs, path: Path) -> Tokenizer:
+def load_matching_tokenizer(assets: str | None, model_args: ModelArgs, path: Path) -> Tokenizer:
     """Load the tokenizer. Raises SourceError if there is none, or if it has more tokens than the model."""
     if assets is None:
         raise SourceError(f"{path} does not say which tokenizer it was trained with. Name it with --tokenizer FOLDER.")
@@ -137,8 +137,8 @@ def load_matching_tokenizer(assets: str | None, args: ModelArgs, path: Path) -> 
     except ConfigError as error:
         why = error.problems[0].why
         raise SourceError(f"{path}: its tokenizer is not found: {why}. Name it with --tokenizer FOLDER.") from None
-    if tokenizer.vocab_size > args.vocab_size:
-        why = f"the tokenizer {assets} has {tokenizer.vocab_size} tokens, and the model {args.vocab_size}"
+    if tokenizer.vocab_size > model_args.vocab_size:
+        why = f"the tokenizer {assets} has {tokenizer.vocab_size} tokens, and the model {model_args.vocab_size}"
         raise SourceError(f"{path}: {why}. Name the right one with --tokenizer.")
     return tokenizer
 
@@ -146,15 +146,15 @@ def load_matching_tokenizer(assets: str | None, args: ModelArgs, path: Path) -> 
 @torch.no_grad()
 def build_model(source: ModelSource, device: torch.device) -> nn.Module:
     """Return the model with its weights."""
-    args = source.model_args
-    model_class, _ = MODELS[args.name]
+    model_args = source.model_args
+    model_class, _ = MODELS[model_args.name]
     with torch.device("meta"):
-        model = model_class(args, attention=source.attention)
+        model = model_class(model_args, attention=source.attention)
     model.to(DTYPES[device.type]).to_empty(device=device).eval()
     for _, mixture in list_mixtures(model):
         mixture.router.reset(device)
-    if args.tie_embeddings:  # to_empty made two tensors out of one
+    if model_args.tie_embeddings:  # to_empty made two tensors out of one
         model.output.weight = model.tok_embeddings.weight
-    biases = {fqn: model.get_buffer(fqn) for fqn in list_expert_biases(args)}
+    biases = {fqn: model.get_buffer(fqn) for fqn in list_expert_biases(model_args)}
     source.fill(dict(model.named_parameters()) | biases)
     return model

@@ -19,7 +19,7 @@ from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, 
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import SHIPPED
 from torchtitan_lite.tools.corpora.named import prepare_dataset
-from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
+from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
 
 
@@ -50,16 +50,16 @@ def run(options: argparse.Namespace) -> str:
     if not (options.inputs and options.out):
         raise PreparationError("Name the files to read, and the folder to make: prepare texts/ --out data/mine")
     files, left_out = find_files(options.inputs, [suffix.lower() for suffix in options.suffix])
-    recipe = Recipe(
+    settings = PrepareSettings(
         assets=str(load_tokenizer(options.tokenizer).path),
-        held_out_share=options.held_out,
+        validation_share=options.validation_share,
         column=options.text_column or ("messages" if options.chat else "text"),
         is_chat=options.chat,
         skip_bad=options.skip_bad,
         folder=os.path.commonpath([path.absolute().parent for path in files]),
     )
     progress = ProgressLine("prepare: bytes", sum(path.stat().st_size for path in files))  # compressed files hold more
-    manifest, bad = prepare(files, options.out, recipe, n_processes=options.processes, report=progress.add)
+    manifest, bad = prepare(files, options.out, settings, n_processes=options.processes, report=progress.add)
     progress.clear()
     numbers = {"folder": str(options.out), "files": len(files), "files_left_out": left_out.total()}
     numbers |= {"bad_rows": bad.n, "first_bad_row": bad.first, **asdict(manifest)}
@@ -72,12 +72,12 @@ def describe(numbers: dict, left_out: Counter[str], command: str) -> str:
     for name, split in numbers["splits"].items():
         figures = f"{split['n_tokens']:,} tokens in {split['n_documents']:,} documents"
         figures += f", {split['n_targets']:,} of them targets" if split["n_targets"] else ""
-        lines.append(f"  {name:9} {figures}; {split['n_text_bytes'] / split['n_tokens']:.2f} bytes per token")
+        lines.append(f"  {name:10} {figures}; {split['n_text_bytes'] / split['n_tokens']:.2f} bytes per token")
     if left_out:
         kinds = ", ".join(f"{n} {suffix}" for suffix, n in left_out.most_common(5))
-        lines.append(f"  left out  files that are not known as text ({kinds}); --suffix .x adds a kind")
+        lines.append(f"  left out   files that are not known as text ({kinds}); --suffix .x adds a kind")
     if numbers["bad_rows"]:
-        lines.append(f"  skipped   {numbers['bad_rows']:,} bad rows, the first: {numbers['first_bad_row']}")
+        lines.append(f"  skipped    {numbers['bad_rows']:,} bad rows, the first: {numbers['first_bad_row']}")
     return "\n".join([*lines, f"Train on it: {command}"])
 
 
@@ -93,7 +93,7 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
             ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)] if tokenizer != SHIPPED else []
         )
         words += ["--job.dump_folder", f"outputs/{options.out.name}"]  # outputs/debug may hold a run on another corpus
-    if "held_out" not in manifest.splits:
+    if "validation" not in manifest.splits:
         words.append("--validation.no_enable")
     return shlex.join(words)
 

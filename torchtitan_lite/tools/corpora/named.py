@@ -10,9 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.corpus_folder import DATASETS, HELD_OUT, MANIFEST, find_cached, list_named
+from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, VALIDATION_ONLY, find_cached, list_named
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.tools.corpora.prepare import Recipe, prepare
+from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 
 VALIDATION_SHARE = 0.02
 MANY_BYTES = 2**26  # of files: more processes pay for their start from here on
@@ -33,12 +33,12 @@ def prepare_dataset(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset
     n_bytes = sum(path.stat().st_size for path in files)
     about = f"{name}: {n_bytes / 1e6:,.1f} MB in {len(files)} files"
     print(f"Encoding {about} once, into {folder}", file=sys.stderr, flush=True)
-    held_out_share = 0.0 if name in HELD_OUT else VALIDATION_SHARE
-    recipe = Recipe(str(tokenizer.path), held_out_share, folder=os.path.commonpath(map(os.path.abspath, files)))
+    share = 0.0 if name in VALIDATION_ONLY else VALIDATION_SHARE
+    settings = PrepareSettings(str(tokenizer.path), share, folder=os.path.commonpath(map(os.path.abspath, files)))
     cache_folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=cache_folder, prefix=f"{name}-") as work:
         made = Path(work) / "corpus"
-        prepare(files, made, recipe, n_processes=(os.cpu_count() or 1) if n_bytes > MANY_BYTES else 1)
+        prepare(files, made, settings, n_processes=(os.cpu_count() or 1) if n_bytes > MANY_BYTES else 1)
         try:
             made.rename(folder)
         except OSError:

@@ -6,8 +6,8 @@
 Order and content do not depend on the number of processes, and a single packed file keeps all of them busy. A document
 is `BOS text EOS`, without BOS if the tokenizer has none; a conversation is what its chat template writes.
 
-A hash decides which documents are held out. It is the hash of the text of a row, which keeps equal rows together, or of
-the path of a file, which keeps the file held out when it changes.
+A hash decides which documents are for validation: for a row the hash of its text, which keeps equal rows together, and
+for a file the hash of its path, which keeps a file in its split when it changes.
 """
 
 import hashlib
@@ -39,15 +39,15 @@ def choose_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PrepareSettings:
     """How rows become documents."""
 
     assets: str  # the tokenizer, as load_tokenizer takes it
-    held_out_share: float  # of the documents
+    validation_share: float  # of the documents
     column: str = "text"  # field of a JSON line, or column of a table
     is_chat: bool = False  # the column holds conversations
     skip_bad: bool = False  # count a row without text instead of raising
-    folder: str = ""  # files are held out by their paths relative to it
+    folder: str = ""  # files are assigned to a split by their paths relative to it
 
 
 @dataclass
@@ -71,7 +71,7 @@ class BadRows:
 def prepare(
     files: list[Path],
     out: Path,
-    recipe: Recipe,
+    settings: PrepareSettings,
     *,
     n_processes: int = 1,
     report: Callable[[int], object] = lambda n_bytes: None,
@@ -86,21 +86,21 @@ def prepare(
             raise PreparationError(f"{path} exists. Delete it, or give another --out")
     unfinished.mkdir(parents=True)
     try:
-        batches = (batch for path in files for batch in read_batches(path, recipe.column))
+        batches = (batch for path in files for batch in read_batches(path, settings.column))
         writers: dict[str, SplitWriter] = {}
         bad = BadRows()
-        for made, faults in map_in_order(partial(encode_batch, recipe), batches, n_processes):
+        for made, faults in map_in_order(partial(encode_batch, settings), batches, n_processes):
             for name, documents in made.items():
                 if name not in writers:
-                    writers[name] = SplitWriter(unfinished, name, has_targets=recipe.is_chat)
+                    writers[name] = SplitWriter(unfinished, name, has_targets=settings.is_chat)
                 writers[name].write(documents)
                 report(documents.n_text_bytes)
             bad = BadRows(bad.n + faults.n, bad.first or faults.first)
         if "train" not in writers:
             raise PreparationError(f"these {len(files)} files hold no text to train on. {bad.first}")
-        tokenizer, _ = get_encoder(recipe)
+        tokenizer, _ = get_encoder(settings)
         splits = {name: writers[name].finish() for name in sorted(writers)}
-        manifest = CorpusManifest(choose_dtype(tokenizer.vocab_size), tokenizer.identity, splits)
+        manifest = CorpusManifest(choose_dtype(tokenizer.vocab_size), tokenizer.fingerprint, splits)
         (unfinished / MANIFEST).write_text(dump_manifest(manifest))
         unfinished.rename(out)
     except BaseException:
@@ -158,26 +158,26 @@ class SplitWriter:
 
 
 @lru_cache(maxsize=1)
-def get_encoder(recipe: Recipe) -> tuple[Tokenizer, ChatFormat | None]:
-    tokenizer = load_tokenizer(recipe.assets)
-    return tokenizer, read_chat_format(tokenizer) if recipe.is_chat else None
+def get_encoder(settings: PrepareSettings) -> tuple[Tokenizer, ChatFormat | None]:
+    tokenizer = load_tokenizer(settings.assets)
+    return tokenizer, read_chat_format(tokenizer) if settings.is_chat else None
 
 
-def encode_batch(recipe: Recipe, batch: Batch) -> tuple[dict[str, Documents], BadRows]:
+def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Documents], BadRows]:
     """Return the documents of a batch by split. Raises PreparationError for a bad row, unless it is to be skipped."""
-    tokenizer, chat = get_encoder(recipe)
+    tokenizer, chat = get_encoder(settings)
     made: dict[str, Documents] = {}
     bad = BadRows()
     for number, row in enumerate(batch.rows, batch.first):
         try:
-            text, turns = batch.parse(row, recipe.column), []
+            text, turns = batch.parse(row, settings.column), []
             if chat:
                 text, turns = chat.render(text)
             elif not isinstance(text, str):
-                raise ValueError(f"its {recipe.column!r} is not a text: {text!r:.60}")
+                raise ValueError(f"its {settings.column!r} is not a text: {text!r:.60}")
         except ValueError as error:
             fault = f"{batch.path}, row {number}: {error}"
-            if not recipe.skip_bad:
+            if not settings.skip_bad:
                 talk = CONVERSATION.search(row) if isinstance(row, bytes) and not chat else None
                 remedy = "Repair it, or leave such rows out with --skip-bad"
                 if talk:
@@ -188,8 +188,8 @@ def encode_batch(recipe: Recipe, batch: Batch) -> tuple[dict[str, Documents], Ba
         if not text:
             continue
         content = text.encode(errors="replace")  # JSON can spell half of a character
-        key = os.path.relpath(batch.path, recipe.folder).encode() if batch.is_text else content
-        split = "held_out" if hash_document(key) < recipe.held_out_share * 2**64 else "train"
+        key = os.path.relpath(batch.path, settings.folder).encode() if batch.is_text else content
+        split = "validation" if hash_document(key) < settings.validation_share * 2**64 else "train"
         documents = made.setdefault(split, Documents(array("I")))
         n_before = len(documents.tokens)
         if chat:
@@ -209,5 +209,5 @@ def encode_batch(recipe: Recipe, batch: Batch) -> tuple[dict[str, Documents], Ba
 
 
 def hash_document(key: bytes) -> int:
-    """Return a number below 2**64. The documents with the lowest numbers are held out."""
+    """Return a number below 2**64. The documents with the lowest numbers are for validation."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big")

@@ -61,8 +61,8 @@ def make_text(seed: int, n_tokens: int) -> Text:
 def write_corpus(folder: Path, train: Text, held_out: Text) -> None:
     """Write a prepared corpus of these texts."""
     folder.mkdir(parents=True)
-    splits = {"train": write_split(folder, "train", train), "held_out": write_split(folder, "held_out", held_out)}
-    manifest = CorpusManifest("uint16", load_tokenizer(TOKENIZER).identity, splits)
+    splits = {"train": write_split(folder, "train", train), "validation": write_split(folder, "validation", held_out)}
+    manifest = CorpusManifest("uint16", load_tokenizer(TOKENIZER).fingerprint, splits)
     (folder / MANIFEST).write_text(dump_manifest(manifest), encoding="utf-8")
 
 
