@@ -18,6 +18,7 @@ from checkpoints import flip_bit
 from made_corpora import BYTES, WORDS, write_corpus
 
 from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.corpus import Corpus, open_corpus
@@ -171,7 +172,9 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
         Config().training, dataset=["tiny"], dataset_path=str(tmp_path / "in"), cache_folder=str(tmp_path)
     )
     config = replace(Config(), training=section)
-    (problem,) = check_prepared(config, BYTES)
+    with pytest.raises(ConfigError) as error:
+        check_prepared(config, BYTES)
+    (problem,) = error.value.problems
     command = shlex.split(problem.remedy.removeprefix("Run: "))
     assert command[:3] == ["python", "-m", "torchtitan_lite"]
     with pytest.raises(CorpusError, match="prepare"):
@@ -182,7 +185,8 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
             prepare(files, folder, settings, **options)
 
     monkeypatch.setattr(named, "prepare", prepare_as_another_does)
-    assert main(command[3:]) == 0 and check_prepared(config, BYTES) == []
+    assert main(command[3:]) == 0
+    check_prepared(config, BYTES)
     monkeypatch.setattr(named, "prepare", lambda *_, **__: pytest.fail("prepared again"))
     prepare_datasets(config, BYTES)
     (folder,) = tmp_path.glob("tiny-*")  # and no other one was left

@@ -19,7 +19,7 @@ from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import with_value
-from torchtitan_lite.data.corpus_folder import identify_documents
+from torchtitan_lite.data.corpus_folder import fingerprint_documents
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import SHIPPED, Prepared, preflight
 from torchtitan_lite.tools.convert import write_folder
@@ -132,7 +132,7 @@ def save(step: int, *args: str, n_ranks: int = 2, tensors: dict[str, TensorRecor
     """Write what a run leaves after `step`, without files of tensors. Return the checkpoint."""
     prepared = preflight([*RUN, *args], machine=LAPTOP, n_ranks=n_ranks)
     fingerprint = {"shape": asdict(prepared.model_args), "tokenizer": prepared.tokenizer.fingerprint}
-    fingerprint["documents"] = list(identify_documents(prepared.config, prepared.tokenizer).values())
+    fingerprint["documents"] = list(fingerprint_documents(prepared.config, prepared.tokenizer).values())
     final = prepared.dump_folder / "checkpoint" / f"step-{step}"
     folders.create_unfinished(final)
     folders.commit(final, Manifest(step, fingerprint, describe_run(prepared.config, {}, {}), tensors), {})

@@ -36,7 +36,7 @@ from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import ConfigReading, dump_config_toml, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
-from torchtitan_lite.data.corpus_folder import check_data, identify_documents
+from torchtitan_lite.data.corpus_folder import check_data, fingerprint_documents
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files, list_earlier
@@ -147,7 +147,7 @@ def preflight(
             problems += error.problems
     is_continued = weights and (weights.is_resumed or not config.checkpoint.initial_load_model_only)
     if is_continued and weights.manifest and layout and tokenizer:
-        check_continued(problems, config, weights, identify_documents(config, tokenizer))
+        check_continued(problems, config, weights, fingerprint_documents(config, tokenizer))
     if problems:
         raise ConfigError(problems)
 

@@ -157,10 +157,8 @@ def find_cached(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_pat
     """Return where a corpus of DATASETS is prepared: a function of its files and the tokenizer. Raises CorpusError."""
     files = [(path, path.stat()) for path in DATASETS[name](dataset_path)]
     stats = [f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in files]
-    return (
-        cache_folder
-        / f"{name}-{hashlib.sha256(repr([FORMAT, tokenizer.fingerprint, *stats]).encode()).hexdigest()[:16]}"
-    )
+    content = repr([FORMAT, tokenizer.fingerprint, *stats]).encode()
+    return cache_folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def list_corpora(config: Config) -> list[tuple[str, str, str, str]]:
@@ -179,16 +177,16 @@ def list_named(config: Config) -> set[tuple[str, str]]:
     return {(name, dataset_path) for _, name, _, dataset_path in list_corpora(config) if name in DATASETS}
 
 
-def identify_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
+def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
     """Return name -> fingerprint of the documents to train on, for each corpus that is prepared already."""
-    training, identities = config.training, {}
+    training, fingerprints = config.training, {}
     for name in training.dataset:
         with suppress(CorpusError):
             folder = Path(name)
             if name in DATASETS:
                 folder = find_cached(name, tokenizer, Path(training.cache_folder), training.dataset_path)
-            identities[name] = read_split(folder, "train", tokenizer=None).identify("train")
-    return identities
+            fingerprints[name] = read_split(folder, "train", tokenizer=None).hash_split("train")
+    return fingerprints
 
 
 # ---------------------------------------------------------------- before a run
