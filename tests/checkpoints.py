@@ -26,7 +26,7 @@ from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
 from torchtitan_lite.checkpoint.storage import StorageWriter, open_checkpoint
 from torchtitan_lite.config.schema import Checkpoint
 
-FINGERPRINT = {"data": "of this test", "shape": {"dim": 64, "name": "llama3", "qk_norm": False, "mixture": None}}
+FINGERPRINT = {"data": "of this test", "shape": {"dim": 64, "name": "llama3", "qk_norm": False, "moe": None}}
 
 
 def train(run: build.Run, steps: range) -> list[float]:

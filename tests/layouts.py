@@ -37,10 +37,10 @@ ADAMW = {
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 TWO_LAYERS = {"model.n_layers": 2}  # of many ranks on two cores each layer takes seconds
 TIED = {"flavor.tie_embeddings": True}
-MIXTURE = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 48, **TWO_LAYERS}  # 2 of 8 experts a token
-FIVE_EXPERTS = {**MIXTURE, "flavor.n_experts": 5}  # which FSDP cannot share out: each rank has a part of every matrix
+MOE = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 48, **TWO_LAYERS}  # 2 of 8 experts a token
+FIVE_EXPERTS = {**MOE, "flavor.n_experts": 5}  # which FSDP cannot share out: each rank has a part of every matrix
 SHARED = {  # as DeepSeek-V3 has them; and an auxiliary loss that is no small part of the gradients
-    **MIXTURE,
+    **MOE,
     "flavor.n_shared_experts": 2,
     "flavor.router_scores": "sigmoid",
     "flavor.n_first_dense_layers": 1,
@@ -147,7 +147,7 @@ FAST = {
     },
 }
 
-# Of mixtures: on how many ranks, ep, and what else.
+# Of MoE layers: on how many ranks, ep, and what else.
 EXPERT_LAYOUTS = {
     "one rank": Row(1),
     **{f"one rank, {name} recompute": Row(1, keys) for name, keys in RECOMPUTE.items()},
@@ -175,7 +175,7 @@ EXPERT_LAYOUTS = {
     "cp2, ep2, shared experts": Row(2, {CP: 2, EP: 2, **SHARED}),
     "pp2, shared experts": Row(2, {PP: 2, **SHARED}),
 }
-FAST |= {f"experts, {name}": Row(row.world_size, {**MIXTURE, **row.overrides}) for name, row in EXPERT_LAYOUTS.items()}
+FAST |= {f"experts, {name}": Row(row.world_size, {**MOE, **row.overrides}) for name, row in EXPERT_LAYOUTS.items()}
 SLOW_EXPERT_LAYOUTS = {
     "accumulation 2": Row(1, accumulate(4)),
     "pp2 Interleaved1F1B": Row(2, {PP: 2, SCHEDULE: "Interleaved1F1B", "model.n_layers": 4}),
@@ -263,7 +263,7 @@ CROSSES = {
     "pp2 x cp2 x tp2 documents": Row(8, {PP: 2, CP: 2, TP: 2, **DOCUMENTS, **TWO_LAYERS}),
 }
 CROSSES |= {
-    f"experts, {name}": Row(row.world_size, {**MIXTURE, **row.overrides}) for name, row in SLOW_EXPERT_LAYOUTS.items()
+    f"experts, {name}": Row(row.world_size, {**MOE, **row.overrides}) for name, row in SLOW_EXPERT_LAYOUTS.items()
 }
 LAYOUTS = {**CROSSES, **FAST}
 

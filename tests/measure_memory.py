@@ -75,7 +75,7 @@ def measure_steps(config: Config, model_args: ModelArgs, layout: Layout, *, n_st
         mesh = build_mesh(layout, "cpu")
         run = build.build_run(config, model_args, layout, mesh, torch.device("cpu"))
         batch = make_batch(layout, config.training.seq_len)
-        if model_args.mixture:
+        if model_args.moe:
             batch = replace(batch, routes=make_even_routes(model_args, *batch.tokens.shape))
         stepping.train_step(run, batch)
         for _ in range(n_steps):
@@ -87,8 +87,8 @@ def measure_steps(config: Config, model_args: ModelArgs, layout: Layout, *, n_st
 
 def make_even_routes(model_args: ModelArgs, n_rows: int, seq_len: int) -> torch.Tensor:
     """Return routes (rows, S, layers, top_k) by which every expert gets as many of each slice of a few tokens."""
-    mixture, size = model_args.mixture, (n_rows, seq_len, model_args.n_layers, model_args.mixture.top_k)
-    return (torch.arange(n_rows * seq_len * size[-1]) % mixture.n_experts).view(*size[:2], 1, -1).expand(size)
+    moe, size = model_args.moe, (n_rows, seq_len, model_args.n_layers, model_args.moe.top_k)
+    return (torch.arange(n_rows * seq_len * size[-1]) % moe.n_experts).view(*size[:2], 1, -1).expand(size)
 
 
 def follow(events: list) -> list[int]:

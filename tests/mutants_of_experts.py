@@ -1,4 +1,4 @@
-"""Mutants of mixtures: routing, the exchange of rows, gradients over ep, loads and biases."""
+"""Mutants of MoE layers: routing, the exchange of rows, gradients over ep, loads and biases."""
 
 from unittest.mock import patch
 
@@ -117,14 +117,14 @@ def one_run_of_results_sent_back_in_another_order(original, order):
     return torch.cat([place[:n_wrong].roll(1), place[n_wrong:]])
 
 
-@mutant(EP2, "gradient", ("module output", MIX), at=(moe.MixtureOfExperts, "forward"))
-def weights_applied_before_the_experts(original, mixture, x, routes=None):
+@mutant(EP2, "gradient", ("module output", MIX), at=(moe.MoE, "forward"))
+def weights_applied_before_the_experts(original, layer, x, routes=None):
     """A token is multiplied by its weight before an expert computes it, instead of after. An expert is not linear, so
     that small weights count for less than they should; nobody sees it but in a comparison."""
-    weights, routes = mixture.router(x, routes)
+    weights, routes = layer.router(x, routes)
     order = routes.flatten().argsort(stable=True)
     rows = (x[:, :, None] * weights[..., None]).flatten(0, 2)[order]
-    rows = mixture.experts(rows, moe.count_routes(routes, mixture.router.n_experts).sum(0))
+    rows = layer.experts(rows, moe.count_routes(routes, layer.router.n_experts).sum(0))
     return rows[moe.invert(order)].view(*routes.shape, -1).sum(2)
 
 

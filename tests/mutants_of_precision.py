@@ -15,7 +15,7 @@ from mutants_of_updates import in_place_of
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from torchtitan_lite import step
-from torchtitan_lite.model.moe import MixtureOfExperts
+from torchtitan_lite.model.moe import MoE
 from torchtitan_lite.parallel import float8, fsdp, parallelize, ring_attention, tensor_parallel
 
 ANGLES, REDUCTION = ("rotary angles", "layers.0"), ("gradient reduction", "output.weight")
@@ -36,12 +36,12 @@ def gradients_reduced_in_bfloat16(apply, part, mesh, **options):
 
 @in_bfloat16(FAST["experts, dp2"], "gradient reduction", EXPERT_REDUCTION)
 def gradients_of_experts_reduced_in_bfloat16():
-    """The mixture is sharded by a call of its own, which lacks the dtype of the reduction: its gradients are added in
+    """The MoE layer is sharded by a call of its own, which lacks the dtype of the reduction: its gradients are added in
     the compute dtype, and those of all else in fp32."""
     original = fsdp.fully_shard
 
     def shard(module, *, mp_policy, **options):
-        if isinstance(module, MixtureOfExperts):
+        if isinstance(module, MoE):
             mp_policy = replace(mp_policy, reduce_dtype=torch.bfloat16)
         return original(module, mp_policy=mp_policy, **options)
 

@@ -129,16 +129,16 @@ def test_kept_bytes_of_experts_are_those_of_the_tensors_in_their_block():
     attention = 2 * (3 * 4096 + 2 * 4096 + 2 * 1024) + 4 * 32  # inputs of both norms, q, attention's output, k, v ...
     routing = 4 * (4096 + 8) + 4 * 5 + 8 * 6  # input and scores; weights twice, and their sum; routes, two orders
     rows = 2 * 2 * (4096 + 4 * 14336) + 4 * 2 * 4096  # inputs, outputs, product; what is weighted, in fp32
-    kept = list_kept_bytes(FLAVORS["Mixtral-8x7B"], 2, mixture=True)
+    kept = list_kept_bytes(FLAVORS["Mixtral-8x7B"], 2, moe=True)
     assert kept["none"] == attention + routing + rows
-    uneven = list_kept_bytes(FLAVORS["Mixtral-8x7B"], 2, mixture=True, ep=4, imbalance=1.5)["none"]
+    uneven = list_kept_bytes(FLAVORS["Mixtral-8x7B"], 2, moe=True, ep=4, imbalance=1.5)["none"]
     assert uneven == kept["none"] + 0.5 * 2 * 2 * (4096 + 4 * 14336) + 1.5 * 2 * 8 * 2  # and two orders elsewhere
     by_op = (
         2 * (4096 + 6144 + 4096 + 4096 + 2 * 4096) + 4 * 32
     )  # block's input, q, k, v, attention, wo; the second norm
     by_op += 4 * 8 + 2 * (4 + 8)  # logits; weights and routes
     assert kept["op"] == by_op + 2 * 2 * (2 * 14336 + 4096)
-    uneven = list_kept_bytes(FLAVORS["Mixtral-8x7B"], 2, mixture=True, ep=4, imbalance=1.5)["op"]
+    uneven = list_kept_bytes(FLAVORS["Mixtral-8x7B"], 2, moe=True, ep=4, imbalance=1.5)["op"]
     assert uneven == kept["op"] + 2 * (2 * 14336 + 4096) + 2 * (3 + 2) * 4096  # rows that arrive, and that return
     of_heads = 2 * (32 + 8) * 128 + 4 * (32 + 8)  # queries and keys before their norms
     with_norms = replace(FLAVORS["8B"], qk_norm=True)
@@ -339,7 +339,7 @@ def test_forward_and_backward_are_work_recompute_and_waits(name, n_gpus, keys):
     work = 3 * model.linear_time(kind) + 3.5 * attention + 3 * rest
     waits = layer.exposed_tp + layer.exposed_cp + layer.exposed_ep
     assert layer.forward + layer.backward == pytest.approx(work + layer.again + waits)
-    if kind.is_mixture:  # rows there and back, four times their way; of all forwards the counts, too
+    if kind.is_moe:  # rows there and back, four times their way; of all forwards the counts, too
         exchange_s = model.exchange_time(workload.n_rows_received)
         assert layer.exposed_ep == pytest.approx((4 + 2 * is_full) * exchange_s + (1 + is_full) * slow.latency_s)
     n_bytes = 2 * 2 * 8192 * 4 * 128  # keys and values of 8 / 2 heads

@@ -114,7 +114,7 @@ def test_a_wrong_tokenizer_or_a_damaged_file_is_refused(ours, tmp_path, capsys):
 )
 def test_a_model_that_no_family_has_is_not_exported(name, changes, bias, named, tmp_path, capsys):
     args = replace(FLAVORS[name], vocab_size=258)
-    args = replace(args, mixture=replace(args.mixture, **changes)) if args.mixture else replace(args, **changes)
+    args = replace(args, moe=replace(args.moe, **changes)) if args.moe else replace(args, **changes)
     save_ours(tmp_path / "step-7", args, bias=bias)
     assert run(tmp_path / "step-7", tmp_path / "out") == 2 and named in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"step-7"}

@@ -52,7 +52,7 @@ from torchtitan_lite.tools.plan.workload import Workload, count_layers, describe
 
 CPU = Machine("cpu", 1, 2**34, "x86_64 CPU")
 EVERY_SECOND = {MODE: "selective", OPTION: "2"}
-SHARED, SOME_LAYERS = {"flavor.n_shared_experts": 1}, {"flavor.mixture_every": 2, "model.n_layers": 4}
+SHARED, SOME_LAYERS = {"flavor.n_shared_experts": 1}, {"flavor.moe_every": 2, "model.n_layers": 4}
 DTYPE = "training.mixed_precision_param"
 
 # name -> world size, keys. Every axis, ZeRO stage, recompute mode and attention, and three schedules.
@@ -120,7 +120,7 @@ def count_flops(workload: Workload, pp_rank: int) -> int:
     total = sum(3 * head * stage.has_head for stage in stages)
     for kind in workload.kinds:
         linear = 2 * tokens * (kind.linear_parameters + kind.router_parameters) // layout.tp
-        linear += 2 * workload.n_rows_received * count_expert_parameters(shape) if kind.is_mixture else 0
+        linear += 2 * workload.n_rows_received * count_expert_parameters(shape) if kind.is_moe else 0
         last = 2 * tokens * kind.left_out_parameters // layout.tp
         again = kind.average({"none": 0, "op": 0, "full": linear + attention - last})
         total += sum(count_layers(stage, kind) for stage in stages) * (3 * linear + 3.5 * attention + again)
@@ -254,7 +254,7 @@ def count_real_step(world_size: int, keys: dict) -> tuple[dict, dict]:
     run = compare.build_table_run(world_size, keys)
     shape = resolve_model(run.config.model)
     batch = compare.own_rows(run, compare.make_batch(0, shape.vocab_size))
-    if shape.mixture:
+    if shape.moe:
         batch = replace(batch, routes=make_even_routes(shape, *batch.tokens.shape))
     stepping.train_step(run, batch)
     meter = Meter(run.layout)
@@ -395,11 +395,11 @@ def test_a_block_keeps_the_bytes_per_token_of_the_closed_form_on_a_gpu(name):
     """The rotation in fp32 keeps nothing. Norms keep 1 / rms, 4 bytes each; a router its weight in fp32 and, once for
     all tokens, a few numbers for each expert."""
     shape, n_tokens = FLAVORS[name], 128
-    has_experts = shape.mixture is not None
+    has_experts = shape.moe is not None
     torch.set_default_dtype(torch.bfloat16)
     try:
         with FakeTensorMode():
-            block = TransformerBlock(shape, CausalAttention(), is_mixture=has_experts)
+            block = TransformerBlock(shape, CausalAttention(), is_moe=has_experts)
             hidden = torch.randn(1, n_tokens, shape.dim, requires_grad=True)
             rotation = rotary_angles(torch.arange(n_tokens)[None], shape)
             meter = Meter(plan(1, {})[2])
@@ -411,8 +411,8 @@ def test_a_block_keeps_the_bytes_per_token_of_the_closed_form_on_a_gpu(name):
             live = sum(storage.n_bytes for storage in meter._storages.values() if storage.kind == "activations")
     finally:
         torch.set_default_dtype(torch.float32)
-    once = live - n_tokens * (list_kept_bytes(shape, 2, mixture=has_experts)["none"] + 2 * 4)
-    n_experts = shape.mixture.n_experts if has_experts else 0
+    once = live - n_tokens * (list_kept_bytes(shape, 2, moe=has_experts)["none"] + 2 * 4)
+    n_experts = shape.moe.n_experts if has_experts else 0
     assert 0 <= once - 4 * n_experts * shape.dim <= 40 * n_experts
 
 

@@ -17,7 +17,7 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Model
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
-from torchtitan_lite.model.moe import list_mixtures
+from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 WINDOW = 32
@@ -101,8 +101,8 @@ def test_biases_choose_the_experts(evaluate, texts, tmp_path):
     args = resolve_model(Model(flavor="debug_moe", n_layers=2))
     model = Llama3(args)
     initialize_weights(model, init_parameter, seed=3)
-    for _, mixture in list_mixtures(model):
-        mixture.router.expert_bias.copy_(torch.arange(8) % 3)
+    for _, moe in list_moes(model):
+        moe.router.expert_bias.copy_(torch.arange(8) % 3)
     path = save(tmp_path / "step-4", model.state_dict(), shape=asdict(args))
     expected = measure(lambda ids: model(ids, positions=torch.arange(ids.shape[1])[None]), WINDOW)
     found = evaluate(path, "--data", texts, "--seq-len", WINDOW)

@@ -16,37 +16,37 @@ from torch import Tensor
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components import expert_balance
 from torchtitan_lite.components.expert_balance import count_collapsed, describe_load
-from torchtitan_lite.config.flavors import MixtureArgs
+from torchtitan_lite.config.flavors import MoEArgs
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Checkpoint, Model
 from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
-from torchtitan_lite.model.moe import MixtureOfExperts, list_mixtures
+from torchtitan_lite.model.moe import MoE, list_moes
 
 RATE, IMPLEMENTATION = "training.expert_bias_rate", "optimizer.implementation"
 MOE = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 48, "model.head_dim": 8}
 TOKENS = compare.GLOBAL_BATCH_SIZE * compare.SEQ_LEN
 
 
-# ---------------------------------------------------------------- one mixture in one process
+# ---------------------------------------------------------------- one MoE layer in one process
 
 
-def make_mixture(**numbers) -> MixtureOfExperts:
+def make_moe(**numbers) -> MoE:
     torch.manual_seed(0)
-    mixture = MixtureOfExperts(16, MixtureArgs(**{"n_experts": 6, "top_k": 2, "expert_ffn_dim": 24} | numbers))
-    for parameter in mixture.parameters():
+    moe = MoE(16, MoEArgs(**{"n_experts": 6, "top_k": 2, "expert_ffn_dim": 24} | numbers))
+    for parameter in moe.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return mixture
+    return moe
 
 
-def compute_plainly(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
+def compute_plainly(moe: MoE, x: Tensor) -> Tensor:
     """The paper's formula, token by token."""
-    args, experts = mixture.router.args, mixture.experts
+    args, experts = moe.router.args, moe.experts
     rows = []
     for token in x.flatten(0, 1):
-        logits = mixture.router.weight @ token
+        logits = moe.router.weight @ token
         scores = logits.softmax(0) if args.router_scores == "softmax" else logits.sigmoid()
-        chosen = (scores.detach() + mixture.router.expert_bias).topk(args.top_k).indices.tolist()
+        chosen = (scores.detach() + moe.router.expert_bias).topk(args.top_k).indices.tolist()
         total = sum(scores[e] for e in chosen) if args.normalize_top_k else 1.0
         outputs = [(F.silu(token @ experts.w1[e]) * (token @ experts.w3[e])) @ experts.w2[e] for e in chosen]
         rows.append(sum(scores[e] / total * output for e, output in zip(chosen, outputs, strict=True)))
@@ -56,55 +56,55 @@ def compute_plainly(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "numbers", [{}, {"router_scores": "sigmoid"}, {"normalize_top_k": False}, {"top_k": 6}], ids=str
 )
-def test_a_mixture_and_its_gradients_are_those_of_the_formula(numbers):
-    mixture, x = make_mixture(**numbers), torch.randn(2, 5, 16, requires_grad=True)
-    mixture.router.expert_bias[3] = 0.4  # counts for the choice, not for the weights
+def test_an_moe_layer_and_its_gradients_are_those_of_the_formula(numbers):
+    moe, x = make_moe(**numbers), torch.randn(2, 5, 16, requires_grad=True)
+    moe.router.expert_bias[3] = 0.4  # counts for the choice, not for the weights
     results = []
-    for compute in (mixture, lambda x: compute_plainly(mixture, x)):
+    for compute in (moe, lambda x: compute_plainly(moe, x)):
         output = compute(x)
-        tensors = [x, *mixture.parameters()]
+        tensors = [x, *moe.parameters()]
         results.append([output, *torch.autograd.grad(output.square().sum(), tensors)])
     for ours, plain in zip(*results, strict=True):
         assert compare.relative_error(ours, plain) < 1e-6
 
 
 def test_in_bfloat16_scores_and_the_sum_of_a_tokens_experts_are_computed_in_fp32():
-    mixture, x = make_mixture(top_k=6).bfloat16(), torch.randn(2, 5, 16).bfloat16()
-    weights, routes = mixture.router(x)
-    assert torch.equal(weights, copy.deepcopy(mixture.router).float()(x.float(), routes)[0])
-    mixture.experts.forward = lambda rows, counts: rows  # then a token is the weighted sum of six times itself
-    assert torch.equal(mixture(x), x)
+    moe, x = make_moe(top_k=6).bfloat16(), torch.randn(2, 5, 16).bfloat16()
+    weights, routes = moe.router(x)
+    assert torch.equal(weights, copy.deepcopy(moe.router).float()(x.float(), routes)[0])
+    moe.experts.forward = lambda rows, counts: rows  # then a token is the weighted sum of six times itself
+    assert torch.equal(moe(x), x)
 
 
 def test_given_routes_are_taken_and_each_sequence_keeps_its_own():
-    mixture, x = make_mixture(), torch.randn(2, 5, 16)
-    _, chosen = mixture.router(x)
-    assert torch.equal(mixture(x), mixture(x, chosen))
+    moe, x = make_moe(), torch.randn(2, 5, 16)
+    _, chosen = moe.router(x)
+    assert torch.equal(moe(x), moe(x, chosen))
     others = (chosen + 1) % 6
-    mixture(x, others)
-    assert mixture.router.last_load[:6].tolist() == torch.bincount(others.flatten(), minlength=6).tolist()
+    moe(x, others)
+    assert moe.router.last_load[:6].tolist() == torch.bincount(others.flatten(), minlength=6).tolist()
 
 
 def test_the_auxiliary_gradient_is_that_of_the_papers_loss():
     """Sum over experts of f x P for each sequence, f without gradient (DeepSeek-V3, eq. 17 to 20)."""
-    mixture, x = make_mixture(router_scores="sigmoid"), torch.randn(3, 7, 16)
-    mixture.router.balance_loss = 0.25
-    weights, routes = mixture.router(x)
+    moe, x = make_moe(router_scores="sigmoid"), torch.randn(3, 7, 16)
+    moe.router.balance_loss = 0.25
+    weights, routes = moe.router(x)
     (0 * weights.sum()).backward()
-    injected, mixture.router.weight.grad = mixture.router.weight.grad, None
-    scores = (x @ mixture.router.weight.T).sigmoid()
+    injected, moe.router.weight.grad = moe.router.weight.grad, None
+    scores = (x @ moe.router.weight.T).sigmoid()
     share = F.one_hot(routes, 6).sum(2).float().mean(1) * 6 / 2  # f (B, E)
     mean_score = (scores / scores.sum(-1, keepdim=True)).mean(1)  # P (B, E)
     (0.25 * (share * mean_score).sum()).backward()
-    assert compare.relative_error(injected, mixture.router.weight.grad) < 1e-6
+    assert compare.relative_error(injected, moe.router.weight.grad) < 1e-6
 
 
 def test_layers_without_experts_are_where_the_numbers_say():
     args = resolve_model(Model(flavor="debug_moe", n_layers=6))
-    args = replace(args, mixture=replace(args.mixture, n_first_dense_layers=2, mixture_every=2, n_shared_experts=1))
+    args = replace(args, moe=replace(args.moe, n_first_dense_layers=2, moe_every=2, n_shared_experts=1))
     with torch.device("meta"):
         built = Llama3(args)
-    assert [layer for layer, _ in list_mixtures(built)] == [3, 5]
+    assert [layer for layer, _ in list_moes(built)] == [3, 5]
     assert [block.shared_experts is not None for block in built.layers.values()] == [
         layer in (3, 5) for layer in range(6)
     ]
@@ -197,7 +197,7 @@ def test_the_load_of_a_logged_step_is_three_numbers():
 def test_a_load_that_stays_on_one_expert_is_warned_of_once_with_keys(monkeypatch):
     warnings = []
     monkeypatch.setattr(expert_balance.logger, "warning", warnings.append)
-    args, n_collapsed = MixtureArgs(n_experts=8, top_k=2, expert_ffn_dim=1), 0
+    args, n_collapsed = MoEArgs(n_experts=8, top_k=2, expert_ffn_dim=1), 0
     even, uneven = [[4] * 8, [4] * 8], [[4] * 8, [12, 12, 2, 2, *[1] * 4]]
     for step, rows in enumerate([uneven, uneven, even, uneven, uneven, uneven, uneven], 1):
         n_collapsed = count_collapsed(step, describe_load(make_loads(rows), top_k=2), args, n_collapsed)
@@ -239,7 +239,7 @@ def test_an_optimizer_steps_the_parameters_of_both_meshes(pool, one_by_one, name
 def test_a_cache_gives_the_logits_of_the_whole_text():
     torch.manual_seed(0)
     args = resolve_model(Model(flavor="debug_moe", n_layers=2))
-    args = replace(args, qk_norm=True, mixture=replace(args.mixture, n_shared_experts=1))
+    args = replace(args, qk_norm=True, moe=replace(args.moe, n_shared_experts=1))
     model, tokens = Llama3(args), torch.randint(args.vocab_size, (9,)).tolist()
     for fqn, parameter in model.named_parameters():
         init_parameter(fqn, parameter.data, args, torch.Generator().manual_seed(len(fqn)))

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools.model_source import build_model, open_source
@@ -54,10 +54,10 @@ CASES = {
         replace(UNTIED, rope_scaling=RopeScaling(2.5, kind="linear")), shard_size="60KB", n_ranks=4, layout=(TP,)
     ),
     "Mixtral, on dp2 with ep2": Case(
-        replace(UNTIED, ffn_dim=48, mixture=MixtureArgs(4, 2, 48)), version=4, n_ranks=2, layout=(EP, BALANCE)
+        replace(UNTIED, ffn_dim=48, moe=MoEArgs(4, 2, 48)), version=4, n_ranks=2, layout=(EP, BALANCE)
     ),
     "Qwen3-MoE, published in bfloat16": Case(
-        replace(UNTIED, qk_norm=True, mixture=MixtureArgs(6, 2, 24, n_first_dense_layers=1)),
+        replace(UNTIED, qk_norm=True, moe=MoEArgs(6, 2, 24, n_first_dense_layers=1)),
         dtype="bfloat16",
         layout=(BALANCE,),
     ),
@@ -68,8 +68,8 @@ FAMILIES = {  # model_type, or its variant -> what the log says it is, and the m
     "llama": ("llama", UNTIED),
     "llama-tied": ("llama", replace(UNTIED, tie_embeddings=True)),
     "qwen3": ("qwen3", replace(UNTIED, qk_norm=True, norm_eps=1e-6)),
-    "mixtral": ("mixtral", replace(UNTIED, ffn_dim=48, mixture=MixtureArgs(4, 2, 48))),
-    "qwen3-moe": ("qwen3_moe", replace(UNTIED, qk_norm=True, mixture=MixtureArgs(6, 2, 24, n_first_dense_layers=1))),
+    "mixtral": ("mixtral", replace(UNTIED, ffn_dim=48, moe=MoEArgs(4, 2, 48))),
+    "qwen3-moe": ("qwen3_moe", replace(UNTIED, qk_norm=True, moe=MoEArgs(6, 2, 24, n_first_dense_layers=1))),
 }
 
 

@@ -123,7 +123,7 @@ def test_the_listed_tensors_are_the_parameters_and_biases_of_the_model_in_their_
         assert saved == list_tensors(args) | list_expert_biases(args) | tied
 
 
-@pytest.mark.parametrize("name", [name for name, args in OUR_FLAVORS.items() if args.mixture or args.qk_norm])
+@pytest.mark.parametrize("name", [name for name, args in OUR_FLAVORS.items() if args.moe or args.qk_norm])
 def test_each_flavor_is_described_by_its_config(name, tmp_path):
     config = make_config(OUR_FLAVORS[name], dtype="bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -49,7 +49,7 @@ def save_theirs(folder: Path, args: ModelArgs) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape)
-    model.save_pretrained(folder, max_shard_size="1GB" if args.mixture else "200KB")
+    model.save_pretrained(folder, max_shard_size="1GB" if args.moe else "200KB")
     return folder
 
 

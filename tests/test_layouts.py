@@ -53,7 +53,7 @@ def test_routers_choose_the_experts_that_those_of_one_process_choose(pool, oracl
     row = LAYOUTS[f"experts, {name}"]
     config = compare.complete(row.overrides, row.world_size)
     flips = judge_routes(pool.run(measure_routes, row.world_size, config, oracle(row.overrides)))
-    n_routes = 8 * 32 * 2 * resolve_model(config.model).n_mixture_layers
+    n_routes = 8 * 32 * 2 * resolve_model(config.model).n_moe_layers
     assert flips.faults == {} and f"of {n_routes:,} routes" in flips.measures[0].of
 
 

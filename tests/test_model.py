@@ -8,10 +8,10 @@ from their_llama import make_their_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.llama3 import Llama3, init_parameter, rotary_angles
-from torchtitan_lite.model.moe import list_mixtures
+from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 PLAIN = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=128)
@@ -25,14 +25,14 @@ FLAVORS = {
     "one key/value head": replace(PLAIN, n_kv_heads=1),
     "Qwen3": replace(PLAIN, qk_norm=True, head_dim=24, norm_eps=1e-6),
     "Qwen3, tied": replace(PLAIN, qk_norm=True, tie_embeddings=True),
-    "Mixtral": replace(PLAIN, ffn_dim=40, mixture=MixtureArgs(4, 2, 40)),
-    "Qwen3-MoE": replace(PLAIN, qk_norm=True, head_dim=32, mixture=MixtureArgs(8, 3, 40)),
+    "Mixtral": replace(PLAIN, ffn_dim=40, moe=MoEArgs(4, 2, 40)),
+    "Qwen3-MoE": replace(PLAIN, qk_norm=True, head_dim=32, moe=MoEArgs(8, 3, 40)),
     "Qwen3-MoE, a dense layer, weights as they are": replace(
-        PLAIN, qk_norm=True, mixture=MixtureArgs(8, 2, 24, normalize_top_k=False, n_first_dense_layers=1)
+        PLAIN, qk_norm=True, moe=MoEArgs(8, 2, 24, normalize_top_k=False, n_first_dense_layers=1)
     ),
-    "Qwen3-MoE, each second layer": replace(PLAIN, qk_norm=True, mixture=MixtureArgs(4, 2, 24, mixture_every=2)),
+    "Qwen3-MoE, each second layer": replace(PLAIN, qk_norm=True, moe=MoEArgs(4, 2, 24, moe_every=2)),
 }
-MIXTURES = [name for name, args in FLAVORS.items() if args.mixture]
+MOES = [name for name, args in FLAVORS.items() if args.moe]
 
 
 def build_ours(args: ModelArgs) -> Llama3:
@@ -46,7 +46,7 @@ def build_ours(args: ModelArgs) -> Llama3:
 
 
 def build_theirs(args: ModelArgs, ours: Llama3) -> PreTrainedModel:
-    options = {"experts_implementation": "eager"} if args.mixture else {}
+    options = {"experts_implementation": "eager"} if args.moe else {}
     theirs = AutoModelForCausalLM.from_config(make_their_config(args, attn_implementation="sdpa"), **options)
     theirs.load_state_dict(to_theirs(ours.state_dict(), args), strict=True)
     return theirs
@@ -127,24 +127,24 @@ def test_logits_and_gradients_are_those_of_transformers(name):
         assert difference < 1e-5, f"gradient of {name} is off by {difference:.1e}"
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", MOES)
 def test_routes_and_their_weights_are_those_of_transformers(name):
     args = FLAVORS[name]
     ours, seen = build_ours(args), {}
     theirs = build_theirs(args, ours)
     tokens = torch.randint(args.vocab_size, (2, 300), generator=torch.Generator().manual_seed(2))
     gates = {n: block.mlp.gate for n, block in enumerate(theirs.model.layers) if hasattr(block.mlp, "gate")}
-    for side, routers in (("ours", {n: m.router for n, m in list_mixtures(ours)}), ("theirs", gates)):
+    for side, routers in (("ours", {n: m.router for n, m in list_moes(ours)}), ("theirs", gates)):
         for layer, router in routers.items():
             router.register_forward_hook(
                 lambda router, inputs, output, key=(side, layer): seen.update({key: output[-2:]})
             )
     with torch.no_grad():
         ours(tokens, positions=torch.arange(300).expand(2, -1)), theirs(tokens)
-    assert len(gates) == args.n_mixture_layers and len(seen) == 2 * len(gates)
+    assert len(gates) == args.n_moe_layers and len(seen) == 2 * len(gates)
     for layer in gates:
         (weights, routes), (their_weights, their_routes) = seen["ours", layer], seen["theirs", layer]
-        assert torch.equal(routes.flatten(0, 1), their_routes) and routes.unique().numel() == args.mixture.n_experts
+        assert torch.equal(routes.flatten(0, 1), their_routes) and routes.unique().numel() == args.moe.n_experts
         assert (weights.flatten(0, 1) - their_weights).abs().max() < 1e-6
 
 

@@ -160,18 +160,18 @@ def test_experts_keep_top_k_and_are_shared_as_before(args, ranks, ep, efsdp, n_e
     assert (reduction.layout.ep, reduction.layout.efsdp) == (ep, efsdp)
     assert ("ep" in reduction.degrees.reduced) == (ep < asked) and ("ep" in reduction.degrees.given_up) == (ep == 1)
     for run in (reduction.config, *(make(reduction).config for make in (deepen, lengthen, keep_width))):
-        mixture = resolve_model(run.model).mixture
-        assert (mixture.n_experts, mixture.top_k) == (n_experts, top_k)
-        assert run.training.seq_len not in (mixture.n_experts, mixture.expert_ffn_dim, top_k)
-        assert mixture.expert_ffn_dim % 8 == 0  # which grouped_mm needs
+        moe = resolve_model(run.model).moe
+        assert (moe.n_experts, moe.top_k) == (n_experts, top_k)
+        assert run.training.seq_len not in (moe.n_experts, moe.expert_ffn_dim, top_k)
+        assert moe.expert_ffn_dim % 8 == 0  # which grouped_mm needs
 
 
 def test_layers_without_experts_are_kept_where_there_are_two():
-    layers = {"flavor.n_first_dense_layers": 3, "flavor.mixture_every": 4, "flavor.n_shared_experts": 1}
+    layers = {"flavor.n_first_dense_layers": 3, "flavor.moe_every": 4, "flavor.n_shared_experts": 1}
     reduction = reduce_config(override(read("--config", "debug_moe", "--model.n_layers=8"), layers), 2)
-    assert [reduction.args.is_mixture(layer) for layer in range(4)] == [False, True, False, True]
-    assert resolve_model(keep_width(reduction).config.model).n_mixture_layers == 1
-    assert {"flavor.n_first_dense_layers", "flavor.mixture_every"} <= {change.key for change in reduction.changes}
+    assert [reduction.args.is_moe(layer) for layer in range(4)] == [False, True, False, True]
+    assert resolve_model(keep_width(reduction).config.model).n_moe_layers == 1
+    assert {"flavor.n_first_dense_layers", "flavor.moe_every"} <= {change.key for change in reduction.changes}
 
 
 def test_loads_are_uneven_and_one_expert_of_each_layer_gets_no_token():
@@ -241,7 +241,7 @@ def test_each_small_run_keeps_the_layout_and_has_the_depth_the_length_and_the_wi
     assert count_parameters(shape) <= MOST_PARAMETERS
     tensors = (shape.dim * shape.n_heads * shape.head_dim, shape.dim * shape.ffn_dim, shape.dim * shape.vocab_size)
     if real.dim >= 2048:
-        assert max(tensors) >= (2e6 if real.mixture else 4e6) and shape.dim >= 512  # experts count for as much
+        assert max(tensors) >= (2e6 if real.moe else 4e6) and shape.dim >= 512  # experts count for as much
     else:
         assert (shape.dim, shape.ffn_dim, shape.vocab_size) == (real.dim, real.ffn_dim, real.vocab_size)
 

@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import Manifest, TensorRecord
 from torchtitan_lite.checkpoint.save import describe_run
-from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import with_value
@@ -103,7 +103,7 @@ FINETUNE, LENGTH, RATE, LR = "--config=finetune", "training.seq_len", "training.
 
 def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_stays():
     write_hugging_face("short", ARGS, context=64)
-    write_hugging_face("qwen", replace(ARGS, qk_norm=True, mixture=MixtureArgs(4, 2, 24)), context=8192)
+    write_hugging_face("qwen", replace(ARGS, qk_norm=True, moe=MoEArgs(4, 2, 24)), context=8192)
     for name in ("short", "qwen"):
         write_tokenizer(Path(name), n_tokens=300)
     shutil.copytree("step-9", "runs/mine/checkpoint/step-9")

@@ -14,21 +14,21 @@ def make_their_config(args: ModelArgs, **options) -> PreTrainedConfig:
         if numbers["kind"] == "llama3":
             rope |= {name: numbers[name] for name in ("low_freq_factor", "high_freq_factor")}
             rope["original_max_position_embeddings"] = numbers["original_length"]
-    mixture, of_experts, width = args.mixture, {}, args.ffn_dim
-    if mixture:
-        of_experts = {"num_experts_per_tok": mixture.top_k, "num_local_experts": mixture.n_experts}
-        width = mixture.expert_ffn_dim
-    if mixture and args.qk_norm:
+    moe, of_experts, width = args.moe, {}, args.ffn_dim
+    if moe:
+        of_experts = {"num_experts_per_tok": moe.top_k, "num_local_experts": moe.n_experts}
+        width = moe.expert_ffn_dim
+    if moe and args.qk_norm:
         width = args.ffn_dim
         of_experts |= {
             "num_experts": of_experts.pop("num_local_experts"),
-            "moe_intermediate_size": mixture.expert_ffn_dim,
-            "norm_topk_prob": mixture.normalize_top_k,
-            "mlp_only_layers": list(range(mixture.n_first_dense_layers)),
-            "decoder_sparse_step": mixture.mixture_every,
+            "moe_intermediate_size": moe.expert_ffn_dim,
+            "norm_topk_prob": moe.normalize_top_k,
+            "mlp_only_layers": list(range(moe.n_first_dense_layers)),
+            "decoder_sparse_step": moe.moe_every,
         }
     kinds = {(False, False): LlamaConfig, (False, True): MixtralConfig, (True, False): Qwen3Config}
-    return kinds.get((args.qk_norm, mixture is not None), Qwen3MoeConfig)(
+    return kinds.get((args.qk_norm, moe is not None), Qwen3MoeConfig)(
         vocab_size=args.vocab_size,
         hidden_size=args.dim,
         intermediate_size=width,

@@ -29,7 +29,7 @@ from torchtitan_lite.data.dataset import SampleReader, SampleStream, ValidationB
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model import llama3
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.model.moe import list_mixtures
+from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.parallel.float8 import Float8AllGatherHook, gather_in_float8
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
@@ -93,8 +93,8 @@ def materialize(
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
         if part.model_args.tie_embeddings:  # to_empty made two tensors of the one
             part.output.weight = part.tok_embeddings.weight
-        for _, mixture in list_mixtures(part):
-            mixture.router.reset(device)
+        for _, moe in list_moes(part):
+            moe.router.reset(device)
         initialize_weights(part, init_parameter, config.debug.seed, device)
         part.train()
 

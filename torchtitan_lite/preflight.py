@@ -207,7 +207,7 @@ def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], no
     if context < config.training.seq_len and "training.seq_len" not in given:
         config = with_value(config, "training.seq_len", context)
         notices.append(f"training.seq_len is {context}, the context of the weights")
-    if weights.model_args.mixture and "training.expert_bias_rate" not in given:
+    if weights.model_args.moe and "training.expert_bias_rate" not in given:
         config = with_value(config, "training.expert_bias_rate", 0.0)
         notices.append("training.expert_bias_rate is 0, because no Hugging Face folder has a bias of experts")
     if config.optimizer.lr > HIGHEST_LR:
@@ -293,8 +293,8 @@ def check_model_files(
     if section.enable and section.last_save_in_hf and (why := explain_unwritable(model_args, config.model.attention)):
         problems.refuse("checkpoint.last_save_in_hf", why, "Set it to false, or change [model]")
     if weights and weights.model_args != model_args:
-        theirs, ours = (vars(each) | vars(each.mixture or each) for each in (weights.model_args, model_args))
-        names = [name for name in theirs | ours if name != "mixture" and theirs.get(name) != ours.get(name)]
+        theirs, ours = (vars(each) | vars(each.moe or each) for each in (weights.model_args, model_args))
+        names = [name for name in theirs | ours if name != "moe" and theirs.get(name) != ours.get(name)]
         different = ", ".join(f"{name} {ours.get(name)} instead of {theirs.get(name)}" for name in names)
         remedy = 'Leave out [model] and set flavor "auto" for that model, or train this one in another job.dump_folder'
         problems.refuse("model.flavor", f"it is not the model in {weights.path}: {different}", remedy)

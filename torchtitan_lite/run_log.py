@@ -115,7 +115,7 @@ class RunLog:
         fields |= describe_step(**self.workload, step_time_s=step_time_s, data_time_s=self.data_time_s / self.n_timed)
         fields |= read_peak_memory(self.run.device)
         if result.expert_loads is not None:
-            args = self.run.parts[0].model_args.mixture
+            args = self.run.parts[0].model_args.moe
             load = describe_load(result.expert_loads, args.top_k)
             self.n_collapsed = count_collapsed(step, load, args, self.n_collapsed)
             fields |= load | {"expert_loads": result.expert_loads[:, :-1].int().tolist()}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
-from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 IN_MANIFEST = "hugging_face"  # key in `run` of a manifest: name of a file -> its content
@@ -43,13 +43,13 @@ SCALING_KEYS = {  # field of RopeScaling -> their key; linear scaling uses only 
     "high_freq_factor": "high_freq_factor",
     "original_length": "original_max_position_embeddings",
 }
-MIXTURE_KEYS = {  # field of MixtureArgs -> their key
+MOE_KEYS = {  # field of MoEArgs -> their key
     "n_experts": "num_experts",
     "top_k": "num_experts_per_tok",
     "expert_ffn_dim": "moe_intermediate_size",
     "normalize_top_k": "norm_topk_prob",
     "n_first_dense_layers": DENSE_LAYERS,
-    "mixture_every": "decoder_sparse_step",
+    "moe_every": "decoder_sparse_step",
 }
 
 
@@ -69,7 +69,7 @@ class Family:
     must_be: dict[str, object]  # key -> the value that our model computes with, and the meaning of a missing key
     defaults: dict[str, float | bool]  # key -> the meaning of a missing key
     qk_norm: bool = False
-    experts: dict[str, str] = field(default_factory=dict)  # field of MixtureArgs -> their key; others have the default
+    experts: dict[str, str] = field(default_factory=dict)  # field of MoEArgs -> their key; others have the default
 
     @property
     def title(self) -> str:
@@ -105,7 +105,7 @@ FAMILIES = {  # model_type -> family
         {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 4}
         | {"decoder_sparse_step": 1, "norm_topk_prob": False, DENSE_LAYERS: []},
         qk_norm=True,
-        experts=MIXTURE_KEYS,
+        experts=MOE_KEYS,
     ),
 }
 COMMON_CONSTANTS = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
@@ -114,7 +114,7 @@ COMMON_CONSTANTS = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantiz
 def find_model_type(model_args: ModelArgs) -> str:
     """Return the row of FAMILIES of a model."""
     kinds = {(family.qk_norm, bool(family.experts)): name for name, family in FAMILIES.items()}
-    return kinds[model_args.qk_norm, model_args.mixture is not None]
+    return kinds[model_args.qk_norm, model_args.moe is not None]
 
 
 def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
@@ -128,8 +128,8 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
         return f"transformers needs a hidden_size ({model_args.dim}) that is a multiple of {model_args.n_heads} heads"
     if not ATTENTIONS.get(attention, AttentionRow()).is_plain:  # of a fork, for instance
         return f"model.attention = {attention!r}, and transformers' {family.title} computes causal attention only"
-    for number in fields(MixtureArgs) if model_args.mixture else ():
-        value = getattr(model_args.mixture, number.name)
+    for number in fields(MoEArgs) if model_args.moe else ():
+        value = getattr(model_args.moe, number.name)
         if number.name not in family.experts and value != number.default:
             return f"{number.name} = {value!r}, and transformers' {family.title} computes {number.default!r} only"
     return None
@@ -183,7 +183,7 @@ def read_model_args(folder: Path) -> ModelArgs:
             rope_scaling=read_scaling(rope, problems),
             tie_embeddings=config.get("tie_word_embeddings", False),
             qk_norm=family.qk_norm,
-            mixture=read_mixture(config, family) if family.experts else None,
+            moe=read_moe(config, family) if family.experts else None,
         )
     except KeyError as error:
         problems.append(f"the key {error} is missing")
@@ -205,11 +205,11 @@ def read_scaling(rope: dict[str, Any], problems: list[str]) -> RopeScaling | Non
     return None
 
 
-def read_mixture(config: dict[str, Any], family: Family) -> MixtureArgs:
+def read_moe(config: dict[str, Any], family: Family) -> MoEArgs:
     numbers = {name: config[key] for name, key in family.experts.items()}
     if "n_first_dense_layers" in numbers:
         numbers["n_first_dense_layers"] = len(numbers["n_first_dense_layers"])
-    return MixtureArgs(**numbers)
+    return MoEArgs(**numbers)
 
 
 # --- write ---
@@ -237,16 +237,16 @@ def make_config(
         return published | changed
     model_type, scaling = find_model_type(model_args), model_args.rope_scaling
     family = FAMILIES[model_type]
-    of_mixture = {key: getattr(model_args.mixture, name) for name, key in family.experts.items()}
-    if DENSE_LAYERS in of_mixture:
-        of_mixture[DENSE_LAYERS] = list(range(of_mixture[DENSE_LAYERS]))
+    of_moe = {key: getattr(model_args.moe, name) for name, key in family.experts.items()}
+    if DENSE_LAYERS in of_moe:
+        of_moe[DENSE_LAYERS] = list(range(of_moe[DENSE_LAYERS]))
     config: dict[str, object] = {
         "architectures": [family.architecture],
         "model_type": model_type,
         "hidden_act": COMMON_CONSTANTS["hidden_act"],
         **family.must_be,
         **{key: getattr(model_args, name) for name, key in SIZE_KEYS.items()},
-        **of_mixture,
+        **of_moe,
         "rope_theta": model_args.rope_theta,
         "rope_scaling": None,
         "tie_word_embeddings": model_args.tie_embeddings,

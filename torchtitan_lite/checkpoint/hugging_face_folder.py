@@ -83,7 +83,7 @@ def list_tensors(model_args: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Return FQN -> global shape of every parameter, in the order of the model. A tied head has none."""
     tensors: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (model_args.vocab_size, model_args.dim)}
     for layer in range(model_args.n_layers):
-        for module in list_llama_block(model_args, model_args.mixture if model_args.is_mixture(layer) else None):
+        for module in list_llama_block(model_args, model_args.moe if model_args.is_moe(layer) else None):
             suffix = "" if module.split == "experts" else ".weight"
             tensors[f"layers.{layer}.{module.name}{suffix}"] = module.weight
     tensors["norm.weight"] = (model_args.dim,)
@@ -100,9 +100,9 @@ def name_theirs(fqn: str, model_args: ModelArgs) -> list[str]:
     if not module.startswith("layers."):
         return [f"{THEIR_MODULES[module]}.weight"]
     _, layer, inside = module.split(".", 2)
-    in_mixture = THEIR_EXPERTS[find_model_type(model_args)] if model_args.is_mixture(int(layer)) else {}
-    name = f"model.layers.{layer}.{in_mixture.get(inside) or THEIR_MODULES[inside]}.weight"
-    return [name.format(expert) for expert in range(model_args.mixture.n_experts)] if "{}" in name else [name]
+    in_moe = THEIR_EXPERTS[find_model_type(model_args)] if model_args.is_moe(int(layer)) else {}
+    name = f"model.layers.{layer}.{in_moe.get(inside) or THEIR_MODULES[inside]}.weight"
+    return [name.format(expert) for expert in range(model_args.moe.n_experts)] if "{}" in name else [name]
 
 
 def open_folder(path: Path) -> HuggingFaceFolder:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.config import files
-from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs, RopeScaling
+from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.config.messages import UserError
 
 MANIFEST, CHECKSUMS = "manifest.json", "checksums"
@@ -106,6 +106,6 @@ def find_damage(folder: Path, names: list[str]) -> list[str]:
 def parse_model_args(manifest: Manifest) -> ModelArgs:
     """Return the ModelArgs in the fingerprint. Raises KeyError or TypeError if there is none."""
     shape = manifest.fingerprint["shape"]
-    scaling, mixture = shape["rope_scaling"], shape["mixture"]
-    scaling, mixture = scaling and RopeScaling(**scaling), mixture and MixtureArgs(**mixture)
-    return ModelArgs(**shape | {"rope_scaling": scaling, "mixture": mixture})
+    scaling, moe = shape["rope_scaling"], shape["moe"]
+    scaling, moe = scaling and RopeScaling(**scaling), moe and MoEArgs(**moe)
+    return ModelArgs(**shape | {"rope_scaling": scaling, "moe": moe})

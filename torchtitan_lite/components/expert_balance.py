@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_lite.config.flavors import MixtureArgs
+from torchtitan_lite.config.flavors import MoEArgs
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.model.moe import Router, list_mixtures
+from torchtitan_lite.model.moe import Router, list_moes
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +76,12 @@ def build_balance(
     """Set the auxiliary loss of the routers, the mean over the sequences of a step, and count loads from now on."""
     args, routers = parts[0].model_args, {}
     for part in parts:
-        for layer, mixture in list_mixtures(part):
-            routers[layer] = mixture.router
-            mixture.router.balance_loss = section.expert_balance_loss / global_batch_size
+        for layer, moe in list_moes(part):
+            routers[layer] = moe.router
+            moe.router.balance_loss = section.expert_balance_loss / global_batch_size
             # Recompute calls the block's forward, not its hooks.
-            part.layers[str(layer)].register_forward_hook(partial(count_load, mixture.router))
-    return ExpertBalance(routers, args.n_layers, args.mixture.n_experts, section.expert_bias_rate, device)
+            part.layers[str(layer)].register_forward_hook(partial(count_load, moe.router))
+    return ExpertBalance(routers, args.n_layers, args.moe.n_experts, section.expert_bias_rate, device)
 
 
 def count_load(router: Router, *hook_args: object) -> None:
@@ -106,7 +106,7 @@ def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
     }
 
 
-def count_collapsed(step: int, load: dict[str, float], args: MixtureArgs, n_before: int) -> int:
+def count_collapsed(step: int, load: dict[str, float], args: MoEArgs, n_before: int) -> int:
     """Return for how many logged steps in a row one expert gets most tokens of a layer; warn at STEPS_TO_WARN.
 
     `load` is that of `describe_load`, `n_before` the result for the logged step before.

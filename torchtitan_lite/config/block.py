@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from torchtitan_lite.config.flavors import MixtureArgs, ModelArgs
+from torchtitan_lite.config.flavors import ModelArgs, MoEArgs
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class BlockModule:
         return len(self.weight) == 1
 
 
-def list_llama_block(model_args: ModelArgs, mixture: MixtureArgs | None = None) -> list[BlockModule]:
-    """List the modules of a Llama block in the order of the model file. `mixture`: the block has experts."""
+def list_llama_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[BlockModule]:
+    """List the modules of a Llama block in the order of the model file. `moe`: the block has experts."""
     dim, head_dim = model_args.dim, model_args.head_dim
     query, key = model_args.n_heads * head_dim, model_args.n_kv_heads * head_dim
     norms_of_heads = ["attention.q_norm", "attention.k_norm"] if model_args.qk_norm else []
@@ -43,7 +43,7 @@ def list_llama_block(model_args: ModelArgs, mixture: MixtureArgs | None = None) 
         BlockModule("attention.wo", (dim, query), "rowwise"),
         *(BlockModule(name, (head_dim,), "heads") for name in norms_of_heads),
         BlockModule("ffn_norm", (dim,)),
-        *(list_mixture(dim, mixture) if mixture else list_swiglu("feed_forward", dim, model_args.ffn_dim)),
+        *(list_moe(dim, moe) if moe else list_swiglu("feed_forward", dim, model_args.ffn_dim)),
     ]
 
 
@@ -55,10 +55,10 @@ def list_swiglu(name: str, dim: int, ffn_dim: int) -> list[BlockModule]:
     ]
 
 
-def list_mixture(dim: int, mixture: MixtureArgs) -> list[BlockModule]:
+def list_moe(dim: int, moe: MoEArgs) -> list[BlockModule]:
     """List router, experts and shared experts of a feed-forward with experts."""
-    n_experts, ffn_dim = mixture.n_experts, mixture.expert_ffn_dim
-    shared_dim = mixture.n_shared_experts * ffn_dim
+    n_experts, ffn_dim = moe.n_experts, moe.expert_ffn_dim
+    shared_dim = moe.n_shared_experts * ffn_dim
     return [
         BlockModule("feed_forward.router", (n_experts, dim), "router"),
         BlockModule("feed_forward.experts.w1", (n_experts, dim, ffn_dim), "experts"),
@@ -70,8 +70,8 @@ def list_mixture(dim: int, mixture: MixtureArgs) -> list[BlockModule]:
 
 def list_expert_biases(model_args: ModelArgs) -> dict[str, tuple[int]]:
     """Return FQN -> size of the experts' fp32 biases (moe.py), which checkpoints store beside the parameters."""
-    layers = filter(model_args.is_mixture, range(model_args.n_layers))
-    return {f"layers.{layer}.feed_forward.router.expert_bias": (model_args.mixture.n_experts,) for layer in layers}
+    layers = filter(model_args.is_moe, range(model_args.n_layers))
+    return {f"layers.{layer}.feed_forward.router.expert_bias": (model_args.moe.n_experts,) for layer in layers}
 
 
 BLOCKS: dict[str, Callable[..., list[BlockModule]]] = {  # model.name -> the modules of its block
@@ -79,17 +79,17 @@ BLOCKS: dict[str, Callable[..., list[BlockModule]]] = {  # model.name -> the mod
 }
 
 
-def list_block(model_args: ModelArgs, *, mixture: bool = False) -> list[BlockModule]:
+def list_block(model_args: ModelArgs, *, moe: bool = False) -> list[BlockModule]:
     """List the modules of one block of this model, dense or with experts."""
-    return BLOCKS[model_args.name](model_args, model_args.mixture) if mixture else BLOCKS[model_args.name](model_args)
+    return BLOCKS[model_args.name](model_args, model_args.moe) if moe else BLOCKS[model_args.name](model_args)
 
 
 def count_layer_parameters(
-    model_args: ModelArgs, *, mixture: bool = False, tp: int = 1, linear_only: bool = False, experts: int | None = None
+    model_args: ModelArgs, *, moe: bool = False, tp: int = 1, linear_only: bool = False, experts: int | None = None
 ) -> int:
     """Count the parameters of one block on one of `tp` ranks. `experts`: number of experts to count; None: all."""
     n_parameters = 0
-    for module in list_block(model_args, mixture=mixture):
+    for module in list_block(model_args, moe=moe):
         if module.split == "experts" and experts is not None:
             n_parameters += experts * prod(module.weight[1:])
         elif not (linear_only and module.is_norm):
@@ -99,14 +99,14 @@ def count_layer_parameters(
 
 def count_all_layers(model_args: ModelArgs, *, linear_only: bool = False, experts: int | None = None) -> int:
     """Count the parameters of all blocks; the options are those of count_layer_parameters."""
-    n_of = {True: model_args.n_mixture_layers, False: model_args.n_layers - model_args.n_mixture_layers}
+    n_of = {True: model_args.n_moe_layers, False: model_args.n_layers - model_args.n_moe_layers}
     counted = {"linear_only": linear_only, "experts": experts}
-    return sum(n * count_layer_parameters(model_args, mixture=mixture, **counted) for mixture, n in n_of.items() if n)
+    return sum(n * count_layer_parameters(model_args, moe=moe, **counted) for moe, n in n_of.items() if n)
 
 
 def list_experts(model_args: ModelArgs) -> list[tuple[int, ...]]:
     """List the sizes (experts, in, out) of the expert matrices of a layer; empty without experts."""
-    block = list_block(model_args, mixture=True) if model_args.mixture else []
+    block = list_block(model_args, moe=True) if model_args.moe else []
     return [module.weight for module in block if module.split == "experts"]
 
 
@@ -129,7 +129,7 @@ def count_parameters(model_args: ModelArgs, *, active: bool = False) -> int:
     `active`: only parameters that a token passes through, so top_k of the experts.
     """
     n_matrices = 1 if model_args.tie_embeddings else 2  # over the vocabulary
-    experts = model_args.mixture.top_k if model_args.mixture and active else None
+    experts = model_args.moe.top_k if model_args.moe and active else None
     return count_all_layers(model_args, experts=experts) + (n_matrices * model_args.vocab_size + 1) * model_args.dim
 
 
@@ -147,7 +147,7 @@ def count_flops_per_token(model_args: ModelArgs, seq_len: int) -> FlopsPerToken:
     The embedding is a lookup and costs nothing; the head counts, even if both are one tied matrix. top_k experts count.
     Both conventions are in use: 57.9 GFLOP (full) and 51.5 (causal) for 8B at 8,192 tokens.
     """
-    experts = model_args.mixture.top_k if model_args.mixture else None
+    experts = model_args.moe.top_k if model_args.moe else None
     matmul_weights = (
         count_all_layers(model_args, linear_only=True, experts=experts) + model_args.vocab_size * model_args.dim
     )
@@ -200,6 +200,6 @@ def list_linears(model_args: ModelArgs) -> dict[str, tuple[int, int]]:
     return {
         f"layers.{layer}.{module.name}": module.weight
         for layer in range(model_args.n_layers)
-        for module in list_block(model_args, mixture=model_args.is_mixture(layer))
+        for module in list_block(model_args, moe=model_args.is_moe(layer))
         if len(module.weight) == 2 and module.split != "router"
     }

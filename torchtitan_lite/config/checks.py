@@ -93,7 +93,7 @@ def check_layout(config: Config, args: ModelArgs, degrees: dict[str, int], batch
     if config.training.seq_len % pieces:
         why = f"it does not divide into {pieces} equal pieces (tp {tp}; cp {cp} cuts 2 x cp)"
         problems.refuse("training.seq_len", why, f"Use a multiple of {pieces}")
-    if args.mixture:
+    if args.moe:
         check_experts(problems, degrees)
     elif config.parallelism.expert_parallel_degree > 1:
         problems.refuse(EP, "the model has no experts", "Leave it out, or choose a flavor with experts")
@@ -104,16 +104,16 @@ def check_layout(config: Config, args: ModelArgs, degrees: dict[str, int], batch
 
 def check_experts(problems: Problems, degrees: dict[str, int]) -> None:
     """Find why experts cannot be cut into these degrees, or cannot be exported."""
-    config, args, mixture = problems.config, problems.args, problems.args.mixture
+    config, args, moe = problems.config, problems.args, problems.args.moe
     ep, n_ranks = config.parallelism.expert_parallel_degree, degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
     if n_ranks % ep:
         why = f"it does not divide the {n_ranks} ranks of dp_shard x cp x tp"
         problems.refuse(EP, why, f"Use a divisor of {n_ranks}")
-    elif mixture.n_experts % ep:
-        why = f"it does not divide the {mixture.n_experts} experts of a layer: every ep rank holds equally many"
-        problems.refuse(EP, why, f"Use a divisor of {mixture.n_experts}")
+    elif moe.n_experts % ep:
+        why = f"it does not divide the {moe.n_experts} experts of a layer: every ep rank holds equally many"
+        problems.refuse(EP, why, f"Use a divisor of {moe.n_experts}")
     elif find_expert_dim(args, ep, n_ranks // ep) is None:
-        why = f"no dim of {mixture.n_experts} x {args.dim} x {mixture.expert_ffn_dim} divides over the ranks of FSDP"
+        why = f"no dim of {moe.n_experts} x {args.dim} x {moe.expert_ffn_dim} divides over the ranks of FSDP"
         problems.refuse(EP, why, "Use another expert_parallel_degree or model.dim")
     alignment = 4 if config.training.mixed_precision_param == "float32" else 8  # numbers in 16 bytes
     if args.dim % alignment:
@@ -131,7 +131,7 @@ def check_float8(problems: Problems, tp: int, n_tokens: int) -> None:
     if not plan_float8(list_linears(problems.args), section.filter_fqns, tp, section.recipe_name).fqns:
         why = "no linear layer is left to compute in float8: all are filtered, or not in multiples of 16 per tp rank"
         problems.refuse("model.converters", why, 'Leave out "float8"')
-    if problems.args.mixture and "experts" not in section.filter_fqns:
+    if problems.args.moe and "experts" not in section.filter_fqns:
         why = "the grouped matmul of experts does not compute in float8 here"
         problems.refuse("model.converters", why, f'Leave out "float8", or add "experts" to {FLOAT8}.filter_fqns')
     if n_tokens % FLOAT8_BLOCK:

@@ -22,7 +22,7 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class MixtureArgs:
+class MoEArgs:
     """The feed-forward of a layer with experts (model/moe.py): a router picks a few experts for each token."""
 
     n_experts: int
@@ -32,7 +32,7 @@ class MixtureArgs:
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
     normalize_top_k: bool = True  # the weights of a token's experts add up to 1
     n_first_dense_layers: int = 0  # layers without experts at the start
-    mixture_every: int = 1  # n: only every n-th layer has experts
+    moe_every: int = 1  # n: only every n-th layer has experts
 
 
 @dataclass(frozen=True)
@@ -51,32 +51,32 @@ class ModelArgs:
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     qk_norm: bool = False  # an RMSNorm of each query and key head
-    mixture: MixtureArgs | None = None  # None: every layer is dense
+    moe: MoEArgs | None = None  # None: every layer is dense
     name: str = "llama3"  # a row of BLOCKS
 
-    def is_mixture(self, layer: int) -> bool:
+    def is_moe(self, layer: int) -> bool:
         """Whether this layer has experts."""
-        mixture = self.mixture
-        if mixture is None or layer < mixture.n_first_dense_layers:
+        moe = self.moe
+        if moe is None or layer < moe.n_first_dense_layers:
             return False
-        return (layer + 1) % mixture.mixture_every == 0
+        return (layer + 1) % moe.moe_every == 0
 
     @property
-    def n_mixture_layers(self) -> int:
-        return sum(map(self.is_mixture, range(self.n_layers)))
+    def n_moe_layers(self) -> int:
+        return sum(map(self.is_moe, range(self.n_layers)))
 
 
 def mixtral(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> ModelArgs:
     """Return a Mixtral (arXiv:2401.04088): two of eight experts in every layer."""
-    mixture = MixtureArgs(n_experts=8, top_k=2, expert_ffn_dim=ffn_dim)
-    return ModelArgs(dim, n_layers, n_heads, 8, 128, ffn_dim, 32000, rope_theta=1e6, mixture=mixture)
+    moe = MoEArgs(n_experts=8, top_k=2, expert_ffn_dim=ffn_dim)
+    return ModelArgs(dim, n_layers, n_heads, 8, 128, ffn_dim, 32000, rope_theta=1e6, moe=moe)
 
 
 def qwen3(*numbers: int, tied: bool = False, expert_ffn_dim: int | None = None) -> ModelArgs:
     """Return a Qwen3 (arXiv:2505.09388): head_dim 128 for every dim, QK-norm; with experts, 8 of 128 per token."""
     dim, n_layers, n_heads, n_kv_heads, ffn_dim = numbers
-    mixture = MixtureArgs(n_experts=128, top_k=8, expert_ffn_dim=expert_ffn_dim) if expert_ffn_dim else None
-    family = {"norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True, "tie_embeddings": tied, "mixture": mixture}
+    moe = MoEArgs(n_experts=128, top_k=8, expert_ffn_dim=expert_ffn_dim) if expert_ffn_dim else None
+    family = {"norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True, "tie_embeddings": tied, "moe": moe}
     return ModelArgs(dim, n_layers, n_heads, n_kv_heads, 128, ffn_dim, 151936, **family)
 
 
@@ -91,7 +91,7 @@ FLAVORS = {
     "70B": ModelArgs(8192, 80, 64, 8, 128, 28672, 128256, rope_scaling=RopeScaling(factor=8.0)),
     "405B": ModelArgs(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=RopeScaling(factor=8.0)),
     # 2M parameters, of which 1.1M are active per token
-    "debug_moe": ModelArgs(128, 4, 4, 2, 32, 352, 2304, mixture=MixtureArgs(8, top_k=2, expert_ffn_dim=96)),
+    "debug_moe": ModelArgs(128, 4, 4, 2, 32, 352, 2304, moe=MoEArgs(8, top_k=2, expert_ffn_dim=96)),
     "Mixtral-8x7B": mixtral(4096, 32, 32, 14336),
     "Mixtral-8x22B": mixtral(6144, 56, 48, 16384),
     "Qwen3-0.6B": qwen3(1024, 28, 16, 8, 3072, tied=True),

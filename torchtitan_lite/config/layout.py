@@ -115,7 +115,7 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
         stage_ranks=place_stages(section, len(stages)),
         **batch,
         zero_stage=zero_stage,
-        ep=section.expert_parallel_degree if model_args.mixture else 0,
+        ep=section.expert_parallel_degree if model_args.moe else 0,
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.model.attention import ATTENTION_MODULES
 from torchtitan_lite.model.head import Head
-from torchtitan_lite.model.moe import MixtureOfExperts
+from torchtitan_lite.model.moe import MoE
 
 
 class Llama3(nn.Module):
@@ -37,7 +37,7 @@ class Llama3(nn.Module):
         self.layers = nn.ModuleDict(
             {
                 str(layer): TransformerBlock(
-                    model_args, ATTENTION_MODULES[attention](), is_mixture=model_args.is_mixture(layer)
+                    model_args, ATTENTION_MODULES[attention](), is_moe=model_args.is_moe(layer)
                 )
                 for layer in range(model_args.n_layers)
             }
@@ -76,17 +76,17 @@ class Llama3(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self, model_args: ModelArgs, inner_attention: nn.Module, *, is_mixture: bool = False):
+    def __init__(self, model_args: ModelArgs, inner_attention: nn.Module, *, is_moe: bool = False):
         super().__init__()
         self.attention_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.attention = Attention(model_args, inner_attention)
         self.ffn_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.shared_experts = None  # what every token passes through besides its own experts
-        if is_mixture:
-            mixture = model_args.mixture
-            self.feed_forward = MixtureOfExperts(model_args.dim, mixture)
-            if mixture.n_shared_experts:
-                self.shared_experts = FeedForward(model_args.dim, mixture.n_shared_experts * mixture.expert_ffn_dim)
+        if is_moe:
+            moe = model_args.moe
+            self.feed_forward = MoE(model_args.dim, moe)
+            if moe.n_shared_experts:
+                self.shared_experts = FeedForward(model_args.dim, moe.n_shared_experts * moe.expert_ffn_dim)
         else:
             self.feed_forward = FeedForward(model_args.dim, model_args.ffn_dim)
 

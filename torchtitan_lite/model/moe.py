@@ -31,13 +31,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.config.flavors import MixtureArgs
+from torchtitan_lite.config.flavors import MoEArgs
 
 
-class MixtureOfExperts(nn.Module):
+class MoE(nn.Module):
     """The feed-forward of a block with experts."""
 
-    def __init__(self, dim: int, args: MixtureArgs):
+    def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
         self.router = Router(dim, args)
         self.experts = Experts(dim, args)
@@ -62,7 +62,7 @@ class MixtureOfExperts(nn.Module):
 class Router(nn.Module):
     """A linear layer that scores every expert for a token, and the choice of the K best. Computes in fp32."""
 
-    def __init__(self, dim: int, args: MixtureArgs):
+    def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
         self.args, self.n_experts = args, args.n_experts
         self.weight = nn.Parameter(torch.empty(args.n_experts, dim))
@@ -135,7 +135,7 @@ class AuxiliaryGradient(torch.autograd.Function):
 class Experts(nn.Module):
     """SwiGLU of each expert: w2(silu(w1 x) * w3 x), the matrices of all experts in one parameter."""
 
-    def __init__(self, dim: int, args: MixtureArgs):
+    def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
         n_experts, ffn_dim = args.n_experts, args.expert_ffn_dim
         self.w1 = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))  # (E, in, out)
@@ -223,8 +223,8 @@ class TakeRows(torch.autograd.Function):
         return grad, None, None, None
 
 
-def list_mixtures(part: nn.Module) -> Iterator[tuple[int, MixtureOfExperts]]:
-    """Yield the number and the mixture of each layer with experts."""
+def list_moes(part: nn.Module) -> Iterator[tuple[int, MoE]]:
+    """Yield the number and the MoE layer of each layer with experts."""
     for layer, block in part.layers.items():
-        if isinstance(block.feed_forward, MixtureOfExperts):
+        if isinstance(block.feed_forward, MoE):
             yield int(layer), block.feed_forward

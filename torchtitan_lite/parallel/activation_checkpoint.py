@@ -38,7 +38,7 @@ KEPT_OPS = {
         (torch.ops.aten, "_scaled_dot_product_cudnn_attention"),
         (torch.ops.aten, "_grouped_mm"),
         (torch.ops.aten, "amax"),  # scales of float8: a number or a column, and a pass over the tensor to recompute
-        (torch.ops.aten, "topk"),  # the routes of a mixture: small, and recompute must not find others
+        (torch.ops.aten, "topk"),  # the routes of an MoE layer: small, and recompute must not find others
         (torch.ops.higher_order, "flex_attention"),  # in a compiled block
         (torch.ops.higher_order, "inductor_compiled_code"),  # in an eager block: flex attention compiled by itself
         (torch.ops._c10d_functional, "reduce_scatter_tensor"),

@@ -38,14 +38,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from torchtitan_lite.model.moe import Experts, Router, invert, list_mixtures, take_rows
+from torchtitan_lite.model.moe import Experts, Router, invert, list_moes, take_rows
 from torchtitan_lite.parallel.exchange import Ranks, all_to_all, exchange_rows, list_ranks
 
 
 def apply_expert_parallel(part: nn.Module, mesh: DeviceMesh, tp: DeviceMesh) -> None:
     """Split the experts of `part` (on meta) over `mesh` (ep, of any size), and exchange rows around them."""
-    for _, mixture in list_mixtures(part):
-        router, experts = mixture.router, mixture.experts
+    for _, moe in list_moes(part):
+        router, experts = moe.router, moe.experts
         if mesh.size() > 1:
             for module, placement in ((router, Replicate()), (experts, Shard(0))):
                 for name, weight in list(module.named_parameters()):
@@ -78,8 +78,8 @@ def share_sequences(part: nn.Module, groups: list[dist.ProcessGroup]) -> None:
             dist.all_reduce(total, group=group)
         return total
 
-    for _, mixture in list_mixtures(part):
-        mixture.router.sum_over_sequence = sum_over_sequence
+    for _, moe in list_moes(part):
+        moe.router.sum_over_sequence = sum_over_sequence
 
 
 def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tensor) -> Tensor:

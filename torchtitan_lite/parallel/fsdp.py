@@ -45,7 +45,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from torchtitan_lite.config.block import find_expert_dim
-from torchtitan_lite.model.moe import MixtureOfExperts, list_mixtures
+from torchtitan_lite.model.moe import MoE, list_moes
 
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
@@ -79,12 +79,12 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     shard = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
-    mixtures = [mixture for _, mixture in list_mixtures(part)]
-    for mixture in mixtures:
+    moes = [moe for _, moe in list_moes(part)]
+    for moe in moes:
         # 64 ranks cannot share 8 experts equally. In that case every matrix is sharded instead.
         dim = find_expert_dim(part.model_args, ep, expert_mesh.size(expert_mesh.ndim - 1))
         shard(
-            mixture,
+            moe,
             mesh=expert_mesh,
             reshard_after_forward=zero_stage == 3,
             shard_placement_fn=lambda weight, dim=dim: Shard(dim if weight.dim() == 3 else 0),
@@ -98,29 +98,27 @@ def apply_fsdp(
     if [part.tok_embeddings] in groups:  # not tied to the head
         part.tok_embeddings.set_unshard_in_backward(False)  # the backward of an embedding reads no weight
     shard(part, reshard_after_forward=zero_stage == 3)
-    if mixtures:
+    if moes:
         plan_prefetch(list(part.layers.values()))
     for module in part.modules():
-        of_module = expert_mesh if module in mixtures else mesh
+        of_module = expert_mesh if module in moes else mesh
         if isinstance(module, FSDPModule) and of_module.size() > 1:  # one rank would divide by 1, in a new tensor
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum; gloo has no other way to a factor of 1
 
 
 def plan_prefetch(blocks: list[nn.Module]) -> None:
-    """Let each block gather its mixture, and the block that comes next, before it computes.
+    """Let each block gather its MoE layer, and the block that comes next, before it computes.
 
-    torch itself gathers a group when the host gets there, and the host waits in the midst of each mixture
+    torch itself gathers a group when the host gets there, and the host waits in the midst of each MoE layer
     (expert_parallel.py). What is gathered does not change.
     """
-    groups = [
-        [block, block.feed_forward] if isinstance(block.feed_forward, MixtureOfExperts) else [block] for block in blocks
-    ]
-    for before, (block, *mixture), after in zip([[], *groups], groups, [*groups[1:], []], strict=False):
-        if mixture or after:
-            block.set_modules_to_forward_prefetch([*mixture, *after[:1]])
-        if mixture or before:
-            block.set_modules_to_backward_prefetch([*mixture, *before])
+    groups = [[block, block.feed_forward] if isinstance(block.feed_forward, MoE) else [block] for block in blocks]
+    for before, (block, *moe), after in zip([[], *groups], groups, [*groups[1:], []], strict=False):
+        if moe or after:
+            block.set_modules_to_forward_prefetch([*moe, *after[:1]])
+        if moe or before:
+            block.set_modules_to_backward_prefetch([*moe, *before])
 
 
 def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> None:

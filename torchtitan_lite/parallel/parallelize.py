@@ -23,7 +23,7 @@ from torch import nn
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.model.moe import MixtureOfExperts
+from torchtitan_lite.model.moe import MoE
 from torchtitan_lite.parallel.activation_checkpoint import (
     apply_recompute,
     plan_recompute,
@@ -65,7 +65,7 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
     compiles = config.compile.enable and "model" in config.compile.components
     for layer, block in part.layers.items():
         recomputed = compiled = [(block, "forward")]
-        if isinstance(block.feed_forward, MixtureOfExperts):
+        if isinstance(block.feed_forward, MoE):
             # Recomputed and compiled in pieces: FSDP's hooks for the experts are between them, and how many rows an
             # expert gets is only known in the midst of its layer.
             dense = [(block, "attend")] + [(block.shared_experts, "forward")] * (block.shared_experts is not None)

@@ -32,7 +32,7 @@ from torch.distributed.pipelining.schedules import (
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Parallelism
-from torchtitan_lite.model.moe import list_mixtures
+from torchtitan_lite.model.moe import list_moes
 
 
 def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
@@ -103,5 +103,5 @@ class Stage(PipelineStage):
         pass over uninitialized hidden states, and their routes are counted.
         """
         super()._post_metadata_inference_cleanup()
-        for _, mixture in list_mixtures(self.submod):
-            mixture.router.load.zero_()
+        for _, moe in list_moes(self.submod):
+            moe.router.load.zero_()

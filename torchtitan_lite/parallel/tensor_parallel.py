@@ -52,7 +52,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.block import list_block
 from torchtitan_lite.model.head import ChunkedLoss, Head
-from torchtitan_lite.model.moe import list_mixtures
+from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.parallel.exchange import (
     Ranks,
     all_gather,
@@ -74,9 +74,9 @@ def plan_tensor_parallel(part: nn.Module) -> TensorParallelPlan:
     """Return FQN -> style for every module of a part that computes differently under TP."""
     plan: TensorParallelPlan = {}
     for layer in part.layers:
-        is_mixture = part.model_args.is_mixture(int(layer))
-        rows = list_block(part.model_args, mixture=is_mixture)
-        # A mixture gets this rank's slice of the sequence as it is, and has another mesh: expert_parallel.py.
+        is_moe = part.model_args.is_moe(int(layer))
+        rows = list_block(part.model_args, moe=is_moe)
+        # An MoE layer gets this rank's slice of the sequence as it is, and has another mesh: expert_parallel.py.
         rows = [row for row in rows if row.split not in ("router", "experts")]
         gathered = sorted({row.name.rpartition(".")[0] for row in rows if row.split == "colwise"})
         block: TensorParallelPlan = {name: GatheredInput() for name in gathered}
@@ -106,7 +106,7 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: TensorParalle
     parallelize_module(part, mesh, plan)
     if tied:  # each of the two modules got a DTensor of its own, with equal placements
         part.output.weight = part.tok_embeddings.weight
-    elsewhere = {id(parameter) for _, mixture in list_mixtures(part) for parameter in mixture.parameters()}
+    elsewhere = {id(parameter) for _, moe in list_moes(part) for parameter in moe.parameters()}
     missing = [
         fqn
         for fqn, parameter in part.named_parameters()

@@ -76,7 +76,7 @@ def describe(prepared: Prepared, machine: Machine) -> str:
     config, layout, args = prepared.config, prepared.layout, prepared.model_args
     tokens = layout.global_batch_size * config.training.seq_len
     flops = count_flops_per_token(args, config.training.seq_len)
-    active = f" ({count_parameters(args, active=True):,} active)" if args.mixture else ""
+    active = f" ({count_parameters(args, active=True):,} active)" if args.moe else ""
     unjudged = f"not judged, because its size is not known. Use --gpus {layout.world_size} --gpu h100, for instance"
     rows = {
         "model": f"{prepared.title}, {count_parameters(args):,} parameters{active}, "

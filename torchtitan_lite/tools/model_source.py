@@ -32,7 +32,7 @@ from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_lite.model.moe import list_mixtures
+from torchtitan_lite.model.moe import list_moes
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # a CPU is slower in bfloat16
 
@@ -151,8 +151,8 @@ def build_model(source: ModelSource, device: torch.device) -> nn.Module:
     with torch.device("meta"):
         model = model_class(model_args, attention=source.attention)
     model.to(DTYPES[device.type]).to_empty(device=device).eval()
-    for _, mixture in list_mixtures(model):
-        mixture.router.reset(device)
+    for _, moe in list_moes(model):
+        moe.router.reset(device)
     if model_args.tie_embeddings:  # to_empty made two tensors out of one
         model.output.weight = model.tok_embeddings.weight
     biases = {fqn: model.get_buffer(fqn) for fqn in list_expert_biases(model_args)}

@@ -140,14 +140,14 @@ def describe(plan: Plan, n_tokens: float | None) -> str:
 
 
 def describe_experts(planned: PlannedRun) -> str:
-    """Return a line about the mixtures; none for a dense model."""
-    mixture, layout = planned.model_args.mixture, planned.layout
-    if mixture is None:
+    """Return a line about the MoE layers; none for a dense model."""
+    moe, layout = planned.model_args.moe, planned.layout
+    if moe is None:
         return ""
-    line = f"\na token passes through {mixture.top_k} of {mixture.n_experts} experts"
+    line = f"\na token passes through {moe.top_k} of {moe.n_experts} experts"
     if layout.ep == 1:
         return f"{line}, which each rank computes for its own tokens"
-    held = f"each rank has {mixture.n_experts // layout.ep} of them, shared with {layout.efsdp - 1} others by FSDP"
+    held = f"each rank has {moe.n_experts // layout.ep} of them, shared with {layout.efsdp - 1} others by FSDP"
     return f"{line}; {held}; the most loaded rank gets {planned.imbalance:g} times the mean of the tokens"
 
 

@@ -94,7 +94,7 @@ def dry_run(
 ) -> DryRun:
     """Run one optimizer step of the first rank of a pipeline stage. `config` is resolved.
 
-    `imbalance`: rows of a mixture that this rank receives, over the mean of its ep group.
+    `imbalance`: rows of an MoE layer that this rank receives, over the mean of its ep group.
     """
     config = with_value(config, "compile.enable", False)
     n_run = layout.n_microbatches if whole or not is_uniform(config, layout) else FEW
@@ -106,7 +106,7 @@ def dry_run(
         stack.enter_context(static_stages(config, model_args, short, meter))
         if device_type == "cuda":
             stack.enter_context(kernels_of_gpus())
-        if model_args.mixture:
+        if model_args.moe:
             n_rows = count_rows(model_args, layout, config.training.seq_len)
             stack.enter_context(loaded_experts(n_rows, layout.ep, imbalance))
         # Initial weights do not matter here, and take as long as a microbatch.
@@ -226,7 +226,7 @@ def name_alike(fqn: str, model_args: ModelArgs) -> str:
     """Return the same name for modules that cost the same."""
     if not fqn.startswith("layers."):
         return fqn
-    return "mixture layer" if model_args.is_mixture(int(fqn.removeprefix("layers."))) else "dense layer"
+    return "MoE layer" if model_args.is_moe(int(fqn.removeprefix("layers."))) else "dense layer"
 
 
 # ---------------------------------------------------------------- from a few microbatches to all

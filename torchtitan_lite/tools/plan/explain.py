@@ -254,16 +254,14 @@ def describe_step(planned: PlannedRun, runs: dict[int, DryRun]) -> str:
 
 
 def describe_exchange(planned: PlannedRun) -> list[str]:
-    """Say where the tokens of a mixture are computed."""
-    mixture, layout = planned.model_args.mixture, planned.layout
-    if mixture is None:
+    """Say where the tokens of an MoE layer are computed."""
+    moe, layout = planned.model_args.moe, planned.layout
+    if moe is None:
         return []
-    chosen = (
-        f"In {planned.model_args.n_mixture_layers} layers a router picks {mixture.top_k} of {mixture.n_experts} experts"
-    )
+    chosen = f"In {planned.model_args.n_moe_layers} layers a router picks {moe.top_k} of {moe.n_experts} experts"
     if layout.ep == 1:
         return [f"{chosen} for each token, and every rank computes its own tokens with all of them."]
-    n_held = mixture.n_experts // layout.ep
+    n_held = moe.n_experts // layout.ep
     exchange = f"{chosen} for each token. Each of {layout.ep} ep ranks has {n_held}: tokens are sent there, and back"
     return [f"{exchange}; here the most loaded rank gets {planned.imbalance:g} times the mean."]
 

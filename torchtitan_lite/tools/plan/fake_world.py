@@ -3,7 +3,7 @@
     dist.init_process_group("fake")    all ranks, no processes: collectives return at once
     StaticStage                        a pipeline stage that knows what it receives, and marks its actions in a Meter
     kernels_of_gpus                    what CUDA's kernels keep for backward, on fake CPU tensors
-    loaded_experts                     rows of a mixture for a stated load, and its matmuls by any dtype
+    loaded_experts                     rows of an MoE layer for a stated load, and its matmuls by any dtype
 
 Effect: none outside of the context managers.
 """

@@ -50,17 +50,15 @@ class Memory:
 Kept = dict[str, float]  # recompute mode -> bytes that are kept for backward, per token of T
 
 
-def list_kept_bytes(args: ModelArgs, compute_bytes: int, *, tp: int = 1, mixture: bool = False, **experts) -> Kept:
-    """Return the bytes that a layer keeps per token, by recompute mode. `experts`: as list_mixture_bytes takes them."""
-    pieces = list_kept_pieces(args, compute_bytes, tp=tp, mixture=mixture, **experts)
+def list_kept_bytes(args: ModelArgs, compute_bytes: int, *, tp: int = 1, moe: bool = False, **experts) -> Kept:
+    """Return the bytes that a layer keeps per token, by recompute mode. `experts`: as list_moe_bytes takes them."""
+    pieces = list_kept_pieces(args, compute_bytes, tp=tp, moe=moe, **experts)
     return {mode: sum(piece[mode] for piece in pieces) for mode in pieces[0]}
 
 
 @lru_cache
-def list_kept_pieces(
-    args: ModelArgs, compute_bytes: int, *, tp: int = 1, mixture: bool = False, **experts
-) -> list[Kept]:
-    """Return what the pieces of a layer keep: all of a dense one; of one with experts its mixture, and the rest.
+def list_kept_pieces(args: ModelArgs, compute_bytes: int, *, tp: int = 1, moe: bool = False, **experts) -> list[Kept]:
+    """Return what the pieces of a layer keep: all of a dense one; of one with experts its MoE layer, and the rest.
 
     In numbers of the compute dtype (1/tp of all but what is marked "whole"); in KiB of 8B in bf16 on one rank:
 
@@ -77,10 +75,10 @@ def list_kept_pieces(
 
     and 4 bytes per head of attention's log-sum-exp, unless backward runs attention's forward again. Rotation keeps
     nothing: its backward needs the angles only. A norm of heads keeps its input, and 4 bytes per head. CPU kernels keep
-    one or two more tensors per norm. With experts "op" recomputes piece by piece: the norm before the mixture is in no
+    one or two more tensors per norm. With experts "op" recomputes piece by piece: the norm before the experts is in no
     piece, and its input and output are kept.
     """
-    block = list_block(args, mixture=mixture)
+    block = list_block(args, moe=moe)
     colwise = [module for module in block if module.split == "colwise"]
     rowwise = [module.weight for module in block if module.split == "rowwise"]
     norms = sum(module.weight[0] for module in block if module.split == "sequence")
@@ -92,7 +90,7 @@ def list_kept_pieces(
     of_products = sum(width for _, width in rowwise) + sum(width for _, width in rowwise[1:])
     elements = {
         "none": norms / tp + gathered + of_colwise + (of_products + (heads + keys) * args.qk_norm) / tp,
-        "op": hidden + of_colwise + of_rowwise + scattered + heads / tp + 2 * hidden * mixture,
+        "op": hidden + of_colwise + of_rowwise + scattered + heads / tp + 2 * hidden * moe,
         "full": hidden,
         "alternate": hidden + (heads + keys + args.ffn_dim + heads) / tp + args.dim,
     }
@@ -100,20 +98,18 @@ def list_kept_pieces(
     every_head = args.n_heads + (args.n_heads + args.n_kv_heads) * args.qk_norm
     of_heads = {"none": every_head, "waiting": every_head, "full": 0}
     rest = {mode: n * compute_bytes + 4 * of_heads.get(mode, args.n_heads) / tp for mode, n in elements.items()}
-    return [rest, list_mixture_bytes(args, compute_bytes, tp=tp, **experts)] if mixture else [rest]
+    return [rest, list_moe_bytes(args, compute_bytes, tp=tp, **experts)] if moe else [rest]
 
 
-def list_mixture_bytes(
-    args: ModelArgs, compute_bytes: int, *, tp: int = 1, ep: int = 1, imbalance: float = 1.0
-) -> Kept:
+def list_moe_bytes(args: ModelArgs, compute_bytes: int, *, tp: int = 1, ep: int = 1, imbalance: float = 1.0) -> Kept:
     """Return what router and experts keep per token. A rank has 1/tp of the tokens, and `imbalance` times its rows.
 
     none    in fp32: input and scores of the router, weights, what the weights multiply; routes and orders (int64);
             rows sorted by expert, outputs of w1 and w3, output of silu, the product
     op      logits, routes, outputs of the experts' matmuls; with ep > 1 the rows that arrive and those that return
     """
-    n_experts, width = args.mixture.n_experts, args.mixture.expert_ffn_dim
-    sent, normalized = args.mixture.top_k, args.mixture.normalize_top_k  # those keep weights before and after, and sums
+    n_experts, width = args.moe.n_experts, args.moe.expert_ffn_dim
+    sent, normalized = args.moe.top_k, args.moe.normalize_top_k  # those keep weights before and after, and sums
     received = sent * imbalance if ep > 1 else sent
     kept = {
         "none": 4 * (args.dim + n_experts + sent * args.dim)
@@ -141,37 +137,37 @@ class LayerBytes(NamedTuple):
 def estimate_layer(workload: Workload, kind: LayerKind) -> LayerBytes:
     """Return what a layer holds of a microbatch.
 
-    In backward it holds its recomputed activations and temporary gradients besides what is kept. A mixture is large and
+    In backward it holds its recomputed activations and temporary gradients besides what is kept. The MoE is large and
     may need more at two other moments: while the next one is gathered, by a buffer and copies of its slices; and when
     its gradients are reduced, once in compute dtype and once in fp32. By then its activations are freed, and under
     ZeRO 3 its parameters.
     """
     args, layout, width = workload.args, workload.layout, workload.compute_bytes
-    kept_by = {"tp": layout.tp, "mixture": kind.is_mixture}
-    if not kind.is_mixture:
+    kept_by = {"tp": layout.tp, "moe": kind.is_moe}
+    if not kind.is_moe:
         (piece,) = list_kept_pieces(args, width, **kept_by)
         again = max(0, *(piece["none"] - piece[mode] for mode in kind.recompute))
         temporary = (3 * args.ffn_dim / layout.tp + args.dim) * width
         held = kind.average(piece), piece["waiting"], again + temporary
         return LayerBytes(*(n_bytes * workload.n_tokens for n_bytes in held))
 
-    rest, mixture = list_kept_pieces(args, width, **kept_by, ep=layout.ep, imbalance=workload.imbalance)
+    rest, moe = list_kept_pieces(args, width, **kept_by, ep=layout.ep, imbalance=workload.imbalance)
     weighted = workload.n_rows * args.dim * MASTER_BYTES  # what the weights of a token multiply, in fp32
-    of_experts = workload.n_rows_received * (3 * args.mixture.expert_ffn_dim + args.dim) * width
+    of_experts = workload.n_rows_received * (3 * args.moe.expert_ffn_dim + args.dim) * width
     exchanged = (3 * workload.n_rows_received + 2 * workload.n_rows) * args.dim * width * (layout.ep > 1)
     # Gradients of rows and of weights; before they are weighted: rows that travel in forward, gradients of the experts.
     temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
     is_cut = find_expert_dim(args, layout.ep, layout.efsdp) != 0  # FSDP then joins the slices in a further copy
-    moments = [kind.mixture_parameters * width * (1 + is_cut) * (layout.zero_stage == 3)]
+    moments = [kind.moe_parameters * width * (1 + is_cut) * (layout.zero_stage == 3)]
     for mode in kind.recompute:
-        of_rest, of_mixture = rest["none"] - rest[mode], mixture["none"] - mixture[mode]
-        again = max(of_rest, of_mixture) if mode == "op" else of_rest + of_mixture
+        of_rest, of_moe = rest["none"] - rest[mode], moe["none"] - moe[mode]
+        again = max(of_rest, of_moe) if mode == "op" else of_rest + of_moe
         moments.append(again * workload.n_tokens + temporary)
         if layout.pp == 1:
-            freed = mixture[mode] - of_rest * (mode == "full")
+            freed = moe[mode] - of_rest * (mode == "full")
             n_bytes = MASTER_BYTES + width * (layout.zero_stage < 3)
-            moments.append(kind.mixture_parameters * n_bytes - freed * workload.n_tokens)
-    kept, waiting = kind.average(rest) + kind.average(mixture), rest["waiting"] + mixture["waiting"]
+            moments.append(kind.moe_parameters * n_bytes - freed * workload.n_tokens)
+    kept, waiting = kind.average(rest) + kind.average(moe), rest["waiting"] + moe["waiting"]
     return LayerBytes(kept * workload.n_tokens, waiting * workload.n_tokens, max(moments))
 
 
@@ -189,7 +185,7 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[tuple[i
     """
     layout = workload.layout
     stages = {index: workload.stages[index] for index in layout.stages_of(pp_rank)}
-    n_parameters = sum(workload.count_stage_parameters(s) + workload.count_stage_mixtures(s) for s in stages.values())
+    n_parameters = sum(workload.count_stage_parameters(s) + workload.count_stage_moes(s) for s in stages.values())
     at_rest = sum(map(workload.count_at_rest, stages.values()))
     summed_whole = layout.zero_stage == 1 or layout.pp > 1
     gradients = MASTER_BYTES * (n_parameters if summed_whole else at_rest)
@@ -211,7 +207,7 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[tuple[i
     block = max((held.working for held in present), default=0)
     has_head = any(stage.has_head for stage in stages.values())
     loss = estimate_loss(workload) * has_head
-    # The head's gradients are freed when those of a whole block are reduced: after the last mixture's backward.
+    # The head's gradients are freed when those of a whole block are reduced: after the last MoE layer's backward.
     of_head = workload.vocabulary_parameters * MASTER_BYTES * has_head * (layout.pp == 1 and layout.ep > 0)
     if layout.n_microbatches > 1:
         moments = [(gradients, kept, max(block + of_head, loss, embedding * workload.compute_bytes))]
@@ -255,18 +251,18 @@ def estimate_gathered(workload: Workload, stages: list[Stage]) -> float:
     """Return the bytes of gathered parameters.
 
     ZeRO 3: two blocks, and the head from its forward to its backward, or an embedding that is alone on its stage; and
-    the gradients of a block without its mixture, once in compute dtype and once as they are reduced. ZeRO 1 and 2: all
+    the gradients of a block without its MoE, once in compute dtype and once as they are reduced. ZeRO 1 and 2: all
     parameters.
     """
     if workload.is_whole:
         return 0
     if workload.layout.zero_stage < 3:
-        whole = sum(workload.count_stage_parameters(stage) + workload.count_stage_mixtures(stage) for stage in stages)
+        whole = sum(workload.count_stage_parameters(stage) + workload.count_stage_moes(stage) for stage in stages)
         return whole * workload.compute_bytes
     has_layers = any(stage.n_layers for stage in stages)
     has_matrix = any(stage.has_head for stage in stages) or not has_layers
     kinds = [kind for kind in workload.kinds if any(count_layers(stage, kind) for stage in stages)]
-    of_layer = max((kind.parameters + kind.mixture_parameters for kind in kinds), default=0)
+    of_layer = max((kind.parameters + kind.moe_parameters for kind in kinds), default=0)
     of_block = max((kind.parameters for kind in kinds), default=0)
     reduced = of_block * (workload.compute_bytes + MASTER_BYTES) * (workload.layout.pp == 1)
     gathered = 2 * of_layer + workload.vocabulary_parameters * has_matrix

@@ -143,8 +143,8 @@ class Search:
 
     def list_expert_degrees(self, n_ranks: int) -> list[int]:
         """Return the degrees of ep that `n_ranks` and the experts divide into."""
-        mixture = self.model_args.mixture
-        return [n for n in divisors(mixture.n_experts if mixture else 1, n_ranks) if n_ranks % n == 0]
+        moe = self.model_args.moe
+        return [n for n in divisors(moe.n_experts if moe else 1, n_ranks) if n_ranks % n == 0]
 
     def list_batches(self, degrees: dict[str, int], n_sequences: int) -> Iterator[Config]:
         """Yield microbatches, ZeRO stages and schedules for one set of degrees; a rank has `n_sequences` a step."""

@@ -87,7 +87,7 @@ class StepTimeModel:
         """Return the seconds of forward's matmuls in a layer; with experts those of the most loaded rank."""
         w = self.workload
         seconds = self.matmul_time(2 * w.n_tokens * kind.linear_parameters / w.layout.tp, w.matmul_dtype)
-        if kind.is_mixture:
+        if kind.is_moe:
             seconds += self.matmul_time(2 * w.n_tokens * kind.router_parameters / w.layout.tp, "float32")
             seconds += self.matmul_time(2 * w.n_rows_received * count_expert_parameters(w.args), w.compute_dtype)
         return seconds
@@ -113,9 +113,9 @@ class StepTimeModel:
         swiglu = per_product * sum(kind.product_widths) / tp
         scores = 0 if w.fused_attention else UNFUSED_SCORE_BYTES * w.seq_len * w.args.n_heads / tp
         n_bytes = w.n_tokens * (hidden + rotary + swiglu + scores)
-        if kind.is_mixture:
+        if kind.is_moe:
             n_bytes += w.n_rows * w.args.dim * (5 * c + 16)
-            n_bytes += w.n_rows_received * (5 * c * w.args.mixture.expert_ffn_dim)
+            n_bytes += w.n_rows_received * (5 * c * w.args.moe.expert_ffn_dim)
             n_bytes += w.n_rows_received * w.args.dim * 4 * c * (w.layout.ep > 1)
         return self.memory_time(n_bytes)
 
@@ -130,7 +130,7 @@ class StepTimeModel:
         tp_s, tp_again = call_s * n_calls, call_s * kind.average(again)
         cp_forward, cp_backward = self.expose_context()
         if_full = kind.average({"none": 0, "op": 0, "full": 1, "alternate": 0})
-        rows_s = 2 * self.exchange_time(w.n_rows_received) if kind.is_mixture else 0.0
+        rows_s = 2 * self.exchange_time(w.n_rows_received) if kind.is_moe else 0.0
         ep_forward = rows_s + self.cluster.latency_s * (rows_s > 0)  # the counts
         left_out = self.matmul_time(2 * w.n_tokens * kind.left_out_parameters / w.layout.tp, w.matmul_dtype)
         again_s = kind.average(
@@ -231,7 +231,7 @@ class StepTimeModel:
         return self.shard_time(*n_parameters, MASTER_BYTES)
 
     def shard_time(self, n_parameters: float, n_of_experts: float, width: int) -> float:
-        """Return the seconds of a collective over all shards of parameters, those of mixtures over their own ranks."""
+        """Return the seconds of a collective over all shards of parameters, those of experts over their own ranks."""
         seconds = self.collective_time(("dp_shard", "cp"), n_parameters * width)
         return seconds + (self.collective_time(("efsdp",), n_of_experts * width) if n_of_experts else 0.0)
 
@@ -241,7 +241,7 @@ class StepTimeModel:
         if w.is_whole:
             return 0.0, 0.0
         for kind, layer in self.layers:
-            of_layer, n = (kind.parameters, kind.mixture_parameters), count_layers(stage, kind)
+            of_layer, n = (kind.parameters, kind.moe_parameters), count_layers(stage, kind)
             gather = self.gather(*of_layer) if w.layout.zero_stage == 3 else 0.0
             reduce = self.reduce(*of_layer) if w.n_reductions == w.layout.n_microbatches else 0.0
             forward += n * max(0.0, gather - layer.forward)
@@ -259,10 +259,10 @@ class StepTimeModel:
         if w.is_whole:
             return 0.0
         waits = []
-        largest = max(((kind.parameters, kind.mixture_parameters) for kind in w.kinds), key=sum)
+        largest = max(((kind.parameters, kind.moe_parameters) for kind in w.kinds), key=sum)
         for rank in range(w.layout.pp):
             stages = [w.stages[index] for index in w.layout.stages_of(rank)]
-            n = sum(map(w.count_stage_parameters, stages)), sum(map(w.count_stage_mixtures, stages))
+            n = sum(map(w.count_stage_parameters, stages)), sum(map(w.count_stage_moes, stages))
             forward = sum(self.stages[index].forward for index in w.layout.stages_of(rank))
             backward = sum(self.stages[index].backward for index in w.layout.stages_of(rank))
             whole = w.layout.zero_stage < 3

@@ -5,8 +5,8 @@
 
     axis              what travels                                      how often
     tp                hidden states (B, S/cp, D)                        4 times a layer and microbatch, and recompute;
-                                                                        twice where the feed-forward is a mixture
-    ep                rows of tokens, their results and gradients       4 times a mixture and microbatch, and recompute
+                                                                        twice where the feed-forward is an MoE layer
+    ep                rows of tokens, their results and gradients       4 times an MoE layer and microbatch, recompute
     efsdp             experts and routers, as dp_shard x cp the rest    by ZeRO stage
     cp                keys and values, and their gradients              2 or 3 times a layer and microbatch
     dp_shard x cp     parameters (compute dtype), gradients (fp32)      by ZeRO stage: once a microbatch, or a step
@@ -197,16 +197,16 @@ def estimate_traffic(workload: Workload, pp_rank: int, order: PipelineOrder) -> 
         for kind in workload.kinds:
             add_blocks(tally, workload, kind, count_layers(stage, kind))
             add_context_parallel(tally, workload, kind, count_layers(stage, kind))
-            if kind.is_mixture:
-                add_expert_parallel(tally, workload, kind, stage.n_mixtures)
+            if kind.is_moe:
+                add_expert_parallel(tally, workload, kind, stage.n_moes)
         add_sharding(tally, workload, stage, [action.kind for action in order[pp_rank] if action.stage == index])
         add_sends(tally, workload, index)
     # Counted tokens (int64), loss (fp32), squared gradient norm and two signals (float64), once a step.
     tally.add(("dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 8)
     tally.add(("pp", "dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 4)
     tally.add(MESH_DIMS, "all-reduce", 1, 24)
-    if mixture := workload.args.mixture:  # loads of all layers, float64
-        tally.add(MESH_DIMS, "all-reduce", 1, workload.args.n_layers * (mixture.n_experts + 1) * 8)
+    if moe := workload.args.moe:  # loads of all layers, float64
+        tally.add(MESH_DIMS, "all-reduce", 1, workload.args.n_layers * (moe.n_experts + 1) * 8)
     return sum_moved(tally.calls)
 
 
@@ -252,7 +252,7 @@ def add_expert_parallel(tally: Tally, workload: Workload, kind: LayerKind, n_lay
     """
     n_passes = workload.layout.n_microbatches * n_layers
     again = kind.average({"none": 0, "op": 0, "alternate": 0, "full": 1})
-    n, n_experts = workload.layout.ep, workload.args.mixture.n_experts
+    n, n_experts = workload.layout.ep, workload.args.moe.n_experts
     if n > 1:
         own, row_bytes = workload.n_rows_each, workload.args.dim * workload.compute_bytes
         for n_rows in (workload.n_rows - own, own * (n - 1)):
@@ -289,20 +289,20 @@ def add_sharding(tally: Tally, workload: Workload, stage: Stage, kinds: list[str
     """FSDP gathers and reduces each group of parameters (fsdp.py). `kinds`: the stage's actions in their order."""
     if workload.is_whole:
         return
-    mixtures = [
-        (("efsdp",), workload.layout.efsdp, kind.mixture_parameters)
+    moes = [
+        (("efsdp",), workload.layout.efsdp, kind.moe_parameters)
         for kind in workload.kinds
-        if kind.is_mixture
-        for _ in range(stage.n_mixtures)
+        if kind.is_moe
+        for _ in range(stage.n_moes)
     ]
     others = [(("dp_shard", "cp"), workload.n_shards, n) for n in workload.groups_of(stage)]
     tied = stage.has_head and workload.args.tie_embeddings
-    for index, (shard, n_shards, n_parameters) in enumerate(mixtures + others):
+    for index, (shard, n_shards, n_parameters) in enumerate(moes + others):
         n_gathers = count_gathers(
             kinds,
             workload,
-            is_head=stage.has_head and index == len(mixtures + others) - 1,
-            is_embedding=stage.has_embedding and not tied and index == len(mixtures),
+            is_head=stage.has_head and index == len(moes + others) - 1,
+            is_embedding=stage.has_embedding and not tied and index == len(moes),
         )
         tally.add(shard, "all-gather", n_gathers, n_parameters * workload.compute_bytes)
         tally.add(shard, "reduce-scatter", workload.n_reductions, n_parameters * MASTER_BYTES)

@@ -35,7 +35,7 @@ class Stage:
     n_layers: int
     has_embedding: bool
     has_head: bool  # and the final norm
-    n_mixtures: int = 0  # of the layers: those with experts
+    n_moes: int = 0  # of the layers: those with experts
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LayerKind:
     """Layers that are alike: the dense ones, or those with experts."""
 
     args: ModelArgs
-    is_mixture: bool
+    is_moe: bool
     recompute: Counter  # Recompute -> number of layers of this kind in the whole model
     tp: int
     ep: int
@@ -52,7 +52,7 @@ class LayerKind:
     @cached_property
     def block(self) -> list[BlockModule]:
         """The modules of a block with weights."""
-        return list_block(self.args, mixture=self.is_mixture)
+        return list_block(self.args, moe=self.is_moe)
 
     @cached_property
     def norms(self) -> list[BlockModule]:
@@ -101,21 +101,21 @@ class LayerKind:
     @cached_property
     def linear_parameters(self) -> int:
         """Weights of the matmuls that tp shares, before it does."""
-        linears = count_layer_parameters(self.args, mixture=self.is_mixture, linear_only=True, experts=0)
+        linears = count_layer_parameters(self.args, moe=self.is_moe, linear_only=True, experts=0)
         return linears - self.router_parameters
 
     @cached_property
     def parameters(self) -> int:
-        """Parameters of the block without its mixture. tp shards the linear layers; every tp rank has the norms."""
-        whole = count_layer_parameters(self.args, mixture=self.is_mixture, tp=self.tp, experts=0)
+        """Parameters of the block without its MoE layer. tp shards the linear layers; every tp rank has the norms."""
+        whole = count_layer_parameters(self.args, moe=self.is_moe, tp=self.tp, experts=0)
         return whole - self.router_parameters
 
     @cached_property
-    def mixture_parameters(self) -> int:
+    def moe_parameters(self) -> int:
         """Parameters of router and experts on one of `ep` ranks. FSDP pads the router to equal rows for its ranks."""
-        if not self.is_mixture:
+        if not self.is_moe:
             return 0
-        n_experts = self.args.mixture.n_experts
+        n_experts = self.args.moe.n_experts
         router = self.router_parameters // n_experts * ceil(n_experts / self.efsdp) * self.efsdp
         return router + n_experts // max(1, self.ep) * count_expert_parameters(self.args)
 
@@ -138,7 +138,7 @@ class Workload:
     ring: bool = False  # under cp, keys and values travel around a ring; else by all-gather
     documents: bool = False  # attention stays inside documents
     fused_attention: bool = True  # False: the scores (S, S) are written to memory, as before FlashAttention
-    recompute_of_mixtures: Counter = field(default_factory=Counter)  # of the layers with experts
+    recompute_of_moes: Counter = field(default_factory=Counter)  # of the layers with experts
     imbalance: float = 1.0  # rows that the most loaded of `ep` ranks receives, over their mean
     balances_by_loss: bool = False  # the auxiliary loss counts the routes of whole sequences
 
@@ -199,12 +199,12 @@ class Workload:
     @cached_property
     def kinds(self) -> list[LayerKind]:
         """The kinds of layers that the model has."""
-        of_dense = self.recompute - self.recompute_of_mixtures
-        kinds = (False, of_dense), (True, self.recompute_of_mixtures)
+        of_dense = self.recompute - self.recompute_of_moes
+        kinds = (False, of_dense), (True, self.recompute_of_moes)
         degrees = self.layout.tp, self.layout.ep, self.layout.efsdp
-        return [LayerKind(self.args, is_mixture, modes, *degrees) for is_mixture, modes in kinds if modes]
+        return [LayerKind(self.args, is_moe, modes, *degrees) for is_moe, modes in kinds if modes]
 
-    # ------------------------------------------------------------ rows of a mixture
+    # ------------------------------------------------------------ rows of an MoE layer
 
     @property
     def n_rows(self) -> int:
@@ -230,7 +230,7 @@ class Workload:
     def groups_of(self, stage: Stage) -> list[int]:
         """Return the parameters of each FSDP group, in forward order: embedding, layers, head with the final norm.
 
-        Mixtures are groups of their own, over other ranks: see `count_stage_mixtures`.
+        MoE layers are groups of their own, over other ranks: see `count_stage_moes`.
         """
         embedding = [self.vocabulary_parameters] * stage.has_embedding
         head = [self.vocabulary_parameters + self.args.dim] * stage.has_head
@@ -240,26 +240,26 @@ class Workload:
         return embedding + layers + head
 
     def count_stage_parameters(self, stage: Stage) -> int:
-        """Return the parameters of a stage without its mixtures."""
+        """Return the parameters of a stage without its MoE layers."""
         return sum(self.groups_of(stage))
 
-    def count_stage_mixtures(self, stage: Stage) -> int:
-        return sum(kind.mixture_parameters * count_layers(stage, kind) for kind in self.kinds)
+    def count_stage_moes(self, stage: Stage) -> int:
+        return sum(kind.moe_parameters * count_layers(stage, kind) for kind in self.kinds)
 
     def count_at_rest(self, stage: Stage) -> float:
         """Return the parameters of a stage that one rank holds between steps."""
-        of_mixtures = self.count_stage_mixtures(stage) / self.layout.efsdp
-        return self.count_stage_parameters(stage) / self.n_shards + of_mixtures
+        of_moes = self.count_stage_moes(stage) / self.layout.efsdp
+        return self.count_stage_parameters(stage) / self.n_shards + of_moes
 
 
 def count_layers(stage: Stage, kind: LayerKind) -> int:
     """Return the layers of this kind on a stage."""
-    return stage.n_mixtures if kind.is_mixture else stage.n_layers - stage.n_mixtures
+    return stage.n_moes if kind.is_moe else stage.n_layers - stage.n_moes
 
 
 def count_rows(args: ModelArgs, layout: Layout, seq_len: int) -> int:
     """Return R: copies of a rank's own tokens of a microbatch, one for each expert of a token."""
-    return layout.microbatch_size * seq_len // layout.cp // layout.tp * args.mixture.top_k
+    return layout.microbatch_size * seq_len // layout.cp // layout.tp * args.moe.top_k
 
 
 def count_rows_each(n_rows: int, ep: int, imbalance: float) -> int:
@@ -276,8 +276,8 @@ def count_modules(stages: Stages, args: ModelArgs) -> tuple[Stage, ...]:
     found = []
     for fqns in stages:
         layers = [int(fqn.removeprefix("layers.")) for fqn in fqns if fqn.startswith("layers.")]
-        n_mixtures = sum(map(args.is_mixture, layers))
-        found.append(Stage(len(layers), "tok_embeddings" in fqns, "output" in fqns, n_mixtures))
+        n_moes = sum(map(args.is_moe, layers))
+        found.append(Stage(len(layers), "tok_embeddings" in fqns, "output" in fqns, n_moes))
     return tuple(found)
 
 
@@ -294,9 +294,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout, *, imbala
         layout=layout,
         seq_len=config.training.seq_len,
         recompute=count_recompute(config.activation_checkpoint, range(args.n_layers)),
-        recompute_of_mixtures=count_recompute(
-            config.activation_checkpoint, filter(args.is_mixture, range(args.n_layers))
-        ),
+        recompute_of_moes=count_recompute(config.activation_checkpoint, filter(args.is_moe, range(args.n_layers))),
         imbalance=imbalance,
         balances_by_loss=config.training.expert_balance_loss > 0,
         compute_dtype=dtype,

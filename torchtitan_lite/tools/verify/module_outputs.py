@@ -27,7 +27,7 @@ from torchtitan_lite import step as stepping  # through the module: a test may b
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schedule import read_rows
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.model.moe import list_mixtures
+from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.tools.verify.one_rank import own_rows, start_beside_reference
 from torchtitan_lite.tools.verify.reference import find_tensor, make_batch, name_inputs, relative_error
 from torchtitan_lite.tools.verify.slices import Coordinates, cut_zigzag, own_slice
@@ -210,9 +210,9 @@ def measure_routes(rank: int, world_size: int, config: Config, reference_path: s
     batch = stepping.shard_for_cp(run, own_rows(run, whole))
     chosen: dict[int, list[Tensor]] = defaultdict(list)
     for part in run.parts:
-        for layer, mixture in list_mixtures(part):
+        for layer, moe in list_moes(part):
             note = chosen[layer].append
-            mixture.router.register_forward_hook(lambda router, args, output, note=note: note(output[1]))
+            moe.router.register_forward_hook(lambda router, args, output, note=note: note(output[1]))
     stepping.forward_only(run, batch, stepping.count_global_tokens(run, batch))
 
     own_numbers = stepping.shard_for_cp(run, own_rows(run, replace(whole, tokens=numbers))).tokens

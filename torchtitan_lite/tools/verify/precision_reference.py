@@ -34,7 +34,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.float8_linear import E4M3, Float8MatmulFunction, cast, choose_scale
 from torchtitan_lite.model.head import IGNORE_INDEX, Head
-from torchtitan_lite.model.moe import MixtureOfExperts, count_routes, list_mixtures
+from torchtitan_lite.model.moe import MoE, count_routes, list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.tensor_parallel import (
     ColwiseLinear,
@@ -151,11 +151,11 @@ class RoundedProcess:
         }
         plan = plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name)
         self.in_float8 = set(plan.fqns) if self.config.model.uses_float8 else set()
-        for layer, mixture in list_mixtures(self.model):
+        for layer, moe in list_moes(self.model):
             sequences = self.config.training.global_batch_size
-            mixture.router.balance_loss = self.config.training.expert_balance_loss / sequences
-            mixture.forward = partial(self._mix, f"layers.{layer}.feed_forward", mixture, mixture.forward)
-            for module in (mixture.router, mixture.experts):
+            moe.router.balance_loss = self.config.training.expert_balance_loss / sequences
+            moe.forward = partial(self._mix, f"layers.{layer}.feed_forward", moe, moe.forward)
+            for module in (moe.router, moe.experts):
                 for key in list(module._parameters):  # what is a parameter cannot be set to a cast of it
                     del module._parameters[key]
         for name, module in modules.items():
@@ -234,19 +234,19 @@ class RoundedProcess:
             parts.append(forward(copy, *rest))
         return sum_partials(parts, 1)
 
-    def _mix(self, name: str, mixture: MixtureOfExperts, forward: Callable, x: Tensor, routes: Tensor) -> Tensor:
-        """Call a mixture with the tokens of each rank: pieces of a sequence over cp, and of these over tp."""
+    def _mix(self, name: str, moe: MoE, forward: Callable, x: Tensor, routes: Tensor) -> Tensor:
+        """Call an MoE layer with the tokens of each rank: pieces of a sequence over cp, and of these over tp."""
         cp, tp = self.layout.cp, self.layout.tp
-        of_pieces = count_routes(routes, mixture.router.n_experts)
+        of_pieces = count_routes(routes, moe.router.n_experts)
         of_sequences = of_pieces.unflatten(0, (cp, -1)).sum(0)
-        mixture.router.sum_over_sequence = lambda counts: of_sequences
+        moe.router.sum_over_sequence = lambda counts: of_sequences
         done = []
         for rank, (rows, theirs) in enumerate(zip(x.chunk(cp), routes.chunk(cp), strict=True)):
             results = []
             for part, own in enumerate(zip(rows.chunk(tp, dim=1), theirs.chunk(tp, dim=1), strict=True)):
-                mixture.router.weight = self._cast(f"{name}.router.weight", rank, part)
+                moe.router.weight = self._cast(f"{name}.router.weight", rank, part)
                 for key in ("w1", "w2", "w3"):
-                    setattr(mixture.experts, key, self._cast(f"{name}.experts.{key}", rank, part))
+                    setattr(moe.experts, key, self._cast(f"{name}.experts.{key}", rank, part))
                 results.append(forward(*own))
             done.append(torch.cat(results, dim=1))
         return torch.cat(done)

@@ -188,7 +188,7 @@ def list_checks(
 def make_late_batch(config: Config, step: int, last_position: int) -> Batch:
     """Return the batch of a step with the positions of the end of a long sequence, and for experts with routes."""
     batch, args = make_batch(config, step), resolve_model(config.model)
-    routes = draw_routes(args, *batch.tokens.shape, step) if args.mixture else None
+    routes = draw_routes(args, *batch.tokens.shape, step) if args.moe else None
     return replace(batch, positions=batch.positions + last_position - config.training.seq_len, routes=routes)
 
 

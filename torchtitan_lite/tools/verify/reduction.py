@@ -93,7 +93,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     small = override(small, reduce_stages(config.parallelism, args.n_layers, real, degrees["pp"]))
     sizes = reduce_sizes(args, real, degrees, n_shards_known=chosen.asked["dp_shard"] != AUTOMATIC)
     sizes |= reduce_experts(args, real, degrees, chosen.ep, sizes["dim"])
-    small = keep_mixture_layers(small, args)
+    small = keep_moe_layers(small, args)
     small = override(small, {name_size(name): size for name, size in sizes.items()})
     option = config.activation_checkpoint.selective_ac_option
     if option.isdecimal() and int(option) > 2:
@@ -111,7 +111,7 @@ def plan_real_layout(config: Config, args: ModelArgs) -> Layout:
     degrees = plan_degrees(config.parallelism, 1)
     ep = config.parallelism.expert_parallel_degree
     is_automatic = config.parallelism.data_parallel_shard_degree == AUTOMATIC
-    n_more = ep // gcd(ep, degrees["cp"] * degrees["tp"]) if args.mixture and is_automatic else 1
+    n_more = ep // gcd(ep, degrees["cp"] * degrees["tp"]) if args.moe and is_automatic else 1
     return plan_layout(config, args, prod(degrees.values()) * n_more)
 
 
@@ -126,10 +126,10 @@ def override(config: Config, overrides: dict[str, object]) -> Config:
 
 
 def change_row(row: ModelArgs, name: str, value: object) -> ModelArgs:
-    """Return the model with another value of a number that has no key; `name` may be a field of MixtureArgs."""
+    """Return the model with another value of a number that has no key; `name` may be a field of MoEArgs."""
     if hasattr(row, name):
         return replace(row, **{name: value})
-    return replace(row, mixture=replace(row.mixture, **{name: value}))
+    return replace(row, moe=replace(row.moe, **{name: value}))
 
 
 def name_size(name: str) -> str:
@@ -140,9 +140,9 @@ def name_size(name: str) -> str:
 def list_changes(config: Config, small: Config) -> list[Change]:
     """Return every key whose value differs; for sizes that a flavor gives, that size."""
     args, small_args = (resolve_model(each.model) for each in (config, small))
-    args, small_args = (vars(each) | (vars(each.mixture) if each.mixture else {}) for each in (args, small_args))
+    args, small_args = (vars(each) | (vars(each.moe) if each.moe else {}) for each in (args, small_args))
     pairs = {key: (get_value(config, key), get_value(small, key)) for key in KEYS}
-    for name in args.keys() - {"name", "mixture"}:
+    for name in args.keys() - {"name", "moe"}:
         pairs[f"model.{name}" if f"model.{name}" in KEYS else f"flavor.{name}"] = (args[name], small_args[name])
     if config.training.mixed_precision_param == "auto":
         pairs["training.mixed_precision_param"] = ("auto (bfloat16 on CUDA)", "float32")
@@ -176,24 +176,24 @@ def reduce_sizes(args: ModelArgs, real: Layout, degrees: dict[str, int], *, n_sh
 
 
 def reduce_experts(args: ModelArgs, real: Layout, degrees: dict[str, int], ep: int, dim: int) -> dict[str, int]:
-    """Return the sizes of a mixture: about LEAST_EXPERTS experts, and as many for each token as before, if not all.
+    """Return the sizes of an MoE layer: about LEAST_EXPERTS experts, and as many for each token as before, if not all.
 
     FSDP shares whole experts exactly where the real run does, else a part of each matrix. Nothing without experts.
     """
-    mixture = args.mixture
-    if mixture is None:
+    moe = args.moe
+    if moe is None:
         return {}
     n_ranks = prod(degrees[dim] for dim in OF_EXPERTS)
     efsdp = n_ranks // ep
-    top_k = min(mixture.top_k, LEAST_EXPERTS)
-    wanted = min(mixture.n_experts, max(LEAST_EXPERTS, top_k + UNCHOSEN))
+    top_k = min(moe.top_k, LEAST_EXPERTS)
+    wanted = min(moe.n_experts, max(LEAST_EXPERTS, top_k + UNCHOSEN))
     shares_experts = find_expert_dim(args, real.ep, real.efsdp) == 0 or efsdp == 1 or dim % efsdp > 0
     candidates = range(round_up(wanted, ep), wanted + 2 * n_ranks + 1, ep)
     fitting = (n for n in candidates if (n // ep % efsdp == 0) == shares_experts)
     return {
         "n_experts": next(fitting),
         "top_k": top_k,
-        "expert_ffn_dim": round_up(min(mixture.expert_ffn_dim, dim // 2), lcm(ALIGNED, efsdp, degrees["tp"])),
+        "expert_ffn_dim": round_up(min(moe.expert_ffn_dim, dim // 2), lcm(ALIGNED, efsdp, degrees["tp"])),
     }
 
 
@@ -201,16 +201,16 @@ def round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def keep_mixture_layers(small: Config, args: ModelArgs) -> Config:
+def keep_moe_layers(small: Config, args: ModelArgs) -> Config:
     """Return the config with at least one layer of experts, and of two or more one without, if the real model has."""
-    if args.mixture is None:
+    if args.moe is None:
         return small
     several = small.model.n_layers > 1
     return override(
         small,
         {
-            "flavor.n_first_dense_layers": min(args.mixture.n_first_dense_layers, 1) * several,
-            "flavor.mixture_every": min(args.mixture.mixture_every, 2) if several else 1,
+            "flavor.n_first_dense_layers": min(args.moe.n_first_dense_layers, 1) * several,
+            "flavor.moe_every": min(args.moe.moe_every, 2) if several else 1,
         },
     )
 

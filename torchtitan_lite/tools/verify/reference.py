@@ -29,7 +29,7 @@ from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.verify.small_runs import WIDE, Method
 from torchtitan_lite.tools.verify.step_formulas import (
     ExpertRecord,
-    PlainMixtures,
+    PlainMoEs,
     compute_clip_scale,
     draw_biases,
     move_sgd,
@@ -137,7 +137,7 @@ def load_reference(path: str) -> ReferenceRun:
 def build_model(config: Config, method: Method) -> nn.Module:
     """Return the user's model with its initial weights; "document" attention is replaced by an explicit mask.
 
-    What has experts is for PlainMixtures to replace.
+    What has experts is for PlainMoEs to replace.
     """
     model_class, init_parameter = choose_model(config, method)
     model = model_class(resolve_model(config.model), attention=config.model.attention)
@@ -156,12 +156,12 @@ def run_one_process(config: Config, method: Method = WIDE) -> ReferenceRun:
     initial = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
     if method.updates:
         initial = {fqn: parameter.clone() for fqn, parameter in initial.items()}
-    mixtures = PlainMixtures(model, config.training, biases=draw_biases(model.model_args))
-    reference = ReferenceRun(method, initial, {}, 0, {}, {}, [], [], experts=mixtures.recorded)
+    moes = PlainMoEs(model, config.training, biases=draw_biases(model.model_args))
+    reference = ReferenceRun(method, initial, {}, 0, {}, {}, [], [], experts=moes.recorded)
     hooks = record_first_backward(model, reference)
     for step in range(method.n_steps):
         batch = make_batch(config, step, method)
-        logits, loss = compute_gradients(model, mixtures, batch)
+        logits, loss = compute_gradients(model, moes, batch)
         if step == 0:
             reference.n_tokens = int((batch.targets != IGNORE_INDEX).sum())
             token_losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
@@ -178,22 +178,22 @@ def run_one_process(config: Config, method: Method = WIDE) -> ReferenceRun:
                     weight, gradient = parameter.double(), scale * parameter.grad.double()
                     move = move_sgd(config.optimizer, weight, gradient, {}, rate=config.optimizer.lr, step=step + 1)
                     parameter.copy_(weight + move.update)
-            mixtures.move_biases()
+            moes.move_biases()
     if method.updates:
         reference.weights = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
         if reference.experts:
-            reference.experts.biases = mixtures.biases
+            reference.experts.biases = moes.biases
     return reference
 
 
-def compute_gradients(model: nn.Module, mixtures: PlainMixtures, batch: Batch) -> tuple[Tensor, float]:
+def compute_gradients(model: nn.Module, moes: PlainMoEs, batch: Batch) -> tuple[Tensor, float]:
     """Return logits (B, S, V), and the mean loss of counted tokens. Gradients replace earlier ones."""
     model.zero_grad()
     logits = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
     loss = F.cross_entropy(logits.flatten(0, 1).double(), batch.targets.flatten())
-    (loss + mixtures.sum_balance_losses()).backward()
-    if mixtures.recorded:
-        mixtures.record()
+    (loss + moes.sum_balance_losses()).backward()
+    if moes.recorded:
+        moes.record()
     return logits.detach(), loss.item()
 
 

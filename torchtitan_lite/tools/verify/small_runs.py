@@ -28,7 +28,7 @@ from torchtitan_lite.tools.verify.reduction import (
     count_layers,
     count_pieces,
     give_batch,
-    keep_mixture_layers,
+    keep_moe_layers,
     list_widths,
     name_size,
     override,
@@ -131,17 +131,17 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
     bytes_each = 16 + 16 * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"]
     most = min(memory_bytes // bytes_each, MOST_PARAMETERS)
     args, unit = replace(real, n_layers=n_layers), degrees["tp"]
-    if real.mixture:
+    if real.moe:
         unit *= reduction.layout.efsdp
-        experts = {**choose_expert_sizes(reduction, real.dim), "expert_ffn_dim": real.mixture.expert_ffn_dim}
-        args = replace(args, mixture=replace(real.mixture, n_first_dense_layers=0, mixture_every=1, **experts))
+        experts = {**choose_expert_sizes(reduction, real.dim), "expert_ffn_dim": real.moe.expert_ffn_dim}
+        args = replace(args, moe=replace(real.moe, n_first_dense_layers=0, moe_every=1, **experts))
     args = fit_sizes(args, unit, most)
-    sizes = {name: find_size(args, name) for name in (*SIZES, *(EXPERT_SIZES if real.mixture else ()))}
+    sizes = {name: find_size(args, name) for name in (*SIZES, *(EXPERT_SIZES if real.moe else ()))}
     small = override(small, {"model.n_layers": n_layers})
     small = resize(small, degrees, sizes, n_rows=1, n_microbatches=1, seq_len=reduce_sequence(degrees, sizes, 16))
     subject = [f"{n_layers} layer{'s' * (n_layers > 1)}, {count_parameters(args):,} parameters"]
     words = {"dim": "dim", "ffn_dim": "ffn_dim", "vocab_size": "vocabulary"}
-    words |= {"n_experts": "experts", "expert_ffn_dim": "expert_ffn_dim"} if real.mixture else {}
+    words |= {"n_experts": "experts", "expert_ffn_dim": "expert_ffn_dim"} if real.moe else {}
     for name, word in words.items():
         size, real_size = find_size(args, name), find_size(real, name)
         subject.append(f"{word} {size:,} real" if size == real_size else f"{word} {size:,} of {real_size:,}")
@@ -150,7 +150,7 @@ def keep_width(reduction: Reduction, memory_bytes: int | None = None) -> SmallRu
 
 
 def describe_run(reduction: Reduction, small: Config, method: Method, subject: str) -> SmallRun:
-    small = keep_mixture_layers(small, resolve_model(reduction.real.model))
+    small = keep_moe_layers(small, resolve_model(reduction.real.model))
     plan_layout(small, resolve_model(small.model), reduction.layout.world_size)  # so that no rank raises ConfigError
     if small.compile.enable != reduction.real.compile.enable:
         subject += ", not compiled"
@@ -214,25 +214,25 @@ def choose_sizes(
 
 
 def choose_expert_sizes(reduction: Reduction, dim: int) -> dict[str, int]:
-    """Return the sizes of a mixture in a model of this width; none without experts."""
+    """Return the sizes of an MoE layer in a model of this width; none without experts."""
     args, layout = resolve_model(reduction.real.model), reduction.layout
     real = plan_real_layout(reduction.real, args)
     return reduce_experts(args, real, layout.degrees, layout.ep, dim)
 
 
 def find_size(args: ModelArgs, name: str) -> int:
-    return getattr(args.mixture if name in EXPERT_SIZES else args, name)
+    return getattr(args.moe if name in EXPERT_SIZES else args, name)
 
 
 def fit_sizes(args: ModelArgs, unit: int, most_parameters: int) -> ModelArgs:
     """Return the model itself, or a smaller one of `most_parameters`, or of LEAST_SIZES. `unit` divides each size."""
     for name, least in LEAST_SIZES.items():
-        while count_parameters(args) > most_parameters and (args.mixture or name not in EXPERT_SIZES):
+        while count_parameters(args) > most_parameters and (args.moe or name not in EXPERT_SIZES):
             half, rest = divmod(find_size(args, name), 2)
             if rest or half % unit or half < least:
                 break
             size = {name: half}
-            args = replace(args, **({"mixture": replace(args.mixture, **size)} if name in EXPERT_SIZES else size))
+            args = replace(args, **({"moe": replace(args.moe, **size)} if name in EXPERT_SIZES else size))
     return args
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.schema import LRScheduler, Optimizer, Training
-from torchtitan_lite.model.moe import MixtureOfExperts, Router, list_mixtures
+from torchtitan_lite.model.moe import MoE, Router, list_moes
 
 ROUNDING = 2.0**-24  # one fp32 operation changes its result by at most this share
 
@@ -140,33 +140,33 @@ class RouterCall:
         return F.one_hot(self.routes, self.scores.shape[-1]).sum(2)
 
 
-class PlainMixtures:
-    """The mixtures of a model, which compute plainly from now on."""
+class PlainMoEs:
+    """The MoE layers of a model, which compute plainly from now on."""
 
     def __init__(self, model: nn.Module, section: Training, *, biases: dict[str, Tensor] | None = None):
         """`biases`: with which the routers start; by default zero."""
         self.section, self.args = section, model.model_args
-        self.routers = {layer: mixture.router for layer, mixture in list_mixtures(model)}
+        self.routers = {layer: moe.router for layer, moe in list_moes(model)}
         self.calls: dict[int, RouterCall] = {}  # of the newest forward, by layer
-        for layer, mixture in list_mixtures(model):
-            mixture.router.reset(torch.device("cpu"))
-            mixture.router.forward = partial(self._route, layer, mixture.router)
-            mixture.forward = partial(compute_all_experts, mixture)
+        for layer, moe in list_moes(model):
+            moe.router.reset(torch.device("cpu"))
+            moe.router.forward = partial(self._route, layer, moe.router)
+            moe.forward = partial(compute_all_experts, moe)
         if biases:
             set_biases(self.biases, biases)
         initial_biases = {fqn: bias.clone() for fqn, bias in self.biases.items()}
         self.recorded = ExpertRecord(initial_biases) if self.routers else None
 
     def _route(self, layer: int, router: Router, x: Tensor, routes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        mixture = self.args.mixture
+        moe = self.args.moe
         logits = x @ router.weight.t()
-        scores = logits.softmax(-1) if mixture.router_scores == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if moe.router_scores == "softmax" else logits.sigmoid()
         biased = (scores + router.expert_bias).detach()
         if routes is None:
-            routes = biased.argsort(-1, descending=True)[..., : mixture.top_k]
+            routes = biased.argsort(-1, descending=True)[..., : moe.top_k]
         self.calls[layer] = RouterCall(routes, biased, scores / scores.sum(-1, keepdim=True))
         weights = scores.gather(-1, routes)
-        return weights / weights.sum(-1, keepdim=True) if mixture.normalize_top_k else weights, routes
+        return weights / weights.sum(-1, keepdim=True) if moe.normalize_top_k else weights, routes
 
     @property
     def biases(self) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ class PlainMixtures:
         """Return the auxiliary loss of the newest forward: over layers and experts f x P, mean over sequences."""
         total = torch.zeros(())
         for call in self.calls.values():
-            share = call.chosen.float().mean(1) * self.args.mixture.n_experts / self.args.mixture.top_k  # (B, E)
+            share = call.chosen.float().mean(1) * self.args.moe.n_experts / self.args.moe.top_k  # (B, E)
             total = total + (share * call.probabilities.mean(1)).sum(-1).mean()
         return self.section.expert_balance_loss * total
 
@@ -204,10 +204,10 @@ class PlainMixtures:
             into.scores = stack(call.scores for call in calls)
 
 
-def compute_all_experts(mixture: MixtureOfExperts, x: Tensor, routes: Tensor | None = None) -> Tensor:
-    """Replace MixtureOfExperts.forward: x (B, S, D) -> (B, S, D)."""
-    weights, routes = mixture.router(x, routes)
-    experts, y = mixture.experts, torch.zeros_like(x)
+def compute_all_experts(moe: MoE, x: Tensor, routes: Tensor | None = None) -> Tensor:
+    """Replace MoE.forward: x (B, S, D) -> (B, S, D)."""
+    weights, routes = moe.router(x, routes)
+    experts, y = moe.experts, torch.zeros_like(x)
     for expert, (w1, w2, w3) in enumerate(zip(experts.w1, experts.w2, experts.w3, strict=True)):
         weight = (weights * (routes == expert)).sum(-1, keepdim=True)  # (B, S, 1); 0: not of this expert
         y = y + weight * ((F.silu(x @ w1) * (x @ w3)) @ w2)
@@ -224,12 +224,12 @@ def draw_biases(args: ModelArgs) -> dict[str, Tensor]:
     FQN -> (E,) fp32. A token that has but one expert, or all of them, does not go to that last one.
     """
     biases = {}
-    n_experts = args.mixture.n_experts if args.mixture else 0
-    for layer in filter(args.is_mixture, range(args.n_layers)):
+    n_experts = args.moe.n_experts if args.moe else 0
+    for layer in filter(args.is_moe, range(args.n_layers)):
         bias = APART * torch.randn(n_experts, generator=torch.Generator().manual_seed(layer))
-        if n_experts > args.mixture.top_k:
+        if n_experts > args.moe.top_k:
             bias[layer % n_experts] = NEVER
-        if n_experts > args.mixture.top_k > 1:
+        if n_experts > args.moe.top_k > 1:
             bias[(layer + 1) % n_experts] = -NEVER
         biases[name_bias(layer)] = bias
     return biases
@@ -238,7 +238,7 @@ def draw_biases(args: ModelArgs) -> dict[str, Tensor]:
 def draw_routes(args: ModelArgs, n_rows: int, seq_len: int, step: int) -> Tensor:
     """Return random routes (B, S, layers, K): uneven, and one expert of each layer gets no token, if all need not."""
     generator = torch.Generator().manual_seed(step)
-    layers, n_experts, top_k = args.n_layers, args.mixture.n_experts, args.mixture.top_k
+    layers, n_experts, top_k = args.n_layers, args.moe.n_experts, args.moe.top_k
     scores = torch.rand(n_rows, seq_len, layers, n_experts, generator=generator)
     scores += torch.linspace(0, 0.5, n_experts)
     scores[..., torch.arange(layers), torch.arange(layers) % n_experts] = NEVER

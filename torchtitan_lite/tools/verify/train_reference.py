@@ -34,7 +34,7 @@ from torchtitan_lite.tools.verify.small_runs import AS_TRAINED
 from torchtitan_lite.tools.verify.step_formulas import (
     FORMULAS,
     ExpertRecord,
-    PlainMixtures,
+    PlainMoEs,
     compute_clip_scale,
     compute_rate_factor,
 )
@@ -138,7 +138,7 @@ def run_reference(config: Config, train: Sequence[Text], held_out: Sequence[Text
         for texts in (train, held_out)
     )
     model = build_model(config, AS_TRAINED)
-    mixtures = PlainMixtures(model, config.training)
+    moes = PlainMoEs(model, config.training)
     parameters = dict(model.named_parameters())
     weights = {fqn: parameter.detach().double() for fqn, parameter in parameters.items()}
     state: State = {"weight": weights}
@@ -146,9 +146,9 @@ def run_reference(config: Config, train: Sequence[Text], held_out: Sequence[Text
     held_out_batch = make_batch(chain.from_iterable(held_out_samples))
     batches = [read_batch(config, train_samples, step) for step in range(n_steps + 1)]
     # A run makes its moments in the first step: before it there are weights alone.
-    expected = Expected(batches, [], [], [], [], [copy_state({"weight": weights | mixtures.biases})], mixtures.recorded)
+    expected = Expected(batches, [], [], [], [], [copy_state({"weight": weights | moes.biases})], moes.recorded)
     for step, batch in enumerate(batches[:n_steps]):
-        _, loss = compute_gradients(model, mixtures, batch)
+        _, loss = compute_gradients(model, moes, batch)
         rate = section.lr * compute_rate_factor(config.lr_scheduler, step)
         norm = measure_norm(parameter.grad for parameter in parameters.values())
         scale = compute_clip_scale(norm, config.training.max_norm)
@@ -160,11 +160,11 @@ def run_reference(config: Config, train: Sequence[Text], held_out: Sequence[Text
             for name, moment in move.moments.items():
                 state[name][fqn] = moment
             parameter.data.copy_(weights[fqn])
-        mixtures.move_biases()
+        moes.move_biases()
         expected.rates.append(rate)
         expected.losses.append(loss)
         expected.grad_norms.append(norm)
-        expected.states.append(copy_state({**state, "weight": weights | mixtures.biases}))
+        expected.states.append(copy_state({**state, "weight": weights | moes.biases}))
         expected.validation.append(validate_plainly(model, held_out_batch))
     return expected
 
