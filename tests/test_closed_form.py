@@ -62,12 +62,12 @@ def traffic_of(config: Config, world_size: int, pp_rank: int = 0) -> dict[tuple[
 
 
 def test_fsdp_moves_what_the_parameters_weigh():
-    """8B on 8 ranks, ZeRO 3, one microbatch, by hand: every block twice and the head once in bf16, all gradients once
-    in fp32, of which each rank moves 7/8."""
+    """8B on 8 ranks, ZeRO 3, one microbatch, by hand: every block twice, embedding and head once in bf16, all
+    gradients once in fp32, of which each rank moves 7/8."""
     block, table, norm = 218_112_000, 128_256 * 4096, 4096
     moved = traffic_of(read("llama3_8b"), 8)
-    gathered = 2 * (2 * 32 * block + 2 * table + (table + norm))
-    assert moved["dp_shard", "all-gather"] == (2 * 33 + 1, gathered * 7 / 8)
+    gathered = 2 * (2 * 32 * block + table + (table + norm))
+    assert moved["dp_shard", "all-gather"] == (2 * 32 + 2, gathered * 7 / 8)
     assert moved["dp_shard", "reduce-scatter"] == (
         34,
         count_parameters(resolve_model(read("llama3_8b").model)) * 4 * 7 / 8,
@@ -76,7 +76,7 @@ def test_fsdp_moves_what_the_parameters_weigh():
 
 @pytest.mark.parametrize(
     ("zero", "microbatches", "gathers", "reductions"),
-    [(3, 4, 2 * 4 * 33 + 4, 34 * 4), (2, 4, 34, 34 * 4), (1, 4, 34, 34)],
+    [(3, 4, 4 * (2 * 32 + 2), 34 * 4), (2, 4, 34, 34 * 4), (1, 4, 34, 34)],
 )
 def test_the_zero_stage_says_how_often_parameters_and_gradients_travel(zero, microbatches, gathers, reductions):
     config = read("llama3_8b", f"--parallelism.zero_stage {zero} --training.global_batch_size {8 * microbatches}")
