@@ -253,16 +253,11 @@ def make_bench_parser() -> ArgumentParser:
     parser = make_parser("bench", description, epilog)
     benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
     step = benches.add_parser("step", help="a step beside a hand-written loop, transformers, and itself compiled")
-    gpu = benches.add_parser("gpu", help="1B, 3B and 8B on one GPU: eager, compiled, float8")
-    given_only = {"default": argparse.SUPPRESS}  # a bench has defaults of its own
-    for bench in (step, gpu):
-        add_json(bench)
-        bench.add_argument("--rounds", dest="n_rounds", type=positive, help="turns of each contender", **given_only)
-        bench.add_argument("--steps", dest="n_steps", type=positive, help="steps of a turn", **given_only)
-    add = gpu.add_argument
-    add("--out", metavar="FILE", help="append a line of JSON per row; default: in assets/benchmarks/", **given_only)
-    add("--seconds", type=positive, help="for the whole table; rows that do not fit are named", **given_only)
-    add("--tiny", action="store_true", help="models that fit a CPU: the numbers mean nothing", **given_only)
+    step.add_argument("--rounds", type=positive, default=5, help="turns of each contender")
+    step.add_argument("--steps", type=positive, default=5, help="steps of a turn")
+    add_json(step)
+    gpu = benches.add_parser("gpu", help="1B, 3B and 8B on one GPU: speed, memory, kernels, waits, saves, offload")
+    gpu.add_argument("--out", metavar="FILE", help="JSON; default: in outputs/. Traces are written beside it")
     return parser
 
 

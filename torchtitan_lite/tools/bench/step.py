@@ -1,119 +1,136 @@
-"""`bench step`: time one optimizer step of the same shape on the same batch; contenders.py lists who takes part.
+"""`bench step`: time one optimizer step of the same shape on the same batch.
 
-All contenders run in this process, on one thread or on one GPU. Before anything is timed, the trainer and the
-hand-written loop must have the same losses; otherwise no ratio is printed. The GiB are the peak of what a step
-allocates, without weights and optimizer state, measured after the rounds.
+    trainer        train_step as train.py calls it, and its flags read after every step
+    bare_loop      a hand-written loop around the same model class
+    transformers   Hugging Face's Llama of the same shape in that same loop
+    compiled       trainer with compile.enable
+
+They take turns in one process, on one thread or one GPU. A ratio is the median over rounds of (speed of one / speed of
+the other): on a shared machine a speed drifts, the ratio of neighbors in time does not. Before anything is timed,
+trainer, compiled and bare_loop must have the same losses.
 """
 
+import gc
+import json
+import sys
+import time
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict
+from functools import partial
+from statistics import median
 
 import torch
-from torch._C._profiler import _EventType
-from torch._dynamo.exc import BackendCompilerFailed
-from torch.profiler import ProfilerActivity, profile
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from torchtitan_lite.config.block import count_flops_per_token, count_parameters
+from torchtitan_lite.checkpoint.hugging_face_config import make_config
+from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.machine import GIB, detect_machine, peak_flops
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.parallel.process_groups import choose_device
-from torchtitan_lite.tools.bench.contenders import CONTENDERS, RATIO_OF, STEP_CONFIG, TrainStep, make_batch
-from torchtitan_lite.tools.bench.rounds import (
-    Absent,
-    BenchFailed,
-    Report,
-    measure_rounds,
-    one_rank_group,
-    read_setting,
+from torchtitan_lite.config.machine import find_missing_compiler
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Training, with_value
+from torchtitan_lite.model.llama3 import Llama3, init_parameter
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.tools.bench.one_rank import build_alone, make_step, one_rank
+
+# float32 on CUDA too, and a constant learning rate: as in the bare loop.
+STEP_CONFIG = Config(
+    model=Model(flavor="debug", dim=256, n_layers=8, n_heads=8, n_kv_heads=4, ffn_dim=704, vocab_size=2304),
+    lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
+    training=Training(local_batch_size=8, seq_len=256, mixed_precision_param="float32"),
+    activation_checkpoint=ActivationCheckpoint(mode="none"),
 )
+RATIO_OF = {  # ratio -> (contender, the one it is divided by): above 1, the first is faster
+    "bare_loop": ("trainer", "bare_loop"),
+    "transformers": ("trainer", "transformers"),
+    "compile_over_eager": ("compiled", "trainer"),
+}
 
-N_WARM_UP_STEPS = 2  # the first one allocates and compiles
-LOSS_TOLERANCE = 1e-5  # relative, between contenders that start from the same weights
-SAME_MODEL = ("trainer", "compiled")  # contenders that must have the losses of bare_loop
 
-
-def bench_step(*, n_rounds: int = 5, n_steps: int = 5, config: Config = STEP_CONFIG) -> Report:
-    """Measure all contenders in turns."""
-    machine = detect_machine()
-    device = choose_device(0, machine.device_type)
+def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
+    """Print the report. Return the exit status: 0 measured, 1 contenders that compute different things."""
     torch.set_num_threads(1)
-    model_args = resolve_model(config.model)
-    batch = make_batch(config).to(device)
-    rounds = {"n_rounds": n_rounds, "n_steps": n_steps}
-    wait_for_device = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    with one_rank_group(device):
-        contenders, absent = warm_up(config, batch, device)
-        step_times_s = measure_rounds(contenders, **rounds, wait_for_device=wait_for_device)
-        memory_gib = {name: measure_step_memory(step, device) / GIB for name, step in contenders.items()}
-    setting = {
-        **read_setting("step", "transformers"),
-        "threads": torch.get_num_threads(),
-        "parameters": count_parameters(model_args),
-        "shape": asdict(model_args),
-        "batch": {"sequences": config.training.local_batch_size, "seq_len": config.training.seq_len},
-        "dtype": config.training.mixed_precision_param,
-        "rounds": rounds,
+    with one_rank() as device:
+        contenders = build_contenders(config, device)
+        # The first step allocates and compiles. The second loss depends on gradients and optimizer too.
+        losses = {name: torch.stack([step(), step()]) for name, step in contenders.items()}
+        for name in losses.keys() & {"trainer", "compiled"}:
+            if not torch.allclose(losses[name], losses["bare_loop"], rtol=1e-5, atol=0):
+                print(f"{name} and bare_loop do not have the same losses: {losses}", file=sys.stderr)
+                return 1
+        rounds = measure_rounds(contenders, n_rounds=options.rounds, n_steps=options.steps)
+    n_tokens = config.training.local_batch_size * config.training.seq_len
+    speeds = {name: n_tokens / median(times_s[name] for times_s in rounds) for name in contenders}
+    ratios = compare_rounds(rounds)
+    if options.json:
+        medians = {ratio: median(values) for ratio, values in ratios.items()}
+        print(json.dumps({"bench": "step", "torch": torch.__version__, "ratios": medians, "tokens_per_s": speeds}))
+        return 0
+    for ratio, values in ratios.items():
+        of = " / ".join(f"{name} {speeds[name]:.0f}" for name in RATIO_OF[ratio])
+        print(f"{ratio:20}{median(values):.3f} ({min(values):.3f} - {max(values):.3f})  tokens/s: {of}")
+    return 0
+
+
+def build_contenders(config: Config, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """Build the contenders that can run here. Each returns the loss of its step, () on the device."""
+    args = resolve_model(config.model)
+    run, batch = build_alone(config, device)
+    model = Llama3(args).to(device)
+    initialize_weights(model, init_parameter, config.debug.seed)
+    contenders = {
+        "trainer": partial(make_step, run, batch),
+        "bare_loop": write_loop(model, partial(model, batch.tokens, positions=batch.positions), batch.targets, config),
     }
-    return Report(
-        setting,
-        "tokens",
-        dict.fromkeys(contenders, batch.tokens.numel()),
-        step_times_s,
-        absent,
-        RATIO_OF,
-        flops_per_token=dict.fromkeys(contenders, count_flops_per_token(model_args, config.training.seq_len)),
-        peak_flops=peak_flops(machine.name) if device.type == "cuda" else None,
-        memory_gib=memory_gib,
-    )
+    try:
+        transformers = import_extra("transformers", "test")
+        written = make_config(args, dtype="float32", bos_id=None, eos_id=None)
+        written |= {"attn_implementation": "sdpa", "use_cache": False}
+        theirs = transformers.AutoConfig.for_model(written.pop("model_type"), **written)
+        llama = transformers.AutoModelForCausalLM.from_config(theirs).train().to(device)  # initial weights of its own
+        contenders["transformers"] = write_loop(llama, lambda: llama(batch.tokens).logits, batch.targets, config)
+    except ImportError as error:
+        print(error, file=sys.stderr)
+    if not find_missing_compiler(device.type):
+        compiled, _ = build_alone(with_value(config, "compile.enable", True), device)
+        contenders["compiled"] = partial(make_step, compiled, batch)
+    return contenders
 
 
-def warm_up(config: Config, batch: Batch, device: torch.device) -> tuple[dict[str, TrainStep], dict[str, str]]:
-    """Build the contenders and make their first steps. Return those that run, and why the others do not.
+def write_loop(model: nn.Module, compute_logits: Callable, targets: Tensor, config: Config) -> Callable[[], Tensor]:
+    """Return a hand-written training step with the trainer's hyperparameters."""
+    section = config.optimizer
+    keys = {"lr": section.lr, "betas": (section.beta1, section.beta2), "eps": section.eps}
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=section.weight_decay, fused=True, **keys)
 
-    Raises BenchFailed if the trainer has other losses than the hand-written loop. The second loss follows from the
-    first update, so it depends on gradients and optimizer too.
-    """
-    steps, losses, absent = {}, {}, {}
-    for name, build in CONTENDERS.items():
-        try:
-            step = build(config, batch, device)
-            losses[name] = torch.stack([step() for _ in range(N_WARM_UP_STEPS)])
-            steps[name] = step
-        except Absent as error:
-            absent[name] = str(error)
-        except BackendCompilerFailed as error:
-            absent[name] = str(error.inner_exception).partition("\n")[0]  # without a C++ compiler: that there is none
-    for name in SAME_MODEL:
-        if name in losses and not torch.allclose(losses[name], losses["bare_loop"], rtol=LOSS_TOLERANCE, atol=0):
-            raise BenchFailed(
-                f"{name} and bare_loop start from the same weights and do not compute the same: "
-                f"their first losses are {losses[name].tolist()} and {losses['bare_loop'].tolist()}"
-            )
-    return steps, absent
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(compute_logits().flatten(0, 1), targets.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+        optimizer.step()
+        return loss.detach()
+
+    return step
 
 
-def measure_step_memory(step: Callable[[], object], device: torch.device) -> int:
-    """Return the peak bytes of what `step` allocates: activations, gradients and the rest, but not weights and moments.
+def measure_rounds(contenders: dict[str, Callable], *, n_rounds: int, n_steps: int) -> list[dict[str, float]]:
+    """Return the seconds per step of each contender, for each round. Another contender is first each round."""
+    wait_for_device = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    names, rounds = list(contenders), [{} for _ in range(n_rounds)]
+    for number, times_s in enumerate(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            gc.collect()  # not during the turn
+            wait_for_device()
+            start_s = time.perf_counter()
+            for _ in range(n_steps):
+                contenders[name]()
+            wait_for_device()  # a GPU works long after the call has returned
+            times_s[name] = (time.perf_counter() - start_s) / n_steps
+    return rounds
 
-    By torch's profiler, which sees compiled code too. (On a CPU it warns of frees of older tensors.)
-    """
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    with profile(activities=activities, profile_memory=True) as profiler:
-        step()
-    changes, to_do = [], list(profiler.profiler.kineto_results.experimental_event_tree())
-    while to_do:
-        event = to_do.pop()
-        to_do += event.children
-        if event.tag == _EventType.Allocation and event.extra_fields.device.type == device.type:
-            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    alive: dict[int, int] = {}  # address -> bytes
-    now = most = 0
-    for _, address, size in sorted(changes, key=lambda change: change[0]):
-        now -= alive.pop(address, 0)
-        if size > 0:
-            alive[address] = size
-            now += size
-            most = max(most, now)
-    return most
+
+def compare_rounds(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Return ratio -> its value in each round, without ratios of absent contenders."""
+    present = {ratio: names for ratio, names in RATIO_OF.items() if rounds[0].keys() >= set(names)}
+    return {ratio: [times_s[other] / times_s[one] for times_s in rounds] for ratio, (one, other) in present.items()}

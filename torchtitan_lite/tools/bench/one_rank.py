@@ -1,0 +1,49 @@
+"""A run of one rank on random tokens, built and stepped by the functions that train.py calls."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_lite.build import Run, build_run
+from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.machine import detect_machine
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.parallel.process_groups import choose_device
+from torchtitan_lite.step import train_step
+
+
+@contextmanager
+def one_rank() -> Iterator[torch.device]:
+    """Context manager: a process group of this process alone, and its device."""
+    device = choose_device(0, detect_machine().device_type)
+    backend = {"cpu": "gloo", "cuda": "cuda:nccl,cpu:gloo"}[device.type]
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def build_alone(config: Config, device: torch.device) -> tuple[Run, Batch]:
+    """Build a run and a batch on its device. All tokens of the batch count for the loss."""
+    model_args = resolve_model(config.model)
+    layout = plan_layout(config, model_args, 1)
+    mesh = build_mesh(layout, device.type)
+    run = build_run(resolve_config(config, layout, device.type), model_args, layout, mesh, device)
+    n_rows, seq_len = config.training.local_batch_size, config.training.seq_len
+    generator = torch.Generator().manual_seed(config.debug.seed)
+    tokens = torch.randint(model_args.vocab_size, (n_rows, seq_len + 1), generator=generator)
+    positions = torch.arange(seq_len).repeat(n_rows, 1)
+    return run, Batch(tokens[:, :-1], tokens[:, 1:], positions, torch.zeros_like(positions)).to(device)
+
+
+def make_step(run: Run, batch: Batch) -> Tensor:
+    """Make one step and wait for it, as train.py does. Return its loss, () on the device."""
+    result = train_step(run, batch)
+    assert result.read()[0], "the gradient norm is not finite"
+    return result.loss
