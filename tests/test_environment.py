@@ -155,8 +155,11 @@ def test_a_real_venv_gets_the_tested_version_by_pip(bare_checkout, tmp_path):
 def test_a_command_continues_in_the_python_that_has_the_packages(checkout):
     shutil.copytree(REPOSITORY / "torchtitan_lite", checkout.root / "torchtitan_lite", dirs_exist_ok=True)
     command = [sys.executable, "-m", "torchtitan_lite", "verify", "--ranks", "2"]
-    subprocess.run(command, cwd=checkout.root, env=checkout.variables, check=True)
+    pipe = {"stderr": subprocess.PIPE, "text": True}
+    answer = subprocess.run(command, cwd=checkout.root, env=checkout.variables, check=True, **pipe)
     assert checkout.calls()[-1] == " ".join(command[1:])
+    (line,) = answer.stderr.splitlines()
+    assert line.startswith("Setting up ") and "once, as ./run_train.sh does" in line
 
 
 def test_a_second_start_waits_for_the_one_that_makes_the_venv(checkout, tmp_path):

@@ -39,13 +39,16 @@ def parse_command(tool: str, args: list[str]) -> Namespace:
 
 def make_parser(tool: str, description: str, epilog: str = STATUS) -> ArgumentParser:
     """Make the parser of a tool. Options cannot be abbreviated: an abbreviation could be a key of the config."""
-    return ArgumentParser(
+    parser = ArgumentParser(
         f"python -m torchtitan_lite {tool}",
         description=description.strip(),
         epilog=CONFIG + epilog if TOOLS[tool].reads_config else epilog,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    if tool not in ("train", "bench"):
+        parser.add_argument("--json", action="store_true", help="print for programs")
+    return parser
 
 
 def positive(text: str) -> int:
@@ -56,10 +59,6 @@ def positive(text: str) -> int:
 
 
 # ---------------------------------------------------------------- options of several tools
-
-
-def add_json(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print for programs")
 
 
 def add_imbalance(parser: ArgumentParser) -> None:
@@ -73,7 +72,6 @@ def add_source(parser: ArgumentParser) -> None:
     add("source", type=Path, metavar="SOURCE", help="checkpoint, run (its newest checkpoint), or Hugging Face folder")
     add("--tokenizer", metavar="FOLDER", help="instead of the tokenizer that SOURCE names")
     add("--no-verify", action="store_true", help="do not compare a checkpoint with its checksums")
-    add_json(parser)
 
 
 # ---------------------------------------------------------------- tools
@@ -102,7 +100,6 @@ against --gpu. With --ranks, memory is not checked. check needs no torch."""
     where.add_argument("--gpus", type=positive, metavar="N", help="check a run on N GPUs elsewhere")
     add("--gpu", default="h100", help="GPU type, a row of tools/plan/cluster.py (%(default)s)")
     add("--keys", nargs="?", const="", metavar="SECTION", help="print every key, or the keys of a section")
-    add_json(parser)
     return parser
 
 
@@ -135,7 +132,6 @@ Parquet and .zst need the extra `data`. OUT is complete or does not exist."""
     add("--dataset-path", default="", metavar="PATH", help="as training.dataset_path: the downloaded files")
     add("--cache-folder", metavar="FOLDER", help="default: that of training.cache_folder")
     add("--check", type=Path, metavar="FOLDER", help="compare a corpus with its manifest, and do nothing else")
-    add_json(parser)
     return parser
 
 
@@ -155,7 +151,6 @@ computes in them."""
     add("--timeout", type=positive, default=300, metavar="SECONDS", help=help)
     add("--bf16", action="store_true", help="try bfloat16 even if the config says float32")
     add("--verbose", action="store_true", help="every parameter instead of the worst of each kind")
-    add_json(parser)
     return parser
 
 
@@ -175,7 +170,6 @@ are the schedule, simulated with the durations of a closed form."""
     add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
     add("--toml", type=Path, metavar="FILE", help="with --search: write the best layout as a config")
-    add_json(parser)
     return parser
 
 
@@ -195,7 +189,6 @@ Everything is recorded while step.py runs as one rank of that world on tensors w
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run (%(default)s)")
     add("--stage", type=int, metavar="P", help="only this pp rank; default: one of each kind")
     add_imbalance(parser)
-    add_json(parser)
     return parser
 
 
@@ -255,7 +248,7 @@ def make_bench_parser() -> ArgumentParser:
     step = benches.add_parser("step", help="a step beside a hand-written loop, transformers, and itself compiled")
     step.add_argument("--rounds", type=positive, default=5, help="turns of each contender")
     step.add_argument("--steps", type=positive, default=5, help="steps of a turn")
-    add_json(step)
+    step.add_argument("--json", action="store_true", help="print for programs")
     gpu = benches.add_parser("gpu", help="1B, 3B and 8B on one GPU: speed, memory, kernels, waits, saves, offload")
     gpu.add_argument("--out", metavar="FILE", help="JSON; default: in outputs/. Traces are written beside it")
     return parser

@@ -81,7 +81,8 @@ def is_met(text: str) -> bool:
 
 def set_up(requirements: list[str]) -> None:
     """Make .venv, or complete it, and let pip install these. Exits with the reason if that fails."""
-    print(f"Installing {', '.join(requirements)} into {VENV}: a minute or more.", file=sys.stderr, flush=True)
+    about = f"Setting up {VENV} once, as ./run_train.sh does: {', '.join(requirements)}. It takes a minute or more."
+    print(about, file=sys.stderr, flush=True)
     # If this Python has a torch, it fits the machine's GPUs: .venv then uses the packages of this Python too.
     shared = ["--system-site-packages"] * any(is_met(text) for text in requirements if text.startswith("torch>"))
     pip = [VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install"]

@@ -33,15 +33,12 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.manifest import find_steps
 from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, SIGNALS, StopRequest, describe_newest
 from torchtitan_lite.config.machine import FROM_LAUNCHER
-from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.preflight import Prepared
 from torchtitan_lite.tools.check import check, choose_host, describe
 from torchtitan_lite.tools.corpora.named import prepare_datasets
-from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.processes import prepare_forkserver
 
-# They load torch, which takes 1.5 s: only after check, and while the fork server imports train.py.
-TORCHRUN = ("torch.distributed.run", "torch.distributed.elastic.multiprocessing.errors")
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit status of a rank that stopped for a signal
 STOP_FILE = "stopped"  # in the folder of the launch: the exit status, once a signal has arrived
 LINGER_S = 1.0  # of a rank that failed
@@ -52,18 +49,13 @@ def main(options: Namespace) -> int:
     try:
         machine, n_ranks, n_hosts = choose_host()
         prepared = check(args, machine, n_ranks, n_hosts)
-    except ConfigError as error:
-        print(f"This run cannot start:\n{error}", file=sys.stderr)
-        return 2
-    if prepared.finished:
-        print(prepared.finished, file=sys.stderr)
-        return export_last_checkpoint(prepared) if is_first_host() else 0
-    if is_first_host():
-        print(describe(prepared, machine), file=sys.stderr, flush=True)
-    try:
+        if is_first_host():
+            print(prepared.finished or describe(prepared, machine), file=sys.stderr, flush=True)
+        if prepared.finished:
+            return export_last_checkpoint(prepared) if is_first_host() else 0
         prepare_datasets(prepared.config, prepared.tokenizer)
-    except (PreparationError, ImportError, OSError) as error:
-        print(f"This run cannot start: {error}", file=sys.stderr)
+    except (UserError, ImportError, OSError) as error:
+        print(f"This run cannot start:\n{error}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 2
     os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
@@ -129,7 +121,9 @@ def run_ranks(args: list[str], n_local: int, n_hosts: int, folder: Path) -> tupl
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         start_fork_server()
-        torchrun, errors = map(importlib.import_module, TORCHRUN)
+        # These load torch, which takes 1.5 s: now, while the fork server imports train.py.
+        torchrun = importlib.import_module("torch.distributed.run")
+        errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
         config = make_launch_config(torchrun, n_local, n_hosts, folder)
         if config.max_restarts == 0:
             logging.disable(logging.ERROR)  # torchrun's own account of a failure: the last line is shorter

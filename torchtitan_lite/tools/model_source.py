@@ -80,7 +80,7 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
     path, manifest = checkpoint.folder, checkpoint.manifest
     config, published = manifest.run.get("config", {}), manifest.run.get(IN_MANIFEST, {})
     section, model_args = config.get("model", {}), parse_model_args(manifest)
-    found = load_matching_tokenizer(tokenizer or section.get("hf_assets_path"), model_args, path)
+    found = load_named_tokenizer(tokenizer or section["hf_assets_path"], path)
     if not tokenizer and manifest.fingerprint["tokenizer"] != found.fingerprint:
         why = f"{section['hf_assets_path']} is not the tokenizer that it was trained with"
         raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is not compared.")
@@ -107,7 +107,7 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
 
 def describe_hugging_face(path: Path, tokenizer: str | None) -> ModelSource:
     folder, published = open_folder(path), read_published(path)
-    found = load_matching_tokenizer(tokenizer or str(path.absolute()), folder.model_args, path)
+    found = load_named_tokenizer(tokenizer or str(path.absolute()), path)
     return ModelSource(
         path=path,
         model_args=folder.model_args,
@@ -128,19 +128,13 @@ def read_end_ids(published: dict[str, dict[str, Any]]) -> frozenset[int]:
     return frozenset(value if isinstance(value, list) else [value])
 
 
-def load_matching_tokenizer(assets: str | None, model_args: ModelArgs, path: Path) -> Tokenizer:
-    """Load the tokenizer. Raises SourceError if there is none, or if it has more tokens than the model."""
-    if assets is None:
-        raise SourceError(f"{path} does not say which tokenizer it was trained with. Name it with --tokenizer FOLDER.")
+def load_named_tokenizer(assets: str, path: Path) -> Tokenizer:
+    """Load the tokenizer of the model in `path`. Raises SourceError if there is none."""
     try:
-        tokenizer = load_tokenizer(assets)
+        return load_tokenizer(assets)
     except ConfigError as error:
         why = error.problems[0].why
         raise SourceError(f"{path}: its tokenizer is not found: {why}. Name it with --tokenizer FOLDER.") from None
-    if tokenizer.vocab_size > model_args.vocab_size:
-        why = f"the tokenizer {assets} has {tokenizer.vocab_size} tokens, and the model {model_args.vocab_size}"
-        raise SourceError(f"{path}: {why}. Name the right one with --tokenizer.")
-    return tokenizer
 
 
 @torch.no_grad()

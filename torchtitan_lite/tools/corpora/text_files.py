@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchtitan_lite.config.files import import_extra
+from torchtitan_lite.config.messages import UserError
 
 TABLE_SUFFIX = ".parquet"
 LINES_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
@@ -37,7 +38,7 @@ COMPRESSED = {".gz", ".zst"}
 BATCH_BYTES, BATCH_ROWS = 2**20, 256
 
 
-class PreparationError(ValueError):
+class PreparationError(UserError):
     """A corpus cannot be prepared: says which file, line or option is wrong, and what to do."""
 
 
