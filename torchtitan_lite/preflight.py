@@ -137,7 +137,7 @@ def preflight(
     if not any(problem.key.startswith(("model.", "training.", "parallelism.")) for problem in run.problems):
         try:
             model_args = resolve_model(config.model)
-            check_model_files(problems, config, model_args, tokenizer, weights)
+            check_model_files(problems, model_args, tokenizer, weights)
             degrees = plan_degrees(config.parallelism, n_ranks)
             memory = bound_memory(config, model_args, degrees, machine, n_hosts)
             problems += check_memory(config, args, degrees, memory, machine)
@@ -211,18 +211,17 @@ def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], no
         config = with_value(config, "training.expert_bias_rate", 0.0)
         notices.append("training.expert_bias_rate is 0, because no Hugging Face folder has a bias of experts")
     if config.optimizer.lr > HIGHEST_LR:
-        why = "is high for trained weights: they may lose what they have learned"
-        notices.append(f"optimizer.lr = {config.optimizer.lr:g} {why}. configs/finetune.toml has 1e-5")
+        about = f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights"
+        notices.append(f"{about}: they may lose what they have learned. configs/finetune.toml has 1e-5")
     return config
 
 
 def find_resumed(config: Config, restarted: bool) -> Weights | None:
     """Return the checkpoint that the run resumes: load_step, or the newest one that can be read. Raises ConfigError."""
-    section, is_named = config.checkpoint, config.checkpoint.load_step != -1 and not restarted
-    if not section.enable:
-        return None
+    section, starts_over = config.checkpoint, config.job.overwrite and not restarted
+    is_named = section.enable and section.load_step != -1 and not restarted
     folder = Path(config.job.dump_folder) / section.folder
-    steps = [] if config.job.overwrite and not restarted else find_steps(folder)
+    steps = find_steps(folder) if section.enable and not starts_over else []
     usable = steps if section.load_only else steps[-1:]  # a run that saves would meet later steps again
     if is_named and section.load_step not in usable:
         why = f"{folder} has the steps {steps}; a run that saves (without load_only) resumes from the last one"
@@ -282,10 +281,10 @@ def open_tokenizer(problems: Problems, assets: str, weights: Weights | None) -> 
 
 
 def check_model_files(
-    problems: Problems, config: Config, model_args: ModelArgs, tokenizer: Tokenizer | None, weights: Weights | None
+    problems: Problems, model_args: ModelArgs, tokenizer: Tokenizer | None, weights: Weights | None
 ) -> None:
     """Compare the model with its tokenizer, with the weights to load, and with what can be exported."""
-    section = config.checkpoint
+    config, section = problems.config, problems.config.checkpoint
     if tokenizer and tokenizer.vocab_size > model_args.vocab_size:
         why = f"the ids of the tokenizer {config.model.hf_assets_path} go from 0 to {tokenizer.vocab_size - 1}"
         remedy = f"Set model.vocab_size to {tokenizer.vocab_size} or more, or choose another model.hf_assets_path"
@@ -303,23 +302,23 @@ def check_model_files(
 def check_continued(problems: Problems, config: Config, weights: Weights, documents: dict[str, str]) -> None:
     """Find what differs between a resolved config and the run that saved the checkpoint that it continues."""
     path, manifest, exclude = weights.path, weights.manifest, config.checkpoint.exclude_from_loading
-    new_run = f"--job.dump_folder=FOLDER --{PATH}={path} --checkpoint.initial_load_model_only"
+    options = f"--job.dump_folder=FOLDER --{PATH}={path} --checkpoint.initial_load_model_only"
+    new_run = f"start another run from these weights: {options}"
     for key in CONTINUED:
         (section, name), value = key.split("."), get_value(config, key)
         before = manifest.run["config"][section].get(name, value)
         if key == "training.dataset":  # a corpus may move to another folder
             before, value = ([Path(name).name for name in names] for names in (before, value))
         if before != value and section not in exclude:
-            remedy = f"Use {before!r}, or start another run from these weights: {new_run}"
+            remedy = f"Use {before!r}, or {new_run}"
             if section == "optimizer":
                 remedy += ", or start with new moments: --checkpoint.exclude_from_loading=optimizer"
             problems.refuse(key, f"{path} was trained with {before!r}", remedy)
     for name, before in zip(config.training.dataset, manifest.fingerprint.get("documents", []), strict=False):
         if documents.get(name, before) != before:
             why = f"the documents of {name} have changed since {path} was saved"
-            remedy = f"Put them back, or start another run from these weights: {new_run}"
-            problems.refuse("training.dataset", why, remedy)
+            problems.refuse("training.dataset", why, f"Put them back, or {new_run}")
     has_state = exclude or any(name.startswith("optimizer.") for name in manifest.tensors)
     if OPTIMIZERS[config.optimizer.name].n_moments and not has_state and manifest.step < config.training.steps:
         why = f"{path} has weights alone (checkpoint.last_save_model_only), so training cannot continue from it"
-        problems.refuse("training.steps", why, f"Start another run from these weights: {new_run}")
+        problems.refuse("training.steps", why, f"To use them, {new_run}")
