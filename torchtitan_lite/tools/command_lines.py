@@ -4,7 +4,6 @@
 The first line of a description is the question that the tool answers.
 """
 
-import argparse
 import os
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
