@@ -65,8 +65,8 @@ class Llama3(nn.Module):
         hidden = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         rotation = rotary_angles(positions, self.model_args)
         inner = next((block.attention.inner for block in self.layers.values()), None)
-        if doc_ids is not None and hasattr(inner, "plan"):
-            doc_ids = inner.plan(doc_ids)
+        if doc_ids is not None and hasattr(inner, "plan"):  # document attention
+            doc_ids = inner.plan(doc_ids)  # once for all layers
         for layer, block in self.layers.items():
             of_layer = [] if routes is None else [routes[:, :, int(layer)]]
             hidden = block(hidden, rotation, doc_ids, *of_layer)
@@ -93,7 +93,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None, routes: Tensor | None = None
     ) -> Tensor:
-        """x (B, S, D) -> (B, S, D). Only a block with experts reads `routes`, (B, S, K)."""
+        """x (B, S, D) -> (B, S, D). doc_ids (B, S) or their plan; `routes` (B, S, K), read by experts alone."""
         x = self.attend(x, rotation, doc_ids)
         normed = self.ffn_norm(x)
         if isinstance(self.feed_forward, FeedForward):
