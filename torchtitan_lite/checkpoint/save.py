@@ -81,10 +81,7 @@ class CheckpointSaver:
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", **set_device)
 
     def after_step(self, step: int, parameters: dict[str, Tensor], *, n_steps: int, is_stopped: bool) -> None:
-        """Save if that is due after this step of `n_steps`, and wait for the last save. Raises errors of earlier ones.
-
-        `is_stopped`: a signal ends the run here.
-        """
+        """Save if `is_saved`, and wait for the last save of the run. Raises errors of earlier saves."""
         started_s = time.perf_counter()
         self.check()
         is_last = step == n_steps
@@ -207,11 +204,6 @@ def describe_run(config: Config, degrees: dict[str, int], published: dict[str, d
 
 def is_saved(step: int, section: Checkpoint, n_steps: int, *, is_stopped: bool = False) -> bool:
     """Return whether a run of `n_steps` saves after this step. `is_stopped`: a signal ends the run here."""
-    if not section.enable or section.load_only:
-        return False
-    return (
-        is_stopped
-        or step % section.interval == 0
-        or step == n_steps
-        or (step == 1 and section.enable_first_step_checkpoint)
-    )
+    is_first = step == 1 and section.enable_first_step_checkpoint
+    is_due = is_stopped or is_first or step == n_steps or step % section.interval == 0
+    return section.enable and not section.load_only and is_due

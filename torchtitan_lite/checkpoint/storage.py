@@ -7,9 +7,6 @@ HuggingFaceStorageReader opens a checkpoint without this package. Added here:
     save   rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename to step-20/
     load   metadata come from the manifest: torch's reader opens every file on every rank to collect them
 
-Torch's own write_data holds two more copies of all shards in memory and took 2 to 4 times as long as `save_file`
-(0.5 GB on one rank, torch 2.13).
-
 If one rank fails, every rank raises the same error; otherwise the others would wait for it in their next collective,
 and report a timeout minutes later. DCP does so for what it calls; `raise_on_all_ranks` does for everything else.
 """
@@ -22,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,8 +50,6 @@ from torchtitan_lite.checkpoint.manifest import (
 )
 from torchtitan_lite.config.files import hash_file
 
-Result = TypeVar("Result")
-
 # Keys of the header by which torch's reader finds the place of a shard in its tensor.
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
@@ -62,7 +57,7 @@ SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 # --- errors ---
 
 
-def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Result]) -> Result:
+def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
     """Call `action` on this rank. If it fails on any rank, raise the error of the first such rank. Collective."""
     result, failure = None, None
     try:
@@ -76,7 +71,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Result]) -
     return result
 
 
-def do_on_rank_0(group: dist.ProcessGroup, action: Callable[[], Result]) -> Result:
+def do_on_rank_0(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
     """Call `action` on rank 0 only. Return its result, or raise its error, on every rank. Collective."""
     results = [raise_on_all_ranks(group, action if dist.get_rank(group) == 0 else lambda: None)]
     dist.broadcast_object_list(results, group=group, group_src=0)
