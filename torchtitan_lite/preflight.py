@@ -211,8 +211,7 @@ def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], no
         config = with_value(config, "training.expert_bias_rate", 0.0)
         notices.append("training.expert_bias_rate is 0, because no Hugging Face folder has a bias of experts")
     if config.optimizer.lr > HIGHEST_LR:
-        about = f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights"
-        notices.append(f"{about}: they may lose what they have learned. configs/finetune.toml has 1e-5")
+        notices.append(f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights; finetune.toml has 1e-5")
     return config
 
 
@@ -256,9 +255,6 @@ def describe_checkpoint(path: Path) -> Weights:
     manifest = read_manifest(path)
     assets = manifest.run["config"]["model"]["hf_assets_path"]
     return Weights(path, parse_model_args(manifest), assets, manifest.run.get(IN_MANIFEST, {}), manifest)
-
-
-# ---------------------------------------------------------------- rules that need files or the machine
 
 
 def open_tokenizer(problems: Problems, assets: str, weights: Weights | None) -> Tokenizer | None:

@@ -151,13 +151,12 @@ def find_refused(config: Config, args: ModelArgs, zero_stage: int) -> dict[str, 
 
     tests/test_refused.py runs each of them and expects it to fail, so the test reports it when torch repairs one.
     """
-    problems, names, section = Problems(config, args), [], config.parallelism
+    refused, section = {}, config.parallelism
     splits = not find_csv_fault(section) and splits_backward(section)
     methods = ATTENTIONS[config.model.attention].under_cp
 
-    def refuse(name: str, *problem: str) -> None:
-        names.append(name)
-        problems.refuse(*problem)
+    def refuse(name: str, key: str, why: str, remedy: str) -> None:
+        refused[name] = Problem(key, get_value(config, key), why, remedy)
 
     if section.pipeline_parallel_degree > 1 and args.tie_embeddings:
         why = "the first and the last stage would each hold and train a copy of the tied matrix"
@@ -180,7 +179,7 @@ def find_refused(config: Config, args: ModelArgs, zero_stage: int) -> dict[str, 
         remedy = f"Use {' or '.join(map(repr, methods)) or 'context_parallel_degree = 1'}"
         key = "parallelism.context_parallel_rotate_method"
         refuse("attention that the method of context parallel lacks", key, why, remedy)
-    return dict(zip(names, problems, strict=True))
+    return refused
 
 
 def check_run(config: Config) -> list[Problem]:

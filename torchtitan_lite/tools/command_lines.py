@@ -1,7 +1,6 @@
 """Define the command line of every tool of `python -m torchtitan_lite`, with the text of its --help.
 
 `__main__` parses with these before it imports a tool: help and a mistyped option are answered at once, without torch.
-The first line of a description is the question that the tool answers.
 """
 
 import os
@@ -57,9 +56,6 @@ def positive(text: str) -> int:
     return number
 
 
-# ---------------------------------------------------------------- options of several tools
-
-
 def add_imbalance(parser: ArgumentParser) -> None:
     help = "tokens of the most loaded rank among those that share experts, divided by their mean (%(default)s)"
     parser.add_argument("--imbalance", type=float, default=1.0, metavar="X", help=help)
@@ -71,9 +67,6 @@ def add_source(parser: ArgumentParser) -> None:
     add("source", type=Path, metavar="SOURCE", help="checkpoint, run (its newest checkpoint), or Hugging Face folder")
     add("--tokenizer", metavar="FOLDER", help="instead of the tokenizer that SOURCE names")
     add("--no-verify", action="store_true", help="do not compare a checkpoint with its checksums")
-
-
-# ---------------------------------------------------------------- tools
 
 
 def make_train_parser() -> ArgumentParser:

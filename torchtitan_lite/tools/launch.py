@@ -41,7 +41,6 @@ from torchtitan_lite.tools.processes import prepare_forkserver
 
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit status of a rank that stopped for a signal
 STOP_FILE = "stopped"  # in the folder of the launch: the exit status, once a signal has arrived
-LINGER_S = 1.0  # of a rank that failed
 
 
 def main(options: Namespace) -> int:
@@ -198,7 +197,7 @@ def run_rank(args: list[str], folder: Path) -> int:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL if is_failed else signal.SIG_IGN)
     if is_failed:
-        time.sleep(LINGER_S)  # torchrun names the rank that ends first: not this one, if it fails because of another
+        time.sleep(1)  # torchrun names the rank that ends first: not this one, if it fails because of another
         sys.exit(status)
     return status
 

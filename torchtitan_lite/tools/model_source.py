@@ -1,10 +1,8 @@
 """Open the model that `generate`, `eval` and `convert` read, and load all its weights in one process.
 
-    step-200/                       a checkpoint: its manifest describes the model and names the tokenizer
-    checkpoint/, outputs/debug/     the newest checkpoint there
-    config.json, *.safetensors      a Hugging Face folder: config.json describes the model, the tokenizer is beside it
-
-Weights go from file to model one tensor at a time, and are converted on the way.
+step-200/                       a checkpoint: its manifest describes the model and names the tokenizer
+checkpoint/, outputs/debug/     the newest checkpoint there
+config.json, *.safetensors      a Hugging Face folder: config.json describes the model, the tokenizer is beside it
 """
 
 from collections.abc import Callable
