@@ -166,7 +166,7 @@ def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
 
 
 def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
-    """Return the factors of `rotate`, (B, S, 1, E, 3) fp32, shared by all heads and layers.
+    """Return the factors of `rotate`, (B, S, 1, 3, E) fp32, shared by all heads and layers.
 
     Three rows of E numbers: (cos, cos) and (-sin, sin) of each pair, for a compiled block, and (cos, sin), the complex
     number for eager mode. fp32 under every compute dtype: at position 8,191 a bf16 angle would be wrong by up to 16
@@ -175,7 +175,7 @@ def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
     angles = positions[..., None].float() * rotary_frequencies(model_args, positions.device)  # (B, S, E/2)
     cos, sin = angles.cos(), angles.sin()
     rows = [torch.stack(pair, dim=-1).flatten(-2) for pair in ((cos, cos), (-sin, sin), (cos, sin))]
-    return torch.stack(rows).movedim(0, -1)[:, :, None]  # each row is contiguous
+    return torch.stack(rows, dim=-2)[:, :, None]
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     A pair is a complex number: in eager mode that takes a sixth of the time. Inductor does not fuse complex numbers; a
     compiled block swaps the numbers of a pair and loads eight neighbors at once, which needs x before the transpose.
     """
-    cos, sin, turn = rotation.float().unbind(-1)  # (B, S, 1, E)
+    cos, sin, turn = rotation.float().unbind(-2)  # (B, S, 1, E)
     pairs = x.float().unflatten(-1, (-1, 2))  # (B, S, heads, E/2, 2)
     if torch.compiler.is_compiling():
         return (x.float() * cos + pairs.flip(-1).flatten(-2) * sin).type_as(x)
