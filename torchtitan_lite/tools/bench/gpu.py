@@ -178,8 +178,10 @@ def compare_runs(config: Config, folder: Path) -> dict:
         make_step(run, batch)
         for mode in ("disabled", "async_with_pinned_mem"):
             path, section = Path(scratch) / mode, Checkpoint(enable=True, async_mode=mode)
-            about = {"section": section, "fingerprint": {}, "group": dist.new_group(backend="gloo")}
-            with CheckpointSaver(path, optimizer=run.optimizer, run={}, device=device, **about) as saver:
+            about = {"section": section, "group": dist.new_group(backend="gloo")}
+            with CheckpointSaver(
+                path, optimizer=run.optimizer, fingerprint={}, run={}, device=device, **about
+            ) as saver:
                 start_s = time.perf_counter()
                 saver.save(2, name_tensors(run.saved, run.optimizer))
                 blocked_s[mode] = time.perf_counter() - start_s
