@@ -109,7 +109,7 @@ def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
 def count_collapsed(step: int, load: dict[str, float], args: MoEArgs, n_before: int) -> int:
     """Return for how many logged steps in a row one expert gets most tokens of a layer; warn at STEPS_TO_WARN.
 
-    `load` is that of `describe_load`, `n_before` the result for the logged step before.
+    `load` comes from `describe_load`, `n_before` is the result for the logged step before.
     """
     most = load["expert_max_over_mean"]
     if most < min(COLLAPSED, 0.75 * args.n_experts / args.top_k):

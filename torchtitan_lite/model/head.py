@@ -11,7 +11,7 @@ The chunked loss never holds all logits. It makes the head's matmul and its loss
     [n tokens]                                                  -> x hidden       added to grad_weight (V, D)
 
 Backward only scales the gradient of a sum of losses, so forward computes it while it has the logits. They are computed
-once, and the three matmuls are those of the plain loss. The plain loss holds a few times N x V numbers, 4 GiB each in
+once, by the same three matmuls as in the plain loss. The plain loss holds a few times N x V numbers, 4 GiB each in
 fp32 for 8,192 tokens of Llama 3; the chunked one n x V of them and grad_weight, however long the sequences are.
 parallel/tensor_parallel.py overrides what changes under TP.
 
@@ -83,8 +83,7 @@ class ChunkedLoss(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """logits (n, V), targets (n,) -> sum of losses, () fp32, and its gradient with respect to the logits, (n, V).
 
-        The logits are those of the ids from `first_id` on, and are overwritten. This method is what torch.compile gets
-        if compile.components has "loss".
+        The first logit belongs to `first_id`. Logits are overwritten. Compiled if compile.components has "loss".
         """
         column = (targets - first_id)[:, None]
         is_here = (column >= 0) & (column < logits.shape[1])  # IGNORE_INDEX is negative: never

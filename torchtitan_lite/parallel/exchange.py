@@ -1,4 +1,4 @@
-"""What tensor and expert parallel hand over between ranks: plain tensors, by functions with their own backward.
+"""Exchange plain tensors between tensor- and expert-parallel ranks, by functions with their own backward.
 
     over tp             tp rank 0    tp rank 1         forward             backward             where
     gather_sequence     S[:S/2]      S[S/2:]    -> S   all-gather          reduce-scatter       before attention,
@@ -8,9 +8,9 @@
     over ep
     exchange_rows       rows for 0 and 1        -> those for this rank     all-to-all, back     around the experts
 
-Drawn for two ranks. Each collective moves P(n-1)/n bytes per rank, P those of the whole tensor. It is waited for at
-once: on a GPU the stream waits, not the host. The operators are those that torch.compile takes as they are, so inductor
-may cut them.
+Drawn for two ranks. Each collective moves P(n-1)/n bytes per rank, where P is the size of the whole tensor, and is
+waited for at once: on a GPU the stream waits, not the host. torch.compile takes these operators as they are, so
+inductor may split them.
 """
 
 from contextlib import AbstractContextManager, nullcontext

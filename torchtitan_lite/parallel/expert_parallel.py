@@ -23,8 +23,8 @@ microbatch (read_splits), and once more where the layer is recomputed. So that t
 FSDP is told to gather the next layer before (fsdp.py). With ep = 1 there is no exchange and nothing waits.
 
 With uneven loads a rank receives more than R rows; none is dropped. Gradients are sums over all tokens of the global
-batch: those of the experts come by the all-to-alls and by FSDP's reduction over efsdp and dp_replicate. No factor of ep
-appears. tp does not split experts: its ranks hold different tokens here, by sequence parallel.
+batch: gradients of experts are summed by the all-to-alls and by FSDP's reduction over efsdp and dp_replicate. No factor
+of ep appears. tp does not split experts: its ranks hold different tokens here, by sequence parallel.
 
 Sources: GShard arXiv:2006.16668; folding ep into the other dims: arXiv:2504.14960.
 Effect: expert weights are DTensors on mesh dim ep; `experts.forward` exchanges rows around the same arithmetic.
@@ -56,12 +56,12 @@ def apply_expert_parallel(part: nn.Module, mesh: DeviceMesh, tp: DeviceMesh) -> 
 
 
 def route_own_tokens(router: Router, tp: Ranks, x: Tensor, routes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Replace Router.forward: x (B, S/tp, D). Given routes are those of all tp ranks."""
+    """Replace Router.forward: x (B, S/tp, D). Given routes are for the tokens of all tp ranks."""
     if routes is not None:
         routes = routes.chunk(tp.n, dim=1)[tp.own]
     weight = router.weight
     if isinstance(weight, DTensor):
-        # The gradient is that of this rank's tokens. Marked as a partial sum: FSDP all-reduces it over ep.
+        # The gradient comes from this rank's tokens only. It is a partial sum, which FSDP all-reduces over ep.
         weight = weight.to_local(grad_placements=[Partial()])
     return router.route(x, weight, routes)
 

@@ -125,7 +125,7 @@ class Float8AllGatherHook:
     def post_all_gather(
         self, gathered: tuple[Tensor], metadata: tuple[Tensor], dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """FSDP2's post-all-gather hook: the whole weight. `out`: that of an earlier gather, with new contents."""
+        """FSDP2's post-all-gather hook: the whole weight. `out` is the result of an earlier gather, to reuse."""
         (data,), (scale,) = gathered, metadata
         if scale.is_cuda:  # made on the stream that fills the all-gather, read on this one
             scale.record_stream(torch.cuda.current_stream())
