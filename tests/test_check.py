@@ -151,7 +151,6 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     ("--profiling.enable_profiling --profiling.profile_freq=3", "profiling.profile_freq"),
     # machine
     (f"--{ASYNC_TP}", f"{ASYNC_TP} {ASYNC_TP}"),  # without a compiler, and without a GPU
-    (f"--{ASYNC_TP} {TP}=2 --compile.enable {FLOAT8}", ASYNC_TP, 8, H100_ELSEWHERE),  # fuses no float8 matmul
     ("--training.enable_cpu_offload", "training.enable_cpu_offload"),
     ("--profiling.enable_memory_snapshot", "profiling.enable_memory_snapshot"),
     (FLOAT8, "model.converters", 4, EIGHT_A100),

@@ -150,11 +150,11 @@ def preflight(
         check_continued(problems, config, weights, fingerprint_documents(config, tokenizer))
     if problems:
         raise ConfigError(problems)
-
     if config.model.uses_float8:
         section = config.quantize.linear.float8
         plan = plan_float8(list_linears(model_args), section.filter_fqns, layout.tp, section.recipe_name)
-        notices.append(f"{len(plan.fqns)} of {len(plan.fqns) + len(plan.skipped)} linear layers compute in float8")
+        alone = ", and async tensor parallel overlaps none of them" * config.parallelism.enable_async_tensor_parallel
+        notices.append(f"{len(plan.fqns)} linear layers compute in float8, {len(plan.skipped)} do not{alone}")
     if config.job.overwrite and not restarted and (earlier := list_earlier(Path(config.job.dump_folder), config)):
         notices.append(f"job.overwrite deletes the earlier run: {', '.join(map(str, earlier))}")
     if config.job.print_config:

@@ -204,10 +204,10 @@ def check_run(config: Config) -> list[Problem]:
     if profiling.enable_profiling and profiling.profile_freq < n_steps:
         why = f"profiler_warmup + profiler_active take {n_steps} steps"
         problems.refuse("profiling.profile_freq", why, f"Use {n_steps} or more")
-    is_rewritten = compiled.compiles_blocks and compiled.backend == "inductor" and not config.model.uses_float8
+    is_rewritten = compiled.compiles_blocks and compiled.backend == "inductor"
     if config.parallelism.enable_async_tensor_parallel and not is_rewritten:
-        why = "inductor fuses collectives with the matmuls of compiled blocks, unless they compute in float8"
-        problems.refuse(ASYNC_TP, why, "Leave this key out, or set compile.enable = true without float8")
+        why = "inductor rewrites the matmuls, and it compiles no block (compile.enable, components, backend)"
+        problems.refuse(ASYNC_TP, why, "Leave this key out")
     return problems
 
 
