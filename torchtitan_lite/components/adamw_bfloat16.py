@@ -43,7 +43,8 @@ class AdamWBFloat16(AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            # Largest first, because inductor chooses the blocks of the kernel for all sizes by the second size that it sees.
+            parameters = sorted((p for p in group["params"] if p.grad is not None), key=Tensor.numel, reverse=True)
             if not parameters:
                 continue
             n_steps = self.initialize_state(parameters)
