@@ -43,7 +43,7 @@ class AdamWBFloat16(AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            # Largest first, because inductor chooses the blocks of the kernel for all sizes by the second size that it sees.
+            # Largest first, because inductor tunes the kernel of all sizes for the second size that it sees.
             parameters = sorted((p for p in group["params"] if p.grad is not None), key=Tensor.numel, reverse=True)
             if not parameters:
                 continue
