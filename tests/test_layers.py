@@ -1,9 +1,15 @@
 """The floor plan: imports point down only, nothing but `__main__` imports tools, no import is inside a function."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+from torchtitan_lite.build import build_on_meta
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.schema import Config, Model
+from torchtitan_lite.parallel import tensor_parallel
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -102,3 +108,13 @@ def test_a_run_that_compiles_nothing_does_not_load_the_compiler():
     code = "import sys, train; print('torch._inductor.ir' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert answer.stdout == "False\n", answer.stderr
+
+
+def test_the_plan_in_the_docstring_of_tensor_parallel_is_the_plan():
+    plan = tensor_parallel.plan_tensor_parallel(build_on_meta(Config(), resolve_model(Model(n_layers=1))))
+    written, row = {}, r"^ {4}(\S+(?:, w.)*) +((?:Split|Copied|Gathered|Colwise|Rowwise)\w+)"
+    for names, style in re.findall(row, tensor_parallel.__doc__, re.MULTILINE):
+        first, *others = names.split(", ")
+        fqns = [first, *(f"{first.rpartition('.')[0]}.{other}" for other in others)]
+        written |= dict.fromkeys(fqns, style)
+    assert written == {fqn.removeprefix("layers.0."): type(style).__name__ for fqn, style in plan.items()}

@@ -1,13 +1,17 @@
-"""Tensor parallel with sequence parallel: split each matmul of a block over mesh dim `tp` (drawn for tp=2).
+"""Tensor parallel with sequence parallel: split each matmul of a block over mesh dim `tp`.
 
-    full tensor                 tp rank 0      tp rank 1       placement
-    wq, wk, wv   (H*E, D)       top half       bottom half     Shard(0)    colwise: half of the heads
-    wo           (D, H*E)       left half      right half      Shard(1)    rowwise: outputs are partial sums
-    w1, w3       (F, D)         top half       bottom half     Shard(0)    colwise
-    w2           (D, F)         left half      right half      Shard(1)    rowwise
-    embedding, output (V, D)    top half       bottom half     Shard(0)    half of the vocabulary
-    norm weights (D,)           all            all             Replicate
-    x            (B, S, D)      S[:S/2]        S[S/2:]         between the matmuls: sequence parallel
+    module                   style          its weight on a rank     x behind it      collective in forward
+    tok_embeddings           SplitEmbedding (V/tp, D)    Shard(0)    (B, S/tp, D)     reduce-scatter
+    attention_norm           CopiedNorm     (D,)         Replicate   (B, S/tp, D)
+    attention                GatheredInput                           (B, S, D)        all-gather, before its modules
+    attention.wq, wk, wv     ColwiseLinear  (H*E/tp, D)  Shard(0)    (B, S, H*E/tp)
+    attention.wo             RowwiseLinear  (D, H*E/tp)  Shard(1)    (B, S/tp, D)     reduce-scatter of partial sums
+    ffn_norm                 CopiedNorm     (D,)         Replicate   (B, S/tp, D)
+    feed_forward             GatheredInput                           (B, S, D)        all-gather, before its modules
+    feed_forward.w1, w3      ColwiseLinear  (F/tp, D)    Shard(0)    (B, S, F/tp)
+    feed_forward.w2          RowwiseLinear  (D, F/tp)    Shard(1)    (B, S/tp, D)     reduce-scatter of partial sums
+    norm                     CopiedNorm     (D,)         Replicate   (B, S/tp, D)
+    output                   SplitHead      (V/tp, D)    Shard(0)    logits or loss   all-gather of the sequence
 
 "Colwise" splits *output features*; nn.Linear stores (out, in), so that is `Shard(0)`. Rowwise splits input features.
 
@@ -79,8 +83,7 @@ def plan_tensor_parallel(part: nn.Module) -> TensorParallelPlan:
         # An MoE layer gets this rank's slice of the sequence as it is, and has another mesh: expert_parallel.py.
         rows = [row for row in rows if row.split not in ("router", "experts")]
         gathered = sorted({row.name.rpartition(".")[0] for row in rows if row.split == "colwise"})
-        block: TensorParallelPlan = {name: GatheredInput() for name in gathered}
-        block |= {row.name: STYLES[row.split]() for row in rows}
+        block = {name: GatheredInput() for name in gathered} | {row.name: STYLES[row.split]() for row in rows}
         plan |= {f"layers.{layer}.{name}": style for name, style in block.items()}
     if part.tok_embeddings is not None:
         plan["tok_embeddings"] = SplitEmbedding()
@@ -107,15 +110,11 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: TensorParalle
     if tied:  # each of the two modules got a DTensor of its own, with equal placements
         part.output.weight = part.tok_embeddings.weight
     elsewhere = {id(parameter) for _, moe in list_moes(part) for parameter in moe.parameters()}
-    missing = [
-        fqn
-        for fqn, parameter in part.named_parameters()
-        if not isinstance(parameter, DTensor) and id(parameter) not in elsewhere
-    ]
+    ordinary = [(fqn, each) for fqn, each in part.named_parameters() if not isinstance(each, DTensor)]
+    missing = [fqn for fqn, parameter in ordinary if id(parameter) not in elsewhere]
     if missing:
-        others = f", like {len(missing) - 1} others" if len(missing) > 1 else ""
         raise MissingFromPlan(
-            f"{missing[0]} is no tensor of mesh dim tp{others}: the tensor-parallel plan does not name its module. "
+            f"{missing[0]} is no tensor of mesh dim tp: the tensor-parallel plan does not name its module. "
             "Give it a row in the table of its block (config/block.py)"
         )
 
@@ -136,9 +135,7 @@ class LocalStyle(ParallelStyle):
     """A module whose weight is a DTensor over tp, and which computes on this rank's slice of it."""
 
     placement: Placement | None = None  # of the weight; None: the module has none of its own
-    computes: tuple[
-        type[nn.Module], ...
-    ] = ()  # classes whose arithmetic the new forward repeats; (): it calls the old one
+    computes: tuple[type, ...] = ()  # classes whose arithmetic the new forward repeats; (): it calls the old one
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """torch's name for what `parallelize_module` calls."""
