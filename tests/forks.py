@@ -127,7 +127,7 @@ FORKS = {
         {
             "torchtitan_lite/config/block.py": [
                 ("from dataclasses import dataclass", "from dataclasses import replace"),
-                ("BLOCKS: ", '    "qk_norm": lambda args: list_llama_block(replace(args, qk_norm=True)),'),
+                ("BLOCKS: ", '    "qk_norm": lambda args, moe: list_llama_block(replace(args, qk_norm=True)),'),
             ],
             "torchtitan_lite/build.py": [
                 ("from torchtitan_lite.model import llama3", "from torchtitan_lite.model import qk_norm"),

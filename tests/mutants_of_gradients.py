@@ -255,7 +255,7 @@ def stages_number_their_layers_from_zero(original, seed, fqn):
 def refused_combination_run(original, *args):
     """A fork takes a row out of the table of refused combinations. Loss and gradient norm look plausible; gradients of
     weights are computed after their parameters were freed."""
-    return {}
+    return []
 
 
 @mutant(Row(2, {TP: 2, **CHUNKS}), "loss", HEAD, at=(tensor_parallel.ShardedLoss, "combine"))

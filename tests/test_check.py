@@ -75,7 +75,7 @@ P = "parallelism."
 TP, PP, CP = f"--{P}tensor_parallel_degree", f"--{P}pipeline_parallel_degree", f"--{P}context_parallel_degree"
 SCHEDULE, CSV, ZERO = f"--{P}pipeline_parallel_schedule", f"{P}pipeline_parallel_schedule_csv", f"--{P}zero_stage"
 ASYNC_TP, METHOD = f"{P}enable_async_tensor_parallel", f"{P}context_parallel_rotate_method"
-RESHARD, MICROBATCH = f"--{P}fsdp_reshard_after_forward", f"{P}pipeline_parallel_microbatch_size"
+MICROBATCH = f"{P}pipeline_parallel_microbatch_size"
 FLOAT8, GATHER = "--model.converters=float8", "--quantize.linear.float8.enable_fsdp_float8_all_gather"
 F8, STAGES = "quantize.linear.float8.", f"{P}module_fqns_per_model_part"
 MOE, EP = "--model.flavor=debug_moe", f"{P}expert_parallel_degree"
@@ -112,7 +112,6 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{TP}=2 --{P}data_parallel_shard_degree=1", f"{P}data_parallel_shard_degree", 3),
     ("--training.global_batch_size 10", "training.global_batch_size"),
     (f"{PP}=2 --training.local_batch_size=4 --{MICROBATCH}=3", MICROBATCH),
-    (f"{ZERO}=1 {RESHARD}=always", f"{P}zero_stage"),
     (f"{PP}=2 {ZERO}=2", f"{P}zero_stage"),
     (f"{PP}=2 --{CSV}=deadlock.csv", CSV),
     (f"{PP}=2 --{CSV}=nowhere.csv", CSV),
@@ -174,7 +173,6 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{MOE} --checkpoint.enable --checkpoint.last_save_in_hf --training.expert_bias_rate=0", ""),
     (f"{MOE} --model.dim=100 --model.head_dim=32 --training.mixed_precision_param=float32", ""),
     (f"{BUDGET} {BF16} --{ASYNC_TP} {TP}=2 --compile.enable --training.enable_cpu_offload", "", 8, H100_ELSEWHERE),
-    (f"{RESHARD}=always {ZERO}=3", ""),
     ("--model.hf_assets_path=bytes --model.vocab_size=258", ""),
 ]  # fmt: skip
 

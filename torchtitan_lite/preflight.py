@@ -140,7 +140,7 @@ def preflight(
             check_model_files(problems, model_args, tokenizer, weights)
             degrees = plan_degrees(config.parallelism, n_ranks)
             memory = bound_memory(config, model_args, degrees, machine, n_hosts)
-            problems += check_memory(config, args, degrees, memory, machine)
+            problems += check_memory(config.model.flavor, args, prod(degrees.values()), memory, machine)
             layout = plan_layout(config, model_args, n_ranks)
             config = resolve_config(config, layout, machine.device_type)
         except ConfigError as error:
@@ -152,9 +152,10 @@ def preflight(
         raise ConfigError(problems)
     if config.model.uses_float8:
         section = config.quantize.linear.float8
-        plan = plan_float8(list_linears(model_args), section.filter_fqns, layout.tp, section.recipe_name)
+        linears = list_linears(model_args)
+        chosen = plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name)
         alone = ", and async tensor parallel overlaps none of them" * config.parallelism.enable_async_tensor_parallel
-        notices.append(f"{len(plan.fqns)} linear layers compute in float8, {len(plan.skipped)} do not{alone}")
+        notices.append(f"{len(chosen)} of {len(linears)} linear layers compute in float8{alone}")
     if config.job.overwrite and not restarted and (earlier := list_earlier(Path(config.job.dump_folder), config)):
         notices.append(f"job.overwrite deletes the earlier run: {', '.join(map(str, earlier))}")
     if config.job.print_config:

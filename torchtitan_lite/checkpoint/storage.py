@@ -11,7 +11,6 @@ If one rank fails, every rank raises the same error; otherwise the others would 
 and report a timeout minutes later. DCP does so for what it calls; `raise_on_all_ranks` does for everything else.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -120,7 +119,7 @@ class StorageWriter(HuggingFaceStorageWriter):
             path = folders.name_unfinished(self.final) / self.file_name
             folders.write_tensors(path, tensors, {SHARDING: json.dumps(offsets)})
             with open(path, "rb") as file, ThreadPoolExecutor(1) as thread, folders.explain_full_disk(path):
-                hashing = thread.submit(hash_file, path, hashlib.sha256())  # from the page cache, while the disk writes
+                hashing = thread.submit(hash_file, path)  # from the page cache, while the disk writes
                 os.fsync(file.fileno())
             results = [WriteResult(item.index, 0, (self.file_name, hashing.result())) for item in plan.items]
         written: Future[list[WriteResult]] = Future()

@@ -81,7 +81,7 @@ BLOCKS: dict[str, Callable[..., list[BlockModule]]] = {  # model.name -> the mod
 
 def list_block(model_args: ModelArgs, *, moe: bool = False) -> list[BlockModule]:
     """List the modules of one block of this model, dense or with experts."""
-    return BLOCKS[model_args.name](model_args, model_args.moe) if moe else BLOCKS[model_args.name](model_args)
+    return BLOCKS[model_args.name](model_args, model_args.moe if moe else None)
 
 
 def count_layer_parameters(
@@ -99,9 +99,9 @@ def count_layer_parameters(
 
 def count_all_layers(model_args: ModelArgs, *, linear_only: bool = False, experts: int | None = None) -> int:
     """Count the parameters of all blocks; the options are those of count_layer_parameters."""
-    n_of = {True: model_args.n_moe_layers, False: model_args.n_layers - model_args.n_moe_layers}
     counted = {"linear_only": linear_only, "experts": experts}
-    return sum(n * count_layer_parameters(model_args, moe=moe, **counted) for moe, n in n_of.items() if n)
+    layers = map(model_args.is_moe, range(model_args.n_layers))
+    return sum(count_layer_parameters(model_args, moe=moe, **counted) for moe in layers)
 
 
 def list_experts(model_args: ModelArgs) -> list[tuple[int, ...]]:
@@ -161,31 +161,22 @@ FLOAT8_BLOCK = 16  # the matrix units take float8 in blocks of this size
 SKIP_SMALL = "auto_filter_small_kn"  # in filter_fqns, as in torchtitan: leave out layers that float8 would slow down
 
 
-@dataclass(frozen=True)
-class Float8Plan:
-    fqns: tuple[str, ...]  # of the linear layers that compute in float8
-    skipped: dict[str, str]  # FQN -> why not
-
-
 def plan_float8(
     linears: dict[str, tuple[int, int]], filter_fqns: list[str], tp: int, recipe_name: str = "tensorwise"
-) -> Float8Plan:
-    """Return the layers that compute in float8, and why the others do not.
+) -> list[str]:
+    """Return the FQNs of the layers that compute in float8.
 
     `linears`: FQN -> (out, in) features of the whole layer. A filter matches any part of an FQN, as in torchtitan.
     Every dim of every matmul must be a multiple of FLOAT8_BLOCK on each rank: out and in of a layer (times tp, because
     tp ranks multiply slices), and the tokens of a microbatch (checks.py). Head and experts never compute in float8.
     """
-    skipped = {}
-    for fqn, sizes in linears.items():
-        if any(part in fqn for part in filter_fqns):
-            skipped[fqn] = "filter_fqns names it"
-        elif any(size % (FLOAT8_BLOCK * tp) for size in sizes):
-            over = f" x tp {tp}" if tp > 1 else ""
-            skipped[fqn] = f"{sizes[0]} x {sizes[1]} is not in multiples of {FLOAT8_BLOCK}{over}"
-        elif SKIP_SMALL in filter_fqns and is_small_for_float8(*sizes, recipe_name):
-            skipped[fqn] = f"{sizes[0]} x {sizes[1]} is too small to gain ({SKIP_SMALL})"
-    return Float8Plan(tuple(fqn for fqn in linears if fqn not in skipped), skipped)
+    return [
+        fqn
+        for fqn, sizes in linears.items()
+        if not any(part in fqn for part in filter_fqns)
+        and not any(size % (FLOAT8_BLOCK * tp) for size in sizes)
+        and not (SKIP_SMALL in filter_fqns and is_small_for_float8(*sizes, recipe_name))
+    ]
 
 
 def is_small_for_float8(n_out: int, n_in: int, recipe_name: str) -> bool:

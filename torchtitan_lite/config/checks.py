@@ -5,49 +5,49 @@ calls check_run and check_machine, and adds the checks that read files. Each fun
 sees every problem at once.
 """
 
+import re
 from importlib.util import find_spec
 from math import prod
 
 from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim, list_linears, plan_float8
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.machine import Machine, find_missing_compiler, lacks_float8
+from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.schedule import find_csv_fault, splits_backward
 from torchtitan_lite.config.schema import Config, Model, get_value
 
 FLOAT8 = "quantize.linear.float8"
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
-ZERO_STAGE = "parallelism.zero_stage"
 EP = "parallelism.expert_parallel_degree"
 
 
 class Problems(list):
     """The problems of one config."""
 
-    def __init__(self, config: Config, args: ModelArgs | None = None):
+    def __init__(self, config: Config, model_args: ModelArgs | None = None):
         super().__init__()
-        self.config, self.args = config, args
+        self.config, self.model_args = config, model_args
 
     def refuse(self, key: str, why: str, remedy: str) -> None:
         """Add a problem with the value of this key; for a size that [model] does not give, the value of the flavor."""
         value = get_value(self.config, key)
         if value is None:
-            value = getattr(self.args, key.removeprefix("model."))
+            value = getattr(self.model_args, key.removeprefix("model."))
         self.append(Problem(key, value, why, remedy))
 
 
-def check_model(model: Model, args: ModelArgs) -> list[Problem]:
-    """Find numbers of [model] that do not make a model. `args`: the flavor with these numbers."""
-    problems = Problems(Config(model=model), args)
+def check_model(model: Model, model_args: ModelArgs) -> list[Problem]:
+    """Find numbers of [model] that do not make a model. `model_args`: the flavor with these numbers."""
+    problems = Problems(Config(model=model), model_args)
     is_derived = model.head_dim is None and (model.dim is not None or model.n_heads is not None)
-    if is_derived and args.dim % args.n_heads:
-        why = f"it does not divide model.dim = {args.dim}, and head_dim is dim / n_heads"
+    if is_derived and model_args.dim % model_args.n_heads:
+        why = f"it does not divide model.dim = {model_args.dim}, and head_dim is dim / n_heads"
         problems.refuse("model.n_heads", why, "Use a divisor of model.dim, or set model.head_dim")
-    elif args.head_dim % 2:
+    elif model_args.head_dim % 2:
         problems.refuse("model.head_dim", "rotary embedding rotates pairs of numbers", "Use an even number")
-    if args.n_heads % args.n_kv_heads:
-        why = f"it does not divide model.n_heads = {args.n_heads}"
+    if model_args.n_heads % model_args.n_kv_heads:
+        why = f"it does not divide model.n_heads = {model_args.n_heads}"
         problems.refuse("model.n_kv_heads", why, "Use a divisor of n_heads")
     return problems
 
@@ -72,28 +72,27 @@ def check_mesh(config: Config, degrees: dict[str, int], world_size: int, batch: 
     if training.local_batch_size % batch["microbatch_size"]:
         why = f"it does not divide training.local_batch_size = {training.local_batch_size}"
         problems.refuse("parallelism.pipeline_parallel_microbatch_size", why, "Use a divisor of it, 1 for instance")
-    if section.reshard_stage and section.zero_stage not in ("auto", section.reshard_stage):
-        why = f"fsdp_reshard_after_forward = {section.fsdp_reshard_after_forward!r} means {section.reshard_stage}"
-        problems.refuse(ZERO_STAGE, why, "Remove one of the two keys")
-    elif section.pipeline_parallel_degree > 1 and section.zero_stage == 2:
+    if section.pipeline_parallel_degree > 1 and section.zero_stage == 2:
         why = "torch's pipeline runtime reduces gradients once per step, so no rank can shard them earlier"
-        problems.refuse(ZERO_STAGE, why, "Use 1, or 3 to shard the parameters too")
+        problems.refuse("parallelism.zero_stage", why, "Use 1, or 3 to shard the parameters too")
     return problems
 
 
-def check_layout(config: Config, args: ModelArgs, degrees: dict[str, int], batch: dict[str, int]) -> list[Problem]:
+def check_layout(
+    config: Config, model_args: ModelArgs, degrees: dict[str, int], batch: dict[str, int]
+) -> list[Problem]:
     """Find parts of this model that cannot be cut into these degrees."""
-    problems, tp, cp = Problems(config, args), degrees["tp"], degrees["cp"]
+    problems, tp, cp = Problems(config, model_args), degrees["tp"], degrees["cp"]
     for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
-        if getattr(args, name) % tp:
+        if getattr(model_args, name) % tp:
             why = f"parallelism.tensor_parallel_degree = {tp} does not divide it, and tp ranks hold equal shards"
-            remedy = f"Use a parallelism.tensor_parallel_degree that divides {getattr(args, name)}"
+            remedy = f"Use a parallelism.tensor_parallel_degree that divides {getattr(model_args, name)}"
             problems.refuse(f"model.{name}", why, remedy)
     pieces = (2 * cp if cp > 1 else 1) * tp  # each cp rank takes an early and a late piece, and tp splits these
     if config.training.seq_len % pieces:
         why = f"it does not divide into {pieces} equal pieces (tp {tp}; cp {cp} cuts 2 x cp)"
         problems.refuse("training.seq_len", why, f"Use a multiple of {pieces}")
-    if args.moe:
+    if model_args.moe:
         check_experts(problems, degrees)
     elif config.parallelism.expert_parallel_degree > 1:
         problems.refuse(EP, "the model has no experts", "Leave it out, or choose a flavor with experts")
@@ -104,7 +103,7 @@ def check_layout(config: Config, args: ModelArgs, degrees: dict[str, int], batch
 
 def check_experts(problems: Problems, degrees: dict[str, int]) -> None:
     """Find why experts cannot be cut into these degrees, or cannot be exported."""
-    config, args, moe = problems.config, problems.args, problems.args.moe
+    config, model_args, moe = problems.config, problems.model_args, problems.model_args.moe
     ep, n_ranks = config.parallelism.expert_parallel_degree, degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
     if n_ranks % ep:
         why = f"it does not divide the {n_ranks} ranks of dp_shard x cp x tp"
@@ -112,11 +111,11 @@ def check_experts(problems: Problems, degrees: dict[str, int]) -> None:
     elif moe.n_experts % ep:
         why = f"it does not divide the {moe.n_experts} experts of a layer: every ep rank holds equally many"
         problems.refuse(EP, why, f"Use a divisor of {moe.n_experts}")
-    elif find_expert_dim(args, ep, n_ranks // ep) is None:
-        why = f"no dim of {moe.n_experts} x {args.dim} x {moe.expert_ffn_dim} divides over the ranks of FSDP"
+    elif find_expert_dim(model_args, ep, n_ranks // ep) is None:
+        why = f"no dim of {moe.n_experts} x {model_args.dim} x {moe.expert_ffn_dim} divides over the ranks of FSDP"
         problems.refuse(EP, why, "Use another expert_parallel_degree or model.dim")
     alignment = 4 if config.training.mixed_precision_param == "float32" else 8  # numbers in 16 bytes
-    if args.dim % alignment:
+    if model_args.dim % alignment:
         why = "the grouped matmul of experts reads rows of multiples of 16 bytes"
         problems.refuse("model.dim", why, f"Use a multiple of {alignment}")
     if config.checkpoint.enable and config.checkpoint.last_save_in_hf and config.training.expert_bias_rate:
@@ -128,10 +127,10 @@ def check_experts(problems: Problems, degrees: dict[str, int]) -> None:
 def check_float8(problems: Problems, tp: int, n_tokens: int) -> None:
     """Find why linear layers cannot compute in float8. `n_tokens`: tokens in a microbatch of one rank."""
     config, section = problems.config, problems.config.quantize.linear.float8
-    if not plan_float8(list_linears(problems.args), section.filter_fqns, tp, section.recipe_name).fqns:
+    if not plan_float8(list_linears(problems.model_args), section.filter_fqns, tp, section.recipe_name):
         why = "no linear layer is left to compute in float8: all are filtered, or not in multiples of 16 per tp rank"
         problems.refuse("model.converters", why, 'Leave out "float8"')
-    if problems.args.moe and "experts" not in section.filter_fqns:
+    if problems.model_args.moe and "experts" not in section.filter_fqns:
         why = "the grouped matmul of experts does not compute in float8 here"
         problems.refuse("model.converters", why, f'Leave out "float8", or add "experts" to {FLOAT8}.filter_fqns')
     if n_tokens % FLOAT8_BLOCK:
@@ -146,40 +145,33 @@ def check_float8(problems: Problems, tp: int, n_tokens: int) -> None:
         problems.refuse("training.enable_cpu_offload", why, f"Set {FLOAT8}.enable_fsdp_float8_all_gather = false")
 
 
-def find_refused(config: Config, args: ModelArgs, zero_stage: int) -> dict[str, Problem]:
-    """Return the combinations in this config that are known to give wrong numbers or to crash (torch 2.13).
+def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list[Problem]:
+    """Find combinations that are known to give wrong numbers or to crash (torch 2.13).
 
     tests/test_refused.py runs each of them and expects it to fail, so the test reports it when torch repairs one.
     """
-    refused, section = {}, config.parallelism
+    problems, section = Problems(config), config.parallelism
     splits = not find_csv_fault(section) and splits_backward(section)
     methods = ATTENTIONS[config.model.attention].under_cp
-
-    def refuse(name: str, key: str, why: str, remedy: str) -> None:
-        refused[name] = Problem(key, get_value(config, key), why, remedy)
-
-    if section.pipeline_parallel_degree > 1 and args.tie_embeddings:
+    if section.pipeline_parallel_degree > 1 and model_args.tie_embeddings:
         why = "the first and the last stage would each hold and train a copy of the tied matrix"
         remedy = "Use pipeline_parallel_degree = 1, or a flavor whose embedding is not tied"
-        refuse("tied embeddings over stages", "parallelism.pipeline_parallel_degree", why, remedy)
+        problems.refuse("parallelism.pipeline_parallel_degree", why, remedy)
     if splits and zero_stage == 3:
         why = "it computes gradients of weights after their parameters were freed: gradients are missing or wrong"
         remedy = 'Set parallelism.zero_stage = 1 (fsdp_reshard_after_forward = "never"), or use Interleaved1F1B'
-        refuse("split backward with resharding", "parallelism.pipeline_parallel_schedule", why, remedy)
+        problems.refuse("parallelism.pipeline_parallel_schedule", why, remedy)
     if splits and config.activation_checkpoint.mode != "none":
         why = "both halves of a split backward would recompute, and torch allows one: it stops in the first backward"
-        remedy = 'Set it to "none", or use Interleaved1F1B'
-        refuse("split backward with recompute", "activation_checkpoint.mode", why, remedy)
+        problems.refuse("activation_checkpoint.mode", why, 'Set it to "none", or use Interleaved1F1B')
     if splits and config.compile.enable:
         why = "the backward of a compiled block cannot be split: torch stops in the first step"
-        remedy = "Set compile.enable = false, or use Interleaved1F1B"
-        refuse("split backward with compile", "compile.enable", why, remedy)
+        problems.refuse("compile.enable", why, "Set it to false, or use Interleaved1F1B")
     if section.context_parallel_degree > 1 and section.context_parallel_rotate_method not in methods:
         why = f"this method does not compute model.attention = {config.model.attention!r} (under_cp in choices.py)"
         remedy = f"Use {' or '.join(map(repr, methods)) or 'context_parallel_degree = 1'}"
-        key = "parallelism.context_parallel_rotate_method"
-        refuse("attention that the method of context parallel lacks", key, why, remedy)
-    return refused
+        problems.refuse("parallelism.context_parallel_rotate_method", why, remedy)
+    return problems
 
 
 def check_run(config: Config) -> list[Problem]:
@@ -213,12 +205,12 @@ def check_run(config: Config) -> list[Problem]:
 
 def check_machine(config: Config, machine: Machine) -> list[Problem]:
     """Find what these devices cannot do, and compilers and packages that this host lacks."""
-    problems, compiled = Problems(config), config.compile
+    problems, compiled, section = Problems(config), config.compile, config.quantize.linear.float8
     if machine.device_type != "cuda":
         for key in (ASYNC_TP, "training.enable_cpu_offload", "profiling.enable_memory_snapshot"):
             if get_value(config, key):
                 problems.refuse(key, "it is for GPUs, and there is none", "Leave this key out")
-    if config.model.uses_float8 and not config.quantize.linear.float8.emulate and lacks_float8(machine):
+    if config.model.uses_float8 and not section.emulate and re.search(WITHOUT_FLOAT8, machine.name):
         why = f"{machine.name} does not multiply in float8, which needs compute capability 8.9"
         problems.refuse("model.converters", why, f'Leave out "float8", or set {FLOAT8}.emulate = true')
     if machine.is_here and compiled.enable and compiled.backend == "inductor":

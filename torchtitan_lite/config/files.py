@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 LFS = b"version https://git-lfs.github.com/spec/v1"
 
@@ -31,12 +30,9 @@ def refuse_pointer(path: Path) -> None:
             )
 
 
-def hash_file(path: Path, digest: Any) -> str:
-    """Return the hash of a file in hexadecimal, computed by a `digest` of hashlib. Raises OSError.
-
-    Hashing releases the interpreter, so other threads continue.
-    """
-    block = bytearray(2**20)
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal, while other threads continue. Raises OSError."""
+    digest, block = hashlib.sha256(), bytearray(2**20)
     with open(path, "rb", buffering=0) as file:
         while n := file.readinto(block):
             digest.update(memoryview(block)[:n])
@@ -48,7 +44,7 @@ def find_damage(hashes: Mapping[Path, str]) -> list[str]:
 
     def describe_damage(path: Path) -> str | None:
         try:
-            found = hash_file(path, hashlib.sha256())
+            found = hash_file(path)
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
         return f"{path} has changed since it was written: its SHA-256 is {found}" if found != hashes[path] else None

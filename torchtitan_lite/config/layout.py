@@ -99,7 +99,7 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     zero_stage = plan_zero_stage(section, n_shards=degrees["dp_shard"] * degrees["cp"])
     batch = plan_batch(config, degrees)
     problems = check_mesh(config, degrees, world_size, batch) + check_layout(config, model_args, degrees, batch)
-    problems += find_refused(config, model_args, zero_stage).values()
+    problems += find_refused(config, model_args, zero_stage)
     if find_csv_fault(section):  # what follows would read the file again
         raise ConfigError(problems)
     stages, stage_problems = plan_stages(section, model_args.n_layers)
@@ -159,7 +159,7 @@ def plan_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
 
 
 def plan_zero_stage(parallelism: Parallelism, *, n_shards: int) -> int:
-    """Return ZeRO stage 1, 2 or 3 from zero_stage and torchtitan's fsdp_reshard_after_forward.
+    """Return ZeRO stage 1, 2 or 3 from zero_stage, else from torchtitan's fsdp_reshard_after_forward.
 
     Under PP torch's runtime gathers parameters once per step (1) or for every microbatch (3), and reduces gradients
     once in both cases: there is no 2, and 3 shards parameters but not gradients. If nothing is sharded, 3 would only
@@ -167,8 +167,9 @@ def plan_zero_stage(parallelism: Parallelism, *, n_shards: int) -> int:
     """
     if parallelism.zero_stage != "auto":
         return parallelism.zero_stage
-    unless_given = 1 if parallelism.pipeline_parallel_degree > 1 else 2 if n_shards == 1 else 3
-    return parallelism.reshard_stage or unless_given
+    never = 1 if parallelism.pipeline_parallel_degree > 1 else 2
+    default = 3 if never == 2 and n_shards > 1 else never
+    return {"always": 3, "never": never, "default": default}[parallelism.fsdp_reshard_after_forward]
 
 
 def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:

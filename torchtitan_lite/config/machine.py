@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -56,13 +57,8 @@ def peak_flops(name: str) -> float | None:
     return next((peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
-# GPUs whose matrix units have no float8: compute capability below 8.9. Searched in a name as above.
+# Names of GPUs without float8: compute capability below 8.9. A GPU of another name is tried.
 WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]0..|RTX A....)\b"
-
-
-def lacks_float8(machine: Machine) -> bool:
-    """Whether this GPU is known to lack float8. An unknown GPU is tried."""
-    return re.search(WITHOUT_FLOAT8, machine.name) is not None
 
 
 def detect_machine() -> Machine:
@@ -118,18 +114,14 @@ def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
 def measure_cpu_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes that processes of this host may use: its memory, or the lowest limit of a control group.
 
-    cgroup version 2: Slurm and Docker limit the group of this process, or a parent. Version 1: the limit of a container
-    is in one fixed file.
+    In cgroup version 2, Slurm and Docker limit the group of this process, or a parent. Version 1 is not read.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     group = re.search("^0::/(.*)$", proc.read_text(), re.MULTILINE) if proc.exists() else None
     inside = root / (group[1] if group else "")
-    for folder in (inside, *inside.parents, root / "memory"):
-        name = "memory.max" if folder != root / "memory" else "memory.limit_in_bytes"
-        try:
-            limits.append(int((folder / name).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
+    for folder in (inside, *inside.parents):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            limits.append(int((folder / "memory.max").read_text()))
     return min(limits)
 
 

@@ -42,35 +42,33 @@ def count_moment_bytes(section: Optimizer) -> int:
 
 
 def bound_memory(
-    config: Config, args: ModelArgs, degrees: dict[str, int], machine: Machine, n_hosts: int
+    config: Config, model_args: ModelArgs, degrees: dict[str, int], machine: Machine, n_hosts: int
 ) -> MemoryBound | None:
     """Return the bound of a GPU, or of a host without GPUs; None if its memory is not known."""
     if machine.memory_bytes_per_device is None:
         return None
     on_gpu, world_size = machine.device_type == "cuda", prod(degrees.values())
     n_sharing = 1 if on_gpu else ceil(world_size / n_hosts)
-    n_parameters = count_parameters(args) * degrees["dp_replicate"] / world_size
-    bytes_each = 2 * MASTER_BYTES + count_moment_bytes(config.optimizer)
-    if on_gpu and config.training.enable_cpu_offload:  # the state is on the host
-        bytes_each = 0
+    n_parameters = count_parameters(model_args) * degrees["dp_replicate"] / world_size
+    is_on_host = on_gpu and config.training.enable_cpu_offload
+    bytes_each = 0 if is_on_host else 2 * MASTER_BYTES + count_moment_bytes(config.optimizer)
     return MemoryBound(n_sharing * ceil(n_parameters * bytes_each), machine.memory_bytes_per_device, n_sharing)
 
 
 def check_memory(
-    config: Config, config_args: list[str], degrees: dict[str, int], bound: MemoryBound | None, machine: Machine
+    flavor: str, config_args: list[str], world_size: int, bound: MemoryBound | None, machine: Machine
 ) -> list[Problem]:
     """Return a problem if the memory is too small for the state. The remedy names a number of GPUs that is enough."""
     if bound is None or bound.state_bytes <= bound.available_bytes:
         return []
-    on_gpu = machine.device_type == "cuda"
-    times = bound.state_bytes / bound.n_ranks / (bound.available_bytes if on_gpu else USUAL_GPU_BYTES)
-    n_gpus = prod(degrees.values()) * 2 ** max(0, ceil(log2(times)))
-    if on_gpu:
-        here = f"NGPU={machine.n_devices} NNODES={ceil(n_gpus / machine.n_devices)}"
-        remedy = f"Use {n_gpus} such GPUs ({here if machine.is_here else f'--gpus {n_gpus}'})"
-        if config.parallelism.data_parallel_shard_degree != -1:
-            remedy += ", with parallelism.data_parallel_shard_degree = -1"
-    else:
+    gpu_bytes = bound.available_bytes if machine.device_type == "cuda" else USUAL_GPU_BYTES
+    n_gpus = world_size * 2 ** max(0, ceil(log2(bound.state_bytes / bound.n_ranks / gpu_bytes)))
+    if machine.device_type == "cpu":
         verify, plan = (f"`python -m torchtitan_lite {shlex.join([tool, *config_args])}" for tool in ("verify", "plan"))
         remedy = f"Here {verify}` proves the layout; {plan} --gpus {n_gpus}` forecasts the run on GPUs"
-    return [Problem("model.flavor", config.model.flavor, f"the run needs {bound} on {machine.name}", remedy)]
+    elif machine.is_here:
+        n_hosts = ceil(n_gpus / machine.n_devices)
+        remedy = f"Use {n_gpus} such GPUs (NGPU={machine.n_devices} NNODES={n_hosts})"
+    else:
+        remedy = f"Use --gpus {n_gpus}"
+    return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]

@@ -22,7 +22,7 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schema import Config, Job, get_value, with_value
-from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent, is_torchtitan_key, resolve_alias
+from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent, resolve_alias
 
 try:
     import tomllib
@@ -77,10 +77,10 @@ def read_config(args: list[str]) -> ConfigReading:
                 config = with_value(config, key, converted)
             except WrongValue as wrong:
                 problems.append(Problem(key, value, *wrong.args))
-        elif remedy := explain_absent(key, value):
+        elif (remedy := explain_absent(key, value)) is None:
+            problems.append(Problem(key, value, "there is no such key", suggest_key(key)))
+        elif remedy:
             problems.append(Problem(key, value, "torchtitan_lite does not have this feature", remedy))
-        elif not is_torchtitan_key(key):
-            problems.append(Problem(key, value, *explain_unknown(key)))
     return ConfigReading(config, problems, notices, Path(config_file).stem, frozenset(values))
 
 
@@ -187,14 +187,13 @@ def convert_text(kind: Any, text: str | bool) -> Any:
     return convert(kind, value)
 
 
-def explain_unknown(key: str) -> tuple[str, str]:
-    """Return why and remedy of an unknown key. The nearest key has its name in another section, or looks similar."""
+def suggest_key(key: str) -> str:
+    """Return the remedy of an unknown key. The nearest key has its name in another section, or looks similar."""
     section, _, name = key.rpartition(".")
     near = [known for known in (*KEYS, *ABSENT) if known.rpartition(".")[2] == name]
     near += get_close_matches(key, [known for known in KEYS if known.startswith(f"{section}.")], n=1)
     near += get_close_matches(key, KEYS, n=1)
-    nearest = f"The nearest key is {near[0]}" if near else "`check --keys` prints all keys"
-    return "there is no such key", nearest
+    return f"The nearest key is {near[0]}" if near else "`check --keys` prints all keys"
 
 
 # ---------------------------------------------------------------- writing

@@ -93,7 +93,9 @@ class Training:
 class Parallelism:
     data_parallel_replicate_degree: Positive = 1  # replicas of the sharded model (HSDP); alone: plain data parallel
     data_parallel_shard_degree: PositiveOrAuto = -1  # FSDP2: ranks that shard one replica; auto: all remaining ranks
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # always: zero_stage 3, never: 2
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = (
+        "default"  # read if zero_stage is auto. always: 3; never: 2, under PP 1
+    )
     # new: what FSDP shards, see parallel/fsdp.py; auto: 3, under PP 1, with one shard 2
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
     tensor_parallel_degree: Positive = 1
@@ -110,12 +112,6 @@ class Parallelism:
     context_parallel_degree: Positive = 1  # ranks that share each sequence
     context_parallel_rotate_method: Literal["allgather", "ring"] = "allgather"  # how cp ranks exchange keys and values
     expert_parallel_degree: Positive = 1  # ranks of dp_shard x cp x tp that share the experts of a layer
-
-    @property
-    def reshard_stage(self) -> int | None:
-        """The ZeRO stage that fsdp_reshard_after_forward means: always 3, never 2 (1 under PP); None: default."""
-        never = 1 if self.pipeline_parallel_degree > 1 else 2
-        return {"always": 3, "never": never, "default": None}[self.fsdp_reshard_after_forward]
 
 
 @dataclass(frozen=True)

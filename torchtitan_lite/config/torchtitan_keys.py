@@ -74,13 +74,10 @@ def resolve_alias(written: str) -> str:
     return ALIASES.get(written, written)
 
 
-def is_torchtitan_key(key: str) -> bool:
-    """Whether this is a key of torchtitan that does not exist here."""
-    return key in ABSENT or key.startswith(SETTINGS)
-
-
-def explain_absent(key: str, value: object) -> str:
-    """Return a remedy if this value switches on a missing feature; empty otherwise."""
-    off, instead = ABSENT.get(key, (value, ""))
+def explain_absent(key: str, value: object) -> str | None:
+    """Return a remedy if this value switches on a missing feature of torchtitan, "" if not; None: an unknown key."""
+    if key not in ABSENT:
+        return "" if key.startswith(SETTINGS) else None
+    off, instead = ABSENT[key]
     is_off = value in ("", "none") or str(value).lower() == str(off).lower()
     return "" if is_off else f"Leave it out, or at {off!r}. {instead}"

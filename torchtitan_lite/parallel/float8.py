@@ -39,8 +39,7 @@ def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     """Replace the linear layers of the plan (on meta)."""
     linears = {fqn: module for fqn, module in part.named_modules() if type(module) is nn.Linear and module.bias is None}
     sizes = {fqn: tuple(linear.weight.shape) for fqn, linear in linears.items()}
-    plan = plan_float8(sizes, section.filter_fqns, tp, section.recipe_name)
-    for fqn in plan.fqns:
+    for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
         old = linears[fqn]
         with torch.device(old.weight.device):
             new = ParallelFloat8Linear(

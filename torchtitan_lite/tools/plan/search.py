@@ -98,7 +98,7 @@ class Search:
                 section = replace(proposal.activation_checkpoint, mode=mode, selective_ac_option=option)
                 candidate = replace(proposal, activation_checkpoint=section)
                 if problems := find_refused(candidate, self.model_args, layout.zero_stage):
-                    self.refuse([*problems.values()])
+                    self.refuse(problems)
                     continue
                 yield self.describe(candidate, layout, self.imbalance)
 

@@ -191,13 +191,14 @@ def find_cause(config: Config, world_size: int, run_ranks: RunRanks, reference_p
     return "unknown"
 
 
-def refusal_applies(name: str) -> Callable[[Config, Culprit], bool]:
+def refusal_applies(key: str) -> Callable[[Config, Culprit], bool]:
     """Return a function: does a refused combination of checks.py apply to a run? A fork may run it all the same."""
 
     def applies(config: Config, culprit: Culprit) -> bool:
         zero_stage = config.parallelism.zero_stage
         reshards = zero_stage == 3 or config.parallelism.fsdp_reshard_after_forward == "always"
-        return name in find_refused(config, resolve_model(config.model), zero_stage=3 if reshards else 1)
+        refused = find_refused(config, resolve_model(config.model), zero_stage=3 if reshards else 1)
+        return key in {problem.key for problem in refused}
 
     return applies
 
@@ -207,11 +208,11 @@ KNOWN_ISSUES = {  # cause -> how to tell
         lambda config, culprit: culprit.kind == "initial weights", prepare=start_from_reference
     ),
     "a split backward with resharding": KnownIssue(
-        refusal_applies("split backward with resharding"),
+        refusal_applies("parallelism.pipeline_parallel_schedule"),
         {"parallelism.zero_stage": 1, "parallelism.fsdp_reshard_after_forward": "default"},
     ),
     "a split backward with recompute": KnownIssue(
-        refusal_applies("split backward with recompute"), {"activation_checkpoint.mode": "none"}
+        refusal_applies("activation_checkpoint.mode"), {"activation_checkpoint.mode": "none"}
     ),
     "a split backward with compile": KnownIssue(
         refusal_applies("split backward with compile"), {"compile.enable": False}

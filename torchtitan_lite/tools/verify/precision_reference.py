@@ -149,8 +149,8 @@ class RoundedProcess:
         linears = {
             name: tuple(m.weight.shape) for name, m in modules.items() if type(m) is nn.Linear and m.bias is None
         }
-        plan = plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name)
-        self.in_float8 = set(plan.fqns) if self.config.model.uses_float8 else set()
+        chosen = plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name)
+        self.in_float8 = set(chosen) if self.config.model.uses_float8 else set()
         for layer, moe in list_moes(self.model):
             sequences = self.config.training.global_batch_size
             moe.router.balance_loss = self.config.training.expert_balance_loss / sequences
