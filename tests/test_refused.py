@@ -45,7 +45,7 @@ def test_refused_combination_is_refused_and_really_fails(pool, oracle, key, worl
     config = compare.override(compare.TABLE_CONFIG, keys)
     with pytest.raises(ConfigError) as refusal:
         layout.plan_layout(config, resolve_model(config.model), world_size)
-    assert [problem.key for problem in refusal.value.problems] == [key]
+    assert key in {problem.key for problem in refusal.value.problems}
 
     path = oracle(keys)
     try:
