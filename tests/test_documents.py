@@ -10,7 +10,6 @@ from torch.nn.attention.flex_attention import flex_attention
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.dataset import SampleReader
 from torchtitan_lite.model.attention import (
-    BLOCK,
     DocumentAttention,
     attend_in_blocks,
     attend_within_documents,
@@ -64,6 +63,7 @@ def test_without_doc_ids_document_attention_says_what_is_missing():
 
 # ---------------------------------------------------------------- flex attention, as far as a CPU runs it
 
+BLOCK = 128
 SEQ_LEN = 3 * BLOCK + 50
 
 

@@ -245,6 +245,6 @@ def test_a_cache_gives_the_logits_of_the_whole_text():
         init_parameter(fqn, parameter.data, args, torch.Generator().manual_seed(len(fqn)))
     with torch.inference_mode():
         expected = model(torch.tensor([tokens]), positions=torch.arange(9)[None])[0, -1]
-    cached = CachedModel(model, capacity=16)
+    cached = CachedModel(model)
     cached.read(tokens[:6])
     assert compare.relative_error([cached.read([token]) for token in tokens[6:]][-1], expected) < 1e-5

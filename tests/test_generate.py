@@ -50,7 +50,7 @@ def test_logits_with_a_cache_are_those_without(name, pieces):
     model = sharpen(build_ours(FLAVORS[name]))
     tokens = draw_tokens(90)
     expected = read_without_cache(model, tokens)
-    cached, start = CachedModel(model, capacity=90), 0
+    cached, start = CachedModel(model), 0
     for n_tokens in pieces:
         logits = cached.read(tokens[start : start + n_tokens])
         start += n_tokens
@@ -61,7 +61,7 @@ def test_rewound_cache_reads_on_as_if_nothing_had_followed():
     model = sharpen(build_ours(PLAIN))
     tokens = draw_tokens(40)
     expected = read_without_cache(model, tokens)[-1]
-    cached = CachedModel(model, capacity=50)
+    cached = CachedModel(model)
     cached.read(tokens[:30] + draw_tokens(50)[40:])
     cached.rewind(30)
     cached.read(tokens[30:39])
@@ -76,7 +76,7 @@ def test_model_trained_with_document_attention_generates_as_inside_one_document(
         # two documents in a row: `tokens` are the second, whose positions start at 0
         row, doc_ids = torch.tensor([tokens[::-1] + tokens]), torch.tensor([[0] * 30 + [1] * 30])
         expected = model(row, positions=torch.arange(30).repeat(2)[None], doc_ids=doc_ids)[0, -1]
-    cached = CachedModel(model, capacity=30)
+    cached = CachedModel(model)
     cached.read(tokens[:20])
     for token in tokens[20:29]:
         cached.read([token])
@@ -88,7 +88,7 @@ def test_a_step_computes_one_token_and_the_head_only_the_last_one():
     seen = []
     model.layers["0"].feed_forward.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
     model.output.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
-    cached = CachedModel(model, capacity=8)
+    cached = CachedModel(model)
     cached.read([1, 2, 3, 4, 5])
     cached.read([6])
     assert seen == [5, 1, 1, 1]
@@ -139,6 +139,6 @@ def test_greedy_tokens_are_those_of_transformers(name):
     theirs = build_theirs(FLAVORS[name], ours).generate(
         torch.tensor([prompt]), do_sample=False, max_new_tokens=100, eos_token_id=None, pad_token_id=0
     )
-    cached = CachedModel(ours, capacity=140)
+    cached = CachedModel(ours)
     tokens = generate(cached, cached.read(prompt), Sampling(0), seed=0, usable=usable, most_tokens=100)
     assert list(tokens) == theirs[0, 40:].tolist()

@@ -85,9 +85,9 @@ def break_many_steps(rank: int, world_size: int, overrides: dict[str, object], n
         broken_rank, kind = chosen.randrange(world_size), chosen.choice(list(BREAKS))
         factor = chosen.choice([math.nan, math.inf])
         modules = {fqn: module for part in run.parts for fqn, module in part.named_modules() if fqn}
-        # The first two compute nothing, or the gradient of the logits in forward. Of modules that share an input the
-        # first one is named, and the gradient of token ids is none.
-        others = ("layers", "output.token_loss") + ("tok_embeddings", "wk", "wv", "w3") * (kind == "gradient")
+        # The first one computes nothing. Of modules that share an input the first one is named, and the gradient of
+        # token ids is none.
+        others = ("layers",) + ("tok_embeddings", "wk", "wv", "w3") * (kind == "gradient")
         fqn = chosen.choice([fqn for fqn in modules if not fqn.endswith(others)])
         if rank != broken_rank:
             trials.append((broken_rank, "", find_origin(run, batch)))

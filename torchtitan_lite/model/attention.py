@@ -1,4 +1,4 @@
-"""The kinds of attention (model.attention), at one place of a block: the submodule `attention.inner`.
+"""The kinds of attention (model.attention). Each is a module that a block holds as `attention.inner`.
 
     causal      a token sees itself and all tokens before it
     document    a token sees itself and all tokens before it in its own document
@@ -7,19 +7,12 @@
     positions   0 1 2 0 1 0 1 2       restart with each document (data/dataset.py)
 
 On a CPU document attention uses an explicit mask (B, 1, queries, keys), readable and slow. On CUDA it is compiled flex
-attention, which reads only the blocks of keys that a document reaches; no mask of queries x keys exists:
-
-    doc_ids 0 0 | 0 1 | 1 1 | 1 1      key blocks        blocks of 2 here, of 128 in the code
-    query blocks      0 0              m
-                      0 1              m   m             m   masked: the mask decides for each pair
-                      1 1              .   m   m         f   full: all pairs are visible, so there is nothing to mask
-                      1 1              .   m   f   m     .   not read
-
-The model plans the blocks once per batch, before the first block of layers.
+attention, which reads only the blocks of 128 x 128 pairs that a document reaches. The model plans these blocks once per
+batch, before the first layer. Both are compiled, so no mask of queries x keys is stored.
 
 Queries and keys may be any part of the sequence in any order: a context-parallel rank asks for its own queries. The
-CUDA path was not run on a GPU; tests check its blocks, and on a CPU its forward numbers and that it compiles without a
-graph break.
+CUDA path was not run on a GPU; on a CPU, tests check its blocks, its outputs, and that it compiles without a graph
+break.
 
 To add a kind, write a module here with a row in ATTENTION_MODULES, and a row in config/choices.py. That row says where
 else it can be computed: under context parallel, in the cache of `generate`.
@@ -34,9 +27,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-BLOCK = 128  # tokens
 LEAST_HEAD_DIM = 16  # of flex attention on CUDA
 
 
@@ -86,7 +78,7 @@ def attend_within_documents(
 def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask) -> Tensor:
     """query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E)."""
     # A compiled block compiles it too. Not compiled, it makes all the scores.
-    attend = flex_attention if torch.compiler.is_compiling() else compile_flex_attention()
+    attend = flex_attention if torch.compiler.is_compiling() else compile_once(flex_attention)
     head_dim = query.shape[-1]
     missing = max(0, LEAST_HEAD_DIM - head_dim)  # zeros change no score
     query, key, value = (F.pad(each, (0, missing)) if missing else each for each in (query, key, value))
@@ -94,12 +86,12 @@ def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMas
 
 
 @cache
-def compile_flex_attention() -> Callable[..., Tensor]:
-    """Return the compiled operator: at its first use, because torch.compile loads inductor (1 s and 50 MB)."""
+def compile_once(function: Callable) -> Callable:
+    """Return the compiled function: at its first use, because torch.compile loads inductor (1 s and 50 MB)."""
     # The option shows the compiled region to per-op recompute, which keeps its output (activation_checkpoint.py).
     is_visible = hasattr(torch.ops.higher_order, "inductor_compiled_code")
     options = {"wrap_inductor_compiled_regions": True} if is_visible else None
-    return torch.compile(flex_attention, dynamic=False, options=options)
+    return torch.compile(function, dynamic=False, options=options)
 
 
 def plan_documents(doc_ids: Tensor, *positions: Tensor) -> Tensor | BlockMask:
@@ -110,54 +102,15 @@ def plan_documents(doc_ids: Tensor, *positions: Tensor) -> Tensor | BlockMask:
 def plan_blocks(
     doc_ids: Tensor, query_positions: Tensor | None = None, key_positions: Tensor | None = None
 ) -> BlockMask:
-    """Plan which blocks of queries x keys flex attention reads, from the minimum and maximum of each block.
-
-    Without positions, queries and keys are the whole sequence. A block is read if some query of it could see some key;
-    a superfluous block costs time only, because the mask decides for each pair. A block is full if all its queries see
-    all its keys; the last, shorter block never is. No tensor of size Q x K is made.
-    """
-    whole = torch.arange(doc_ids.shape[1], device=doc_ids.device)
-    queries, keys = (whole if places is None else places for places in (query_positions, key_positions))
+    """Plan which blocks of queries x keys flex attention reads. Without positions, both are the whole sequence."""
     query_docs, key_docs = (
-        doc_ids if places is None else doc_ids[:, places] for places in (query_positions, key_positions)
+        doc_ids if positions is None else doc_ids[:, positions] for positions in (query_positions, key_positions)
     )
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         rises = query >= key if query_positions is None else query_positions[query] >= key_positions[key]
         return rises & (query_docs[row, query] == key_docs[row, key])
 
-    first_query, last_query, low_query, high_query = (
-        bound[:, :, None]
-        for values in (queries.expand_as(query_docs), query_docs)
-        for bound in bounds_of_blocks(values)
-    )  # (B, query blocks, 1)
-    first_key, last_key, low_key, high_key = (
-        bound[:, None] for values in (keys.expand_as(key_docs), key_docs) for bound in bounds_of_blocks(values)
-    )  # (B, 1, key blocks)
-    read = (
-        (last_query >= first_key) & (high_query >= low_key) & (low_query <= high_key)
-    )  # (B, query blocks, key blocks)
-    full = (first_query >= last_key) & (low_query == high_key) & (high_query == low_key)
-    full[:, len(queries) // BLOCK :] = False
-    full[:, :, len(keys) // BLOCK :] = False
-    return BlockMask.from_kv_blocks(
-        *list_blocks(read & ~full),
-        *list_blocks(full),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=sees,
-        seq_lengths=(len(queries), len(keys)),
-    )
-
-
-def list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each block of queries how many key blocks are chosen, (B, 1, q), and all key blocks, those first."""
-    order = chosen.int().argsort(dim=-1, descending=True, stable=True)
-    return chosen.sum(-1, dtype=torch.int32)[:, None], order[:, None].to(torch.int32)
-
-
-def bounds_of_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return minimum and maximum of each block, (B, n) -> twice (B, blocks). The last block may be shorter."""
-    n = values.shape[1]
-    n_blocks = -(-n // BLOCK)
-    inside = torch.arange(n_blocks * BLOCK, device=values.device).clamp(max=n - 1)
-    return values[:, inside].unflatten(1, (n_blocks, BLOCK)).aminmax(dim=2)
+    create = create_block_mask if doc_ids.device.type == "cpu" else compile_once(create_block_mask)
+    sizes = {"B": len(doc_ids), "H": None, "Q_LEN": query_docs.shape[1], "KV_LEN": key_docs.shape[1]}
+    return create(sees, **sizes, device=doc_ids.device.type)

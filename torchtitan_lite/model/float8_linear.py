@@ -28,20 +28,6 @@ LEAST_AMAX = 1e-12  # so that a tensor of zeros has a scale
 
 
 @dataclass(frozen=True)
-class Recipe:
-    by_row: bool  # a scale for each vector that a dot product runs over; else one for the tensor
-    of_gradient: torch.dtype  # dy; more range than x and w where all of it shares a scale
-    dw_in_float8: bool
-
-
-RECIPES = {  # TOML's recipe_name
-    "tensorwise": Recipe(by_row=False, of_gradient=E5M2, dw_in_float8=True),
-    "rowwise": Recipe(by_row=True, of_gradient=E4M3, dw_in_float8=True),
-    "rowwise_with_gw_hp": Recipe(by_row=True, of_gradient=E4M3, dw_in_float8=False),
-}
-
-
-@dataclass(frozen=True)
 class Float8Tensor:
     """A matrix in float8: `data` is the matrix times `scale`."""
 
@@ -50,6 +36,26 @@ class Float8Tensor:
 
     def t(self) -> "Float8Tensor":
         return Float8Tensor(self.data.t(), self.scale.t())
+
+
+@dataclass(frozen=True)
+class Recipe:
+    by_row: bool  # a scale for each vector that a dot product runs over; else one for the tensor
+    of_gradient: torch.dtype  # dy; more range than x and w where all of it shares a scale
+    dw_in_float8: bool
+
+    def round(self, x: Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> Float8Tensor:
+        """Round to float8. If scales are by row, there is one along `dim`; None: one for all numbers."""
+        amax = x.abs().amax(dim, keepdim=True) if self.by_row and dim is not None else x.abs().amax()
+        scale = choose_scale(amax, dtype, power_of_two=self.by_row)
+        return Float8Tensor(cast(x, scale, dtype), scale)
+
+
+RECIPES = {  # TOML's recipe_name
+    "tensorwise": Recipe(by_row=False, of_gradient=E5M2, dw_in_float8=True),
+    "rowwise": Recipe(by_row=True, of_gradient=E4M3, dw_in_float8=True),
+    "rowwise_with_gw_hp": Recipe(by_row=True, of_gradient=E4M3, dw_in_float8=False),
+}
 
 
 def choose_scale(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> Tensor:
@@ -62,15 +68,6 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Round x * scale to float8. Clamped, because torch before 2.12 turns larger numbers into nan or infinity."""
     largest = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
-
-
-def round_to_float8(
-    x: Tensor, dtype: torch.dtype, *, dim: int | None = None, power_of_two: bool = False
-) -> Float8Tensor:
-    """Round to float8 with one scale along `dim`; None: one scale for all numbers."""
-    amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
-    scale = choose_scale(amax, dtype, power_of_two=power_of_two)
-    return Float8Tensor(cast(x, scale, dtype), scale)
 
 
 def multiply(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, emulate: bool, fast: bool = False) -> Tensor:
@@ -100,52 +97,38 @@ def multiply(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, emulate: b
 class Float8MatmulFunction(torch.autograd.Function):
     """x (..., K), weight (N, K) -> (..., N). Saves x and the weight for backward, as any linear layer does.
 
-    A weight that was gathered as float8 (tensorwise) comes as `held_data` and `held_scale`; `weight` then only receives
-    its gradient.
+    A weight that was gathered as float8 (tensorwise) comes as `data8` and `scale`; `weight` then only receives its
+    gradient.
     """
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        held_data: Tensor | None,
-        held_scale: Tensor | None,
-        recipe_name: str,
-        emulate: bool,
+        ctx, x: Tensor, weight: Tensor, data8: Tensor | None, scale: Tensor | None, recipe_name: str, emulate: bool
     ) -> Tensor:
-        recipe = RECIPES[recipe_name]
-        ctx.recipe, ctx.emulate = recipe, emulate
-        ctx.save_for_backward(x, weight if held_data is None else None, held_data, held_scale)
-        along = {"dim": 1, "power_of_two": True} if recipe.by_row else {}
-        x8 = round_to_float8(x.flatten(0, -2), E4M3, **along)
-        w8 = round_to_float8(weight, E4M3, **along) if held_data is None else Float8Tensor(held_data, held_scale)
-        y = multiply(x8, w8.t(), x.dtype, emulate=emulate, fast=True)
-        return y.unflatten(0, x.shape[:-1])
+        ctx.recipe, ctx.emulate = RECIPES[recipe_name], emulate
+        ctx.save_for_backward(x, weight if data8 is None else None, data8, scale)
+        x8 = ctx.recipe.round(x.flatten(0, -2), 1)
+        w8 = ctx.recipe.round(weight, 1) if data8 is None else Float8Tensor(data8, scale)
+        return multiply(x8, w8.t(), x.dtype, emulate=emulate, fast=True).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, held_data, held_scale = ctx.saved_tensors
+        x, weight, data8, scale = ctx.saved_tensors
         recipe, options = ctx.recipe, {"dtype": dy.dtype, "emulate": ctx.emulate}
         rows = dy.flatten(0, -2)  # (M, N)
-        powers = {"power_of_two": recipe.by_row}
-        dy8 = round_to_float8(rows, recipe.of_gradient, dim=1 if recipe.by_row else None, **powers)
+        dy8 = recipe.round(rows, 1, recipe.of_gradient)
         dx = dw = None
         if ctx.needs_input_grad[0]:  # a dot product runs over N: a scale for each column of w
-            w8 = Float8Tensor(held_data, held_scale)
-            if held_data is None:
-                by_column = recipe.by_row and recipe.dw_in_float8
-                w8 = round_to_float8(weight, E4M3, dim=0 if by_column else None, **powers)
+            w8 = Float8Tensor(data8, scale)
+            if data8 is None:
+                w8 = recipe.round(weight, 0 if recipe.dw_in_float8 else None)
             dx = multiply(dy8, w8, **options).view_as(x)
-        if ctx.needs_input_grad[1]:  # and here over M
-            x = x.flatten(0, -2)
-            if not recipe.dw_in_float8:
-                dw = rows.t() @ x
-            elif recipe.by_row:
-                dy8 = round_to_float8(rows, recipe.of_gradient, dim=0, **powers)
-                dw = multiply(dy8.t(), round_to_float8(x, E4M3, dim=0, **powers), **options)
-            else:
-                dw = multiply(dy8.t(), round_to_float8(x, E4M3), **options)
+        if ctx.needs_input_grad[1] and not recipe.dw_in_float8:
+            dw = rows.t() @ x.flatten(0, -2)
+        elif ctx.needs_input_grad[1]:  # and here over M
+            if recipe.by_row:
+                dy8 = recipe.round(rows, 0, recipe.of_gradient)
+            dw = multiply(dy8.t(), recipe.round(x.flatten(0, -2), 0), **options)
         return dx, dw, None, None, None, None
 
 

@@ -199,15 +199,12 @@ def invert(order: Tensor) -> Tensor:
     return inverse
 
 
-def take_rows(x: Tensor, rows: Tensor, copies: Tensor, n_copies: int) -> Tensor:
+class TakeRows(torch.autograd.Function):
     """Return x[rows], which holds each row of x n_copies times, at the places `copies` (T * n_copies,), in order.
 
     Backward sums the copies in this order. The backward of x[rows] sums in any order on a GPU, so runs would differ.
     """
-    return TakeRows.apply(x, rows, copies, n_copies)
 
-
-class TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, rows: Tensor, copies: Tensor, n_copies: int) -> Tensor:
         ctx.save_for_backward(copies)
@@ -221,6 +218,9 @@ class TakeRows(torch.autograd.Function):
         if ctx.n_copies > 1:
             grad = grad.unflatten(0, (-1, ctx.n_copies)).sum(1)
         return grad, None, None, None
+
+
+take_rows = TakeRows.apply
 
 
 def list_moes(part: nn.Module) -> Iterator[tuple[int, MoE]]:

@@ -95,7 +95,7 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
         if part.output.chunked_loss is not None:
             compile_method(part.output.chunked_loss, "differentiate", config.compile.backend)
         else:
-            compile_method(part.output.token_loss, "forward", config.compile.backend)
+            compile_method(part.output, "sum_token_losses", config.compile.backend)
 
 
 def compile_method(module: nn.Module, method: str, backend: str, options: dict[str, bool] | None = None) -> None:

@@ -61,7 +61,7 @@ def run(options: Namespace) -> None:
     n_new_tokens = min(options.max_new_tokens, room)
     limit = "max_new_tokens" if n_new_tokens == options.max_new_tokens else "context"
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    model = CachedModel(build_model(source, device), capacity=len(prompt_tokens) + n_new_tokens)
+    model = CachedModel(build_model(source, device))
     print(f"{source.path} on {device.type}, {len(prompt_tokens)} tokens of prompt", file=sys.stderr)
 
     logits = model.read(prompt_tokens)  # once, for all samples
