@@ -137,7 +137,6 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"--{EP}=2", EP),
     (f"{MOE} --{EP}=4", EP),  # of two ranks
     (f"{MOE} --{EP}=16 --training.global_batch_size=-1", EP, 16),  # of eight experts
-    (f"{MOE} --model.dim=100 --model.head_dim=32 --training.mixed_precision_param=bfloat16", "model.dim"),
     (f"{MOE} {FLOAT8}", "model.converters"),
     (f"{MOE} --checkpoint.enable --checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf"),
     (f"{MOE} --{P}expert_tensor_parallel_degree=2", f"{P}expert_tensor_parallel_degree"),
@@ -171,7 +170,6 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{FLOAT8} {GATHER}", ""),
     (f"{FLOAT8} --{F8}emulate", "", 4, EIGHT_A100),
     (f"{MOE} --checkpoint.enable --checkpoint.last_save_in_hf --training.expert_bias_rate=0", ""),
-    (f"{MOE} --model.dim=100 --model.head_dim=32 --training.mixed_precision_param=float32", ""),
     (f"{BUDGET} {BF16} --{ASYNC_TP} {TP}=2 --compile.enable --training.enable_cpu_offload", "", 8, H100_ELSEWHERE),
     ("--model.hf_assets_path=bytes --model.vocab_size=258", ""),
 ]  # fmt: skip

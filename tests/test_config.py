@@ -61,7 +61,6 @@ def test_the_command_line_wins_over_toml_and_toml_over_the_default_and_any_text_
         ["--training.local_batch_size", "3"],
         ["--training.local-batch-size=3"],
         ["--training.local_batch_size", "5", "--training.local_batch_size", "3"],  # the last one counts
-        ["--training.batch_size", "5", "--training.local_batch_size", "4", "--training.batch_size", "3"],  # an old name
     ],
 )
 def test_every_way_to_write_an_override_sets_the_same_key(written):

@@ -4,6 +4,7 @@ FUZZ=2500 draws so many configs, FUZZ_RUNS=50 starts so many runs.
 """
 
 import os
+import json
 import random
 import signal
 from dataclasses import replace
@@ -15,7 +16,7 @@ from made_corpora import BYTES, write_corpus
 
 from torchtitan_lite.config.machine import GIB, Machine, detect_machine
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.reader import KEYS, format_toml
+from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.preflight import preflight
 
 N_CASES = int(os.environ.get("FUZZ", 150))
@@ -57,7 +58,7 @@ def draw_args(draw: random.Random, config: str, keys: list[str]) -> list[str]:
     args = ["--config", config]
     for key in draw.sample(keys, draw.randint(1, 5)):
         value = draw_value(draw, KEYS[key])
-        args.append(f"--{key}={value if isinstance(value, str) else format_toml(value)}")
+        args.append(f"--{key}={value if isinstance(value, str) else json.dumps(value)}")
     return args
 
 

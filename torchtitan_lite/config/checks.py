@@ -114,10 +114,6 @@ def check_experts(problems: Problems, degrees: dict[str, int]) -> None:
     elif find_expert_dim(model_args, ep, n_ranks // ep) is None:
         why = f"no dim of {moe.n_experts} x {model_args.dim} x {moe.expert_ffn_dim} divides over the ranks of FSDP"
         problems.refuse(EP, why, "Use another expert_parallel_degree or model.dim")
-    alignment = 4 if config.training.mixed_precision_param == "float32" else 8  # numbers in 16 bytes
-    if model_args.dim % alignment:
-        why = "the grouped matmul of experts reads rows of multiples of 16 bytes"
-        problems.refuse("model.dim", why, f"Use a multiple of {alignment}")
     if config.checkpoint.enable and config.checkpoint.last_save_in_hf and config.training.expert_bias_rate:
         why = "no format of Hugging Face has a bias of experts, and training.expert_bias_rate moves it"
         remedy = "Set training.expert_bias_rate = 0, and balance experts by training.expert_balance_loss"

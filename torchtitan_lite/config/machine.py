@@ -131,14 +131,12 @@ def find_missing_compiler(device_type: str) -> list[tuple[str, str]]:
     On a CPU, inductor needs a C++ compiler (CXX, else g++). On CUDA, triton needs a C compiler (CC, else gcc or clang).
     Both need Python's headers.
     """
+    variable, names = ("CXX", ["g++"]) if device_type == "cpu" else ("CC", ["gcc", "clang"])
+    names = [os.environ[variable]] if variable in os.environ else names
     missing = []
-    if device_type == "cpu":
-        language, variable, names = "C++", "CXX", [os.environ.get("CXX", "g++")]
-    else:
-        language, variable, names = "C", "CC", [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(map(shutil.which, names)):
         how = f"Install one (apt install g++), name another one in {variable}"
-        missing.append((f"there is no {language} compiler {' or '.join(names)} here", how))
+        missing.append((f"there is no compiler {' or '.join(names)} here", how))
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         missing.append((f"{headers} has no Python.h", "Install Python's headers (Debian: apt install python3-dev)"))

@@ -66,9 +66,6 @@ def check_memory(
     if machine.device_type == "cpu":
         verify, plan = (f"`python -m torchtitan_lite {shlex.join([tool, *config_args])}" for tool in ("verify", "plan"))
         remedy = f"Here {verify}` proves the layout; {plan} --gpus {n_gpus}` forecasts the run on GPUs"
-    elif machine.is_here:
-        n_hosts = ceil(n_gpus / machine.n_devices)
-        remedy = f"Use {n_gpus} such GPUs (NGPU={machine.n_devices} NNODES={n_hosts})"
     else:
-        remedy = f"Use --gpus {n_gpus}"
+        remedy = f"Use {n_gpus} such GPUs"
     return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]

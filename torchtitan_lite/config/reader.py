@@ -105,7 +105,6 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
         positive = f"{section}.{last.removeprefix('no_')}"
         if value is True and positive != name and (resolve_alias(positive) in {**KEYS, **ABSENT}):
             name, value = positive, False
-        values.pop(name, None)  # if two names mean one key, the one written last counts
         values[name] = value
     return values, problems
 
@@ -205,13 +204,8 @@ def dump_config_toml(config: Config) -> str:
     for key in KEYS:
         section, _, name = key.rpartition(".")
         if (value := get_value(config, key)) is not None:
-            lines[section].append(f"{name} = {format_toml(value)}")
+            lines[section].append(f"{name} = {json.dumps(value, ensure_ascii=False)}")  # a TOML literal too
     return "\n\n".join("\n".join(block) for block in lines.values()) + "\n"
-
-
-def format_toml(value: object) -> str:
-    """Write a TOML literal. Strings, lists, numbers and booleans are the same in JSON."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 def describe_keys(section: str) -> str:
