@@ -155,6 +155,8 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     ("--config llama3_8b.toml", "model.flavor"),
     # files
     ("--training.dataset c4", "training.dataset"),
+    ("--training.dataset_weights 1,2", "training.dataset_weights"),
+    ("--training.dataset_weights=-1", "training.dataset_weights"),
     ("--training.dataset_path file", "training.dataset_path"),  # the named corpus reads none
     ("--model.hf_assets_path nowhere", "model.hf_assets_path"),
     ("--model.vocab_size 2303", "model.vocab_size"),

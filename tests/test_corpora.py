@@ -22,7 +22,7 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.corpus import Corpus, open_corpus
-from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, check_data, check_prepared, find_cached
+from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, check_data, check_prepared, find_corpus
 from torchtitan_lite.tools.corpora import named, text_files
 from torchtitan_lite.tools.corpora.named import prepare_datasets
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, hash_document, prepare
@@ -181,7 +181,7 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
         open_corpus("tiny", BYTES, tmp_path, dataset_path=section.dataset_path)
 
     def prepare_as_another_does(files, out, settings, **options):  # two runs that start together
-        for folder in (out, find_cached("tiny", BYTES, tmp_path, section.dataset_path)):
+        for folder in (out, find_corpus("tiny", BYTES, tmp_path, section.dataset_path)):
             prepare(files, folder, settings, **options)
 
     monkeypatch.setattr(named, "prepare", prepare_as_another_does)
@@ -192,7 +192,7 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
     (folder,) = tmp_path.glob("tiny-*")  # and no other one was left
     assert open_corpus("tiny", BYTES, tmp_path, split="validation", dataset_path=section.dataset_path).n_tokens > 0
     (tmp_path / "in" / "sub" / "more.txt").write_text("more")
-    assert find_cached("tiny", BYTES, tmp_path, section.dataset_path) != folder
+    assert find_corpus("tiny", BYTES, tmp_path, section.dataset_path) != folder
 
 
 def test_python_stdlib_is_sources_without_tests_or_installed_packages():

@@ -3,8 +3,8 @@
 FUZZ=2500 draws so many configs, FUZZ_RUNS=50 starts so many runs.
 """
 
-import os
 import json
+import os
 import random
 import signal
 from dataclasses import replace

@@ -70,7 +70,7 @@ class Training:
     # corpora: names in DATASETS (data/corpus_folder.py), or folders that `prepare` wrote
     dataset: list[str] = field(default_factory=lambda: ["python_stdlib"])
     dataset_path: str = ""  # folder or file of a downloaded corpus (c4, c4_test); empty: the folder in DATASETS
-    dataset_weights: list[Annotated[float, Range(0)]] = field(default_factory=list)  # new: of corpora; empty: by size
+    dataset_weights: list[AboveZero] = field(default_factory=list)  # new: of corpora; empty: by size
     cache_folder: str = "outputs/cache"  # new: tokens of named corpora and compiled code, shared by all runs
     local_batch_size: Positive = 8  # most sequences per data-parallel rank and forward pass; under PP, per schedule
     global_batch_size: PositiveOrAuto = -1  # sequences per step; auto: local_batch_size x data-parallel ranks

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_lite.data.corpus_folder import DATASETS, VALIDATION_ONLY, find_cached, read_split
+from torchtitan_lite.data.corpus_folder import VALIDATION_ONLY, find_corpus, read_split
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 
@@ -65,7 +65,5 @@ def open_corpus(
     name: str, tokenizer: Tokenizer, cache_folder: Path, *, split: str = "train", dataset_path: str = ""
 ) -> Corpus:
     """Open split "train" or "validation" of a corpus that training.dataset can name. Raises CorpusError."""
-    if name not in DATASETS:
-        return Corpus(name, Path(name), split)
-    folder = find_cached(name, tokenizer, cache_folder, dataset_path)
+    folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
     return Corpus(name, folder, "train" if name in VALIDATION_ONLY else split)

@@ -19,7 +19,7 @@ import json
 import os
 import shlex
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -32,8 +32,6 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 
 FORMAT = 3
 MANIFEST = "manifest.json"
-BYTES_OF = {"uint16": 2, "uint32": 4}
-DRAWS_PER_ROUND = 10_000
 
 
 class CorpusError(UserError):
@@ -70,7 +68,7 @@ class CorpusManifest:
 
     def list_sizes(self) -> dict[str, int]:
         """Return the bytes of each file, by its name."""
-        widths = {"tokens": BYTES_OF[self.dtype], "documents": 8, "targets": 1}
+        widths = {"tokens": {"uint16": 2, "uint32": 4}[self.dtype], "documents": 8, "targets": 1}
         return {
             f"{name}.{suffix}": widths[suffix] * (split.n_documents if suffix == "documents" else split.n_tokens)
             for name, split in self.splits.items()
@@ -108,9 +106,7 @@ def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusM
         remedy = "Set model.hf_assets_path to that tokenizer, or prepare the corpus again with --tokenizer"
         raise CorpusError(f"{folder} was made with another tokenizer than {tokenizer.path}", remedy)
     if split not in manifest.splits:
-        remedy = (
-            "Prepare it again with a larger --validation-share, name others in validation.dataset, or do not validate"
-        )
+        remedy = "Prepare it again with a larger --validation-share, or name another one in validation.dataset"
         raise CorpusError(f"{folder} has no {split} documents", remedy)
     return manifest
 
@@ -153,8 +149,10 @@ DOWNLOADS = DATASETS.keys() - {"python_stdlib"}  # they have a training.dataset_
 VALIDATION_ONLY = {"c4_validation"}  # all of their documents are for validation
 
 
-def find_cached(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
-    """Return where a corpus of DATASETS is prepared: a function of its files and the tokenizer. Raises CorpusError."""
+def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
+    """Return the folder of a corpus. A named one has a folder per tokenizer and files. Raises CorpusError."""
+    if name not in DATASETS:
+        return Path(name)
     files = [(path, path.stat()) for path in DATASETS[name](dataset_path)]
     stats = [f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in files]
     content = repr([FORMAT, tokenizer.fingerprint, *stats]).encode()
@@ -182,9 +180,7 @@ def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str
     training, fingerprints = config.training, {}
     for name in training.dataset:
         with suppress(CorpusError):
-            folder = Path(name)
-            if name in DATASETS:
-                folder = find_cached(name, tokenizer, Path(training.cache_folder), training.dataset_path)
+            folder = find_corpus(name, tokenizer, Path(training.cache_folder), training.dataset_path)
             fingerprints[name] = read_split(folder, "train", tokenizer=None).hash_split("train")
     return fingerprints
 
@@ -211,39 +207,21 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
         why = f"training.dataset names none of {', '.join(DOWNLOADS)}, whose files it would hold"
         remedy = "Leave it out: training.dataset itself takes paths of other corpora"
         problems.append(Problem("training.dataset_path", training.dataset_path, why, remedy))
-    return problems + check_weights(training.dataset_weights, len(training.dataset))
+    weights, n_corpora = training.dataset_weights, len(training.dataset)
+    if weights and len(weights) != n_corpora:
+        remedy = "Give one weight for each, or none: every sample then counts the same"
+        problems.append(Problem("training.dataset_weights", weights, f"there are {n_corpora} corpora", remedy))
+    return problems
 
 
 def check_prepared(config: Config, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if a named corpus is not prepared on this host. The launcher prepares them; ranks only read."""
     folder, problems = config.training.cache_folder, []
     for name, path in sorted(list_named(config)):
-        if not (find_cached(name, tokenizer, Path(folder), path) / MANIFEST).is_file():
+        if not (find_corpus(name, tokenizer, Path(folder), path) / MANIFEST).is_file():
             given = {"dataset": name, "dataset-path": path, "tokenizer": str(tokenizer.path), "cache-folder": folder}
             options = shlex.join(f"--{option}={value}" for option, value in given.items() if value)
             remedy = f"Run: python -m torchtitan_lite prepare {options}"
             problems.append(Problem("training.dataset", name, "it is not prepared on this host", remedy))
     if problems:
         raise ConfigError(problems)
-
-
-def check_weights(weights: Sequence[float], n_corpora: int) -> list[Problem]:
-    """Return what is wrong with training.dataset_weights."""
-    key, value = "training.dataset_weights", list(weights)
-    if weights and len(weights) != n_corpora:
-        why = f"training.dataset names {n_corpora} corpora"
-        return [Problem(key, value, why, "Give one weight for each, or none: every sample then counts the same")]
-    if weights and (min(weights) <= 0 or 0 in split_round(weights)):
-        why = f"a corpus with less than 1/{DRAWS_PER_ROUND} of their sum is never read"
-        return [Problem(key, value, why, "Leave that corpus out, or raise its weight")]
-    return []
-
-
-def split_round(weights: Sequence[float]) -> list[int]:
-    """Return how many of DRAWS_PER_ROUND draws each corpus gets; draws left over go to the largest remainders."""
-    shares = [weight / sum(weights) * DRAWS_PER_ROUND for weight in weights]
-    counts = [int(share) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda source: counts[source] - shares[source])
-    for source in by_remainder[: DRAWS_PER_ROUND - sum(counts)]:
-        counts[source] += 1
-    return counts

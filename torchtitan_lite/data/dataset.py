@@ -26,9 +26,11 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.corpus_folder import CorpusError, split_round
+from torchtitan_lite.data.corpus_folder import CorpusError
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
+
+DRAWS_PER_ROUND = 10_000  # of several sources with weights
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,11 @@ class Sampler:
         """`n_samples` of each source; `weights`, one for each, need not add up to 1."""
         self.n_samples, self.weights, self.seed = list(n_samples), weights, seed
         if weights:
-            counts = split_round(weights)  # draws of each source per round
-            n = sum(counts)
+            counts, n = split_round(weights), DRAWS_PER_ROUND
             self.counts = torch.tensor(counts)
             # Source of each draw of a round, and how many earlier draws of the round have that source.
-            self.sources, turns = locate_in_parts(feistel_permute(torch.arange(n), n, key=f"{seed} round"), counts)
-            self.turns = torch.empty_like(turns)
+            self.sources, _ = locate_in_parts(feistel_permute(torch.arange(n), n, key=f"{seed} round"), counts)
+            self.turns = torch.empty_like(self.sources)
             for source, count in enumerate(counts):
                 self.turns[self.sources == source] = torch.arange(count)
 
@@ -116,6 +117,12 @@ class Sampler:
             in_epoch = draws // n == epoch
             permuted[in_epoch] = feistel_permute(draws[in_epoch] % n, n, key=f"{self.seed} {name} {epoch}")
         return permuted
+
+
+def split_round(weights: Sequence[float]) -> list[int]:
+    """Return how many of DRAWS_PER_ROUND draws each source gets."""
+    ends = [round(end / sum(weights) * DRAWS_PER_ROUND) for end in accumulate(weights, initial=0)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def locate_in_parts(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -30,10 +30,10 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.files import import_extra, refuse_pointer
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.data.vocabulary import (
+    SPECIAL_TOKENS,
     BytePairs,
     find_bos,
     find_eos,
-    name_special_tokens,
     parse_tokenizer_model,
     read_byte_level_bpe,
     spell_token,
@@ -95,7 +95,10 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
         raise ConfigError([Problem(KEY, str(hf_assets_path), why, REMEDY)])
     try:
         refuse_pointer(path)
-        return read_tokenizer_json(path) if path.suffix == ".json" else read_tokenizer_model(path)
+        content = path.read_bytes()
+        if path.suffix == ".json":
+            return read_tokenizer_json(path, content)
+        return make_llama3_tokenizer(path, content, parse_tokenizer_model(content), SPECIAL_TOKENS)
     except Exception as error:  # the package raises nothing more specific
         why = f"{path} cannot be used: {type(error).__name__}: {error}"
         raise ConfigError([Problem(KEY, str(hf_assets_path), why, REMEDY)]) from None
@@ -117,13 +120,7 @@ def find_tokenizer(hf_assets_path: str | Path) -> Path | None:
 def make_byte_tokenizer() -> Tokenizer:
     """Return the tokenizer of plain bytes."""
     pairs = BytePairs({bytes([byte]): byte for byte in range(256)}, pattern="(?s:.{1,64})")  # nothing is joined
-    return make_llama3_tokenizer(Path(BYTES), BYTES.encode(), pairs, ["<|begin_of_text|>", "<|end_of_text|>"])
-
-
-def read_tokenizer_model(path: Path) -> Tokenizer:
-    """Read Llama 3's file."""
-    content = path.read_bytes()
-    return make_llama3_tokenizer(path, content, parse_tokenizer_model(content), name_special_tokens())
+    return make_llama3_tokenizer(Path(BYTES), BYTES.encode(), pairs, SPECIAL_TOKENS[:2])
 
 
 def make_llama3_tokenizer(path: Path, content: bytes, pairs: BytePairs, names: list[str]) -> Tokenizer:
@@ -167,12 +164,10 @@ def encode_by_tiktoken(pairs: BytePairs, added: dict[str, int]) -> tuple[Callabl
 # ---------------------------------------------------------------- tokenizer.json
 
 
-def read_tokenizer_json(path: Path) -> Tokenizer:
-    """Read Hugging Face's file. BOS is the token that it puts before a text; the files beside it name EOS."""
-    content = path.read_bytes()
+def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
+    """Read Hugging Face's file. BOS is the token that it puts before a text; the config beside it names EOS."""
     file = json.loads(content)
     added, vocab = file.get("added_tokens") or [], file["model"]["vocab"]
-    vocab = vocab if isinstance(vocab, dict) else {token: id for id, (token, _) in enumerate(vocab)}  # Unigram's pairs
     added_ids = {token["content"]: token["id"] for token in added}
     ids = vocab | added_ids
     bos_id, eos_id = ids.get(find_bos(file)), find_eos(path, ids)

@@ -16,7 +16,7 @@ list. Both give the same ids if the merges are in the order of the ids that they
 import json
 from base64 import b64decode
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 CONFIG = "tokenizer_config.json"
@@ -37,18 +37,11 @@ QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PATTERNS = (LLAMA3_PATTERN, QWEN_PATTERN, GPT2_PATTERN)
 
-N_SPECIAL_TOKENS = 256
-NAMED_SPECIAL_TOKENS = {  # Llama 3.1: number -> name; all others are reserved
-    0: "<|begin_of_text|>",
-    1: "<|end_of_text|>",
-    4: "<|finetune_right_pad_id|>",
-    5: "<|step_id|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    8: "<|eom_id|>",
-    9: "<|eot_id|>",
-    10: "<|python_tag|>",
-}
+# Llama 3.1's special tokens, which follow the others
+SPECIAL = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"]
+SPECIAL += ["finetune_right_pad_id", "step_id", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag"]
+SPECIAL += [f"reserved_special_token_{number}" for number in range(2, 247)]
+SPECIAL_TOKENS = [f"<|{name}|>" for name in SPECIAL]
 
 
 @dataclass(frozen=True)
@@ -68,12 +61,6 @@ def parse_tokenizer_model(content: bytes) -> BytePairs:
     if sorted(ranks.values()) != list(range(len(lines))) or not all(bytes([n]) in ranks for n in range(256)):
         raise ValueError("its ranks do not count its tokens, or one of the 256 bytes is missing")
     return BytePairs(ranks, LLAMA3_PATTERN)
-
-
-def name_special_tokens() -> list[str]:
-    """Return the names of Llama 3's special tokens. Reserved ones are counted."""
-    reserved, names = count(), map(NAMED_SPECIAL_TOKENS.get, range(N_SPECIAL_TOKENS))
-    return [name or f"<|reserved_special_token_{next(reserved)}|>" for name in names]
 
 
 # ---------------------------------------------------------------- tokenizer.json
@@ -125,14 +112,11 @@ def find_bos(file: dict) -> str | None:
 
 
 def find_eos(path: Path, ids: dict[str, int]) -> int:
-    """Return the token that ends a document: eos_token of tokenizer_config.json, else eos_token_id of config.json."""
-    for name, key in ((CONFIG, "eos_token"), ("config.json", "eos_token_id")):
-        found = read_json(path.with_name(name)).get(key)
-        found = found[0] if isinstance(found, list) else found
-        found = found["content"] if isinstance(found, dict) else found
-        if found is not None:
-            return ids[found] if isinstance(found, str) else found
-    raise ValueError(f"neither {CONFIG} nor config.json beside it says which token ends a document")
+    """Return the token that ends a document: eos_token of tokenizer_config.json beside the file."""
+    eos = read_json(path.with_name(CONFIG)).get("eos_token")
+    if eos is None:
+        raise ValueError(f"{CONFIG} beside it does not say which token ends a document")
+    return ids[eos["content"] if isinstance(eos, dict) else eos]
 
 
 def read_json(path: Path) -> dict:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, VALIDATION_ONLY, find_cached, list_named
+from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, VALIDATION_ONLY, find_corpus, list_named
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 
@@ -26,7 +26,7 @@ def prepare_datasets(config: Config, tokenizer: Tokenizer) -> None:
 
 def prepare_dataset(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str = "") -> Path:
     """Return the folder of a corpus of DATASETS; prepare it if it does not exist. Raises as prepare_datasets."""
-    folder = find_cached(name, tokenizer, cache_folder, dataset_path)
+    folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
     if (folder / MANIFEST).exists():
         return folder
     files = DATASETS[name](dataset_path)
