@@ -12,12 +12,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtitan_lite.components.optim import (
     build_optimizer,
-    compile_optimizer,
     learning_rate_factor,
     measure_grad_norm,
     update_weights,
 )
-from torchtitan_lite.config.schema import Compile, LRScheduler, Optimizer
+from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ def test_an_update_clips_as_torch_does(section, compiled, norm):
     weights = [torch.zeros_like(gradient, requires_grad=True) for _ in range(2)]
     optimizers = [build_optimizer(section, [weight]) for weight in weights]
     if compiled:
-        compile_optimizer(optimizers[0], Compile(backend="aot_eager"))
+        optimizers[0].compile("aot_eager")
     for factor in (1, 0.1):
         for weight in weights:
             weight.grad = factor * gradient
@@ -190,7 +189,7 @@ def move(section: Optimizer, gradients: torch.Tensor) -> tuple[torch.Tensor, tor
 def test_a_gradient_norm_that_is_not_finite_leaves_bfloat16_moments_and_weights_as_they_are(compiled):
     _, optimizer, parameter = move(BFLOAT16, torch.ones(2, 10))
     if compiled:
-        compile_optimizer(optimizer, Compile(backend="aot_eager"))
+        optimizer.compile("aot_eager")
     state = optimizer.state[parameter]
     before = {"weight": parameter.detach().clone(), **{name: value.clone() for name, value in state.items()}}
     parameter.grad = torch.full((10,), math.nan)

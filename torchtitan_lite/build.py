@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
+from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16
 from torchtitan_lite.components.expert_balance import ExpertBalance, build_balance
-from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, compile_optimizer
+from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
@@ -124,8 +125,8 @@ def start_run(
     float8_weights = gather_in_float8(parts, config.quantize.linear.float8, config.compile)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
     optimizer = build_optimizer(config.optimizer, parameters.values())
-    if config.compile.enable:
-        compile_optimizer(optimizer, config.compile)
+    if config.compile.enable and isinstance(optimizer, AdamWBFloat16):  # torch's own kernels need no compiler
+        optimizer.compile(config.compile.backend)
     schedule = None
     if layout.pp > 1:
         schedule = build_schedule(

@@ -103,7 +103,7 @@ class RunLog:
             self.is_warm, kept = True, (self.groups.host, self.groups.saver)
             timeout_s = self.run.config.comm.train_timeout_seconds
             set_timeouts(timeout_s, self.run.schedule, host_group=self.groups.host, besides=kept)
-        self.profiler.step()
+        self.end_profiled_step()
         if step % self.run.config.training.gc_freq == 0:
             gc.collect(1)
 
@@ -126,8 +126,8 @@ class RunLog:
         self.exits = ExitStack()
         set_timeouts(self.run.config.comm.init_timeout_seconds, self.run.schedule, host_group=self.groups.host)
         section, rank = self.run.config.profiling, dist.get_rank()
-        profiler = profile_steps(section, self.dump_folder, rank, resumed_step=self.resumed_step)
-        self.profiler = self.exits.enter_context(profiler)
+        profiling = profile_steps(section, self.dump_folder, rank, resumed_step=self.resumed_step)
+        self.end_profiled_step = self.exits.enter_context(profiling)
         if self.run.device.type == "cuda":
             torch.cuda.empty_cache()  # weights were made or loaded one whole tensor at a time
         gc.collect()

@@ -55,8 +55,13 @@ class AdamWBFloat16(AdamW):
             for parameter in parameters:
                 state = self.state[parameter]
                 tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                update = self.update_compiled if self.compiled_update else self.update_fused
-                update(*(local_tensor(tensor).detach() for tensor in tensors), n_steps, lr, keys)
+                tensors = [local_tensor(tensor).detach() for tensor in tensors]
+                if self.compiled_update:
+                    shape = (-1, ROW) if tensors[0].numel() % ROW == 0 else (-1,)
+                    rows = [tensor.view(shape) for tensor in tensors]
+                    self.compiled_update(*rows, n_steps, lr, self.grad_scale, self.found_inf, keys)
+                else:
+                    self.update_fused(*tensors, n_steps, lr, keys)
             n_steps += 1 if self.found_inf is None else 1 - self.found_inf
 
     def initialize_state(self, parameters: list[Tensor]) -> Tensor:
@@ -76,13 +81,6 @@ class AdamWBFloat16(AdamW):
         adamw(*lists, fused=True, grad_scale=self.grad_scale, found_inf=self.found_inf, lr=lr, **keys)
         first.copy_(moments[0])
         second.copy_(moments[1])
-
-    def update_compiled(
-        self, weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, n_steps: Tensor, lr: Tensor, keys: dict
-    ) -> None:
-        shape = (-1, ROW) if weight.numel() % ROW == 0 else (-1,)
-        rows = [tensor.view(shape) for tensor in (weight, gradient, first, second)]
-        self.compiled_update(*rows, n_steps, lr, self.grad_scale, self.found_inf, keys)
 
 
 def update_unless(

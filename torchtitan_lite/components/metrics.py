@@ -73,17 +73,12 @@ def describe_step(
     return {
         "tokens_per_s_per_rank": tokens_per_s_per_rank,
         "tflops_per_rank": flops.full * tokens_per_s_per_rank / 1e12,
-        "mfu_full": compute_mfu(flops.full, tokens_per_s_per_rank, peak_flops),  # attention counted in full
-        "mfu_causal": compute_mfu(flops.causal, tokens_per_s_per_rank, peak_flops),  # half of it: the causal mask
+        "mfu_full": peak_flops and flops.full * tokens_per_s_per_rank / peak_flops,  # attention counted in full
+        "mfu_causal": peak_flops and flops.causal * tokens_per_s_per_rank / peak_flops,  # half of it: the causal mask
         "step_time_s": step_time_s,
         "data_time_s": data_time_s,
         "data_time_share": data_time_s / step_time_s,
     }
-
-
-def compute_mfu(flops_per_token: int, tokens_per_s_per_rank: float, peak_flops: float | None) -> float | None:
-    """Return the share of the peak, 0 to 1. `peak_flops` is the peak of one device."""
-    return None if peak_flops is None else flops_per_token * tokens_per_s_per_rank / peak_flops
 
 
 def read_peak_memory(device: torch.device) -> dict[str, float]:

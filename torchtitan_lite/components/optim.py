@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16, local_tensor
 from torchtitan_lite.config.choices import DECAYS, OPTIMIZERS
-from torchtitan_lite.config.schema import Compile, LRScheduler, Optimizer
+from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
 # optimizer.name, a row of config/choices.py -> the optimizer over the parameters of all parts of this rank
 BUILDERS = {
@@ -49,12 +49,6 @@ def build_optimizer(section: Optimizer, parameters: Iterable[Tensor]) -> TorchOp
         by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
     groups = [{"params": group} for group in by_mesh.values()]
     return BUILDERS[section.name](groups, section, {"fused": fused, "foreach": foreach})
-
-
-def compile_optimizer(optimizer: TorchOptimizer, section: Compile) -> None:
-    """Compile the update of bf16 moments into one kernel. torch's own kernels need no compiler."""
-    if isinstance(optimizer, AdamWBFloat16):
-        optimizer.compile(section.backend)
 
 
 def learning_rate_factor(section: LRScheduler, step: int) -> float:

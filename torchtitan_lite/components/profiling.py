@@ -10,7 +10,7 @@ operators that took most of the time. For recompiles set TORCH_LOGS=recompiles.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -25,23 +25,14 @@ N_OPERATORS = 12  # in the log
 MEMORY_EVENTS = 100_000  # allocations and frees in a snapshot: a few steps of a large model, 100 MB
 
 
-class Profilers:
-    """The profilers that are enabled: none, one or both."""
-
-    def __init__(self, profilers: list):
-        self.profilers = profilers
-
-    def step(self) -> None:
-        """End a step."""
-        for profiler in self.profilers:
-            profiler.step()
-
-
 @contextmanager
-def profile_steps(section: Profiling, dump_folder: Path, rank: int, *, resumed_step: int = 0) -> Iterator[Profilers]:
-    """Context manager of the training loop. An incomplete period at its end writes no trace.
+def profile_steps(
+    section: Profiling, dump_folder: Path, rank: int, *, resumed_step: int = 0
+) -> Iterator[Callable[[], None]]:
+    """Context manager of the training loop. Yields a function to call at the end of each step.
 
-    `resumed_step` is the last step before this process: file names count the steps of the whole run.
+    `resumed_step` is the last step before this process: file names count the steps of the whole run. An incomplete
+    period at the end of the loop writes no trace.
     """
     profilers = []
     if section.enable_profiling:
@@ -49,10 +40,15 @@ def profile_steps(section: Profiling, dump_folder: Path, rank: int, *, resumed_s
     if section.enable_memory_snapshot:
         folder = dump_folder / section.save_memory_snapshot_folder
         profilers.append(MemorySnapshots(section.profile_freq, folder, rank, resumed_step))
+
+    def end_step() -> None:
+        for profiler in profilers:
+            profiler.step()
+
     with ExitStack() as stack:
         for profiler in profilers:
             stack.enter_context(profiler)
-        yield Profilers(profilers)
+        yield end_step
 
 
 def make_tracer(section: Profiling, folder: Path, rank: int, resumed_step: int) -> profile:
