@@ -18,7 +18,6 @@ from checkpoints import flip_bit
 from made_corpora import BYTES, WORDS, write_corpus
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.corpus import Corpus, open_corpus
@@ -172,10 +171,9 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
         Config().training, dataset=["tiny"], dataset_path=str(tmp_path / "in"), cache_folder=str(tmp_path)
     )
     config = replace(Config(), training=section)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(CorpusError) as error:
         check_prepared(config, BYTES)
-    (problem,) = error.value.problems
-    command = shlex.split(problem.remedy.removeprefix("Run: "))
+    command = shlex.split(error.value.remedy.removeprefix("Run: "))
     assert command[:3] == ["python", "-m", "torchtitan_lite"]
     with pytest.raises(CorpusError, match="prepare"):
         open_corpus("tiny", BYTES, tmp_path, dataset_path=section.dataset_path)

@@ -126,9 +126,6 @@ def check_float8(problems: Problems, tp: int, n_tokens: int) -> None:
     if not plan_float8(list_linears(problems.model_args), section.filter_fqns, tp, section.recipe_name):
         why = "no linear layer is left to compute in float8: all are filtered, or not in multiples of 16 per tp rank"
         problems.refuse("model.converters", why, 'Leave out "float8"')
-    if problems.model_args.moe and "experts" not in section.filter_fqns:
-        why = "the grouped matmul of experts does not compute in float8 here"
-        problems.refuse("model.converters", why, f'Leave out "float8", or add "experts" to {FLOAT8}.filter_fqns')
     if n_tokens % FLOAT8_BLOCK:
         why = f"float8 multiplies {FLOAT8_BLOCK} tokens at a time, and a microbatch of a rank has {n_tokens}"
         remedy = f"Use a multiple of {FLOAT8_BLOCK * config.parallelism.context_parallel_degree}"

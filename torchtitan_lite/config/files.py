@@ -25,9 +25,8 @@ def refuse_pointer(path: Path) -> None:
     """Raise ValueError if a file is the pointer that Git LFS leaves in its place."""
     with open(path, "rb") as file:
         if file.read(len(LFS)) == LFS:
-            raise ValueError(
-                f"it is a Git LFS pointer. Run: {shlex.join(['git', '-C', str(path.parent), 'lfs', 'pull'])}"
-            )
+            command = shlex.join(["git", "-C", str(path.parent), "lfs", "pull"])
+            raise ValueError(f"it is a Git LFS pointer. Run: {command}")
 
 
 def hash_file(path: Path) -> str:

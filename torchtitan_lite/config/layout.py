@@ -14,7 +14,7 @@ from math import prod
 
 from torchtitan_lite.config.checks import check_layout, check_mesh, check_model, find_refused
 from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
-from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schedule import Stages, check_microbatches, find_csv_fault, place_stages, plan_stages
 from torchtitan_lite.config.schema import Config, Model, Parallelism, Training, with_value
 
@@ -24,9 +24,6 @@ SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "voc
 
 def resolve_model(model: Model) -> ModelArgs:
     """Return the model: the row of its flavor, or of loaded weights, with the sizes in [model]. Raises ConfigError."""
-    if model.flavor not in FLAVORS:
-        why, remedy = "there is no such flavor", f"Use one of {', '.join(FLAVORS)}"
-        raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
     given = {name: value for name in SIZES if (value := getattr(model, name)) is not None}
     model_args = replace(model.row or FLAVORS[model.flavor], **given, name=model.name)
     if model.head_dim is None and (model.dim or model.n_heads):

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.schema import Config, Job, get_value, with_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent, resolve_alias
 
@@ -209,12 +209,9 @@ def dump_config_toml(config: Config) -> str:
 
 
 def describe_keys(section: str) -> str:
-    """Return the lines of a section in schema.py; for "", of all sections. Raises ConfigError."""
-    if section and section not in SECTIONS:
-        remedy = f"The sections are {', '.join(SECTIONS)}"
-        raise ConfigError([Problem("--keys", section, "there is no such section", remedy)])
+    """Return the lines in schema.py of the sections whose names begin with `section`; of all sections if none does."""
     texts = []
-    for name in [section] if section else SECTIONS:
+    for name in [name for name in SECTIONS if name.startswith(section)] or SECTIONS:
         source = inspect.getsource(type(get_value(Config(), name)))
         fields, _, _ = source.partition(":\n")[2].partition("\n\n")
         texts.append(f"[{name}]\n{inspect.cleandoc(fields)}")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from torchtitan_lite.config.block import BLOCKS
 from torchtitan_lite.config.choices import ATTENTIONS, DECAYS, OPTIMIZERS, SCHEDULES
-from torchtitan_lite.config.flavors import AUTO, ModelArgs
+from torchtitan_lite.config.flavors import AUTO, FLAVORS, ModelArgs
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Model:
     name: Literal[tuple(BLOCKS)] = "llama3"  # a row of BLOCKS (block.py) and of MODELS (build.py)
     # a row of flavors.py, whose numbers the keys below override; auto: the model of the weights that the run loads
     # (its own checkpoint, or checkpoint.initial_load_path), else debug
-    flavor: str = AUTO
+    flavor: Literal[tuple(FLAVORS)] = AUTO
     # folder with tokenizer.json or tokenizer.model, looked up here, then in this repository; or "bytes";
     # auto: the tokenizer of the weights that the run loads, else assets/tokenizer
     hf_assets_path: str = "auto"

@@ -4,7 +4,7 @@ ALIASES: an old name is read as the new name. ABSENT: the switch of a missing fe
 otherwise refused with an alternative. SETTINGS: the other keys of missing features are accepted with any value.
 """
 
-ALIASES = {  # old name -> new name; `section.*` renames a whole section
+ALIASES = {  # old name -> new name
     "job.print_args": "job.print_config",
     "model.tokenizer_path": "model.hf_assets_path",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
@@ -18,8 +18,6 @@ ALIASES = {  # old name -> new name; `section.*` renames a whole section
     "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
     "memory_estimation.enabled": "memory_estimation.enable",
     "validation.enabled": "validation.enable",
-    "float8.*": "quantize.linear.float8.*",
-    "mx.*": "quantize.linear.mx.*",
 }
 
 # Switch of a missing feature -> (value that means "off", alternative)
@@ -67,10 +65,9 @@ SETTINGS = (
 
 
 def resolve_alias(written: str) -> str:
-    """Return the name of a key here."""
-    section, _, name = written.rpartition(".")
-    if f"{section}.*" in ALIASES:
-        return ALIASES[f"{section}.*"].removesuffix("*") + name
+    """Return the name of a key here. The sections [float8] and [mx] of v0.1 are now below quantize.linear."""
+    if written.startswith(("float8.", "mx.")):
+        return f"quantize.linear.{written}"
     return ALIASES.get(written, written)
 
 

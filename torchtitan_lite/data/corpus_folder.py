@@ -26,7 +26,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
-from torchtitan_lite.config.messages import ConfigError, Problem, UserError
+from torchtitan_lite.config.messages import Problem, UserError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer
 
@@ -215,13 +215,10 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
 
 
 def check_prepared(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if a named corpus is not prepared on this host. The launcher prepares them; ranks only read."""
-    folder, problems = config.training.cache_folder, []
+    """Raise CorpusError if a named corpus is not prepared on this host. The launcher prepares them; ranks only read."""
+    folder = config.training.cache_folder
     for name, path in sorted(list_named(config)):
         if not (find_corpus(name, tokenizer, Path(folder), path) / MANIFEST).is_file():
             given = {"dataset": name, "dataset-path": path, "tokenizer": str(tokenizer.path), "cache-folder": folder}
             options = shlex.join(f"--{option}={value}" for option, value in given.items() if value)
-            remedy = f"Run: python -m torchtitan_lite prepare {options}"
-            problems.append(Problem("training.dataset", name, "it is not prepared on this host", remedy))
-    if problems:
-        raise ConfigError(problems)
+            raise CorpusError(f"{name} is not prepared here", f"Run: python -m torchtitan_lite prepare {options}")

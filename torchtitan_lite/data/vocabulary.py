@@ -70,13 +70,10 @@ def read_byte_level_bpe(file: dict) -> BytePairs | None:
     """Return the ranks of a plain byte-level BPE, or None if the file is anything else."""
     model, normalizer, added = file["model"], file.get("normalizer"), file.get("added_tokens") or []
     pattern = read_pattern(file.get("pre_tokenizer"))
-    switches = ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
     flags = ("lstrip", "rstrip", "single_word", "normalized")
-    is_plain = not (
-        any(model.get(switch) for switch in switches)
-        or any(token.get(flag) for token in added if not token["special"] for flag in flags)
-    )
-    if not is_plain or "merges" not in model or normalizer not in (None, {"type": "NFC"}) or pattern not in PATTERNS:
+    if any(token.get(flag) for token in added if not token["special"] for flag in flags):
+        return None
+    if "merges" not in model or normalizer not in (None, {"type": "NFC"}) or pattern not in PATTERNS:
         return None
     vocab = model["vocab"]
     made = ["".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
