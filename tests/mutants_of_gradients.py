@@ -115,11 +115,11 @@ def masked_targets_counted(original, targets):
     return torch.tensor(targets.numel())
 
 
-@mutant("tp2", "gradient", ("gradient", "norm.weight"), at=(exchange.GatherSequence, "backward"))
+@mutant("tp2", "gradient", ("gradient", "norm.weight"), at=(exchange.Gather, "backward"))
 def gathered_sequence_keeps_its_own_gradient(original, ctx, grad):
     """What was gathered is read by every tensor-parallel rank, and each forms a part of its gradient; backward keeps
     the own part instead of adding them up. Loss and head are right, everything below learns from a half."""
-    return grad.chunk(ctx.ranks.n, dim=1)[ctx.ranks.own], None
+    return grad.chunk(ctx.ranks.n, dim=1)[ctx.ranks.own], None, None
 
 
 @mutant(
@@ -210,12 +210,11 @@ def norm_updated_on_one_rank_only(original, optimizer, grad_norm, max_norm):
     return finite
 
 
-@mutant("tp2", "loss", HEAD, at=(tensor_parallel.SplitHead, "build_forward"))
-def loss_counted_by_every_tp_rank(original, style, module, ranks):
+@mutant("tp2", "loss", HEAD, at=(tensor_parallel.SplitHead, "compute"))
+def loss_counted_by_every_tp_rank(original, style, module, ranks, *inputs):
     """All tensor-parallel ranks hold the same loss and it is added up over them. The logged loss is twice what it is,
     which looks like a bad start; gradients are too."""
-    forward = original(style, module, ranks)
-    return lambda hidden, targets=None: forward(hidden, targets) * ranks.n
+    return original(style, module, ranks, *inputs) * ranks.n
 
 
 @mutant("tp2", "loss", INNER, at=(llama3.F, "scaled_dot_product_attention"))

@@ -129,6 +129,8 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{FLOAT8} {GATHER} --training.enable_cpu_offload", "training.enable_cpu_offload", 4, EIGHT_H100),
     # known to give wrong numbers or to crash
     (f"{PP}=2 --model.flavor=1B", f"{P}pipeline_parallel_degree", 2, H100_ELSEWHERE),
+    (f"{CP}=2 --training.mixed_precision_param=float32", "training.mixed_precision_param", 2, H100_ELSEWHERE),
+    (f"{CP}=2 --model.head_dim=20", "model.head_dim", 2, H100_ELSEWHERE),
     (f"{SPLIT} {ZERO}=3 --{MODE}=none", f"{P}pipeline_parallel_schedule"),
     (f"{SPLIT} --{MODE}=full", MODE),
     (f"{SPLIT} --{MODE}=none --compile.enable --compile.backend=aot_eager", "compile.enable"),
@@ -168,6 +170,7 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{BF16} --optimizer.beta2=0.99", ""),
     (f"{SPLIT} --{MODE}=none", ""),
     (f"{CP}=2 --model.attention=document", ""),
+    (f"{CP}=2 --model.head_dim=20", ""),
     (f"{FLOAT8} {GATHER}", ""),
     (f"{FLOAT8} --{F8}emulate", "", 4, EIGHT_A100),
     (f"{MOE} --checkpoint.enable --checkpoint.last_save_in_hf --training.expert_bias_rate=0", ""),

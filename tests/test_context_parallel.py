@@ -212,8 +212,15 @@ def attend_late_queries(query, key, value, grad_out, n_early: int):
     return out, *(leaf.grad for leaf in leaves)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float32),
+        ("cpu", torch.bfloat16),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.float16, marks=pytest.mark.gpu),
+    ],
+)
 def test_parts_of_an_attention_merge_to_the_whole(device, dtype):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")

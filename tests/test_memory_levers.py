@@ -1,4 +1,4 @@
-"""Keys that save memory: what the memory must hold, what verify leaves out, and the kernel of attention."""
+"""Keys that save memory: what the memory must hold, and what verify leaves out."""
 
 import compare
 import pytest
@@ -13,7 +13,6 @@ from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_m
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.memory_bound import bound_memory
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.parallel.attention_kernels import describe_attention
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.verify.reduction import reduce_config
 
@@ -44,22 +43,6 @@ def test_verify_leaves_out_what_only_a_gpu_or_adamw_has_and_keeps_the_rest():
     assert {"optimizer.name", MOMENTS, "parallelism.enable_async_tensor_parallel"} <= changed
     assert not changed & {MODE, "activation_checkpoint.memory_budget", "compile.enable"}
     assert check_run(reduction.config) + check_machine(reduction.config, CPU) == []
-
-
-@pytest.mark.parametrize(
-    ("overrides", "world_size", "said"),
-    [
-        ({}, 1, "flash (32 tokens, 8 heads of 8, float32)"),
-        ({"training.mixed_precision_param": "bfloat16", TP: 2}, 2, "flash (32 tokens, 4 heads of 8, bfloat16)"),
-        ({"parallelism.context_parallel_degree": 2}, 2, "cpu, allgather over cp (16 tokens, 8 heads of 8, float32)"),
-        ({"model.attention": "document"}, 1, "an explicit mask of the documents"),
-    ],
-)
-def test_the_log_names_the_kernel_of_attention(overrides, world_size, said):
-    config = compare.complete(overrides, world_size)
-    shape = resolve_model(config.model)
-    layout = plan_layout(config, shape, world_size)
-    assert describe_attention(resolve_config(config, layout, "cpu"), shape, layout, torch.device("cpu")) == said
 
 
 @pytest.mark.gpu

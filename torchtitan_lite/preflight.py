@@ -27,7 +27,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps, parse_model_args, read_manifest
 from torchtitan_lite.config.block import list_linears, plan_float8
-from torchtitan_lite.config.checks import Problems, check_machine, check_run
+from torchtitan_lite.config.checks import Problems, check_context_parallel, check_machine, check_run
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.flavors import AUTO, ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_config, resolve_model
@@ -143,6 +143,7 @@ def preflight(
             problems += check_memory(config.model.flavor, args, prod(degrees.values()), memory, machine)
             layout = plan_layout(config, model_args, n_ranks)
             config = resolve_config(config, layout, machine.device_type)
+            problems += check_context_parallel(config, model_args, machine)
         except ConfigError as error:
             problems += error.problems
     is_continued = weights and (weights.is_resumed or not config.checkpoint.initial_load_model_only)

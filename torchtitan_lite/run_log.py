@@ -23,7 +23,6 @@ from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import peak_flops
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.parallel.attention_kernels import describe_attention
 from torchtitan_lite.parallel.process_groups import Groups, set_timeouts
 from torchtitan_lite.step import StepResult
 
@@ -65,7 +64,6 @@ class RunLog:
             options = {"n_steps": self.n_steps, "resumed_step": resumed_step, "settings": asdict(config)}
             self.writer = MetricsWriter(dump_folder, config.metrics, **options)
         degrees = {"layout": layout.degrees, "world_size": layout.world_size}
-        logger.info(f"attention: {describe_attention(config, model_args, layout, run.device)}")
         self.record("start", resumed_step, **degrees, resumed=resumed_step > 0, restarts=restarts)
 
     def record(self, kind: str, step: int, **fields: object) -> None:
@@ -100,9 +98,8 @@ class RunLog:
         if self.writer:
             self.progress.add()
         if not self.is_warm and (validation or not self.run.config.validation.enable):
-            self.is_warm, kept = True, (self.groups.host, self.groups.saver)
-            timeout_s = self.run.config.comm.train_timeout_seconds
-            set_timeouts(timeout_s, self.run.schedule, host_group=self.groups.host, besides=kept)
+            self.is_warm = True
+            set_timeouts(self.run.config.comm.train_timeout_seconds, self.groups)
         self.end_profiled_step()
         if step % self.run.config.training.gc_freq == 0:
             gc.collect(1)
@@ -124,7 +121,7 @@ class RunLog:
 
     def __enter__(self) -> "RunLog":
         self.exits = ExitStack()
-        set_timeouts(self.run.config.comm.init_timeout_seconds, self.run.schedule, host_group=self.groups.host)
+        set_timeouts(self.run.config.comm.init_timeout_seconds, self.groups)
         section, rank = self.run.config.profiling, dist.get_rank()
         profiling = profile_steps(section, self.dump_folder, rank, resumed_step=self.resumed_step)
         self.end_profiled_step = self.exits.enter_context(profiling)

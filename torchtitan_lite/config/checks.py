@@ -1,7 +1,7 @@
 """The rules that a config must satisfy, as far as numbers alone can tell. No torch.
 
 layout.resolve_model calls check_model. layout.plan_layout calls check_mesh, check_layout and find_refused. preflight.py
-calls check_run and check_machine, and adds the checks that read files. Each function asks all of its rules, so a user
+calls the other checks, and adds those that read files. Each function asks all of its rules, so a user
 sees every problem at once.
 """
 
@@ -213,4 +213,17 @@ def check_machine(config: Config, machine: Machine) -> list[Problem]:
     if machine.is_here and config.metrics.enable_wandb and not find_spec("wandb"):
         remedy = "It is the extra `wandb` (pip install wandb). Or set the key to false: TensorBoard gets the same"
         problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)
+    return problems
+
+
+def check_context_parallel(config: Config, args: ModelArgs, machine: Machine) -> list[Problem]:
+    """Find why no kernel of a GPU computes causal attention under cp (attention_kernels.py). `config` is resolved."""
+    problems, is_split = Problems(config, args), config.parallelism.context_parallel_degree > 1
+    if machine.device_type == "cuda" and is_split and config.model.attention == "causal":
+        if config.training.mixed_precision_param == "float32":
+            why = "the kernels of context parallel on a GPU compute in 16 bits"
+            problems.refuse("training.mixed_precision_param", why, 'Use "bfloat16"')
+        if args.head_dim % 8 or args.head_dim > 256:
+            why = "the kernels of context parallel on a GPU take multiples of 8 up to 256"
+            problems.refuse("model.head_dim", why, "Use 64 or 128")
     return problems

@@ -31,7 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_lite.model.attention import attend_in_blocks, attend_within_documents, plan_documents
-from torchtitan_lite.parallel.ring_attention import collectives, context_attention
+from torchtitan_lite.parallel.exchange import Gather, list_ranks
+from torchtitan_lite.parallel.ring_attention import context_attention
 
 
 def plan_query_positions(rank: int | Tensor, n_ranks: int, seq_len: int, device: torch.device | None = None) -> Tensor:
@@ -77,7 +78,7 @@ class DocumentContext(nn.Module):
 
     def __init__(self, mesh: DeviceMesh):
         super().__init__()
-        self.group_name, self.rank, self.n_ranks = mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()
+        self.ranks = list_ranks(mesh)
 
     def plan(self, doc_ids: Tensor) -> Tensor | BlockMask:
         """As DocumentAttention.plan."""
@@ -88,8 +89,7 @@ class DocumentContext(nn.Module):
 
         Collective.
         """
-        gathered = Gather.apply(torch.stack((key, value)), self.n_ranks, self.group_name)
-        keys, values = gathered.unflatten(0, (self.n_ranks, 2)).movedim(0, 3).flatten(3, 4)
+        keys, values = Gather.apply(torch.stack((key, value)), self.ranks, 3)  # (2, B, K, S, E)
         if isinstance(doc_ids, BlockMask):
             return attend_in_blocks(query, keys, values, doc_ids)
         own, of_all = self.positions(keys.shape[2], query.device)
@@ -97,23 +97,9 @@ class DocumentContext(nn.Module):
 
     def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of this rank's queries, (S/cp,), and of all keys, (S,), in the order of the ranks."""
-        ranks = torch.arange(self.n_ranks, device=device)[:, None]
-        own = plan_query_positions(self.rank, self.n_ranks, seq_len, device)
-        return own, plan_query_positions(ranks, self.n_ranks, seq_len, device).flatten()
-
-
-class Gather(torch.autograd.Function):
-    """All-gathers along dim 0, (2, ...) -> (cp * 2, ...); in backward, reduce-scatters the gradients."""
-
-    @staticmethod
-    def forward(ctx, own: Tensor, n_ranks: int, group_name: str) -> Tensor:
-        ctx.group = n_ranks, group_name
-        return collectives.wait_tensor(collectives.all_gather_into_tensor(own, *ctx.group))
-
-    @staticmethod
-    def backward(ctx, grads: Tensor) -> tuple[Tensor, None, None]:
-        own_grads = collectives.reduce_scatter_tensor(grads.contiguous(), "sum", *ctx.group)
-        return collectives.wait_tensor(own_grads), None, None
+        ranks = torch.arange(self.ranks.n, device=device)[:, None]
+        own = plan_query_positions(self.ranks.own, self.ranks.n, seq_len, device)
+        return own, plan_query_positions(ranks, self.ranks.n, seq_len, device).flatten()
 
 
 # (model.attention, context_parallel_rotate_method) -> the module that computes it, built from the cp mesh

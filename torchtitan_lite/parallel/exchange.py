@@ -1,12 +1,15 @@
-"""Exchange plain tensors between tensor- and expert-parallel ranks, by functions with their own backward.
+"""Exchange plain tensors between the ranks of tp, cp or ep, by functions with their own backward.
 
-    over tp             tp rank 0    tp rank 1         forward             backward             where
-    gather_sequence     S[:S/2]      S[S/2:]    -> S   all-gather          reduce-scatter       before attention,
+    over tp            tp rank 0    tp rank 1         forward           backward                where
+    Gather             S[:S/2]      S[S/2:]    -> S   all-gather        reduce-scatter          before attention,
                                                                                                 feed-forward and head
-    scatter_sequence    part of sum  the other  -> S/2 reduce-scatter      all-gather           after wo, w2, embedding
-    gather_vocabulary   V[:V/2]      V[V/2:]    -> V   all-gather          none: the own part   logits without a loss
+    Scatter            part of sum  the other  -> S/2 reduce-scatter    all-gather              after wo, w2, embedding
+    GatherVocabulary   V[:V/2]      V[V/2:]    -> V   all-gather        none: the local shard   logits without a loss
+    over cp
+    Gather             its pieces   the other  -> S   all-gather        reduce-scatter          keys and values of
+                                                                                                document attention
     over ep
-    exchange_rows       rows for 0 and 1        -> those for this rank     all-to-all, back     around the experts
+    ExchangeRows       rows for 0 and 1        -> those for this rank   all-to-all, back        around the experts
 
 Drawn for two ranks. Each collective moves P(n-1)/n bytes per rank, where P is the size of the whole tensor, and is
 waited for at once: on a GPU the stream waits, not the host. torch.compile takes these operators as they are, so
@@ -67,29 +70,35 @@ def below_autograd() -> AbstractContextManager:
     return nullcontext() if torch.compiler.is_compiling() else torch._C._AutoDispatchBelowAutograd()
 
 
-class GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, own: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return all_gather(own, ranks, dim=1)
+class Gather(torch.autograd.Function):
+    """All-gathers along `dim`, (B, S/tp, D) -> (B, S, D). Each rank's gradient is one part of the sum."""
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(grad, ctx.ranks, dim=1), None
-
-
-class ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial_sum: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return reduce_scatter(partial_sum, ranks, dim=1)
+    def forward(ctx, own: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return all_gather(own, ranks, dim)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grad, ctx.ranks, dim=1), None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grad, ctx.ranks, ctx.dim), None, None
+
+
+class Scatter(torch.autograd.Function):
+    """Reduce-scatters partial sums along `dim`, (B, S, D) -> (B, S/tp, D)."""
+
+    @staticmethod
+    def forward(ctx, partial_sum: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return reduce_scatter(partial_sum, ranks, dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.ranks, ctx.dim), None, None
 
 
 class GatherVocabulary(torch.autograd.Function):
+    """All-gathers logits, (B, S, V/tp) -> (B, S, V). Every rank has the same gradient of all logits."""
+
     @staticmethod
     def forward(ctx, own: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
@@ -97,10 +106,12 @@ class GatherVocabulary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.ranks.n, dim=2)[ctx.ranks.own], None  # every rank has the same gradient of all logits
+        return grad.chunk(ctx.ranks.n, dim=2)[ctx.ranks.own], None
 
 
 class ExchangeRows(torch.autograd.Function):
+    """Sends rows to other ranks, (sum of sent, D) -> (sum of received, D), sorted by rank."""
+
     @staticmethod
     def forward(ctx, rows: Tensor, received: list[int], sent: list[int], ranks: Ranks) -> Tensor:
         ctx.back = sent, received
@@ -110,23 +121,3 @@ class ExchangeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return all_to_all(grad, ctx.ranks, *ctx.back), None, None, None
-
-
-def gather_sequence(own: Tensor, ranks: Ranks) -> Tensor:
-    """(B, S/tp, D) -> (B, S, D): all-gathers over tp. In backward each rank has a part of the gradient's sum."""
-    return GatherSequence.apply(own, ranks)
-
-
-def scatter_sequence(partial_sum: Tensor, ranks: Ranks) -> Tensor:
-    """Partial sums (B, S, D) -> (B, S/tp, D): reduce-scatters over tp."""
-    return ScatterSequence.apply(partial_sum, ranks)
-
-
-def gather_vocabulary(own: Tensor, ranks: Ranks) -> Tensor:
-    """(B, S, V/tp) -> (B, S, V): all-gathers over tp."""
-    return GatherVocabulary.apply(own, ranks)
-
-
-def exchange_rows(rows: Tensor, received: list[int], sent: list[int], ranks: Ranks) -> Tensor:
-    """(sum of sent, D) -> (sum of received, D), sorted by rank: all-to-all over ep."""
-    return ExchangeRows.apply(rows, received, sent, ranks)

@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from torchtitan_lite.model.moe import Experts, Router, invert, list_moes, take_rows
-from torchtitan_lite.parallel.exchange import Ranks, all_to_all, exchange_rows, list_ranks
+from torchtitan_lite.parallel.exchange import ExchangeRows, Ranks, all_to_all, list_ranks
 
 
 def apply_expert_parallel(part: nn.Module, mesh: DeviceMesh, tp: DeviceMesh) -> None:
@@ -87,12 +87,12 @@ def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tens
     # Rows arriving from each rank, per local expert: (ep, E/ep).
     theirs = all_to_all(counts, ranks).unflatten(0, (ranks.n, -1))
     sent, received = read_splits(counts.unflatten(0, (ranks.n, -1)), theirs)
-    arrived = exchange_rows(rows, received, sent, ranks)  # by rank, and from each rank by expert
+    arrived = ExchangeRows.apply(rows, received, sent, ranks)  # by rank, and from each rank by expert
     order = order_by_expert(theirs, sum(received))
     place = invert(order)
     weights = [local_experts(weight) for weight in (experts.w1, experts.w2, experts.w3)]
     results = experts.compute(take_rows(arrived, order, place, 1), theirs.sum(0), *weights)
-    return exchange_rows(take_rows(results, place, order, 1), sent, received, ranks)
+    return ExchangeRows.apply(take_rows(results, place, order, 1), sent, received, ranks)
 
 
 def order_by_expert(theirs: Tensor, n_rows: int) -> Tensor:

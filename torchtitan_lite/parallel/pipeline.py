@@ -18,7 +18,6 @@ Effect: a rank's parts hold the modules of its stages; FQNs are those of the who
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -30,7 +29,6 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
-from torch.profiler import record_function
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Parallelism
@@ -77,37 +75,12 @@ def build_schedule(
     return schedule_class(stages[0] if one_stage else stages, **options)
 
 
-def list_stages(schedule: _PipelineSchedule | None) -> list["Stage"]:
-    """List this rank's stages, first to last; none without a pipeline. torch has no public name for them yet."""
-    if schedule is None:
-        return []
-    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
-
-
 class Stage(PipelineStage):
-    """A stage whose actions have names in traces, that also runs forward only, and that counts no made-up tokens.
+    """A stage that also runs forward only, and that counts no made-up tokens.
 
     Two neighboring stages on one rank (V schedules) hand gradients to each other directly; torch 2.13 does so even
     if there is no backward and so no gradient.
     """
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
-        with self.name_action("F", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args, full_backward: bool = True, **kwargs):
-        with self.name_action("B" if full_backward else "I", bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args, **kwargs):
-        with self.name_action("W", bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    def name_action(self, kind: str, microbatch: int) -> AbstractContextManager:
-        """Name an action in a trace: forward, backward, or the halves of a backward for inputs (I) and weights (W)."""
-        if not torch.autograd._profiler_enabled():
-            return nullcontext()
-        return record_function(f"pp {kind}{microbatch} stage {self.stage_index}")
 
     def get_local_bwd_output(self, mb_index: int):
         return super().get_local_bwd_output(mb_index) if self.has_backward else None

@@ -1,10 +1,11 @@
 """Start one process among many: its settings, its device, the groups it talks in, how long it waits in them ([comm]).
 
-    groups of the mesh, pipeline   init_timeout_seconds until the first step is done, train_timeout_seconds after it
-    groups of the host             init_timeout_seconds throughout: a rank waits for the slowest disk of all ranks
+    groups of the mesh   init_timeout_seconds until the first step is done, train_timeout_seconds after it
+    groups of the host   init_timeout_seconds throughout: a rank waits for the slowest disk of all ranks
 
-A rank that waits longer in a collective, a send or a receive raises. In the first step ranks compile, connect and read
-at different speeds. After it, a peer that is late by many steps is hung.
+A rank that waits longer raises. In the first step ranks compile, connect and read at different speeds. After it, a peer
+that is late by many steps is hung. On CPUs the sends and receives of a pipeline wait for gloo's own 30 minutes: gloo
+keeps the time-out with which their group was made.
 
 Effect: the default process group exists; mesh.py makes the others.
 """
@@ -14,7 +15,6 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,11 +22,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-from torch.distributed.pipelining.schedules import _PipelineSchedule
-from torch.distributed.tensor import _redistribute, debug
 
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.parallel.pipeline import list_stages
 
 logger = logging.getLogger(__name__)
 
@@ -108,18 +105,13 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
 
     Raises RuntimeError if the driver and this build of torch disagree: one rank on the CPU would stop all others.
     """
+    if torch.cuda.is_available() != (device_type == "cuda"):
+        seen = "torch sees GPUs, and nvidia-smi lists none: repair nvidia-smi"
+        if device_type == "cuda":
+            seen = "nvidia-smi lists GPUs that this torch cannot use: install a CUDA build of torch"
+        raise RuntimeError(f"{seen}, or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU")
     if device_type == "cpu":
-        if torch.cuda.is_available():
-            raise RuntimeError(
-                "torch sees GPUs, and nvidia-smi on this host lists none: repair nvidia-smi, "
-                "or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
-            )
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise RuntimeError(
-            "nvidia-smi lists GPUs that this torch cannot use: install a CUDA build of torch, "
-            "or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
-        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
@@ -177,12 +169,9 @@ def check_equal_gpus(device: torch.device, host_group: dist.ProcessGroup) -> Non
         return
     names = [""] * dist.get_world_size()
     dist.all_gather_object(names, torch.cuda.get_device_name(device), group=host_group)
-    for rank, name in enumerate(names):
-        if name != names[0]:
-            raise RuntimeError(
-                f"rank 0 has a {names[0]} and rank {rank} a {name}, which draw different initial weights from one "
-                "seed: start the run on GPUs of one kind"
-            )
+    if len(set(names)) > 1:
+        kinds = ", ".join(f"{name} from rank {names.index(name)} on" for name in dict.fromkeys(names))
+        raise RuntimeError(f"GPUs of different kinds draw different weights from one seed: {kinds}. Use one kind")
 
 
 def make_host_group(name: str, timeout_s: int) -> dist.ProcessGroup:
@@ -190,55 +179,12 @@ def make_host_group(name: str, timeout_s: int) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=name)
 
 
-def list_groups() -> list[dist.ProcessGroup]:
-    """List every process group of this rank: DeviceMesh, torch's pipeline and this code make them.
-
-    torch has no public list of them; its private map holds those of this rank only.
-    """
-    return list(dist.distributed_c10d._world.pg_map)
-
-
-def set_timeouts(
-    timeout_s: int,
-    schedule: _PipelineSchedule | None,
-    *,
-    host_group: dist.ProcessGroup,
-    besides: Collection[dist.ProcessGroup] = (),
-) -> None:
-    """Set the time-out of every group of this process, except the groups in `besides`.
+def set_timeouts(timeout_s: int, groups: Groups) -> None:
+    """Set the time-out of every group of this process, except the groups of the host.
 
     Collective: no rank may wait with a short time-out for one that is still in its first step.
     """
-    dist.barrier(host_group)
-    timeout = timedelta(seconds=timeout_s)
-    for group in list_groups():
-        if group not in besides and dist.get_backend(group) != "fake":
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
-    renew_pipeline_group(timeout, schedule)
-
-
-def renew_pipeline_group(timeout: timedelta, schedule: _PipelineSchedule | None) -> None:
-    """Give the stages of this rank a new group with this time-out, if they use gloo.
-
-    Gloo's send and receive keep the time-out with which their group was made; one that is set later applies to
-    collectives only (torch 2.13). The old group stays, idle: its name in the store must not be used again.
-    """
-    stages = list_stages(schedule)
-    if stages and dist.get_backend(stages[0].group) == "gloo":
-        ranks = dist.get_process_group_ranks(stages[0].group)
-        group = dist.new_group(
-            ranks, timeout=timeout, backend="gloo", use_local_synchronization=True, group_desc="pipeline"
-        )
-        for stage in stages:
-            stage.group = group
-            if hasattr(stage, "_downstream_group"):  # torch 2.14 has two more names for it
-                stage._downstream_group = stage._upstream_group = group
-
-
-def forget_groups() -> None:
-    """Clear torch's caches by mesh: an equal mesh of a later job must not get the groups of an earlier one."""
-    torch._dynamo.reset()
-    debug._clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # not in every torch
-        _redistribute.clear_redistribute_planner_cache()
+    dist.barrier(groups.host)
+    for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list
+        if group not in (groups.host, groups.saver) and dist.get_backend(group) != "fake":
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

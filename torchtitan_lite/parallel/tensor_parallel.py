@@ -43,7 +43,6 @@ Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and ch
 """
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -57,14 +56,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchtitan_lite.config.block import list_block
 from torchtitan_lite.model.head import ChunkedLoss, Head
 from torchtitan_lite.model.moe import list_moes
-from torchtitan_lite.parallel.exchange import (
-    Ranks,
-    all_gather,
-    gather_sequence,
-    gather_vocabulary,
-    list_ranks,
-    scatter_sequence,
-)
+from torchtitan_lite.parallel.exchange import Gather, GatherVocabulary, Ranks, Scatter, all_gather, list_ranks
 from torchtitan_lite.parallel.float8 import ParallelFloat8Linear
 
 TensorParallelPlan = dict[str, "LocalStyle"]
@@ -132,30 +124,30 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
 
 
 class LocalStyle(ParallelStyle):
-    """A module whose weight is a DTensor over tp, and which computes on this rank's slice of it."""
+    """A module that computes on this rank's slice of its weight, a DTensor over tp."""
 
-    placement: Placement | None = None  # of the weight; None: the module has none of its own
-    computes: tuple[type, ...] = ()  # classes whose arithmetic the new forward repeats; (): it calls the old one
+    placement: Placement | None = None  # of the weight; None: the module has no weight of its own
+    computes: tuple[type, ...] = ()  # classes whose forward `compute` replaces; (): it calls the old forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """torch's name for what `parallelize_module` calls."""
         if self.placement is not None:
             weight = distribute_tensor(module.weight, device_mesh, [self.placement], src_data_rank=None)
             module.weight = nn.Parameter(weight)
-        module.forward = self.build_forward(module, list_ranks(device_mesh))
+        compute, ranks = self.compute, list_ranks(device_mesh)
+        module.forward = lambda *inputs: compute(module, ranks, *inputs)
         return module
 
-    def build_forward(self, module: nn.Module, ranks: Ranks) -> Callable:
-        """Return what replaces `module.forward`."""
+    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
+        """Replace `module.forward`."""
         raise NotImplementedError
 
 
 class GatheredInput(LocalStyle):
     """A module whose linear layers need all tokens: x is (B, S/tp, D) outside and (B, S, D) inside."""
 
-    def build_forward(self, module: nn.Module, ranks: Ranks) -> Callable:
-        forward = module.forward
-        return lambda x, *rest: forward(gather_sequence(x, ranks), *rest)
+    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor, *rest) -> Tensor:
+        return type(module).forward(module, Gather.apply(x, ranks, 1), *rest)
 
 
 class ColwiseLinear(LocalStyle):
@@ -164,8 +156,8 @@ class ColwiseLinear(LocalStyle):
     placement = Shard(0)
     computes = (nn.Linear, ParallelFloat8Linear)
 
-    def build_forward(self, module: nn.Module, ranks: Ranks) -> Callable:
-        return lambda x: multiply(module, x)
+    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
+        return multiply(module, x)
 
 
 class RowwiseLinear(LocalStyle):
@@ -174,8 +166,8 @@ class RowwiseLinear(LocalStyle):
     placement = Shard(1)
     computes = (nn.Linear, ParallelFloat8Linear)
 
-    def build_forward(self, module: nn.Module, ranks: Ranks) -> Callable:
-        return lambda x: scatter_sequence(multiply(module, x), ranks)
+    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
+        return Scatter.apply(multiply(module, x), ranks, 1)
 
 
 class CopiedNorm(LocalStyle):
@@ -184,13 +176,9 @@ class CopiedNorm(LocalStyle):
     placement = Replicate()
     computes = (nn.RMSNorm,)
 
-    def build_forward(self, module: nn.Module, ranks: Ranks) -> Callable:
-        def forward(x: Tensor) -> Tensor:
-            # The gradient is that of this rank's tokens. Marked as a partial sum: FSDP all-reduces it over tp.
-            weight = local_weight(module, Partial())
-            return F.rms_norm(x, module.normalized_shape, weight, module.eps)
-
-        return forward
+    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
+        # The gradient is that of this rank's tokens. Marked as a partial sum: FSDP all-reduces it over tp.
+        return F.rms_norm(x, module.normalized_shape, local_weight(module, Partial()), module.eps)
 
 
 class SplitEmbedding(LocalStyle):
@@ -199,15 +187,12 @@ class SplitEmbedding(LocalStyle):
     placement = Shard(0)
     computes = (nn.Embedding,)
 
-    def build_forward(self, module: nn.Module, ranks: Ranks) -> Callable:
-        def forward(tokens: Tensor) -> Tensor:
-            weight = local_weight(module)
-            row = tokens - ranks.own * len(weight)
-            is_here = (row >= 0) & (row < len(weight))
-            found = F.embedding(row.where(is_here, 0), weight) * is_here[:, :, None]
-            return scatter_sequence(found, ranks)  # each token has been found by one rank, the others add zero
-
-        return forward
+    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
+        weight = local_weight(module)
+        row = x - ranks.own * len(weight)
+        is_here = (row >= 0) & (row < len(weight))
+        found = F.embedding(row.where(is_here, 0), weight) * is_here[:, :, None]
+        return Scatter.apply(found, ranks, 1)  # each token has been found by one rank, the others add zero
 
 
 class SplitHead(LocalStyle):
@@ -216,17 +201,14 @@ class SplitHead(LocalStyle):
     placement = Shard(0)
     computes = (Head,)
 
-    def build_forward(self, module: Head, ranks: Ranks) -> Callable:
-        def forward(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-            hidden, weight = gather_sequence(hidden, ranks), local_weight(module)
-            if targets is None:
-                return gather_vocabulary(F.linear(hidden, weight), ranks)
-            return module.chunked_loss(hidden, weight, targets)
-
-        return forward
+    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        hidden, weight = Gather.apply(x, ranks, 1), local_weight(module)
+        if targets is None:
+            return GatherVocabulary.apply(F.linear(hidden, weight), ranks)
+        return module.chunked_loss(hidden, weight, targets)
 
 
-STYLES = {  # `tp` of a row of config/block.py
+STYLES = {  # `split` of a row of config/block.py
     "sequence": CopiedNorm,
     "heads": CopiedNorm,
     "colwise": ColwiseLinear,

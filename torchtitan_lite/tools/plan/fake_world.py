@@ -27,7 +27,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model import attention, moe
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel import context_parallel, expert_parallel, pipeline
-from torchtitan_lite.parallel.process_groups import forget_groups
+from torchtitan_lite.tools.forget_groups import forget_groups
 from torchtitan_lite.tools.plan.meter import Meter
 from torchtitan_lite.tools.plan.simulator import METHODS, find_kind
 from torchtitan_lite.tools.plan.workload import count_rows_each

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite import PACKAGE
-from torchtitan_lite.parallel.process_groups import forget_groups
+from torchtitan_lite.tools.forget_groups import forget_groups
 from torchtitan_lite.tools.processes import end_with_parent, prepare_forkserver
 
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
