@@ -6,13 +6,13 @@
 All arithmetic is torch's own in fp32. Only the moments are rounded, once per step, to 8 significant bits.
 
     bytes moved per parameter and step    20    compiled: one kernel that clips, widens, updates and rounds
-                                          56    else: fp32 copies for the fused kernel, one tensor at a time: 8 bytes
-                                                more memory per number of the largest local tensor
+                                          56    eager: fp32 copies for the fused kernel, one tensor at a time, take 8
+                                                bytes more memory per number of the largest local tensor
                                           32    torch's fused kernel with moments in fp32
 
 Why beta2 may not exceed 0.99: in a step without gradient the second moment should fall by the factor beta2. Numbers of
-bf16 are 0.4 to 0.8 % apart, so rounding removes a fall of less than half of that, in every step: with beta2 = 0.999 one
-large gradient would slow its weight for ever. At 0.99 every fall counts, coarsely.
+bf16 are 0.4 to 0.8 % apart, so rounding removes a fall of less than half of that in every step. With beta2 = 0.999, one
+large gradient would slow its weight forever. At 0.99 every fall has an effect, though a coarse one.
 
 No communication: each rank updates its shards. Sources: AdamW arXiv:1711.05101; bf16 moments: DeepSeek-V3
 arXiv:2412.19437.

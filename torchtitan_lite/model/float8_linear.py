@@ -4,8 +4,8 @@
     dx = dy @ w        backward      products are summed in fp32 and leave in the dtype of x
     dw = dy.T @ x
 
-A float8 has 2 or 3 bits of fraction and little range, so a tensor is first scaled to where its largest number is the
-largest float8. What shares a scale is the recipe:
+A float8 has 2 or 3 bits of fraction and little range, so a tensor is first scaled until its largest number is the
+largest float8. The recipe decides which numbers share a scale:
 
     recipe               one scale for each                   dy     dw
     tensorwise           tensor                               e5m2   in float8
@@ -13,7 +13,7 @@ largest float8. What shares a scale is the recipe:
     rowwise_with_gw_hp   the same; for dx, w as a whole       e4m3   as before, in high precision
 
 x and w are always e4m3 (3 bits of fraction, up to 448); e5m2 has one bit less and reaches 57,344. Rowwise scales are
-powers of two: scaling by them rounds nothing, so that a number is the same float8 in forward and backward.
+powers of two. Scaling by them rounds nothing, so a number is the same float8 in forward and backward.
 
 Legend: M tokens, K in features, N out features. Sources: arXiv:2209.05433; the recipes are torchao's.
 """
@@ -40,12 +40,12 @@ class Float8Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    by_row: bool  # a scale for each vector that a dot product runs over; else one for the tensor
-    of_gradient: torch.dtype  # dy; more range than x and w where all of it shares a scale
+    by_row: bool  # one scale for each vector that a dot product runs over; else one for the tensor
+    of_gradient: torch.dtype  # dtype of dy: with more range if the whole tensor shares a scale
     dw_in_float8: bool
 
     def round(self, x: Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> Float8Tensor:
-        """Round to float8. If scales are by row, there is one along `dim`; None: one for all numbers."""
+        """Round to float8, with one scale for each vector along `dim` if `by_row`. None: one scale for the tensor."""
         amax = x.abs().amax(dim, keepdim=True) if self.by_row and dim is not None else x.abs().amax()
         scale = choose_scale(amax, dtype, power_of_two=self.by_row)
         return Float8Tensor(cast(x, scale, dtype), scale)
@@ -73,22 +73,22 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def multiply(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, emulate: bool, fast: bool = False) -> Tensor:
     """Multiply a (M, K) @ b (K, N) -> (M, N). `fast`: accumulate in fewer bits, which suffices for activations.
 
-    `emulate`: the same rounding, and then a matmul in fp32, which runs anywhere.
+    `emulate`: round in the same way, then multiply in fp32, which runs on every device.
     """
     if emulate:
         return ((a.data.float() / a.scale) @ (b.data.float() / b.scale)).to(dtype)
     scale_a, scale_b = a.scale.reciprocal(), b.scale.reciprocal()
     by_row = a.scale.dim() > 0
     scale_after = None
-    if by_row and not fast:  # the kernel that scales rows is slow when it sums exactly; that for tensors is not
+    if by_row and not fast:  # the kernel that scales rows is slow when it sums exactly; the kernel for tensors is not
         scale_after = scale_a * scale_b
         scale_a = scale_b = torch.ones((), device=scale_a.device)
     product = torch._scaled_mm(
         a.data.contiguous(),
-        b.data.t().contiguous().t(),  # it wants columns of b side by side in memory
+        b.data.t().contiguous().t(),  # column-major
         scale_a=scale_a,
         scale_b=scale_b,
-        out_dtype=torch.bfloat16 if by_row else dtype,  # it has no fp32 for rows
+        out_dtype=torch.bfloat16 if by_row else dtype,  # by row there is no fp32 output
         use_fast_accum=fast,
     )
     return (product if scale_after is None else (product * scale_after).bfloat16()).to(dtype)

@@ -1,19 +1,19 @@
 """The head: hidden states to logits, or to the sum of token losses.
 
-One module does both, so that a pipeline's last stage, vocabulary-parallel TP and the chunked loss need no second path:
-hidden states and targets go in, the loss comes out.
+One module does both: hidden states and targets go in, the loss comes out. So a pipeline's last stage, tensor parallel
+and the chunked loss need no second path.
 
-The chunked loss never holds all logits. It makes the head's matmul and its loss a chunk of tokens at a time:
+The chunked loss never holds all logits. It computes the head's matmul and the loss for one chunk of tokens at a time:
 
     hidden (N, D)   forward, for each chunk                                       kept for backward
     [n tokens]      logits (n, V) -> losses, added to the sum ()
     [n tokens]                    -> gradient of logits (n, V)  -> x weight       its rows of grad_hidden (N, D)
     [n tokens]                                                  -> x hidden       added to grad_weight (V, D)
 
-Backward only scales the gradient of a sum of losses, so forward computes it while it has the logits. They are computed
-once, by the same three matmuls as in the plain loss. The plain loss holds a few times N x V numbers, 4 GiB each in
-fp32 for 8,192 tokens of Llama 3; the chunked one n x V of them and grad_weight, however long the sequences are.
-parallel/tensor_parallel.py overrides what changes under TP.
+Backward only scales the gradient of a sum of losses, so forward computes this gradient while it has the logits. Logits
+are computed once, by the same three matmuls as in the plain loss. The plain loss holds several tensors of N x V
+numbers, 4 GiB each in fp32 for 8,192 tokens of Llama 3. The chunked loss holds n x V numbers and grad_weight. Under TP,
+subclasses in parallel/tensor_parallel.py compute the loss of a split vocabulary.
 
 Legend: B batch, S sequence, N = B*S tokens, n tokens of a chunk, D model dim, V vocabulary.
 """

@@ -1,12 +1,12 @@
 """A cache of keys and values: one more token costs the work of one token, not of the whole text.
 
     read([a, b, c])    computes keys and values of a b c      keeps a b c .      returns the logits after c
-    read([d])          computes those of d only               keeps a b c d      returns the logits after d
+    read([d])          computes keys and values of d only     keeps a b c d      returns the logits after d
     rewind(3)          computes nothing                       keeps a b c .      as if d had never been read
 
 The cache replaces the submodule `attention.inner`, as document attention and context parallel do, so training and
-generation run the same model code. It computes causal attention over one document that starts at position 0. Which
-values of `model.attention` that is right for, config/choices.py says: ATTENTIONS[name].is_plain.
+generation run the same model code. It computes causal attention over one document that starts at position 0. A row of
+config/choices.py says whether this is right for a value of `model.attention`: ATTENTIONS[name].is_plain.
 
 Legend: B batch (1 here), S sequence, Q tokens being read, L tokens read so far, H heads, K kv heads, E head dim.
 """
@@ -30,10 +30,10 @@ class CachedAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         """query (1, H, Q, E), key and value (1, K, Q, E) of the tokens being read -> (1, H, Q, E)."""
         new = torch.stack((key, value))
-        # Copies the cache, which attention reads anyway: no capacity has to be known beforehand.
+        # Copies the cache, which attention reads in any case. In return no capacity must be known in advance.
         self.kept = new if self.kept is None else torch.cat((self.kept, new), dim=3)
         n_read, n_kept = query.shape[2], self.kept.shape[3]
-        mask = None  # a single token attends to everything; tokens without any before them need no mask (Q, L)
+        mask = None  # a single token attends to everything; the first tokens need no mask (Q, L)
         if 1 < n_read < n_kept:
             mask = torch.ones(n_read, n_kept, dtype=torch.bool, device=query.device).tril(n_kept - n_read)
         return F.scaled_dot_product_attention(

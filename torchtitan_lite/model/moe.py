@@ -3,7 +3,7 @@
     x (T, D) -> router -> K experts of each token, and a weight for each
     token      0     1     2              routes (T, K), here K = 2 of 3 experts: A B, C A, B C
     rows       0A 1A | 0B 2B | 1C 2C      (T*K, D): copies of the tokens, sorted by expert
-    experts    one matmul for all groups of rows (grouped_mm): whatever the router chose, no token is dropped
+    experts    one matmul for all groups of rows (grouped_mm), of any size: no token is dropped
     output     each token's K rows, times their weights, added up
 
 Balance. If a few experts get all tokens, the others learn nothing. Two methods prevent this; both give the same numbers
