@@ -204,8 +204,13 @@ def dump_config_toml(config: Config) -> str:
     for key in KEYS:
         section, _, name = key.rpartition(".")
         if (value := get_value(config, key)) is not None:
-            lines[section].append(f"{name} = {json.dumps(value, ensure_ascii=False)}")  # a TOML literal too
+            lines[section].append(f"{name} = {format_toml(value)}")
     return "\n\n".join("\n".join(block) for block in lines.values()) + "\n"
+
+
+def format_toml(value: object) -> str:
+    """Write a TOML literal. Strings, lists, numbers and booleans are the same in JSON."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def describe_keys(section: str) -> str:

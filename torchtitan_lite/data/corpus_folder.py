@@ -153,8 +153,7 @@ def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_pat
     """Return the folder of a corpus. A named one has a folder per tokenizer and files. Raises CorpusError."""
     if name not in DATASETS:
         return Path(name)
-    files = [(path, path.stat()) for path in DATASETS[name](dataset_path)]
-    stats = [f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in files]
+    stats = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in DATASETS[name](dataset_path)]
     content = repr([FORMAT, tokenizer.fingerprint, *stats]).encode()
     return cache_folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
 
