@@ -87,8 +87,8 @@ def give_steps(config: Config, last_step: int, folder: Path) -> Config:
 def start_ranks(plan: StartPlan, run_ranks: RunRanks, expected_path: Path) -> list[RankRecord]:
     """Run train.py on every rank; return the record of each. Raises RankFailure."""
     path = plan.dump_folder.with_suffix(".toml")
-    flavor = {"reduced": resolve_model(plan.config.model)}  # a TOML file cannot hold numbers of experts
-    path.write_text(dump_config_toml(with_value(plan.config, "model.flavor", "reduced")), encoding="utf-8")
+    flavor = {"debug": resolve_model(plan.config.model)}  # a TOML file cannot hold numbers of experts
+    path.write_text(dump_config_toml(with_value(plan.config, "model.flavor", "debug")), encoding="utf-8")
     n_ranks = plan.layout.world_size
     own_rows = [plan.own_rows(rank) for rank in range(n_ranks)]
     # As torchrun does: the parent holds the store by which ranks meet, at a port that the system chooses.
