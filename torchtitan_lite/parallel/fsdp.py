@@ -19,17 +19,17 @@ microbatches, per block and step:
 The optimizer state is always sharded. Under PP torch's runtime reduces gradients once per step; with 3 it frees the
 parameters after each forward, not after each backward. The head is kept from its forward to its backward. An
 embedding is gathered in forward only, unless it is tied to the head.
-A 2-D mesh (replicate, shard) adds one all-reduce of the own rows' gradients over `replicate` per block and step (HSDP);
-with a shard dim of 1 that is plain data parallel.
+A 2-D mesh (replicate, shard) adds one all-reduce of the local shard's gradients over `replicate` per block and step
+(HSDP). With a shard dim of 1 that is plain data parallel (DDP).
 
 With training.enable_cpu_offload the sharded tensors and the optimizer are in host memory: each gather starts with a
-copy of the own rows to the GPU, 4 bytes per parameter, and each reduce-scatter ends with a copy back. Gradients are
+copy of the local shard to the GPU, 4 bytes per parameter, and each reduce-scatter ends with a copy back. Gradients are
 clipped on the host too, by collectives of CPU tensors: the process groups then have gloo as well as NCCL.
 
 With TP below, rows are split twice: tp rank t holds block t of the rows, and of that dp rank s holds slice s. DTensor
 prints the data-parallel dim as `_StridedShard`: in the order of the mesh (shard, tp) the rows of a rank are strided.
 
-A mixture of experts is a group of its own, over efsdp (expert_parallel.py), gathered with its block.
+An MoE layer is a group of its own, over efsdp (expert_parallel.py), gathered with its block.
 
 Sources: ZeRO arXiv:1910.02054; FSDP arXiv:2304.11277; HSDP: MiCS arXiv:2205.00119.
 Effect: parameters are DTensors over fsdp_mesh (x tp); FQNs do not change. Applied even if nothing is sharded, so that
@@ -69,9 +69,9 @@ def apply_fsdp(
     expert_mesh: DeviceMesh | None = None,
     ep: int = 1,
 ) -> None:
-    """Shard `part` (on meta) over `mesh`, group by group; what its `ep` ranks hold of experts over `expert_mesh`.
+    """Shard `part` (on meta) over `mesh`, group by group, and the experts of `ep` ranks over `expert_mesh`.
 
-    `offload`: keep the shards on the host, see above.
+    `offload`: keep the shards on the host (see above).
 
     Gradients are summed, not averaged: each loss is already divided by the tokens of the whole global batch.
     """

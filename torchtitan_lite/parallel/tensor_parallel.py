@@ -253,7 +253,7 @@ def build_chunked_loss(chunk_tokens: int, mesh: DeviceMesh, *, shard_loss: bool)
 
 
 class LossOfShard(ChunkedLoss):
-    """Base of both losses: of this rank's rows of the weight. The gradient of `hidden` is a partial sum."""
+    """Base of both losses. It holds this rank's rows of the weight; the gradient of `hidden` is a partial sum."""
 
     def __init__(self, chunk_tokens: int, ranks: Ranks):
         super().__init__(chunk_tokens)
@@ -274,7 +274,7 @@ class ShardedLoss(LossOfShard):
 
 
 class GatheredLoss(LossOfShard):
-    """Without loss parallel: gathers all logits of a chunk, and keeps the gradient of its own."""
+    """Without loss parallel: gathers all logits of a chunk, and keeps the gradient of its local shard."""
 
     def differentiate(self, logits: Tensor, targets: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
         whole = all_gather(logits, self.ranks, dim=1)  # (n, V): ranks hold neighboring ids
