@@ -12,7 +12,7 @@ from functools import partial
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.build import build_run, open_data
+from torchtitan_lite.build import build_run
 from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
 from torchtitan_lite.components.diagnosis import find_non_finite
@@ -22,6 +22,7 @@ from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.data.corpus_folder import check_prepared
+from torchtitan_lite.data.dataset import open_data
 from torchtitan_lite.dump_folder import open_dump_folder
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import end_process, read_torchrun_environment, start_process
@@ -63,7 +64,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     logger.info(f"{config.job.description or plan.title}: {n_parameters:,} parameters, {layout}")
 
     # ---- data: each data-parallel rank reads its rows of every global batch
-    data = open_data(config, model_args, layout, mesh, device, plan.tokenizer)
+    data = open_data(config, model_args, layout, plan.tokenizer, mesh.data_rank, device)
     about = f"tokenizer {config.model.hf_assets_path}, {plan.tokenizer.vocab_size:,} tokens"
     logger.info(f"data: {data.stream.describe(config.training.steps)}; {about}")
 

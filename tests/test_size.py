@@ -9,23 +9,23 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 TRAINER = {
-    "train.py": 305,
-    "torchtitan_lite": 1_030,
-    "torchtitan_lite/config": 1_980,
-    "torchtitan_lite/model": 960,
-    "torchtitan_lite/parallel": 1_920,
+    "train.py": 220,
+    "torchtitan_lite": 880,
+    "torchtitan_lite/config": 1_950,
+    "torchtitan_lite/model": 950,
+    "torchtitan_lite/parallel": 1_950,
     "torchtitan_lite/data": 900,
     "torchtitan_lite/checkpoint": 1_300,
-    "torchtitan_lite/components": 1_125,
+    "torchtitan_lite/components": 1_050,
 }
 TOOLS = {
-    "torchtitan_lite/tools": 1_390,
+    "torchtitan_lite/tools": 1_350,
     "torchtitan_lite/tools/corpora": 620,
     "torchtitan_lite/tools/verify": 5_070,
     "torchtitan_lite/tools/plan": 3_650,
-    "torchtitan_lite/tools/bench": 840,
+    "torchtitan_lite/tools/bench": 400,
 }
-TESTS = {"tests": 16_000}
+TESTS = {"tests": 15_750}
 BUDGETS = TRAINER | TOOLS | TESTS
 
 

@@ -5,14 +5,12 @@
     materialize     storage and initial weights, which depend on (seed, FQN) only
     start_run       optimizer, learning-rate schedule, pipeline schedule
     build_run       all of these
-    open_data       the batches that this rank reads
 
 train.py, verify, plan, explain and bench build their runs here, so they cannot drift apart.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +23,7 @@ from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.corpus import open_corpus
-from torchtitan_lite.data.dataset import SampleReader, SampleStream, ValidationBatches, prefetch, rows_of_rank
-from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model import llama3
-from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.parallel.float8 import Float8AllGatherHook, gather_in_float8
 from torchtitan_lite.parallel.initial_weights import initialize_weights
@@ -142,55 +136,3 @@ def start_run(
     return Run(
         config, layout, mesh, device, parts, parameters, optimizer, lr_scheduler, schedule, float8_weights, balance
     )
-
-
-# ---------------------------------------------------------------- data
-
-
-@dataclass(frozen=True)
-class RunData:
-    """The batches of a run, of which this rank reads some rows. All tp and pp ranks of a replica read the same rows."""
-
-    stream: SampleStream
-    validation: ValidationBatches | None
-    bytes_of_tokens: Tensor  # (V,) int64, on the device: UTF-8 bytes of each id
-    rows: range
-    fingerprint: dict[str, object]  # must match when a run resumes
-
-    def batches(self, steps: range) -> Iterator[Batch]:
-        """Yield this rank's rows of the global batches of these steps, counted from 0."""
-        return prefetch(self.stream, self.rows, steps=steps, device=self.bytes_of_tokens.device)
-
-    def validation_batches(self) -> Iterator[Batch]:
-        steps = range(self.validation.n_batches)
-        return prefetch(self.validation, self.rows, steps=steps, device=self.bytes_of_tokens.device)
-
-
-def open_data(
-    config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh, device: torch.device, tokenizer: Tokenizer
-) -> RunData:
-    """Open the prepared corpora of a run. `config` is resolved. No communication."""
-
-    def open_split(names: list[str], dataset_path: str, split: str) -> SampleReader:
-        cache_folder = Path(config.training.cache_folder)
-        corpora = [open_corpus(name, tokenizer, cache_folder, split=split, dataset_path=dataset_path) for name in names]
-        restart_positions = config.model.attention == "document"
-        return SampleReader(corpora, config.training.seq_len, model_args.vocab_size, restart_positions)
-
-    training, section, batch_size = config.training, config.validation, layout.global_batch_size
-    stream = SampleStream(
-        open_split(training.dataset, training.dataset_path, "train"),
-        global_batch_size=batch_size,
-        weights=training.dataset_weights,
-        seed=config.debug.seed,
-    )
-    validation = None
-    if section.enable:
-        names, dataset_path = section.dataset or training.dataset, section.dataset_path or training.dataset_path
-        reader = open_split(names, dataset_path, "validation")
-        validation = ValidationBatches(reader, global_batch_size=batch_size, most_batches=section.steps)
-    bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
-    fingerprint = {**stream.fingerprint, "tokenizer": tokenizer.fingerprint}
-    fingerprint |= {"global_batch_size": batch_size, "shape": asdict(model_args)}
-    rows = rows_of_rank(mesh.data_rank, layout.dp, batch_size)
-    return RunData(stream, validation, bytes_of_tokens, rows, fingerprint)

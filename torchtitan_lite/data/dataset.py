@@ -18,15 +18,19 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.corpus_folder import CorpusError
+from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 
@@ -241,3 +245,55 @@ def prefetch(
         reads = (thread.submit(load, step) for step in steps)
         for read, _ in pairwise(chain(reads, [None])):  # the next one is submitted before this one is awaited
             yield read.result().to(device, non_blocking=True)
+
+
+# ---------------------------------------------------------------- what a rank reads
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The batches of a run, of which this rank reads some rows. All tp and pp ranks of a replica read the same rows."""
+
+    stream: SampleStream
+    validation: ValidationBatches | None
+    bytes_of_tokens: Tensor  # (V,) int64, on the device: UTF-8 bytes of each id
+    rows: range
+    fingerprint: dict[str, object]  # must match when a run resumes
+
+    def batches(self, steps: range) -> Iterator[Batch]:
+        """Yield this rank's rows of the global batches of these steps, counted from 0."""
+        return prefetch(self.stream, self.rows, steps=steps, device=self.bytes_of_tokens.device)
+
+    def validation_batches(self) -> Iterator[Batch]:
+        steps = range(self.validation.n_batches)
+        return prefetch(self.validation, self.rows, steps=steps, device=self.bytes_of_tokens.device)
+
+
+def open_data(
+    config: Config, model_args: ModelArgs, layout: Layout, tokenizer: Tokenizer, data_rank: int, device: torch.device
+) -> RunData:
+    """Open the prepared corpora of a run. `config` is resolved. No communication."""
+
+    def open_split(names: list[str], dataset_path: str, split: str) -> SampleReader:
+        cache_folder = Path(config.training.cache_folder)
+        corpora = [open_corpus(name, tokenizer, cache_folder, split=split, dataset_path=dataset_path) for name in names]
+        restart_positions = config.model.attention == "document"
+        return SampleReader(corpora, config.training.seq_len, model_args.vocab_size, restart_positions)
+
+    training, section, batch_size = config.training, config.validation, layout.global_batch_size
+    stream = SampleStream(
+        open_split(training.dataset, training.dataset_path, "train"),
+        global_batch_size=batch_size,
+        weights=training.dataset_weights,
+        seed=config.debug.seed,
+    )
+    validation = None
+    if section.enable:
+        names, dataset_path = section.dataset or training.dataset, section.dataset_path or training.dataset_path
+        reader = open_split(names, dataset_path, "validation")
+        validation = ValidationBatches(reader, global_batch_size=batch_size, most_batches=section.steps)
+    bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
+    fingerprint = {**stream.fingerprint, "tokenizer": tokenizer.fingerprint}
+    fingerprint |= {"global_batch_size": batch_size, "shape": asdict(model_args)}
+    rows = rows_of_rank(data_rank, layout.dp, batch_size)
+    return RunData(stream, validation, bytes_of_tokens, rows, fingerprint)
