@@ -198,3 +198,27 @@ def test_validation_runs_forward_through_every_schedule_and_zero_stage(pool, ora
         assert validated == pytest.approx(expected, rel=1e-6)
         assert trained == pytest.approx(expected, rel=1e-6)
         assert not disturbed
+
+
+# ---------------------------------------------------------------- traces
+
+
+def list_traced(rank: int, world_size: int, overrides: dict[str, object]) -> list[str]:
+    """Worker: the pipeline actions that a profiler sees in the second step."""
+    run = compare.build_table_run(world_size, overrides)
+    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    stepping.train_step(run, batch)
+    with torch.profiler.profile() as profiler:
+        stepping.train_step(run, batch)
+    return sorted(event.name for event in profiler.events() if event.name.startswith("pp "))
+
+
+def test_a_trace_names_each_action_of_the_pipeline_once(pool):
+    overrides = {PP: 2, SCHEDULE: "ZBVZeroBubble", ZERO: 1, "activation_checkpoint.mode": "none"}
+    for names, stages in zip(pool.run(list_traced, 2, overrides), ((0, 3), (1, 2)), strict=True):
+        n_microbatches = sum(name.startswith("pp F") for name in names) // 2
+        for stage in stages:
+            for microbatch in range(n_microbatches):
+                kinds = "".join(kind for kind in "FBIW" if f"pp {kind}{microbatch} stage {stage}" in names)
+                assert kinds in ("FB", "FIW")
+        assert len(names) == len(set(names))

@@ -29,6 +29,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
+from torch.profiler import record_function
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Parallelism
@@ -76,11 +77,24 @@ def build_schedule(
 
 
 class Stage(PipelineStage):
-    """A stage that also runs forward only, and that counts no made-up tokens.
+    """A stage that names its actions in traces, that also runs forward only, and that counts no made-up tokens.
 
     Two neighboring stages on one rank (V schedules) hand gradients to each other directly; torch 2.13 does so even
     if there is no backward and so no gradient.
     """
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
+        with record_function(f"pp F{fwd_chunk_id} stage {self.stage_index}"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args, full_backward: bool = True, **kwargs):
+        kind = "B" if full_backward else "I"  # I and W: the halves of a backward, for inputs and for weights
+        with record_function(f"pp {kind}{bwd_chunk_id} stage {self.stage_index}"):
+            return super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args, **kwargs):
+        with record_function(f"pp W{bwd_chunk_id} stage {self.stage_index}"):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_local_bwd_output(self, mb_index: int):
         return super().get_local_bwd_output(mb_index) if self.has_backward else None
