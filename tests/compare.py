@@ -3,33 +3,23 @@
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import build
-from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.layout import plan_degrees, resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler, Model, Optimizer, Training
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.tools.verify import one_rank, reference
-from torchtitan_lite.tools.verify.gradient_trial import find_faults
-from torchtitan_lite.tools.verify.one_rank import gather, own_rows
+from torchtitan_lite.tools.verify import plain
+from torchtitan_lite.tools.verify.plain import Inputs
+from torchtitan_lite.tools.verify.rank import build_small_run, local, own_rows, relative_error
 from torchtitan_lite.tools.verify.reduction import Reduction, override, reduce_config
-from torchtitan_lite.tools.verify.reference import relative_error, run_one_process
-from torchtitan_lite.tools.verify.trial import Difference, merge
+from torchtitan_lite.tools.verify.trial import RunRanks, Trial, try_layout
 
-__all__ = [
-    "Difference",
-    "find_faults",
-    "gather",
-    "merge",
-    "override",
-    "own_rows",
-    "relative_error",
-    "resolve_model",
-    "run_one_process",
-]
+__all__ = ["build_small_run", "local", "override", "own_rows", "relative_error", "resolve_model"]
 
 GLOBAL_BATCH_SIZE = 8
 SEQ_LEN = 32
@@ -39,7 +29,7 @@ TABLE_CONFIG = Config(
     model=Model(flavor="debug", dim=64, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=96, vocab_size=256),
     # One by one, and without decay: on a mesh with tp, DTensor plans lists of parameters, and sums, for seconds.
     optimizer=Optimizer(name="SGD", lr=0.5, weight_decay=0.0, implementation="for-loop"),
-    lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
+    lr_scheduler=LRScheduler(warmup_steps=0, total_steps=10, decay_ratio=0.0),
     training=Training(
         local_batch_size=GLOBAL_BATCH_SIZE, global_batch_size=GLOBAL_BATCH_SIZE, seq_len=SEQ_LEN, max_norm=0.5
     ),
@@ -49,17 +39,16 @@ TABLE_CONFIG = Config(
 def make_batch(step: int, vocab_size: int, n_rows: int = GLOBAL_BATCH_SIZE, *, documents: bool = False) -> Batch:
     keys = {"model.vocab_size": vocab_size, "training.global_batch_size": n_rows}
     keys["model.attention"] = "document" if documents else "causal"
-    return reference.make_batch(override(TABLE_CONFIG, keys), step)
+    return plain.make_batch(override(TABLE_CONFIG, keys), step)
 
 
 def complete(overrides: dict[str, object], world_size: int, base: Config = TABLE_CONFIG) -> Config:
-    """The table config with these keys. Without another wish, local_batch_size makes one accumulation step."""
+    """The table config with these keys. Ranks that other dims leave are dp_shard; one accumulation step by default."""
     config = override(base, overrides)
-    if "training.local_batch_size" in overrides:
-        return config
-    section = config.parallelism
-    others = section.pipeline_parallel_degree * section.tensor_parallel_degree * section.context_parallel_degree
-    return override(config, {"training.local_batch_size": config.training.global_batch_size * others // world_size})
+    degrees = plan_degrees(config.parallelism, world_size)
+    keys = {"parallelism.data_parallel_shard_degree": degrees["dp_shard"]}
+    n_rows = config.training.global_batch_size // (degrees["dp_replicate"] * degrees["dp_shard"])
+    return override(config, keys | {"training.local_batch_size": n_rows} | overrides)
 
 
 def reduce_row(row) -> Reduction:
@@ -67,14 +56,21 @@ def reduce_row(row) -> Reduction:
     return reduce_config(complete(row.overrides, row.world_size), row.world_size)
 
 
+def try_row(row, run_ranks: RunRanks, folder: Path) -> Trial:
+    """One step of the table model on a layout, beside one process."""
+    config = complete(row.overrides, row.world_size)
+    return try_layout("table", config, row.world_size, run_ranks, folder, Inputs(n_steps=1))
+
+
 def build_table_run(world_size: int, overrides: dict[str, object], base: Config = TABLE_CONFIG) -> build.Run:
     """A run of the table model."""
-    return one_rank.build_small_run(complete(overrides, world_size, base), world_size)
+    return build_small_run(complete(overrides, world_size, base), world_size)
 
 
-def measure_layout(rank: int, world_size: int, overrides: dict[str, object], oracle_path: str) -> one_rank.RankResult:
-    """Worker: one row of the table."""
-    return one_rank.measure_layout(rank, world_size, complete(overrides, world_size), oracle_path)
+def gather(run: build.Run, choose: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Full copies of one tensor per parameter. Collective over the ranks that share them."""
+    chosen = {fqn: choose(parameter) for fqn, parameter in run.parameters.items()}
+    return {fqn: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for fqn, t in chosen.items()}
 
 
 def run_inside(rank: int, world_size: int, context: Callable[[], AbstractContextManager], worker, *args, **options):
@@ -83,7 +79,7 @@ def run_inside(rank: int, world_size: int, context: Callable[[], AbstractContext
         return worker(rank, world_size, *args, **options)
 
 
-def ranks_inside(pool, context: Callable[[], AbstractContextManager]) -> Callable[..., list]:
+def ranks_inside(pool, context: Callable[[], AbstractContextManager]) -> RunRanks:
     """`pool.run`, whose workers call everything inside a context manager. `context` can be pickled."""
 
     def run_ranks(worker, world_size: int, *args, **options) -> list:
@@ -103,8 +99,3 @@ def fail_on(rank: int, world_size: int, failing_rank: int) -> None:
     """Worker: dies without a word on one rank."""
     if rank == failing_rank:
         os._exit(3)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 from torchtitan_lite.config.choices import SCHEDULES
 
-FP32_TOLERANCE = 1e-5
-
 PP, TP = "parallelism.pipeline_parallel_degree", "parallelism.tensor_parallel_degree"
 EP = "parallelism.expert_parallel_degree"
 REPLICATE = "parallelism.data_parallel_replicate_degree"
+SHARD = "parallelism.data_parallel_shard_degree"
 ZERO = "parallelism.zero_stage"
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 RESHARD = "parallelism.fsdp_reshard_after_forward"

@@ -14,7 +14,7 @@ peak still counts, so each step is measured too high, and the least of a few ste
 
 import gc
 from contextlib import nullcontext
-from dataclasses import replace
+from unittest.mock import patch
 
 import compare
 import torch
@@ -30,6 +30,7 @@ from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.head import ChunkedLoss, Head
+from torchtitan_lite.model.moe import Router
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.fake_world import fake_group, make_batch, static_stages
 from torchtitan_lite.tools.plan.meter import Meter
@@ -75,20 +76,19 @@ def measure_steps(config: Config, model_args: ModelArgs, layout: Layout, *, n_st
         mesh = build_mesh(layout, "cpu")
         run = build.build_run(config, model_args, layout, mesh, torch.device("cpu"))
         batch = make_batch(layout, config.training.seq_len)
-        if model_args.moe:
-            batch = replace(batch, routes=make_even_routes(model_args, *batch.tokens.shape))
-        stepping.train_step(run, batch)
-        for _ in range(n_steps):
-            gc.collect()
-            with record_function(A_STEP):
-                stepping.train_step(run, batch)
+        with patch.object(Router, "choose", choose_evenly):
+            stepping.train_step(run, batch)
+            for _ in range(n_steps):
+                gc.collect()
+                with record_function(A_STEP):
+                    stepping.train_step(run, batch)
     return follow(recording.profiler.kineto_results.experimental_event_tree())
 
 
-def make_even_routes(model_args: ModelArgs, n_rows: int, seq_len: int) -> torch.Tensor:
-    """Return routes (rows, S, layers, top_k) by which every expert gets as many of each slice of a few tokens."""
-    moe, size = model_args.moe, (n_rows, seq_len, model_args.n_layers, model_args.moe.top_k)
-    return (torch.arange(n_rows * seq_len * size[-1]) % moe.n_experts).view(*size[:2], 1, -1).expand(size)
+def choose_evenly(router: Router, scores: torch.Tensor) -> torch.Tensor:
+    """Take the place of Router.choose: every expert gets as many tokens. scores (B, S, E) -> (B, S, K)."""
+    routes = (scores + router.expert_bias).topk(router.args.top_k, dim=-1).indices  # allocates what the original does
+    return (torch.arange(routes.numel()) % router.n_experts).view_as(routes)
 
 
 def follow(events: list) -> list[int]:

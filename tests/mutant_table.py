@@ -1,4 +1,8 @@
-"""What a mutant is, and the table of all of them."""
+"""Small patches that break the code on purpose. `verify` must catch and name each of them, or it proves nothing.
+
+They are teaching material too: each says what is wrong, and mostly no user would have seen anything. A patch is in
+force inside one worker process, for one measurement. The parent, which runs the plain loop, is not patched.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -9,50 +13,36 @@ from unittest.mock import patch
 
 from layouts import CP, LAYOUTS, Row
 
-SHARD = "parallelism.data_parallel_shard_degree"
 CP2 = {CP: 2}
-
-# Culprits of several mutants: kind and name.
-INNER, HEAD = ("module output", "layers.0.attention.inner"), ("module output", "output")
-NORM, HEAD_GRADIENT = ("gradient norm", "measure_grad_norm"), ("gradient", "output.weight")
 
 
 @dataclass(frozen=True)
 class Mutant:
     row: Row  # the layout that must notice
-    noticed_by: str  # the measure that must fail
-    culprit: tuple[str, str]  # kind and name that must be found
-    mesh_dims: tuple[str, ...]  # along which ranks must be said to disagree
-    cause: str  # that must be named, or its beginning
-    trial: str  # of TRIALS, which sees it
+    trial: str  # of `verify`, in which it does
+    kind: str  # of the culprit that must be found
+    name: str
+    dims: tuple[str, ...]  # along which right and wrong ranks are neighbors
     patch: Callable[[], AbstractContextManager]
-    seen: str  # by a user without `verify`
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    row: str | Row,
-    noticed_by: str,
-    culprit: tuple[str, str],
-    *,
-    at: tuple[object, str] | None = None,
-    dims: tuple = (),
-    cause: str = "unknown",
-    trial: str = "wide",
+    row: str | Row, kind: str, name: str, *, at: tuple[object, str] | None = None, dims: tuple = (), trial: str = "wide"
 ):
-    """Add a mutant to MUTANTS; the docstring of the decorated function is what a user would have seen.
+    """Add a mutant to MUTANTS.
 
     With `at`, a module or class and the name of one of its functions, the decorated function takes that one's place;
     its first argument is the original. Without, it returns a context manager.
     """
 
     def add(function: Callable) -> Callable:
-        where = LAYOUTS[row] if isinstance(row, str) else row
-        seen = " ".join(function.__doc__.split())
         applied = function if at is None else partial(put_in_place, function, *at)
-        MUTANTS[function.__name__] = Mutant(where, noticed_by, culprit, dims, cause, trial, applied, seen)
+        MUTANTS[function.__name__] = Mutant(
+            LAYOUTS[row] if isinstance(row, str) else row, trial, kind, name, dims, applied
+        )
         return applied
 
     return add
@@ -61,7 +51,7 @@ def mutant(
 def put_in_place(function: Callable, owner: object, name: str) -> AbstractContextManager:
     original = getattr(owner, name)
 
-    @wraps(original)  # verify reads the signature of a module's forward
+    @wraps(original)
     def broken(*args, **options):
         return function(original, *args, **options)
 

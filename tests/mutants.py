@@ -1,8 +1,4 @@
-"""Small patches that break the code on purpose. `verify` must catch and name each of them, or it proves nothing.
-
-They are teaching material too: each says what its user would have seen, which is mostly nothing at all. A patch is in
-force inside one worker process, for one measurement.
-"""
+"""All mutants, and one trial of `verify` on ranks that are broken by one of them."""
 
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,20 +15,18 @@ import mutants_of_train  # noqa: F401
 import mutants_of_updates  # noqa: F401
 from mutant_table import MUTANTS
 
-from torchtitan_lite.tools.verify.command import TRIALS
-from torchtitan_lite.tools.verify.reduction import Reduction
-from torchtitan_lite.tools.verify.trial import Trial
-
-__all__ = ["MUTANTS"]
+from torchtitan_lite.tools.verify.command import list_trials
+from torchtitan_lite.tools.verify.trial import Trial, make_trial
 
 
 def apply_mutant(name: str) -> AbstractContextManager:
     return MUTANTS[name].patch()
 
 
-def try_mutant(name: str, trial: str, pool, folder: Path) -> tuple[Reduction, Trial]:
-    """Make one trial, on ranks that are all broken in this way."""
-    row = MUTANTS[name].row
+def try_mutant(name: str, pool, folder: Path) -> Trial:
+    """Make the trial that must notice, on ranks that are all broken in this way."""
+    trial = MUTANTS[name].trial
     with apply_mutant(name):  # one of them lets a refused config through
-        reduction = compare.reduce_row(row)
-    return reduction, TRIALS[trial](reduction, compare.ranks_inside(pool, partial(apply_mutant, name)), folder)
+        reduction = compare.reduce_row(MUTANTS[name].row)
+    trials = list_trials(reduction, compare.ranks_inside(pool, partial(apply_mutant, name)), folder)
+    return make_trial(trial, trials[trial])

@@ -1,11 +1,11 @@
-"""Mutants of MoE layers: routing, the exchange of rows, gradients over ep, loads and biases."""
+"""Mutants of experts: routing, the exchange of rows, gradients over ep, loads and biases."""
 
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from layouts import FAST
-from mutant_table import NORM, mutant
+from mutant_table import mutant
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lite.components import expert_balance, optim
@@ -15,72 +15,46 @@ from torchtitan_lite.parallel import expert_parallel, initial_weights, paralleli
 
 EP2, TP2 = FAST["experts, dp2, ep2"], FAST["experts, tp2, ep2"]
 SHARED_TP2 = FAST["experts, tp2, ep2, shared experts"]
-ROUTER, MIX = "layers.0.feed_forward.router", "layers.0.feed_forward"
-LOADS, W3 = ("expert loads", ROUTER), ("gradient", "layers.1.feed_forward.experts.w3")
-
-
 # ---------------------------------------------------------------- gradients and their norm
 
 
-@mutant(EP2, "gradient", W3, at=(expert_parallel, "local_experts"))
+@mutant(EP2, "gradients", "layers.1.feed_forward.experts.w2", at=(expert_parallel, "local_experts"))
 def expert_gradients_divided_by_ep(original, weight):
-    """Gradients of experts are averaged over ep, as those of copies are; but each rank has other experts, and all of
-    their tokens. AdamW hides the factor; clipping and the gradient norm depend on ep."""
+    """Gradients of experts are averaged over ep, as those of copies are."""
     own = original(weight)
     return (own + own.detach()) / 2
 
 
-@mutant(EP2, "gradient", W3, at=(expert_parallel, "local_experts"))
-def expert_gradients_multiplied_by_ep(original, weight):
-    """The loss is scaled by the number of ranks to undo an average that experts do not have. The experts' gradients are
-    ep times as large as the others, which AdamW hides."""
-    own = original(weight)
-    return 2 * own - own.detach()
-
-
-@mutant(EP2, "grad_norm", NORM, at=(optim, "count_copies"))
+@mutant(EP2, "gradient norm", "all gradients", at=(optim, "count_copies"))
 def norm_counts_experts_once_per_ep_rank(original, tensor):
-    """Squares of the experts' gradients are summed over ep and multiplied by it. Clipping sets in too early, and
-    earlier with more ep ranks."""
+    """Squares of the experts' gradients are summed over ep and multiplied by it."""
     return original(tensor) / (2 if is_of_experts(tensor) else 1)
-
-
-@mutant(EP2, "grad_norm", NORM, at=(optim, "count_copies"))
-def norm_forgets_experts(original, tensor):
-    """The norm is that of the dense parameters, because experts are on another mesh. Gradients of experts may explode
-    unseen."""
-    return float("inf") if is_of_experts(tensor) else original(tensor)
 
 
 def is_of_experts(tensor) -> bool:
     return isinstance(tensor, DTensor) and tensor.dim() == 3
 
 
-@mutant(TP2, "gradient", ("gradient", "layers.1.feed_forward.router.weight"), dims=("tp",))
+@mutant(TP2, "gradients", "layers.1.feed_forward.router.weight")
 def router_gradient_of_own_tokens():
-    """Each tensor-parallel rank has a router's gradient of its slice of the sequence, and nobody adds them: the routers
-    of the ranks drift apart and send equal tokens to different experts."""
+    """Each tensor-parallel rank has a router's gradient of its slice of the sequence, and nobody adds them."""
     return patch.object(expert_parallel, "Partial", Replicate)
 
 
-@mutant(
-    SHARED_TP2, "gradient", ("gradient", "layers.1.feed_forward.router.weight"), at=(parallelize, "share_sequences")
-)
+@mutant(SHARED_TP2, "gradients", "layers.1.feed_forward.router.weight", at=(parallelize, "share_sequences"))
 def auxiliary_loss_of_a_slice_of_the_sequence(original, part, groups):
-    """Each rank balances the routes of its slice of a sequence, though the loss is defined for whole ones. The balance
-    becomes a stricter one with every rank, and the loss a little worse."""
+    """Each rank balances the routes of its slice of a sequence, though the loss is defined for whole ones."""
 
 
 @mutant(
     EP2,
-    "initial",
-    ("initial weights", "layers.0.feed_forward.experts.w1"),
-    cause="the rule of the initial weights",
+    "initial weights",
+    "layers.0.feed_forward.experts.w1",
     at=(initial_weights, "copy_local_shard"),
+    dims=("dp_shard",),
 )
 def experts_drawn_alike_on_ep_ranks(original, parameter, full):
-    """Every ep rank seeds its generator alike and draws its own experts: expert 4 is born a copy of expert 0. The run
-    trains; the copies are told apart by their tokens alone."""
+    """Every ep rank seeds its generator alike and draws its own experts."""
     original(parameter, full)
     if is_of_experts(parameter):
         own = parameter.to_local()
@@ -90,54 +64,43 @@ def experts_drawn_alike_on_ep_ranks(original, parameter, full):
 # ---------------------------------------------------------------- rows
 
 
-@mutant(EP2, "loss", ("module output", MIX), at=(moe, "multiply_groups"))
-def rows_beyond_the_last_offset_used(original, rows, matrices, ends):
-    """The last group ends one row early, and grouped_mm leaves rows beyond it uninitialised. Mostly they hold numbers
-    of an earlier step; NaN now and then."""
-    multiplied = original(rows, matrices, ends)
-    is_beyond = torch.arange(len(rows)) >= ends[-1] - 1
-    return multiplied.masked_fill(is_beyond[:, None], float("nan"))
-
-
-@mutant(EP2, "gradient", ("module output", MIX), at=(moe, "multiply_groups"))
+@mutant(EP2, "module output", "layers.0.feed_forward", at=(moe, "multiply_groups"), dims=("dp_shard",))
 def rows_beyond_the_capacity_dropped(original, rows, matrices, ends):
-    """An expert takes three times its fair share of the rows, and leaves out the rest, as it did when its buffers had a
-    fixed size. While loads are even nothing is lost; later the tokens of the busiest expert are not computed."""
+    """An expert takes three times its fair share of the rows, and leaves out the rest, as it did when its buffers
+    had a fixed size."""
     counts = ends.diff(prepend=ends.new_zeros(1))
     place = torch.arange(len(rows)) - (ends - counts).repeat_interleave(counts)
     return original(rows, matrices, ends) * (place < 3 * len(rows) // len(ends))[:, None]
 
 
-@mutant(EP2, "gradient", ("module output", MIX), at=(expert_parallel, "invert"))
+@mutant(EP2, "module output", "layers.0.feed_forward", at=(expert_parallel, "invert"), dims=("dp_shard",))
 def one_run_of_results_sent_back_in_another_order(original, order):
-    """The inverse permutation is wrong for one expert and one rank that its rows came from: tokens get the results of
-    their neighbours. The other 15 of 16 runs are right, and the loss falls."""
+    """The inverse permutation is wrong for one expert and one rank that its rows came from."""
     place = original(order)
     n_wrong = len(place) // 16
     return torch.cat([place[:n_wrong].roll(1), place[n_wrong:]])
 
 
-@mutant(EP2, "gradient", ("module output", MIX), at=(moe.MoE, "forward"))
-def weights_applied_before_the_experts(original, layer, x, routes=None):
-    """A token is multiplied by its weight before an expert computes it, instead of after. An expert is not linear, so
-    that small weights count for less than they should; nobody sees it but in a comparison."""
-    weights, routes = layer.router(x, routes)
+@mutant(EP2, "module output", "layers.0.feed_forward", at=(moe.MoE, "forward"))
+def weights_applied_before_the_experts(original, layer, x):
+    """A token is multiplied by its weight before an expert computes it, instead of after."""
+    weights, routes = layer.router(x)
     order = routes.flatten().argsort(stable=True)
     rows = (x[:, :, None] * weights[..., None]).flatten(0, 2)[order]
     rows = layer.experts(rows, moe.count_routes(routes, layer.router.n_experts).sum(0))
     return rows[moe.invert(order)].view(*routes.shape, -1).sum(2)
 
 
-@mutant(EP2, "gradient", ("module output", ROUTER), at=(moe.Router, "route"))
-def combine_weights_in_bfloat16(original, router, x, weight, routes):
-    """The weights of a token's experts are rounded to bf16. They add up to 0.997 or 1.004, in every layer."""
-    weights, routes = original(router, x, weight, routes)
+@mutant(EP2, "module output", "layers.0.feed_forward", at=(moe.Router, "route"))
+def combine_weights_in_bfloat16(original, router, x, weight):
+    """The weights of a token's experts are rounded to bf16."""
+    weights, routes = original(router, x, weight)
     return weights.bfloat16().float(), routes
 
 
-@mutant(SHARED_TP2, "gradient", ("module output", "layers.1.shared_experts"), at=(parallelize, "apply_tensor_parallel"))
+@mutant(SHARED_TP2, "module output", "layers.1.shared_experts", at=(parallelize, "apply_tensor_parallel"))
 def shared_experts_counted_by_every_tp_rank(original, part, mesh, plan):
-    """Shared experts are computed whole and then added up over tp, as partial sums are. They count tp times."""
+    """Shared experts are computed whole and then added up over tp, as partial sums are."""
     original(part, mesh, plan)
     part.layers["1"].shared_experts.register_forward_hook(lambda module, args, output: mesh.size() * output)
 
@@ -145,14 +108,13 @@ def shared_experts_counted_by_every_tp_rank(original, part, mesh, plan):
 # ---------------------------------------------------------------- the choice
 
 
-@mutant(EP2, "routes", ("routes", ROUTER), at=(moe.Router, "choose"))
+@mutant(EP2, "module output", "layers.0.feed_forward", at=(moe.Router, "choose"), dims=("dp_shard",))
 def scores_rounded_before_the_choice(original, router, scores):
-    """Experts are chosen by scores in bf16, of which many are equal: of these the first experts win, so that they get
-    more tokens. Each loss is plausible."""
+    """Experts are chosen by scores in bf16, of which many are equal."""
     return (scores + router.expert_bias).bfloat16().topk(router.args.top_k, dim=-1).indices
 
 
-@mutant(EP2, "routes", ("routes", ROUTER), dims=("dp_shard",), at=(moe.Router, "choose"))
+@mutant(EP2, "module output", "layers.0.feed_forward", at=(moe.Router, "choose"), dims=("dp_shard",))
 def bias_forgotten_on_one_rank(original, router, scores):
     """One rank restores no biases, and its tokens go to the experts that all others have learned to spare."""
     return scores.topk(router.args.top_k, dim=-1).indices if dist.get_rank() == 1 else original(router, scores)
@@ -161,39 +123,46 @@ def bias_forgotten_on_one_rank(original, router, scores):
 # ---------------------------------------------------------------- loads and biases
 
 
-@mutant(EP2, "expert_loads", LOADS, dims=("dp_shard",))
+@mutant(EP2, "expert loads", "layers.0.feed_forward.router", at=(moe.Router, "route"))
+def loads_counted_again_by_recompute(original, router, x, weight):
+    """Loads are added up in forward, which recompute runs again."""
+    routed = original(router, x, weight)
+    router.load += router.last_load
+    return routed
+
+
+@mutant(EP2, "expert loads", "layers.0.feed_forward.router")
 def loads_of_own_tokens():
-    """Loads are not added up over the ranks: each moves the biases by its own tokens, and they drift apart."""
+    """Loads are not added up over the ranks."""
     return patch.object(expert_balance, "dist")
 
 
 @mutant(
     "experts, pp2",
-    "expert_loads",
-    ("expert loads", "layers.2.feed_forward.router"),  # of the first stage there is no gradient to learn the shape of
+    "expert loads",
+    "layers.0.feed_forward.router",
     at=(pipeline.Stage, "_post_metadata_inference_cleanup"),
 )
 def made_up_tokens_counted(original, stage):
-    """torch's pipeline learns shapes by a forward and a backward over uninitialised memory, and the routes of that are
-    counted: in the first step, and in the one after each validation. One bias in ten moves the wrong way there."""
+    """torch's pipeline learns shapes by a forward and a backward over uninitialised memory, and the routes of that
+    are counted."""
     super(pipeline.Stage, stage)._post_metadata_inference_cleanup()
 
 
 @mutant(
     "experts, dp2, ep2, accumulation 4 ZeRO-2",
-    "expert_biases",
-    ("expert biases", f"{ROUTER}.expert_bias"),
+    "expert biases",
+    "layers.0.feed_forward.router.expert_bias",
     at=(ExpertBalance, "update"),
 )
 def bias_moved_in_every_microbatch(original, balance, finite):
-    """Biases move after each microbatch instead of each step: as many times as far as the rate says, and on another
-    layout, with fewer microbatches, less."""
+    """Biases move after each microbatch instead of each step."""
     for _ in range(3):
         loads = original(balance, finite)
     return loads
 
 
-@mutant(EP2, "non-finite step", ("non-finite step", "update_weights"), trial="updates", at=(ExpertBalance, "update"))
+@mutant(EP2, "expert biases", "layers.0.feed_forward.router.expert_bias", at=(ExpertBalance, "update"))
 def bias_moved_by_a_step_that_is_left_out(original, balance, finite):
     """A step with a gradient that is not finite changes no weight, but it moves the biases."""
     return original(balance, torch.ones_like(finite))

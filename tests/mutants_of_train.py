@@ -1,158 +1,110 @@
-"""Mutants that are wrong only in train.py, or in what only it calls."""
+"""Mutants that are wrong only in a run of train.py: data, schedule, log, save and resume."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
-from layouts import ADAMW, Row
-from mutant_table import mutant
-from mutants_of_updates import RATE, in_place_of
+from layouts import ADAMW, FAST, Row
+from mutant_table import mutant, put_in_place
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_lite import preflight, validation
+from torchtitan_lite import preflight, run_log
 from torchtitan_lite.checkpoint import load as loading
 from torchtitan_lite.checkpoint import save as saving
 from torchtitan_lite.checkpoint.save import name_weights
-from torchtitan_lite.tools.verify import train_start
+from torchtitan_lite.data import dataset
+from torchtitan_lite.tools.verify.rank import local
 
-in_train_py, replacing = partial(mutant, trial="train.py"), partial(in_place_of, trial="train.py")
-VALIDATION = ("validation loss", "validate")
-
-
-def train_py_with(old: str, new: str) -> AbstractContextManager:
-    """train.py with one stretch of its text replaced."""
-    original = train_start.read_source
-
-    def edited(path):
-        source = original(path)
-        assert source.count(old) == 1, f"train.py has {source.count(old)} times {old!r}"
-        return source.replace(old, new)
-
-    return patch.object(train_start, "read_source", edited)
+in_first_start = partial(mutant, name="first start", trial="train.py")
+in_resumed_start = partial(mutant, name="resumed start", trial="train.py")
 
 
-@in_train_py("dp2 x tp2", "rows", ("rows", "rows_of_rank"), dims=("tp",))
-def tp_peers_read_other_rows():
-    """Rows are dealt out by the number of the rank, as if tp did not exist. Peers mix halves of unlike sequences: the
-    loss falls, a little more slowly, and half of the data is never seen."""
-    return train_py_with("rows_of_rank(mesh.data_rank, ", "rows_of_rank(rank % layout.dp, ")
+@in_first_start("dp2 x tp2", kind="loss", at=(dataset, "rows_of_rank"))
+def tp_peers_read_other_rows(original, data_rank, dp, n_rows):
+    """Rows are dealt out by the number of the rank, as if tp did not exist."""
+    return original(dist.get_rank() % dp, dp, n_rows)
 
 
-@in_train_py("hsdp2x2", "rows", ("rows", "rows_of_rank"))
-def replicas_read_the_same_rows():
-    """The place on dp_replicate is left out, so that all replicas read the same rows. The curve is that of half of the
-    batch size; half of the rows are never read."""
-    return train_py_with("rows_of_rank(mesh.data_rank, ", "rows_of_rank(mesh.data_rank % layout.dp_shard, ")
+@in_first_start("hsdp2x2", kind="loss", at=(dataset, "rows_of_rank"))
+def replicas_read_the_same_rows(original, data_rank, dp, n_rows):
+    """The coordinate on dp_replicate is left out: half of the rows are never read."""
+    return original(data_rank % (dp // 2) if dp > 1 else 0, dp, n_rows)
 
 
-@in_train_py("dp2", "rows", ("rows", "SampleStream"))
-def every_rank_shuffles_with_a_seed_of_its_own():
-    """A habit from trainers whose ranks shuffle alone. Rows of one step come from two orders, so that some samples are
-    seen twice in an epoch and others never; and the data depends on the layout."""
-    return train_py_with("seed=config.debug.seed,\n    )", "seed=config.debug.seed + rank,\n    )")
+@in_first_start("dp2", kind="loss", at=(dataset, "SampleStream"))
+def every_rank_shuffles_with_a_seed_of_its_own(original, *args, seed, **options):
+    """Rows of one step come from two orders."""
+    return original(*args, seed=seed + dist.get_rank(), **options)
 
 
-@in_train_py("dp2", "rows", ("rows", "prefetch"))
-def data_begins_anew_after_a_resume():
-    """A resumed run reads the first batches again. Its loss is even a little better than expected."""
-    return train_py_with("steps=range(resumed_step, n_steps)", "steps=range(n_steps - resumed_step)")
+@in_resumed_start("dp2", kind="loss", at=(dataset.RunData, "batches"))
+def data_begins_anew_after_a_resume(original, data, steps):
+    """A resumed run reads the first batches again."""
+    return original(data, range(len(steps)))
 
 
-@in_train_py("one rank", "rows", ("rows", "prefetch"))
-def a_batch_is_skipped_at_each_resume():
-    """An off-by-one: the batch after the checkpoint is never learned from."""
-    return train_py_with(
-        "steps=range(resumed_step, n_steps)", "steps=range(resumed_step + (resumed_step > 0), n_steps + 1)"
-    )
-
-
-@replacing(loading, "set_step", "pp2 1F1B", "learning rate", RATE, dims=("dp_shard",))
-def only_rank_0_resumes_its_schedule(set_step, lr_scheduler, step):
-    """The rank that reads the manifest sets its learning rate, the others begin their warm-up again. Logged is the one
-    of rank 0, which is right."""
+@in_resumed_start("pp2 1F1B", kind="loss", at=(loading, "set_step"))
+def only_rank_0_resumes_its_schedule(original, lr_scheduler, step):
+    """Other ranks begin their warm-up again; the logged rate is right."""
     if dist.get_rank() == 0:
-        set_step(lr_scheduler, step)
+        original(lr_scheduler, step)
 
 
-@in_train_py("one rank", "learning rate", RATE)
-def schedule_forgotten_by_a_resume():
-    """Each resume begins with warm-up and peak again; the loss jumps up a little, as it may for other reasons."""
-    return patch.object(loading, "set_step", lambda lr_scheduler, step: None)
-
-
-@replacing(preflight, "resolve_config", "one rank", "learning rate", RATE)
-def schedule_as_long_as_this_start(resolve, config, layout, device_type):
-    """lr_scheduler.total_steps gives way to training.steps: who prolongs a run has another course of the learning rate
-    than was asked for."""
-    config = resolve(config, layout, device_type)
-    section = replace(config.lr_scheduler, total_steps=config.training.steps, decay_ratio=None, warmup_steps=0)
+@in_first_start("one rank", kind="lr", at=(preflight, "resolve_config"))
+def schedule_as_long_as_this_start(original, config, layout, device_type):
+    """lr_scheduler.total_steps gives way to training.steps."""
+    config = original(config, layout, device_type)
+    section = replace(config.lr_scheduler, total_steps=config.training.steps, warmup_steps=0)
     return replace(config, lr_scheduler=section)
 
 
-@in_train_py(Row(2, ADAMW), "resumed state", ("resume", "tok_embeddings.weight"))
+@in_resumed_start(Row(2, ADAMW), kind="loss")
 def moments_forgotten_by_a_resume():
-    """Weights alone are loaded. AdamW begins with moments of zero and the step count of a new run: a small bump in the
-    loss after each restart."""
-    return patch.object(loading, "name_tensors", lambda parameters, optimizer: name_weights(parameters))
+    """Weights alone are loaded; AdamW begins with moments of zero."""
+    return put_in_place(lambda original, parameters, optimizer: name_weights(parameters), loading, "name_tensors")
 
 
-@replacing(saving, "name_tensors", "tp2", "resumed state", ("resume", "tok_embeddings.weight"))
-def checkpoints_rounded_to_bfloat16(name_tensors, parameters, optimizer):
-    """Weights are saved in half of the space. Every resume loses what learned slowly; no curve shows it."""
-    return {name: tensor.bfloat16().float() for name, tensor in name_tensors(parameters, optimizer).items()}
+@in_resumed_start("tp2", kind="loss", at=(saving, "name_tensors"))
+def checkpoints_rounded_to_bfloat16(original, parameters, optimizer):
+    """Weights are saved in half of the space."""
+    return {name: tensor.bfloat16().float() for name, tensor in original(parameters, optimizer).items()}
 
 
-@in_train_py("dp2", "validation", VALIDATION)
-def validation_counts_padding():
-    """Padding counts in the denominator of the validation loss: the fewer held-out documents, the better it looks."""
-    return patch.object(validation, "IGNORE_INDEX", -1)
+@in_resumed_start(FAST["experts, dp2, ep2"], kind="loss")
+@contextmanager
+def experts_saved_in_another_order():
+    """Experts are written in turns, one from each ep rank, and read so: right as long as ep stays."""
+    name_tensors, load_newest = saving.name_tensors, loading.load_newest
+
+    def save_in_turns(parameters, optimizer):
+        in_turns = partial(reorder, unflatten=lambda full, ep: full.unflatten(0, (ep, -1)))
+        return {name: in_turns(tensor) for name, tensor in name_tensors(parameters, optimizer).items()}
+
+    def load_in_turns(folder, tensors, **options):
+        manifest = load_newest(folder, tensors, **options)
+        for tensor in tensors.values():
+            back = reorder(tensor, unflatten=lambda full, ep: full.unflatten(0, (-1, ep)))
+            local(tensor).copy_(local(back))
+        return manifest
+
+    with patch.object(saving, "name_tensors", save_in_turns), patch.object(loading, "load_newest", load_in_turns):
+        yield
 
 
-@in_train_py("dp2", "validation", VALIDATION, dims=("dp_shard",))
-def validation_of_one_rank():
-    """Each rank has the validation loss of its own rows, and rank 0 logs it: it depends on the layout, and on who got
-    the padding."""
-    return patch.object(validation, "dist", SimpleNamespace(all_reduce=lambda tensor, group: None))
+def reorder(tensor: torch.Tensor, unflatten: Callable) -> torch.Tensor:
+    if not isinstance(tensor, DTensor) or tensor.dim() != 3:
+        return tensor
+    mesh = tensor.device_mesh
+    ep = mesh["ep"].size() if "ep" in mesh.mesh_dim_names else 1
+    mixed = unflatten(tensor.full_tensor(), ep).transpose(0, 1).flatten(0, 1).contiguous()
+    return distribute_tensor(mixed, mesh, tensor.placements, src_data_rank=None)
 
 
-@in_train_py("one rank", "validation", VALIDATION)
-def validation_on_training_documents():
-    """What is validated on was trained on: overfitting is never seen."""
-    return train_py_with('choose_validation(config), "validation")', 'choose_validation(config), "train")')
-
-
-@in_train_py("pp2 GPipe", "validation", VALIDATION)
-def last_validation_batch_left_out():
-    """The incomplete batch at the end is dropped, as data loaders do by default: the loss is that of other documents
-    whenever the batch size changes."""
-    return train_py_with("range(validation_data.n_batches)", "range(validation_data.n_batches - 1)")
-
-
-@in_train_py("dp2", "logged numbers", ("logged loss", "metrics.jsonl"))
-def loss_of_rank_0_logged():
-    """The logged loss is the share of rank 0: about half of what it is, on four ranks a quarter."""
-    return train_py_with("loss=result.loss.item()", "loss=result.local_loss.item()")
-
-
-@in_train_py("one rank", "logged numbers", ("logged lr", "metrics.jsonl"))
-def rate_of_the_next_step_logged():
-    """The learning rate is read after the schedule has stepped: every plot is shifted by one step."""
-    return train_py_with("                    lr=lr,", "                    lr=run.lr_scheduler.get_last_lr()[0],")
-
-
-@in_train_py("dp2", "logged numbers", ("logged grad_norm", "metrics.jsonl"))
-def norm_logged_after_clipping():
-    """The logged gradient norm never exceeds max_norm, so that spikes are not seen."""
-    clipped = "grad_norm=result.grad_norm.clamp(max=config.training.max_norm).item()"
-    return train_py_with("grad_norm=result.grad_norm.item()", clipped)
-
-
-@replacing(validation, "validate", "dp2", "loss", ("loss", "train_step"))
-def validation_moves_the_weights(validate, run, *args):
-    """A validation that steps: the held-out documents are trained on, a little, at each validation."""
-    validated = validate(run, *args)
-    for parameter in run.parameters.values():
-        parameter.data.mul_(0.999)
-    return validated
+@in_first_start("dp2", kind="loss", at=(run_log.RunLog, "write_step"))
+def loss_of_rank_0_logged(original, log, step, result):
+    """The logged loss is the share of rank 0."""
+    original(log, step, replace(result, loss=result.local_loss))

@@ -13,8 +13,8 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.parallel.attention_kernels import KERNELS, choose_kernel, merge_into
 from torchtitan_lite.parallel.context_parallel import CausalContext, DocumentContext, plan_query_positions
 from torchtitan_lite.parallel.ring_attention import context_attention, context_attention_backward
-from torchtitan_lite.tools.verify.one_rank import build_small_run, own_rows
-from torchtitan_lite.tools.verify.reference import make_batch
+from torchtitan_lite.tools.verify.plain import make_batch
+from torchtitan_lite.tools.verify.rank import build_small_run, own_rows
 
 METHODS = ["allgather", "ring"]
 N_HEADS, SEQ_LEN, HEAD_DIM = 4, 48, 8

@@ -1,7 +1,7 @@
 """Closed form = dry run = real step: memory, traffic and FLOPs of the same layouts, three ways."""
 
 from collections import Counter
-from dataclasses import replace
+from unittest.mock import patch
 
 import compare
 import pytest
@@ -29,7 +29,7 @@ from layouts import (
     WHOLE_LOGITS,
     ZERO,
 )
-from measure_memory import BATCH, GLOBAL_BATCH, MODEL, make_even_routes, measure_on_gloo, measure_peak, plan
+from measure_memory import BATCH, GLOBAL_BATCH, MODEL, choose_evenly, measure_on_gloo, measure_peak, plan
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
@@ -41,6 +41,7 @@ from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import MASTER_BYTES, bound_memory, count_moment_bytes
 from torchtitan_lite.model.attention import CausalAttention
 from torchtitan_lite.model.llama3 import TransformerBlock, rotary_angles
+from torchtitan_lite.model.moe import Router
 from torchtitan_lite.tools.plan.dry_run import DryRun, dry_run, plan_run
 from torchtitan_lite.tools.plan.fake_world import kernels_of_gpus, loaded_experts
 from torchtitan_lite.tools.plan.forecast import list_memory
@@ -254,12 +255,11 @@ def count_real_step(world_size: int, keys: dict) -> tuple[dict, dict]:
     run = compare.build_table_run(world_size, keys)
     shape = resolve_model(run.config.model)
     batch = compare.own_rows(run, compare.make_batch(0, shape.vocab_size))
-    if shape.moe:
-        batch = replace(batch, routes=make_even_routes(shape, *batch.tokens.shape))
-    stepping.train_step(run, batch)
     meter = Meter(run.layout)
-    with meter.watching():
+    with patch.object(Router, "choose", choose_evenly):
         stepping.train_step(run, batch)
+        with meter.watching():
+            stepping.train_step(run, batch)
     calls = [call for segment in meter.segments for call in segment.collectives]
     order = plan_order(run.config.parallelism, run.layout)
     workload = describe_workload(run.config, shape, run.layout)

@@ -6,7 +6,7 @@ from pathlib import Path
 import compare
 import pytest
 import torch
-from layouts import PP, SCHEDULE, TP, ZERO
+from layouts import PP, SCHEDULE, TP, ZERO, Row
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.checks import check_mesh
@@ -14,6 +14,7 @@ from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.layout import plan_degrees
 from torchtitan_lite.config.schedule import check_microbatches, find_csv_fault, name_modules, place_stages, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism
+from torchtitan_lite.tools.verify.plain import Inputs, run_plainly
 
 CSV = "parallelism.pipeline_parallel_schedule_csv"
 
@@ -154,14 +155,12 @@ def test_listed_stages_are_as_many_as_the_schedule_file_has(tmp_path):
 
 
 @pytest.mark.parametrize("text", [pytest.param(GPIPE, marks=pytest.mark.slow), SPLIT])
-def test_a_schedule_file_computes_the_single_device_model(pool, oracle, tmp_path, text):
+def test_a_schedule_file_computes_the_single_device_model(pool, tmp_path, text):
     parallelism = write_csv(tmp_path, text)
     assert find_csv_fault(parallelism) == ""
     overrides = {PP: 2, CSV: parallelism.pipeline_parallel_schedule_csv, "activation_checkpoint.mode": "none"}
     overrides["parallelism.pipeline_parallel_microbatch_size"] = 4
-    shares = pool.run(compare.measure_layout, 2, overrides, oracle({}))
-    fqns = set(torch.load(oracle({}), weights_only=False).gradients)
-    assert compare.find_faults(compare.merge(shares, fqns), 1e-5) == {}
+    assert compare.try_row(Row(2, overrides), pool.run, tmp_path).faults == {}
 
 
 # ---------------------------------------------------------------- forward only
@@ -191,8 +190,9 @@ KINDS = ("1F1B", "LoopedBFS", "DualPipeV")  # a loop of its own, several stages 
         *(pytest.param({PP: 2, SCHEDULE: n}, marks=pytest.mark.slow) for n in SCHEDULES if n not in KINDS),
     ],
 )
-def test_validation_runs_forward_through_every_schedule_and_zero_stage(pool, oracle, overrides):
-    expected = torch.load(oracle({}), weights_only=False).losses[0]
+def test_validation_runs_forward_through_every_schedule_and_zero_stage(pool, overrides):
+    (plain,) = run_plainly(compare.TABLE_CONFIG, Inputs(n_steps=1))
+    expected = plain.loss
     overrides = {**overrides, "activation_checkpoint.mode": "none"}
     for validated, trained, disturbed in pool.run(validate_then_train, 4, overrides):
         assert validated == pytest.approx(expected, rel=1e-6)

@@ -13,14 +13,13 @@ from layouts import CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Validation
 from torchtitan_lite.data.corpus import Corpus, open_corpus
-from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch, rows_of_rank
+from torchtitan_lite.data.dataset import RunData, SampleReader, ValidationBatches, rows_of_rank
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import find_files
-from torchtitan_lite.tools.verify.reference import choose_model
-from torchtitan_lite.tools.verify.small_runs import WIDE
+from torchtitan_lite.tools.verify.plain import choose_init
 from torchtitan_lite.validation import is_validated, validate
 
 SEQ_LEN = compare.SEQ_LEN
@@ -63,18 +62,19 @@ def make_batches(folder: Path, most_batches: int, attention: str) -> ValidationB
 
 def validate_layout(rank: int, world_size: int, overrides: dict, folder: Path, most_batches: int) -> dict[str, float]:
     """Worker: the validation of a run before its first step."""
-    run = compare.build_table_run(world_size, {**BYTES, **overrides})
+    run = compare.build_table_run(world_size, {**BYTES, "validation.enable": True, **overrides})
     validation = make_batches(folder, most_batches, run.config.model.attention)
     rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
-    batches = prefetch(validation, rows, steps=range(validation.n_batches), device=run.device)
-    return validate(run, batches, torch.tensor(load_tokenizer("bytes").bytes_of_tokens()))
+    bytes_of_tokens = torch.tensor(load_tokenizer("bytes").bytes_of_tokens())
+    figures = validate(run, RunData(None, validation, bytes_of_tokens, rows, {}), step=1)
+    return {name: value for name, value in figures.items() if name != "val_time_s"}
 
 
 def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, float]:
     """The same by a plain loop over samples of the held-out row, one at a time; `starts`: their first tokens."""
     config = compare.override(compare.TABLE_CONFIG, BYTES)
     model = Llama3(resolve_model(config.model))
-    _, init_parameter = choose_model(config, WIDE)  # as build_table_run
+    init_parameter = choose_init(config)  # as build_table_run
     initialize_weights(model, init_parameter, config.debug.seed)
     validation = open_validation(folder)
     tokens, begins = validation.tokens.long(), torch.zeros(validation.n_tokens, dtype=torch.bool)

@@ -24,7 +24,7 @@ import train
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.parallel import process_groups
-from torchtitan_lite.tools.verify.train_start import make_environment, process_left_as_it_was
+from torchtitan_lite.tools.verify.train_py import make_environment, process_left_as_it_was
 
 MARK = "RUN_UNDER_TEST"  # variable in the environment of every process of a run: its dump folder
 
@@ -52,8 +52,8 @@ def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -> int:
         redirect_stdout(io.StringIO()),
         patch.object(process_groups, "start_process_group"),
         patch.object(process_groups.dist, "destroy_process_group"),
+        patch.dict(os.environ, make_environment(rank, world_size, port=0)),
     ):
-        os.environ.update(make_environment(rank, world_size, port=0))
         return train.main(["--config=debug", *keys], StopAfter(n_steps if rank == 0 else 0))
 
 

@@ -68,7 +68,7 @@ def shard_for_cp(run: Run, batch: Batch) -> Batch:
     """Keep this cp rank's pieces of each row: (B, S) -> (B, S/cp); doc_ids stay whole. No communication."""
     if run.layout.cp == 1:
         return batch
-    names = ["tokens", "targets", "positions"] + ["routes"] * (batch.routes is not None)
+    names = ("tokens", "targets", "positions")
     return replace(batch, **{name: shard_sequence(getattr(batch, name), run.mesh.cp) for name in names})
 
 
@@ -123,9 +123,8 @@ def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor
 
 
 def stage_kwargs(batch: Batch) -> dict[str, Tensor]:
-    """Return the keyword arguments of every model part, (rows, S) each, or with routes (rows, S, layers, top_k)."""
-    kwargs = {"positions": batch.positions, "doc_ids": batch.doc_ids, "targets": batch.targets}
-    return kwargs if batch.routes is None else kwargs | {"routes": batch.routes}
+    """Return the keyword arguments of every model part, (rows, S) each."""
+    return {"positions": batch.positions, "doc_ids": batch.doc_ids, "targets": batch.targets}
 
 
 def count_global_tokens(run: Run, batch: Batch) -> Tensor:

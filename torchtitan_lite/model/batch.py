@@ -8,13 +8,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a global batch, each field (B, S) int64 unless it says otherwise."""
+    """Rows of a global batch. Each field is (B, S) int64."""
 
     tokens: Tensor
     targets: Tensor  # the token after each one; IGNORE_INDEX if it is not counted
     positions: Tensor  # of a token in its row, or in its document
     doc_ids: Tensor  # number of a token's document in its row, from 0
-    routes: Tensor | None = None  # (B, S, layers, top_k): experts of each token, if the routers are not to choose them
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "Batch":
         return Batch(*(field.to(device, non_blocking=non_blocking) for field in self._fields()))
@@ -31,4 +30,4 @@ class Batch:
         return [Batch(*fields) for fields in zip(*(field.chunk(n) for field in self._fields()), strict=True)]
 
     def _fields(self) -> tuple[Tensor, ...]:
-        return tuple(field for field in vars(self).values() if field is not None)
+        return tuple(vars(self).values())

@@ -54,22 +54,19 @@ class Llama3(nn.Module):
         positions: Tensor,
         doc_ids: Tensor | None = None,
         targets: Tensor | None = None,
-        routes: Tensor | None = None,
     ) -> Tensor:
         """x: tokens (B, S) int64 for the part that embeds, hidden states (B, S, D) for later parts.
 
-        positions, doc_ids, targets: (B, S) int64; only document attention reads doc_ids. routes: (B, S, layers, top_k)
-        int64, where the routers are not to choose. Returns logits (B, S, V), or with targets the sum of token losses,
-        () fp32; a part without head returns hidden states (B, S, D).
+        positions, doc_ids, targets: (B, S) int64; only document attention reads doc_ids. Returns logits (B, S, V), or
+        with targets the sum of token losses, () fp32; a part without head returns hidden states (B, S, D).
         """
         hidden = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         rotation = rotary_angles(positions, self.model_args)
         inner = next((block.attention.inner for block in self.layers.values()), None)
         if doc_ids is not None and hasattr(inner, "plan"):  # document attention
             doc_ids = inner.plan(doc_ids)  # once for all layers
-        for layer, block in self.layers.items():
-            of_layer = [] if routes is None else [routes[:, :, int(layer)]]
-            hidden = block(hidden, rotation, doc_ids, *of_layer)
+        for block in self.layers.values():
+            hidden = block(hidden, rotation, doc_ids)
         if self.output is None:
             return hidden
         return self.output(self.norm(hidden), targets)
@@ -90,15 +87,11 @@ class TransformerBlock(nn.Module):
         else:
             self.feed_forward = FeedForward(model_args.dim, model_args.ffn_dim)
 
-    def forward(
-        self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None, routes: Tensor | None = None
-    ) -> Tensor:
-        """x (B, S, D) -> (B, S, D). doc_ids (B, S) or their plan; `routes` (B, S, K), read by experts alone."""
+    def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        """x (B, S, D) -> (B, S, D). doc_ids (B, S) or their plan."""
         x = self.attend(x, rotation, doc_ids)
         normed = self.ffn_norm(x)
-        if isinstance(self.feed_forward, FeedForward):
-            return x + self.feed_forward(normed)
-        x = x + self.feed_forward(normed, routes)
+        x = x + self.feed_forward(normed)
         return x if self.shared_experts is None else x + self.shared_experts(normed)
 
     def attend(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:

@@ -17,9 +17,6 @@ on every layout:
 The gradient of the auxiliary loss is added where the scores are computed, so the model still returns one tensor. All
 tokens are counted, including those whose target is ignored.
 
-`routes` can be given instead of chosen, to compare two runs number by number: top-k turns a difference in the last bit
-of a score into a different expert.
-
 Legend: B batch, S sequence, T = B*S tokens, D model dim, F inner width of an expert, E experts, K = top_k, R = T*K.
 Sources: arXiv:1701.06538; Mixtral arXiv:2401.04088; bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3
 arXiv:2412.19437, eq. 17 to 20. There f ignores the bias; here f counts the routes taken.
@@ -42,9 +39,9 @@ class MoE(nn.Module):
         self.router = Router(dim, args)
         self.experts = Experts(dim, args)
 
-    def forward(self, x: Tensor, routes: Tensor | None = None) -> Tensor:
-        """x (B, S, D) -> (B, S, D). `routes` (B, S, K) int64: the experts of each token; None: the router chooses."""
-        weights, routes = self.router(x, routes)
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, S, D) -> (B, S, D)."""
+        weights, routes = self.router(x)
         n_copies = routes.shape[-1]
         order = routes.flatten().argsort(stable=True)  # (R,): rows by expert; row r is copy r % K of token r // K
         place = invert(order)
@@ -79,19 +76,18 @@ class Router(nn.Module):
         self.expert_bias = torch.zeros(self.n_experts, dtype=torch.float32, device=device)
         self.load = torch.zeros(self.n_experts + 1, dtype=torch.float64, device=device)
 
-    def forward(self, x: Tensor, routes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (B, S, D) -> weights (B, S, K) fp32 and routes (B, S, K) int64."""
-        return self.route(x, self.weight, routes)
+        return self.route(x, self.weight)
 
-    def route(self, x: Tensor, weight: Tensor, routes: Tensor | None) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(x.float(), weight.float())  # (B, S, E)
         if self.args.router_scores == "softmax":
             scores = probabilities = logits.softmax(-1)
         else:
             scores = logits.sigmoid()
             probabilities = scores / scores.sum(-1, keepdim=True)
-        if routes is None:
-            routes = self.choose(scores.detach())
+        routes = self.choose(scores.detach())
         weights = scores.gather(-1, routes)
         if self.args.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -105,7 +101,7 @@ class Router(nn.Module):
         return weights, routes
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Return the K experts of each token, best first. The bias affects only this choice."""
+        """Return the K experts of each token, best first: (B, S, E) -> (B, S, K). The bias affects only this choice."""
         return (scores + self.expert_bias).topk(self.args.top_k, dim=-1).indices
 
 

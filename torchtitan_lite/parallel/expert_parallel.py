@@ -42,7 +42,7 @@ from torchtitan_lite.model.moe import Experts, Router, invert, list_moes, take_r
 from torchtitan_lite.parallel.exchange import ExchangeRows, Ranks, all_to_all, list_ranks
 
 
-def apply_expert_parallel(part: nn.Module, mesh: DeviceMesh, tp: DeviceMesh) -> None:
+def apply_expert_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
     """Split the experts of `part` (on meta) over `mesh` (ep, of any size), and exchange rows around them."""
     for _, moe in list_moes(part):
         router, experts = moe.router, moe.experts
@@ -52,18 +52,16 @@ def apply_expert_parallel(part: nn.Module, mesh: DeviceMesh, tp: DeviceMesh) -> 
                     own = distribute_tensor(weight, mesh, [placement], src_data_rank=None)
                     module.register_parameter(name, nn.Parameter(own))
             experts.forward = partial(compute_elsewhere, experts, list_ranks(mesh))
-        router.forward = partial(route_own_tokens, router, list_ranks(tp))
+        router.forward = partial(route_own_tokens, router)
 
 
-def route_own_tokens(router: Router, tp: Ranks, x: Tensor, routes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Replace Router.forward: x (B, S/tp, D). Given routes are for the tokens of all tp ranks."""
-    if routes is not None:
-        routes = routes.chunk(tp.n, dim=1)[tp.own]
+def route_own_tokens(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace Router.forward: x (B, S/tp, D)."""
     weight = router.weight
     if isinstance(weight, DTensor):
         # The gradient comes from this rank's tokens only. It is a partial sum, which FSDP all-reduces over ep.
         weight = weight.to_local(grad_placements=[Partial()])
-    return router.route(x, weight, routes)
+    return router.route(x, weight)
 
 
 def share_sequences(part: nn.Module, groups: list[dist.ProcessGroup]) -> None:

@@ -53,7 +53,7 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
         shard_loss = not config.parallelism.disable_loss_parallel
         part.output.chunked_loss = build_chunked_loss(config.training.loss_chunk_tokens, mesh.tp, shard_loss=shard_loss)
     if layout.ep:  # 4
-        apply_expert_parallel(part, mesh.ep, mesh.tp)
+        apply_expert_parallel(part, mesh.ep)
         share_sequences(part, [dim.get_group() for dim in (mesh.cp, mesh.tp) if dim.size() > 1])
     recompute_and_compile(part, config, mesh)  # 5
     casts = config.training.mixed_precision_param != "float32"

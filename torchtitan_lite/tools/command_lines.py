@@ -131,18 +131,16 @@ def make_verify_parser() -> ArgumentParser:
     description = """
 Does this layout compute the single-device model? Prints a certificate, or the first difference.
 
-Run the config, reduced to laptop size, on processes of this CPU beside one process with the same model file, in
-several trials: wide, deep, long, at real width; the run's own optimizer; train.py; bfloat16 and float8 if the run
-computes in them."""
-    epilog = "Exit status: 0 certified, 1 wrong, 2 wrong input, 3 certified in part, 4 not finished."
+Run the config, reduced to laptop size, on processes of this CPU beside one process with the same model file: five steps
+of the run's own optimizer; one step of a deep model on long rows; train.py, saved and resumed on another layout;
+bfloat16 and float8 if the run computes in them. A layout that needs more ranks is refused, with a smaller command."""
+    epilog = "Exit status: 0 certified, 1 wrong or not finished, 2 wrong input, or more ranks needed."
     parser = make_parser("verify", description, epilog)
     add = parser.add_argument
     help = "maximum number of processes, up to 16 (%(default)s)"
     add("--ranks", type=int, default=8, choices=range(1, 17), metavar="N", help=help)
     help = "longest silence of the ranks in one trial (%(default)s)"
     add("--timeout", type=positive, default=300, metavar="SECONDS", help=help)
-    add("--bf16", action="store_true", help="try bfloat16 even if the config says float32")
-    add("--verbose", action="store_true", help="every parameter instead of the worst of each kind")
     return parser
 
 

@@ -7,11 +7,9 @@ Starting eight processes that import torch takes ten seconds, launching them wit
 takes a tenth of one. Workers that failed or hang are killed, all of them, and the next call starts new ones.
 """
 
-import faulthandler
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import tempfile
 import time
@@ -25,7 +23,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite import PACKAGE
 from torchtitan_lite.tools.forget_groups import forget_groups
 from torchtitan_lite.tools.processes import end_with_parent, prepare_forkserver
 
@@ -34,15 +31,8 @@ WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 # want the cores. A new worker is a fork of a process that has torch already.
 JOBS_PER_WORKER = 8
 # What workers would import one after another: the last two for the trial of train.py.
-PRELOADED = [
-    "torch",
-    "torch.distributed",
-    "torchtitan_lite.step",
-    "torchtitan_lite.checkpoint.load",
-]
+PRELOADED = ["torch", "torch.distributed", "torchtitan_lite.step", "torchtitan_lite.checkpoint.load"]
 SECONDS_AFTER_A_FAILURE = 3  # how long the other ranks may go on once one has failed
-SECONDS_FOR_A_STACK = 5  # in which ranks that are late write where they are: they need no Python for that
-FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')  # as faulthandler writes it
 
 
 class RankFailure(RuntimeError):
@@ -51,14 +41,6 @@ class RankFailure(RuntimeError):
 
 class NoAnswer(RankFailure):
     """Ranks were killed, or did not answer in time: nothing is known of what they compute."""
-
-
-class RankKilled(NoAnswer):
-    """A signal ended a rank: the memory was used up, or a library aborted."""
-
-
-class RankTimeout(NoAnswer):
-    """Ranks did not answer in time: they are slow, or they wait for each other. The message says where each one is."""
 
 
 class RankPool:
@@ -92,7 +74,7 @@ class RankPool:
             job = (function, world_size, folder, timeout_s, args, kwargs)
             for connection in self._connections[:world_size]:
                 connection.send(job)
-            return self._collect(world_size, timeout_s, Path(folder))
+            return self._collect(world_size, timeout_s)
 
     def close(self) -> None:
         """End the workers."""
@@ -115,7 +97,7 @@ class RankPool:
             self._processes.append(process)
             self._connections.append(ours)
 
-    def _collect(self, world_size: int, timeout_s: float, folder: Path) -> list:
+    def _collect(self, world_size: int, timeout_s: float) -> list:
         results = [None] * world_size
         pending = {self._connections[rank]: rank for rank in range(world_size)}
         deadline = time.monotonic() + timeout_s
@@ -124,10 +106,9 @@ class RankPool:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 if failure is None:
-                    places = self._ask_where(sorted(pending.values()), folder)
                     self.close()
-                    late = f"{len(pending)} of {world_size} ranks did not answer within {timeout_s:g} s"
-                    raise RankTimeout(f"{late}: {'; '.join(places)}")
+                    late = ", ".join(map(str, sorted(pending.values())))
+                    raise NoAnswer(f"of {world_size} ranks, {late} did not answer within {timeout_s:g} s")
                 break
             for connection in ready:
                 rank = pending.pop(connection)
@@ -135,7 +116,7 @@ class RankPool:
                 is_killed = not succeeded and (self._processes[rank].exitcode or 0) < 0
                 if not succeeded and (failure is None or is_killed):  # its peers fail because it is gone
                     failure = f"rank {rank} of {world_size}: {results[rank]}"
-                    kind = RankKilled if is_killed else RankFailure
+                    kind = NoAnswer if is_killed else RankFailure
                     deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
         if failure is not None:
             self.close()
@@ -151,36 +132,6 @@ class RankPool:
             if status and status < 0:
                 return False, f"was killed by {signal.Signals(-status).name}"
             return False, f"died with exit code {status}"
-
-    def _ask_where(self, ranks: list[int], folder: Path) -> list[str]:
-        """Return where each of these ranks is, one text for all that are at one place."""
-        for rank in ranks:
-            os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        deadline, stacks = time.monotonic() + SECONDS_FOR_A_STACK, []
-        while time.monotonic() < deadline and not all(" in serve\n" in stack for stack in stacks or [""]):
-            time.sleep(0.1)
-            paths = [folder / f"stack-{rank}" for rank in ranks]
-            stacks = [path.read_text(errors="replace") if path.exists() else "" for path in paths]
-        at: dict[str, list[int]] = {}
-        for rank, stack in zip(ranks, stacks, strict=True):
-            at.setdefault(describe_stack(stack), []).append(rank)
-        return [f"rank{'s' * (len(here) > 1)} {', '.join(map(str, here))} {place}" for place, here in at.items()]
-
-
-def describe_stack(text: str) -> str:
-    """Return where a rank is, from faulthandler's text: the innermost call, and the last line of this package."""
-    # Other threads than the one that runs the job come in the same file, each under a heading of its own.
-    threads = [[match.groupdict() for match in FRAME.finditer(thread)] for thread in text.split("\n\n")]
-    frames = next((frames for frames in threads if any(frame["function"] == "serve" for frame in frames)), [])
-    if not frames:
-        return "cannot say where they are"
-    in_package = (f for f in frames if PACKAGE in Path(f["file"]).parents and Path(f["file"]) != Path(__file__))
-    called, ours = frames[0], next(in_package, None)
-    where = f"in {called['function']} ({Path(called['file']).name}:{called['line']})"
-    if ours is None or ours is called:
-        return where
-    path = Path(ours["file"]).relative_to(PACKAGE.parent)
-    return f"{where}, called by {ours['function']} ({path}:{ours['line']})"
 
 
 def serve(rank: int, connection: Connection) -> None:
@@ -199,12 +150,8 @@ def serve(rank: int, connection: Connection) -> None:
         try:
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
             timeout = timedelta(seconds=timeout_s + 60)  # so that it is the parent who notices ranks that wait
-            with (
-                open(Path(folder) / f"stack-{rank}", "w") as stack,
-                # Groups that are made later have torch's 30 minutes otherwise, whatever the first one has.
-                patch.object(dist.distributed_c10d, "default_pg_timeout", timeout),
-            ):
-                faulthandler.register(signal.SIGUSR1, stack)  # from C: also while this rank waits for another
+            # Groups that are made later have torch's 30 minutes otherwise, whatever the first one has.
+            with patch.object(dist.distributed_c10d, "default_pg_timeout", timeout):
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
                 try:
                     dist.barrier()  # a rank that has nothing to say may not leave while others still join
@@ -213,7 +160,6 @@ def serve(rank: int, connection: Connection) -> None:
                     if dist.is_initialized():  # a function may have left it
                         dist.destroy_process_group()
                     forget_groups()
-                    faulthandler.unregister(signal.SIGUSR1)
             connection.send((True, result))
         except BaseException:  # a worker must answer, whatever happened
             connection.send((False, traceback.format_exc()))

@@ -1,0 +1,118 @@
+"""Name the module whose output differs first. Runs when a loss, a count or a gradient is wrong.
+
+    reference   rows x sequence x width, of one process
+    one rank    its rows, microbatch by microbatch; under cp, head and tail of each; under tp, a slice of the sequence,
+                the heads or the width
+
+Each rank cuts that piece out of the reference and compares. Nothing is sent.
+"""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schedule import read_rows
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.tools.verify.plain import PlainModel, PlainStep
+from torchtitan_lite.tools.verify.rank import (
+    Coordinates,
+    Seen,
+    build_small_run,
+    give_weights,
+    local,
+    own_rows,
+    settle_ties,
+)
+
+
+def watch_plainly(config: Config, plain: PlainStep) -> dict[str, Tensor]:
+    """Return the output of each module in one process, in forward order; for the head, the loss of each token."""
+    model, outputs = PlainModel(config), {}
+
+    def note(name: str):
+        return lambda module, args, output: outputs.setdefault(name, first_tensor(output).detach())
+
+    for name, module in model.model.named_modules():
+        if name:
+            module.register_forward_hook(note(name))
+    with torch.no_grad():
+        logits = model.logits(plain.batch)
+    flat = logits.flatten(0, 1), plain.batch.targets.flatten()
+    token_losses = nn.functional.cross_entropy(*flat, reduction="none").view_as(plain.batch.targets)
+    return {name: token_losses if output.shape == logits.shape else output for name, output in outputs.items()}
+
+
+def first_tensor(output: object) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Seen:
+    """Worker: one forward and backward of the first step; compare the output of every module. Collective."""
+    plain, right = torch.load(path, weights_only=False, mmap=True)
+    run = build_small_run(config, world_size)
+    give_weights(run, plain.weights)
+    settle_ties(run, plain)
+    batch = stepping.shard_for_cp(run, own_rows(run, plain.batch))
+    n_tokens = stepping.count_global_tokens(run, batch)
+    if run.schedule is not None:  # in its first step it also calls each part once to learn the shapes
+        stepping.forward_backward(run, batch, n_tokens)
+    seen, outputs = Seen(run.mesh.coordinates()), defaultdict(list)
+
+    def note(name: str):
+        def keep(module, args, output) -> None:
+            if torch._C._current_graph_task_id() == -1:  # not a recompute in backward
+                outputs[name].append(local(first_tensor(output)).clone())
+
+        return keep
+
+    for part in run.parts:
+        for name, module in part.named_modules():
+            inside = any(name.startswith(f"layers.{layer}.") for layer in part.layers)
+            if name in right and not (config.compile.enable and inside):  # a hook would break the graph
+                module.register_forward_hook(note(name))
+    stepping.forward_backward(run, batch, n_tokens)
+    for name in sorted(outputs, key=list(right).index):
+        numbers = list_microbatches(config, run.layout, name)
+        if len(outputs[name]) != len(numbers):
+            seen.note(0, "microbatches", name, abs(len(outputs[name]) - len(numbers)))
+        for number, piece in zip(numbers, outputs[name], strict=False):
+            whole = cut_piece(right[name], piece, seen.coordinates, run.layout, number, config.training.seq_len)
+            error = float("inf")
+            if piece.shape == whole.shape:
+                wrong, scale = (piece.double() - whole.double()).norm().item(), whole.double().norm().item()
+                error = wrong / scale if wrong else 0.0
+            seen.note(0, "module output", name, error)
+    return seen
+
+
+def cut_piece(whole: Tensor, piece: Tensor, at: Coordinates, layout: Layout, number: int, seq_len: int) -> Tensor:
+    """Return the right value of one rank's `piece` of microbatch `number`.
+
+    The sequence dim is known by its length, which no other dim has. A dim that is still longer than the piece's is
+    split over tp.
+    """
+    data_rank = at["dp_replicate"] * layout.dp_shard + at["dp_shard"]
+    first = data_rank * layout.global_batch_size // layout.dp + number * layout.microbatch_size
+    right = whole[first : first + layout.microbatch_size]
+    dim = next((dim for dim in range(1, right.dim()) if right.shape[dim] == seq_len), None)
+    if layout.cp > 1 and dim is not None and not (dim < piece.dim() and piece.shape[dim] == seq_len):
+        pieces = right.chunk(2 * layout.cp, dim)
+        right = torch.cat((pieces[at["cp"]], pieces[-1 - at["cp"]]), dim)
+    if piece.dim() == 0:  # the head under a loss: the sum over the tokens of this piece
+        return right.sum()
+    for dim in range(min(right.dim(), piece.dim())):
+        if right.shape[dim] == layout.tp * piece.shape[dim]:
+            right = right.chunk(layout.tp, dim=dim)[at["tp"]]
+    return right
+
+
+def list_microbatches(config: Config, layout: Layout, name: str) -> list[int]:
+    """Return the microbatches in the order in which the stage of a module sees them, which a file may determine."""
+    path = config.parallelism.pipeline_parallel_schedule_csv
+    if layout.pp == 1 or not path:
+        return list(range(layout.n_microbatches))
+    holds = [any(name == fqn or name.startswith(f"{fqn}.") for fqn in fqns) for fqns in layout.stages]
+    return [a.microbatch for row in read_rows(path) for a in row if a.stage == holds.index(True) and a.kind == "F"]

@@ -1,0 +1,265 @@
+"""The training loop that everybody knows, in one process: what every layout must compute.
+
+    model      the user's own class, whole, on one device; documents by one explicit mask; experts compute every token
+    batch      random tokens; every row masks another share of its targets, and one row masks all
+    step       F.cross_entropy, backward, torch's clipping, the run's own optimizer and schedule on whole tensors
+
+It shares with a run on many ranks the model file, the rule of the initial weights and the optimizer, which the tests
+compare with transformers and torch. It uses nothing of parallel/ and step.py.
+
+The steps, chosen so that none hides a fault of another:
+
+    1  at the start of the schedule    gradients are clipped to half
+    2  at its peak                     gradients are left as they are
+    3  in the decay                    one gradient of the last rank is NaN: nothing may change
+    4  in the decay                    the same with infinity
+    5  at the last step                gradients are clipped to half
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lite import build
+from torchtitan_lite.checkpoint.load import set_step
+from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
+from torchtitan_lite.config.choices import ATTENTIONS
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.schema import Config, LRScheduler
+from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.model.moe import MoE, list_moes
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+
+CLIPPED, LEFT = 0.5, 2.0  # max_norm of a step, in units of its gradient norm
+STEPS = [(CLIPPED, 0.0), (LEFT, 0.0), (LEFT, math.nan), (LEFT, math.inf), (CLIPPED, 0.0)]  # (clip, spoiled_by)
+TIE = 5e-6  # margin between the last chosen and the first unchosen expert: some fifty roundings of a score
+DECIDES = 10.0  # bias that outweighs every score
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How the batches of a run are drawn."""
+
+    n_steps: int = len(STEPS)
+    first_position: int = 0  # of row 0; further rows start nearer to 0
+    tokens_per_document: int = 8  # on average, with document attention
+    biases_decide: bool = False  # the same experts for every token, so that coarse rounding changes no choice
+    growth: float = 1.0  # of the weights after each step
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """One step of one process. Tensors are whole, by FQN."""
+
+    batch: Batch
+    position: int  # in the schedule
+    max_norm: float
+    spoiled_by: float  # written into one gradient; 0: nothing
+    weights: dict[str, Tensor]  # before the step, with the biases of experts
+    ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and chosen experts of tokens whose choice is a tie
+    n_tokens: int
+    loss: float
+    gradients: dict[str, Tensor]  # before clipping, in backward order
+    norm: float
+    rate: float
+    loads: dict[int, Tensor]  # layer -> tokens of each expert
+    updated: dict[str, Tensor]  # weights after the step
+    state: dict[str, dict[str, Tensor]]  # optimizer state after the step: name -> FQN -> tensor
+
+
+def make_batch(config: Config, seed: int, inputs: Inputs = Inputs()) -> Batch:
+    """Draw a global batch. A row masks 0 to 90 % of its targets, and one row masks all; a single row masks its end.
+
+    Row 0 has the farthest positions, because most of its tokens count.
+    """
+    n_rows, seq_len = config.training.global_batch_size, config.training.seq_len
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(resolve_model(config.model).vocab_size, (n_rows, seq_len + 1), generator=generator)
+    fraction = torch.linspace(0, 0.9, n_rows)[:, None] if n_rows > 1 else torch.linspace(0, 0.9, seq_len)
+    masked = torch.rand(n_rows, seq_len, generator=generator) < fraction
+    if n_rows > 2:
+        masked[1] = True
+    positions, documents = torch.arange(seq_len).repeat(n_rows, 1), torch.zeros(n_rows, seq_len, dtype=torch.int64)
+    if ATTENTIONS[config.model.attention].uses_documents:
+        starts = torch.rand(n_rows, seq_len, generator=generator) < 1 / inputs.tokens_per_document
+        starts[:, 0] = False
+        documents = starts.long().cumsum(1)
+        positions -= (positions * starts).cummax(1).values
+    positions += inputs.first_position * (n_rows - torch.arange(n_rows))[:, None] // n_rows
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].masked_fill(masked, IGNORE_INDEX), positions, documents)
+
+
+def choose_positions(section: LRScheduler) -> list[int]:
+    """Return the place of each step in the user's schedule: its start, its peak, two in its decay, and its end."""
+    ratio = 1.0 if section.decay_ratio is None else section.decay_ratio
+    start = max(section.warmup_steps, section.total_steps - round(ratio * section.total_steps))
+    last = section.total_steps - 1
+    start = min(start, last)
+    places = [0, section.warmup_steps - 1, start + (last - start) // 3, start + 2 * (last - start) // 3, last]
+    return [min(max(0, place), last) for place in places]
+
+
+# ---------------------------------------------------------------- the model
+
+
+def choose_init(config: Config) -> Callable:
+    """Return the model's rule of the initial weights, leveled: a small model's experts count as much as the rest."""
+    _, init_parameter = build.MODELS[config.model.name]
+    return partial(init_leveled, init_parameter)
+
+
+def init_leveled(init_parameter: Callable, fqn: str, full: Tensor, args, generator: torch.Generator) -> None:
+    """Fill one parameter: experts of narrow models become larger, and the embedding smaller."""
+    init_parameter(fqn, full, args, generator)
+    if fqn == "tok_embeddings.weight" and not args.tie_embeddings:
+        full.mul_(0.05)
+    if full.dim() == 3:
+        full.mul_(max(1.0, 50 / math.sqrt(args.dim)))
+
+
+class PlainDocuments(nn.Module):
+    """Causal attention within documents, by one mask."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor) -> Tensor:
+        causal = torch.ones(doc_ids.shape[1], doc_ids.shape[1], dtype=torch.bool).tril()
+        mask = causal & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+class PlainExperts:
+    """Replace the forward of an MoE: every expert computes every token, and a weight of 0 drops the result."""
+
+    def __init__(self, moe: MoE, layer: int, balance_loss: float, *, biases_decide: bool):
+        self.moe, self.balance_loss = moe, balance_loss
+        router = moe.router
+        router.reset(torch.device("cpu"))
+        n_experts, top_k = router.n_experts, router.args.top_k
+        bias = 0.005 * torch.randn(n_experts, generator=torch.Generator().manual_seed(layer))
+        if n_experts > top_k:
+            bias[layer % n_experts] = -DECIDES  # gets no token
+        if n_experts > top_k > 1:
+            bias[(layer + 1) % n_experts] = DECIDES  # gets every token
+        if biases_decide:
+            bias[[(layer + place) % n_experts for place in range(1, top_k + 1)]] = DECIDES
+        router.expert_bias.copy_(bias)
+        moe.forward = self.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        router, experts, args = self.moe.router, self.moe.experts, self.moe.router.args
+        logits = x @ router.weight.t()
+        scores = logits.softmax(-1) if args.router_scores == "softmax" else logits.sigmoid()  # (B, S, E)
+        ranked = (scores + router.expert_bias).detach().sort(-1, descending=True)
+        routes = ranked.indices[..., : args.top_k]
+        self.ties = scores[:0, 0].detach(), routes[:0, 0]
+        if args.top_k < args.n_experts:
+            is_tie = ranked.values[..., args.top_k - 1] - ranked.values[..., args.top_k] < TIE
+            self.ties = scores[is_tie].detach(), routes[is_tie]
+        chosen = F.one_hot(routes, args.n_experts).sum(-2)  # (B, S, E)
+        weights = scores * chosen
+        if args.normalize_top_k:
+            weights = weights / weights.sum(-1, keepdim=True)
+        tokens = x.flatten(0, 1)[None]  # (1, T, D) times (E, D, F)
+        outputs = (F.silu(tokens @ experts.w1) * (tokens @ experts.w3)) @ experts.w2
+        self.load = chosen.sum((0, 1))
+        fraction = chosen.float().mean(1) * args.n_experts / args.top_k
+        probabilities = scores / scores.sum(-1, keepdim=True)
+        self.auxiliary = self.balance_loss * (fraction * probabilities.mean(1)).sum(-1).mean()
+        return torch.einsum("etd,te->td", outputs, weights.flatten(0, 1)).view_as(x)
+
+
+class PlainModel:
+    """The model with its initial weights, and what its MoE layers did in the newest forward."""
+
+    def __init__(self, config: Config, *, biases_decide: bool = False):
+        model_class, _ = build.MODELS[config.model.name]
+        self.config, self.model = config, model_class(resolve_model(config.model), attention=config.model.attention)
+        if config.model.attention == "document":
+            for name, module in self.model.named_modules():
+                if name.endswith("attention"):
+                    module.inner = PlainDocuments()
+        initialize_weights(self.model, choose_init(config), config.debug.seed)
+        self.parameters = dict(self.model.named_parameters())
+        loss = config.training.expert_balance_loss
+        self.experts = {n: PlainExperts(m, n, loss, biases_decide=biases_decide) for n, m in list_moes(self.model)}
+        self.biases = {
+            f"layers.{n}.feed_forward.router.expert_bias": plain.moe.router.expert_bias
+            for n, plain in self.experts.items()
+        }
+
+    def copy_weights(self) -> dict[str, Tensor]:
+        return {fqn: tensor.detach().clone() for fqn, tensor in (self.parameters | self.biases).items()}
+
+    def logits(self, batch: Batch) -> Tensor:
+        return self.model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
+
+    def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+        """Return the mean loss of counted tokens, and the gradients in backward order."""
+        gradients: dict[str, Tensor] = {}
+        hooks = []
+        for fqn, parameter in self.parameters.items():
+            parameter.grad = None
+            keep = partial(lambda fqn, p: gradients.update({fqn: p.grad}), fqn)
+            hooks.append(parameter.register_post_accumulate_grad_hook(keep))
+        loss = F.cross_entropy(self.logits(batch).flatten(0, 1).double(), batch.targets.flatten())
+        (loss + sum(plain.auxiliary for plain in self.experts.values())).backward()
+        for hook in hooks:
+            hook.remove()
+        return loss.item(), {fqn: gradient.clone() for fqn, gradient in gradients.items()}
+
+    @torch.no_grad()
+    def move_biases(self) -> None:
+        for plain, bias in zip(self.experts.values(), self.biases.values(), strict=True):
+            load = plain.load.double()
+            bias += self.config.training.expert_bias_rate * torch.sign(load.mean() - load).float()
+
+
+def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
+    """Train on one process. The layout of `config` is not read."""
+    plain, section = PlainModel(config, biases_decide=inputs.biases_decide), config.lr_scheduler
+    optimizer = build_optimizer(replace(config.optimizer, implementation="for-loop"), plain.parameters.values())
+    scheduler, steps = build_lr_scheduler(section, optimizer), []
+    for number, position in enumerate(choose_positions(section)[: inputs.n_steps]):
+        if number:
+            set_step(scheduler, position)
+        clip, spoiled_by = STEPS[number]
+        weights, batch = plain.copy_weights(), make_batch(config, number, inputs)
+        loss, gradients = plain.backward(batch)
+        norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients.values()))
+        rate = scheduler.get_last_lr()[0]
+        if not spoiled_by:
+            for parameter in plain.parameters.values():
+                parameter.grad.mul_(min(1.0, clip * norm / (norm + 1e-6)))
+            optimizer.step()
+            plain.move_biases()
+            for parameter in plain.parameters.values():  # the last rows grow most
+                rows = torch.linspace(1, inputs.growth, len(parameter))
+                parameter.data *= rows.view(-1, *[1] * (parameter.dim() - 1))
+        names = {name for state in optimizer.state.values() for name, value in state.items() if value.dim()}
+        steps.append(
+            PlainStep(
+                batch=batch,
+                position=position,
+                max_norm=clip * norm,
+                spoiled_by=spoiled_by,
+                weights=weights,
+                ties={layer: experts.ties for layer, experts in plain.experts.items()},
+                n_tokens=int((batch.targets != IGNORE_INDEX).sum()),
+                loss=loss,
+                gradients=gradients,
+                norm=norm,
+                rate=rate,
+                loads={layer: experts.load for layer, experts in plain.experts.items()},
+                updated=plain.copy_weights(),
+                state={
+                    name: {fqn: optimizer.state[p][name].clone() for fqn, p in plain.parameters.items()}
+                    for name in names
+                },
+            )
+        )
+    return steps

@@ -1,0 +1,155 @@
+"""Does a layout round where one rank rounds? One step in bfloat16, or two in float8, of the run's own train_step.
+
+    one rank      the same microbatches one after another, each rounded by itself, and added in float32
+    the layout    beside it. Data-parallel ranks and stages change only the order of float32 sums: 1e-5. Tensor and
+                  context parallel add partial products in bfloat16: their errors, measured from the plain loop in
+                  float32, may be twice those of one rank
+
+In both cases the rotary angles that enter a block are those of float32, and FSDP reduces gradients in float32.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite import build
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config.layout import plan_layout, resolve_model
+from torchtitan_lite.config.schedule import splits_backward
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.model.llama3 import rotary_angles
+from torchtitan_lite.tools.verify.modules import cut_piece, list_microbatches
+from torchtitan_lite.tools.verify.plain import Inputs, PlainStep, run_plainly
+from torchtitan_lite.tools.verify.rank import (
+    Seen,
+    build_small_run,
+    called_before_clipping,
+    give_weights,
+    own_rows,
+    relative_error,
+)
+from torchtitan_lite.tools.verify.reduction import Reduction, override
+from torchtitan_lite.tools.verify.shapes import choose_float8_sizes, leave_out_compiler, put_on_one_rank
+from torchtitan_lite.tools.verify.trial import EXACT, SUMS, RunRanks, Trial, find_worst
+
+TWICE, ANGLES = 2.0, 1e-6
+LEAST = {"bfloat16": 1e-3, "float8": 1e-2}  # the errors of one rank may cancel in its loss
+ROUNDED_OFTEN = 2e-2  # a split backward, and ep, add gradients of microbatches in the compute dtype
+FAR = 8192  # in bfloat16, positions above 256 are far off
+GROWTH = 3.0  # of the weights between the two steps of float8: a scale of the step before is too small
+MEASURES = ("rotary angles", "loss", "reduced in float32", "gradients")  # in the order of a step
+
+
+def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
+    """Run the layout in bfloat16, or in the run's float8. `name`: which of them."""
+    config = make_config(reduction, float8=name == "float8")
+    layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
+    precompute = "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
+    alone = override(put_on_one_rank(config, layout.microbatch_size), {precompute: False})
+    n_steps, growth = (2, GROWTH) if name == "float8" else (1, 1.0)
+    inputs = Inputs(n_steps=n_steps, growth=growth, first_position=FAR, biases_decide=True)
+    steps = run_plainly(override(config, {"model.converters": []}), inputs)
+    path = folder / f"{name}.pt"
+    torch.save(steps, path)
+    ((one, of_one),) = run_ranks(measure, 1, alone, str(path), keeps=True)
+    exact = layout.tp == layout.cp == 1
+    if exact:
+        torch.save([replace(step, **own) for step, own in zip(steps, of_one, strict=True)], path)
+    ranks = run_ranks(measure, layout.world_size, config, str(path))
+    split = splits_backward(config.parallelism)
+
+    def choose_bound(measure: str, fqn: str, error_of_one: float) -> float:
+        if measure in ("rotary angles", "reduced in float32"):
+            return ANGLES if measure == "rotary angles" else EXACT
+        if not exact:
+            return TWICE * error_of_one + LEAST[name]
+        return ROUNDED_OFTEN if split or (layout.ep > 1 and ".feed_forward." in fqn) else SUMS
+
+    keys = [key for measure in MEASURES for key in one.errors if key[1] == measure]
+    bounds = {key: choose_bound(key[1], key[2], one.errors[key]) for key in keys}
+    return find_worst(name, [seen for seen, _ in ranks], bounds)
+
+
+def make_config(reduction: Reduction, *, float8: bool) -> Config:
+    real, config = reduction.real, leave_out_compiler(reduction.config)
+    config = override(config, {"training.mixed_precision_param": "bfloat16"})
+    if float8:
+        emulated = replace(real.quantize.linear.float8, emulate=True)
+        keys = {"model.converters": real.model.converters, "quantize.linear.float8": emulated, "optimizer.lr": 0.0}
+        config = override(config, keys | choose_float8_sizes(reduction))
+    return config
+
+
+# ---------------------------------------------------------------- one rank
+
+
+def measure(rank: int, world_size: int, config: Config, path: str, *, keeps: bool = False) -> tuple[Seen, list]:
+    """Worker: measure the errors of this layout from the steps in the file `path`. Collective.
+
+    Also returns, with `keeps`, its loss and its whole gradients by step.
+    """
+    steps: list[PlainStep] = torch.load(path, weights_only=False, mmap=True)
+    run = build_small_run(config, world_size)
+    seen, kept = Seen(run.mesh.coordinates()), []
+    if steps[1:] and run.float8_weights:  # the optimizer step is followed by new scales: weights grow inside it
+        run.optimizer.register_step_post_hook(lambda *_: give_weights(run, steps[1].weights))
+    blocks = {f"layers.{layer}": part.layers[layer] for part in run.parts for layer in part.layers}
+    for number, plain in enumerate(steps):
+        if not (number and run.float8_weights):
+            give_weights(run, plain.weights)
+        angles: dict[str, list[Tensor]] = {name: [] for name in blocks}
+        hooks = [
+            block.register_forward_hook(partial(lambda to, _, args, out: to.append(args[1].detach().clone()), to))
+            for block, to in zip(blocks.values(), angles.values(), strict=True)
+        ]
+        full: dict[str, Tensor] = {}
+
+        def compare(number: int = number, plain: PlainStep = plain, full: dict = full) -> None:
+            for fqn, parameter in run.parameters.items():
+                grad = parameter.grad
+                seen.note(number, "gradients", fqn, relative_error(grad, plain.gradients[fqn]))
+                if keeps:
+                    full[fqn] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+
+        with called_before_clipping(compare), reductions_noted(seen, number):
+            loss = stepping.train_step(run, own_rows(run, plain.batch)).loss.item()
+        seen.note(number, "loss", "sum_losses", abs(loss - plain.loss) / plain.loss)
+        compare_angles(run, plain, angles, number, seen)
+        kept.append({"loss": loss, "gradients": full} if keeps else {})
+        for hook in hooks:
+            hook.remove()
+    return seen, kept
+
+
+@contextmanager
+def reductions_noted(seen: Seen, number: int) -> Iterator[None]:
+    """Context manager: note the dtype in which FSDP reduces gradients inside."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # torch 2.13
+    original = getattr(dist, name)
+    seen.note(number, "reduced in float32", "FSDP", 0.0)
+
+    def note(output: Tensor, input: Tensor, *args, **options):
+        seen.note(number, "reduced in float32", "FSDP", float(input.dtype != torch.float32))
+        return original(output, input, *args, **options)
+
+    with patch.object(dist, name, note):
+        yield
+
+
+def compare_angles(run: build.Run, plain: PlainStep, angles: dict[str, list[Tensor]], number: int, seen: Seen) -> None:
+    """Compare the rotary angles that entered each block with those of all positions in float32."""
+    right = rotary_angles(plain.batch.positions, resolve_model(run.config.model))
+    for name, noted in angles.items():
+        order = list_microbatches(run.config, run.layout, name)
+        for at, own in zip(order, noted[-len(order) :], strict=False):
+            whole = cut_piece(right, own, seen.coordinates, run.layout, at, run.config.training.seq_len)
+            error = (own - whole).abs().max().item() if own.shape == whole.shape else float("inf")
+            seen.note(number, "rotary angles", name, error)

@@ -1,0 +1,226 @@
+"""One rank of a layout: the build_run and train_step of train.py, step by step beside the plain loop.
+
+    before a step     the rank gets its slices of the plain loop's weights
+    before clipping   its gradients are compared and replaced by the plain loop's
+    after a step      weights, optimizer state, loads, biases and copies are compared
+
+So no error of one step is in the next, and AdamW amplifies no rounding: the run keeps its own optimizer and schedule.
+Each rank cuts its slices out of the plain loop's tensors; nothing is gathered.
+
+Experts: top-k turns the last bit of a score into another expert. A token whose choice is a tie takes the experts that
+it has in the plain loop. It is recognized by its scores, so it may be on any rank and in any microbatch.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchtitan_lite import build
+from torchtitan_lite import step as stepping  # by module: a test may break one of its functions
+from torchtitan_lite.checkpoint.load import set_step
+from torchtitan_lite.components.adamw_bfloat16 import local_tensor
+from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.dataset import rows_of_rank
+from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.tools.verify.plain import PlainStep, choose_init
+
+ROUNDING = 2.0**-24  # one fp32 operation changes its result by at most this fraction
+SAME_TOKEN = 1e-6  # distance of the scores of one token; so small a fraction of TIE that other tokens choose alike
+Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
+
+
+@dataclass
+class Seen:
+    """What one rank found: (step, measure, name) -> error."""
+
+    coordinates: Coordinates
+    errors: dict[tuple[int, str, str], float] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)  # FQNs of its parameters
+
+    def note(self, step: int, measure: str, name: str, error: float) -> None:
+        """Keep an error; of several with one name, the largest. NaN counts as infinite."""
+        error = error if error < math.inf else math.inf
+        self.errors[step, measure, name] = max(error, self.errors.get((step, measure, name), 0.0))
+
+
+def build_small_run(config: Config, world_size: int) -> build.Run:
+    """Build the run that train.py would build, on CPUs. Collective."""
+    model_args = resolve_model(config.model)
+    layout = plan_layout(config, model_args, world_size)
+    resolved, mesh, device = resolve_config(config, layout, "cpu"), build_mesh(layout, "cpu"), torch.device("cpu")
+    return build.build_run(resolved, model_args, layout, mesh, device, choose_init(config))
+
+
+def own_rows(run: build.Run, batch: Batch) -> Batch:
+    """Return this rank's rows of a global batch."""
+    return batch.take_rows(rows_of_rank(run.mesh.data_rank, run.layout.dp, len(batch.tokens)))
+
+
+def local(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor).detach()
+
+
+def cut(whole: Tensor, like: Tensor) -> Tensor:
+    """Return the part of `whole` that this rank holds if it holds `like`. No communication."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+@torch.no_grad()
+def relative_error(tensor: Tensor, whole: Tensor, unit: Tensor | None = None, *, roundings: int = 0) -> float:
+    """||own - right|| in units of this slice's fraction of ||unit||, by default of `whole`; a zero demands zero.
+
+    `roundings`: how often each number may have been rounded to fp32 differently; that does not count.
+    """
+    own, right = local(tensor).double(), cut(whole, tensor).double()
+    wrong = ((own - right).abs() - roundings * ROUNDING * right.abs()).clamp(min=0).norm().item()
+    if wrong == 0:
+        return 0.0
+    unit = whole if unit is None else unit
+    fraction = unit.double().norm().item() * math.sqrt(own.numel() / unit.numel())
+    scale = max(fraction, cut(unit, tensor).double().norm().item())
+    return wrong / scale if scale else math.inf
+
+
+# ---------------------------------------------------------------- the steps
+
+
+def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen:
+    """Worker: make the steps of the plain loop, which are in the file `path`, on this layout. Collective."""
+    steps: list[PlainStep] = torch.load(path, weights_only=False, mmap=True)
+    run = build_small_run(config, world_size)
+    seen = Seen(run.mesh.coordinates(), held=set(run.parameters))
+    for fqn, parameter in run.parameters.items():
+        unequal = not torch.equal(local(parameter), cut(steps[0].weights[fqn], parameter))
+        seen.note(0, "initial weights", fqn, float(unequal))
+    for number, plain in enumerate(steps):
+        compare_step(run, plain, number, seen)
+    return seen
+
+
+def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> None:
+    """Make one step and compare everything. Collective."""
+    config = replace(run.config, training=replace(run.config.training, max_norm=plain.max_norm))
+    if number:  # as a run does that resumes
+        set_step(run.lr_scheduler, plain.position)
+    give_weights(run, plain.weights)
+    settle_ties(run, plain)
+    batch = own_rows(run, plain.batch)
+    n_tokens = stepping.count_global_tokens(run, stepping.shard_for_cp(run, batch)).item()
+    seen.note(number, "counted tokens", "count_global_tokens", abs(n_tokens - plain.n_tokens))
+    rates = [float(group["lr"]) for group in run.optimizer.param_groups]
+    peak = run.config.optimizer.lr or 1.0
+    seen.note(number, "learning rate", "lr_scheduler", max(abs(rate - plain.rate) for rate in rates) / peak)
+
+    @torch.no_grad()
+    def compare_gradients() -> None:
+        for fqn, parameter in run.parameters.items():
+            if parameter.grad is None:
+                seen.note(number, "gradients", fqn, math.inf)
+                parameter.grad = torch.zeros_like(parameter)
+            if not plain.spoiled_by:
+                seen.note(number, "gradients", fqn, relative_error(parameter.grad, plain.gradients[fqn]))
+            local(parameter.grad).copy_(cut(plain.gradients[fqn], parameter))
+        if plain.spoiled_by and dist.get_rank() == dist.get_world_size() - 1:
+            slices = (local(parameter.grad) for parameter in run.parameters.values())
+            next(own for own in slices if own.numel()).view(-1)[0] = plain.spoiled_by
+
+    # A spoiled step is about what follows the gradients: its forward and backward would show nothing new.
+    compute = (lambda *_: torch.zeros(())) if plain.spoiled_by else stepping.compute_gradients
+    with called_before_clipping(compare_gradients), patch.object(stepping, "compute_gradients", compute):
+        result = stepping.train_step(replace(run, config=config), batch)
+    if not plain.spoiled_by:
+        seen.note(number, "loss", "sum_losses", abs(result.loss.item() - plain.loss) / abs(plain.loss))
+        seen.note(number, "gradient norm", "all gradients", abs(result.grad_norm.item() - plain.norm) / plain.norm)
+    seen.note(number, "finite flag", "train_step", float(bool(result.finite) == bool(plain.spoiled_by)))
+    copied = {"weights": run.parameters}
+    for name, of_state in plain.state.items():
+        held = {fqn: run.optimizer.state.get(p, {}).get(name) for fqn, p in run.parameters.items()}
+        for fqn, tensor in held.items():
+            error = math.inf if tensor is None else relative_error(tensor, of_state[fqn])
+            seen.note(number, f"state {name}", fqn, error)
+        copied[name] = {fqn: tensor for fqn, tensor in held.items() if tensor is not None}
+    for fqn, parameter in run.parameters.items():
+        update = plain.updated[fqn].double() - plain.weights[fqn].double()
+        seen.note(number, "updates", fqn, relative_error(parameter, plain.updated[fqn], update, roundings=4))
+    if run.balance:
+        for layer in () if plain.spoiled_by else run.balance.routers:
+            wrong = (result.expert_loads[layer, :-1] - plain.loads[layer]).abs().max().item()
+            seen.note(number, "expert loads", f"layers.{layer}.feed_forward.router", wrong)
+        for fqn, bias in run.balance.biases.items():
+            seen.note(number, "expert biases", fqn, (bias - plain.updated[fqn]).abs().max().item())
+    seen.note(number, "copies", "weights", 0.0)
+    for what, tensors in copied.items():
+        for fqn, dim in find_unequal_copies(tensors):
+            seen.note(number, "copies", f"{what} of {fqn} over {dim}", 1.0)
+    seen.note(number, "schedule", "lr_scheduler", abs(run.lr_scheduler.last_epoch - plain.position - 1))
+
+
+@torch.no_grad()
+def give_weights(run: build.Run, weights: dict[str, Tensor]) -> None:
+    """Give this rank its slices of whole weights, and the biases of its layers."""
+    for fqn, tensor in run.saved.items():
+        local(tensor).copy_(cut(weights[fqn], tensor))
+
+
+def settle_ties(run: build.Run, plain: PlainStep) -> None:
+    """Let the routers choose as the plain loop did for tokens whose choice is a tie, and for themselves otherwise."""
+    for layer, router in (run.balance.routers if run.balance else {}).items():
+        vars(router).pop("choose", None)  # of the step before
+        scores, routes = plain.ties[layer]
+        if len(scores):
+            router.choose = partial(choose_with_ties, router.choose, scores, routes)
+
+
+def choose_with_ties(choose: Callable[[Tensor], Tensor], of_ties: Tensor, routes: Tensor, scores: Tensor) -> Tensor:
+    """Take the place of Router.choose: scores (B, S, E) -> (B, S, K). `of_ties` (N, E), `routes` (N, K)."""
+    distance = (scores[..., None, :] - of_ties).abs().amax(-1)  # (B, S, N)
+    nearest = distance.min(-1)
+    return torch.where((nearest.values < SAME_TOKEN)[..., None], routes[nearest.indices], choose(scores))
+
+
+@contextmanager
+def called_before_clipping(call: Callable[[], None]) -> Iterator[None]:
+    """Context manager: a step inside calls this when its gradients are complete."""
+    measure = stepping.measure_grad_norm
+
+    def call_and_measure(*args) -> tuple[Tensor, Tensor]:
+        call()
+        return measure(*args)
+
+    with patch.object(stepping, "measure_grad_norm", call_and_measure):
+        yield
+
+
+@torch.no_grad()
+def find_unequal_copies(tensors: dict[str, Tensor]) -> set[tuple[str, str]]:
+    """Return names and mesh dims of tensors whose copies are not bit-equal. Collective: one broadcast per dim.
+
+    `tensors` have one dtype and one name on all ranks that share them.
+    """
+    copies: dict[str, dict[str, DTensor]] = {}
+    for fqn, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            for dim, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True):
+                if placement.is_replicate() and tensor.device_mesh[dim].size() > 1:
+                    copies.setdefault(dim, {})[fqn] = tensor
+    unequal = set()
+    for dim, of_dim in copies.items():
+        own = [tensor.to_local() for tensor in of_dim.values()]
+        first = torch.cat([tensor.flatten() for tensor in own])
+        dist.broadcast(first, group=next(iter(of_dim.values())).device_mesh[dim].get_group(), group_src=0)
+        pieces = first.split([tensor.numel() for tensor in own])
+        found = zip(of_dim, own, pieces, strict=True)
+        unequal |= {(fqn, dim) for fqn, tensor, piece in found if not torch.equal(tensor.flatten(), piece)}
+    return unequal

@@ -1,0 +1,230 @@
+"""Does train.py itself do on this layout what it does on one process? Data, rates, validation, log, a save, a resume.
+
+    one process       steps 1 2 3 4     unbroken
+    the layout        steps 1 2 3       saved after step 2
+    another layout            3 4       of the same ranks, with another ep if possible, from that checkpoint
+
+Three starts of the real file in warm workers. What they write into metrics.jsonl is compared, number by number. What
+one process does wrong is not seen here: the tests look for that.
+"""
+
+import gc
+import io
+import json
+import logging
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from string import ascii_letters
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_lite import REPOSITORY, build
+from torchtitan_lite.components.shutdown import StopRequest
+from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.reader import dump_config_toml
+from torchtitan_lite.config.schema import Checkpoint, Config, Job, LRScheduler, Metrics, Validation
+from torchtitan_lite.model.moe import Router
+from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
+from torchtitan_lite.tools.verify.degrees import list_other_layouts
+from torchtitan_lite.tools.verify.plain import init_leveled
+from torchtitan_lite.tools.verify.rank import Seen
+from torchtitan_lite.tools.verify.reduction import STAGES_BY_RULE, Reduction, override, round_up
+from torchtitan_lite.tools.verify.shapes import leave_out_compiler, put_on_one_rank
+from torchtitan_lite.tools.verify.trial import SUMS, RunRanks, Trial, find_worst
+
+TRAIN_PY = REPOSITORY / "train.py"
+SAVED, FIRST_END, END = 2, 3, 4
+TOKENIZER, N_WORDS = "bytes", 258
+BOUNDS = {
+    "lr": 1e-12,
+    "tokens": 0.0,
+    "loss": SUMS,
+    "grad_norm": SUMS,
+    "val_loss": SUMS,
+    "val_bits_per_byte": SUMS,
+    "router_entropy": SUMS,
+}
+Log = dict[int, dict[str, float]]  # step -> what metrics.jsonl says
+
+
+def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
+    """Start train.py three times. `folder` keeps their files."""
+    folder = folder.absolute() / "train.py"
+    config, n_ranks = make_config(reduction, folder), reduction.layout.world_size
+    write_corpus(folder / "corpus", config)
+    alone = put_on_one_rank(config, config.training.global_batch_size)
+    right = run_train(alone, 1, END, folder / "one process", run_ranks)
+    seen, name = Seen({}), "first start"
+    compare_logs(right, run_train(config, n_ranks, FIRST_END, folder / name, run_ranks), (1, 2, 3), name, seen)
+    first = find_worst("train.py", [seen], {key: BOUNDS[key[1]] for key in seen.errors})
+    if first.faults:
+        return first
+    other, name, checkpoint = choose_other_layout(config, reduction), "resumed start", f"checkpoint/step-{SAVED}"
+    (folder / name / checkpoint).parent.mkdir(parents=True)
+    (folder / "first start" / checkpoint).rename(folder / name / checkpoint)
+    compare_logs(right, run_train(other, n_ranks, END, folder / name, run_ranks), (3, 4), name, seen)
+    return find_worst("train.py", [seen], {key: BOUNDS[key[1]] for key in seen.errors})
+
+
+def compare_logs(right: Log, logged: Log, steps: tuple[int, ...], name: str, seen: Seen) -> None:
+    """Compare what a start logged with one process. Only the first and the last step of each start are validated."""
+    for step in steps:
+        for key in (key for key in BOUNDS if key in right[step]):
+            own, expected = logged.get(step, {}).get(key), right[step][key]
+            if own is not None:
+                seen.note(step - 1, key, name, abs(own - expected) / abs(expected or 1.0))
+            elif not key.startswith("val_"):
+                seen.note(step - 1, key, name, float("inf"))
+
+
+def run_train(config: Config, n_ranks: int, last_step: int, folder: Path, run_ranks: RunRanks) -> Log:
+    """Run train.py on ranks of the pool, up to `last_step`. Return what it logged. Raises RankFailure."""
+    flavor = {"debug": resolve_model(config.model)}  # a TOML file cannot hold numbers of experts
+    config = override(config, {"training.steps": last_step, "model.flavor": "debug", "model.row": None})
+    config = override(config, {"job": Job(dump_folder=str(folder))})
+    path = folder.with_suffix(".toml")
+    path.write_text(dump_config_toml(config), encoding="utf-8")
+    # As torchrun does: the parent holds the store by which ranks meet, at a port that the system chooses.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_ranks(start_train, n_ranks, ["--config", str(path)], store.port, flavor)
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    log: Log = {}
+    for record in records:
+        if record.get("kind", "step") in ("step", "validation"):
+            log.setdefault(record["step"], {}).update(record)
+    return log
+
+
+# ---------------------------------------------------------------- a start
+
+
+def start_train(rank: int, world_size: int, args: list[str], port: int, flavors: dict[str, ModelArgs]) -> None:
+    """Worker: execute train.py anew, as under torchrun. `port`: of a TCPStore of the parent.
+
+    `flavors` are added to FLAVORS. Raises what train.py raises, and RuntimeError if its exit status is not 0.
+    """
+    log = io.StringIO()
+    leveled = {name: (model, partial(init_leveled, rule)) for name, (model, rule) in build.MODELS.items()}
+    dist.destroy_process_group()
+    with (
+        process_left_as_it_was(),
+        patch.dict(os.environ, make_environment(rank, world_size, port)),
+        patch.dict(FLAVORS, flavors),
+        patch.dict(build.MODELS, leveled),
+        patch.object(Router, "choose", choose_by_bias),
+        redirect_stdout(log),
+        redirect_stderr(log),
+    ):
+        names = {"__name__": "train", "__file__": str(TRAIN_PY)}
+        exec(compile(TRAIN_PY.read_text(encoding="utf-8"), str(TRAIN_PY), "exec"), names)
+        status = names["main"](args, StopRequest())
+    if status != 0:
+        raise RuntimeError(f"train.py ended with {status}; its log:\n{log.getvalue()[-4000:].strip()}")
+
+
+def choose_by_bias(router: Router, scores: Tensor) -> Tensor:
+    """Take the place of Router.choose: the experts with the largest biases, for every token.
+
+    Top-k of scores turns their last bits into other experts. Biases move by whole steps, so each step has other
+    experts, on every layout the same.
+    """
+    order = router.expert_bias - 1e-6 * torch.arange(router.n_experts, device=scores.device)
+    return order.topk(router.args.top_k).indices.expand(*scores.shape[:-1], -1)
+
+
+def make_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return what torchrun sets for the ranks of one host, without a GPU."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: no rank makes one
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+@contextmanager
+def process_left_as_it_was() -> Iterator[None]:
+    """Context manager: undo what train.py changes in its process."""
+    gc.freeze()  # train.py's own collection need not look at objects that were here before
+    try:
+        yield
+    finally:
+        logger = logging.getLogger("torchtitan_lite")
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+        gc.unfreeze()
+        gc.enable()
+
+
+# ---------------------------------------------------------------- the small config, its corpus, another layout
+
+
+def make_config(reduction: Reduction, folder: Path) -> Config:
+    """Return the config of train.py: few steps, in which every logged number tells something."""
+    real, small = reduction.real, reduction.config
+    vocab_size = small.model.vocab_size
+    vocab_size += round_up(max(0, N_WORDS - vocab_size), reduction.layout.world_size)  # it divides as before
+    optimizer = real.optimizer
+    if optimizer.name == "AdamW":  # eps of the size of a clipped gradient: a step follows it instead of its sign
+        optimizer = replace(optimizer, lr=0.015, eps=1e-3, moments_dtype="float32")
+        optimizer = replace(optimizer, implementation="fused" if optimizer.implementation == "fused" else "for-loop")
+    return override(
+        small,
+        {
+            "profiling.enable_profiling": False,
+            "debug.deterministic": False,
+            "metrics": Metrics(log_freq=1, enable_tensorboard=False),
+            "optimizer": optimizer,
+            "lr_scheduler": LRScheduler(warmup_steps=2, total_steps=6, decay_type=real.lr_scheduler.decay_type),
+            "checkpoint": Checkpoint(enable=True, interval=SAVED, async_mode=real.checkpoint.async_mode),
+            "validation": Validation(enable=True, freq=10**6),
+            "comm.train_timeout_seconds": 300,
+            "model.hf_assets_path": TOKENIZER,
+            "model.vocab_size": vocab_size,
+            "training.expert_bias_rate": 1e-3,
+            "training.dataset": [str(folder / "corpus")],
+            "training.dataset_path": "",
+            "training.dataset_weights": [],
+            "training.cache_folder": str(folder / "cache"),
+            "training.enable_cpu_offload": False,  # refused without a GPU
+        },
+    )
+
+
+def write_corpus(folder: Path, config: Config) -> None:
+    """Prepare a corpus of random documents, so short that a second epoch begins within the steps."""
+    folder.parent.mkdir(parents=True)
+    n_tokens, draw = config.training.global_batch_size * config.training.seq_len, random.Random(0)
+    documents = ("".join(draw.choices(ascii_letters, k=draw.randint(1, 48))) for _ in range(n_tokens // 4))
+    file = folder.with_suffix(".jsonl")
+    file.write_text("\n".join(json.dumps({"text": document}) for document in documents))
+    prepare([file], folder, PrepareSettings(TOKENIZER, validation_share=0.5))
+
+
+def choose_other_layout(config: Config, reduction: Reduction) -> Config:
+    """Return the same global batch on another mesh of as many ranks, with another ep if possible."""
+    keys = {
+        **STAGES_BY_RULE,
+        "parallelism.pipeline_parallel_schedule": "GPipe",  # which takes any number of microbatches
+        "parallelism.pipeline_parallel_microbatch_size": 1,
+        "training.local_batch_size": 1,
+    }
+    layout, other = reduction.layout, override(leave_out_compiler(config), keys)  # compiled once: it takes long
+    return next(list_other_layouts(other, layout.degrees, layout.ep), config)
